@@ -1,0 +1,132 @@
+"""The blob: one append-only file that holds all cached payload.
+
+Space is granted in slabs of 64 MiB, aligned, each with one writer; a record never crosses the end of a slab, and the
+unused rest of a slab stays a hole. A new run begins a new slab, and so does whoever has seen an append fail: what
+half a write left behind is never built upon. Nothing is ever moved; space comes back by punching holes.
+
+`append` and `punch` are called from the write-behind thread alone, `read` from anywhere.
+"""
+
+import errno
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from cachefs import record, syscalls
+from cachefs.attributes import PINNED, Extent
+from cachefs.errors import CorruptRecord
+
+SLAB_BYTES = 64 << 20
+_PAGE = 4096
+_IOV_MAX = 1024
+_MAX_OFFSET = 1 << 62
+
+
+class BlobFull(OSError):
+    """No room: the disk's, or the file's largest size (EFBIG). The batch is not cached."""
+
+
+class Blob:
+    def __init__(self, path: Path, seed: int) -> None:
+        """Opens or creates the file. `seed`: the secret that all checksums begin with."""
+        self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        self._seed = seed
+        self._next = self._slab_end = 0
+        self._new_slab()
+
+    def _new_slab(self) -> None:
+        end = max(os.fstat(self._fd).st_size, self._slab_end)
+        self._next = -(-end // SLAB_BYTES) * SLAB_BYTES
+        self._slab_end = self._next + SLAB_BYTES
+
+    def append(self, records: Sequence[tuple[record.Header, bytes]]) -> list[Extent]:
+        """Write records and sync them. On an error none of them counts, and the next append goes to a new slab.
+
+        After a failed fdatasync the pages are clean but lost, so the batch is never tried again (hazard 17).
+        """
+        extents = []
+        buffers: list[bytes] = []
+        start = self._next
+        try:
+            for header, payload in records:
+                size = header.record_bytes
+                if self._next + size > self._slab_end:
+                    self._write(buffers, start)
+                    buffers = []
+                    self._next, self._slab_end = self._slab_end, self._slab_end + SLAB_BYTES
+                    start = self._next
+                checksums = record.checksums_of(payload, self._seed)
+                prefix = record.encode_prefix(header, checksums, self._seed)
+                buffers += (prefix, payload, bytes(size - len(prefix) - len(payload)))
+                offset = self._next + len(prefix)
+                extents.append(Extent(PINNED, header.length, offset, header.version, size, checksums))
+                self._next += size
+            self._write(buffers, start)
+            os.fdatasync(self._fd)
+        except OSError as error:
+            self._slab_end = max(self._slab_end, self._next)
+            self._new_slab()
+            if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+                raise BlobFull(error.errno, os.strerror(error.errno)) from error
+            raise
+        return extents
+
+    def _write(self, buffers: list[bytes], offset: int) -> None:
+        for first in range(0, len(buffers), _IOV_MAX):
+            part = [memoryview(b) for b in buffers[first : first + _IOV_MAX] if b]
+            while part:
+                written = os.pwritev(self._fd, part, offset)
+                offset += written
+                while part and written >= len(part[0]):
+                    written -= len(part[0])
+                    part.pop(0)
+                if written:
+                    part[0] = part[0][written:]
+
+    def read(self, extent: Extent, start: int, length: int, *, nowait: bool = False) -> memoryview:
+        """`length` bytes of the extent's payload from `start`, verified. Raises CorruptRecord.
+
+        `nowait`: raise BlockingIOError instead of waiting for the disk.
+        """
+        first = start // record.BLOCK_BYTES
+        last = -(-(start + length) // record.BLOCK_BYTES)
+        begin = first * record.BLOCK_BYTES
+        wanted = min(last * record.BLOCK_BYTES, extent.length) - begin
+        if start + length > extent.length or not 0 <= extent.blob_offset <= _MAX_OFFSET or last > len(extent.checksums):
+            raise CorruptRecord("the extent does not hold what the index says")
+        buffer = bytearray(wanted)
+        count = os.preadv(self._fd, [buffer], extent.blob_offset + begin, os.RWF_NOWAIT if nowait else 0)
+        if count != wanted:
+            if nowait:
+                raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+            raise CorruptRecord("the blob ends within a record")
+        view = memoryview(buffer)
+        for block in range(first, last):
+            at = block * record.BLOCK_BYTES - begin
+            record.verify_block(view[at : at + record.BLOCK_BYTES], extent.checksums[block], self._seed)
+        return view[start - begin : start - begin + length]
+
+    def punch(self, extent: Extent) -> None:
+        """Give the space of a record back and mark its header dead. Whole pages only: its neighbours' bytes stay."""
+        start = extent.blob_offset - record.payload_start(extent.length)
+        try:
+            decoded = record.decode_header(os.pread(self._fd, record.HEADER_BYTES, start), self._seed)
+        except CorruptRecord:
+            decoded = None  # a rebuild stops here too
+        if decoded is not None:
+            os.pwrite(self._fd, record.encode_dead(decoded[0], self._seed), start)
+        first = -(-extent.blob_offset // _PAGE) * _PAGE
+        last = (start + extent.record_bytes) // _PAGE * _PAGE
+        if last > first:
+            syscalls.punch_hole(self._fd, first, last - first)
+
+    # --- rebuild ---------------------------------------------------------------------------------------------------
+
+    def size(self) -> int:
+        return os.fstat(self._fd).st_size
+
+    def pread(self, length: int, offset: int) -> bytes:
+        return os.pread(self._fd, length, offset)
+
+    def close(self) -> None:
+        os.close(self._fd)

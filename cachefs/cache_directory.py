@@ -1,0 +1,230 @@
+"""The cache directory: whose it is, that nobody else has it open, and how far its index can be trusted.
+
+cache.json   format version and source      secret   seed of all checksums
+lock         flock of the daemon            blob     payload
+index/       the durable index (LMDB)       daemon.log
+"""
+
+import fcntl
+import json
+import logging
+import os
+import secrets
+import shutil
+import struct
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from cachefs import recovery
+from cachefs.attributes import PINNED
+from cachefs.blob import Blob
+from cachefs.errors import CacheFsError, IndexUnavailable
+from cachefs.index import Environment, Index, Table
+from cachefs.options import Revalidate
+
+log = logging.getLogger(__name__)
+
+FORMAT_VERSION = 1
+FREE_SHARE = 0.9
+"""Of the free space of the cache's disk: the default size."""
+RCTIME_GRACE_S = 60
+_OWN_NAMES = {"cache.json", "secret", "lock", "blob", "index", "daemon.log", "lost+found"}
+
+
+@dataclass(frozen=True, slots=True)
+class RunState:
+    """META "run": the number of the run, and what the next one may believe."""
+
+    run: int = 0
+    floor: int = 0
+    clean: bool = True
+    boot_id: bytes = bytes(16)
+    rctime: bytes = b""
+    """`ceph.dir.rctime` of the root when the records at or above the floor began to be made; empty: unknown."""
+
+    _CODEC = struct.Struct("<II2Q16s40s")
+
+    def pack(self) -> bytes:
+        return self._CODEC.pack(PINNED, self.clean, self.run, self.floor, self.boot_id, self.rctime)
+
+    @classmethod
+    def unpack(cls, value: bytes) -> "RunState":
+        _, clean, run, floor, boot_id, rctime = cls._CODEC.unpack(value)
+        return cls(run, floor, bool(clean), boot_id, rctime.rstrip(b"\0"))
+
+
+def boot_id() -> bytes:
+    return bytes.fromhex(Path("/proc/sys/kernel/random/boot_id").read_text().strip().replace("-", ""))
+
+
+def rctime_unmoved(before: bytes, now: bytes, now_s: float) -> bool:
+    """CephFS: has nothing beneath the root changed? The value follows a change by 5 to 10 s, hence the grace."""
+    if not before or before != now:
+        return False
+    return now_s - float(now) > RCTIME_GRACE_S
+
+
+class CacheDirectory:
+    """An opened and locked cache directory."""
+
+    def __init__(self, path: Path, source: str) -> None:
+        """Create or open, lock. Raises CacheFsError with one line that says what is wrong."""
+        self.path = path
+        try:
+            path.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self._claim(source)
+        except OSError as error:
+            raise CacheFsError(f"cannot use the cache directory {path}: {error.strerror or error}") from error
+
+    def _claim(self, source: str) -> None:
+        names = {entry.name for entry in self.path.iterdir()}
+        if names - _OWN_NAMES and "cache.json" not in names:
+            raise CacheFsError(f"{self.path} is not empty and not a cache directory of cachefs")
+        os.chmod(self.path, 0o700)
+        self._lock = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            try:
+                fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                pid = os.pread(self._lock, 32, 0).decode(errors="replace").strip() or "unknown"
+                raise CacheFsError(
+                    f"the cache directory {self.path} is in use by another cachefs daemon (pid {pid})"
+                ) from None
+            os.ftruncate(self._lock, 0)
+            os.pwrite(self._lock, f"{os.getpid()}\n".encode(), 0)
+            self._check_identity(source)
+        except BaseException:
+            os.close(self._lock)
+            raise
+
+    def _check_identity(self, source: str) -> None:
+        identity = self.path / "cache.json"
+        try:
+            found = json.loads(identity.read_text())
+            version, owner = int(found["format"]), str(found["source"])
+        except FileNotFoundError:
+            self._write(identity, json.dumps({"format": FORMAT_VERSION, "source": source}).encode())
+            return
+        except (ValueError, KeyError, TypeError):
+            raise CacheFsError(f"{identity} cannot be read: remove {self.path} to start with an empty cache") from None
+        if version > FORMAT_VERSION:
+            raise CacheFsError(f"{self.path} has format {version}, this cachefs knows {FORMAT_VERSION}: it is too old")
+        if owner != source:
+            raise CacheFsError(f"the cache directory {self.path} was made for {owner}, not for {source}")
+
+    def _write(self, path: Path, content: bytes) -> None:
+        temporary = path.with_suffix(".new")
+        with open(temporary, "wb", opener=lambda p, f: os.open(p, f, 0o600)) as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+
+    def default_size_bytes(self) -> int:
+        stat = os.statvfs(self.path)
+        blob = self.path / "blob"
+        used = blob.stat().st_blocks * 512 if blob.exists() else 0
+        return used + int(stat.f_bavail * stat.f_frsize * FREE_SHARE)
+
+    def _seed(self) -> int:
+        """The secret of this cache. Without it the blob cannot be checked, so a lost one empties the cache."""
+        path = self.path / "secret"
+        try:
+            secret = bytes.fromhex(path.read_text().strip())
+        except (OSError, ValueError):
+            secret = b""
+        if len(secret) != 16:
+            secret = secrets.token_bytes(16)
+            (self.path / "blob").unlink(missing_ok=True)
+            shutil.rmtree(self.path / "index", ignore_errors=True)
+            self._write(path, secret.hex().encode())
+        return int.from_bytes(secret[:8], "little")
+
+    def open_blob(self) -> tuple[Blob, int]:
+        """The blob and the seed of its checksums."""
+        try:
+            seed = self._seed()
+            return Blob(self.path / "blob", seed), seed
+        except OSError as error:
+            raise CacheFsError(f"cannot open the blob in {self.path}: {error.strerror or error}") from error
+
+    def open_durable(self, blob: Blob, seed: int) -> Environment:
+        """The durable index; rebuilt from the blob if it is lost or cannot be read."""
+        path = self.path / "index"
+        fresh = not (path / "data.mdb").exists()
+        try:
+            durable = Environment(path, sync=True)
+        except IndexUnavailable as error:
+            if fresh:
+                raise CacheFsError(str(error)) from error
+            aside = path.with_name("index.broken")
+            log.warning("%s; kept as %s, rebuilding it from the blob", error, aside)
+            shutil.rmtree(aside, ignore_errors=True)
+            path.rename(aside)
+            fresh = True
+            durable = Environment(path, sync=True)
+        except OSError as error:
+            raise CacheFsError(f"cannot open the index in {path}: {error.strerror or error}") from error
+        if fresh and blob.size():
+            totals = recovery.rebuild(blob, seed, durable)
+            log.warning("index rebuilt from the blob: %d files, %d bytes", totals.cached_files, totals.cached_bytes)
+        return durable
+
+    def close(self) -> None:
+        os.close(self._lock)
+
+
+class OpenedIndex:
+    """The index of one run: durable and session environments, run number and floor."""
+
+    def __init__(self, durable: Environment, session_path: Path, revalidate: Revalidate, rctime: bytes) -> None:
+        """Begins a new run. `rctime`: what the source says now, empty where it says nothing."""
+        self._session_path = session_path
+        with durable.lmdb.begin() as txn:
+            value = txn.get(b"run", db=durable.tables[Table.META])
+        before = RunState.unpack(value) if value else RunState()
+        now = boot_id()
+        survived = self._session_survived(session_path, before, now)
+        if not survived:
+            shutil.rmtree(session_path, ignore_errors=True)
+        # After a crash of the machine the last changes may be lost: nothing is taken on trust.
+        trusted = bool(value) and (before.clean or survived)
+        unmoved = revalidate is Revalidate.RCTIME and rctime_unmoved(before.rctime, rctime, time.time())
+        keep = trusted and (revalidate is Revalidate.NEVER or unmoved)
+        run = before.run + 1
+        self.state = RunState(run, before.floor if keep else run, False, now, before.rctime if keep else rctime)
+        self._durable = durable
+        self.index = Index(durable, Environment(session_path, sync=False))
+        if survived:
+            self.index.recover_session()
+        with self.index.session.lmdb.begin(write=True) as txn:
+            txn.put(b"run", self.state.pack(), db=self.index.session.tables[Table.META])
+        self._store()
+
+    @staticmethod
+    def _session_survived(path: Path, before: RunState, now: bytes) -> bool:
+        """The last daemon crashed, in this boot, and its session is still there."""
+        if before.clean or before.boot_id != now or not (path / "data.mdb").exists():
+            return False
+        try:
+            session = Environment(path, sync=False)
+        except IndexUnavailable:
+            return False
+        with session.lmdb.begin() as txn:
+            value = txn.get(b"run", db=session.tables[Table.META])
+        session.close()
+        return value is not None and RunState.unpack(value).run == before.run
+
+    def _store(self) -> None:
+        with self._durable.lmdb.begin(write=True) as txn:
+            txn.put(b"run", self.state.pack(), db=self._durable.tables[Table.META])
+
+    def close(self, *, flushed: bool) -> None:
+        """`flushed`: everything that is pinned is in the durable index, so that the next run may trust it."""
+        if flushed:
+            self.state = replace(self.state, clean=True)
+            self._store()
+        self.index.close()
+        if flushed:
+            shutil.rmtree(self._session_path, ignore_errors=True)

@@ -1,0 +1,323 @@
+"""Data: what is in the blob, what is on its way there, and the task that takes it there.
+
+A *unit* is what is cached as one record: a whole small file, or a chunk of 4 MiB of a larger one.
+
+`read` is the hit path: the queue first, then the index, then the blob. Bytes that are in the page cache are read and
+verified at once (RWF_NOWAIT), the rest in a thread. The LMDB transaction that found the extent lives until its bytes
+have been read, so that nobody punches a hole under it (hazard 14).
+
+`admit` queues a unit that was just fetched. Its reader has been answered by then and never waits: a queue that is
+full, a cache that is full and a disk that is broken all mean that the unit is not cached.
+
+`run` is write-behind: it appends what is queued, syncs, and commits extents together with pinned metadata to the
+durable index, in this order, in one thread. What a crash leaves behind at each step is in docs/FORMAT.md.
+"""
+
+import logging
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import trio
+
+from cachefs import record
+from cachefs.attributes import Extent, Inode, inode_key
+from cachefs.blob import Blob
+from cachefs.errors import CorruptRecord, IndexUnavailable
+from cachefs.index import Commit, Index, Key, Table
+from cachefs.metrics import Metrics
+from cachefs.options import MIB, CacheLevel, Options
+from policies.admission import NoReplacement
+
+log = logging.getLogger(__name__)
+
+CHUNK_BYTES = record.MAX_PAYLOAD_BYTES
+QUEUE_BYTES = 64 * MIB
+BATCH_BYTES = 16 * MIB
+BATCH_KEYS = 4096
+BATCH_DELAY_S = 0.1
+FORGET_CHUNK = 512
+PAUSE_S = 30.0
+"""After the disk has refused a write: how long to leave it alone."""
+BLOB_THREADS = 16
+
+
+@dataclass(slots=True)
+class Unit:
+    """A fetched unit on its way to the blob."""
+
+    inode: Inode
+    offset: int
+    payload: bytes
+    read: bool = False
+    """False until the read that it was fetched for: that one was a miss."""
+
+    def header(self) -> record.Header:
+        i = self.inode
+        return record.Header(
+            len(self.payload), i.number, self.offset, i.version, i.size, i.mtime_ns, i.ctime_ns, i.btime_ns, i.mode,
+            i.device, i.source_inode,
+        )  # fmt: skip
+
+
+class DataCache:
+    def __init__(
+        self,
+        index: Index,
+        blob: Blob,
+        options: Options,
+        metrics: Metrics,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        queue_bytes: int = QUEUE_BYTES,
+    ) -> None:
+        # dependencies
+        self._index = index
+        self._blob = blob
+        self._options = options
+        self._metrics = metrics
+        self._clock = clock
+        # constants
+        self._admission = NoReplacement(options.cache_size_bytes)
+        self._queue_limit = queue_bytes
+        # state
+        self._pending: dict[tuple[int, int], Unit] = {}
+        self._queue: deque[Unit] = deque()
+        self._queued_bytes = 0  # of payload in `_pending`
+        self._queued_record_bytes = 0
+        self._dropped: dict[tuple[int, int, int], None] = {}
+        self._freed: deque[tuple[int, Extent]] = deque()
+        self._paused_until = 0.0
+        self._warned: set[str] = set()
+        self._wake = trio.Event()
+        self._idle = trio.Event()
+        self._threads = trio.CapacityLimiter(BLOB_THREADS)
+        self._writer = trio.CapacityLimiter(1)
+        self._urgent = False
+        index.on_dirty = self.wake
+
+    # --- the shape of things ---------------------------------------------------------------------------------------
+
+    def is_small(self, inode: Inode) -> bool:
+        return inode.size <= min(self._options.small_file_bytes, CHUNK_BYTES)
+
+    def unit_of(self, inode: Inode, offset: int) -> tuple[int, int]:
+        """(offset, length) of the unit that holds the byte at `offset`."""
+        if self.is_small(inode):
+            return 0, inode.size
+        start = offset // CHUNK_BYTES * CHUNK_BYTES
+        return start, min(CHUNK_BYTES, inode.size - start)
+
+    # --- hits ------------------------------------------------------------------------------------------------------
+
+    async def read(
+        self, inode: Inode, unit: tuple[int, int], start: int, length: int
+    ) -> tuple[memoryview, bool] | None:
+        """`length` bytes from `start` of a unit, and whether that was a hit. None: not cached."""
+        pending = self._pending.get((inode.number, unit[0]))
+        if pending is not None and pending.inode.version == inode.version:
+            was_read, pending.read = pending.read, True
+            return memoryview(pending.payload)[start : start + length], was_read
+        transaction = self._index.extent_reader()
+        try:
+            extent = self._index.extent(transaction, inode.number, unit[0])
+            if extent is None or extent.version != inode.version or extent.length != unit[1]:
+                return None
+            if (inode.number, unit[0], extent.blob_offset) in self._dropped:
+                return None
+            try:
+                return await self._read_blob(extent, start, length), True
+            except CorruptRecord as error:
+                self._metrics.corrupt_records += 1
+                self._failed("corrupt", f"a corrupt record was dropped: {error}")
+            except OSError as error:
+                self._failed("read", f"cannot read the blob: {error}")
+            self._dropped[inode.number, unit[0], extent.blob_offset] = None
+            self.wake()
+            return None
+        finally:
+            transaction.abort()
+
+    async def _read_blob(self, extent: Extent, start: int, length: int) -> memoryview:
+        try:
+            return self._blob.read(extent, start, length, nowait=True)
+        except BlockingIOError:
+            pass
+        except OSError as error:
+            log.debug("no RWF_NOWAIT here: %s", error)
+        return await trio.to_thread.run_sync(partial(self._blob.read, extent, start, length), limiter=self._threads)
+
+    def mark_read(self, inode: Inode, unit: tuple[int, int]) -> None:
+        """The read that a unit was fetched for has been answered; those that follow are hits."""
+        pending = self._pending.get((inode.number, unit[0]))
+        if pending is not None:
+            pending.read = True
+
+    def holds(self, inode: Inode, unit: tuple[int, int]) -> bool:
+        """True if the unit is cached or on its way."""
+        pending = self._pending.get((inode.number, unit[0]))
+        if pending is not None:
+            return pending.inode.version == inode.version
+        transaction = self._index.extent_reader()
+        try:
+            extent = self._index.extent(transaction, inode.number, unit[0])
+            return extent is not None and extent.version == inode.version
+        finally:
+            transaction.abort()
+
+    # --- admission -------------------------------------------------------------------------------------------------
+
+    def admits(self, length: int) -> bool:
+        """Would a unit of `length` bytes be cached now?"""
+        return (
+            self._options.cache is CacheLevel.FULL
+            and self._queued_bytes + length <= self._queue_limit
+            and self._clock() >= self._paused_until
+            and self._index.available
+            and self._admission.admits(record.record_bytes(length), self.used_bytes)
+        )
+
+    @property
+    def capacity_bytes(self) -> int:
+        return self._admission.capacity_bytes
+
+    @property
+    def queued_bytes(self) -> int:
+        """Payload that has been read but is not in the index yet."""
+        return self._queued_bytes
+
+    @property
+    def used_bytes(self) -> int:
+        """Records in the blob and on their way."""
+        return self._index.totals.blob_bytes + self._queued_record_bytes
+
+    def admit(self, inode: Inode, offset: int, payload: bytes) -> bool:
+        """Queue a unit that was fetched. False if it will not be cached."""
+        if self._options.cache is not CacheLevel.FULL:
+            return False
+        if not payload or (inode.number, offset) in self._pending or not self.admits(len(payload)):
+            self._metrics.skipped_admissions += 1
+            return False
+        unit = Unit(inode, offset, payload)
+        self._pending[inode.number, offset] = unit
+        self._queue.append(unit)
+        self._queued_bytes += len(payload)
+        self._queued_record_bytes += record.record_bytes(len(payload))
+        self.wake()
+        return True
+
+    def skipped(self) -> None:
+        """Count a read that was served without being cached because there is no room."""
+        if self._options.cache is CacheLevel.FULL:
+            self._metrics.skipped_admissions += 1
+
+    # --- write-behind ----------------------------------------------------------------------------------------------
+
+    def wake(self) -> None:
+        self._wake.set()
+
+    async def run(self) -> None:
+        """The task: for ever, until cancelled. `flush` first if nothing may be lost."""
+        while True:
+            await self._wake.wait()
+            if not self._urgent and self._queued_bytes < BATCH_BYTES and len(self._index.dirty) < BATCH_KEYS:
+                await trio.sleep(BATCH_DELAY_S)  # lets a batch gather; no correctness hangs on it
+            self._wake = trio.Event()
+            await self._commit()
+            if self._queue or self._index.dirty or self._dropped:
+                self._wake.set()
+            elif self._freed and not self._punchable():
+                # A reader of the blob is under way; nothing else will wake us when it has gone.
+                await trio.sleep(BATCH_DELAY_S)
+                self._wake.set()
+            else:
+                self._idle.set()
+
+    async def flush(self, timeout_s: float = 60.0) -> bool:
+        """Everything that is queued, on disk and in the index. False if that could not be had."""
+        with trio.move_on_after(timeout_s):
+            while self._queue or self._index.dirty or self._dropped:
+                if not self._index.available:
+                    return False
+                self._urgent = True
+                self._idle = trio.Event()
+                self.wake()
+                await self._idle.wait()
+            return True
+        return False
+
+    async def _commit(self) -> None:
+        units: list[Unit] = []
+        size = 0
+        while self._queue and size < BATCH_BYTES:
+            units.append(self._queue.popleft())
+            size += len(units[-1].payload)
+        first = [(Table.INODES, inode_key(unit.inode.number)) for unit in units]
+        keys = self._index.take_dirty(BATCH_KEYS, first)
+        dropped = list(self._dropped)
+        if not (units or keys or dropped or self._freed):
+            return
+        try:
+            commit, refused = await trio.to_thread.run_sync(self._write, units, keys, dropped, limiter=self._writer)
+        except IndexUnavailable as error:
+            self._index.restore_dirty(keys)
+            self._index.available = False
+            self._failed("index", f"the index cannot be written, nothing new is cached until it can: {error}")
+            self._retire(units)
+            self._metrics.skipped_admissions += len(units)
+            self._idle.set()
+            await trio.sleep(1.0)
+            return
+        self._index.available = True
+        if refused is not None:
+            self._paused_until = self._clock() + PAUSE_S
+            self._metrics.skipped_admissions += len(units)
+            self._failed("blob", f"the blob cannot be written, trying again in {PAUSE_S:.0f} s: {refused}")
+        for start in range(0, len(commit.flushed), FORGET_CHUNK):
+            self._index.forget_committed(commit.flushed[start : start + FORGET_CHUNK])
+            await trio.lowlevel.checkpoint()
+        for key in dropped:
+            self._dropped.pop(key, None)
+        self._retire(units)
+        self._freed.extend((commit.transaction, extent) for extent in commit.freed)
+
+    def _retire(self, units: list[Unit]) -> None:
+        for unit in units:
+            del self._pending[unit.inode.number, unit.offset]
+            self._queued_bytes -= len(unit.payload)
+            self._queued_record_bytes -= record.record_bytes(len(unit.payload))
+
+    def _punchable(self) -> bool:
+        oldest = self._index.durable.oldest_reader()
+        return bool(self._freed) and (oldest is None or oldest >= self._freed[0][0])
+
+    def _write(
+        self, units: list[Unit], keys: list[Key], dropped: list[tuple[int, int, int]]
+    ) -> tuple[Commit, OSError | None]:
+        """In the write-behind thread: payload to disk, then the index, then holes for what nobody can see any more."""
+        refused: OSError | None = None
+        extents: list[Extent] = []
+        if units:
+            try:
+                extents = self._blob.append([(unit.header(), unit.payload) for unit in units])
+            except OSError as error:
+                refused = error
+        rows = [(unit.inode.number, unit.offset, extent) for unit, extent in zip(units, extents, strict=False)]
+        try:
+            commit = self._index.commit(keys, rows, dropped)
+        except IndexUnavailable:
+            for extent in extents:  # on disk, but nothing will ever point at them
+                self._blob.punch(extent)
+            raise
+        while self._punchable():
+            self._blob.punch(self._freed.popleft()[1])
+        return commit, refused
+
+    def _failed(self, kind: str, message: str) -> None:
+        """Count a failure of the cache; say so once for each kind."""
+        self._metrics.errors += 1
+        if kind not in self._warned:
+            self._warned.add(kind)
+            log.warning("%s (counted in `errors`, not reported again)", message)

@@ -1,0 +1,205 @@
+"""Listings. A cold directory is read once and its entries are stat-ed in parallel.
+
+On read-only mounts a listing is pinned: every later one comes from the index. On read-write mounts it is believed for
+`attr_timeout_s`, then read again, so that what other nodes write shows up; names keep their position (hazard 8).
+"""
+
+import time
+from collections.abc import Callable
+from functools import partial
+
+import trio
+
+from cachefs.attributes import LISTED, ROOT_INODE, Inode
+from cachefs.fetch import SingleFlight
+from cachefs.filesystem import FileSystem
+
+BATCH_NAMES = 16
+PARALLEL_BATCHES = 48
+CHUNK_NAMES = 256
+"""How many records are handled without letting other tasks run."""
+REMEMBERED_LISTINGS = 4096
+
+Emit = Callable[[bytes, Inode, float, int], bool]
+"""(name, record, timeout in seconds, position) → False when the reply is full."""
+
+
+class Directories:
+    def __init__(
+        self, filesystem: FileSystem, nursery: trio.Nursery, *, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        # dependencies
+        self._fs = filesystem
+        self._metadata = filesystem.metadata
+        self._clock = clock
+        # state
+        self._flights: SingleFlight[int, None] = SingleFlight(nursery)
+        self._fresh_until: dict[int, float] = {}
+        self._handles: dict[int, int] = {}
+        self._next_handle = 1
+
+    def opendir(self, number: int) -> int:
+        self._next_handle += 1
+        self._handles[self._next_handle] = number
+        return self._next_handle
+
+    def number_of(self, handle: int) -> int:
+        return self._handles[handle]
+
+    def releasedir(self, handle: int) -> None:
+        del self._handles[handle]
+
+    def changed(self, number: int) -> None:
+        """This mount changed the directory: the next listing reads it again."""
+        self._fresh_until.pop(number, None)
+
+    async def readdir(self, handle: int, after: int, emit: Emit) -> None:
+        """Emit entries from behind position `after` until `emit` says stop."""
+        number = self._handles[handle]
+        if after == 0 and not self._is_listed(await self._fs.believed(number)):
+            await self._flights.do(number, partial(self._list, number))
+        if after < 2 and not self._emit_dots(number, after, emit):
+            return
+        after = max(after, 2)
+        failed_at = -1
+        while True:
+            complete, after = self._emit_rows(number, after, emit)
+            if complete:
+                return
+            # The entry behind position `after` must be compared with the source first.
+            if after == failed_at:
+                after += 1  # it cannot be: it went while we looked
+            else:
+                failed_at = after
+                await self._flights.do(number, partial(self._list, number))
+
+    def _emit_dots(self, number: int, after: int, emit: Emit) -> bool:
+        with self._metadata.index.view() as view:
+            links = self._metadata.links(view, number) if number != ROOT_INODE else []
+        parent = links[0][0] if links else ROOT_INODE
+        for position, name, inode in ((1, b".", number), (2, b"..", parent)):
+            if position > after and not emit(name, self._fs.record(inode), 0.0, position):
+                return False
+        return True
+
+    def _emit_rows(self, number: int, after: int, emit: Emit) -> tuple[bool, int]:
+        """(True, _) at the end or when the reply is full; (False, p) where the entry at p + 1 must be compared."""
+        told: list[int] = []
+        complete = True
+        with self._metadata.index.view() as view:
+            directory = self._metadata.inode(view, number)
+            for position, name in self._metadata.rows(view, number, after):
+                dentry = self._metadata.dentry(view, number, name)
+                record = self._metadata.inode(view, dentry.inode) if dentry is not None and dentry.inode else None
+                if directory is None or dentry is None or record is None:
+                    complete, after = False, position - 1
+                    break
+                pinned = self._metadata.is_pinned(record)
+                holds = self._metadata.entry_holds(directory, dentry)
+                if pinned and not (holds and self._metadata.remaining_ns(record)):
+                    complete, after = False, position - 1
+                    break
+                if not emit(name, record, self._fs.timeout_s(record), position):
+                    break
+                after = position
+                if not pinned:
+                    told.append(record.number)
+        if told:
+            with self._metadata.index.update() as update:
+                for inode in told:
+                    record = self._metadata.inode(update, inode)
+                    if record is not None:
+                        self._metadata.put_inode(update, record._replace(lookups=record.lookups + 1))
+        return complete, after
+
+    def _is_listed(self, record: Inode) -> bool:
+        if self._fs.options.pins_everything and self._metadata.is_pinned(record):
+            return bool(record.flags & LISTED)
+        return self._clock() < self._fresh_until.get(record.number, 0.0)
+
+    async def _list(self, number: int) -> None:
+        """Make the listing in the index complete, and every entry in it comparable without the source."""
+        directory = await self._fs.believed(number)
+        path = self._fs.path_of(number)
+        pin = self._fs.pins(path)
+        known = pin and bool(directory.flags & LISTED)
+        if known:
+            with self._metadata.index.view() as view:
+                names = [name for _, name in self._metadata.rows(view, number, 0)]
+        else:
+            names = await self._fs.slots.run(partial(self._fs.source.readdir, path))
+        started = self._clock()
+        doubtful = await self._doubtful(directory, names)
+        limiter = trio.CapacityLimiter(PARALLEL_BATCHES)
+        errors: list[OSError] = []
+        async with trio.open_nursery() as nursery:
+            for start in range(0, len(doubtful), BATCH_NAMES):
+                await limiter.acquire_on_behalf_of(start)
+                batch = doubtful[start : start + BATCH_NAMES]
+                nursery.start_soon(self._stat_batch, number, path, batch, limiter, start, errors)
+        if errors:
+            raise errors[0]
+        if known:
+            return
+        await self._write_rows(number, names, pin)
+        if not pin:
+            if len(self._fresh_until) >= REMEMBERED_LISTINGS:
+                self._fresh_until.clear()
+            self._fresh_until[number] = started + self._fs.options.attr_timeout_s
+
+    async def _doubtful(self, directory: Inode, names: list[bytes]) -> list[bytes]:
+        """The names that must be stat-ed."""
+        doubtful = []
+        for start in range(0, len(names), CHUNK_NAMES):
+            with self._metadata.index.view() as view:
+                for name in names[start : start + CHUNK_NAMES]:
+                    dentry = self._metadata.dentry(view, directory.number, name)
+                    if dentry is not None and dentry.inode and self._metadata.entry_holds(directory, dentry):
+                        record = self._metadata.inode(view, dentry.inode)
+                        pinned = record is not None and self._metadata.is_pinned(record)
+                        if record is not None and pinned and self._metadata.remaining_ns(record):
+                            continue
+                    doubtful.append(name)
+            await trio.lowlevel.checkpoint()
+        return doubtful
+
+    async def _stat_batch(
+        self,
+        number: int,
+        path: bytes,
+        names: list[bytes],
+        limiter: trio.CapacityLimiter,
+        token: int,
+        errors: list[OSError],
+    ) -> None:
+        try:
+            stats = await self._fs.slots.run(partial(self._fs.source.lstat_names, path, names))
+        except OSError as error:
+            errors.append(error)
+            return
+        finally:
+            limiter.release_on_behalf_of(token)
+        prefix = path + b"/" if path else b""
+        with self._metadata.index.update() as update:
+            for name, now in zip(names, stats, strict=True):
+                if now is None:
+                    self._metadata.remove_name(update, number, name)
+                else:
+                    pin = self._fs.pins(prefix + name)
+                    self._metadata.apply_stat(update, number, name, now, pin=pin, counted=False)
+
+    async def _write_rows(self, number: int, names: list[bytes], pin: bool) -> None:
+        with self._metadata.index.update() as update:
+            self._metadata.remove_rows(update, number, set(names))
+        for start in range(0, len(names), CHUNK_NAMES):
+            with self._metadata.index.update() as update:
+                directory = self._metadata.inode(update, number)
+                if directory is None:
+                    return
+                self._metadata.add_rows(update, directory, names[start : start + CHUNK_NAMES], pin=pin)
+            await trio.lowlevel.checkpoint()
+        if pin:
+            with self._metadata.index.update() as update:
+                directory = self._metadata.inode(update, number)
+                if directory is not None and self._metadata.is_pinned(directory):
+                    self._metadata.put_inode(update, directory._replace(flags=directory.flags | LISTED))

@@ -1,0 +1,420 @@
+"""The index: two LMDB environments with the same tables, read as one. The only module that imports lmdb.
+
+- The **durable** index lies in the cache directory and is always synced. It holds what is pinned, and the extents.
+- The **session** lies in the runtime directory and is never synced (MDB_NOSYNC: 3 µs a commit, 261 µs synced). It
+  holds what the kernel was told and the durable index has not got (yet): it survives a crash of the daemon, not of
+  the machine. A record is committed here before the reply goes out.
+
+Reading looks into the session first, then into the durable index. A tombstone (an empty value) in the session hides
+what the durable index says. `commit` moves what is pinned from the session to the durable index in batches; a log
+structured merge tree with two levels, in other words.
+
+Who may write: the session, the trio thread alone; the durable index, the write-behind thread alone (`commit`).
+Because `forget_committed` runs on the trio thread too, a reader there can never miss a record that is on its way.
+
+INVARIANT: an extent counts only if its version is the version of its inode's record.
+INVARIANT: a key is in `dirty` if the session has a pinned value or a tombstone for it, or hides a durable value.
+"""
+
+import enum
+import itertools
+import logging
+import struct
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import lmdb
+
+from cachefs.attributes import PINNED, Extent, Inode, inode_key, inode_of_key, pair_key
+from cachefs.errors import IndexUnavailable
+
+log = logging.getLogger(__name__)
+
+MAP_SIZE_BYTES = 1 << 40  # address space, not disk: growing a map under live readers is unsafe (hazard 16)
+MAX_READERS = 1024
+TOMBSTONE = b""
+_FLAGS = struct.Struct("<I")
+
+Key = tuple["Table", bytes]
+
+
+class Table(enum.IntEnum):
+    """The tables of both environments, in the order in which a batch writes them. docs/FORMAT.md has the rest."""
+
+    META = 0
+    ALIASES = 1
+    INODES = 2
+    DENTRIES = 3
+    LINKS = 4
+    LISTING = 5
+    SYMLINKS = 6
+    XATTRS = 7
+    EXTENTS = 8
+
+
+class Environment:
+    """One LMDB environment with all tables."""
+
+    def __init__(self, path: Path, *, sync: bool) -> None:
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        try:
+            self.lmdb = lmdb.open(
+                str(path),
+                map_size=MAP_SIZE_BYTES,
+                max_dbs=len(Table),
+                max_readers=MAX_READERS,
+                sync=sync,
+                metasync=sync,
+                readahead=False,
+                mode=0o600,
+            )
+            self.lmdb.reader_check()
+            self.tables = [self.lmdb.open_db(table.name.lower().encode()) for table in Table]
+        except lmdb.Error as error:
+            raise IndexUnavailable(f"cannot open the index in {path}: {error}") from error
+
+    def close(self) -> None:
+        self.lmdb.close()
+
+    def entries(self, table: Table) -> int:
+        with self.lmdb.begin() as txn:
+            return int(txn.stat(self.tables[table])["entries"])
+
+    def oldest_reader(self) -> int | None:
+        """The transaction number that the oldest reader sees; None without readers."""
+        numbers = []
+        for line in self.lmdb.readers().splitlines()[1:]:
+            fields = line.split()
+            if len(fields) == 3 and fields[2].isdigit():
+                numbers.append(int(fields[2]))
+        return min(numbers, default=None)
+
+    def last_transaction(self) -> int:
+        return int(self.lmdb.info()["last_txnid"])
+
+
+class View:
+    """Reads of one moment, through both environments. Short: nothing is awaited while one is open."""
+
+    __slots__ = ("_durable", "_durable_tables", "_session", "_session_tables")
+
+    def __init__(self, session: Environment, durable: Environment, *, write: bool = False) -> None:
+        # The session first: what leaves it is in the durable index before it leaves.
+        self._session = session.lmdb.begin(write=write)
+        self._durable = durable.lmdb.begin()
+        self._session_tables = session.tables
+        self._durable_tables = durable.tables
+
+    def __enter__(self) -> "View":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._session.abort()
+        self._durable.abort()
+
+    def get(self, table: Table, key: bytes) -> bytes | None:
+        value: bytes | None = self._session.get(key, db=self._session_tables[table])
+        if value is None:
+            value = self._durable.get(key, db=self._durable_tables[table])
+        return value or None
+
+    def scan(self, table: Table, prefix: bytes, start: bytes | None = None) -> Iterator[tuple[bytes, bytes]]:
+        """All (key, value) whose key begins with `prefix`, in order, from the key `start` on."""
+        return _merge(
+            _prefixed(self._session, self._session_tables[table], prefix, start),
+            _prefixed(self._durable, self._durable_tables[table], prefix, start),
+        )
+
+    def in_durable(self, table: Table, key: bytes) -> bytes | None:
+        value: bytes | None = self._durable.get(key, db=self._durable_tables[table])
+        return value
+
+
+class Update(View):
+    """A View that writes to the session. Committed, unsynced, on leaving without an error."""
+
+    __slots__ = ("_dirty", "_in_flight", "_on_dirty")
+
+    def __init__(self, index: "Index") -> None:
+        super().__init__(index.session, index.durable, write=True)
+        self._dirty = index.dirty
+        self._in_flight = index.in_flight
+        self._on_dirty = index.on_dirty
+
+    def __enter__(self) -> "Update":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._durable.abort()
+        if error is None:
+            self._session.commit()
+            if self._dirty:
+                self._on_dirty()
+        else:
+            self._session.abort()
+
+    def put(self, table: Table, key: bytes, value: bytes) -> None:
+        """Every value begins with its flags; the pinned ones are on their way to the durable index."""
+        self._session.put(key, value, db=self._session_tables[table])
+        if value[0] & PINNED or self._reaches_durable(table, key):
+            self._dirty[table, key] = None
+
+    def _reaches_durable(self, table: Table, key: bytes) -> bool:
+        """The durable index has the key, or is just about to get it."""
+        return (table, key) in self._in_flight or self.in_durable(table, key) is not None
+
+    def delete(self, table: Table, key: bytes) -> None:
+        if self._reaches_durable(table, key):
+            self._session.put(key, TOMBSTONE, db=self._session_tables[table])
+            self._dirty[table, key] = None
+        else:
+            self._session.delete(key, db=self._session_tables[table])
+
+
+def _prefixed(
+    txn: lmdb.Transaction, table: object, prefix: bytes, start: bytes | None
+) -> Iterator[tuple[bytes, bytes]]:
+    cursor: Any = txn.cursor(db=table)
+    if cursor.set_range(start if start is not None else prefix):
+        for key, value in cursor:
+            if not key.startswith(prefix):
+                break
+            yield key, value
+
+
+def _merge(upper: Iterator[tuple[bytes, bytes]], lower: Iterator[tuple[bytes, bytes]]) -> Iterator[tuple[bytes, bytes]]:
+    """Both in key order; where both have a key the upper one counts, and its tombstones are left out."""
+    end: tuple[Any, bytes] = (None, b"")
+    above, below = next(upper, end), next(lower, end)
+    while above[0] is not None or below[0] is not None:
+        if below[0] is None or (above[0] is not None and above[0] <= below[0]):
+            if above[0] == below[0]:
+                below = next(lower, end)
+            if above[1] != TOMBSTONE:
+                yield above
+            above = next(upper, end)
+        else:
+            yield below  
+            below = next(lower, end)
+
+
+@dataclass(slots=True)
+class Totals:
+    """What the blob holds, by the durable index."""
+
+    cached_files: int = 0
+    cached_bytes: int = 0
+    blob_bytes: int = 0
+
+    _CODEC = struct.Struct("<I4x3Q")
+
+    def pack(self) -> bytes:
+        return self._CODEC.pack(PINNED, self.cached_files, self.cached_bytes, self.blob_bytes)
+
+    @classmethod
+    def unpack(cls, value: bytes) -> "Totals":
+        return cls(*cls._CODEC.unpack(value)[1:])
+
+
+@dataclass(slots=True)
+class Commit:
+    """What one commit did, for those who must follow it up."""
+
+    flushed: list[tuple[Key, bytes | None]]
+    indexed: set[tuple[int, int]]
+    """(inode, file offset) of the extents that were accepted."""
+    freed: list[Extent]
+    transaction: int
+    totals: Totals
+
+
+class Index:
+    """The two environments as one. Made once; `close` at the end."""
+
+    def __init__(self, durable: Environment, session: Environment) -> None:
+        self.durable = durable
+        self.session = session
+        self.dirty: dict[Key, None] = {}
+        self.in_flight: set[Key] = set()
+        """Taken off `dirty` by a commit that has not ended."""
+        self.available = True
+        """False after a failed commit, until one succeeds: nothing new is pinned meanwhile."""
+        self.on_dirty: Callable[[], None] = lambda: None
+        """Called when there is something to commit."""
+        with self.durable.lmdb.begin() as txn:
+            value: Any = txn.get(b"totals", db=self.durable.tables[Table.META])
+        self.totals = Totals.unpack(value) if value else Totals()
+
+    def view(self) -> View:
+        return View(self.session, self.durable)
+
+    def update(self) -> Update:
+        return Update(self)
+
+    def pinned_inodes(self) -> int:
+        """Inodes that are pinned, on disk or on their way there."""
+        count = self.durable.entries(Table.INODES)
+        with self.view() as view:
+            for table, key in {*self.dirty, *self.in_flight}:
+                if table is Table.INODES:
+                    value = view.get(table, key)
+                    pinned = value is not None and bool(value[0] & PINNED)
+                    count += pinned - (view.in_durable(table, key) is not None)
+        return count
+
+    def recover_session(self) -> None:
+        """After a crash of the daemon: keep what was on its way to the durable index, drop the rest."""
+        with self.session.lmdb.begin(write=True) as txn:
+            for table in Table:
+                database = self.session.tables[table]
+                cursor = txn.cursor(db=database)
+                available = cursor.first()
+                while available:
+                    key, value = cursor.item()
+                    if value == TOMBSTONE or value[0] & PINNED:
+                        self.dirty[table, key] = None
+                        available = cursor.next()
+                    elif self._durable_get(table, key) is not None:
+                        # It hid a durable value: that must go, and the value itself was of the old mount's kernel.
+                        cursor.put(key, TOMBSTONE)
+                        self.dirty[table, key] = None
+                        available = cursor.next()
+                    else:
+                        available = cursor.delete()
+
+    def _durable_get(self, table: Table, key: bytes) -> bytes | None:
+        with self.durable.lmdb.begin() as txn:
+            value: bytes | None = txn.get(key, db=self.durable.tables[table])
+            return value
+
+    # --- extents: read with a transaction that lives as long as the read of the blob (hazard 14) -------------------
+
+    def extent(self, txn: lmdb.Transaction, inode: int, offset: int) -> Extent | None:
+        value: Any = txn.get(pair_key(inode, offset), db=self.durable.tables[Table.EXTENTS])
+        return Extent.unpack(value) if value is not None else None
+
+    def extent_reader(self) -> lmdb.Transaction:
+        """A read transaction of the durable index; `abort()` it when the bytes have been read."""
+        return self.durable.lmdb.begin()
+
+    # --- commit: in the write-behind thread -----------------------------------------------------------------------
+
+    def take_dirty(self, limit: int, first: Iterable[Key] = ()) -> list[Key]:
+        """Up to `limit` keys to commit, and those of `first`, taken off the list; `restore_dirty` if that fails."""
+        wanted = dict.fromkeys(key for key in first if key in self.dirty)
+        wanted.update(dict.fromkeys(itertools.islice(self.dirty, limit)))
+        keys = list(wanted)
+        for key in keys:
+            del self.dirty[key]
+        self.in_flight.update(keys)
+        return keys
+
+    def restore_dirty(self, keys: Iterable[Key]) -> None:
+        for key in keys:
+            self.dirty[key] = None
+            self.in_flight.discard(key)
+
+    def commit(
+        self,
+        keys: Iterable[Key],
+        extents: Iterable[tuple[int, int, Extent]],
+        dropped: Iterable[tuple[int, int, int]] = (),
+    ) -> Commit:
+        """Write a batch to the durable index, synced. Raises IndexUnavailable; then nothing was written.
+
+        `extents`: (inode, file offset, extent), whose payload is on disk. An extent whose inode the durable index
+        does not have in that very version (after this batch) is not indexed but freed.
+        `dropped`: (inode, file offset, blob offset) of extents that turned out corrupt.
+        """
+        try:
+            return self._commit(keys, extents, dropped)
+        except lmdb.Error as error:
+            raise IndexUnavailable(str(error)) from error
+
+    def _commit(
+        self, keys: Iterable[Key], extents: Iterable[tuple[int, int, Extent]], dropped: Iterable[tuple[int, int, int]]
+    ) -> Commit:
+        totals = Totals(self.totals.cached_files, self.totals.cached_bytes, self.totals.blob_bytes)
+        result = Commit([], set(), [], 0, totals)
+        tables = self.durable.tables
+        with self.session.lmdb.begin() as session, self.durable.lmdb.begin(write=True) as txn:
+            for table, key in sorted(keys):
+                value = session.get(key, db=self.session.tables[table])
+                if table is Table.INODES:
+                    self._drop_other_versions(txn, key, value, result)
+                if value and value[0] & PINNED:
+                    txn.put(key, value, db=tables[table])
+                else:
+                    txn.delete(key, db=tables[table])
+                result.flushed.append(((table, key), value))
+            for inode, offset, blob_offset in dropped:
+                extent = self.extent(txn, inode, offset)
+                if extent is not None and extent.blob_offset == blob_offset:
+                    txn.delete(pair_key(inode, offset), db=tables[Table.EXTENTS])
+                    self._free(txn, inode, [extent], result)
+            for inode, offset, extent in extents:
+                self._add_extent(txn, inode, offset, extent, result)
+            txn.put(b"totals", totals.pack(), db=tables[Table.META])
+        result.transaction = self.durable.last_transaction()
+        self.totals = totals
+        return result
+
+    def _add_extent(self, txn: lmdb.Transaction, inode: int, offset: int, extent: Extent, result: Commit) -> None:
+        value: Any = txn.get(inode_key(inode), db=self.durable.tables[Table.INODES])
+        if value is None or Inode.unpack(inode, value).version != extent.version:
+            result.freed.append(extent)
+            return
+        older = self.extent(txn, inode, offset)
+        first = next(_prefixed(txn, self.durable.tables[Table.EXTENTS], inode_key(inode), None), None) is None
+        txn.put(pair_key(inode, offset), extent.pack(), db=self.durable.tables[Table.EXTENTS])
+        result.indexed.add((inode, offset))
+        result.totals.cached_files += first
+        result.totals.cached_bytes += extent.length
+        result.totals.blob_bytes += extent.record_bytes
+        if older is not None:
+            result.freed.append(older)
+            result.totals.cached_bytes -= older.length
+            result.totals.blob_bytes -= older.record_bytes
+
+    def _drop_other_versions(self, txn: lmdb.Transaction, key: bytes, value: bytes | None, result: Commit) -> None:
+        """The inode's record is about to change: extents of a version that it no longer has are freed."""
+        old: Any = txn.get(key, db=self.durable.tables[Table.INODES])
+        if old is None:
+            return
+        number = inode_of_key(key)
+        if value and value[0] & PINNED and Inode.unpack(number, value).version == Inode.unpack(number, old).version:
+            return
+        found = list(_prefixed(txn, self.durable.tables[Table.EXTENTS], key, None))
+        for extent_key, _ in found:
+            txn.delete(extent_key, db=self.durable.tables[Table.EXTENTS])
+        self._free(txn, number, [Extent.unpack(v) for _, v in found], result)
+
+    def _free(self, txn: lmdb.Transaction, inode: int, extents: list[Extent], result: Commit) -> None:
+        for extent in extents:
+            result.freed.append(extent)
+            result.totals.cached_bytes -= extent.length
+            result.totals.blob_bytes -= extent.record_bytes
+        if extents and next(_prefixed(txn, self.durable.tables[Table.EXTENTS], inode_key(inode), None), None) is None:
+            result.totals.cached_files -= 1
+
+    def forget_committed(self, flushed: Iterable[tuple[Key, bytes | None]]) -> None:
+        """Take what was committed out of the session, unless it has changed since. On the trio thread."""
+        with self.session.lmdb.begin(write=True) as txn:
+            for (table, key), value in flushed:
+                self.in_flight.discard((table, key))
+                if value is None or (value and not value[0] & PINNED) or (table, key) in self.dirty:
+                    continue  # not pinned: the session is where it lives
+                database = self.session.tables[table]
+                if txn.get(key, db=database) == value:
+                    txn.delete(key, db=database)
+
+    def close(self) -> None:
+        self.session.close()
+        self.durable.close()

@@ -1,0 +1,460 @@
+"""Metadata: which names lead to which inodes, what is known of them, and for how long it is believed.
+
+Decisions about single records, on top of `Index`; no I/O but the index, nothing is awaited. What is believed:
+
+- Pinned and compared with the source in this run (or the floor was left where it is): for ever.
+- Pinned but *unsettled*, that is changed less than two seconds before it was looked at: for two seconds, then it is
+  compared once more (hazard 11).
+- Everything else: for `attr_timeout_s` from the lstat.
+
+Validation is one number: a record counts if its `stamp` is at or above the floor, so that a new run makes a whole
+index doubtful, or trusts it, in one step. A directory that has not changed vouches for its names (dentries, listing,
+absences), so each object costs exactly one lstat. Where it has changed, `entries_stamp` makes its names doubtful.
+
+Numbers (hazard 10): an inode's number is the source's, as long as that number belongs to one identity. A known number
+with another identity, an object of another device, and a file that changed after it had been pinned get a number
+above 2^62, kept in the `aliases` table. A file that changes behind our back is therefore another inode to the
+kernel: nobody ever sees pages of two versions under one number.
+"""
+
+import errno
+import os
+import stat
+import time
+from collections.abc import Callable, Iterable
+
+from cachefs.attributes import (
+    IMMUTABLE,
+    LISTED,
+    NANOSECONDS,
+    PINNED,
+    ROOT_INODE,
+    STALE,
+    UNLINKED,
+    UNSETTLED,
+    WRITTEN,
+    Dentry,
+    Inode,
+    Stat,
+    inode_key,
+    inode_of_key,
+    pair_key,
+)
+from cachefs.index import Index, Table, Update, View
+from cachefs.options import Options
+
+SETTLE_NS = 2 * NANOSECONDS
+FIRST_ALIAS = 1 << 62
+FIRST_POSITION = 3  # 1 and 2 are "." and ".."
+FOREVER_NS = 1 << 63
+_FLAGS_PINNED = PINNED.to_bytes(4, "little")
+_FLAGS_NONE = bytes(4)
+_UNLINKED_MARK = b"unlinked:"
+
+
+class MetadataCache:
+    def __init__(
+        self,
+        index: Index,
+        options: Options,
+        *,
+        run: int,
+        floor: int,
+        monotonic_ns: Callable[[], int] = time.monotonic_ns,
+        realtime_ns: Callable[[], int] = time.time_ns,
+    ) -> None:
+        # dependencies
+        self.index = index
+        self._options = options
+        self._monotonic_ns = monotonic_ns
+        self._realtime_ns = realtime_ns
+        # constants
+        self.run = run
+        self.floor = floor
+        self._attr_timeout_ns = (
+            FOREVER_NS if options.attr_timeout_s == float("inf") else int(options.attr_timeout_s * NANOSECONDS)
+        )
+        # state
+        self._sequence = run << 40
+
+    def next_sequence(self) -> int:
+        """A number that was never given out before, in any run: the run itself is its upper part."""
+        self._sequence += 1
+        return self._sequence
+
+    # --- reading ---------------------------------------------------------------------------------------------------
+
+    def inode(self, view: View, number: int) -> Inode | None:
+        value = view.get(Table.INODES, inode_key(number))
+        return Inode.unpack(number, value) if value else None
+
+    def dentry(self, view: View, parent: int, name: bytes) -> Dentry | None:
+        value = view.get(Table.DENTRIES, inode_key(parent) + name)
+        return Dentry.unpack(value) if value else None
+
+    def links(self, view: View, number: int) -> list[tuple[int, bytes]]:
+        """All known names: (parent, name)."""
+        return [(inode_of_key(key[8:16]), key[16:]) for key, _ in view.scan(Table.LINKS, inode_key(number))]
+
+    def path(self, view: View, number: int) -> bytes:
+        """A path from the root of the source. Raises OSError ESTALE where no name leads to the inode."""
+        components: list[bytes] = []
+        while number != ROOT_INODE:
+            link = next(view.scan(Table.LINKS, inode_key(number)), None)
+            if link is None or len(components) > 4096:
+                raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+            number = inode_of_key(link[0][8:16])
+            components.append(link[0][16:])
+        return b"/".join(reversed(components))
+
+    def is_pinned(self, record: Inode) -> bool:
+        """Pinned in the sense of this mount: a read-write mount pins files that were read and directories only."""
+        return bool(
+            record.flags & PINNED
+            and (self._options.pins_everything or record.flags & IMMUTABLE or record.is_directory)
+            and self._options.pins_files
+        )
+
+    def remaining_ns(self, record: Inode) -> int:
+        """How long the record is believed from now on; FOREVER_NS, or 0 if it must be compared first."""
+        if record.flags & STALE:
+            return 0
+        if record.flags & UNLINKED:
+            return FOREVER_NS
+        if self.is_pinned(record):
+            if record.stamp < self.floor:
+                return 0
+            if not record.flags & UNSETTLED:
+                return FOREVER_NS
+            if record.stamp != self.run:
+                return 0  # its clock may have been another boot's
+        if record.expires_ns == FOREVER_NS:
+            return FOREVER_NS
+        return max(0, record.expires_ns - self._monotonic_ns())
+
+    def entry_holds(self, parent: Inode, dentry: Dentry) -> bool:
+        """True if a pinned name (or absence) of a directory needs no comparison of its own."""
+        return bool(
+            dentry.flags & PINNED
+            and self.is_pinned(parent)
+            and dentry.stamp >= parent.entries_stamp
+            and parent.stamp >= self.floor
+            and not parent.flags & STALE
+        )
+
+    def knows_absent(self, view: View, parent: Inode, name: bytes, dentry: Dentry | None) -> bool:
+        """Only where the dataset is taken as complete: seen absent before, or not in a complete listing."""
+        if not self._options.pins_everything or self.remaining_ns(parent) == 0:
+            return False
+        if dentry is not None:
+            return dentry.inode == 0 and self.entry_holds(parent, dentry)
+        return bool(parent.flags & LISTED)
+
+    def is_mutable_path(self, path: bytes) -> bool:
+        return bool(self._options.mutable) and self._options.mutable.matches(path)
+
+    # --- what an lstat said ----------------------------------------------------------------------------------------
+
+    def _number(self, update: Update, now: Stat) -> tuple[int, Inode | None]:
+        """The inode number of an object and the record it continues; a new number where hazard 10 or 11 want one."""
+        key = pair_key(now.device, now.inode)
+        alias = update.get(Table.ALIASES, key)
+        if alias:
+            number = inode_of_key(alias[8:16])
+        elif now.device == 0 and ROOT_INODE < now.inode < FIRST_ALIAS:
+            number = now.inode
+        else:
+            number = 0
+        if number:
+            record = self.inode(update, number)
+            if record is None:
+                return number, None
+            if record.same_identity(now) and not (self._kernel_has_data(record) and not record.same_version(now)):
+                return number, record
+        number = FIRST_ALIAS | self.next_sequence()
+        update.put(Table.ALIASES, key, _FLAGS_PINNED + bytes(4) + inode_key(number))
+        return number, None
+
+    def _kernel_has_data(self, record: Inode) -> bool:
+        """The kernel may hold pages of this version, which nothing would ever drop."""
+        fixed = record.flags & IMMUTABLE or (self._options.pins_everything and record.flags & PINNED)
+        return bool(record.is_regular and record.stamp == self.run and (fixed or record.flags & STALE))
+
+    def apply_stat(
+        self, update: Update, parent: int, name: bytes, now: Stat, *, pin: bool, counted: bool = True
+    ) -> Inode:
+        """Record what an lstat of `name` in `parent` said. What is pinned and believed is never replaced.
+
+        `pin`: this mount pins whatever it sees. `counted`: the kernel will be told, so it will send a FORGET.
+        """
+        number, old = self._number(update, now)
+        if old is not None:
+            old = self._linked(update, old)
+        if old is not None and self.is_pinned(old) and self.remaining_ns(old) > 0:
+            record = old
+        else:
+            record = self._compared(number, old, now, pin)
+            self.put_inode(update, record._replace(lookups=record.lookups + counted))
+        self._put_name(update, parent, name, number, pinned=bool(record.flags & PINNED))
+        return record
+
+    def _compared(self, number: int, old: Inode | None, now: Stat, pin: bool) -> Inode:
+        flags = old.flags & (PINNED | IMMUTABLE | WRITTEN | LISTED) if old is not None else 0
+        version = old.version if old is not None else self.next_sequence()
+        entries_stamp = old.entries_stamp if old is not None else self.run
+        unchanged = old is not None and old.same_version(now)
+        if not unchanged:
+            # What was cached of an older version no longer counts.
+            version = self.next_sequence()
+            entries_stamp = self.run
+            flags &= ~(LISTED | IMMUTABLE)
+            if not stat.S_ISDIR(now.mode):
+                flags &= ~PINNED
+        if pin and self.index.available:
+            flags |= PINNED
+        changed_ns = max(now.mtime_ns, now.ctime_ns)
+        young = changed_ns <= self._realtime_ns() < changed_ns + SETTLE_NS
+        checked_again = unchanged and old is not None and old.flags & UNSETTLED
+        if young and not checked_again:
+            flags |= UNSETTLED
+        blank = Inode(number, *(0,) * 6, 4096, *(0,) * 14)
+        record = (
+            (old or blank)
+            .with_stat(now)
+            ._replace(
+                flags=flags,
+                version=version,
+                stamp=self.run,
+                entries_stamp=entries_stamp,
+                next_position=old.next_position if old is not None and old.next_position else FIRST_POSITION,
+                lookups=old.lookups if old is not None else 0,
+            )
+        )
+        if self.is_pinned(record):
+            expires_ns = self._monotonic_ns() + SETTLE_NS if flags & UNSETTLED else 0
+        elif self._attr_timeout_ns == FOREVER_NS:
+            expires_ns = FOREVER_NS
+        else:
+            expires_ns = self._monotonic_ns() + self._attr_timeout_ns
+        return record._replace(expires_ns=expires_ns)
+
+    def apply_root(self, update: Update, now: Stat, *, pin: bool) -> Inode:
+        """The root is number 1 whatever it is underneath; it is a directory on the path to every file."""
+        record = self._compared(ROOT_INODE, self.inode(update, ROOT_INODE), now, pin)
+        self.put_inode(update, record)
+        return record
+
+    def apply_absence(self, update: Update, parent: int, name: bytes, *, pin: bool) -> None:
+        """Record that `name` does not exist."""
+        self.remove_name(update, parent, name)
+        if pin and self.index.available:
+            update.put(Table.DENTRIES, inode_key(parent) + name, Dentry(PINNED, 0, self.run, 0).pack())
+
+    # --- writing single records ------------------------------------------------------------------------------------
+
+    def put_inode(self, update: Update, record: Inode) -> None:
+        update.put(Table.INODES, inode_key(record.number), record.pack())
+
+    def _put_name(self, update: Update, parent: int, name: bytes, number: int, *, pinned: bool) -> None:
+        old = self.dentry(update, parent, name)
+        if old is not None and old.inode not in (0, number):
+            self.remove_name(update, parent, name)
+        new = Dentry(PINNED if pinned else 0, number, self.run, old.position if old is not None else 0)
+        if new != old:
+            update.put(Table.DENTRIES, inode_key(parent) + name, new.pack())
+            update.put(
+                Table.LINKS, inode_key(number) + inode_key(parent) + name, _FLAGS_PINNED if pinned else _FLAGS_NONE
+            )
+
+    def remove_name(self, update: Update, parent: int, name: bytes) -> Inode | None:
+        """Drop a dentry. The inode without a name is kept until the kernel forgets it. Returns its record."""
+        dentry = self.dentry(update, parent, name)
+        if dentry is None:
+            return None
+        update.delete(Table.DENTRIES, inode_key(parent) + name)
+        if dentry.position:
+            update.delete(Table.LISTING, pair_key(parent, dentry.position))
+        if dentry.inode == 0:
+            return None
+        update.delete(Table.LINKS, inode_key(dentry.inode) + inode_key(parent) + name)
+        record = self.inode(update, dentry.inode)
+        if record is not None and not self.links(update, dentry.inode):
+            if record.stamp < self.floor:  # of an earlier run: this kernel never heard of it
+                update.delete(Table.INODES, inode_key(record.number))
+                return record
+            record = record._replace(flags=record.flags | UNLINKED)
+            self.put_inode(update, record)
+            if record.flags & PINNED:
+                update.put(Table.META, _UNLINKED_MARK + inode_key(record.number), _FLAGS_PINNED)
+        return record
+
+    def apply_own_change(self, update: Update, number: int, now: Stat) -> Inode | None:
+        """This mount itself changed an inode: store what it looks like now; what is pinned or cached of it stays."""
+        record = self.inode(update, number)
+        if record is None or record.source_inode != now.inode or record.device != now.device:
+            return None
+        record = record.with_stat(now)
+        self.put_inode(update, record)
+        return record
+
+    def _linked(self, update: Update, record: Inode) -> Inode:
+        """The inode has a name (again)."""
+        if record.flags & UNLINKED:
+            record = record._replace(flags=record.flags & ~UNLINKED)
+            self.put_inode(update, record)
+            update.delete(Table.META, _UNLINKED_MARK + inode_key(record.number))
+        return record
+
+    def swap_names(self, update: Update, parent: int, name: bytes, new_parent: int, new_name: bytes) -> None:
+        """Two names exchange what they lead to."""
+        places = ((parent, name), (new_parent, new_name))
+        dentries = [self.dentry(update, *place) for place in places]
+        for place in places:
+            self.remove_name(update, *place)
+        for place, dentry in zip(places, reversed(dentries), strict=True):
+            record = self.inode(update, dentry.inode) if dentry is not None and dentry.inode else None
+            if dentry is not None and record is not None:
+                self._put_name(update, *place, dentry.inode, pinned=bool(dentry.flags & PINNED))
+                self._linked(update, record)
+
+    def move_name(self, update: Update, parent: int, name: bytes, new_parent: int, new_name: bytes) -> int | None:
+        """Rename a dentry over whatever had the new name. The inode's number, if it is known."""
+        dentry = self.dentry(update, parent, name)
+        if dentry is None or dentry.inode == 0:
+            self.remove_name(update, new_parent, new_name)
+            self.remove_name(update, parent, name)
+            return None
+        self._put_name(update, new_parent, new_name, dentry.inode, pinned=bool(dentry.flags & PINNED))
+        self.remove_name(update, parent, name)
+        return dentry.inode
+
+    def pin_file(self, update: Update, record: Inode) -> Inode:
+        """A regular file was opened read-only: it is immutable from now on, and pinned with all that leads to it."""
+        unsettled = record.flags & UNSETTLED
+        expires_ns = self._monotonic_ns() + SETTLE_NS if unsettled else 0
+        record = record._replace(flags=record.flags | PINNED | IMMUTABLE, expires_ns=expires_ns, stamp=self.run)
+        self.put_inode(update, record)
+        number = record.number
+        while number != ROOT_INODE:
+            links = self.links(update, number)
+            for parent, name in links:
+                self._put_name(update, parent, name, number, pinned=True)
+            if not links:
+                break
+            number = links[0][0]
+            directory = self.inode(update, number)
+            if directory is None or directory.flags & PINNED:
+                break
+            self.put_inode(update, directory._replace(flags=directory.flags | PINNED, stamp=self.run, expires_ns=0))
+        return record
+
+    def drop(self, update: Update, number: int) -> list[tuple[int, bytes]]:
+        """Forget what is known and cached of an inode; the next look-up compares it with the source.
+
+        Returns its names, for whoever tells the kernel.
+        """
+        record = self.inode(update, number)
+        if record is None:
+            return []
+        flags = (record.flags & ~(PINNED | LISTED)) | STALE
+        self.put_inode(update, record._replace(flags=flags, version=self.next_sequence(), stamp=self.run, expires_ns=0))
+        links = self.links(update, number)
+        for parent, name in links:
+            dentry = self.dentry(update, parent, name)
+            if dentry is not None:
+                update.put(Table.DENTRIES, inode_key(parent) + name, dentry._replace(flags=0).pack())
+        return links
+
+    def drop_children(self, update: Update, directory: int) -> list[int]:
+        """Forget absences and the listing of a directory. The inodes that its names lead to."""
+        children = []
+        for key, value in list(update.scan(Table.DENTRIES, inode_key(directory))):
+            dentry = Dentry.unpack(value)
+            if dentry.inode:
+                children.append(dentry.inode)
+            else:
+                update.delete(Table.DENTRIES, key)
+        return children
+
+    def forget(self, update: Update, number: int, count: int) -> bool:
+        """The kernel forgot an inode. True if its record is gone now.
+
+        Pinned inodes are not counted: their records stay. Those without a name had their last FORGET with this one,
+        because no look-up leads to them any more.
+        """
+        record = self.inode(update, number)
+        if record is None or number == ROOT_INODE:
+            return False
+        if record.flags & UNLINKED:
+            update.delete(Table.META, _UNLINKED_MARK + inode_key(number))
+        elif record.flags & PINNED:
+            return False
+        elif record.lookups > count or record.flags & WRITTEN:
+            # A file that was written stays mutable in this run, whether the kernel remembers it or not.
+            self.put_inode(update, record._replace(lookups=max(0, record.lookups - count)))
+            return False
+        for parent, name in self.links(update, number):
+            self.remove_name(update, parent, name)
+        update.delete(Table.INODES, inode_key(number))
+        update.delete(Table.META, _UNLINKED_MARK + inode_key(number))
+        return True
+
+    def drop_unlinked(self, update: Update) -> None:
+        """At the start of a run: what had no name when the last one ended will not be asked for again."""
+        for key, _ in list(update.scan(Table.META, _UNLINKED_MARK)):
+            update.delete(Table.INODES, key[len(_UNLINKED_MARK) :])
+            update.delete(Table.META, key)
+
+    # --- listings --------------------------------------------------------------------------------------------------
+
+    def rows(self, view: View, directory: int, after: int) -> Iterable[tuple[int, bytes]]:
+        """(position, name) of a listing, in order, from behind position `after`."""
+        for key, value in view.scan(Table.LISTING, inode_key(directory), pair_key(directory, after + 1)):
+            yield inode_of_key(key[8:16]), value[4:]
+
+    def add_rows(self, update: Update, directory: Inode, names: Iterable[bytes], *, pin: bool) -> Inode:
+        """Give each name that has a dentry its place in the listing, if it has none. Returns the directory's record."""
+        flags = _FLAGS_PINNED if pin else _FLAGS_NONE
+        position = directory.next_position
+        for name in names:
+            dentry = self.dentry(update, directory.number, name)
+            if dentry is None or dentry.position:
+                continue
+            update.put(Table.LISTING, pair_key(directory.number, position), flags + name)
+            update.put(Table.DENTRIES, inode_key(directory.number) + name, dentry._replace(position=position).pack())
+            position += 1
+        directory = directory._replace(next_position=position)
+        self.put_inode(update, directory)
+        return directory
+
+    def remove_rows(self, update: Update, directory: int, keep: set[bytes]) -> None:
+        """Names that are no longer listed: gone, unless they are pinned files, which are served all the same."""
+        for position, name in list(self.rows(update, directory, 0)):
+            if name in keep:
+                continue
+            dentry = self.dentry(update, directory, name)
+            record = self.inode(update, dentry.inode) if dentry is not None else None
+            if dentry is not None and record is not None and self.is_pinned(record) and self.remaining_ns(record):
+                update.delete(Table.LISTING, pair_key(directory, position))
+                update.put(Table.DENTRIES, inode_key(directory) + name, dentry._replace(position=0).pack())
+            else:
+                self.remove_name(update, directory, name)
+
+    # --- symlinks and extended attributes --------------------------------------------------------------------------
+
+    def value(self, view: View, table: Table, record: Inode, name: bytes = b"") -> bytes | None:
+        """A symlink's target or an xattr's value of this version of the inode; None if it is not known."""
+        found = view.get(table, inode_key(record.number) + name)
+        if found is None or int.from_bytes(found[8:16], "little") != record.version:
+            return None
+        return found[16:]
+
+    def put_value(self, update: Update, table: Table, record: Inode, name: bytes, value: bytes) -> None:
+        if record.flags & PINNED:
+            head = _FLAGS_PINNED + bytes(4) + record.version.to_bytes(8, "little")
+            update.put(table, inode_key(record.number) + name, head + value)
+
+    def drop_values(self, update: Update, number: int) -> None:
+        for table in (Table.XATTRS, Table.SYMLINKS):
+            for key, _ in list(update.scan(table, inode_key(number))):
+                update.delete(table, key)

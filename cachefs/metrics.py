@@ -1,0 +1,26 @@
+"""Every counter of the filesystem: its name, its unit and its meaning. Incremented on the trio thread alone."""
+
+from dataclasses import asdict, dataclass
+
+
+@dataclass(slots=True)
+class Metrics:
+    hits: int = 0
+    """READ requests answered without the source."""
+    misses: int = 0
+    """READ requests that had to wait for the source."""
+    hit_bytes: int = 0
+    """Bytes of the replies that were hits."""
+    miss_bytes: int = 0
+    """Bytes of the replies that were misses."""
+    skipped_admissions: int = 0
+    """Fetched units that were not cached: cache full, write-behind queue full, or the disk refused them."""
+    errors: int = 0
+    """What went wrong in the cache itself (not in the source), and was made good from the source."""
+    corrupt_records: int = 0
+    """Records of the blob that were not what was written."""
+    stale_reads: int = 0
+    """Reads answered ESTALE because the source had changed."""
+
+    def as_dict(self) -> dict[str, int]:
+        return asdict(self)

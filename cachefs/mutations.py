@@ -1,0 +1,261 @@
+"""The semantics of writing: everything passes through to the source at once, as the caller, and shows at once.
+
+An immutable file is like one with `chattr +i`: opening it for writing, truncating it, chmod, chown, utimens and
+setxattr fail with EPERM. Its names may change: unlink and rename are changes of the directory.
+"""
+
+import errno
+import os
+import stat
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import TypeVar
+
+from cachefs.attributes import IMMUTABLE, WRITTEN, Inode, Stat
+from cachefs.caller import Caller
+from cachefs.directories import Directories
+from cachefs.fetch import close_quietly
+from cachefs.filesystem import FileSystem, failed
+from cachefs.source_writes import SourceWriter
+
+T = TypeVar("T")
+RENAME_NOREPLACE = 1
+RENAME_EXCHANGE = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Changes:
+    """The attributes that a setattr wants; None: leave it. Times in nanoseconds."""
+
+    size: int | None = None
+    mode: int | None = None
+    uid: int | None = None
+    gid: int | None = None
+    atime_ns: int | None = None
+    mtime_ns: int | None = None
+
+
+class Mutations:
+    def __init__(self, filesystem: FileSystem, directories: Directories) -> None:
+        self._fs = filesystem
+        self._metadata = filesystem.metadata
+        self._directories = directories
+        self._source = SourceWriter(filesystem.source)
+
+    def _check_writable(self, number: int | None = None) -> None:
+        if self._fs.options.read_only:
+            raise failed(errno.EROFS)
+        if number is not None:
+            record = self._fs.record(number)
+            if record.flags & IMMUTABLE and self._metadata.is_pinned(record):
+                raise failed(errno.EPERM)
+
+    async def _run(
+        self, caller: Caller, function: Callable[[], T], *, discard: Callable[[T], object] | None = None
+    ) -> T:
+        return await self._fs.slots.run(partial(caller.run, function), discard=discard)
+
+    def _own_change(self, *changed: tuple[int, Stat]) -> None:
+        """Store the new attributes of directories and inodes that this mount has just changed."""
+        with self._metadata.index.update() as update:
+            for number, now in changed:
+                self._metadata.apply_own_change(update, number, now)
+                self._directories.changed(number)
+
+    def _added(self, parent: int, name: bytes, now: Stat, directory: Stat, *, written: bool) -> Inode:
+        with self._metadata.index.update() as update:
+            record = self._metadata.apply_stat(update, parent, name, now, pin=False)
+            if written:
+                # A new inode, whatever the number: nothing of it is cached yet, so nothing is lost.
+                record = record._replace(flags=record.flags | WRITTEN, lookups=record.lookups + 1)
+                self._metadata.put_inode(update, record)
+        self._own_change((parent, directory))
+        return record
+
+    # --- files -----------------------------------------------------------------------------------------------------
+
+    async def create(self, parent: int, name: bytes, mode: int, flags: int, caller: Caller) -> tuple[int, Inode]:
+        """A handle of the new file and its record."""
+        self._check_writable()
+        path = self._fs.path_of(parent)
+        writable = flags & os.O_ACCMODE != os.O_RDONLY
+        call = partial(self._source.create, path, name, flags & ~os.O_APPEND, stat.S_IMODE(mode))
+        fd, now, directory = await self._run(caller, call, discard=lambda made: close_quietly(made[0]))
+        record = self._added(parent, name, now, directory, written=True)
+        return self._fs.add_source_handle(record.number, fd, writable=writable), record
+
+    async def open_for_writing(self, number: int, flags: int, caller: Caller) -> int:
+        self._check_writable(number)
+        path = self._fs.path_of(number)
+        # The kernel computes the offsets of appends itself; O_APPEND on our descriptor would override them.
+        call = partial(self._fs.source.open_file, path, flags & ~(os.O_APPEND | os.O_CREAT | os.O_EXCL) | os.O_NONBLOCK)
+        # A reader must not make the file immutable while we wait for the source.
+        self._fs.writers[number] += 1
+        try:
+            fd = await self._run(caller, call, discard=close_quietly)
+        finally:
+            self._fs.writers[number] -= 1
+        try:
+            self._check_writable(number)
+        except OSError:
+            close_quietly(fd)
+            raise
+        self._mark_written(number)
+        return self._fs.add_source_handle(number, fd, writable=True)
+
+    def _mark_written(self, number: int) -> None:
+        with self._metadata.index.update() as update:
+            record = self._metadata.inode(update, number)
+            if record is not None:
+                self._metadata.put_inode(update, record._replace(flags=record.flags | WRITTEN, expires_ns=0))
+
+    async def write(self, handle: int, offset: int, data: bytes) -> int:
+        opened = self._fs.handles[handle]
+        if not opened.writable:
+            raise failed(errno.EBADF)
+        return await self._fs.slots.run(partial(self._source.pwrite, opened.fd, data, offset))
+
+    async def fsync(self, handle: int, data_only: bool) -> None:
+        opened = self._fs.handles[handle]
+        if opened.writable:
+            await self._fs.slots.run(partial(self._source.fsync, opened.fd, data_only=data_only))
+
+    async def fsync_directory(self, number: int) -> None:
+        if not self._fs.options.read_only:
+            await self._fs.slots.run(partial(self._source.fsync_directory, self._fs.path_of(number)))
+
+    # --- attributes ------------------------------------------------------------------------------------------------
+
+    async def setattr(self, number: int, changes: Changes, handle: int | None, caller: Caller) -> Inode:
+        self._check_writable(number)
+        opened = self._fs.handles.get(handle) if handle is not None else None
+        if changes.size is not None:
+            if opened is not None and opened.writable:
+                call = partial(self._source.ftruncate, opened.fd, changes.size)
+            else:
+                call = partial(self._source.truncate, self._fs.path_of(number), changes.size)
+            self._changed(number, await self._run(caller, call), written=True)
+        if changes.mode is not None:
+            mode = stat.S_IMODE(changes.mode)
+            await self._change(caller, "chmod", number, lambda name: os.chmod(name, mode))
+        if changes.uid is not None or changes.gid is not None:
+            uid = -1 if changes.uid is None else changes.uid
+            gid = -1 if changes.gid is None else changes.gid
+            await self._change(caller, "chown", number, lambda name: os.chown(name, uid, gid))
+        if changes.atime_ns is not None or changes.mtime_ns is not None:
+            record = self._fs.record(number)
+            atime_ns = record.atime_ns if changes.atime_ns is None else changes.atime_ns
+            mtime_ns = record.mtime_ns if changes.mtime_ns is None else changes.mtime_ns
+            await self._change(caller, "utimens", number, lambda name: os.utime(name, ns=(atime_ns, mtime_ns)))
+        return self._fs.record(number)
+
+    async def _change(self, caller: Caller, operation: str, number: int, make: Callable[[str], None]) -> None:
+        fd = self._fs.descriptor_of(number)
+        if fd is not None:  # it may have no name any more
+            path_call = partial(self._source.change_open, operation, fd, make)
+            now = await self._run(caller, path_call)
+        else:
+            now = await self._run(caller, partial(self._source.change, operation, self._fs.path_of(number), make))
+        self._changed(number, now, written=False)
+
+    def _changed(self, number: int, now: Stat, *, written: bool) -> None:
+        with self._metadata.index.update() as update:
+            record = self._metadata.apply_own_change(update, number, now)
+            if record is not None and written:
+                self._metadata.put_inode(update, record._replace(flags=record.flags | WRITTEN))
+
+    async def setxattr(self, number: int, name: bytes, value: bytes, caller: Caller) -> None:
+        self._check_writable(number)
+        await self._change(caller, "setxattr", number, lambda target: os.setxattr(target, name, value))
+        self._drop_values(number)
+
+    async def removexattr(self, number: int, name: bytes, caller: Caller) -> None:
+        self._check_writable(number)
+        await self._change(caller, "removexattr", number, lambda target: os.removexattr(target, name))
+        self._drop_values(number)
+
+    def _drop_values(self, number: int) -> None:
+        with self._metadata.index.update() as update:
+            self._metadata.drop_values(update, number)
+
+    # --- names -----------------------------------------------------------------------------------------------------
+
+    async def _add(
+        self, caller: Caller, operation: str, parent: int, name: bytes, make: Callable[[int], None], *, written: bool
+    ) -> Inode:
+        self._check_writable()
+        call = partial(self._source.add, operation, self._fs.path_of(parent), name, make)
+        now, directory = await self._run(caller, call)
+        return self._added(parent, name, now, directory, written=written)
+
+    async def mkdir(self, parent: int, name: bytes, mode: int, caller: Caller) -> Inode:
+        bits = stat.S_IMODE(mode)
+        return await self._add(caller, "mkdir", parent, name, lambda fd: os.mkdir(name, bits, dir_fd=fd), written=False)
+
+    async def mknod(self, parent: int, name: bytes, mode: int, rdev: int, caller: Caller) -> Inode:
+        return await self._add(
+            caller, "mknod", parent, name, lambda fd: os.mknod(name, mode, rdev, dir_fd=fd), written=stat.S_ISREG(mode)
+        )
+
+    async def symlink(self, parent: int, name: bytes, target: bytes, caller: Caller) -> Inode:
+        return await self._add(
+            caller, "symlink", parent, name, lambda fd: os.symlink(target, name, dir_fd=fd), written=False
+        )
+
+    async def link(self, number: int, parent: int, name: bytes, caller: Caller) -> Inode:
+        self._check_writable()
+        call = partial(self._source.link, self._fs.path_of(number), self._fs.path_of(parent), name)
+        now, directory = await self._run(caller, call)
+        self._own_change((number, now), (parent, directory))
+        with self._metadata.index.update() as update:
+            return self._metadata.apply_stat(update, parent, name, now, pin=False)
+
+    async def remove(self, parent: int, name: bytes, caller: Caller, *, is_directory: bool) -> None:
+        """unlink or rmdir. An open immutable file goes on being readable (hazard 2)."""
+        self._check_writable()
+        number = self._number(parent, name)
+        if number and not is_directory:
+            await self._fs.hold_data(number)
+        call = partial(self._source.remove, self._fs.path_of(parent), name, is_directory=is_directory)
+        directory = await self._run(caller, call)
+        with self._metadata.index.update() as update:
+            self._metadata.remove_name(update, parent, name)
+        self._own_change((parent, directory))
+        if number and not is_directory:
+            await self._relinked(number)
+
+    def _number(self, parent: int, name: bytes) -> int:
+        with self._metadata.index.view() as view:
+            dentry = self._metadata.dentry(view, parent, name)
+        return dentry.inode if dentry is not None else 0
+
+    async def _relinked(self, number: int) -> None:
+        """A name of a file with several has gone: its link count and change time are new, its data are not."""
+        with self._metadata.index.view() as view:
+            if not self._metadata.links(view, number):
+                return
+            path = self._metadata.path(view, number)
+        now = await self._fs.slots.run(partial(self._fs.source.lstat, path))
+        self._own_change((number, now))
+
+    async def rename(
+        self, parent: int, name: bytes, new_parent: int, new_name: bytes, flags: int, caller: Caller
+    ) -> None:
+        self._check_writable()
+        replaced = self._number(new_parent, new_name)
+        if replaced:
+            await self._fs.hold_data(replaced)
+        paths = self._fs.path_of(parent), self._fs.path_of(new_parent)
+        call = partial(self._source.rename, paths[0], name, paths[1], new_name, flags)
+        now, old_directory, new_directory = await self._run(caller, call)
+        with self._metadata.index.update() as update:
+            if flags & RENAME_EXCHANGE:
+                self._metadata.swap_names(update, parent, name, new_parent, new_name)
+                number = None
+            else:
+                number = self._metadata.move_name(update, parent, name, new_parent, new_name)
+        changed = [(parent, old_directory), (new_parent, new_directory)]
+        self._own_change(*changed, *([(number, now)] if number else []))
+        if replaced and not flags & RENAME_EXCHANGE:
+            await self._relinked(replaced)

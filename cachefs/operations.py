@@ -1,0 +1,265 @@
+"""The pyfuse3 adapter: translate, map errors to errno. Thin on purpose; the semantics are in `filesystem.py`.
+
+A handler may raise FUSEError only: anything else would end the mount (pyfuse3). So what is not an OSError is a bug of
+ours: logged with its traceback, answered EIO, and the mount goes on.
+"""
+
+import errno
+import functools
+import logging
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from typing import Any, ParamSpec, TypeVar
+
+import pyfuse3
+import trio
+
+from cachefs.attributes import Inode
+from cachefs.caller import Caller
+from cachefs.directories import Directories
+from cachefs.errors import errno_of
+from cachefs.filesystem import Entry, FileSystem
+from cachefs.mutations import Changes, Mutations
+
+log = logging.getLogger(__name__)
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def _handler(function: Callable[P, Awaitable[R]]) -> Callable[P, Coroutine[Any, Any, R]]:
+    @functools.wraps(function)
+    async def wrapped(*args: P.args, **kwargs: P.kwargs) -> R:
+        try:
+            return await function(*args, **kwargs)
+        except OSError as error:
+            raise pyfuse3.FUSEError(errno_of(error)) from None
+        except Exception:
+            log.exception("bug in %s, answered EIO", function.__name__)
+            raise pyfuse3.FUSEError(errno.EIO) from None
+
+    return wrapped
+
+
+def _attributes(record: Inode, timeout_s: float) -> pyfuse3.EntryAttributes:
+    entry = pyfuse3.EntryAttributes()
+    entry.st_ino = record.number
+    entry.st_mode = record.mode
+    entry.st_nlink = record.nlink
+    entry.st_uid = record.uid
+    entry.st_gid = record.gid
+    entry.st_rdev = record.rdev
+    entry.st_size = record.size
+    entry.st_blocks = record.blocks
+    entry.st_blksize = record.blksize
+    entry.st_atime_ns = record.atime_ns
+    entry.st_mtime_ns = record.mtime_ns
+    entry.st_ctime_ns = record.ctime_ns
+    entry.entry_timeout = timeout_s
+    entry.attr_timeout = timeout_s
+    return entry
+
+
+def _entry(entry: Entry) -> pyfuse3.EntryAttributes:
+    if entry.inode is not None:
+        return _attributes(entry.inode, entry.timeout_s)
+    absent = pyfuse3.EntryAttributes()
+    absent.st_ino = 0
+    absent.entry_timeout = entry.timeout_s
+    return absent
+
+
+def _caller(context: pyfuse3.RequestContext) -> Caller:
+    return Caller(context.uid, context.gid, context.pid)
+
+
+class Operations(pyfuse3.Operations):
+    supports_dot_lookup = False
+    enable_acl = True  # hazard 18
+    enable_writeback_cache = False
+
+    def __init__(self, filesystem: FileSystem, directories: Directories, mutations: Mutations) -> None:
+        super().__init__()
+        self._fs = filesystem
+        self._directories = directories
+        self._mutations = mutations
+
+    def _made(self, record: Inode) -> pyfuse3.EntryAttributes:
+        return _attributes(record, self._fs.timeout_s(record))
+
+    # --- reading ---------------------------------------------------------------------------------------------------
+
+    @_handler
+    async def lookup(self, parent_inode, name, ctx):  # type: ignore[no-untyped-def]
+        return _entry(await self._fs.lookup(parent_inode, name))
+
+    @_handler
+    async def getattr(self, inode, ctx):  # type: ignore[no-untyped-def]
+        return _entry(await self._fs.getattr(inode))
+
+    async def forget(self, inode_list: Sequence[tuple[int, int]]) -> None:
+        try:
+            self._fs.forget(inode_list)
+        except Exception:  # nobody waits for an answer
+            log.exception("bug in forget")
+
+    @_handler
+    async def readlink(self, inode, ctx):  # type: ignore[no-untyped-def]
+        return await self._fs.readlink(inode)
+
+    @_handler
+    async def open(self, inode, flags, ctx):  # type: ignore[no-untyped-def]
+        if flags & (_ACCESS_MODE | _TRUNCATE):
+            handle = await self._mutations.open_for_writing(inode, flags, _caller(ctx))
+            return pyfuse3.FileInfo(fh=handle, keep_cache=False)
+        handle, keep_cache = await self._fs.open_for_reading(inode)
+        return pyfuse3.FileInfo(fh=handle, keep_cache=keep_cache)
+
+    @_handler
+    async def read(self, fh, off, size):  # type: ignore[no-untyped-def]
+        return await self._fs.read(fh, off, size)
+
+    @_handler
+    async def flush(self, fh):  # type: ignore[no-untyped-def]
+        if self._fs.options.read_only:
+            raise OSError(errno.ENOSYS, "nothing to flush")  # the kernel does not ask again (hazard 4)
+        await self._fs.flush(fh)
+
+    @_handler
+    async def release(self, fh):  # type: ignore[no-untyped-def]
+        await self._fs.release(fh)
+
+    @_handler
+    async def opendir(self, inode, ctx):  # type: ignore[no-untyped-def]
+        return self._directories.opendir(inode)
+
+    @_handler
+    async def readdir(self, fh, start_id, token):  # type: ignore[no-untyped-def]
+        def emit(name: bytes, record: Inode, timeout_s: float, position: int) -> bool:
+            return pyfuse3.readdir_reply(token, name, _attributes(record, timeout_s), position)
+
+        await self._directories.readdir(fh, start_id, emit)
+
+    @_handler
+    async def releasedir(self, fh):  # type: ignore[no-untyped-def]
+        self._directories.releasedir(fh)
+
+    @_handler
+    async def statfs(self, ctx):  # type: ignore[no-untyped-def]
+        found = await self._fs.statfs()
+        data = pyfuse3.StatvfsData()
+        for field in _STATFS_FIELDS:
+            setattr(data, field, getattr(found, field))
+        return data
+
+    @_handler
+    async def getxattr(self, inode, name, ctx):  # type: ignore[no-untyped-def]
+        return await self._fs.getxattr(inode, name)
+
+    @_handler
+    async def listxattr(self, inode, ctx):  # type: ignore[no-untyped-def]
+        return await self._fs.listxattr(inode)
+
+    @_handler
+    async def access(self, inode, mode, ctx):  # type: ignore[no-untyped-def]
+        return True  # default_permissions: the kernel has checked
+
+    # --- writing ---------------------------------------------------------------------------------------------------
+
+    @_handler
+    async def create(self, parent_inode, name, mode, flags, ctx):  # type: ignore[no-untyped-def]
+        handle, record = await self._mutations.create(parent_inode, name, mode, flags, _caller(ctx))
+        return pyfuse3.FileInfo(fh=handle, keep_cache=False), self._made(record)
+
+    @_handler
+    async def write(self, fh, off, buf):  # type: ignore[no-untyped-def]
+        return await self._mutations.write(fh, off, buf)
+
+    @_handler
+    async def fsync(self, fh, datasync):  # type: ignore[no-untyped-def]
+        await self._mutations.fsync(fh, datasync)
+
+    @_handler
+    async def fsyncdir(self, fh, datasync):  # type: ignore[no-untyped-def]
+        await self._mutations.fsync_directory(self._directories.number_of(fh))
+
+    @_handler
+    async def setattr(self, inode, attr, fields, fh, ctx):  # type: ignore[no-untyped-def]
+        changes = Changes(
+            size=attr.st_size if fields.update_size else None,
+            mode=attr.st_mode if fields.update_mode else None,
+            uid=attr.st_uid if fields.update_uid else None,
+            gid=attr.st_gid if fields.update_gid else None,
+            atime_ns=attr.st_atime_ns if fields.update_atime else None,
+            mtime_ns=attr.st_mtime_ns if fields.update_mtime else None,
+        )
+        return self._made(await self._mutations.setattr(inode, changes, fh, _caller(ctx)))
+
+    @_handler
+    async def mkdir(self, parent_inode, name, mode, ctx):  # type: ignore[no-untyped-def]
+        return self._made(await self._mutations.mkdir(parent_inode, name, mode, _caller(ctx)))
+
+    @_handler
+    async def mknod(self, parent_inode, name, mode, rdev, ctx):  # type: ignore[no-untyped-def]
+        return self._made(await self._mutations.mknod(parent_inode, name, mode, rdev, _caller(ctx)))
+
+    @_handler
+    async def symlink(self, parent_inode, name, target, ctx):  # type: ignore[no-untyped-def]
+        return self._made(await self._mutations.symlink(parent_inode, name, target, _caller(ctx)))
+
+    @_handler
+    async def link(self, inode, new_parent_inode, new_name, ctx):  # type: ignore[no-untyped-def]
+        return self._made(await self._mutations.link(inode, new_parent_inode, new_name, _caller(ctx)))
+
+    @_handler
+    async def unlink(self, parent_inode, name, ctx):  # type: ignore[no-untyped-def]
+        await self._mutations.remove(parent_inode, name, _caller(ctx), is_directory=False)
+
+    @_handler
+    async def rmdir(self, parent_inode, name, ctx):  # type: ignore[no-untyped-def]
+        await self._mutations.remove(parent_inode, name, _caller(ctx), is_directory=True)
+
+    @_handler
+    async def rename(self, parent_inode_old, name_old, parent_inode_new, name_new, flags, ctx):  # type: ignore[no-untyped-def]
+        await self._mutations.rename(parent_inode_old, name_old, parent_inode_new, name_new, flags, _caller(ctx))
+
+    @_handler
+    async def setxattr(self, inode, name, value, ctx):  # type: ignore[no-untyped-def]
+        await self._mutations.setxattr(inode, name, value, _caller(ctx))
+
+    @_handler
+    async def removexattr(self, inode, name, ctx):  # type: ignore[no-untyped-def]
+        await self._mutations.removexattr(inode, name, _caller(ctx))
+
+
+_ACCESS_MODE = 0o3
+_TRUNCATE = 0o1000
+_STATFS_FIELDS = (
+    "f_bsize", "f_frsize", "f_blocks", "f_bfree", "f_bavail", "f_files", "f_ffree", "f_favail", "f_namemax",
+)  # fmt: skip
+
+
+class KernelNotifier:
+    """Invalidations, sent from a thread of their own and one at a time (hazard 1).
+
+    A notification blocks in the kernel until requests on the same directory have been answered; the trio thread,
+    which answers them, never waits for one.
+    """
+
+    def __init__(self, nursery: trio.Nursery) -> None:
+        self._nursery = nursery
+        self._thread = trio.CapacityLimiter(1)
+
+    def entry_soon(self, parent: int, name: bytes) -> None:
+        self._nursery.start_soon(self.entry, parent, name)
+
+    async def entry(self, parent: int, name: bytes) -> None:
+        await self._send(functools.partial(pyfuse3.invalidate_entry, parent, name))
+
+    async def inode(self, number: int) -> None:
+        await self._send(functools.partial(pyfuse3.invalidate_inode, number))
+
+    async def _send(self, call: Callable[[], None]) -> None:
+        try:
+            await trio.to_thread.run_sync(call, limiter=self._thread, abandon_on_cancel=True)
+        except OSError as error:
+            if error.errno not in (errno.ENOENT, errno.ENOTDIR):  # the kernel does not have it: fine
+                log.warning("cannot invalidate in the kernel: %s", error)

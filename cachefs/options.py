@@ -1,0 +1,46 @@
+"""What a mount was asked to do. Immutable; made by the command line, read by everything else."""
+
+import enum
+import math
+from dataclasses import dataclass, field
+
+from policies.mutability import MutableGlobs
+
+KIB = 1 << 10
+MIB = 1 << 20
+
+
+class CacheLevel(enum.Enum):
+    NONE = "none"
+    METADATA = "metadata"
+    FULL = "full"
+
+
+class Revalidate(enum.Enum):
+    LAZY = "lazy"
+    NEVER = "never"
+    RCTIME = "rctime"
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    cache: CacheLevel = CacheLevel.FULL
+    cache_size_bytes: int = 1 << 40
+    read_only: bool = False
+    mutable: MutableGlobs = field(default_factory=lambda: MutableGlobs(()))
+    small_file_bytes: int = 1 * MIB
+    attr_timeout_s: float = 1.0
+    """How long anything that is not pinned is believed. `inf` only on read-only mounts."""
+    revalidate: Revalidate = Revalidate.LAZY
+    source_timeout_s: float = 30.0
+    simulate_latency_s: float = 0.0
+
+    @property
+    def pins_everything(self) -> bool:
+        """Read-only mounts take the dataset as complete: whatever was seen once is pinned."""
+        return self.read_only and math.isinf(self.attr_timeout_s) and self.cache is not CacheLevel.NONE
+
+    @property
+    def pins_files(self) -> bool:
+        """Files that were opened read-only become immutable."""
+        return self.cache is not CacheLevel.NONE

@@ -1,0 +1,91 @@
+"""Rebuilding a lost index from the blob alone.
+
+A scan begins at each slab, whose place is known, follows the lengths of the records, and stops at the first header
+that is not sound: it never searches for a magic number, which the payload of a dataset file could forge. Of several
+records of one inode the highest sequence number counts. Names are not in the blob: a rebuilt inode has no dentry and
+stamp 0, and counts again when a look-up finds the very same version (docs/FORMAT.md, recovery).
+"""
+
+import logging
+from collections.abc import Iterator
+
+from cachefs import record
+from cachefs.attributes import PINNED, STALE, Extent, Inode, inode_key, pair_key
+from cachefs.blob import SLAB_BYTES, Blob
+from cachefs.errors import CorruptRecord
+from cachefs.index import Environment, Table, Totals
+
+log = logging.getLogger(__name__)
+
+BATCH = 10_000
+
+
+def scan(blob: Blob, seed: int) -> Iterator[tuple[record.Header, Extent]]:
+    """Every record that is sound and not dead, in the order of the blob. Payload is not read: readers verify it."""
+    size = blob.size()
+    for slab in range(0, size, SLAB_BYTES):
+        offset = slab
+        while offset + record.HEADER_BYTES <= min(slab + SLAB_BYTES, size):
+            try:
+                decoded = record.decode_header(blob.pread(record.HEADER_BYTES, offset), seed)
+                if decoded is None:
+                    break
+                header, kind, table_checksum = decoded
+                if kind == record.TYPE_DATA:
+                    table = blob.pread(8 * header.blocks, offset + record.HEADER_BYTES)
+                    checksums = record.decode_checksums(table, table_checksum, seed)
+                    start = offset + record.payload_start(header.length)
+                    if start + header.length > size:
+                        raise CorruptRecord("the blob ends within a record")
+                    yield header, Extent(PINNED, header.length, start, header.version, header.record_bytes, checksums)
+            except CorruptRecord as error:
+                log.warning("rebuilding the index: rest of the slab at %d skipped: %s", slab, error)
+                break
+            offset += header.record_bytes
+
+
+def rebuild(blob: Blob, seed: int, durable: Environment) -> Totals:
+    """Fill an empty durable index with what the blob holds."""
+    tables = durable.tables
+    newest: dict[int, int] = {}
+    for header, _ in scan(blob, seed):
+        newest[header.inode] = max(header.version, newest.get(header.inode, 0))
+    totals = Totals()
+    rows: list[tuple[record.Header, Extent]] = []
+
+    def write() -> None:
+        with durable.lmdb.begin(write=True) as txn:
+            for header, extent in rows:
+                key = inode_key(header.inode)
+                if txn.put(key, _inode(header).pack(), overwrite=False, db=tables[Table.INODES]):
+                    totals.cached_files += 1
+                if header.inode != header.source_inode or header.device:
+                    alias = PINNED.to_bytes(8, "little") + key
+                    txn.put(pair_key(header.device, header.source_inode), alias, db=tables[Table.ALIASES])
+                if txn.put(
+                    pair_key(header.inode, header.file_offset), extent.pack(), overwrite=False, db=tables[Table.EXTENTS]
+                ):
+                    totals.cached_bytes += extent.length
+                    totals.blob_bytes += extent.record_bytes
+            txn.put(b"totals", totals.pack(), db=tables[Table.META])
+        rows.clear()
+
+    for header, extent in scan(blob, seed):
+        if header.version != newest[header.inode]:
+            blob.punch(extent)
+            continue
+        rows.append((header, extent))
+        if len(rows) >= BATCH:
+            write()
+    write()
+    return totals
+
+
+def _inode(header: record.Header) -> Inode:
+    """What is known of an inode from one of its records; the first look-up completes it."""
+    return Inode(
+        number=header.inode, flags=PINNED | STALE, mode=header.mode, nlink=1, uid=0, gid=0, rdev=0, blksize=4096,
+        size=header.size, blocks=0, atime_ns=0, mtime_ns=header.mtime_ns, ctime_ns=header.ctime_ns,
+        btime_ns=header.btime_ns, device=header.device, source_inode=header.source_inode, version=header.version,
+        stamp=0, entries_stamp=0, next_position=0, expires_ns=0, lookups=0,
+    )  # fmt: skip

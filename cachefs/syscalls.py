@@ -1,0 +1,125 @@
+"""System calls that Python does not wrap: openat2, statx with birth times, and credentials of one thread.
+
+They are called through ctypes, which releases the interpreter lock. Errors are raised as OSError.
+"""
+
+import ctypes
+import errno
+import os
+import struct
+
+from cachefs.attributes import NANOSECONDS, Stat
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.syscall.restype = ctypes.c_long
+_libc.statx.argtypes = [ctypes.c_int, ctypes.c_char_p, ctypes.c_int, ctypes.c_uint, ctypes.c_void_p]
+
+AT_SYMLINK_NOFOLLOW = 0x100
+AT_EMPTY_PATH = 0x1000
+_STATX_BASIC_AND_BTIME = 0x7FF | 0x800
+_STATX_BTIME = 0x800
+_STATX = struct.Struct("=IIQIIIHxxQQQQ" + "qI4x" * 4 + "IIII")
+
+_RESOLVE_NO_MAGICLINKS = 0x02
+_RESOLVE_NO_SYMLINKS = 0x04
+_RESOLVE_BENEATH = 0x08
+_HOW = struct.Struct("=QQQ")
+_HOW_FLAGS = _RESOLVE_BENEATH | _RESOLVE_NO_SYMLINKS | _RESOLVE_NO_MAGICLINKS
+
+# Numbers of the generic and the x86-64 tables; openat2 has the same number everywhere.
+_SYS_OPENAT2 = 437
+_SYS_SETGROUPS = {"x86_64": 116, "aarch64": 159, "riscv64": 159}.get(os.uname().machine)
+
+
+def _fail(path: bytes | None = None) -> OSError:
+    number = ctypes.get_errno()
+    return OSError(number, os.strerror(number), os.fsdecode(path) if path is not None else None)
+
+
+def statx(directory_fd: int, path: bytes, root_device: int = -1) -> Stat:
+    """lstat of `path` in `directory_fd`, or of the descriptor itself for an empty path. Follows no symlink."""
+    buffer = ctypes.create_string_buffer(256)
+    flags = AT_SYMLINK_NOFOLLOW | (0 if path else AT_EMPTY_PATH)
+    if _libc.statx(directory_fd, path, flags, _STATX_BASIC_AND_BTIME, buffer) != 0:
+        raise _fail(path)
+    (
+        mask, blksize, _, nlink, uid, gid, mode, inode, size, blocks, _,
+        atime, atime_ns, btime, btime_ns, ctime, ctime_ns, mtime, mtime_ns,
+        rdev_major, rdev_minor, dev_major, dev_minor,
+    ) = _STATX.unpack_from(buffer)  # fmt: skip
+    device = os.makedev(dev_major, dev_minor)
+    return Stat(
+        mode,
+        nlink,
+        uid,
+        gid,
+        os.makedev(rdev_major, rdev_minor),
+        blksize,
+        size,
+        blocks,
+        atime * NANOSECONDS + atime_ns,
+        mtime * NANOSECONDS + mtime_ns,
+        ctime * NANOSECONDS + ctime_ns,
+        btime * NANOSECONDS + btime_ns if mask & _STATX_BTIME else 0,
+        0 if device == root_device else device,
+        inode,
+    )
+
+
+def openat2(directory_fd: int, path: bytes, flags: int, mode: int = 0) -> int:
+    """Open beneath `directory_fd`: no symlink is followed, nothing outside is reached."""
+    how = _HOW.pack(flags | os.O_CLOEXEC, mode, _HOW_FLAGS)
+    while True:
+        fd: int = _libc.syscall(_SYS_OPENAT2, ctypes.c_int(directory_fd), path, how, ctypes.c_size_t(_HOW.size))
+        if fd >= 0:
+            return fd
+        # EAGAIN: a rename elsewhere raced with the walk; the kernel asks to try again.
+        if ctypes.get_errno() not in (errno.EAGAIN, errno.EINTR):
+            raise _fail(path)
+
+
+def set_thread_groups(groups: list[int]) -> None:
+    """setgroups of the calling thread alone; os.setgroups changes every thread of the process (hazard 19)."""
+    if _SYS_SETGROUPS is None:
+        raise OSError(errno.ENOSYS, "setgroups: unknown architecture")
+    array = (ctypes.c_uint32 * len(groups))(*groups)
+    if _libc.syscall(_SYS_SETGROUPS, ctypes.c_size_t(len(groups)), array) != 0:
+        raise _fail()
+
+
+def set_thread_fs_ids(uid: int, gid: int) -> None:
+    """setfsgid and setfsuid of the calling thread. They report no error: a second call tells what is in force."""
+    _libc.setfsgid(ctypes.c_uint32(gid))
+    _libc.setfsuid(ctypes.c_uint32(uid))
+    unchanged = ctypes.c_uint32(0xFFFFFFFF)
+    if _libc.setfsgid(unchanged) != gid or _libc.setfsuid(unchanged) != uid:
+        raise PermissionError(errno.EPERM, "cannot take the caller's identity")
+
+
+def mount(source: str, target: str, filesystem: str, flags: int, data: str = "") -> None:
+    if _libc.mount(os.fsencode(source), os.fsencode(target), filesystem.encode(), ctypes.c_ulong(flags), data.encode()):
+        raise _fail(os.fsencode(target))
+
+
+def umount2(target: str, flags: int = 0) -> None:
+    if _libc.umount2(os.fsencode(target), flags) != 0:
+        raise _fail(os.fsencode(target))
+
+
+def renameat2(old_fd: int, old: bytes, new_fd: int, new: bytes, flags: int) -> None:
+    if _libc.renameat2(old_fd, old, new_fd, new, ctypes.c_uint(flags)) != 0:
+        raise _fail(old)
+
+
+MS_BIND = 4096
+MS_PRIVATE = 1 << 18
+MNT_DETACH = 2
+
+_libc.fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64]
+_FALLOC_FL_KEEP_SIZE = 1
+_FALLOC_FL_PUNCH_HOLE = 2
+
+
+def punch_hole(fd: int, offset: int, length: int) -> None:
+    if _libc.fallocate(fd, _FALLOC_FL_KEEP_SIZE | _FALLOC_FL_PUNCH_HOLE, offset, length) != 0:
+        raise _fail()

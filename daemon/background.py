@@ -1,0 +1,81 @@
+"""Going to the background: the caller waits until the mount answers, or hears why it does not.
+
+The process forks before any thread is started and before LMDB is opened, which must not be carried across a fork.
+"""
+
+import logging
+import logging.handlers
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from cachefs.errors import CacheFsError
+
+_READY = b"\n"
+LOG_BYTES = 10 << 20
+LOG_FILES = 2
+LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
+
+
+def log_to_stderr() -> None:
+    logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="cachefs: %(message)s")
+
+
+def log_to_file(path: Path) -> None:
+    logging.raiseExceptions = False  # a log that cannot be written must not break what it reports
+    handler = logging.handlers.RotatingFileHandler(path, maxBytes=LOG_BYTES, backupCount=LOG_FILES - 1, delay=True)
+    logging.basicConfig(handlers=[handler], level=logging.INFO, format=LOG_FORMAT, force=True)
+
+
+def run_in_background(serve: Callable[[Callable[[], None]], None], log_file: Path) -> int:
+    """Run `serve(ready)` in a daemon process. Returns its pid once it has called `ready`.
+
+    Raises CacheFsError with the reason where it ends before that.
+    """
+    receiving, sending = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        os.close(receiving)
+        _become_daemon()
+        log_to_file(log_file)
+        os._exit(_child(serve, sending))
+    os.close(sending)
+    with os.fdopen(receiving, "rb") as pipe:
+        said = pipe.read()
+    if said.endswith(_READY):
+        return int(said)
+    os.waitpid(pid, 0)
+    raise CacheFsError(said.decode(errors="replace") or f"the daemon ended without a word; see {log_file}")
+
+
+def _become_daemon() -> None:
+    os.setsid()
+    os.chdir("/")
+    null = os.open(os.devnull, os.O_RDWR)
+    for fd in (0, 1, 2):
+        os.dup2(null, fd)
+    os.close(null)
+
+
+def _child(serve: Callable[[Callable[[], None]], None], sending: int) -> int:
+    told = False
+
+    def ready() -> None:
+        nonlocal told
+        told = True
+        os.write(sending, str(os.getpid()).encode() + _READY)
+        os.close(sending)
+
+    try:
+        serve(ready)
+        return 0
+    except CacheFsError as error:
+        reason = str(error)
+    except BaseException as error:
+        logging.getLogger(__name__).exception("the daemon ends")
+        reason = f"{type(error).__name__}: {error}"
+    if not told:
+        os.write(sending, reason.encode())
+    logging.getLogger(__name__).error("%s", reason)
+    return 1

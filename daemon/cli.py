@@ -1,0 +1,277 @@
+"""The command line. Errors are one line on stderr and exit status 1; usage errors exit with 2."""
+
+import json
+import math
+import os
+import select
+import sys
+from collections.abc import Callable
+from functools import wraps
+from pathlib import Path
+from typing import Any
+
+import click
+
+import cachefs
+from cachefs.errors import CacheFsError
+from cachefs.options import CacheLevel, Options, Revalidate
+from daemon import background, config, control, mounting
+from daemon.conflict import check_daemon_package
+from policies.mutability import InvalidGlob, MutableGlobs
+
+UMOUNT_TIMEOUT_S = 90.0
+
+
+class Size(click.ParamType[int]):
+    name = "SIZE"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        if isinstance(value, int):
+            return value
+        try:
+            return config.parse_size(value)
+        except ValueError as error:
+            self.fail(str(error), param, ctx)
+
+
+class Seconds(click.ParamType[float]):
+    name = "S"
+
+    def __init__(self, *, allow_infinity: bool) -> None:
+        self._allow_infinity = allow_infinity
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        try:
+            seconds = float(value)
+        except ValueError:
+            seconds = -1.0
+        if math.isnan(seconds) or seconds < 0 or (math.isinf(seconds) and not self._allow_infinity):
+            self.fail(f"{value!r} is not a number of seconds", param, ctx)
+        return seconds
+
+
+def one_line_errors(function: Callable[..., None]) -> Callable[..., None]:
+    @wraps(function)
+    def wrapped(*args: Any, **kwargs: Any) -> None:
+        try:
+            function(*args, **kwargs)
+        except CacheFsError as error:
+            click.echo(f"cachefs: {error}", err=True)
+            sys.exit(1)
+
+    return wrapped
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
+@click.version_option(cachefs.__version__, prog_name="cachefs")
+def main() -> None:
+    """A filesystem cache for machine-learning training.
+
+    Mounts a dataset directory that lives on CephFS, Lustre or another parallel filesystem. Files that were read once
+    are immutable and are served from the local disk; from the second epoch on the source is left alone.
+
+    \b
+    Example:
+      cachefs mount /ceph/imagenet /data/imagenet --read-only
+      python train.py --data /data/imagenet
+      cachefs status /data/imagenet
+      cachefs umount /data/imagenet
+    """
+
+
+@main.command()
+@click.argument("source", type=click.Path())
+@click.argument("mountpoint", type=click.Path())
+@click.option(
+    "--cache-dir",
+    type=click.Path(path_type=Path),
+    metavar="DIR",
+    help="Where blob and index lie, on a local SSD. [default: /var/cache/cachefs/ID of the source, "
+    "for users $XDG_CACHE_HOME/cachefs/ID]",
+)
+@click.option("--cache-size", type=Size(), help="How much may be cached, such as 500G. [default: 90 % of what is free]")
+@click.option(
+    "--cache",
+    type=click.Choice([level.value for level in CacheLevel]),
+    default="full",
+    show_default=True,
+    help="none: pass everything through; metadata: pin metadata; full: data on the local disk as well.",
+)
+@click.option(
+    "--read-only",
+    is_flag=True,
+    help="The dataset is complete: pin whatever was seen, absent names included. Writes fail with EROFS.",
+)
+@click.option(
+    "--mutable",
+    multiple=True,
+    metavar="GLOB",
+    help="Paths that are never immutable and never cached, such as '*.log' or 'runs/**'. Repeatable.",
+)
+@click.option(
+    "--small-file",
+    type=Size(),
+    default="1M",
+    show_default=True,
+    help="Up to this size files are fetched whole, larger ones by chunks of 4M (at most 4M).",
+)
+@click.option(
+    "--attr-timeout",
+    type=Seconds(allow_infinity=True),
+    metavar="S",
+    help="How long what is not pinned is believed. [default: 1; with --read-only: inf]",
+)
+@click.option(
+    "--revalidate",
+    type=click.Choice([kind.value for kind in Revalidate]),
+    default="lazy",
+    show_default=True,
+    help="After a restart: compare each object with the source at its first use, never, or only if the "
+    "recursive ctime of a CephFS has moved.",
+)
+@click.option(
+    "--source-timeout",
+    type=Seconds(allow_infinity=False),
+    default=30.0,
+    show_default=True,
+    metavar="S",
+    help="A call that the source does not answer for so long fails.",
+)
+@click.option(
+    "--allow-other/--no-allow-other",
+    default=None,
+    help="May other users see the mount? [default: yes for root, no for users]",
+)
+@click.option(
+    "--simulate-latency",
+    type=float,
+    default=0.0,
+    metavar="MS",
+    help="Delay every call to the source, as a parallel filesystem would. For demonstrations and benchmarks.",
+)
+@click.option("--foreground", is_flag=True, help="Stay in the foreground and log to stderr.")
+@one_line_errors
+def mount(
+    source: str,
+    mountpoint: str,
+    cache_dir: Path | None,
+    cache_size: int | None,
+    cache: str,
+    read_only: bool,
+    mutable: tuple[str, ...],
+    small_file: int,
+    attr_timeout: float | None,
+    revalidate: str,
+    source_timeout: float,
+    allow_other: bool | None,
+    simulate_latency: float,
+    foreground: bool,
+) -> None:
+    """Mount SOURCE on MOUNTPOINT, which may be SOURCE itself.
+
+    \b
+    Examples:
+      cachefs mount /ceph/imagenet /data/imagenet --read-only --cache-size 500G
+      cachefs mount /ceph/project /ceph/project --mutable 'runs/**' --mutable '*.log'
+    """
+    if math.isinf(attr_timeout or 0.0) and not read_only:
+        raise click.UsageError("--attr-timeout inf needs --read-only: other nodes' changes would never show up")
+    try:
+        globs = MutableGlobs(mutable)
+    except InvalidGlob as error:
+        raise click.UsageError(f"--mutable: {error}") from None
+    check_daemon_package()
+    options = Options(
+        cache=CacheLevel(cache),
+        read_only=read_only,
+        mutable=globs,
+        small_file_bytes=small_file,
+        attr_timeout_s=attr_timeout if attr_timeout is not None else (math.inf if read_only else 1.0),
+        revalidate=Revalidate(revalidate),
+        source_timeout_s=source_timeout,
+        simulate_latency_s=simulate_latency / 1000,
+    )
+    mount_config = config.MountConfig(
+        source=mounting.absolute(source),
+        mountpoint=mounting.absolute(mountpoint),
+        options=options,
+        cache_dir=cache_dir.absolute() if cache_dir is not None else None,
+        cache_size_bytes=cache_size,
+        allow_other=config.is_root() if allow_other is None else allow_other,
+        foreground=foreground,
+    )
+    # Imported here: pyfuse3 and trio take a third of a second that `cachefs status` need not wait for.
+    from daemon.session import Session
+
+    background.log_to_stderr()
+    session = Session(mount_config)
+    session.prepare()
+    if foreground:
+        session.serve(lambda: None)
+        return
+    log_file = (mount_config.cache_dir or config.default_cache_dir(mount_config.source)) / "daemon.log"
+    background.run_in_background(session.serve, log_file)
+    try:
+        os.stat(mount_config.mountpoint)
+    except OSError as error:
+        raise CacheFsError(f"mounted, but {mount_config.mountpoint} does not answer: {error.strerror}") from error
+
+
+@main.command()
+@click.argument("mountpoint", type=click.Path())
+@one_line_errors
+def umount(mountpoint: str) -> None:
+    """Unmount, and wait until everything is on disk.
+
+    \b
+    Example:
+      cachefs umount /data/imagenet
+    """
+    place = mounting.absolute(mountpoint)
+    top = mounting.top_mount(place)
+    if top is None or top.fstype != mounting.FSTYPE:
+        raise CacheFsError(f"nothing is mounted on {place} by cachefs")
+    try:
+        daemon = os.pidfd_open(int(control.request(place, "status")["pid"]))
+    except (CacheFsError, OSError):
+        mounting.unmount(place, lazy=True)  # its daemon is dead: nothing to wait for
+        return
+    mounting.unmount(place)
+    if not select.select([daemon], [], [], UMOUNT_TIMEOUT_S)[0]:
+        raise CacheFsError(f"unmounted, but the daemon is still writing after {UMOUNT_TIMEOUT_S:.0f} s")
+
+
+@main.command()
+@click.argument("mountpoint", type=click.Path())
+@click.option("--json", "as_json", is_flag=True, help="One JSON object.")
+@one_line_errors
+def status(mountpoint: str, as_json: bool) -> None:
+    """What a mount is doing: hits, misses, what is cached, what went to the source.
+
+    \b
+    Example:
+      cachefs status /data/imagenet --json
+    """
+    answer = control.request(mounting.absolute(mountpoint), "status")
+    if as_json:
+        click.echo(json.dumps(answer, indent=2))
+        return
+    from daemon.display import print_status
+
+    print_status(answer)
+
+
+@main.command()
+@click.argument("paths", nargs=-1, required=True, type=click.Path())
+@one_line_errors
+def invalidate(paths: tuple[str, ...]) -> None:
+    """Forget what is cached of files or directories, in the kernel too; the next use asks the source.
+
+    \b
+    Example:
+      cachefs invalidate /data/imagenet/train/n01440764
+    """
+    for path in paths:
+        place, inside = mounting.split(mounting.absolute(path))
+        dropped = control.request(place, "invalidate", path=inside)["dropped"]
+        click.echo(f"{path}: {dropped} dropped")

@@ -1,0 +1,93 @@
+"""The control socket of a mount: one request, one answer, each a line of JSON.
+
+    {"command": "status"}                     → {"ok": true, …}
+    {"command": "invalidate", "path": "a/b"}  → {"ok": true, "dropped": 3}
+    anything that fails                       → {"ok": false, "error": "one line"}
+
+The socket lies in a directory of mode 0700: only root and the mounting user reach it.
+"""
+
+import json
+import logging
+import os
+import socket
+from collections.abc import Awaitable, Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import trio
+
+from cachefs.errors import CacheFsError
+from daemon.config import mount_directory
+
+log = logging.getLogger(__name__)
+
+Commands = Mapping[str, Callable[[dict[str, Any]], Awaitable[dict[str, Any]]]]
+MAX_LINE = 1 << 20
+CLIENT_TIMEOUT_S = 120.0
+
+
+async def serve(path: Path, commands: Commands, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
+    """Answer requests until cancelled."""
+    path.unlink(missing_ok=True)
+    listener = trio.socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    await listener.bind(str(path))
+    os.chmod(path, 0o600)
+    listener.listen(16)
+    async with trio.open_nursery() as nursery:
+        task_status.started()
+        while True:
+            connection, _ = await listener.accept()
+            nursery.start_soon(_answer, trio.SocketStream(connection), commands)
+
+
+async def _answer(stream: trio.SocketStream, commands: Commands) -> None:
+    with trio.move_on_after(CLIENT_TIMEOUT_S):
+        async with stream:
+            try:
+                line = b""
+                while not line.endswith(b"\n") and len(line) < MAX_LINE:
+                    data = await stream.receive_some(65536)
+                    if not data:
+                        return
+                    line += data
+                answer = await _execute(line, commands)
+                await stream.send_all(json.dumps(answer).encode() + b"\n")
+            except trio.BrokenResourceError:
+                pass  # the client has gone
+
+
+async def _execute(line: bytes, commands: Commands) -> dict[str, Any]:
+    try:
+        request = json.loads(line)
+        command = commands[request["command"]]
+    except (ValueError, KeyError, TypeError):
+        return {"ok": False, "error": "unknown request: the daemon and this command are of different versions"}
+    try:
+        return {"ok": True, **await command(request)}
+    except OSError as error:
+        return {"ok": False, "error": error.strerror or str(error)}
+    except Exception:
+        log.exception("bug in the command %s", request["command"])
+        return {"ok": False, "error": "internal error; the daemon's log has the details"}
+
+
+def request(mountpoint: str, command: str, **arguments: Any) -> dict[str, Any]:
+    """Ask the daemon of a mount. Raises CacheFsError where there is none, or with the error that it reports."""
+    path = mount_directory(mountpoint) / "control"
+    try:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
+            connection.settimeout(CLIENT_TIMEOUT_S)
+            connection.connect(str(path))
+            connection.sendall(json.dumps({"command": command, **arguments}).encode() + b"\n")
+            with connection.makefile("rb") as lines:
+                answer = json.loads(lines.readline())
+    except FileNotFoundError:
+        raise CacheFsError(f"nothing is mounted on {mountpoint} by cachefs") from None
+    except ConnectionRefusedError:
+        raise CacheFsError(f"the daemon of {mountpoint} has died: mount it again, or umount -l {mountpoint}") from None
+    except (OSError, ValueError) as error:
+        raise CacheFsError(f"the daemon of {mountpoint} does not answer: {error}") from None
+    if not answer.pop("ok", False):
+        raise CacheFsError(str(answer.get("error", "unknown error")))
+    return dict(answer)

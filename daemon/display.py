@@ -1,0 +1,32 @@
+"""Status for people, at 80 columns."""
+
+from typing import Any
+
+from rich.console import Console
+from rich.filesize import decimal
+from rich.table import Table
+
+
+def print_status(status: dict[str, Any]) -> None:
+    asked = status["hits"] + status["misses"]
+    ratio = f"{100 * status['hits'] / asked:.1f} %" if asked else "nothing read yet"
+    table = Table(show_header=False, box=None, pad_edge=False)
+    table.add_column(style="bold")
+    table.add_column(overflow="fold")
+    rows = [
+        ("source", status["source"]),
+        ("mountpoint", status["mountpoint"]),
+        ("cache", status["cache"] + (", read-only" if status["read_only"] else "")),
+        ("daemon", f"pid {status['pid']}, up {status['uptime_s']:.0f} s"),
+        ("pinned", f"{status['pinned_inodes']:,} inodes"),
+        ("cached", f"{status['cached_files']:,} files, {decimal(status['cached_bytes'])}"),
+        ("blob", f"{decimal(status['blob_bytes'])} of {decimal(status['cache_size_bytes'])}"),
+        ("hits", f"{status['hits']:,} ({ratio}), {decimal(status['hit_bytes'])}"),
+        ("misses", f"{status['misses']:,}, {decimal(status['miss_bytes'])}"),
+        ("not cached", f"{status['skipped_admissions']:,} for want of room or time"),
+        ("errors", f"{status['errors']:,} in the cache, {status['stale_reads']:,} stale reads"),
+        ("source calls", ", ".join(f"{k} {v:,}" for k, v in sorted(status["source_ops"].items())) or "none"),
+    ]
+    for name, value in rows:
+        table.add_row(name, str(value))
+    Console(highlight=False).print(table)

@@ -1,0 +1,212 @@
+"""Mounts of this machine: what is mounted where, what may be mounted where, and how the source stays within reach.
+
+SOURCE may be MOUNTPOINT (hazard 22): the handle on the source is opened before anything is mounted over it, and as
+root the source is bound in the runtime directory as well, private before the mount so that the overmount does not
+propagate into it. Nothing here touches a mount of ours but by the mount table: that could hang.
+"""
+
+import errno
+import logging
+import os
+import re
+import shutil
+import stat
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+
+from cachefs import syscalls
+from cachefs.errors import CacheFsError
+from daemon.config import is_root
+
+log = logging.getLogger(__name__)
+
+FSTYPE = "fuse.cachefs"
+READ_AHEAD_KIB = 1024
+MAX_BACKGROUND = 64
+_PROBE_TIMEOUT_S = 10
+
+
+@dataclass(frozen=True, slots=True)
+class Mount:
+    device: str  # major:minor
+    mountpoint: str
+    fstype: str
+    source: str
+
+
+def _unescape(field: str) -> str:
+    raw = re.sub(rb"\\([0-7]{3})", lambda m: bytes([int(m[1], 8)]), os.fsencode(field))
+    return os.fsdecode(raw)
+
+
+def mounts() -> list[Mount]:
+    """The mount table of this namespace, in the order of mounting."""
+    found = []
+    with open("/proc/self/mountinfo", encoding="utf-8", errors="surrogateescape") as table:
+        for line in table:
+            fields = line.split(" ")
+            separator = fields.index("-")
+            found.append(
+                Mount(fields[2], _unescape(fields[4]), fields[separator + 1], _unescape(fields[separator + 2]))
+            )
+    return found
+
+
+def top_mount(path: str) -> Mount | None:
+    """What is mounted at exactly this path, the uppermost."""
+    return next((m for m in reversed(mounts()) if m.mountpoint == path), None)
+
+
+def absolute(path: str) -> str:
+    """A canonical path, without touching what is mounted at the path itself, which may be dead or hung."""
+    plain = os.path.abspath(path)
+    if top_mount(plain) is not None:
+        return plain
+    parent, name = os.path.split(plain)
+    joined = os.path.join(os.path.realpath(parent), name)
+    return joined if top_mount(joined) is not None else os.path.realpath(joined)
+
+
+def is_dead(path: str) -> bool:
+    """Has the daemon behind this mountpoint gone? Asked by a child process, because the answer may never come."""
+    try:
+        done = subprocess.run(
+            ["stat", "-f", "--", path],
+            capture_output=True,
+            timeout=_PROBE_TIMEOUT_S,
+            check=False,
+            env={"LC_ALL": "C", "PATH": os.defpath},
+        )
+    except subprocess.TimeoutExpired:
+        return False
+    return done.returncode != 0 and os.strerror(errno.ENOTCONN).encode() in done.stderr
+
+
+def unmount(path: str, *, lazy: bool = False) -> None:
+    """Raises CacheFsError with the reason."""
+    if is_root():
+        try:
+            syscalls.umount2(path, syscalls.MNT_DETACH if lazy else 0)
+        except OSError as error:
+            reason = (
+                "it is in use (a shell's directory, an open file)" if error.errno == errno.EBUSY else error.strerror
+            )
+            raise CacheFsError(f"cannot unmount {path}: {reason}") from error
+        return
+    command = ["fusermount3", "-u", *(["-z"] if lazy else []), "--", path]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        raise CacheFsError(f"cannot unmount {path}: {done.stderr.strip() or 'fusermount3 failed'}")
+
+
+def check_fuse() -> None:
+    if not os.path.exists("/dev/fuse"):
+        raise CacheFsError("/dev/fuse does not exist: load the fuse module (modprobe fuse)")
+    if not os.access("/dev/fuse", os.R_OK | os.W_OK):
+        raise CacheFsError("no permission to open /dev/fuse")
+    if not is_root() and shutil.which("fusermount3") is None:
+        raise CacheFsError("fusermount3 is needed to mount without root: install the package fuse3")
+
+
+def check_places(source: str, mountpoint: str) -> None:
+    """Refuse one strictly inside the other, and what is no directory. Detach a dead cachefs mount."""
+    top = top_mount(mountpoint)
+    if top is not None and top.fstype == FSTYPE:
+        if not is_dead(mountpoint):
+            raise CacheFsError(f"{mountpoint} is in use: {top.source} is mounted there by cachefs")
+        unmount(mountpoint, lazy=True)
+        log.warning("detached the mount of a cachefs that has died from %s", mountpoint)
+        top = top_mount(mountpoint)
+        if top is not None and top.fstype == FSTYPE:
+            raise CacheFsError(f"{mountpoint} has another dead cachefs mount underneath: umount -l {mountpoint}")
+    if top is not None and source != mountpoint:
+        raise CacheFsError(f"{mountpoint} is in use: {top.source} ({top.fstype}) is mounted there")
+    for path, what in ((source, "source"), (mountpoint, "mountpoint")):
+        try:
+            mode = os.stat(path).st_mode
+        except OSError as error:
+            raise CacheFsError(f"the {what} {path} cannot be used: {error.strerror}") from error
+        if not stat.S_ISDIR(mode):
+            raise CacheFsError(f"the {what} {path} is not a directory")
+    if source != mountpoint:
+        for inner, outer, what in ((source, mountpoint, "source"), (mountpoint, source, "mountpoint")):
+            if inner.startswith(outer.rstrip("/") + "/"):
+                other = "mountpoint" if what == "source" else "source"
+                raise CacheFsError(
+                    f"the {what} {inner} lies inside the {other} {outer}: a job would find the mount in itself; "
+                    "mount elsewhere, or over the source itself"
+                )
+
+
+def open_source(source: str) -> int:
+    """The handle by which everything is reached. Refuses what is a cachefs mount itself."""
+    try:
+        fd = os.open(source, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    except OSError as error:
+        raise CacheFsError(f"cannot open the source {source}: {error.strerror}") from error
+    device = os.fstat(fd).st_dev
+    name = f"{os.major(device)}:{os.minor(device)}"
+    if any(m.device == name and m.fstype == FSTYPE for m in mounts()):
+        os.close(fd)
+        raise CacheFsError(f"the source {source} is on a cachefs mount: a cache of a cache helps nobody")
+    return fd
+
+
+class SourceBind:
+    """A private bind mount of the source in the runtime directory, for whoever takes the mount over. Root only."""
+
+    def __init__(self, source: str, directory: Path) -> None:
+        self.path = str(directory / "source")
+        self._bound = False
+        if not is_root():
+            return
+        self.remove_stale(directory)
+        os.makedirs(self.path, mode=0o700, exist_ok=True)
+        try:
+            syscalls.mount(source, self.path, "", syscalls.MS_BIND)
+            self._bound = True
+            syscalls.mount("", self.path, "", syscalls.MS_PRIVATE)
+        except OSError as error:
+            log.warning("cannot bind the source in %s: %s; a takeover will not be possible", self.path, error.strerror)
+
+    @staticmethod
+    def remove_stale(directory: Path) -> None:
+        """What a daemon that was killed left behind."""
+        path = str(directory / "source")
+        while top_mount(path) is not None:
+            syscalls.umount2(path, syscalls.MNT_DETACH)
+
+    def remove(self) -> None:
+        if self._bound:
+            try:
+                syscalls.umount2(self.path, syscalls.MNT_DETACH)
+                os.rmdir(self.path)
+            except OSError as error:
+                log.warning("cannot remove the bind of the source at %s: %s", self.path, error.strerror)
+
+
+def tune_kernel(mountpoint: str) -> None:
+    """Read-ahead of 1 MiB, so that requests are that large (hazard 7), and more requests at once. Root only."""
+    top = top_mount(mountpoint)
+    if top is None or top.fstype != FSTYPE or not is_root():
+        return
+    connection = f"/sys/fs/fuse/connections/{top.device.partition(':')[2]}"
+    for path, value in (
+        (f"/sys/class/bdi/{top.device}/read_ahead_kb", READ_AHEAD_KIB),
+        (f"{connection}/max_background", MAX_BACKGROUND),
+        (f"{connection}/congestion_threshold", MAX_BACKGROUND * 3 // 4),
+    ):
+        try:
+            Path(path).write_text(str(value))
+        except OSError as error:
+            log.info("cannot set %s: %s", path, error.strerror)
+
+
+def split(path: str) -> tuple[str, str]:
+    """The cachefs mount that a path lies on, and the path within it. Raises CacheFsError if there is none."""
+    places = [m.mountpoint for m in mounts() if m.fstype == FSTYPE]
+    for place in sorted(places, key=len, reverse=True):
+        if path == place or path.startswith(place.rstrip("/") + "/"):
+            return place, path[len(place) :].strip("/")
+    raise CacheFsError(f"{path} is not on a cachefs mount")

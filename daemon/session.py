@@ -1,0 +1,234 @@
+"""One mount from start to end: everything is wired here, in order, and taken down in the opposite order.
+
+check places → open the source → (caller daemonizes) → lock the cache, open blob and index → bind the source →
+mount → serve → unmounted, or told to stop → flush → mark the index clean → remove what was put up
+"""
+
+import logging
+import os
+import resource
+import shutil
+import signal
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import replace
+
+import pyfuse3
+import trio
+
+from cachefs.blob import Blob
+from cachefs.cache_directory import CacheDirectory, OpenedIndex
+from cachefs.data_cache import DataCache
+from cachefs.directories import Directories
+from cachefs.errors import CacheFsError
+from cachefs.filesystem import FileSystem
+from cachefs.metadata_cache import MetadataCache
+from cachefs.metrics import Metrics
+from cachefs.mutations import Mutations
+from cachefs.operations import KernelNotifier, Operations
+from cachefs.options import Options, Revalidate
+from cachefs.slots import SourceSlots
+from cachefs.source import Source
+from daemon import config, control, mounting
+from daemon.config import MountConfig
+
+log = logging.getLogger(__name__)
+
+SOURCE_SLOTS = 64
+MAX_REQUESTS = 1000
+"""Tasks of pyfuse3. More than slots, so that hits are answered while all slots wait for the source."""
+READER_CHECK_S = 60.0
+FLUSH_TIMEOUT_S = 60.0
+
+
+class Session:
+    """A mount. `prepare` before going to the background, `serve` after it."""
+
+    def __init__(self, mount_config: MountConfig) -> None:
+        self.config = mount_config
+        self.started = time.monotonic()
+        self._source_fd = -1
+
+    def prepare(self) -> None:
+        """Everything that can be refused without having changed anything."""
+        mounting.check_fuse()
+        mounting.check_places(self.config.source, self.config.mountpoint)
+        self._source_fd = mounting.open_source(self.config.source)
+        config.make_runtime_root()
+
+    def serve(self, ready: Callable[[], None]) -> None:
+        """Mount and serve until unmounted. `ready` is called when requests are being answered."""
+        os.umask(0)  # the kernel applies the caller's
+        _raise_descriptor_limit()
+        trio.run(self._serve, ready)
+
+    async def _serve(self, ready: Callable[[], None]) -> None:
+        cache_dir = self.config.cache_dir or config.default_cache_dir(self.config.source)
+        directory = CacheDirectory(cache_dir, self.config.source)
+        try:
+            blob, seed = directory.open_blob()
+            try:
+                durable = directory.open_durable(blob, seed)
+                size = self.config.cache_size_bytes
+                options = replace(
+                    self.config.options, cache_size_bytes=directory.default_size_bytes() if size is None else size
+                )
+                source = Source(self._source_fd, simulate_latency_s=options.simulate_latency_s)
+                opened = OpenedIndex(
+                    durable, config.session_directory(cache_dir), options.revalidate, _rctime(source, options)
+                )
+                flushed = False
+                try:
+                    flushed = await self._mounted(source, opened, blob, options, ready)
+                finally:
+                    opened.close(flushed=flushed)
+            finally:
+                blob.close()
+        finally:
+            directory.close()
+
+    async def _mounted(
+        self, source: Source, opened: OpenedIndex, blob: Blob, options: Options, ready: Callable[[], None]
+    ) -> bool:
+        """True if everything was flushed at the end."""
+        runtime = config.mount_directory(self.config.mountpoint)
+        runtime.mkdir(mode=0o700, exist_ok=True)
+        bind = mounting.SourceBind(self.config.source, runtime)
+        try:
+            async with trio.open_nursery() as nursery:
+                metrics = Metrics()
+                metadata = MetadataCache(opened.index, options, run=opened.state.run, floor=opened.state.floor)
+                data = DataCache(opened.index, blob, options, metrics)
+                slots = SourceSlots(SOURCE_SLOTS, options.source_timeout_s)
+                filesystem = FileSystem(
+                    source, slots, metadata, data, options, metrics, KernelNotifier(nursery), nursery
+                )
+                directories = Directories(filesystem, nursery)
+                with opened.index.update() as update:
+                    metadata.drop_unlinked(update)
+                    if metadata.inode(update, pyfuse3.ROOT_INODE) is None:
+                        metadata.apply_root(update, source.lstat(b""), pin=filesystem.pins(b""))
+                self._filesystem, self._opened, self._metrics, self._data = filesystem, opened, metrics, data
+                self._source, self._slots = source, slots
+                self._mount(Operations(filesystem, directories, Mutations(filesystem, directories)))
+                try:
+                    await nursery.start(control.serve, runtime / "control", self._commands())
+                    nursery.start_soon(data.run)
+                    nursery.start_soon(self._check_readers, opened)
+                    nursery.start_soon(self._terminate_on_signal)
+                    ready()
+                    try:
+                        await pyfuse3.main(max_tasks=MAX_REQUESTS)
+                    except* OSError as group:
+                        # An aborted connection ends the loop like this; so does an unmount while a request is read.
+                        log.info("the kernel closed the connection: %s", group.exceptions[0])
+                finally:
+                    self._unmount()
+                flushed = await data.flush(FLUSH_TIMEOUT_S)
+                if not flushed:
+                    log.warning("not everything could be written to the index; the next mount compares with the source")
+                with trio.CancelScope(shield=True, deadline=trio.current_time() + 5):
+                    await filesystem.close()
+                nursery.cancel_scope.cancel()
+            return flushed
+        finally:
+            bind.remove()
+            shutil.rmtree(runtime, ignore_errors=True)
+
+    # --- the kernel's side -----------------------------------------------------------------------------------------
+
+    def _mount(self, operations: Operations) -> None:
+        options = {"default_permissions", "subtype=cachefs", "fsname=" + _option(self.config.source)}
+        if self.config.options.read_only:
+            options.add("ro")
+        if self.config.allow_other:
+            options.add("allow_other")
+        with tempfile.TemporaryFile() as messages:
+            # fusermount3 and libfuse say what is wrong on descriptor 2, and nowhere else.
+            saved = os.dup(2)
+            os.dup2(messages.fileno(), 2)
+            try:
+                pyfuse3.init(operations, self.config.mountpoint, options)
+            except RuntimeError as error:
+                messages.seek(0)
+                said = messages.read().decode(errors="replace").strip().replace("\n", "; ")
+                raise CacheFsError(f"cannot mount on {self.config.mountpoint}: {said or error}") from error
+            finally:
+                os.dup2(saved, 2)
+                os.close(saved)
+        mounting.tune_kernel(self.config.mountpoint)
+
+    def _unmount(self) -> None:
+        """Take the mount down if it is still there. libfuse leaves alone what is not its own any more."""
+        pyfuse3.close(unmount=True)
+        top = mounting.top_mount(self.config.mountpoint)
+        if top is not None and top.fstype == mounting.FSTYPE and top.source == self.config.source:
+            try:
+                mounting.unmount(self.config.mountpoint, lazy=True)
+            except CacheFsError as error:
+                log.warning("%s", error)
+
+    async def _terminate_on_signal(self) -> None:
+        with trio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals:
+            async for number in signals:
+                log.info("signal %d: unmounting", number)
+                pyfuse3.terminate()
+
+    async def _check_readers(self, opened: OpenedIndex) -> None:
+        """A reader that was killed inside a transaction would keep old pages for ever (hazard 16)."""
+        while True:
+            await trio.sleep(READER_CHECK_S)
+            opened.index.durable.lmdb.reader_check()
+            opened.index.session.lmdb.reader_check()
+
+    # --- commands --------------------------------------------------------------------------------------------------
+
+    def _commands(self) -> control.Commands:
+        return {"status": self._status, "invalidate": self._invalidate}
+
+    async def _status(self, _: dict[str, object]) -> dict[str, object]:
+        index = self._opened.index
+        return {
+            "source": self.config.source,
+            "mountpoint": self.config.mountpoint,
+            "cache": self.config.options.cache.value,
+            "read_only": self.config.options.read_only,
+            "pid": os.getpid(),
+            "uptime_s": round(time.monotonic() - self.started, 3),
+            "pinned_inodes": index.pinned_inodes(),
+            "cached_files": index.totals.cached_files,
+            "cached_bytes": index.totals.cached_bytes,
+            "blob_bytes": index.totals.blob_bytes,
+            "cache_size_bytes": self._data.capacity_bytes,
+            "write_behind_bytes": self._data.queued_bytes,
+            **self._metrics.as_dict(),
+            "source_ops": self._source.counters.snapshot(),
+            "source_timeouts": self._slots.timeouts,
+            "source_stuck_calls": self._slots.stuck,
+            "run": self._opened.state.run,
+        }
+
+    async def _invalidate(self, request: dict[str, object]) -> dict[str, object]:
+        path = os.fsencode(str(request["path"])).strip(b"/")
+        return {"dropped": await self._filesystem.invalidate(path)}
+
+
+def _option(value: str) -> str:
+    """fsname in libfuse's option syntax: commas and backslashes escaped; only ASCII gets through pyfuse3."""
+    return value.replace("\\", "\\\\").replace(",", "\\,").encode("ascii", "replace").decode()
+
+
+def _rctime(source: Source, options: Options) -> bytes:
+    if options.revalidate is not Revalidate.RCTIME:
+        return b""
+    try:
+        return source.getxattr(b"", b"ceph.dir.rctime")
+    except OSError as error:
+        log.warning("the source has no ceph.dir.rctime (%s): revalidating lazily", error.strerror)
+        return b""
+
+
+def _raise_descriptor_limit() -> None:
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

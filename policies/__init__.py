@@ -1,0 +1,1 @@
+"""Pure decisions: no I/O, no clock, no logging, no async. The filesystem asks, these answer."""
