@@ -11,8 +11,8 @@ from functools import partial
 import trio
 
 from cachefs.attributes import LISTED, ROOT_INODE, Inode
-from cachefs.fetch import SingleFlight
 from cachefs.filesystem import FileSystem
+from cachefs.single_flight import SingleFlight, in_task, unwrap
 
 BATCH_NAMES = 16
 PARALLEL_BATCHES = 48
@@ -31,9 +31,10 @@ class Directories:
         # dependencies
         self._fs = filesystem
         self._metadata = filesystem.metadata
+        self._nursery = nursery
         self._clock = clock
         # state
-        self._flights: SingleFlight[int, None] = SingleFlight(nursery)
+        self._flights: SingleFlight[int, None] = SingleFlight()
         self._fresh_until: dict[int, float] = {}
         self._handles: dict[int, int] = {}
         self._next_handle = 1
@@ -57,7 +58,7 @@ class Directories:
         """Emit entries from behind position `after` until `emit` says stop."""
         number = self._handles[handle]
         if after == 0 and not self._is_listed(await self._fs.believed(number)):
-            await self._flights.do(number, partial(self._list, number))
+            await self._listing(number)
         if after < 2 and not self._emit_dots(number, after, emit):
             return
         after = max(after, 2)
@@ -71,7 +72,7 @@ class Directories:
                 after += 1  # it cannot be: it went while we looked
             else:
                 failed_at = after
-                await self._flights.do(number, partial(self._list, number))
+                await self._listing(number)
 
     def _emit_dots(self, number: int, after: int, emit: Emit) -> bool:
         with self._metadata.index.view() as view:
@@ -116,6 +117,9 @@ class Directories:
         if self._fs.options.pins_everything and self._metadata.is_pinned(record):
             return bool(record.flags & LISTED)
         return self._clock() < self._fresh_until.get(record.number, 0.0)
+
+    async def _listing(self, number: int) -> None:
+        await self._flights.begin(number, in_task(self._nursery, partial(self._list, number)), unwrap).wait()
 
     async def _list(self, number: int) -> None:
         """Make the listing in the index complete, and every entry in it comparable without the source."""

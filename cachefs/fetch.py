@@ -6,66 +6,19 @@ the next open sees the new version whole (hazard 11).
 """
 
 import contextlib
-import copy
 import os
-from collections.abc import Awaitable, Callable, Hashable
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Generic, TypeVar
 
-import trio
+from outcome import Outcome
 
 from cachefs.attributes import Inode
 from cachefs.data_cache import DataCache
 from cachefs.metrics import Metrics
+from cachefs.single_flight import Flight, SingleFlight
 from cachefs.slots import SourceSlots
 from cachefs.source import Changed, Source
-
-K = TypeVar("K", bound=Hashable)
-V = TypeVar("V")
-
-
-class _Flight(Generic[V]):
-    __slots__ = ("done", "error", "result")
-
-    def __init__(self) -> None:
-        self.done = trio.Event()
-        self.result: V | None = None
-        self.error: Exception | None = None
-
-
-class SingleFlight(Generic[K, V]):
-    """One call per key at a time; whoever asks meanwhile gets the same answer, or the same error."""
-
-    def __init__(self, nursery: trio.Nursery) -> None:
-        self._nursery = nursery
-        self._flights: dict[K, _Flight[V]] = {}
-
-    def begin(self, key: K, function: Callable[[], Awaitable[V]]) -> _Flight[V]:
-        flight = self._flights.get(key)
-        if flight is None:
-            flight = self._flights[key] = _Flight()
-            self._nursery.start_soon(self._run, key, flight, function)
-        return flight
-
-    async def do(self, key: K, function: Callable[[], Awaitable[V]]) -> V:
-        flight = self.begin(key, function)
-        await flight.done.wait()
-        if flight.error is not None:
-            raise copy.copy(flight.error)
-        return flight.result  # type: ignore[return-value]
-
-    def flying(self, key: K) -> bool:
-        return key in self._flights
-
-    async def _run(self, key: K, flight: _Flight[V], function: Callable[[], Awaitable[V]]) -> None:
-        try:
-            flight.result = await function()
-        except Exception as error:
-            flight.error = error
-        finally:
-            del self._flights[key]
-            flight.done.set()
 
 
 @dataclass(slots=True)
@@ -87,7 +40,6 @@ class Fetcher:
         slots: SourceSlots,
         data: DataCache,
         metrics: Metrics,
-        nursery: trio.Nursery,
         *,
         path_of: Callable[[int], bytes],
         changed: Callable[[Inode], None],
@@ -99,8 +51,8 @@ class Fetcher:
         self._metrics = metrics
         self._path_of = path_of
         self._changed = changed
-        self._units: SingleFlight[tuple[int, int, int, int], bytes] = SingleFlight(nursery)
-        self._opens: SingleFlight[tuple[int, int], int] = SingleFlight(nursery)
+        self._units: SingleFlight[tuple[int, int, int, int], bytes] = SingleFlight()
+        self._opens: SingleFlight[tuple[int, int], None] = SingleFlight()
 
     async def read(self, file: OpenFile, offset: int, size: int) -> bytes | memoryview:
         """Up to `size` bytes from `offset`; fewer at the end of the file."""
@@ -129,54 +81,66 @@ class Fetcher:
     async def _read_unit(
         self, file: OpenFile, unit: tuple[int, int], start: int, length: int
     ) -> tuple[bytes | memoryview, bool]:
-        cached = await self._data.read(file.inode, unit, start, length)
-        if cached is not None:
-            return cached
-        key = (file.inode.number, file.inode.version, *unit)
-        if self._units.flying(key) or self._data.admits(unit[1]):
-            payload = await self._units.do(key, partial(self._fetch_unit, file, unit))
-            self._data.mark_read(file.inode, unit)
-            return memoryview(payload)[start : start + length], False
-        self._data.skipped()
-        key = (file.inode.number, file.inode.version, unit[0] + start, length)
-        return await self._units.do(key, partial(self._fetch, file, unit[0] + start, length)), False
+        inode = file.inode
+        flight = self._units.flying((inode.number, inode.version, *unit))
+        if flight is None:
+            cached = await self._data.read(inode, unit, start, length)
+            if cached is not None:
+                return cached
+            if file.fd is None and not self._data.is_small(inode):
+                await self.open_source(file)
+            if not self._data.admits(unit[1]):
+                self._data.skipped()
+                return await self._fetch(file, (unit[0] + start, length)).wait(), False
+            flight = self._fetch_unit(file, unit)
+        payload = await flight.wait()
+        self._data.mark_read(inode, unit)
+        return memoryview(payload)[start : start + length], False
 
     def begin(self, file: OpenFile) -> None:
         """A small file was opened: it will be read. Fetch it while the kernel makes up its mind."""
         inode = file.inode
-        if not inode.size or not self._data.is_small(inode) or not self._data.admits(inode.size):
-            return
-        unit = (0, inode.size)
-        if not self._data.holds(inode, unit):
-            self._units.begin((inode.number, inode.version, *unit), partial(self._fetch_unit, file, unit))
+        if inode.size and self._data.is_small(inode) and self._data.admits(inode.size):
+            unit = (0, inode.size)
+            if not self._data.holds(inode, unit):
+                self._fetch_unit(file, unit)
 
-    async def _fetch_unit(self, file: OpenFile, unit: tuple[int, int]) -> bytes:
-        payload = await self._fetch(file, *unit)
-        self._data.admit(file.inode, unit[0], payload)
-        return payload
+    def _fetch_unit(self, file: OpenFile, unit: tuple[int, int]) -> Flight[bytes]:
+        return self._fetch(file, unit, lambda payload: self._data.admit(file.inode, unit[0], payload))
 
-    async def _fetch(self, file: OpenFile, offset: int, length: int) -> bytes:
+    def _fetch(
+        self, file: OpenFile, span: tuple[int, int], fetched: Callable[[bytes], object] = lambda _: None
+    ) -> Flight[bytes]:
         inode = file.inode
-        try:
-            if file.fd is None and not self._data.is_small(inode):
-                await self.open_source(file)
-            path = self._path_of(inode.number) if file.fd is None else b""
-            return await self._slots.run(partial(self._source.read_version, path, inode, offset, length, file.fd))
-        except Changed:
-            self._metrics.stale_reads += 1
-            self._changed(inode)
-            raise
+
+        def finish(answer: Outcome[bytes]) -> bytes:
+            try:
+                payload = answer.unwrap()
+            except Changed:
+                self._metrics.stale_reads += 1
+                self._changed(inode)
+                raise
+            fetched(payload)
+            return payload
+
+        path = self._path_of(inode.number) if file.fd is None else b""
+        call = partial(self._source.read_version, path, inode, *span, file.fd)
+        return self._units.begin((inode.number, inode.version, *span), partial(self._slots.start, call), finish)
 
     async def open_source(self, file: OpenFile) -> None:
         """Open the pinned version for as long as the file has handles. Raises `Changed` if it is gone."""
 
-        async def opened() -> int:
-            path = self._path_of(file.inode.number)
-            file.fd = await self._slots.run(partial(self._source.open_version, path, file.inode), discard=close_quietly)
-            return file.fd
+        def finish(answer: Outcome[int]) -> None:
+            try:
+                file.fd = answer.unwrap()
+            except Changed:
+                self._changed(file.inode)
+                raise
 
         if file.fd is None:
-            await self._opens.do((file.inode.number, file.inode.version), opened)
+            call = partial(self._source.open_version, self._path_of(file.inode.number), file.inode)
+            start = partial(self._slots.start, call, discard=close_quietly)
+            await self._opens.begin((file.inode.number, file.inode.version), start, finish).wait()
 
 
 def close_quietly(fd: int) -> None:

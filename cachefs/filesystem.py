@@ -16,19 +16,19 @@ from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple, Protocol
 
-import trio
+from outcome import Outcome
 
-from cachefs.attributes import IMMUTABLE, NANOSECONDS, ROOT_INODE, UNLINKED, WRITTEN, Inode
+from cachefs.attributes import IMMUTABLE, NANOSECONDS, ROOT_INODE, UNLINKED, WRITTEN, Inode, Stat
 from cachefs.data_cache import DataCache
-from cachefs.fetch import Fetcher, OpenFile, SingleFlight, close_quietly
+from cachefs.fetch import Fetcher, OpenFile, close_quietly
 from cachefs.index import Table, View
 from cachefs.metadata_cache import FOREVER_NS, MetadataCache
 from cachefs.metrics import Metrics
 from cachefs.options import CacheLevel, Options
+from cachefs.single_flight import SingleFlight
 from cachefs.slots import SourceSlots
 from cachefs.source import Changed, Source
 
-ROOT_DIRECTORY_GONE = (errno.ENOENT, errno.ENOTDIR)
 _KNOWN, _ABSENT, _UNKNOWN = b"\1", b"\0", None
 
 
@@ -74,7 +74,6 @@ class FileSystem:
         options: Options,
         metrics: Metrics,
         notifier: Notifier,
-        nursery: trio.Nursery,
     ) -> None:
         # dependencies
         self.source = source
@@ -85,10 +84,10 @@ class FileSystem:
         self.metrics = metrics
         self.notifier = notifier
         self._fetcher = Fetcher(
-            source, slots, data, metrics, nursery, path_of=self.path_of, changed=self._changed_behind_our_back
+            source, slots, data, metrics, path_of=self.path_of, changed=self._changed_behind_our_back
         )
         # state
-        self._lstats: SingleFlight[tuple[int, bytes], Inode | None] = SingleFlight(nursery)
+        self._lstats: SingleFlight[tuple[int, bytes], Inode | None] = SingleFlight()
         self.handles: dict[int, Handle] = {}
         self._next_handle = 1  # below 2^63: the upper half is the fast path's (hazard 2)
         self._files: dict[tuple[int, int], OpenFile] = {}
@@ -143,21 +142,23 @@ class FileSystem:
 
     async def compare(self, parent: int, name: bytes) -> Inode | None:
         """lstat a name and record what it said. None: there is no such name."""
-        return await self._lstats.do((parent, name), partial(self._compare, parent, name))
-
-    async def _compare(self, parent: int, name: bytes) -> Inode | None:
         path = self._join(parent, name)
-        pin = self.pins(path)
-        try:
-            now = await self.slots.run(partial(self.source.lstat, path))
-        except OSError as error:
-            if error.errno not in ROOT_DIRECTORY_GONE:
-                raise
+
+        def finish(answer: Outcome[Stat]) -> Inode | None:
+            pin = self.pins(path)
+            try:
+                now = answer.unwrap()
+            except OSError as error:
+                if error.errno not in (errno.ENOENT, errno.ENOTDIR):
+                    raise
+                with self.metadata.index.update() as update:
+                    self.metadata.apply_absence(update, parent, name, pin=pin)
+                return None
             with self.metadata.index.update() as update:
-                self.metadata.apply_absence(update, parent, name, pin=pin)
-            return None
-        with self.metadata.index.update() as update:
-            return self.metadata.apply_stat(update, parent, name, now, pin=pin)
+                return self.metadata.apply_stat(update, parent, name, now, pin=pin)
+
+        start = partial(self.slots.start, partial(self.source.lstat, path))
+        return await self._lstats.begin((parent, name), start, finish).wait()
 
     async def believed(self, number: int) -> Inode:
         """The record of an inode, compared with the source first if it must be. ESTALE if it is another one now."""
@@ -165,7 +166,7 @@ class FileSystem:
         if self.metadata.remaining_ns(record):
             return record
         if number == ROOT_INODE:
-            await self._lstats.do((0, b""), self._compare_root)
+            await self._compare_root()
             return self.record(number)
         with self.metadata.index.view() as view:
             links = self.metadata.links(view, number)
@@ -176,9 +177,12 @@ class FileSystem:
         raise failed(errno.ESTALE)
 
     async def _compare_root(self) -> None:
-        now = await self.slots.run(partial(self.source.lstat, b""))
-        with self.metadata.index.update() as update:
-            self.metadata.apply_root(update, now, pin=self.pins(b""))
+        def finish(answer: Outcome[Stat]) -> Inode:
+            with self.metadata.index.update() as update:
+                return self.metadata.apply_root(update, answer.unwrap(), pin=self.pins(b""))
+
+        start = partial(self.slots.start, partial(self.source.lstat, b""))
+        await self._lstats.begin((0, b""), start, finish).wait()
 
     async def getattr(self, number: int) -> Entry:
         fd = self.descriptor_of(number)

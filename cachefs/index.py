@@ -178,10 +178,8 @@ class Update(View):
             self._session.delete(key, db=self._session_tables[table])
 
 
-def _prefixed(
-    txn: lmdb.Transaction, table: object, prefix: bytes, start: bytes | None
-) -> Iterator[tuple[bytes, bytes]]:
-    cursor: Any = txn.cursor(db=table)
+def _prefixed(txn: Any, table: Any, prefix: bytes, start: bytes | None) -> Iterator[tuple[bytes, bytes]]:
+    cursor = txn.cursor(db=table)
     if cursor.set_range(start if start is not None else prefix):
         for key, value in cursor:
             if not key.startswith(prefix):
@@ -201,7 +199,7 @@ def _merge(upper: Iterator[tuple[bytes, bytes]], lower: Iterator[tuple[bytes, by
                 yield above
             above = next(upper, end)
         else:
-            yield below  
+            yield below
             below = next(lower, end)
 
 
@@ -274,7 +272,7 @@ class Index:
         with self.session.lmdb.begin(write=True) as txn:
             for table in Table:
                 database = self.session.tables[table]
-                cursor = txn.cursor(db=database)
+                cursor: Any = txn.cursor(db=database)
                 available = cursor.first()
                 while available:
                     key, value = cursor.item()

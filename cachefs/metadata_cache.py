@@ -418,7 +418,13 @@ class MetadataCache:
         position = directory.next_position
         for name in names:
             dentry = self.dentry(update, directory.number, name)
-            if dentry is None or dentry.position:
+            if dentry is None:
+                continue
+            if dentry.position:
+                # The dentry may have outlived its row: a pinned file's is durable, a read-write mount's row is not.
+                key = pair_key(directory.number, dentry.position)
+                if update.get(Table.LISTING, key) is None:
+                    update.put(Table.LISTING, key, flags + name)
                 continue
             update.put(Table.LISTING, pair_key(directory.number, position), flags + name)
             update.put(Table.DENTRIES, inode_key(directory.number) + name, dentry._replace(position=position).pack())

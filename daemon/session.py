@@ -101,9 +101,7 @@ class Session:
                 metadata = MetadataCache(opened.index, options, run=opened.state.run, floor=opened.state.floor)
                 data = DataCache(opened.index, blob, options, metrics)
                 slots = SourceSlots(SOURCE_SLOTS, options.source_timeout_s)
-                filesystem = FileSystem(
-                    source, slots, metadata, data, options, metrics, KernelNotifier(nursery), nursery
-                )
+                filesystem = FileSystem(source, slots, metadata, data, options, metrics, KernelNotifier(nursery))
                 directories = Directories(filesystem, nursery)
                 with opened.index.update() as update:
                     metadata.drop_unlinked(update)
@@ -115,6 +113,7 @@ class Session:
                 try:
                     await nursery.start(control.serve, runtime / "control", self._commands())
                     nursery.start_soon(data.run)
+                    nursery.start_soon(slots.watch)
                     nursery.start_soon(self._check_readers, opened)
                     nursery.start_soon(self._terminate_on_signal)
                     ready()
@@ -130,6 +129,7 @@ class Session:
                     log.warning("not everything could be written to the index; the next mount compares with the source")
                 with trio.CancelScope(shield=True, deadline=trio.current_time() + 5):
                     await filesystem.close()
+                slots.close()
                 nursery.cancel_scope.cancel()
             return flushed
         finally:
