@@ -118,7 +118,7 @@ class FileSystem:
     async def lookup(self, parent: int, name: bytes) -> Entry:
         directory = self.record(parent)
         if self.metadata.is_pinned(directory):
-            directory = await self.believed(parent)
+            directory = await self.believed(parent, directory)
         with self.metadata.index.view() as view:
             dentry = self.metadata.dentry(view, parent, name)
             if self.metadata.knows_absent(view, directory, name, dentry):
@@ -160,9 +160,9 @@ class FileSystem:
         start = partial(self.slots.start, partial(self.source.lstat, path))
         return await self._lstats.begin((parent, name), start, finish).wait()
 
-    async def believed(self, number: int) -> Inode:
+    async def believed(self, number: int, record: Inode | None = None) -> Inode:
         """The record of an inode, compared with the source first if it must be. ESTALE if it is another one now."""
-        record = self.record(number)
+        record = record or self.record(number)
         if self.metadata.remaining_ns(record):
             return record
         if number == ROOT_INODE:
@@ -268,9 +268,8 @@ class FileSystem:
     async def open_for_reading(self, number: int) -> tuple[int, bool]:
         """A handle, and whether the kernel may keep the pages it has. Makes the file immutable, unless it may not."""
         record = self.record(number)
-        believed = self.metadata.is_pinned(record)
-        if believed:
-            record = await self.believed(number)
+        if self.metadata.is_pinned(record):
+            record = await self.believed(number, record)
         if not self._may_be_immutable(record):
             fd = await self._open_source(number)
             return self._add_handle(Handle(number, fd=fd)), False
@@ -310,9 +309,9 @@ class FileSystem:
         Where the two differ the kernel's attributes are old as well: ESTALE makes it look the name up and open again.
         """
         number = record.number
-        fd = await self._open_source(number)
+        call = partial(self.source.open_and_stat, self.path_of(number))
+        fd, now = await self.slots.run(call, discard=lambda opened: close_quietly(opened[0]))
         try:
-            now = await self.slots.run(partial(self.source.fstat, fd))
             with self.metadata.index.update() as update:
                 current = self.metadata.inode(update, number)
                 if current is None or not current.same_version(now):

@@ -123,6 +123,24 @@ class View:
             value = self._durable.get(key, db=self._durable_tables[table])
         return value or None
 
+    def first_key(self, table: Table, prefix: bytes) -> bytes | None:
+        """The first key that begins with `prefix`."""
+        cursor: Any = self._session.cursor(db=self._session_tables[table])
+        if cursor.set_range(prefix) and cursor.key().startswith(prefix):
+            # A tombstone or a later key of the durable index is rare: leave it to the merge.
+            if cursor.value() == TOMBSTONE or self._durable_has(table, prefix):
+                return next((key for key, _ in self.scan(table, prefix)), None)
+            found: bytes = cursor.key()
+            return found
+        cursor = self._durable.cursor(db=self._durable_tables[table])
+        if cursor.set_range(prefix) and cursor.key().startswith(prefix):
+            return cursor.key()
+        return None
+
+    def _durable_has(self, table: Table, prefix: bytes) -> bool:
+        cursor: Any = self._durable.cursor(db=self._durable_tables[table])
+        return bool(cursor.set_range(prefix)) and bool(cursor.key().startswith(prefix))
+
     def scan(self, table: Table, prefix: bytes, start: bytes | None = None) -> Iterator[tuple[bytes, bytes]]:
         """All (key, value) whose key begins with `prefix`, in order, from the key `start` on."""
         return _merge(

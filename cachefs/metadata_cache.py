@@ -45,6 +45,8 @@ from cachefs.options import Options
 
 SETTLE_NS = 2 * NANOSECONDS
 FIRST_ALIAS = 1 << 62
+MAX_DEPTH = 4096
+REMEMBERED_PATHS = 4096
 FIRST_POSITION = 3  # 1 and 2 are "." and ".."
 FOREVER_NS = 1 << 63
 _FLAGS_PINNED = PINNED.to_bytes(4, "little")
@@ -76,6 +78,7 @@ class MetadataCache:
         )
         # state
         self._sequence = run << 40
+        self._directory_paths: dict[int, bytes] = {}
 
     def next_sequence(self) -> int:
         """A number that was never given out before, in any run: the run itself is its upper part."""
@@ -98,14 +101,31 @@ class MetadataCache:
 
     def path(self, view: View, number: int) -> bytes:
         """A path from the root of the source. Raises OSError ESTALE where no name leads to the inode."""
-        components: list[bytes] = []
-        while number != ROOT_INODE:
-            link = next(view.scan(Table.LINKS, inode_key(number)), None)
-            if link is None or len(components) > 4096:
+        if number == ROOT_INODE:
+            return b""
+        known = self._directory_paths.get(number)
+        if known is not None:
+            return known
+        link = view.first_key(Table.LINKS, inode_key(number))
+        if link is None:
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+        parent, name = inode_of_key(link[8:16]), link[16:]
+        return self._directory_path(view, parent, 0) + name
+
+    def _directory_path(self, view: View, number: int, depth: int) -> bytes:
+        """The path of a directory with a slash behind it, empty for the root; remembered until a directory moves."""
+        if number == ROOT_INODE:
+            return b""
+        known = self._directory_paths.get(number)
+        if known is None:
+            link = view.first_key(Table.LINKS, inode_key(number))
+            if link is None or depth > MAX_DEPTH:
                 raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
-            number = inode_of_key(link[0][8:16])
-            components.append(link[0][16:])
-        return b"/".join(reversed(components))
+            known = self._directory_path(view, inode_of_key(link[8:16]), depth + 1) + link[16:]
+            if len(self._directory_paths) >= REMEMBERED_PATHS:
+                self._directory_paths.clear()
+            self._directory_paths[number] = known
+        return known + b"/"
 
     def is_pinned(self, record: Inode) -> bool:
         """Pinned in the sense of this mount: a read-write mount pins files that were read and directories only."""
@@ -278,6 +298,8 @@ class MetadataCache:
             return None
         update.delete(Table.LINKS, inode_key(dentry.inode) + inode_key(parent) + name)
         record = self.inode(update, dentry.inode)
+        if record is None or record.is_directory:
+            self._directory_paths.clear()
         if record is not None and not self.links(update, dentry.inode):
             if record.stamp < self.floor:  # of an earlier run: this kernel never heard of it
                 update.delete(Table.INODES, inode_key(record.number))

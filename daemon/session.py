@@ -9,6 +9,7 @@ import os
 import resource
 import shutil
 import signal
+import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -38,6 +39,9 @@ log = logging.getLogger(__name__)
 SOURCE_SLOTS = 64
 MAX_REQUESTS = 1000
 """Tasks of pyfuse3. More than slots, so that hits are answered while all slots wait for the source."""
+MIN_IDLE_REQUESTS = 16
+SWITCH_INTERVAL_S = 0.0002
+"""How long the write-behind thread may keep the interpreter from a request."""
 READER_CHECK_S = 60.0
 FLUSH_TIMEOUT_S = 60.0
 
@@ -60,6 +64,7 @@ class Session:
     def serve(self, ready: Callable[[], None]) -> None:
         """Mount and serve until unmounted. `ready` is called when requests are being answered."""
         os.umask(0)  # the kernel applies the caller's
+        sys.setswitchinterval(SWITCH_INTERVAL_S)
         _raise_descriptor_limit()
         trio.run(self._serve, ready)
 
@@ -118,7 +123,7 @@ class Session:
                     nursery.start_soon(self._terminate_on_signal)
                     ready()
                     try:
-                        await pyfuse3.main(max_tasks=MAX_REQUESTS)
+                        await pyfuse3.main(min_tasks=MIN_IDLE_REQUESTS, max_tasks=MAX_REQUESTS)
                     except* OSError as group:
                         # An aborted connection ends the loop like this; so does an unmount while a request is read.
                         log.info("the kernel closed the connection: %s", group.exceptions[0])
