@@ -27,8 +27,10 @@ class OpenFile:
 
     inode: Inode
     fd: int | None = None
-    """Of the source, kept for large files and for files that lost their name; closed with the last handle."""
+    """Of the source: kept for large files, on its way to the fetch for small ones; closed with the last handle."""
     handles: int = 0
+    held: bool = False
+    """The name has gone: `fd` is the only way to the data, and stays open."""
 
 
 class Fetcher:
@@ -123,9 +125,16 @@ class Fetcher:
             fetched(payload)
             return payload
 
+        key = (inode.number, inode.version, *span)
+        flight = self._units.flying(key)
+        if flight is not None:
+            return flight
         path = self._path_of(inode.number) if file.fd is None else b""
-        call = partial(self._source.read_version, path, inode, *span, file.fd)
-        return self._units.begin((inode.number, inode.version, *span), partial(self._slots.start, call), finish)
+        keep = file.held or not self._data.is_small(inode)
+        call = partial(self._source.read_version, path, inode, *span, file.fd, keep=keep)
+        if not keep:
+            file.fd = None  # read once, closed in the thread that read it
+        return self._units.begin(key, partial(self._slots.start, call), finish)
 
     async def open_source(self, file: OpenFile) -> None:
         """Open the pinned version for as long as the file has handles. Raises `Changed` if it is gone."""

@@ -384,9 +384,10 @@ class FileSystem:
     async def hold_data(self, number: int) -> None:
         """Before a name is unlinked or replaced: open files that are not wholly cached keep a descriptor (hazard 2)."""
         for (inode, _), file in list(self._files.items()):
-            if inode == number and file.fd is None:
+            if inode == number:
                 try:
                     await self._fetcher.open_source(file)
+                    file.held = True
                 except Changed:
                     self._changed_behind_our_back(file.inode)
 

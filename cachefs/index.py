@@ -125,21 +125,14 @@ class View:
 
     def first_key(self, table: Table, prefix: bytes) -> bytes | None:
         """The first key that begins with `prefix`."""
-        cursor: Any = self._session.cursor(db=self._session_tables[table])
-        if cursor.set_range(prefix) and cursor.key().startswith(prefix):
-            # A tombstone or a later key of the durable index is rare: leave it to the merge.
-            if cursor.value() == TOMBSTONE or self._durable_has(table, prefix):
-                return next((key for key, _ in self.scan(table, prefix)), None)
-            found: bytes = cursor.key()
-            return found
-        cursor = self._durable.cursor(db=self._durable_tables[table])
-        if cursor.set_range(prefix) and cursor.key().startswith(prefix):
-            return cursor.key()
-        return None
-
-    def _durable_has(self, table: Table, prefix: bytes) -> bool:
-        cursor: Any = self._durable.cursor(db=self._durable_tables[table])
-        return bool(cursor.set_range(prefix)) and bool(cursor.key().startswith(prefix))
+        session: Any = self._session.cursor(db=self._session_tables[table])
+        durable: Any = self._durable.cursor(db=self._durable_tables[table])
+        in_session = session.set_range(prefix) and session.key().startswith(prefix)
+        in_durable = durable.set_range(prefix) and durable.key().startswith(prefix)
+        if in_session and in_durable:  # a tombstone may be among them: rare, so leave it to the merge
+            return next((key for key, _ in self.scan(table, prefix)), None)
+        cursor = session if in_session else durable
+        return bytes(cursor.key()) if in_session or in_durable else None
 
     def scan(self, table: Table, prefix: bytes, start: bytes | None = None) -> Iterator[tuple[bytes, bytes]]:
         """All (key, value) whose key begins with `prefix`, in order, from the key `start` on."""

@@ -81,6 +81,11 @@ class Operations(pyfuse3.Operations):
         self._fs = filesystem
         self._directories = directories
         self._mutations = mutations
+        self.initialized = trio.Event()
+        """Set when the kernel has negotiated the connection."""
+
+    def init(self) -> None:
+        self.initialized.set()
 
     def _made(self, record: Inode) -> pyfuse3.EntryAttributes:
         return _attributes(record, self._fs.timeout_s(record))

@@ -16,7 +16,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from queue import SimpleQueue
 from typing import Any, Generic, TypeVar
 
 import outcome
@@ -59,8 +58,7 @@ class SourceSlots:
         self._clock = clock
         # state, of the trio thread
         self._token = trio.lowlevel.current_trio_token()
-        self._jobs: SimpleQueue[Call[Any] | None] = SimpleQueue()
-        self._threads = 0
+        self._idle: list[_Worker] = []
         self._running: dict[Call[Any], None] = {}  # in the order of their deadlines
         self._waiting: deque[Call[Any]] = deque()
         self._probes = 0
@@ -102,21 +100,12 @@ class SourceSlots:
     def _begin(self, call: Call[Any]) -> None:
         call.running = True
         self._running[call] = None
-        if len(self._running) + self.stuck > self._threads:
-            self._threads += 1
-            threading.Thread(target=self._work, name=f"source-{self._threads}", daemon=True).start()
-        self._jobs.put(call)
+        # The one that was idle last: its stack and its memory are still in the processor's caches.
+        worker = self._idle.pop() if self._idle else _Worker(self._token, self._returned)
+        worker.begin(call)
 
-    def _work(self) -> None:
-        while (call := self._jobs.get()) is not None:
-            answer = outcome.capture(call.function)
-            try:
-                self._token.run_sync_soon(self._returned, call, answer)
-            except trio.RunFinishedError:
-                return
-            del call, answer
-
-    def _returned(self, call: Call[Any], answer: outcome.Outcome[Any]) -> None:
+    def _returned(self, worker: "_Worker", call: Call[Any], answer: outcome.Outcome[Any]) -> None:
+        self._idle.append(worker)
         if call.probe:
             self._probes -= 1
         if call.abandoned:
@@ -169,5 +158,40 @@ class SourceSlots:
 
     def close(self) -> None:
         """Let idle threads end. Those that are stuck end with the process."""
-        for _ in range(self._threads):
-            self._jobs.put(None)
+        for worker in self._idle:
+            worker.begin(None)
+        self._idle.clear()
+
+
+class _Worker:
+    """A thread that waits for one call after the other."""
+
+    def __init__(
+        self,
+        token: trio.lowlevel.TrioToken,
+        returned: Callable[["_Worker", Call[Any], outcome.Outcome[Any]], None],
+    ) -> None:
+        self._token = token
+        self._returned = returned
+        self._call: Call[Any] | None = None
+        self._wake = threading.Lock()
+        self._wake.acquire()
+        threading.Thread(target=self._work, name="source", daemon=True).start()
+
+    def begin(self, call: Call[Any] | None) -> None:
+        """None ends the thread."""
+        self._call = call
+        self._wake.release()
+
+    def _work(self) -> None:
+        while True:
+            self._wake.acquire()
+            call = self._call
+            if call is None:
+                return
+            answer = outcome.capture(call.function)
+            try:
+                self._token.run_sync_soon(self._returned, self, call, answer)
+            except trio.RunFinishedError:
+                return
+            del call, answer

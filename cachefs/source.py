@@ -239,12 +239,14 @@ class Source:
             missing -= len(data)
         return b"".join(parts)
 
-    def read_version(self, path: bytes, expected: Inode, offset: int, length: int, fd: int | None = None) -> bytes:
+    def read_version(
+        self, path: bytes, expected: Inode, offset: int, length: int, fd: int | None = None, *, keep: bool = False
+    ) -> bytes:
         """Bytes of the pinned version, compared before and after. Raises `Changed` on any difference.
 
-        `fd`: a descriptor of the file that the caller keeps; without one the file is opened and closed.
+        `fd`: a descriptor of the file, which is closed unless the caller wants to `keep` it; without one the file is
+        opened here.
         """
-        kept = fd is not None
         if fd is None:
             fd = self.open_version(path, expected)
         try:
@@ -254,5 +256,5 @@ class Source:
             self.check_version(fd, expected)
             return data
         finally:
-            if not kept:
+            if not keep:
                 os.close(fd)

@@ -4,12 +4,12 @@ check places → open the source → (caller daemonizes) → lock the cache, ope
 mount → serve → unmounted, or told to stop → flush → mark the index clean → remove what was put up
 """
 
+import ctypes
 import logging
 import os
 import resource
 import shutil
 import signal
-import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -40,8 +40,6 @@ SOURCE_SLOTS = 64
 MAX_REQUESTS = 1000
 """Tasks of pyfuse3. More than slots, so that hits are answered while all slots wait for the source."""
 MIN_IDLE_REQUESTS = 16
-SWITCH_INTERVAL_S = 0.0002
-"""How long the write-behind thread may keep the interpreter from a request."""
 READER_CHECK_S = 60.0
 FLUSH_TIMEOUT_S = 60.0
 
@@ -64,7 +62,7 @@ class Session:
     def serve(self, ready: Callable[[], None]) -> None:
         """Mount and serve until unmounted. `ready` is called when requests are being answered."""
         os.umask(0)  # the kernel applies the caller's
-        sys.setswitchinterval(SWITCH_INTERVAL_S)
+        _tune_malloc()
         _raise_descriptor_limit()
         trio.run(self._serve, ready)
 
@@ -114,14 +112,15 @@ class Session:
                         metadata.apply_root(update, source.lstat(b""), pin=filesystem.pins(b""))
                 self._filesystem, self._opened, self._metrics, self._data = filesystem, opened, metrics, data
                 self._source, self._slots = source, slots
-                self._mount(Operations(filesystem, directories, Mutations(filesystem, directories)))
+                operations = Operations(filesystem, directories, Mutations(filesystem, directories))
+                self._mount(operations)
                 try:
                     await nursery.start(control.serve, runtime / "control", self._commands())
                     nursery.start_soon(data.run)
                     nursery.start_soon(slots.watch)
                     nursery.start_soon(self._check_readers, opened)
                     nursery.start_soon(self._terminate_on_signal)
-                    ready()
+                    nursery.start_soon(self._announce, operations, ready)
                     try:
                         await pyfuse3.main(min_tasks=MIN_IDLE_REQUESTS, max_tasks=MAX_REQUESTS)
                     except* OSError as group:
@@ -162,7 +161,12 @@ class Session:
             finally:
                 os.dup2(saved, 2)
                 os.close(saved)
+
+    async def _announce(self, operations: Operations, ready: Callable[[], None]) -> None:
+        await operations.initialized.wait()
+        # Only now: what the kernel negotiates would override it.
         mounting.tune_kernel(self.config.mountpoint)
+        ready()
 
     def _unmount(self) -> None:
         """Take the mount down if it is still there. libfuse leaves alone what is not its own any more."""
@@ -237,3 +241,16 @@ def _rctime(source: Source, options: Options) -> bytes:
 def _raise_descriptor_limit() -> None:
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+def _tune_malloc() -> None:
+    """Keep freed memory. File contents come and go by the megabyte, and touching new pages costs more than the copy.
+
+    One arena more than the main one: the payload that a fetch thread allocates is freed by the trio thread.
+    """
+    libc = ctypes.CDLL(None)
+    for parameter, value in ((_M_ARENA_MAX, 2), (_M_MMAP_THRESHOLD, 2 << 20), (_M_TRIM_THRESHOLD, 64 << 20)):
+        libc.mallopt(parameter, value)
+
+
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8

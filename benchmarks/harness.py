@@ -1,0 +1,150 @@
+"""What the benchmarks share: a tree of files, a mount, readers in processes, ratios with their spread."""
+
+import json
+import os
+import platform
+import random
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from cachefs.source import Source
+
+CACHEFS = [sys.executable, "-m", "daemon"]
+
+
+def make_tree(root: Path, directories: int, files: int, sizes: tuple[int, int], seed: int = 1) -> list[str]:
+    """`directories` times `files` files of random bytes, sizes in bytes drawn evenly. Paths relative to the root."""
+    draw = random.Random(seed)
+    paths = []
+    for d in range(directories):
+        (root / f"d{d:03}").mkdir(parents=True, exist_ok=True)
+        for f in range(files):
+            path = f"d{d:03}/f{f:05}"
+            (root / path).write_bytes(draw.randbytes(draw.randint(*sizes)))
+            paths.append(path)
+    time.sleep(2.1)  # younger than two seconds is looked at once more (hazard 11)
+    return paths
+
+
+@contextmanager
+def mounted(source: Path, mountpoint: Path, cache: Path, *arguments: str) -> Iterator[Callable[[], dict[str, object]]]:
+    """A mount; yields a function that asks for its status."""
+    mountpoint.mkdir(exist_ok=True)
+    command = [*CACHEFS, "mount", str(source), str(mountpoint), "--cache-dir", str(cache), *arguments]
+    subprocess.run(command, check=True)
+
+    def status() -> dict[str, object]:
+        done = subprocess.run([*CACHEFS, "status", str(mountpoint), "--json"], check=True, capture_output=True)
+        return dict(json.loads(done.stdout))
+
+    try:
+        yield status
+    finally:
+        subprocess.run([*CACHEFS, "umount", str(mountpoint)], check=True)
+
+
+def read_files(root: str, paths: Sequence[str]) -> None:
+    """As PyTorch's ImageFolder does: open, fstat, read, close."""
+    for path in paths:
+        fd = os.open(f"{root}/{path}", os.O_RDONLY)
+        size = os.fstat(fd).st_size
+        if len(os.read(fd, size)) != size:
+            raise SystemExit(f"short read of {path}")
+        os.close(fd)
+
+
+def read_source(root: str, paths: Sequence[str], latency_s: float) -> None:
+    """The same directly from a source with the latency of a parallel filesystem: open and read are round trips."""
+    root_fd = os.open(root, os.O_RDONLY | os.O_DIRECTORY)
+    source = Source(root_fd, simulate_latency_s=latency_s)
+    for path in paths:
+        fd = source.open_file(os.fsencode(path))
+        size = os.fstat(fd).st_size
+        if len(source.pread(fd, size, 0)) != size:
+            raise SystemExit(f"short read of {path}")
+        os.close(fd)
+    os.close(root_fd)
+
+
+def timed_readers(count: int, paths: Sequence[str], read: Callable[[Sequence[str]], None]) -> float:
+    """Seconds until `count` processes, started together, have read their shares of `paths`."""
+    gate_out, gate_in = os.pipe()
+    children = []
+    for index in range(count):
+        pid = os.fork()
+        if pid == 0:
+            status = 1
+            try:
+                os.close(gate_in)
+                os.read(gate_out, 1)
+                read(paths[index::count])
+                status = 0
+            finally:
+                os._exit(status)
+        children.append(pid)
+    os.close(gate_out)
+    started = time.perf_counter()
+    os.close(gate_in)
+    failures = [pid for pid in children if os.waitpid(pid, 0)[1] != 0]
+    elapsed = time.perf_counter() - started
+    if failures:
+        raise SystemExit("a reader failed")
+    return elapsed
+
+
+@dataclass
+class Comparison:
+    """Rates of two contenders over interleaved rounds."""
+
+    name: str
+    bound: float
+    ours: list[float] = field(default_factory=list)
+    theirs: list[float] = field(default_factory=list)
+
+    def add(self, ours: float, theirs: float) -> None:
+        self.ours.append(ours)
+        self.theirs.append(theirs)
+
+    @property
+    def ratios(self) -> list[float]:
+        return sorted(a / b for a, b in zip(self.ours, self.theirs, strict=True))
+
+    @property
+    def ratio(self) -> float:
+        return statistics.median(self.ratios)
+
+    def row(self) -> tuple[str, ...]:
+        ratios = self.ratios
+        return (
+            self.name,
+            f"{statistics.median(self.ours):,.0f}",
+            f"{statistics.median(self.theirs):,.0f}",
+            f"{self.ratio:.2f}",
+            f"{ratios[0]:.2f} to {ratios[-1]:.2f}",
+            f"{self.bound:.2f}" if self.bound else "",
+            "" if not self.bound else "yes" if self.ratio >= self.bound else "NO",
+        )
+
+
+def report(title: str, comparisons: Sequence[Comparison], unit: str) -> bool:
+    """Print a table. True if every bound holds."""
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title=title, title_justify="left")
+    for heading in ("", f"cachefs, {unit}", f"direct, {unit}", "ratio", "spread", "at least", "holds"):
+        table.add_column(heading, justify="left" if not heading else "right")
+    for comparison in comparisons:
+        table.add_row(*comparison.row())
+    console = Console(width=110)
+    console.print(table)
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
+    console.print(f"Linux {platform.release()}, {os.cpu_count()} cores, Python {platform.python_version()}, "
+                  f"commit {commit.stdout.strip() or 'unknown'}", highlight=False)  # fmt: skip
+    return all(c.ratio >= c.bound for c in comparisons)
