@@ -149,7 +149,7 @@ class Directories:
         if not pin:
             if len(self._fresh_until) >= REMEMBERED_LISTINGS:
                 self._fresh_until.clear()
-            self._fresh_until[number] = started + self._fs.options.attr_timeout_s
+            self._fresh_until[number] = started + self._fs.options.unpinned_timeout_s
 
     async def _doubtful(self, directory: Inode, names: list[bytes]) -> list[bytes]:
         """The names that must be stat-ed."""

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
+import trio
 from outcome import Outcome
 
 from cachefs.attributes import Inode
@@ -45,14 +46,19 @@ class Fetcher:
         *,
         path_of: Callable[[int], bytes],
         changed: Callable[[Inode], None],
+        own_change: Callable[[int], trio.Event | None],
     ) -> None:
-        """`path_of`: inode number to path, ESTALE if there is none. `changed`: told of a file that was replaced."""
+        """`path_of`: inode number to path, ESTALE if there is none. `changed`: told of a file that was replaced.
+
+        `own_change`: set when the change that this mount is making to an inode right now is through; None if none is.
+        """
         self._source = source
         self._slots = slots
         self._data = data
         self._metrics = metrics
         self._path_of = path_of
         self._changed = changed
+        self._own_change = own_change
         self._units: SingleFlight[tuple[int, int, int, int], bytes] = SingleFlight()
         self._opens: SingleFlight[tuple[int, int], None] = SingleFlight()
 
@@ -83,7 +89,21 @@ class Fetcher:
     async def _read_unit(
         self, file: OpenFile, unit: tuple[int, int], start: int, length: int
     ) -> tuple[bytes | memoryview, bool]:
-        inode = file.inode
+        while True:
+            inode = file.inode
+            try:
+                return await self._read_version(file, inode, unit, start, length)
+            except Changed:
+                # A rename or unlink by this mount moves the ctime: not a change behind our back.
+                own_change = self._own_change(inode.number)
+                if own_change is not None:
+                    await own_change.wait()
+                if file.inode is inode:
+                    raise
+
+    async def _read_version(
+        self, file: OpenFile, inode: Inode, unit: tuple[int, int], start: int, length: int
+    ) -> tuple[bytes | memoryview, bool]:
         flight = self._units.flying((inode.number, inode.version, *unit))
         if flight is None:
             cached = await self._data.read(inode, unit, start, length)
@@ -119,8 +139,9 @@ class Fetcher:
             try:
                 payload = answer.unwrap()
             except Changed:
-                self._metrics.stale_reads += 1
-                self._changed(inode)
+                if file.inode is inode and self._own_change(inode.number) is None:
+                    self._metrics.stale_reads += 1
+                    self._changed(inode)
                 raise
             fetched(payload)
             return payload

@@ -11,11 +11,13 @@ notification waits for (hazard 1).
 import errno
 import os
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple, Protocol
 
+import trio
 from outcome import Outcome
 
 from cachefs.attributes import IMMUTABLE, NANOSECONDS, ROOT_INODE, UNLINKED, WRITTEN, Inode, Stat
@@ -84,13 +86,20 @@ class FileSystem:
         self.metrics = metrics
         self.notifier = notifier
         self._fetcher = Fetcher(
-            source, slots, data, metrics, path_of=self.path_of, changed=self._changed_behind_our_back
+            source,
+            slots,
+            data,
+            metrics,
+            path_of=self.path_of,
+            changed=self._changed_behind_our_back,
+            own_change=lambda number: self._own_changes.get(number),
         )
         # state
         self._lstats: SingleFlight[tuple[int, bytes], Inode | None] = SingleFlight()
         self.handles: dict[int, Handle] = {}
         self._next_handle = 1  # below 2^63: the upper half is the fast path's (hazard 2)
         self._files: dict[tuple[int, int], OpenFile] = {}
+        self._own_changes: dict[int, trio.Event] = {}
         self.writers: Counter[int] = Counter()
 
     # --- names -----------------------------------------------------------------------------------------------------
@@ -130,11 +139,8 @@ class FileSystem:
         found = await self.compare(parent, name)
         if found is None:
             pinned = self.pins(self._join(parent, name))
-            return Entry(None, float("inf") if pinned else self._attr_timeout_s())
+            return Entry(None, float("inf") if pinned else self.options.unpinned_timeout_s)
         return Entry(found, self.timeout_s(found))
-
-    def _attr_timeout_s(self) -> float:
-        return self.options.attr_timeout_s
 
     def _join(self, parent: int, name: bytes) -> bytes:
         path = self.path_of(parent)
@@ -192,7 +198,7 @@ class FileSystem:
             record = self.record(number).with_stat(now)
             with self.metadata.index.update() as update:
                 self.metadata.put_inode(update, record)
-            return Entry(record, 0.0 if record.flags & UNLINKED else min(1.0, self._attr_timeout_s()))
+            return Entry(record, 0.0 if record.flags & UNLINKED else min(1.0, self.options.unpinned_timeout_s))
         record = await self.believed(number)
         return Entry(record, self.timeout_s(record))
 
@@ -381,15 +387,53 @@ class FileSystem:
         if fd is not None:
             await self.slots.run(partial(close_quietly, fd))
 
+    # --- our own changes -------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def own_change(self, *numbers: int) -> Iterator[None]:
+        """While a name of these inodes is being changed by this mount: fetches that see a new ctime wait for it."""
+        event = trio.Event()
+        for number in numbers:
+            self._own_changes[number] = event
+        try:
+            yield
+        finally:
+            for number in numbers:
+                if self._own_changes.get(number) is event:
+                    del self._own_changes[number]
+            event.set()
+
     async def hold_data(self, number: int) -> None:
-        """Before a name is unlinked or replaced: open files that are not wholly cached keep a descriptor (hazard 2)."""
+        """Before a name is unlinked or replaced: open immutable files keep a descriptor of the source (hazard 2)."""
         for (inode, _), file in list(self._files.items()):
             if inode == number:
                 try:
                     await self._fetcher.open_source(file)
                     file.held = True
                 except Changed:
-                    self._changed_behind_our_back(file.inode)
+                    pass  # and the entry was dropped
+
+    def store_own_change(self, number: int, now: Stat) -> None:
+        """What an inode looks like after our own change; open files of it go on with that."""
+        with self.metadata.index.update() as update:
+            before = self.metadata.inode(update, number)
+            after = self.metadata.apply_own_change(update, number, now)
+        if before is None or after is None:
+            return
+        file = self._files.get((number, after.version))
+        if file is not None and file.inode.size == now.size and file.inode.mtime_ns == now.mtime_ns:
+            file.inode = after
+
+    async def compare_own_change(self, number: int) -> None:
+        """A name of an inode has gone by our doing: look at what is left, by another name or by a descriptor."""
+        with self.metadata.index.view() as view:
+            path = self.metadata.path(view, number) if self.metadata.links(view, number) else None
+        if path is not None:
+            self.store_own_change(number, await self.slots.run(partial(self.source.lstat, path)))
+            return
+        for (inode, _), file in list(self._files.items()):
+            if inode == number and file.fd is not None:
+                self.store_own_change(number, await self.slots.run(partial(self.source.fstat, file.fd)))
 
     # --- changes behind our back -----------------------------------------------------------------------------------
 

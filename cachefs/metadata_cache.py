@@ -5,7 +5,7 @@ Decisions about single records, on top of `Index`; no I/O but the index, nothing
 - Pinned and compared with the source in this run (or the floor was left where it is): for ever.
 - Pinned but *unsettled*, that is changed less than two seconds before it was looked at: for two seconds, then it is
   compared once more (hazard 11).
-- Everything else: for `attr_timeout_s` from the lstat.
+- Everything else: for `unpinned_timeout_s` from the lstat.
 
 Validation is one number: a record counts if its `stamp` is at or above the floor, so that a new run makes a whole
 index doubtful, or trusts it, in one step. A directory that has not changed vouches for its names (dentries, listing,
@@ -73,9 +73,7 @@ class MetadataCache:
         # constants
         self.run = run
         self.floor = floor
-        self._attr_timeout_ns = (
-            FOREVER_NS if options.attr_timeout_s == float("inf") else int(options.attr_timeout_s * NANOSECONDS)
-        )
+        self._unpinned_timeout_ns = int(options.unpinned_timeout_s * NANOSECONDS)
         # state
         self._sequence = run << 40
         self._directory_paths: dict[int, bytes] = {}
@@ -148,8 +146,6 @@ class MetadataCache:
                 return FOREVER_NS
             if record.stamp != self.run:
                 return 0  # its clock may have been another boot's
-        if record.expires_ns == FOREVER_NS:
-            return FOREVER_NS
         return max(0, record.expires_ns - self._monotonic_ns())
 
     def entry_holds(self, parent: Inode, dentry: Dentry) -> bool:
@@ -252,10 +248,8 @@ class MetadataCache:
         )
         if self.is_pinned(record):
             expires_ns = self._monotonic_ns() + SETTLE_NS if flags & UNSETTLED else 0
-        elif self._attr_timeout_ns == FOREVER_NS:
-            expires_ns = FOREVER_NS
         else:
-            expires_ns = self._monotonic_ns() + self._attr_timeout_ns
+            expires_ns = self._monotonic_ns() + self._unpinned_timeout_ns
         return record._replace(expires_ns=expires_ns)
 
     def apply_root(self, update: Update, now: Stat, *, pin: bool) -> Inode:
@@ -339,16 +333,15 @@ class MetadataCache:
                 self._put_name(update, *place, dentry.inode, pinned=bool(dentry.flags & PINNED))
                 self._linked(update, record)
 
-    def move_name(self, update: Update, parent: int, name: bytes, new_parent: int, new_name: bytes) -> int | None:
-        """Rename a dentry over whatever had the new name. The inode's number, if it is known."""
+    def move_name(self, update: Update, parent: int, name: bytes, new_parent: int, new_name: bytes) -> None:
+        """Rename a dentry over whatever had the new name."""
         dentry = self.dentry(update, parent, name)
         if dentry is None or dentry.inode == 0:
             self.remove_name(update, new_parent, new_name)
             self.remove_name(update, parent, name)
-            return None
+            return
         self._put_name(update, new_parent, new_name, dentry.inode, pinned=bool(dentry.flags & PINNED))
         self.remove_name(update, parent, name)
-        return dentry.inode
 
     def pin_file(self, update: Update, record: Inode) -> Inode:
         """A regular file was opened read-only: it is immutable from now on, and pinned with all that leads to it."""

@@ -58,10 +58,9 @@ class Mutations:
 
     def _own_change(self, *changed: tuple[int, Stat]) -> None:
         """Store the new attributes of directories and inodes that this mount has just changed."""
-        with self._metadata.index.update() as update:
-            for number, now in changed:
-                self._metadata.apply_own_change(update, number, now)
-                self._directories.changed(number)
+        for number, now in changed:
+            self._fs.store_own_change(number, now)
+            self._directories.changed(number)
 
     def _added(self, parent: int, name: bytes, now: Stat, directory: Stat, *, written: bool) -> Inode:
         with self._metadata.index.update() as update:
@@ -205,9 +204,10 @@ class Mutations:
 
     async def link(self, number: int, parent: int, name: bytes, caller: Caller) -> Inode:
         self._check_writable()
-        call = partial(self._source.link, self._fs.path_of(number), self._fs.path_of(parent), name)
-        now, directory = await self._run(caller, call)
-        self._own_change((number, now), (parent, directory))
+        with self._fs.own_change(number):
+            call = partial(self._source.link, self._fs.path_of(number), self._fs.path_of(parent), name)
+            now, directory = await self._run(caller, call)
+            self._own_change((number, now), (parent, directory))
         with self._metadata.index.update() as update:
             return self._metadata.apply_stat(update, parent, name, now, pin=False)
 
@@ -215,47 +215,41 @@ class Mutations:
         """unlink or rmdir. An open immutable file goes on being readable (hazard 2)."""
         self._check_writable()
         number = self._number(parent, name)
-        if number and not is_directory:
+        if number:
             await self._fs.hold_data(number)
-        call = partial(self._source.remove, self._fs.path_of(parent), name, is_directory=is_directory)
-        directory = await self._run(caller, call)
-        with self._metadata.index.update() as update:
-            self._metadata.remove_name(update, parent, name)
-        self._own_change((parent, directory))
-        if number and not is_directory:
-            await self._relinked(number)
+        with self._fs.own_change(number):
+            call = partial(self._source.remove, self._fs.path_of(parent), name, is_directory=is_directory)
+            directory = await self._run(caller, call)
+            with self._metadata.index.update() as update:
+                self._metadata.remove_name(update, parent, name)
+            self._own_change((parent, directory))
+            if number:
+                await self._fs.compare_own_change(number)
 
     def _number(self, parent: int, name: bytes) -> int:
+        """The inode that a name leads to; 0 if that is not known."""
         with self._metadata.index.view() as view:
             dentry = self._metadata.dentry(view, parent, name)
         return dentry.inode if dentry is not None else 0
-
-    async def _relinked(self, number: int) -> None:
-        """A name of a file with several has gone: its link count and change time are new, its data are not."""
-        with self._metadata.index.view() as view:
-            if not self._metadata.links(view, number):
-                return
-            path = self._metadata.path(view, number)
-        now = await self._fs.slots.run(partial(self._fs.source.lstat, path))
-        self._own_change((number, now))
 
     async def rename(
         self, parent: int, name: bytes, new_parent: int, new_name: bytes, flags: int, caller: Caller
     ) -> None:
         self._check_writable()
-        replaced = self._number(new_parent, new_name)
+        moved, replaced = self._number(parent, name), self._number(new_parent, new_name)
         if replaced:
             await self._fs.hold_data(replaced)
-        paths = self._fs.path_of(parent), self._fs.path_of(new_parent)
-        call = partial(self._source.rename, paths[0], name, paths[1], new_name, flags)
-        now, old_directory, new_directory = await self._run(caller, call)
-        with self._metadata.index.update() as update:
-            if flags & RENAME_EXCHANGE:
-                self._metadata.swap_names(update, parent, name, new_parent, new_name)
-                number = None
-            else:
-                number = self._metadata.move_name(update, parent, name, new_parent, new_name)
-        changed = [(parent, old_directory), (new_parent, new_directory)]
-        self._own_change(*changed, *([(number, now)] if number else []))
-        if replaced and not flags & RENAME_EXCHANGE:
-            await self._relinked(replaced)
+        with self._fs.own_change(moved, replaced):
+            paths = self._fs.path_of(parent), self._fs.path_of(new_parent)
+            call = partial(self._source.rename, paths[0], name, paths[1], new_name, flags)
+            now, old_directory, new_directory = await self._run(caller, call)
+            with self._metadata.index.update() as update:
+                if flags & RENAME_EXCHANGE:
+                    self._metadata.swap_names(update, parent, name, new_parent, new_name)
+                else:
+                    self._metadata.move_name(update, parent, name, new_parent, new_name)
+            self._own_change((parent, old_directory), (new_parent, new_directory))
+            if moved:
+                self._own_change((moved, now))
+            if replaced:
+                await self._fs.compare_own_change(replaced)

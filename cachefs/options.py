@@ -36,6 +36,11 @@ class Options:
     simulate_latency_s: float = 0.0
 
     @property
+    def unpinned_timeout_s(self) -> float:
+        """How long what is not pinned is believed: a second for mutable files on a mount that pins all else."""
+        return 1.0 if math.isinf(self.attr_timeout_s) else self.attr_timeout_s
+
+    @property
     def pins_everything(self) -> bool:
         """Read-only mounts take the dataset as complete: whatever was seen once is pinned."""
         return self.read_only and math.isinf(self.attr_timeout_s) and self.cache is not CacheLevel.NONE

@@ -47,7 +47,7 @@ class SourceCounters:
 class Changed(OSError):
     """What was fetched is not what was pinned (errno ESTALE). The caller drops the entry; the reader gets ESTALE."""
 
-    def __init__(self) -> None:
+    def __init__(self, *_: object) -> None:  # a copy is made with the arguments of the original
         super().__init__(errno.ESTALE, os.strerror(errno.ESTALE))
 
 

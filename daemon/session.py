@@ -211,6 +211,7 @@ class Session:
             "blob_bytes": index.totals.blob_bytes,
             "cache_size_bytes": self._data.capacity_bytes,
             "write_behind_bytes": self._data.queued_bytes,
+            "uncommitted": len(index.dirty) + len(index.in_flight),
             **self._metrics.as_dict(),
             "source_ops": self._source.counters.snapshot(),
             "source_timeouts": self._slots.timeouts,

@@ -1,0 +1,197 @@
+"""Fixtures: real mounts of /dev/fuse, made by the command line as a user would, and trees to mount."""
+
+import errno
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+CLI = [sys.executable, "-m", "daemon"]
+TREES = 120
+REPOSITORY = Path(__file__).resolve().parent.parent
+
+
+def cachefs(*arguments: object, check: bool = True, **kwargs: Any) -> subprocess.CompletedProcess[str]:
+    """Run the command line."""
+    command = [*CLI, *map(os.fspath, map(_path, arguments))]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=REPOSITORY, timeout=120, **kwargs)
+    if check and done.returncode != 0:
+        raise AssertionError(f"{command} exited {done.returncode}: {done.stderr}")
+    return done
+
+
+def _path(argument: object) -> str:
+    return (
+        argument if isinstance(argument, str) else os.fspath(argument) if isinstance(argument, Path) else str(argument)
+    )
+
+
+def mounted_on(path: Path) -> list[str]:
+    """Filesystem types mounted at exactly this path."""
+    found = []
+    for line in Path("/proc/self/mountinfo").read_text().splitlines():
+        fields = line.split(" ")
+        if fields[4] == str(path):
+            found.append(fields[fields.index("-") + 1])
+    return found
+
+
+class Mount:
+    """One mount, and how to ask it, end it, or kill it."""
+
+    def __init__(self, source: Path, path: Path, cache: Path, arguments: tuple[object, ...]) -> None:
+        self.source, self.path, self.cache, self.arguments = source, path, cache, arguments
+        self.pid = 0
+        self.start()
+
+    def start(self, *more: object) -> None:
+        self.path.mkdir(exist_ok=True)
+        cachefs("mount", self.source, self.path, "--cache-dir", self.cache, *self.arguments, *more)
+        self.pid = int(self.status()["pid"])
+
+    def status(self) -> dict[str, Any]:
+        return dict(json.loads(cachefs("status", self.path, "--json").stdout))
+
+    def ops(self) -> dict[str, int]:
+        return dict(self.status()["source_ops"])
+
+    def flush(self) -> dict[str, Any]:
+        """Wait until everything that was read is in the index; the status then."""
+        return wait_for(self.status, lambda s: s["write_behind_bytes"] == 0 and s["uncommitted"] == 0)
+
+    def umount(self) -> None:
+        cachefs("umount", self.path)
+        self.pid = 0
+
+    def remount(self, *arguments: object) -> None:
+        self.umount()
+        self.arguments = arguments
+        self.start()
+
+    def kill(self) -> None:
+        """SIGKILL; the mount stays behind, dead."""
+        fd = os.pidfd_open(self.pid)
+        os.kill(self.pid, signal.SIGKILL)
+        import select
+
+        assert select.select([fd], [], [], 20)[0]
+        os.close(fd)
+        self.pid = 0
+
+    def log(self) -> str:
+        path = self.cache / "daemon.log"
+        return path.read_text() if path.exists() else ""
+
+    def cleanup(self) -> None:
+        if self.pid:
+            done = cachefs("umount", self.path, check=False)
+            if done.returncode:
+                os.kill(self.pid, signal.SIGTERM)
+        while "fuse.cachefs" in mounted_on(self.path):
+            subprocess.run(["umount", "-l", self.path], check=True)
+        assert "bug in" not in self.log() and "Traceback" not in self.log(), self.log()
+
+
+def wait_for(probe: Callable[[], Any], accept: Callable[[Any], bool], timeout_s: float = 30.0) -> Any:
+    """Ask until the answer is acceptable; fails with the last one."""
+    deadline = time.monotonic() + timeout_s
+    while True:
+        answer = probe()
+        if accept(answer):
+            return answer
+        if time.monotonic() > deadline:
+            raise AssertionError(f"still {answer!r} after {timeout_s} s")
+        time.sleep(0.02)
+
+
+@pytest.fixture
+def mount(tmp_path: Path) -> Iterator[Callable[..., Mount]]:
+    """`mount(source, *arguments, name=…)`: mounted until the test ends."""
+    made: list[Mount] = []
+
+    def make(source: Path, *arguments: object, name: str = "mnt", cache: Path | None = None) -> Mount:
+        mounted = Mount(
+            source, source if name == "." else tmp_path / name, cache or tmp_path / f"cache-{len(made)}", arguments
+        )
+        made.append(mounted)
+        return mounted
+
+    yield make
+    for mounted in reversed(made):
+        mounted.cleanup()
+
+
+def settle() -> None:
+    """Let what was just written grow older than two seconds: younger objects are compared once more (hazard 11)."""
+    time.sleep(2.1)
+
+
+def make_files(
+    root: Path, count: int, sizes: tuple[int, int] = (1, 9000), directories: int = 4, seed: int = 0
+) -> list[Path]:
+    """Files of random bytes in directories; their paths relative to the root."""
+    draw = random.Random(seed)
+    paths = []
+    for index in range(count):
+        path = Path(f"d{index % directories}") / f"f{index:05}"
+        (root / path).parent.mkdir(parents=True, exist_ok=True)
+        (root / path).write_bytes(draw.randbytes(draw.randint(*sizes)))
+        paths.append(path)
+    return paths
+
+
+@pytest.fixture(scope="session")
+def trees(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Small trees, one for each test that wants one, all old enough to be believed at once."""
+    base = tmp_path_factory.mktemp("trees")
+    roots = []
+    for index in range(TREES):
+        root = base / f"tree{index}"
+        make_files(root, 40)
+        (root / "empty").write_bytes(b"")
+        (root / "link").symlink_to("d0/f00000")
+        roots.append(root)
+    settle()
+    return iter(roots)
+
+
+@pytest.fixture
+def source(trees: Iterator[Path]) -> Path:
+    """A tree of 40 small files in 4 directories, an empty file and a symlink; the test may change it."""
+    return next(trees)
+
+
+def drop_caches() -> None:
+    Path("/proc/sys/vm/drop_caches").write_text("3")
+
+
+def raises_errno(number: int, function: Callable[[], object]) -> None:
+    with pytest.raises(OSError) as caught:
+        function()
+    assert caught.value.errno == number, (
+        f"{errno.errorcode.get(caught.value.errno or 0)}, not {errno.errorcode[number]}"
+    )
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    usable = os.geteuid() == 0 and os.path.exists("/dev/fuse")
+    for item in items:
+        if "/tests/mount/" in str(item.path):
+            item.add_marker(pytest.mark.mount)
+            if not usable:
+                item.add_marker(pytest.mark.skip(reason="needs root and /dev/fuse"))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def nothing_left_behind() -> Iterator[None]:
+    before = Path("/proc/self/mountinfo").read_text().count("fuse.cachefs")
+    yield
+    assert Path("/proc/self/mountinfo").read_text().count("fuse.cachefs") == before, "a test left a mount behind"
