@@ -408,11 +408,21 @@ class MetadataCache:
             # A file that was written stays mutable in this run, whether the kernel remembers it or not.
             self.put_inode(update, record._replace(lookups=max(0, record.lookups - count)))
             return False
-        for parent, name in self.links(update, number):
-            self.remove_name(update, parent, name)
+        if record.is_directory:
+            self._forget_names(update, number)
         update.delete(Table.INODES, inode_key(number))
-        update.delete(Table.META, _UNLINKED_MARK + inode_key(number))
         return True
+
+    def _forget_names(self, update: Update, directory: int) -> None:
+        """The names of a directory are kept as long as the kernel knows it: its listing is made of them."""
+        for key, value in list(update.scan(Table.DENTRIES, inode_key(directory))):
+            dentry = Dentry.unpack(value)
+            if not dentry.flags & PINNED:
+                update.delete(Table.DENTRIES, key)
+                update.delete(Table.LINKS, inode_key(dentry.inode) + key)
+        for key, value in list(update.scan(Table.LISTING, inode_key(directory))):
+            if not value[0] & PINNED:
+                update.delete(Table.LISTING, key)
 
     def drop_unlinked(self, update: Update) -> None:
         """At the start of a run: what had no name when the last one ended will not be asked for again."""

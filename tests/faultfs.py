@@ -1,0 +1,93 @@
+"""A source that fails on demand: a small FUSE passthrough whose faults are the names of files in a directory.
+
+    python -m tests.faultfs ROOT MOUNTPOINT FAULTS
+
+While FAULTS/hang exists, READ, OPEN and LOOKUP do not answer; while FAULTS/edquot exists, FLUSH fails with EDQUOT.
+"""
+
+import errno
+import os
+import sys
+from pathlib import Path
+
+import pyfuse3
+import trio
+
+ROOT, MOUNTPOINT, FAULTS = (Path(argument) for argument in sys.argv[1:4])
+
+
+class FaultFs(pyfuse3.Operations):
+    def __init__(self) -> None:
+        super().__init__()
+        self.paths = {pyfuse3.ROOT_INODE: os.fsencode(ROOT)}
+
+    async def fault(self) -> None:
+        while (FAULTS / "hang").exists():
+            await trio.sleep(0.02)
+
+    def attributes(self, path, inode=None):
+        try:
+            found = os.lstat(path)
+        except OSError as error:
+            raise pyfuse3.FUSEError(error.errno) from None
+        number = pyfuse3.ROOT_INODE if path == os.fsencode(ROOT) else found.st_ino
+        self.paths[number] = path
+        entry = pyfuse3.EntryAttributes()
+        for name in ("st_mode", "st_nlink", "st_uid", "st_gid", "st_size", "st_atime_ns", "st_mtime_ns", "st_ctime_ns"):
+            setattr(entry, name, getattr(found, name))
+        entry.st_ino = number
+        entry.entry_timeout = entry.attr_timeout = 0
+        return entry
+
+    async def lookup(self, parent_inode, name, ctx):
+        await self.fault()
+        return self.attributes(self.paths[parent_inode] + b"/" + name)
+
+    async def getattr(self, inode, ctx):
+        return self.attributes(self.paths[inode])
+
+    async def setattr(self, inode, attr, fields, fh, ctx):
+        if fields.update_size:
+            os.truncate(self.paths[inode], attr.st_size)
+        return self.attributes(self.paths[inode])
+
+    async def opendir(self, inode, ctx):
+        return inode
+
+    async def readdir(self, fh, start_id, token):
+        names = sorted(os.listdir(self.paths[fh]))
+        for index, name in enumerate(names[start_id:], start_id + 1):
+            if not pyfuse3.readdir_reply(token, name, self.attributes(self.paths[fh] + b"/" + name), index):
+                return
+
+    async def open(self, inode, flags, ctx):
+        await self.fault()
+        return pyfuse3.FileInfo(fh=os.open(self.paths[inode], flags), keep_cache=False)
+
+    async def create(self, parent_inode, name, mode, flags, ctx):
+        path = self.paths[parent_inode] + b"/" + name
+        fd = os.open(path, flags | os.O_CREAT, mode)
+        return pyfuse3.FileInfo(fh=fd), self.attributes(path)
+
+    async def read(self, fh, off, size):
+        await self.fault()
+        return os.pread(fh, size, off)
+
+    async def write(self, fh, off, buf):
+        return os.pwrite(fh, buf, off)
+
+    async def flush(self, fh):
+        if (FAULTS / "edquot").exists():
+            raise pyfuse3.FUSEError(errno.EDQUOT)
+
+    async def release(self, fh):
+        os.close(fh)
+
+    async def getxattr(self, inode, name, ctx):
+        raise pyfuse3.FUSEError(errno.ENODATA)
+
+
+if __name__ == "__main__":
+    pyfuse3.init(FaultFs(), str(MOUNTPOINT), {"fsname=faultfs", "default_permissions"})
+    trio.run(pyfuse3.main)
+    pyfuse3.close(unmount=False)
