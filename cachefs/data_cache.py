@@ -228,9 +228,9 @@ class DataCache:
             await self._commit()
             if self._queue or self._index.dirty or self._dropped:
                 self._wake.set()
-            elif self._freed and not self._punchable():
-                # A reader of the blob is under way; nothing else will wake us when it has gone.
-                await trio.sleep(BATCH_DELAY_S)
+            elif self._freed:
+                if not self._punchable():  # a reader of the blob is under way; nobody tells when it has gone
+                    await trio.sleep(BATCH_DELAY_S)
                 self._wake.set()
             else:
                 self._idle.set()
@@ -238,7 +238,7 @@ class DataCache:
     async def flush(self, timeout_s: float = 60.0) -> bool:
         """Everything that is queued, on disk and in the index. False if that could not be had."""
         with trio.move_on_after(timeout_s):
-            while self._queue or self._index.dirty or self._dropped:
+            while self._queue or self._index.dirty or self._dropped or self._freed:
                 if not self._index.available:
                     return False
                 self._urgent = True

@@ -284,19 +284,19 @@ class Index:
             for table in Table:
                 database = self.session.tables[table]
                 cursor: Any = txn.cursor(db=database)
-                available = cursor.first()
-                while available:
-                    key, value = cursor.item()
+                cursor.first()
+                while key := cursor.key():  # empty behind the last one
+                    value = cursor.value()
                     if value == TOMBSTONE or value[0] & PINNED:
                         self.dirty[table, key] = None
-                        available = cursor.next()
+                        cursor.next()
                     elif self._durable_get(table, key) is not None:
                         # It hid a durable value: that must go, and the value itself was of the old mount's kernel.
                         cursor.put(key, TOMBSTONE)
                         self.dirty[table, key] = None
-                        available = cursor.next()
+                        cursor.next()
                     else:
-                        available = cursor.delete()
+                        cursor.delete()  # and moves on
 
     def _durable_get(self, table: Table, key: bytes) -> bytes | None:
         with self.durable.lmdb.begin() as txn:

@@ -13,6 +13,7 @@ from pathlib import Path
 from cachefs.errors import CacheFsError
 
 _READY = b"\n"
+LOG_NAME = "daemon.log"
 LOG_BYTES = 10 << 20
 LOG_FILES = 2
 LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
@@ -28,8 +29,12 @@ def log_to_file(path: Path) -> None:
     logging.basicConfig(handlers=[handler], level=logging.INFO, format=LOG_FORMAT, force=True)
 
 
-def run_in_background(serve: Callable[[Callable[[], None]], None], log_file: Path) -> int:
-    """Run `serve(ready)` in a daemon process. Returns its pid once it has called `ready`.
+Serve = Callable[[Callable[[], None], Callable[[Path], None]], None]
+"""serve(ready, claimed): `claimed` is told the cache directory as soon as that is known to be ours."""
+
+
+def run_in_background(serve: Serve) -> int:
+    """Run `serve` in a daemon process that logs to its cache directory. Returns its pid once it has called `ready`.
 
     Raises CacheFsError with the reason where it ends before that.
     """
@@ -38,7 +43,6 @@ def run_in_background(serve: Callable[[Callable[[], None]], None], log_file: Pat
     if pid == 0:
         os.close(receiving)
         _become_daemon()
-        log_to_file(log_file)
         os._exit(_child(serve, sending))
     os.close(sending)
     with os.fdopen(receiving, "rb") as pipe:
@@ -46,7 +50,7 @@ def run_in_background(serve: Callable[[Callable[[], None]], None], log_file: Pat
     if said.endswith(_READY):
         return int(said)
     os.waitpid(pid, 0)
-    raise CacheFsError(said.decode(errors="replace") or f"the daemon ended without a word; see {log_file}")
+    raise CacheFsError(said.decode(errors="replace") or "the daemon ended without a word")
 
 
 def _become_daemon() -> None:
@@ -58,7 +62,7 @@ def _become_daemon() -> None:
     os.close(null)
 
 
-def _child(serve: Callable[[Callable[[], None]], None], sending: int) -> int:
+def _child(serve: Serve, sending: int) -> int:
     told = False
 
     def ready() -> None:
@@ -68,7 +72,7 @@ def _child(serve: Callable[[Callable[[], None]], None], sending: int) -> int:
         os.close(sending)
 
     try:
-        serve(ready)
+        serve(ready, lambda cache_dir: log_to_file(cache_dir / LOG_NAME))
         return 0
     except CacheFsError as error:
         reason = str(error)

@@ -207,10 +207,9 @@ def mount(
     session = Session(mount_config)
     session.prepare()
     if foreground:
-        session.serve(lambda: None)
+        session.serve(lambda: None, lambda _: None)
         return
-    log_file = (mount_config.cache_dir or config.default_cache_dir(mount_config.source)) / "daemon.log"
-    background.run_in_background(session.serve, log_file)
+    background.run_in_background(session.serve)
     try:
         os.stat(mount_config.mountpoint)
     except OSError as error:

@@ -14,6 +14,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 import pyfuse3
 import trio
@@ -59,16 +60,20 @@ class Session:
         self._source_fd = mounting.open_source(self.config.source)
         config.make_runtime_root()
 
-    def serve(self, ready: Callable[[], None]) -> None:
-        """Mount and serve until unmounted. `ready` is called when requests are being answered."""
+    def serve(self, ready: Callable[[], None], claimed: Callable[[Path], None]) -> None:
+        """Mount and serve until unmounted.
+
+        `claimed` is called with the cache directory when that is locked, `ready` when requests are being answered.
+        """
         os.umask(0)  # the kernel applies the caller's
         _tune_malloc()
         _raise_descriptor_limit()
-        trio.run(self._serve, ready)
+        trio.run(self._serve, ready, claimed)
 
-    async def _serve(self, ready: Callable[[], None]) -> None:
+    async def _serve(self, ready: Callable[[], None], claimed: Callable[[Path], None]) -> None:
         cache_dir = self.config.cache_dir or config.default_cache_dir(self.config.source)
         directory = CacheDirectory(cache_dir, self.config.source)
+        claimed(cache_dir)
         try:
             blob, seed = directory.open_blob()
             try:

@@ -53,7 +53,8 @@ class Mount:
         self.start()
 
     def start(self, *more: object) -> None:
-        self.path.mkdir(exist_ok=True)
+        if not mounted_on(self.path):
+            self.path.mkdir(exist_ok=True)
         cachefs("mount", self.source, self.path, "--cache-dir", self.cache, *self.arguments, *more)
         self.pid = int(self.status()["pid"])
 

@@ -32,6 +32,7 @@ def faulty(tmp_path: Path, source: Path) -> Iterator[tuple[Path, Path]]:
     for fault in faults.iterdir():
         fault.unlink()
     subprocess.run(["umount", "-l", mountpoint], check=True)
+    process.terminate()  # the mount over it may still hold its root
     process.wait(20)
 
 

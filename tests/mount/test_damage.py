@@ -1,0 +1,170 @@
+"""The cache may fail, the mount may not: damaged blobs, lost indexes, full disks."""
+
+import os
+import random
+import shutil
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import Mount, cachefs, drop_caches, make_files, settle, wait_for
+
+MakeMount = Callable[..., Mount]
+
+
+def contents(root: Path) -> dict[Path, bytes]:
+    return {p.relative_to(root): p.read_bytes() for p in sorted(root.rglob("*")) if p.is_file() and not p.is_symlink()}
+
+
+def filled(mount: MakeMount, source: Path, *arguments: object) -> tuple[Mount, dict[Path, bytes]]:
+    """A mount whose cache holds the whole source."""
+    m = mount(source, "--read-only", *arguments)
+    expected = contents(m.path)
+    assert expected == contents(source)
+    assert m.flush()["cached_files"] == 40  # the empty file takes no record
+    return m, expected
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_flipped_bits_are_noticed_counted_and_fetched_again(mount: MakeMount, source: Path, seed: int) -> None:
+    m, expected = filled(mount, source)
+    draw = random.Random(seed)
+    size = (m.cache / "blob").stat().st_size
+    with open(m.cache / "blob", "r+b") as blob:
+        for _ in range(60):
+            offset = draw.randrange(size)
+            blob.seek(offset)
+            byte = blob.read(1)[0]
+            blob.seek(offset)
+            blob.write(bytes([byte ^ (1 << draw.randrange(8))]))
+    drop_caches()
+    assert contents(m.path) == expected
+    status = wait_for(m.status, lambda s: s["cached_files"] == 40 and s["uncommitted"] == 0)
+    assert status["corrupt_records"] >= 10 and status["errors"] >= 10
+    assert status["source_ops"]["open"] == 40 + status["corrupt_records"]
+    drop_caches()
+    assert contents(m.path) == expected
+    assert m.status()["source_ops"] == status["source_ops"]  # fetched again, and cached again
+
+
+@pytest.mark.parametrize("restart", [False, True], ids=["running", "restarted"])
+def test_a_truncated_blob(mount: MakeMount, source: Path, restart: bool) -> None:
+    m, expected = filled(mount, source)
+    if restart:
+        m.umount()
+    os.truncate(m.cache / "blob", (m.cache / "blob").stat().st_size // 2)
+    if restart:
+        m.start("--revalidate", "never")
+    drop_caches()
+    assert contents(m.path) == expected
+    status = wait_for(m.status, lambda s: s["cached_files"] == 40 and s["uncommitted"] == 0)
+    assert 10 <= status["corrupt_records"] <= 30
+    drop_caches()
+    assert contents(m.path) == expected
+
+
+def test_a_deleted_index_is_rebuilt_from_the_blob_and_revalidated(mount: MakeMount, source: Path) -> None:
+    m, expected = filled(mount, source)
+    before = m.status()
+    m.umount()
+    shutil.rmtree(m.cache / "index")
+    m.start("--revalidate", "never")
+    status = m.status()
+    for key in ("cached_files", "cached_bytes", "blob_bytes"):
+        assert status[key] == before[key]
+    assert contents(m.path) == expected
+    assert "open" not in m.ops()  # the data are still there
+    assert m.ops()["lstat"] >= 40  # but were compared
+
+
+def test_a_rebuilt_index_does_not_serve_what_has_changed(mount: MakeMount, source: Path) -> None:
+    m, expected = filled(mount, source)
+    m.umount()
+    shutil.rmtree(m.cache / "index")
+    changed = Path("d0/f00000")
+    (source / changed).write_bytes(b"x" * len(expected[changed]))
+    settle()
+    m.start("--revalidate", "never")
+    assert contents(m.path) == contents(source) != expected
+
+
+def test_what_was_dropped_does_not_come_back_to_life(mount: MakeMount, source: Path) -> None:
+    m, _ = filled(mount, source)
+    cachefs("invalidate", m.path / "d0")
+    status = m.flush()
+    assert status["cached_files"] == 30
+    wait_for(lambda: (m.cache / "blob").stat().st_blocks * 512, lambda size: size < 300_000)
+    m.umount()
+    shutil.rmtree(m.cache / "index")
+    m.start()
+    assert m.status()["cached_files"] == 30
+
+
+def test_an_unreadable_index_is_kept_aside_and_rebuilt(mount: MakeMount, source: Path) -> None:
+    m, expected = filled(mount, source)
+    m.umount()
+    (m.cache / "index/data.mdb").write_bytes(b"this is no database" * 1000)
+    m.start()
+    assert contents(m.path) == expected
+    assert (m.cache / "index.broken").exists()
+    assert "open" not in m.ops()
+
+
+def test_a_lost_secret_empties_the_cache(mount: MakeMount, source: Path) -> None:
+    m, expected = filled(mount, source)
+    m.umount()
+    (m.cache / "secret").unlink()
+    m.start()
+    assert m.status()["cached_files"] == 0
+    assert contents(m.path) == expected
+
+
+@pytest.fixture
+def tiny_disk(tmp_path: Path) -> Iterator[Path]:
+    """A disk of 3 MiB."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=3M", "tmpfs", disk], check=True)
+    yield disk
+    subprocess.run(["umount", "-l", disk], check=True)
+
+
+def test_a_disk_that_fills_up_costs_hits_and_nothing_else(tiny_disk: Path, mount: MakeMount, tmp_path: Path) -> None:
+    source = tmp_path / "bigger"
+    make_files(source, 100, (90_000, 110_000))
+    settle()
+    m = mount(source, "--cache-size", "1G", cache=tiny_disk / "cache")
+    expected = contents(source)
+    for _ in range(2):
+        assert contents(m.path) == expected
+        drop_caches()
+    status = m.status()
+    assert status["errors"] >= 1 and status["skipped_admissions"] >= 1
+    assert "cannot be written" in m.log()
+    (m.path / "still writable").write_bytes(b"yes")
+    cachefs("invalidate", m.path / "d0")
+    assert contents(m.path) == contents(source)
+
+
+@pytest.mark.parametrize("moment", range(6))
+def test_a_kill_at_any_moment_of_the_first_epoch(mount: MakeMount, source: Path, moment: int) -> None:
+    """What was committed is served, what was not is fetched again; never a wrong byte."""
+    make_files(source, 400, (1000, 60_000), directories=6, seed=moment)
+    settle()
+    m = mount(source)
+    expected = contents(source)
+    for index, path in enumerate(expected):
+        (m.path / path).read_bytes()
+        if index == 70 * moment:
+            break
+    m.kill()
+    m.start("--revalidate", "never")
+    assert contents(m.path) == expected
+    status = m.flush()
+    assert status["errors"] == 0
+    before = status["source_ops"]
+    drop_caches()
+    assert {path: (m.path / path).read_bytes() for path in expected} == expected
+    assert m.ops() == before
