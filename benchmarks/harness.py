@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from cachefs.source import Source
 
@@ -33,13 +34,13 @@ def make_tree(root: Path, directories: int, files: int, sizes: tuple[int, int], 
 
 
 @contextmanager
-def mounted(source: Path, mountpoint: Path, cache: Path, *arguments: str) -> Iterator[Callable[[], dict[str, object]]]:
+def mounted(source: Path, mountpoint: Path, cache: Path, *arguments: str) -> Iterator[Callable[[], dict[str, Any]]]:
     """A mount; yields a function that asks for its status."""
     mountpoint.mkdir(exist_ok=True)
     command = [*CACHEFS, "mount", str(source), str(mountpoint), "--cache-dir", str(cache), *arguments]
     subprocess.run(command, check=True)
 
-    def status() -> dict[str, object]:
+    def status() -> dict[str, Any]:
         done = subprocess.run([*CACHEFS, "status", str(mountpoint), "--json"], check=True, capture_output=True)
         return dict(json.loads(done.stdout))
 

@@ -234,6 +234,7 @@ def umount(mountpoint: str) -> None:
         daemon = os.pidfd_open(int(control.request(place, "status")["pid"]))
     except (CacheFsError, OSError):
         mounting.unmount(place, lazy=True)  # its daemon is dead: nothing to wait for
+        mounting.remove_remains(config.mount_directory(place))
         return
     mounting.unmount(place)
     if not select.select([daemon], [], [], UMOUNT_TIMEOUT_S)[0]:

@@ -161,7 +161,7 @@ class SourceBind:
         self._bound = False
         if not is_root():
             return
-        self.remove_stale(directory)
+        remove_bind(self.path)
         os.makedirs(self.path, mode=0o700, exist_ok=True)
         try:
             syscalls.mount(source, self.path, "", syscalls.MS_BIND)
@@ -170,13 +170,6 @@ class SourceBind:
         except OSError as error:
             log.warning("cannot bind the source in %s: %s; a takeover will not be possible", self.path, error.strerror)
 
-    @staticmethod
-    def remove_stale(directory: Path) -> None:
-        """What a daemon that was killed left behind."""
-        path = str(directory / "source")
-        while top_mount(path) is not None:
-            syscalls.umount2(path, syscalls.MNT_DETACH)
-
     def remove(self) -> None:
         if self._bound:
             try:
@@ -184,6 +177,19 @@ class SourceBind:
                 os.rmdir(self.path)
             except OSError as error:
                 log.warning("cannot remove the bind of the source at %s: %s", self.path, error.strerror)
+
+
+def remove_bind(path: str) -> None:
+    """Detach what a daemon that was killed left bound."""
+    while top_mount(path) is not None:
+        syscalls.umount2(path, syscalls.MNT_DETACH)
+
+
+def remove_remains(directory: Path) -> None:
+    """Clear the runtime directory of a mount whose daemon has died."""
+    if is_root():
+        remove_bind(str(directory / "source"))
+    shutil.rmtree(directory, ignore_errors=True)
 
 
 def tune_kernel(mountpoint: str) -> None:

@@ -4,6 +4,7 @@ import errno
 import json
 import os
 import random
+import select
 import signal
 import subprocess
 import sys
@@ -81,8 +82,6 @@ class Mount:
         """SIGKILL; the mount stays behind, dead."""
         fd = os.pidfd_open(self.pid)
         os.kill(self.pid, signal.SIGKILL)
-        import select
-
         assert select.select([fd], [], [], 20)[0]
         os.close(fd)
         self.pid = 0
@@ -97,7 +96,7 @@ class Mount:
             if done.returncode:
                 os.kill(self.pid, signal.SIGTERM)
         while "fuse.cachefs" in mounted_on(self.path):
-            subprocess.run(["umount", "-l", self.path], check=True)
+            cachefs("umount", self.path)
         assert "bug in" not in self.log() and "Traceback" not in self.log(), self.log()
 
 
