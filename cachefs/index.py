@@ -129,7 +129,7 @@ class View:
         durable: Any = self._durable.cursor(db=self._durable_tables[table])
         in_session = session.set_range(prefix) and session.key().startswith(prefix)
         in_durable = durable.set_range(prefix) and durable.key().startswith(prefix)
-        if in_session and in_durable:  # a tombstone may be among them: rare, so leave it to the merge
+        if in_session and (in_durable or session.value() == TOMBSTONE):  # rare, so leave it to the merge
             return next((key for key, _ in self.scan(table, prefix)), None)
         cursor = session if in_session else durable
         return bytes(cursor.key()) if in_session or in_durable else None
@@ -149,13 +149,14 @@ class View:
 class Update(View):
     """A View that writes to the session. Committed, unsynced, on leaving without an error."""
 
-    __slots__ = ("_dirty", "_in_flight", "_on_dirty")
+    __slots__ = ("_dirty", "_in_flight", "_on_dirty", "_written")
 
     def __init__(self, index: "Index") -> None:
         super().__init__(index.session, index.durable, write=True)
         self._dirty = index.dirty
         self._in_flight = index.in_flight
         self._on_dirty = index.on_dirty
+        self._written: list[Key] = []
 
     def __enter__(self) -> "Update":
         return self
@@ -166,7 +167,8 @@ class Update(View):
         self._durable.abort()
         if error is None:
             self._session.commit()
-            if self._dirty:
+            if self._written:
+                self._dirty.update(dict.fromkeys(self._written))
                 self._on_dirty()
         else:
             self._session.abort()
@@ -175,7 +177,7 @@ class Update(View):
         """Every value begins with its flags; the pinned ones are on their way to the durable index."""
         self._session.put(key, value, db=self._session_tables[table])
         if value[0] & PINNED or self._reaches_durable(table, key):
-            self._dirty[table, key] = None
+            self._written.append((table, key))
 
     def _reaches_durable(self, table: Table, key: bytes) -> bool:
         """The durable index has the key, or is just about to get it."""
@@ -184,7 +186,7 @@ class Update(View):
     def delete(self, table: Table, key: bytes) -> None:
         if self._reaches_durable(table, key):
             self._session.put(key, TOMBSTONE, db=self._session_tables[table])
-            self._dirty[table, key] = None
+            self._written.append((table, key))
         else:
             self._session.delete(key, db=self._session_tables[table])
 
@@ -356,6 +358,9 @@ class Index:
         with self.session.lmdb.begin() as session, self.durable.lmdb.begin(write=True) as txn:
             for table, key in sorted(keys):
                 value = session.get(key, db=self.session.tables[table])
+                if value is None:  # deleted before it ever got here
+                    result.flushed.append(((table, key), None))
+                    continue
                 if table is Table.INODES:
                     self._drop_other_versions(txn, key, value, result)
                 if value and value[0] & PINNED:

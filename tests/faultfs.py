@@ -22,7 +22,7 @@ class FaultFs(pyfuse3.Operations):
         self.paths = {pyfuse3.ROOT_INODE: os.fsencode(ROOT)}
 
     async def fault(self) -> None:
-        while (FAULTS / "hang").exists():  # noqa: ASYNC110  another process makes and removes it
+        while (FAULTS / "hang").exists():
             await trio.sleep(0.02)
 
     def attributes(self, path, inode=None):

@@ -1,0 +1,221 @@
+"""The two environments as one, against a plain dict; commits, crashes and their order."""
+
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from cachefs.attributes import PINNED, Extent, Inode, inode_key
+from cachefs.errors import IndexUnavailable
+from cachefs.index import MAP_SIZE_BYTES, Environment, Index, Table
+
+PINNED_VALUE, PLAIN_VALUE = PINNED.to_bytes(4, "little"), bytes(4)
+
+
+class IndexMachine(RuleBasedStateMachine):
+    """Puts, deletes, commits in their three steps, and crashes of the daemon, in any order."""
+
+    @initialize()
+    def start(self) -> None:
+        self.directory = tempfile.TemporaryDirectory()
+        base = Path(self.directory.name)
+        self.index = Index(Environment(base / "durable", sync=False), Environment(base / "session", sync=False))
+        self.model: dict[bytes, bytes] = {}
+        self.taken: list[tuple[Table, bytes]] = []
+
+    @rule(key=st.integers(0, 5), pinned=st.booleans(), content=st.binary(max_size=3))
+    def put(self, key: int, pinned: bool, content: bytes) -> None:
+        value = (PINNED_VALUE if pinned else PLAIN_VALUE) + content
+        with self.index.update() as update:
+            update.put(Table.XATTRS, b"%d" % key, value)
+        self.model[b"%d" % key] = value
+
+    @rule(key=st.integers(0, 5))
+    def delete(self, key: int) -> None:
+        with self.index.update() as update:
+            update.delete(Table.XATTRS, b"%d" % key)
+        self.model.pop(b"%d" % key, None)
+
+    @rule(fails=st.booleans())
+    def abandoned_update(self, fails: bool) -> None:
+        with pytest.raises(RuntimeError), self.index.update() as update:
+            update.delete(Table.XATTRS, b"1")
+            update.put(Table.XATTRS, b"2", PLAIN_VALUE)
+            raise RuntimeError
+
+    @rule(limit=st.integers(1, 4))
+    def take(self, limit: int) -> None:
+        if not self.taken:
+            self.taken = self.index.take_dirty(limit)
+
+    @rule(fails=st.booleans())
+    def commit(self, fails: bool) -> None:
+        if fails:
+            self.index.restore_dirty(self.taken)
+        else:
+            self.index.forget_committed(self.index.commit(self.taken, []).flushed)
+        self.taken = []
+
+    @rule()
+    def commit_without_the_last_step_then_crash(self) -> None:
+        if self.taken:
+            self.index.commit(self.taken, [])
+        self.crash()
+
+    @rule()
+    def crash(self) -> None:
+        """A kill of the daemon: what was pinned or deleted stays so, the rest was of a kernel that is gone."""
+        self.index.close()
+        self.taken = []
+        base = Path(self.directory.name)
+        self.index = Index(Environment(base / "durable", sync=False), Environment(base / "session", sync=False))
+        self.index.recover_session()
+        self.model = {key: value for key, value in self.model.items() if value[0] & PINNED}
+
+    @rule()
+    def flush_and_lose_the_session(self) -> None:
+        """A clean end: the durable index alone says the same of what is pinned."""
+        if self.taken:
+            return
+        while keys := self.index.take_dirty(3):
+            self.index.forget_committed(self.index.commit(keys, []).flushed)
+        self.index.close()
+        base = Path(self.directory.name)
+        shutil.rmtree(base / "session")
+        self.index = Index(Environment(base / "durable", sync=False), Environment(base / "session", sync=False))
+        self.model = {key: value for key, value in self.model.items() if value[0] & PINNED}
+
+    @invariant()
+    def reads_are_the_models(self) -> None:
+        if not hasattr(self, "index"):
+            return
+        with self.index.view() as view:
+            assert dict(view.scan(Table.XATTRS, b"")) == self.model
+            assert [k for k, _ in view.scan(Table.XATTRS, b"")] == sorted(self.model)
+            for key in (b"%d" % number for number in range(6)):
+                assert view.get(Table.XATTRS, key) == self.model.get(key)
+                assert view.first_key(Table.XATTRS, key) == (key if key in self.model else None)
+
+    def teardown(self) -> None:
+        if hasattr(self, "index"):
+            self.index.close()
+            self.directory.cleanup()
+
+
+TestIndexMachine = IndexMachine.TestCase
+TestIndexMachine.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+
+
+@pytest.fixture
+def index(tmp_path: Path) -> Iterator[Index]:
+    made = Index(Environment(tmp_path / "durable", sync=True), Environment(tmp_path / "session", sync=False))
+    yield made
+    made.close()
+
+
+def inode(number: int, version: int) -> Inode:
+    return Inode(number, PINNED, *(0,) * 20)._replace(version=version)
+
+
+def put(index: Index, record: Inode) -> None:
+    with index.update() as update:
+        update.put(Table.INODES, inode_key(record.number), record.pack())
+
+
+def commit(index: Index, *extents: tuple[int, int, Extent]) -> list[Extent]:
+    result = index.commit(index.take_dirty(100), extents)
+    index.forget_committed(result.flushed)
+    return result.freed
+
+
+def extent(version: int, offset: int = 1000, length: int = 10) -> Extent:
+    return Extent(PINNED, length, offset, version, 200, (1,))
+
+
+def test_an_extent_counts_only_with_its_inode_in_that_version(index: Index) -> None:
+    assert commit(index, (7, 0, extent(1))) == [extent(1)]  # no inode
+    put(index, inode(7, 2))
+    assert commit(index, (7, 0, extent(1))) == [extent(1)]  # another version
+    assert commit(index, (7, 0, extent(2))) == []
+    assert (index.totals.cached_files, index.totals.cached_bytes, index.totals.blob_bytes) == (1, 10, 200)
+    assert commit(index, (7, 4096, extent(2))) == []
+    assert (index.totals.cached_files, index.totals.cached_bytes) == (1, 20)
+    put(index, inode(7, 3))  # a new version frees what the old one had
+    assert sorted(commit(index)) == [extent(2), extent(2)]
+    assert (index.totals.cached_files, index.totals.cached_bytes, index.totals.blob_bytes) == (0, 0, 0)
+
+
+def test_an_inode_that_is_not_pinned_any_more_frees_its_extents(index: Index) -> None:
+    put(index, inode(7, 1))
+    commit(index, (7, 0, extent(1)))
+    put(index, inode(7, 1)._replace(flags=0))
+    assert commit(index) == [extent(1)]
+    assert index.durable.entries(Table.INODES) == 0
+    with index.view() as view:
+        assert view.get(Table.INODES, inode_key(7))  # the session still has it
+
+
+def test_a_corrupt_extent_is_dropped_unless_it_was_replaced_meanwhile(index: Index) -> None:
+    put(index, inode(7, 1))
+    commit(index, (7, 0, extent(1, 1000)))
+    assert index.commit([], [], [(7, 0, 999)]).freed == []
+    assert index.commit([], [], [(7, 0, 1000)]).freed == [extent(1, 1000)]
+    assert index.totals.cached_files == 0
+
+
+def test_14_a_reader_holds_back_punching(index: Index) -> None:
+    put(index, inode(7, 1))
+    commit(index, (7, 0, extent(1)))
+    reader = index.extent_reader()
+    assert index.extent(reader, 7, 0) == extent(1)
+    put(index, inode(7, 2))
+    dropped = index.commit(index.take_dirty(10), [])
+    assert dropped.freed == [extent(1)]
+    oldest = index.durable.oldest_reader()
+    assert oldest is not None and oldest < dropped.transaction
+    reader.abort()
+    assert index.durable.oldest_reader() is None
+    with index.durable.lmdb.begin():
+        assert index.durable.oldest_reader() == dropped.transaction
+
+
+def test_16_a_full_index_refuses_and_the_session_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert MAP_SIZE_BYTES == 1 << 40
+    monkeypatch.setattr("cachefs.index.MAP_SIZE_BYTES", 200 << 10)
+    durable = Environment(tmp_path / "durable", sync=True)
+    monkeypatch.undo()
+    index = Index(durable, Environment(tmp_path / "session", sync=False))
+    for number in range(2, 3000):
+        put(index, inode(number, 1))
+    keys = index.take_dirty(5000)
+    with pytest.raises(IndexUnavailable):
+        index.commit(keys, [])
+    index.restore_dirty(keys)
+    assert len(index.dirty) == 2998
+    put(index, inode(5, 9))
+    with index.view() as view:
+        assert Inode.unpack(5, view.get(Table.INODES, inode_key(5)) or b"").version == 9
+    index.close()
+
+
+def test_16_a_reader_that_was_killed_is_cleared(tmp_path: Path) -> None:
+    environment = Environment(tmp_path / "durable", sync=False)
+    script = (
+        "import lmdb,sys,time; e = lmdb.open(sys.argv[1], max_dbs=20); t = e.begin(); print(flush=True); time.sleep(60)"
+    )
+    reader = subprocess.Popen([sys.executable, "-c", script, tmp_path / "durable"], stdout=subprocess.PIPE)
+    assert reader.stdout is not None and reader.stdout.read(1)
+    reader.kill()
+    reader.wait()
+    reader.stdout.close()
+    assert environment.oldest_reader() is not None  # it would keep old pages for ever
+    environment.lmdb.reader_check()
+    assert environment.oldest_reader() is None
+    environment.close()
