@@ -26,7 +26,7 @@ from cachefs import record
 from cachefs.attributes import Extent, Inode, inode_key
 from cachefs.blob import Blob
 from cachefs.errors import CorruptRecord, IndexUnavailable
-from cachefs.index import Commit, Index, Key, Table
+from cachefs.index import Commit, Index, Key, Table, View
 from cachefs.metrics import Metrics
 from cachefs.options import MIB, CacheLevel, Options
 from policies.admission import NoReplacement
@@ -155,17 +155,13 @@ class DataCache:
         if pending is not None:
             pending.read = True
 
-    def holds(self, inode: Inode, unit: tuple[int, int]) -> bool:
+    def holds(self, view: View, inode: Inode, unit: tuple[int, int]) -> bool:
         """True if the unit is cached or on its way."""
         pending = self._pending.get((inode.number, unit[0]))
         if pending is not None:
             return pending.inode.version == inode.version
-        transaction = self._index.extent_reader()
-        try:
-            extent = self._index.extent(transaction, inode.number, unit[0])
-            return extent is not None and extent.version == inode.version
-        finally:
-            transaction.abort()
+        extent = view.extent(inode.number, unit[0])
+        return extent is not None and extent.version == inode.version
 
     # --- admission -------------------------------------------------------------------------------------------------
 

@@ -16,6 +16,7 @@ from outcome import Outcome
 
 from cachefs.attributes import Inode
 from cachefs.data_cache import DataCache
+from cachefs.index import View
 from cachefs.metrics import Metrics
 from cachefs.single_flight import Flight, SingleFlight
 from cachefs.slots import SourceSlots
@@ -44,7 +45,7 @@ class Fetcher:
         data: DataCache,
         metrics: Metrics,
         *,
-        path_of: Callable[[int], bytes],
+        path_of: Callable[[int, View | None], bytes],
         changed: Callable[[Inode], None],
         own_change: Callable[[int], trio.Event | None],
     ) -> None:
@@ -119,19 +120,23 @@ class Fetcher:
         self._data.mark_read(inode, unit)
         return memoryview(payload)[start : start + length], False
 
-    def begin(self, file: OpenFile) -> None:
+    def begin(self, view: View, file: OpenFile) -> None:
         """A small file was opened: it will be read. Fetch it while the kernel makes up its mind."""
         inode = file.inode
         if inode.size and self._data.is_small(inode) and self._data.admits(inode.size):
             unit = (0, inode.size)
-            if not self._data.holds(inode, unit):
-                self._fetch_unit(file, unit)
+            if not self._data.holds(view, inode, unit):
+                self._fetch_unit(file, unit, view)
 
-    def _fetch_unit(self, file: OpenFile, unit: tuple[int, int]) -> Flight[bytes]:
-        return self._fetch(file, unit, lambda payload: self._data.admit(file.inode, unit[0], payload))
+    def _fetch_unit(self, file: OpenFile, unit: tuple[int, int], view: View | None = None) -> Flight[bytes]:
+        return self._fetch(file, unit, lambda payload: self._data.admit(file.inode, unit[0], payload), view)
 
     def _fetch(
-        self, file: OpenFile, span: tuple[int, int], fetched: Callable[[bytes], object] = lambda _: None
+        self,
+        file: OpenFile,
+        span: tuple[int, int],
+        fetched: Callable[[bytes], object] = lambda _: None,
+        view: View | None = None,
     ) -> Flight[bytes]:
         inode = file.inode
 
@@ -150,7 +155,7 @@ class Fetcher:
         flight = self._units.flying(key)
         if flight is not None:
             return flight
-        path = self._path_of(inode.number) if file.fd is None else b""
+        path = self._path_of(inode.number, view) if file.fd is None else b""
         keep = file.held or not self._data.is_small(inode)
         call = partial(self._source.read_version, path, inode, *span, file.fd, keep=keep)
         if not keep:
@@ -168,7 +173,7 @@ class Fetcher:
                 raise
 
         if file.fd is None:
-            call = partial(self._source.open_version, self._path_of(file.inode.number), file.inode)
+            call = partial(self._source.open_version, self._path_of(file.inode.number, None), file.inode)
             start = partial(self._slots.start, call, discard=close_quietly)
             await self._opens.begin((file.inode.number, file.inode.version), start, finish).wait()
 

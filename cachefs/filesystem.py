@@ -104,7 +104,10 @@ class FileSystem:
 
     # --- names -----------------------------------------------------------------------------------------------------
 
-    def path_of(self, number: int) -> bytes:
+    def path_of(self, number: int, view: View | None = None) -> bytes:
+        """A path from the root of the source; in a `view` that is open already, where there is one."""
+        if view is not None:
+            return self.metadata.path(view, number)
         with self.metadata.index.view() as view:
             return self.metadata.path(view, number)
 
@@ -273,20 +276,37 @@ class FileSystem:
 
     async def open_for_reading(self, number: int) -> tuple[int, bool]:
         """A handle, and whether the kernel may keep the pages it has. Makes the file immutable, unless it may not."""
-        record = self.record(number)
+        fetch_at_once = self.options.cache is CacheLevel.FULL
+        with self.metadata.index.view() as view:
+            record = self.metadata.inode(view, number)
+            if record is None:
+                raise failed(errno.ESTALE)
+            if self._is_immutable(record) and self.metadata.remaining_ns(record):
+                # The usual case, and the critical path of a first epoch: the fetch begins before anything else.
+                file = self._shared(record)
+                if fetch_at_once:
+                    self._fetcher.begin(view, file)
+                return self._add_handle(Handle(number, file=file)), True
         if self.metadata.is_pinned(record):
             record = await self.believed(number, record)
         if not self._may_be_immutable(record):
             fd = await self._open_source(number)
             return self._add_handle(Handle(number, fd=fd)), False
-        if self.options.pins_everything or record.flags & IMMUTABLE:
-            file = self._shared(record)
-        else:
-            file = await self._pin(record)
-        handle = self._add_handle(Handle(number, file=file))
-        if self.options.cache is CacheLevel.FULL:
-            self._fetcher.begin(file)
-        return handle, True
+        file = self._shared(record) if self._is_immutable(record) else await self._pin(record)
+        if fetch_at_once:
+            with self.metadata.index.view() as view:
+                self._fetcher.begin(view, file)
+        return self._add_handle(Handle(number, file=file)), True
+
+    def _is_immutable(self, record: Inode) -> bool:
+        """Immutable already; on a mount that pins everything every regular file that is pinned is."""
+        return bool(
+            record.is_regular
+            and self.metadata.is_pinned(record)
+            and (record.flags & IMMUTABLE or self.options.pins_everything)
+            and not record.flags & UNLINKED
+            and not self.writers[record.number]
+        )
 
     def _may_be_immutable(self, record: Inode) -> bool:
         if not self.options.pins_files or not record.is_regular or self.writers[record.number]:
@@ -304,9 +324,8 @@ class FileSystem:
         file.handles += 1
         return file
 
-    async def _open_source(self, number: int, flags: int | None = None) -> int:
-        path = self.path_of(number)
-        call = partial(self.source.open_file, path) if flags is None else partial(self.source.open_file, path, flags)
+    async def _open_source(self, number: int) -> int:
+        call = partial(self.source.open_file, self.path_of(number))
         return await self.slots.run(call, discard=close_quietly)
 
     async def _pin(self, record: Inode) -> OpenFile:

@@ -141,6 +141,11 @@ class View:
             _prefixed(self._durable, self._durable_tables[table], prefix, start),
         )
 
+    def extent(self, inode: int, offset: int) -> Extent | None:
+        """For looking whether there is one. To read its bytes a transaction must be kept: see `Index.extent`."""
+        value: Any = self._durable.get(pair_key(inode, offset), db=self._durable_tables[Table.EXTENTS])
+        return Extent.unpack(value) if value is not None else None
+
     def in_durable(self, table: Table, key: bytes) -> bytes | None:
         value: bytes | None = self._durable.get(key, db=self._durable_tables[table])
         return value

@@ -12,6 +12,9 @@ from cachefs.attributes import NANOSECONDS, Stat
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.syscall.restype = ctypes.c_long
+_openat2 = _libc["syscall"]  # an object of its own, with a prototype: converting arguments costs as much as the call
+_openat2.restype = ctypes.c_long
+_openat2.argtypes = [ctypes.c_long, ctypes.c_int, ctypes.c_char_p, ctypes.c_char_p, ctypes.c_size_t]
 _libc.statx.argtypes = [ctypes.c_int, ctypes.c_char_p, ctypes.c_int, ctypes.c_uint, ctypes.c_void_p]
 
 AT_SYMLINK_NOFOLLOW = 0x100
@@ -70,7 +73,7 @@ def openat2(directory_fd: int, path: bytes, flags: int, mode: int = 0) -> int:
     """Open beneath `directory_fd`: no symlink is followed, nothing outside is reached."""
     how = _HOW.pack(flags | os.O_CLOEXEC, mode, _HOW_FLAGS)
     while True:
-        fd: int = _libc.syscall(_SYS_OPENAT2, ctypes.c_int(directory_fd), path, how, ctypes.c_size_t(_HOW.size))
+        fd: int = _openat2(_SYS_OPENAT2, directory_fd, path, how, _HOW.size)
         if fd >= 0:
             return fd
         # EAGAIN: a rename elsewhere raced with the walk; the kernel asks to try again.

@@ -210,7 +210,7 @@ class Parts:
             self.slots,
             self.data,
             self.metrics,
-            path_of=lambda number: b"path",
+            path_of=lambda number, view: b"path",
             changed=lambda changed: self.dropped.append(changed.number),
             own_change=lambda number: None,
         )
@@ -366,11 +366,13 @@ def test_opening_begins_the_fetch(tmp_path: Path) -> None:
     async def main() -> None:
         parts = Parts(tmp_path)
         file = OpenFile(inode())
-        parts.fetcher.begin(file)
-        parts.fetcher.begin(file)
+        with parts.index.view() as view:
+            parts.fetcher.begin(view, file)
+            parts.fetcher.begin(view, file)
         assert await parts.fetcher.read(file, 0, 10) == parts.source.payload[:10]
         assert (parts.metrics.misses, parts.metrics.hits) == (1, 0)
-        parts.fetcher.begin(file)
+        with parts.index.view() as view:
+            parts.fetcher.begin(view, file)
         assert await parts.fetcher.read(file, 0, 10) == parts.source.payload[:10]
         assert parts.metrics.hits == 1 and len(parts.source.reads) == 1
         parts.close()
