@@ -12,6 +12,7 @@ import trio
 
 from cachefs.attributes import LISTED, ROOT_INODE, Inode
 from cachefs.filesystem import FileSystem
+from cachefs.listings import Listings
 from cachefs.single_flight import SingleFlight, in_task, unwrap
 
 BATCH_NAMES = 16
@@ -31,6 +32,7 @@ class Directories:
         # dependencies
         self._fs = filesystem
         self._metadata = filesystem.metadata
+        self._listings = Listings(filesystem.metadata)
         self._nursery = nursery
         self._clock = clock
         # state
@@ -89,7 +91,7 @@ class Directories:
         complete = True
         with self._metadata.index.view() as view:
             directory = self._metadata.inode(view, number)
-            for position, name in self._metadata.rows(view, number, after):
+            for position, name in self._listings.rows(view, number, after):
                 dentry = self._metadata.dentry(view, number, name)
                 record = self._metadata.inode(view, dentry.inode) if dentry is not None and dentry.inode else None
                 if directory is None or dentry is None or record is None:
@@ -129,7 +131,7 @@ class Directories:
         known = pin and bool(directory.flags & LISTED)
         if known:
             with self._metadata.index.view() as view:
-                names = [name for _, name in self._metadata.rows(view, number, 0)]
+                names = [name for _, name in self._listings.rows(view, number, 0)]
         else:
             names = await self._fs.slots.run(partial(self._fs.source.readdir, path))
         started = self._clock()
@@ -194,13 +196,13 @@ class Directories:
 
     async def _write_rows(self, number: int, names: list[bytes], pin: bool) -> None:
         with self._metadata.index.update() as update:
-            self._metadata.remove_rows(update, number, set(names))
+            self._listings.remove_rows(update, number, set(names))
         for start in range(0, len(names), CHUNK_NAMES):
             with self._metadata.index.update() as update:
                 directory = self._metadata.inode(update, number)
                 if directory is None:
                     return
-                self._metadata.add_rows(update, directory, names[start : start + CHUNK_NAMES], pin=pin)
+                self._listings.add_rows(update, directory, names[start : start + CHUNK_NAMES], pin=pin)
             await trio.lowlevel.checkpoint()
         if pin:
             with self._metadata.index.update() as update:

@@ -21,7 +21,7 @@ import errno
 import os
 import stat
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 from cachefs.attributes import (
     IMMUTABLE,
@@ -49,8 +49,8 @@ MAX_DEPTH = 4096
 REMEMBERED_PATHS = 4096
 FIRST_POSITION = 3  # 1 and 2 are "." and ".."
 FOREVER_NS = 1 << 63
-_FLAGS_PINNED = PINNED.to_bytes(4, "little")
-_FLAGS_NONE = bytes(4)
+FLAGS_PINNED = PINNED.to_bytes(4, "little")
+FLAGS_NONE = bytes(4)
 _UNLINKED_MARK = b"unlinked:"
 
 
@@ -188,7 +188,7 @@ class MetadataCache:
             if record.same_identity(now) and not (self._kernel_has_data(record) and not record.same_version(now)):
                 return number, record
         number = FIRST_ALIAS | self.next_sequence()
-        update.put(Table.ALIASES, key, _FLAGS_PINNED + bytes(4) + inode_key(number))
+        update.put(Table.ALIASES, key, FLAGS_PINNED + bytes(4) + inode_key(number))
         return number, None
 
     def _kernel_has_data(self, record: Inode) -> bool:
@@ -277,7 +277,7 @@ class MetadataCache:
         if new != old:
             update.put(Table.DENTRIES, inode_key(parent) + name, new.pack())
             update.put(
-                Table.LINKS, inode_key(number) + inode_key(parent) + name, _FLAGS_PINNED if pinned else _FLAGS_NONE
+                Table.LINKS, inode_key(number) + inode_key(parent) + name, FLAGS_PINNED if pinned else FLAGS_NONE
             )
 
     def remove_name(self, update: Update, parent: int, name: bytes) -> Inode | None:
@@ -301,7 +301,7 @@ class MetadataCache:
             record = record._replace(flags=record.flags | UNLINKED)
             self.put_inode(update, record)
             if record.flags & PINNED:
-                update.put(Table.META, _UNLINKED_MARK + inode_key(record.number), _FLAGS_PINNED)
+                update.put(Table.META, _UNLINKED_MARK + inode_key(record.number), FLAGS_PINNED)
         return record
 
     def apply_own_change(self, update: Update, number: int, now: Stat) -> Inode | None:
@@ -429,63 +429,3 @@ class MetadataCache:
         for key, _ in list(update.scan(Table.META, _UNLINKED_MARK)):
             update.delete(Table.INODES, key[len(_UNLINKED_MARK) :])
             update.delete(Table.META, key)
-
-    # --- listings --------------------------------------------------------------------------------------------------
-
-    def rows(self, view: View, directory: int, after: int) -> Iterable[tuple[int, bytes]]:
-        """(position, name) of a listing, in order, from behind position `after`."""
-        for key, value in view.scan(Table.LISTING, inode_key(directory), pair_key(directory, after + 1)):
-            yield inode_of_key(key[8:16]), value[4:]
-
-    def add_rows(self, update: Update, directory: Inode, names: Iterable[bytes], *, pin: bool) -> Inode:
-        """Give each name that has a dentry its place in the listing, if it has none. Returns the directory's record."""
-        flags = _FLAGS_PINNED if pin else _FLAGS_NONE
-        position = directory.next_position
-        for name in names:
-            dentry = self.dentry(update, directory.number, name)
-            if dentry is None:
-                continue
-            if dentry.position:
-                # The dentry may have outlived its row: a pinned file's is durable, a read-write mount's row is not.
-                key = pair_key(directory.number, dentry.position)
-                if update.get(Table.LISTING, key) is None:
-                    update.put(Table.LISTING, key, flags + name)
-                continue
-            update.put(Table.LISTING, pair_key(directory.number, position), flags + name)
-            update.put(Table.DENTRIES, inode_key(directory.number) + name, dentry._replace(position=position).pack())
-            position += 1
-        directory = directory._replace(next_position=position)
-        self.put_inode(update, directory)
-        return directory
-
-    def remove_rows(self, update: Update, directory: int, keep: set[bytes]) -> None:
-        """Names that are no longer listed: gone, unless they are pinned files, which are served all the same."""
-        for position, name in list(self.rows(update, directory, 0)):
-            if name in keep:
-                continue
-            dentry = self.dentry(update, directory, name)
-            record = self.inode(update, dentry.inode) if dentry is not None else None
-            if dentry is not None and record is not None and self.is_pinned(record) and self.remaining_ns(record):
-                update.delete(Table.LISTING, pair_key(directory, position))
-                update.put(Table.DENTRIES, inode_key(directory) + name, dentry._replace(position=0).pack())
-            else:
-                self.remove_name(update, directory, name)
-
-    # --- symlinks and extended attributes --------------------------------------------------------------------------
-
-    def value(self, view: View, table: Table, record: Inode, name: bytes = b"") -> bytes | None:
-        """A symlink's target or an xattr's value of this version of the inode; None if it is not known."""
-        found = view.get(table, inode_key(record.number) + name)
-        if found is None or int.from_bytes(found[8:16], "little") != record.version:
-            return None
-        return found[16:]
-
-    def put_value(self, update: Update, table: Table, record: Inode, name: bytes, value: bytes) -> None:
-        if record.flags & PINNED:
-            head = _FLAGS_PINNED + bytes(4) + record.version.to_bytes(8, "little")
-            update.put(table, inode_key(record.number) + name, head + value)
-
-    def drop_values(self, update: Update, number: int) -> None:
-        for table in (Table.XATTRS, Table.SYMLINKS):
-            for key, _ in list(update.scan(table, inode_key(number))):
-                update.delete(table, key)

@@ -12,11 +12,13 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
 
+from cachefs import values
 from cachefs.attributes import IMMUTABLE, WRITTEN, Inode, Stat
 from cachefs.caller import Caller
 from cachefs.directories import Directories
 from cachefs.fetch import close_quietly
 from cachefs.filesystem import FileSystem, failed
+from cachefs.open_files import OpenFiles
 from cachefs.source_writes import SourceWriter
 
 T = TypeVar("T")
@@ -37,8 +39,9 @@ class Changes:
 
 
 class Mutations:
-    def __init__(self, filesystem: FileSystem, directories: Directories) -> None:
+    def __init__(self, filesystem: FileSystem, files: OpenFiles, directories: Directories) -> None:
         self._fs = filesystem
+        self._files = files
         self._metadata = filesystem.metadata
         self._directories = directories
         self._source = SourceWriter(filesystem.source)
@@ -59,7 +62,7 @@ class Mutations:
     def _own_change(self, *changed: tuple[int, Stat]) -> None:
         """Store the new attributes of directories and inodes that this mount has just changed."""
         for number, now in changed:
-            self._fs.store_own_change(number, now)
+            self._files.store_own_change(number, now)
             self._directories.changed(number)
 
     def _added(self, parent: int, name: bytes, now: Stat, directory: Stat, *, written: bool) -> Inode:
@@ -82,7 +85,7 @@ class Mutations:
         call = partial(self._source.create, path, name, flags & ~os.O_APPEND, stat.S_IMODE(mode))
         fd, now, directory = await self._run(caller, call, discard=lambda made: close_quietly(made[0]))
         record = self._added(parent, name, now, directory, written=True)
-        return self._fs.add_source_handle(record.number, fd, writable=writable), record
+        return self._files.add_source_handle(record.number, fd, writable=writable), record
 
     async def open_for_writing(self, number: int, flags: int, caller: Caller) -> int:
         self._check_writable(number)
@@ -90,18 +93,18 @@ class Mutations:
         # The kernel computes the offsets of appends itself; O_APPEND on our descriptor would override them.
         call = partial(self._fs.source.open_file, path, flags & ~(os.O_APPEND | os.O_CREAT | os.O_EXCL) | os.O_NONBLOCK)
         # A reader must not make the file immutable while we wait for the source.
-        self._fs.writers[number] += 1
+        self._files.writers[number] += 1
         try:
             fd = await self._run(caller, call, discard=close_quietly)
         finally:
-            self._fs.writers[number] -= 1
+            self._files.writers[number] -= 1
         try:
             self._check_writable(number)
         except OSError:
             close_quietly(fd)
             raise
         self._mark_written(number)
-        return self._fs.add_source_handle(number, fd, writable=True)
+        return self._files.add_source_handle(number, fd, writable=True)
 
     def _mark_written(self, number: int) -> None:
         with self._metadata.index.update() as update:
@@ -110,13 +113,13 @@ class Mutations:
                 self._metadata.put_inode(update, record._replace(flags=record.flags | WRITTEN, expires_ns=0))
 
     async def write(self, handle: int, offset: int, data: bytes) -> int:
-        opened = self._fs.handles[handle]
+        opened = self._files.handles[handle]
         if not opened.writable:
             raise failed(errno.EBADF)
         return await self._fs.slots.run(partial(self._source.pwrite, opened.fd, data, offset))
 
     async def fsync(self, handle: int, data_only: bool) -> None:
-        opened = self._fs.handles[handle]
+        opened = self._files.handles[handle]
         if opened.writable:
             await self._fs.slots.run(partial(self._source.fsync, opened.fd, data_only=data_only))
 
@@ -128,7 +131,7 @@ class Mutations:
 
     async def setattr(self, number: int, changes: Changes, handle: int | None, caller: Caller) -> Inode:
         self._check_writable(number)
-        opened = self._fs.handles.get(handle) if handle is not None else None
+        opened = self._files.handles.get(handle) if handle is not None else None
         if changes.size is not None:
             if opened is not None and opened.writable:
                 call = partial(self._source.ftruncate, opened.fd, changes.size)
@@ -150,7 +153,7 @@ class Mutations:
         return self._fs.record(number)
 
     async def _change(self, caller: Caller, operation: str, number: int, make: Callable[[str], None]) -> None:
-        fd = self._fs.descriptor_of(number)
+        fd = self._files.descriptor_of(number)
         if fd is not None:  # it may have no name any more
             path_call = partial(self._source.change_open, operation, fd, make)
             now = await self._run(caller, path_call)
@@ -176,7 +179,7 @@ class Mutations:
 
     def _drop_values(self, number: int) -> None:
         with self._metadata.index.update() as update:
-            self._metadata.drop_values(update, number)
+            values.drop(update, number)
 
     # --- names -----------------------------------------------------------------------------------------------------
 
@@ -204,7 +207,7 @@ class Mutations:
 
     async def link(self, number: int, parent: int, name: bytes, caller: Caller) -> Inode:
         self._check_writable()
-        with self._fs.own_change(number):
+        with self._files.own_change(number):
             call = partial(self._source.link, self._fs.path_of(number), self._fs.path_of(parent), name)
             now, directory = await self._run(caller, call)
             self._own_change((number, now), (parent, directory))
@@ -216,15 +219,15 @@ class Mutations:
         self._check_writable()
         number = self._number(parent, name)
         if number:
-            await self._fs.hold_data(number)
-        with self._fs.own_change(number):
+            await self._files.hold_data(number)
+        with self._files.own_change(number):
             call = partial(self._source.remove, self._fs.path_of(parent), name, is_directory=is_directory)
             directory = await self._run(caller, call)
             with self._metadata.index.update() as update:
                 self._metadata.remove_name(update, parent, name)
             self._own_change((parent, directory))
             if number:
-                await self._fs.compare_own_change(number)
+                await self._files.compare_own_change(number)
 
     def _number(self, parent: int, name: bytes) -> int:
         """The inode that a name leads to; 0 if that is not known."""
@@ -238,8 +241,8 @@ class Mutations:
         self._check_writable()
         moved, replaced = self._number(parent, name), self._number(new_parent, new_name)
         if replaced:
-            await self._fs.hold_data(replaced)
-        with self._fs.own_change(moved, replaced):
+            await self._files.hold_data(replaced)
+        with self._files.own_change(moved, replaced):
             paths = self._fs.path_of(parent), self._fs.path_of(new_parent)
             call = partial(self._source.rename, paths[0], name, paths[1], new_name, flags)
             now, old_directory, new_directory = await self._run(caller, call)
@@ -252,4 +255,4 @@ class Mutations:
             if moved:
                 self._own_change((moved, now))
             if replaced:
-                await self._fs.compare_own_change(replaced)
+                await self._files.compare_own_change(replaced)

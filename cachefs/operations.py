@@ -19,6 +19,7 @@ from cachefs.directories import Directories
 from cachefs.errors import errno_of
 from cachefs.filesystem import Entry, FileSystem
 from cachefs.mutations import Changes, Mutations
+from cachefs.open_files import OpenFiles
 
 log = logging.getLogger(__name__)
 P = ParamSpec("P")
@@ -76,9 +77,12 @@ class Operations(pyfuse3.Operations):
     enable_acl = True  # hazard 18
     enable_writeback_cache = False
 
-    def __init__(self, filesystem: FileSystem, directories: Directories, mutations: Mutations) -> None:
+    def __init__(
+        self, filesystem: FileSystem, files: OpenFiles, directories: Directories, mutations: Mutations
+    ) -> None:
         super().__init__()
         self._fs = filesystem
+        self._files = files
         self._directories = directories
         self._mutations = mutations
         self.initialized = trio.Event()
@@ -98,7 +102,7 @@ class Operations(pyfuse3.Operations):
 
     @_handler
     async def getattr(self, inode, ctx):  # type: ignore[no-untyped-def]
-        return _entry(await self._fs.getattr(inode))
+        return _entry(await self._files.getattr(inode))
 
     async def forget(self, inode_list: Sequence[tuple[int, int]]) -> None:
         try:
@@ -115,22 +119,22 @@ class Operations(pyfuse3.Operations):
         if flags & (_ACCESS_MODE | _TRUNCATE):
             handle = await self._mutations.open_for_writing(inode, flags, _caller(ctx))
             return pyfuse3.FileInfo(fh=handle, keep_cache=False)
-        handle, keep_cache = await self._fs.open_for_reading(inode)
+        handle, keep_cache = await self._files.open_for_reading(inode)
         return pyfuse3.FileInfo(fh=handle, keep_cache=keep_cache)
 
     @_handler
     async def read(self, fh, off, size):  # type: ignore[no-untyped-def]
-        return await self._fs.read(fh, off, size)
+        return await self._files.read(fh, off, size)
 
     @_handler
     async def flush(self, fh):  # type: ignore[no-untyped-def]
         if self._fs.options.read_only:
             raise OSError(errno.ENOSYS, "nothing to flush")  # the kernel does not ask again (hazard 4)
-        await self._fs.flush(fh)
+        await self._files.flush(fh)
 
     @_handler
     async def release(self, fh):  # type: ignore[no-untyped-def]
-        await self._fs.release(fh)
+        await self._files.release(fh)
 
     @_handler
     async def opendir(self, inode, ctx):  # type: ignore[no-untyped-def]

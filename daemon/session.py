@@ -28,6 +28,7 @@ from cachefs.filesystem import FileSystem
 from cachefs.metadata_cache import MetadataCache
 from cachefs.metrics import Metrics
 from cachefs.mutations import Mutations
+from cachefs.open_files import OpenFiles
 from cachefs.operations import KernelNotifier, Operations
 from cachefs.options import Options, Revalidate
 from cachefs.slots import SourceSlots
@@ -109,15 +110,17 @@ class Session:
                 metadata = MetadataCache(opened.index, options, run=opened.state.run, floor=opened.state.floor)
                 data = DataCache(opened.index, blob, options, metrics)
                 slots = SourceSlots(SOURCE_SLOTS, options.source_timeout_s)
-                filesystem = FileSystem(source, slots, metadata, data, options, metrics, KernelNotifier(nursery))
+                filesystem = FileSystem(source, slots, metadata, options, KernelNotifier(nursery))
+                files = OpenFiles(filesystem, data, metrics)
                 directories = Directories(filesystem, nursery)
+                mutations = Mutations(filesystem, files, directories)
                 with opened.index.update() as update:
                     metadata.drop_unlinked(update)
                     if metadata.inode(update, pyfuse3.ROOT_INODE) is None:
                         metadata.apply_root(update, source.lstat(b""), pin=filesystem.pins(b""))
                 self._filesystem, self._opened, self._metrics, self._data = filesystem, opened, metrics, data
                 self._source, self._slots = source, slots
-                operations = Operations(filesystem, directories, Mutations(filesystem, directories))
+                operations = Operations(filesystem, files, directories, mutations)
                 self._mount(operations)
                 try:
                     await nursery.start(control.serve, runtime / "control", self._commands())
@@ -137,7 +140,7 @@ class Session:
                 if not flushed:
                     log.warning("not everything could be written to the index; the next mount compares with the source")
                 with trio.CancelScope(shield=True, deadline=trio.current_time() + 5):
-                    await filesystem.close()
+                    await files.close()
                 slots.close()
                 nursery.cancel_scope.cancel()
             return flushed
