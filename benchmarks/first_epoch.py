@@ -3,14 +3,18 @@
     python -m benchmarks.first_epoch [--latency MS] [--rounds N]
 
 Every call to the source takes `--latency` milliseconds on both sides. Each round reads files that were never read
-through the mount before, once directly and once through it; which comes first alternates.
+through the mount before, once directly and once through it; which comes first alternates. Between them runs what
+`ceiling.py` makes of the same files: the least that pyfuse3 can do.
 """
 
 import os
 import random
 import subprocess
+import sys
 import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
@@ -45,6 +49,24 @@ def scan_mount(mountpoint: Path) -> int:
     return done.stdout.count(b"\n")
 
 
+@contextmanager
+def ceiling(source: Path, mountpoint: Path, latency_ms: float) -> Iterator[None]:
+    """The filesystem of `ceiling.py`, mounted."""
+    mountpoint.mkdir(exist_ok=True)
+    ready = Path(f"{mountpoint}.ready")
+    command = [sys.executable, "-m", "benchmarks.ceiling", str(source), str(mountpoint), str(latency_ms)]
+    with subprocess.Popen(command) as process:
+        while not ready.exists():
+            if process.poll() is not None:
+                raise SystemExit("benchmarks.ceiling did not start")
+            time.sleep(0.05)
+        ready.unlink()
+        try:
+            yield
+        finally:
+            subprocess.run(["umount", str(mountpoint)], check=True)
+
+
 @click.command()
 @click.option("--latency", "latency_ms", default=1.0, show_default=True)
 @click.option("--rounds", default=5, show_default=True)
@@ -62,26 +84,30 @@ def main(latency_ms: float, rounds: int, scan: bool) -> None:
         random.Random(2).shuffle(paths)
         read_files(str(source), paths)  # both sides find the source in memory
         for mode in (["--read-only"], []):
-            comparisons = [
-                Comparison(f"{n} reader{'s' * (n > 1)}", bound if mode else 0.0) for n, bound in READERS.items()
-            ]
-            with mounted(source, base / "mnt", base / f"cache{len(mode)}", *arguments, *mode):
+            names = [f"{n} reader{'s' * (n > 1)}" for n in READERS]
+            bounds = READERS.values() if mode else [0.0] * len(READERS)
+            comparisons = [Comparison(name, bound) for name, bound in zip(names, bounds, strict=True)]
+            ceilings = [Comparison(f"trivial pyfuse3, {name}", 0.0) for name in names]
+            with (
+                mounted(source, base / "mnt", base / f"cache{len(mode)}", *arguments, *mode),
+                ceiling(source, base / "ceiling", latency_ms),
+            ):
                 scan_mount(base / "mnt")
                 files = iter(paths)
                 for index in range(rounds):
-                    for comparison, readers in zip(comparisons, READERS, strict=True):
+                    for position, readers in enumerate(READERS):
                         share = [next(files) for _ in range(FILES_PER_ROUND)]
-                        ours = partial(timed_readers, readers, share, partial(read_files, str(base / "mnt")))
-                        theirs = partial(
-                            timed_readers, readers, share, partial(read_source, str(source), latency_s=latency_s)
-                        )
-                        if index % 2:
-                            second, first = theirs(), ours()
-                        else:
-                            first, second = ours(), theirs()
-                        comparison.add(len(share) / first, len(share) / second)
+                        contenders = {
+                            "ours": partial(read_files, str(base / "mnt")),
+                            "least": partial(read_files, str(base / "ceiling")),
+                            "direct": partial(read_source, str(source), latency_s=latency_s),
+                        }
+                        order = sorted(contenders, reverse=bool(index % 2))
+                        rate = {name: len(share) / timed_readers(readers, share, contenders[name]) for name in order}
+                        comparisons[position].add(rate["ours"], rate["direct"])
+                        ceilings[position].add(rate["least"], rate["direct"])
             title = f"First epoch after a scan, {'read-only' if mode else 'read-write'} mount, {latency_ms:g} ms a call"
-            holds &= report(title, comparisons, "files/s")
+            holds &= report(title, comparisons + ceilings, "files/s")
         if scan:
             tree = base / "tree"
             make_tree(tree, 100, 1000, (0, 0))

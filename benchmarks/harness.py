@@ -139,7 +139,7 @@ def report(title: str, comparisons: Sequence[Comparison], unit: str) -> bool:
     from rich.table import Table
 
     table = Table(title=title, title_justify="left")
-    for heading in ("", f"cachefs, {unit}", f"direct, {unit}", "ratio", "spread", "at least", "holds"):
+    for heading in ("", f"mounted, {unit}", f"direct, {unit}", "ratio", "spread", "at least", "holds"):
         table.add_column(heading, justify="left" if not heading else "right")
     for comparison in comparisons:
         table.add_row(*comparison.row())

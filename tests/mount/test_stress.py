@@ -1,0 +1,104 @@
+"""Several processes at once, everything a job does, compared with the source all along."""
+
+import concurrent.futures
+import os
+import random
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import Mount, cachefs, drop_caches, make_files, settle
+
+MakeMount = Callable[..., Mount]
+SECONDS = 25
+WORKERS = 6
+
+
+def work(mountpoint: Path, source: Path, worker: int, until: float) -> dict[str, int]:
+    """Random operations in a directory of one's own, and reads of the files that all share."""
+    draw = random.Random(worker)
+    own, beneath = mountpoint / f"worker{worker}", source / f"worker{worker}"
+    own.mkdir()
+    model: dict[str, bytes] = {}
+    counts: dict[str, int] = {}
+    shared = sorted(p.relative_to(source) for p in (source / "shared").rglob("f*"))
+    fresh = 0
+    while time.monotonic() < until:
+        action = draw.choice(
+            ["write", "append", "read", "rename", "unlink", "list", "stat", "shared", "shared", "link"]
+        )
+        counts[action] = counts.get(action, 0) + 1
+        name = draw.choice(sorted(model)) if model else None
+        if action == "shared":
+            path = draw.choice(shared)
+            assert (mountpoint / path).read_bytes() == (source / path).read_bytes(), path
+        elif action == "write" or name is None:
+            fresh += 1
+            name = f"file{fresh % 40}"
+            content = draw.randbytes(draw.choice([0, 10, 5000, 200_000]))
+            (own / name).write_bytes(content)
+            model[name] = content
+        elif action == "append":
+            with open(own / name, "ab") as file:
+                file.write(b"more")
+            model[name] += b"more"
+            assert (own / name).stat().st_size == len(model[name])
+        elif action == "read":
+            assert (own / name).read_bytes() == model[name] == (beneath / name).read_bytes()
+        elif action == "rename":
+            other = f"file{draw.randrange(40)}"
+            os.rename(own / name, own / other)
+            model[other] = model.pop(name)
+        elif action == "unlink":
+            (own / name).unlink()
+            del model[name]
+        elif action == "list":
+            assert sorted(os.listdir(own)) == sorted(model) == sorted(os.listdir(beneath))
+        elif action == "stat":
+            assert (own / name).stat().st_size == len(model[name])
+            assert not (own / "absent").exists()
+        elif action == "link":
+            other = f"file{draw.randrange(40)}"
+            if other not in model:
+                os.link(own / name, own / other)
+                model[other] = model[name]
+                (own / name).unlink()
+                del model[name]
+    assert {p.name: p.read_bytes() for p in own.iterdir()} == model
+    return counts
+
+
+def resources(pid: int) -> tuple[int, int]:
+    """(open descriptors, bytes of anonymous memory)"""
+    status = Path(f"/proc/{pid}/status").read_text()
+    anonymous = int(status.split("RssAnon:")[1].split()[0]) * 1024
+    return len(os.listdir(f"/proc/{pid}/fd")), anonymous
+
+
+@pytest.mark.slow
+def test_many_processes_at_once(mount: MakeMount, tmp_path: Path) -> None:
+    source = tmp_path / "busy"
+    make_files(source / "shared", 300, (1, 150_000))
+    settle()
+    m = mount(source, "--attr-timeout", "0.5")
+    before, _ = resources(m.pid)
+    until = time.monotonic() + SECONDS
+    with concurrent.futures.ProcessPoolExecutor(WORKERS) as pool:
+        running = [pool.submit(work, m.path, source, worker, until) for worker in range(WORKERS)]
+        generation = 0
+        while time.monotonic() < until:
+            generation += 1
+            if generation % 2:
+                drop_caches()
+            else:
+                cachefs("invalidate", m.path / "shared" / f"d{generation % 4}", check=False)
+            time.sleep(0.5)
+        totals = [future.result() for future in running]
+    assert min(sum(counts.values()) for counts in totals) > 100
+    status = m.flush()
+    assert status["errors"] == 0 and status["stale_reads"] == 0
+    after, anonymous = resources(m.pid)
+    assert after <= before + 5
+    assert anonymous < 250 << 20
