@@ -211,7 +211,12 @@ class MetadataCache:
         else:
             record = self._compared(number, old, now, pin)
             self.put_inode(update, record._replace(lookups=record.lookups + counted))
-        self._put_name(update, parent, name, number, pinned=bool(record.flags & PINNED))
+        added = self._put_name(update, parent, name, number, pinned=bool(record.flags & PINNED))
+        if added and old is not None and (now.nlink == 1 or record.is_directory):
+            # It can have one name only: others were renamed behind our back, and would lead fetches astray.
+            for link in self.links(update, number):
+                if link != (parent, name):
+                    self.remove_name(update, *link)
         return record
 
     def _compared(self, number: int, old: Inode | None, now: Stat, pin: bool) -> Inode:
@@ -269,8 +274,10 @@ class MetadataCache:
     def put_inode(self, update: Update, record: Inode) -> None:
         update.put(Table.INODES, inode_key(record.number), record.pack())
 
-    def _put_name(self, update: Update, parent: int, name: bytes, number: int, *, pinned: bool) -> None:
+    def _put_name(self, update: Update, parent: int, name: bytes, number: int, *, pinned: bool) -> bool:
+        """Let a name lead to an inode. True if it did not before."""
         old = self.dentry(update, parent, name)
+        known = old is not None and old.inode == number
         if old is not None and old.inode not in (0, number):
             self.remove_name(update, parent, name)
         new = Dentry(PINNED if pinned else 0, number, self.run, old.position if old is not None else 0)
@@ -279,6 +286,7 @@ class MetadataCache:
             update.put(
                 Table.LINKS, inode_key(number) + inode_key(parent) + name, FLAGS_PINNED if pinned else FLAGS_NONE
             )
+        return not known
 
     def remove_name(self, update: Update, parent: int, name: bytes) -> Inode | None:
         """Drop a dentry. The inode without a name is kept until the kernel forgets it. Returns its record."""

@@ -38,7 +38,7 @@ class MountConfig:
 def path_id(path: str) -> str:
     """A name for a path, readable and unique: its last component and a digest of the whole."""
     name = re.sub(r"[^A-Za-z0-9._-]+", "-", os.path.basename(path.rstrip("/"))).strip("-.") or "root"
-    return f"{name[:40]}-{hashlib.sha256(os.fsencode(path)).hexdigest()[:12]}"
+    return f"{name[:24]}-{hashlib.sha256(os.fsencode(path)).hexdigest()[:12]}"
 
 
 def is_root() -> bool:

@@ -90,6 +90,8 @@ class Session:
                 flushed = False
                 try:
                     flushed = await self._mounted(source, opened, blob, options, ready)
+                except BaseExceptionGroup as group:
+                    raise _reason(group) from group
                 finally:
                     opened.close(flushed=flushed)
             finally:
@@ -230,6 +232,14 @@ class Session:
     async def _invalidate(self, request: dict[str, object]) -> dict[str, object]:
         path = os.fsencode(str(request["path"])).strip(b"/")
         return {"dropped": await self._filesystem.invalidate(path)}
+
+
+def _reason(group: BaseExceptionGroup[BaseException]) -> BaseException:
+    """The one error that the user must hear about, out of a nursery's group; the group itself if there is none."""
+    error: BaseException | None = group.subgroup(CacheFsError)
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error or group
 
 
 def _option(value: str) -> str:

@@ -241,6 +241,9 @@ def test_an_unprivileged_user(user: pwd.struct_passwd, source: Path, tmp_path: P
             [*map(str, command)], env=environment, cwd="/", capture_output=True, text=True, timeout=60
         )
 
+    if "user_allow_other" not in re.findall(r"^\w+", Path("/etc/fuse.conf").read_text(), re.MULTILINE):
+        done = run("mount", source, home / "place", "--allow-other")
+        assert done.returncode == 1 and done.stderr.count("\n") == 1 and "allow_other" in done.stderr
     done = run("mount", source, home / "place", "--read-only")
     assert done.returncode == 0, done.stderr
     try:

@@ -237,6 +237,18 @@ def test_a_change_before_the_fetch_is_estale_and_the_next_open_sees_the_new_vers
     assert m.status()["stale_reads"] >= 1
 
 
+def test_renames_by_other_nodes_lead_nobody_astray(mount: MakeMount, source: Path) -> None:
+    m = mount(source, "--attr-timeout", "0.1")
+    content = (source / "d3/f00003").read_bytes()
+    assert (m.path / "d3/f00003").stat().st_size == len(content)
+    (source / "d3").rename(source / "a-new-name")
+    (source / "a-new-name/f00003").rename(source / "a-new-name/z")
+    wait_for((m.path / "a-new-name/z").exists, bool, 5)
+    assert read(m.path / "a-new-name/z") == content
+    wait_for((m.path / "d3").exists, lambda found: not found, 5)
+    assert m.status()["stale_reads"] == 0
+
+
 def test_a_changed_small_file_is_seen_whole_after_a_restart(mount: MakeMount, source: Path) -> None:
     m = mount(source, "--read-only")
     old = read(m.path / "d0/f00000")
