@@ -253,11 +253,14 @@ class DataCache:
         first = [(Table.INODES, inode_key(unit.inode.number)) for unit in units]
         keys = self._index.take_dirty(BATCH_KEYS, first)
         dropped = list(self._dropped)
-        if not (units or keys or dropped or self._freed):
+        if not (units or keys or dropped):
+            await trio.to_thread.run_sync(self._punch, limiter=self._writer)
             return
         try:
             commit, refused = await trio.to_thread.run_sync(self._write, units, keys, dropped, limiter=self._writer)
-        except IndexUnavailable as error:
+        except Exception as error:
+            if not isinstance(error, IndexUnavailable):
+                log.exception("bug in write-behind; the batch is not cached")
             self._index.restore_dirty(keys)
             self._index.available = False
             self._failed("index", f"the index cannot be written, nothing new is cached until it can: {error}")
@@ -305,11 +308,21 @@ class DataCache:
             commit = self._index.commit(keys, rows, dropped)
         except IndexUnavailable:
             for extent in extents:  # on disk, but nothing will ever point at them
-                self._blob.punch(extent)
+                self._give_back(extent)
             raise
-        while self._punchable():
-            self._blob.punch(self._freed.popleft()[1])
+        self._punch()
         return commit, refused
+
+    def _punch(self) -> None:
+        """In the write-behind thread: give back what no reader can see any more."""
+        while self._punchable():
+            self._give_back(self._freed.popleft()[1])
+
+    def _give_back(self, extent: Extent) -> None:
+        try:
+            self._blob.punch(extent)
+        except OSError as error:  # a disk that cannot: the space is lost until the cache is made anew
+            self._failed("punch", f"cannot punch a hole into the blob: {error}")
 
     def _failed(self, kind: str, message: str) -> None:
         """Count a failure of the cache; say so once for each kind."""

@@ -37,7 +37,12 @@ async def serve(path: Path, commands: Commands, task_status: trio.TaskStatus[Non
     async with trio.open_nursery() as nursery:
         task_status.started()
         while True:
-            connection, _ = await listener.accept()
+            try:
+                connection, _ = await listener.accept()
+            except OSError as error:  # out of descriptors, for example: a mount does not end for that
+                log.warning("cannot accept a connection: %s", error)
+                await trio.sleep(0.1)
+                continue
             nursery.start_soon(_answer, trio.SocketStream(connection), commands)
 
 

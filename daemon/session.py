@@ -12,8 +12,9 @@ import shutil
 import signal
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pyfuse3
@@ -126,9 +127,9 @@ class Session:
                 self._mount(operations)
                 try:
                     await nursery.start(control.serve, runtime / "control", self._commands())
-                    nursery.start_soon(data.run)
-                    nursery.start_soon(slots.watch)
-                    nursery.start_soon(self._check_readers, opened)
+                    nursery.start_soon(_forever, data.run)
+                    nursery.start_soon(_forever, slots.watch)
+                    nursery.start_soon(_forever, partial(self._check_readers, opened))
                     nursery.start_soon(self._terminate_on_signal)
                     nursery.start_soon(self._announce, operations, ready)
                     try:
@@ -232,6 +233,16 @@ class Session:
     async def _invalidate(self, request: dict[str, object]) -> dict[str, object]:
         path = os.fsencode(str(request["path"])).strip(b"/")
         return {"dropped": await self._filesystem.invalidate(path)}
+
+
+async def _forever(task: Callable[[], Awaitable[None]]) -> None:
+    """Run a task that must not end the mount if it fails."""
+    while True:
+        try:
+            await task()
+        except Exception:
+            log.exception("bug in %s; going on", task)
+            await trio.sleep(1)
 
 
 def _reason(group: BaseExceptionGroup[BaseException]) -> BaseException:

@@ -335,6 +335,36 @@ def test_a_disk_that_refuses_is_left_alone_for_a_while(tmp_path: Path, monkeypat
     run(main)
 
 
+def test_whatever_fails_behind_the_readers_costs_hits_and_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def main() -> None:
+        parts = Parts(tmp_path)
+        parts.pin(inode())
+        real = parts.index.commit
+
+        def broken(*_: Any) -> None:
+            raise RuntimeError("a bug")
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(parts.data.run)
+            parts.index.commit = broken  # type: ignore[method-assign, assignment]
+            assert bytes(await parts.fetcher.read(OpenFile(inode()), 0, 10)) == parts.source.payload[:10]
+            assert not await parts.data.flush(10)
+            assert parts.data.queued_bytes == 0 and parts.metrics.errors >= 1 and parts.index.dirty
+            parts.index.commit = real  # type: ignore[method-assign]
+            while not parts.index.available:
+                await trio.sleep(0.05)
+            assert await parts.data.flush(10)
+            assert bytes(await parts.fetcher.read(OpenFile(inode()), 0, 10)) == parts.source.payload[:10]
+            assert await parts.data.flush(10)
+            nursery.cancel_scope.cancel()
+        assert parts.index.totals.cached_files == 1
+        parts.close()
+
+    run(main)
+
+
 def test_14_a_hole_is_punched_only_when_no_reader_can_see_the_extent(tmp_path: Path) -> None:
     async def main() -> None:
         parts = Parts(tmp_path)
