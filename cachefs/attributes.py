@@ -115,11 +115,14 @@ class Inode(NamedTuple):
         return self.ctime_ns == other.ctime_ns or not (self.is_regular and self.flags & PINNED)
 
     def same_version(self, other: Stat) -> bool:
-        """The same object, and unchanged: what was pinned or fetched of it still holds."""
+        """The same object, and unchanged: what was pinned or fetched of it still holds.
+
+        A directory's size says nothing of its names: on CephFS it is that of the whole subtree, and lags behind.
+        """
         return (
             self.mtime_ns == other.mtime_ns
             and self.ctime_ns == other.ctime_ns
-            and self.size == other.size
+            and (self.size == other.size or self.is_directory)
             and self.same_identity(other)
         )
 

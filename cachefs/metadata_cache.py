@@ -279,7 +279,10 @@ class MetadataCache:
         old = self.dentry(update, parent, name)
         known = old is not None and old.inode == number
         if old is not None and old.inode not in (0, number):
+            row = update.get(Table.LISTING, pair_key(parent, old.position)) if old.position else None
             self.remove_name(update, parent, name)
+            if row is not None:  # the name stays listed where it was, whatever it leads to
+                update.put(Table.LISTING, pair_key(parent, old.position), row)
         new = Dentry(PINNED if pinned else 0, number, self.run, old.position if old is not None else 0)
         if new != old:
             update.put(Table.DENTRIES, inode_key(parent) + name, new.pack())

@@ -12,9 +12,12 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from cachefs.attributes import PINNED, Extent, Inode, inode_key
+from cachefs.attributes import PINNED, Extent, Inode, Stat, inode_key
 from cachefs.errors import IndexUnavailable
 from cachefs.index import MAP_SIZE_BYTES, Environment, Index, Table
+from cachefs.listings import Listings
+from cachefs.metadata_cache import MetadataCache
+from cachefs.options import Options
 
 PINNED_VALUE, PLAIN_VALUE = PINNED.to_bytes(4, "little"), bytes(4)
 
@@ -219,3 +222,20 @@ def test_16_a_reader_that_was_killed_is_cleared(tmp_path: Path) -> None:
     environment.lmdb.reader_check()
     assert environment.oldest_reader() is None
     environment.close()
+
+
+def test_a_name_that_leads_to_another_inode_keeps_its_place_in_the_listing(index: Index) -> None:
+    """Without birth times (CephFS by FUSE) a changed file is another inode, while its directory has not changed."""
+    options = Options(read_only=True, attr_timeout_s=float("inf"))
+    metadata = MetadataCache(index, options, run=1, floor=1)
+    listings = Listings(metadata)
+    directory = Stat(0o40755, 2, 0, 0, 0, 4096, 0, 0, 1, 1, 1, 0, 0, 10)
+    file = Stat(0o100644, 1, 0, 0, 0, 4096, 5, 1, 1, 1, 1, 0, 0, 11)
+    with index.update() as update:
+        root = metadata.apply_root(update, directory, pin=True)
+        metadata.apply_stat(update, 1, b"name", file, pin=True)
+        listings.add_rows(update, root, [b"name"], pin=True)
+        before = list(listings.rows(update, 1, 0))
+        changed = metadata.apply_stat(update, 1, b"name", file._replace(inode=12), pin=True)
+        assert changed.number == 12
+        assert list(listings.rows(update, 1, 0)) == before == [(3, b"name")]

@@ -237,6 +237,24 @@ def test_a_change_before_the_fetch_is_estale_and_the_next_open_sees_the_new_vers
     assert m.status()["stale_reads"] >= 1
 
 
+def test_a_file_that_was_replaced_before_a_restart_stays_listed(mount: MakeMount, source: Path) -> None:
+    m = mount(source, "--read-only")
+    names = sorted(os.listdir(m.path / "d0"))
+    before = (m.path / "d0/f00000").stat().st_mtime_ns
+    m.umount()
+    # In place: the directory does not change, so its pinned listing still counts; the inode is another one.
+    parent = (source / "d0").stat()
+    (source / "other").write_bytes(b"new")
+    os.rename(source / "other", source / "d0/f00000")
+    os.utime(source / "d0", ns=(parent.st_atime_ns, parent.st_mtime_ns))
+    settle()
+    m.start()
+    assert sorted(os.listdir(m.path / "d0")) == names
+    assert (m.path / "d0/f00000").stat().st_mtime_ns != before
+    assert read(m.path / "d0/f00000") == b"new"
+    assert sorted(os.listdir(m.path / "d0")) == names
+
+
 def test_renames_by_other_nodes_lead_nobody_astray(mount: MakeMount, source: Path) -> None:
     m = mount(source, "--attr-timeout", "0.1")
     content = (source / "d3/f00003").read_bytes()
