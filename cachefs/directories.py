@@ -66,7 +66,7 @@ class Directories:
         after = max(after, 2)
         failed_at = -1
         while True:
-            complete, after = self._emit_rows(number, after, emit)
+            complete, after = self._emit_rows(number, after, emit, compared=failed_at + 1)
             if complete:
                 return
             # The entry behind position `after` must be compared with the source first.
@@ -85,8 +85,11 @@ class Directories:
                 return False
         return True
 
-    def _emit_rows(self, number: int, after: int, emit: Emit) -> tuple[bool, int]:
-        """(True, _) at the end or when the reply is full; (False, p) where the entry at p + 1 must be compared."""
+    def _emit_rows(self, number: int, after: int, emit: Emit, *, compared: int) -> tuple[bool, int]:
+        """(True, _) at the end or when the reply is full; (False, p) where the entry at p + 1 must be compared.
+
+        `compared`: the position of an entry that just was: if it exists it is emitted, whatever vouches for it.
+        """
         told: list[int] = []
         complete = True
         with self._metadata.index.view() as view:
@@ -99,7 +102,7 @@ class Directories:
                     break
                 pinned = self._metadata.is_pinned(record)
                 holds = self._metadata.entry_holds(directory, dentry)
-                if pinned and not (holds and self._metadata.remaining_ns(record)):
+                if pinned and not (holds and self._metadata.remaining_ns(record)) and position != compared:
                     complete, after = False, position - 1
                     break
                 if not emit(name, record, self._fs.timeout_s(record), position):
