@@ -20,6 +20,7 @@ PARALLEL_BATCHES = 48
 CHUNK_NAMES = 256
 """How many records are handled without letting other tasks run."""
 REMEMBERED_LISTINGS = 4096
+MAX_ATTEMPTS = 10
 
 Emit = Callable[[bytes, Inode, float, int], bool]
 """(name, record, timeout in seconds, position) → False when the reply is full."""
@@ -64,16 +65,18 @@ class Directories:
         if after < 2 and not self._emit_dots(number, after, emit):
             return
         after = max(after, 2)
-        failed_at = -1
+        failed_at, attempts = -1, 0
         while True:
             complete, after = self._emit_rows(number, after, emit, compared=failed_at + 1)
             if complete:
                 return
             # The entry behind position `after` must be compared with the source first.
-            if after == failed_at:
-                after += 1  # it cannot be: it went while we looked
+            attempts = attempts + 1 if after == failed_at else 1
+            failed_at = after
+            if attempts > MAX_ATTEMPTS:
+                after += 1  # it goes as fast as we look
             else:
-                failed_at = after
+                # More than once, because a FORGET that was on its way may drop the record that was just made.
                 await self._listing(number)
 
     def _emit_dots(self, number: int, after: int, emit: Emit) -> bool:
