@@ -38,7 +38,9 @@ class Directories:
         self._clock = clock
         # state
         self._flights: SingleFlight[int, None] = SingleFlight()
-        self._fresh_until: dict[int, float] = {}
+        self._fresh: dict[int, tuple[int, float]] = {}
+        """Directory → (version, until when its listing is believed). A FORGET takes the record and its names along; the
+        record that is made next has another version."""
         self._handles: dict[int, int] = {}
         self._next_handle = 1
 
@@ -55,7 +57,7 @@ class Directories:
 
     def changed(self, number: int) -> None:
         """This mount changed the directory: the next listing reads it again."""
-        self._fresh_until.pop(number, None)
+        self._fresh.pop(number, None)
 
     async def readdir(self, handle: int, after: int, emit: Emit) -> None:
         """Emit entries from behind position `after` until `emit` says stop."""
@@ -124,7 +126,8 @@ class Directories:
     def _is_listed(self, record: Inode) -> bool:
         if self._fs.options.pins_everything and self._metadata.is_pinned(record):
             return bool(record.flags & LISTED)
-        return self._clock() < self._fresh_until.get(record.number, 0.0)
+        version, until = self._fresh.get(record.number, (0, 0.0))
+        return version == record.version and self._clock() < until
 
     async def _listing(self, number: int) -> None:
         await self._flights.begin(number, in_task(self._nursery, partial(self._list, number)), unwrap).wait()
@@ -155,9 +158,9 @@ class Directories:
             return
         await self._write_rows(number, names, pin)
         if not pin:
-            if len(self._fresh_until) >= REMEMBERED_LISTINGS:
-                self._fresh_until.clear()
-            self._fresh_until[number] = started + self._fs.options.unpinned_timeout_s
+            if len(self._fresh) >= REMEMBERED_LISTINGS:
+                self._fresh.clear()
+            self._fresh[number] = directory.version, started + self._fs.options.unpinned_timeout_s
 
     async def _doubtful(self, directory: Inode, names: list[bytes]) -> list[bytes]:
         """The names that must be stat-ed."""

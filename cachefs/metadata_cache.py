@@ -104,11 +104,14 @@ class MetadataCache:
         known = self._directory_paths.get(number)
         if known is not None:
             return known
+        return self._joined(view, number, 0)
+
+    def _joined(self, view: View, number: int, depth: int) -> bytes:
+        """The path of the directory that an inode is in, and its name there."""
         link = view.first_key(Table.LINKS, inode_key(number))
-        if link is None:
+        if link is None or depth > MAX_DEPTH:
             raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
-        parent, name = inode_of_key(link[8:16]), link[16:]
-        return self._directory_path(view, parent, 0) + name
+        return self._directory_path(view, inode_of_key(link[8:16]), depth) + link[16:]
 
     def _directory_path(self, view: View, number: int, depth: int) -> bytes:
         """The path of a directory with a slash behind it, empty for the root; remembered until a directory moves."""
@@ -116,10 +119,7 @@ class MetadataCache:
             return b""
         known = self._directory_paths.get(number)
         if known is None:
-            link = view.first_key(Table.LINKS, inode_key(number))
-            if link is None or depth > MAX_DEPTH:
-                raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
-            known = self._directory_path(view, inode_of_key(link[8:16]), depth + 1) + link[16:]
+            known = self._joined(view, number, depth + 1)
             if len(self._directory_paths) >= REMEMBERED_PATHS:
                 self._directory_paths.clear()
             self._directory_paths[number] = known

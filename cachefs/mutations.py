@@ -22,7 +22,6 @@ from cachefs.open_files import OpenFiles
 from cachefs.source_writes import SourceWriter
 
 T = TypeVar("T")
-RENAME_NOREPLACE = 1
 RENAME_EXCHANGE = 2
 
 

@@ -6,7 +6,6 @@ from dataclasses import dataclass, field
 
 from policies.mutability import MutableGlobs
 
-KIB = 1 << 10
 MIB = 1 << 20
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import REPOSITORY, Mount, cachefs, mounted_on, wait_for
+from tests.conftest import REPOSITORY, Mount, cachefs, mounted_on, small_disk, wait_for
 
 MakeMount = Callable[..., Mount]
 
@@ -109,11 +109,8 @@ def test_a_cache_made_by_a_newer_version(mount: MakeMount, source: Path) -> None
 
 @pytest.fixture
 def disk(tmp_path: Path) -> Iterator[Path]:
-    place = tmp_path / "disk"
-    place.mkdir()
-    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", place], check=True)
-    yield place
-    subprocess.run(["umount", "-l", place], check=True)
+    with small_disk(tmp_path / "disk", "64k") as place:
+        yield place
 
 
 def test_a_cache_directory_on_a_full_or_read_only_disk(disk: Path, source: Path, tmp_path: Path) -> None:

@@ -3,13 +3,12 @@
 import os
 import random
 import shutil
-import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.conftest import Mount, cachefs, drop_caches, make_files, settle, wait_for
+from tests.conftest import Mount, cachefs, drop_caches, make_files, settle, small_disk, wait_for
 
 MakeMount = Callable[..., Mount]
 
@@ -124,11 +123,8 @@ def test_a_lost_secret_empties_the_cache(mount: MakeMount, source: Path) -> None
 @pytest.fixture
 def tiny_disk(tmp_path: Path) -> Iterator[Path]:
     """A disk of 3 MiB."""
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=3M", "tmpfs", disk], check=True)
-    yield disk
-    subprocess.run(["umount", "-l", disk], check=True)
+    with small_disk(tmp_path / "disk", "3M") as place:
+        yield place
 
 
 def test_a_disk_that_fills_up_costs_hits_and_nothing_else(tiny_disk: Path, mount: MakeMount, tmp_path: Path) -> None:

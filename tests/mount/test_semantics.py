@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import Mount, raises_errno, settle, wait_for
+from tests.conftest import Mount, drop_caches, raises_errno, settle, wait_for
 
 MakeMount = Callable[..., Mount]
 
@@ -288,6 +288,15 @@ def test_cache_none_passes_everything_through(mount: MakeMount, source: Path) ->
     path.write_bytes(b"back")
     assert (source / "d0/f00000").read_bytes() == b"back"
     assert m.flush()["cached_files"] == 0
+
+
+def test_a_directory_that_the_kernel_forgot_is_listed_anew(mount: MakeMount, source: Path) -> None:
+    """Its names go with its record; that it was listed a moment ago must not outlive them."""
+    m = mount(source, "--cache", "none", "--attr-timeout", "60")
+    expected = {name: sorted(os.listdir(source / name)) for name in sorted(os.listdir(source)) if name[0] == "d"}
+    for _ in range(5):
+        assert {name: sorted(os.listdir(m.path / name)) for name in expected} == expected
+        drop_caches()
 
 
 def test_cache_metadata_pins_metadata_and_keeps_no_data(mount: MakeMount, source: Path) -> None:
