@@ -31,12 +31,19 @@ class Blob:
         """Opens or creates the file. `seed`: the secret that all checksums begin with."""
         self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         self._seed = seed
+        self._frontier = 0
+        """Where the last slab ends that was granted to anybody."""
         self._next = self._slab_end = 0
-        self._new_slab()
+
+    def grant(self) -> int:
+        """The offset of a new slab, for one writer."""
+        end = max(os.fstat(self._fd).st_size, self._frontier)
+        offset = -(-end // SLAB_BYTES) * SLAB_BYTES
+        self._frontier = offset + SLAB_BYTES
+        return offset
 
     def _new_slab(self) -> None:
-        end = max(os.fstat(self._fd).st_size, self._slab_end)
-        self._next = -(-end // SLAB_BYTES) * SLAB_BYTES
+        self._next = self.grant()
         self._slab_end = self._next + SLAB_BYTES
 
     def append(self, records: Sequence[tuple[record.Header, bytes]]) -> list[Extent]:
@@ -53,7 +60,7 @@ class Blob:
                 if self._next + size > self._slab_end:
                     self._write(buffers, start)
                     buffers = []
-                    self._next, self._slab_end = self._slab_end, self._slab_end + SLAB_BYTES
+                    self._new_slab()
                     start = self._next
                 checksums = record.checksums_of(payload, self._seed)
                 prefix = record.encode_prefix(header, checksums, self._seed)
@@ -64,7 +71,6 @@ class Blob:
             self._write(buffers, start)
             os.fdatasync(self._fd)
         except OSError as error:
-            self._slab_end = max(self._slab_end, self._next)
             self._new_slab()
             if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
                 raise BlobFull(error.errno, os.strerror(error.errno)) from error
@@ -127,6 +133,17 @@ class Blob:
 
     def pread(self, length: int, offset: int) -> bytes:
         return os.pread(self._fd, length, offset)
+
+    def sync(self, extents: Sequence[Extent]) -> None:
+        """Put on disk what another writer appended, and drop its pages: the mount's page cache has the one copy."""
+        os.fdatasync(self._fd)
+        start = min(e.blob_offset for e in extents)
+        end = max(e.blob_offset + e.length for e in extents)
+        os.posix_fadvise(self._fd, start, end - start, os.POSIX_FADV_DONTNEED)
+
+    @property
+    def fd(self) -> int:
+        return self._fd
 
     def close(self) -> None:
         os.close(self._fd)

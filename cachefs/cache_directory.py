@@ -178,14 +178,29 @@ class CacheDirectory:
 class OpenedIndex:
     """The index of one run: durable and session environments, run number and floor."""
 
-    def __init__(self, durable: Environment, session_path: Path, revalidate: Revalidate, rctime: bytes) -> None:
-        """Begins a new run. `rctime`: what the source says now, empty where it says nothing."""
-        self._session_path = session_path
+    def __init__(
+        self,
+        durable: Environment,
+        session_path: Path,
+        revalidate: Revalidate,
+        rctime: bytes,
+        *,
+        same_mount: bool = False,
+    ) -> None:
+        """Begins a new run. `rctime`: what the source says now, empty where it says nothing.
+
+        `same_mount`: goes on with the run of a daemon that died and whose mount did not (hazard 12). Raises
+        CacheFsError where its session is not there.
+        """
+        self.session_path = session_path
+        self.durable_path = durable.path
         with durable.lmdb.begin() as txn:
             value = txn.get(b"run", db=durable.tables[Table.META])
         before = RunState.unpack(value) if value else RunState()
         now = boot_id()
         survived = self._session_survived(session_path, before, now)
+        if same_mount and not survived:
+            raise CacheFsError(f"cannot take the mount over: its session {session_path} is gone")
         if not survived:
             shutil.rmtree(session_path, ignore_errors=True)
         # After a crash of the machine the last changes may be lost: nothing is taken on trust.
@@ -194,12 +209,20 @@ class OpenedIndex:
         keep = trusted and (revalidate is Revalidate.NEVER or unmoved)
         run = before.run + 1
         self.state = RunState(run, before.floor if keep else run, False, now, before.rctime if keep else rctime)
+        if same_mount:
+            self.state = before
+        self.takeovers = 0
+        """How many daemons went on with this run after another one had died."""
         self._durable = durable
         self.index = Index(durable, Environment(session_path, sync=False))
         if survived:
-            self.index.recover_session()
+            self.index.recover_session(same_mount=same_mount)
         with self.index.session.lmdb.begin(write=True) as txn:
-            txn.put(b"run", self.state.pack(), db=self.index.session.tables[Table.META])
+            meta = self.index.session.tables[Table.META]
+            if same_mount:
+                self.takeovers = 1 + int.from_bytes(txn.get(b"takeovers", bytes(16), db=meta)[8:], "little")
+                txn.put(b"takeovers", bytes(8) + self.takeovers.to_bytes(8, "little"), db=meta)
+            txn.put(b"run", self.state.pack(), db=meta)
         self._store()
 
     @staticmethod
@@ -227,4 +250,4 @@ class OpenedIndex:
             self._store()
         self.index.close()
         if flushed:
-            shutil.rmtree(self._session_path, ignore_errors=True)
+            shutil.rmtree(self.session_path, ignore_errors=True)

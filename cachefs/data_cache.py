@@ -16,7 +16,7 @@ durable index, in this order, in one thread. What a crash leaves behind at each 
 import logging
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 
@@ -37,6 +37,7 @@ CHUNK_BYTES = record.MAX_PAYLOAD_BYTES
 QUEUE_BYTES = 64 * MIB
 BATCH_BYTES = 16 * MIB
 BATCH_KEYS = 4096
+BATCH_FILLED = 4096
 BATCH_DELAY_S = 0.1
 FORGET_CHUNK = 512
 PAUSE_S = 30.0
@@ -62,6 +63,17 @@ class Unit:
         )  # fmt: skip
 
 
+@dataclass(frozen=True, slots=True)
+class Filled:
+    """A unit that the fast path fetched and appended to the blob."""
+
+    report: int
+    """Reports are numbered, and settled in order."""
+    inode: int
+    offset: int
+    extent: Extent
+
+
 class DataCache:
     def __init__(
         self,
@@ -70,9 +82,11 @@ class DataCache:
         options: Options,
         metrics: Metrics,
         *,
+        appends: bool = True,
         clock: Callable[[], float] = time.monotonic,
         queue_bytes: int = QUEUE_BYTES,
     ) -> None:
+        """`appends`: False where the fast path is the one that appends."""
         # dependencies
         self._index = index
         self._blob = blob
@@ -82,11 +96,17 @@ class DataCache:
         # constants
         self._admission = NoReplacement(options.cache_size_bytes)
         self._queue_limit = queue_bytes
+        self._appends = appends and options.cache is CacheLevel.FULL
         # state
         self._pending: dict[tuple[int, int], Unit] = {}
         self._queue: deque[Unit] = deque()
         self._queued_bytes = 0  # of payload in `_pending`
         self._queued_record_bytes = 0
+        self._filled: deque[Filled] = deque()
+        self.settled: Callable[[int], None] = lambda report: None
+        """Called when the reports up to this one are in the index, or never will be."""
+        self.failed: Callable[[], None] = lambda: None
+        """Called when what was appended could not be put on disk: nothing is to be built upon it."""
         self._dropped: dict[tuple[int, int, int], None] = {}
         self._freed: deque[tuple[int, Extent]] = deque()
         self._paused_until = 0.0
@@ -163,12 +183,22 @@ class DataCache:
         extent = view.extent(inode.number, unit[0])
         return extent is not None and extent.version == inode.version
 
+    def holds_all(self, view: View, inode: Inode) -> bool:
+        """True if every unit of the file is cached or on its way."""
+        offset = 0
+        while offset < inode.size:
+            unit = self.unit_of(inode, offset)
+            if not self.holds(view, inode, unit):
+                return False
+            offset = sum(unit)
+        return True
+
     # --- admission -------------------------------------------------------------------------------------------------
 
     def admits(self, length: int) -> bool:
         """Would a unit of `length` bytes be cached now?"""
         return (
-            self._options.cache is CacheLevel.FULL
+            self._appends
             and self._queued_bytes + length <= self._queue_limit
             and self._clock() >= self._paused_until
             and self._index.available
@@ -191,7 +221,7 @@ class DataCache:
 
     def admit(self, inode: Inode, offset: int, payload: bytes) -> bool:
         """Queue a unit that was fetched. False if it will not be cached."""
-        if self._options.cache is not CacheLevel.FULL:
+        if not self._appends:
             return False
         if not payload or (inode.number, offset) in self._pending or not self.admits(len(payload)):
             self._metrics.skipped_admissions += 1
@@ -204,9 +234,19 @@ class DataCache:
         self.wake()
         return True
 
+    def filled(self, units: Iterable[Filled]) -> None:
+        """The fast path appended these: sync and commit them."""
+        self._filled.extend(units)
+        self.wake()
+
+    @property
+    def admission_bytes(self) -> int:
+        """How much the blob may hold at the moment: nothing while the disk refuses to be written."""
+        return self.capacity_bytes if self._index.available and self._clock() >= self._paused_until else 0
+
     def skipped(self) -> None:
         """Count a read that was served without being cached because there is no room."""
-        if self._options.cache is CacheLevel.FULL:
+        if self._appends:
             self._metrics.skipped_admissions += 1
 
     # --- write-behind ----------------------------------------------------------------------------------------------
@@ -222,7 +262,7 @@ class DataCache:
                 await trio.sleep(BATCH_DELAY_S)  # lets a batch gather; no correctness hangs on it
             self._wake = trio.Event()
             await self._commit()
-            if self._queue or self._index.dirty or self._dropped:
+            if self._queue or self._filled or self._index.dirty or self._dropped:
                 self._wake.set()
             elif self._freed:
                 if not self._punchable():  # a reader of the blob is under way; nobody tells when it has gone
@@ -234,7 +274,7 @@ class DataCache:
     async def flush(self, timeout_s: float = 60.0) -> bool:
         """Everything that is queued, on disk and in the index. False if that could not be had."""
         with trio.move_on_after(timeout_s):
-            while self._queue or self._index.dirty or self._dropped or self._freed:
+            while self._queue or self._filled or self._index.dirty or self._dropped or self._freed:
                 if not self._index.available:
                     return False
                 self._urgent = True
@@ -250,14 +290,17 @@ class DataCache:
         while self._queue and size < BATCH_BYTES:
             units.append(self._queue.popleft())
             size += len(units[-1].payload)
+        filled = [self._filled.popleft() for _ in range(min(len(self._filled), BATCH_FILLED))]
         first = [(Table.INODES, inode_key(unit.inode.number)) for unit in units]
+        first += [(Table.INODES, inode_key(unit.inode)) for unit in filled]
         keys = self._index.take_dirty(BATCH_KEYS, first)
         dropped = list(self._dropped)
-        if not (units or keys or dropped):
+        if not (units or filled or keys or dropped):
             await trio.to_thread.run_sync(self._punch, limiter=self._writer)
             return
         try:
-            commit, refused = await trio.to_thread.run_sync(self._write, units, keys, dropped, limiter=self._writer)
+            write = partial(self._write, units, filled, keys, dropped)
+            commit, refused = await trio.to_thread.run_sync(write, limiter=self._writer)
         except Exception as error:
             if not isinstance(error, IndexUnavailable):
                 log.exception("bug in write-behind; the batch is not cached")
@@ -265,6 +308,7 @@ class DataCache:
             self._index.available = False
             self._failed("index", f"the index cannot be written, nothing new is cached until it can: {error}")
             self._retire(units)
+            self._settle(filled, refused=True)
             self._metrics.skipped_admissions += len(units)
             self._idle.set()
             await trio.sleep(1.0)
@@ -272,7 +316,7 @@ class DataCache:
         self._index.available = True
         if refused is not None:
             self._paused_until = self._clock() + PAUSE_S
-            self._metrics.skipped_admissions += len(units)
+            self._metrics.skipped_admissions += len(units) + len(filled)
             self._failed("blob", f"the blob cannot be written, trying again in {PAUSE_S:.0f} s: {refused}")
         for start in range(0, len(commit.flushed), FORGET_CHUNK):
             self._index.forget_committed(commit.flushed[start : start + FORGET_CHUNK])
@@ -280,7 +324,14 @@ class DataCache:
         for key in dropped:
             self._dropped.pop(key, None)
         self._retire(units)
+        self._settle(filled, refused=refused is not None)
         self._freed.extend((commit.transaction, extent) for extent in commit.freed)
+
+    def _settle(self, filled: list[Filled], *, refused: bool) -> None:
+        if filled:
+            self.settled(filled[-1].report)
+            if refused:
+                self.failed()
 
     def _retire(self, units: list[Unit]) -> None:
         for unit in units:
@@ -293,7 +344,7 @@ class DataCache:
         return bool(self._freed) and (oldest is None or oldest >= self._freed[0][0])
 
     def _write(
-        self, units: list[Unit], keys: list[Key], dropped: list[tuple[int, int, int]]
+        self, units: list[Unit], filled: list[Filled], keys: list[Key], dropped: list[tuple[int, int, int]]
     ) -> tuple[Commit, OSError | None]:
         """In the write-behind thread: payload to disk, then the index, then holes for what nobody can see any more."""
         refused: OSError | None = None
@@ -304,6 +355,15 @@ class DataCache:
             except OSError as error:
                 refused = error
         rows = [(unit.inode.number, unit.offset, extent) for unit, extent in zip(units, extents, strict=False)]
+        if filled:
+            try:
+                self._blob.sync([unit.extent for unit in filled])
+                rows += [(unit.inode, unit.offset, unit.extent) for unit in filled]
+                extents += [unit.extent for unit in filled]
+            except OSError as error:  # its pages are clean but lost: never tried again (hazard 17)
+                refused = error
+                for unit in filled:
+                    self._give_back(unit.extent)
         try:
             commit = self._index.commit(keys, rows, dropped)
         except IndexUnavailable:

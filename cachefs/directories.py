@@ -13,6 +13,7 @@ import trio
 from cachefs.attributes import LISTED, ROOT_INODE, Inode
 from cachefs.filesystem import FileSystem
 from cachefs.listings import Listings
+from cachefs.open_files import FAST_HANDLE
 from cachefs.single_flight import SingleFlight, in_task, unwrap
 
 BATCH_NAMES = 16
@@ -50,7 +51,7 @@ class Directories:
         return self._next_handle
 
     def number_of(self, handle: int) -> int:
-        return self._handles[handle]
+        return handle & ~FAST_HANDLE if handle & FAST_HANDLE else self._handles[handle]
 
     def releasedir(self, handle: int) -> None:
         del self._handles[handle]
@@ -61,7 +62,7 @@ class Directories:
 
     async def readdir(self, handle: int, after: int, emit: Emit) -> None:
         """Emit entries from behind position `after` until `emit` says stop."""
-        number = self._handles[handle]
+        number = self.number_of(handle)
         if after == 0 and not self._is_listed(await self._fs.believed(number)):
             await self._listing(number)
         if after < 2 and not self._emit_dots(number, after, emit):

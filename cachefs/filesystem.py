@@ -244,6 +244,20 @@ class FileSystem:
         for parent, name in links:
             self.notifier.entry_soon(parent, name)
 
+    async def doubt(self, numbers: Iterable[int], entries: Iterable[tuple[int, bytes]]) -> None:
+        """A daemon died in the middle of a change to these: whatever is known of them is compared with the source."""
+        with self.metadata.index.update() as update:
+            for number in numbers:
+                record = self.metadata.inode(update, number)
+                if record is not None and self.metadata.is_pinned(record):
+                    self.metadata.drop(update, number)
+                elif record is not None:
+                    self.metadata.put_inode(update, record._replace(expires_ns=0))
+        for parent, name in entries:
+            await self.notifier.entry(parent, name)
+        for number in numbers:
+            await self.notifier.inode(number)
+
     async def invalidate(self, path: bytes) -> int:
         """Drop a file or a subtree, in the kernel too; returns when it has. The number of inodes dropped."""
         with self.metadata.index.view() as view:

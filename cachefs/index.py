@@ -59,6 +59,7 @@ class Environment:
     """One LMDB environment with all tables."""
 
     def __init__(self, path: Path, *, sync: bool) -> None:
+        self.path = path
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
         try:
             self.lmdb = lmdb.open(
@@ -285,8 +286,11 @@ class Index:
                     count += pinned - (view.in_durable(table, key) is not None)
         return count
 
-    def recover_session(self) -> None:
-        """After a crash of the daemon: keep what was on its way to the durable index, drop the rest."""
+    def recover_session(self, *, same_mount: bool) -> None:
+        """After a crash of the daemon: keep what was on its way to the durable index, drop the rest.
+
+        `same_mount`: the kernel's mount outlived the daemon, so that the rest is still known to it, and kept too.
+        """
         with self.session.lmdb.begin(write=True) as txn:
             for table in Table:
                 database = self.session.tables[table]
@@ -296,6 +300,10 @@ class Index:
                     value = cursor.value()
                     if value == TOMBSTONE or value[0] & PINNED:
                         self.dirty[table, key] = None
+                        cursor.next()
+                    elif same_mount:
+                        if self._durable_get(table, key) is not None:
+                            self.dirty[table, key] = None
                         cursor.next()
                     elif self._durable_get(table, key) is not None:
                         # It hid a durable value: that must go, and the value itself was of the old mount's kernel.

@@ -45,6 +45,8 @@ from cachefs.options import Options
 
 SETTLE_NS = 2 * NANOSECONDS
 FIRST_ALIAS = 1 << 62
+RUN_BITS, TAKEOVER_BITS = 40, 28
+"""Numbers of a run begin with the run; those of a daemon that took over begin 2^28 later than those of the last."""
 MAX_DEPTH = 4096
 REMEMBERED_PATHS = 4096
 FIRST_POSITION = 3  # 1 and 2 are "." and ".."
@@ -62,6 +64,7 @@ class MetadataCache:
         *,
         run: int,
         floor: int,
+        takeovers: int = 0,
         monotonic_ns: Callable[[], int] = time.monotonic_ns,
         realtime_ns: Callable[[], int] = time.time_ns,
     ) -> None:
@@ -75,7 +78,7 @@ class MetadataCache:
         self.floor = floor
         self._unpinned_timeout_ns = int(options.unpinned_timeout_s * NANOSECONDS)
         # state
-        self._sequence = run << 40
+        self._sequence = (run << RUN_BITS) + (takeovers << TAKEOVER_BITS)
         self._directory_paths: dict[int, bytes] = {}
 
     def next_sequence(self) -> int:

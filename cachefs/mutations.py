@@ -80,11 +80,10 @@ class Mutations:
         """A handle of the new file and its record."""
         self._check_writable()
         path = self._fs.path_of(parent)
-        writable = flags & os.O_ACCMODE != os.O_RDONLY
         call = partial(self._source.create, path, name, flags & ~os.O_APPEND, stat.S_IMODE(mode))
         fd, now, directory = await self._run(caller, call, discard=lambda made: close_quietly(made[0]))
         record = self._added(parent, name, now, directory, written=True)
-        return self._files.add_source_handle(record.number, fd, writable=writable), record
+        return self._files.add_source_handle(record.number, fd, flags), record
 
     async def open_for_writing(self, number: int, flags: int, caller: Caller) -> int:
         self._check_writable(number)
@@ -103,7 +102,7 @@ class Mutations:
             close_quietly(fd)
             raise
         self._mark_written(number)
-        return self._files.add_source_handle(number, fd, writable=True)
+        return self._files.add_source_handle(number, fd, flags)
 
     def _mark_written(self, number: int) -> None:
         with self._metadata.index.update() as update:
@@ -112,13 +111,13 @@ class Mutations:
                 self._metadata.put_inode(update, record._replace(flags=record.flags | WRITTEN, expires_ns=0))
 
     async def write(self, handle: int, offset: int, data: bytes) -> int:
-        opened = self._files.handles[handle]
+        opened = self._files.handle(handle)
         if not opened.writable:
             raise failed(errno.EBADF)
         return await self._fs.slots.run(partial(self._source.pwrite, opened.fd, data, offset))
 
     async def fsync(self, handle: int, data_only: bool) -> None:
-        opened = self._files.handles[handle]
+        opened = self._files.handle(handle)
         if opened.writable:
             await self._fs.slots.run(partial(self._source.fsync, opened.fd, data_only=data_only))
 
@@ -152,12 +151,11 @@ class Mutations:
         return self._fs.record(number)
 
     async def _change(self, caller: Caller, operation: str, number: int, make: Callable[[str], None]) -> None:
-        fd = self._files.descriptor_of(number)
-        if fd is not None:  # it may have no name any more
-            path_call = partial(self._source.change_open, operation, fd, make)
-            now = await self._run(caller, path_call)
-        else:
-            now = await self._run(caller, partial(self._source.change, operation, self._fs.path_of(number), make))
+        async with self._files.writable_descriptor(number) as fd:
+            if fd is not None:  # it may have no name any more
+                now = await self._run(caller, partial(self._source.change_open, operation, fd, make))
+            else:
+                now = await self._run(caller, partial(self._source.change, operation, self._fs.path_of(number), make))
         self._changed(number, now, written=False)
 
     def _changed(self, number: int, now: Stat, *, written: bool) -> None:

@@ -6,22 +6,33 @@ files go on with the new one (`own_change`).
 """
 
 import errno
+import logging
 import os
-from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
+import struct
+from collections import Counter, OrderedDict
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from functools import partial
 
 import trio
 
-from cachefs.attributes import IMMUTABLE, UNLINKED, WRITTEN, Inode, Stat
+from cachefs.attributes import IMMUTABLE, UNLINKED, WRITTEN, Inode, Stat, inode_key, inode_of_key
 from cachefs.data_cache import DataCache
 from cachefs.fetch import Fetcher, OpenFile, close_quietly
 from cachefs.filesystem import Entry, FileSystem, failed
+from cachefs.index import Table
 from cachefs.metrics import Metrics
 from cachefs.options import CacheLevel
 from cachefs.source import Changed
+
+FAST_HANDLE = 1 << 63
+"""In a handle: the fast path gave it out, or nobody did; the rest is the inode (hazard 2)."""
+RECENT_FILES = 64
+_HANDLE = b"handle:"
+_SAVED = struct.Struct("<2IQ")  # flags of the value, flags of open(2), inode
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
@@ -32,10 +43,28 @@ class Handle:
     file: OpenFile | None = None
     fd: int = -1
     writable: bool = False
+    flags: int = os.O_RDONLY
+    """O_RDONLY, O_WRONLY or O_RDWR: how to open it again."""
+    borrowers: int = 0
+    """Who uses `fd` besides requests on this very handle."""
+    released: bool = False
+    """Closed by its owner; the last borrower closes `fd`."""
 
 
 class OpenFiles:
-    def __init__(self, filesystem: FileSystem, data: DataCache, metrics: Metrics) -> None:
+    def __init__(
+        self,
+        filesystem: FileSystem,
+        data: DataCache,
+        metrics: Metrics,
+        *,
+        unseen_handles: bool = False,
+        first_handle: int = 1,
+    ) -> None:
+        """`unseen_handles`: a fast path answers OPEN, so that any file may be open without our knowing (hazard 2).
+
+        It outlives us, so that our handles are written down for whoever takes the mount over.
+        """
         # dependencies
         self._fs = filesystem
         self._metadata = filesystem.metadata
@@ -52,34 +81,52 @@ class OpenFiles:
             changed=filesystem.changed_behind_our_back,
             own_change=lambda number: self._own_changes.get(number),
         )
+        self._data = data
+        # constants
+        self._unseen_handles = unseen_handles
         # state
         self.handles: dict[int, Handle] = {}
-        self._next_handle = 1  # below 2^63: the upper half is the fast path's (hazard 2)
+        self._next_handle = first_handle  # below FAST_HANDLE
         self._files: dict[tuple[int, int], OpenFile] = {}
         self._own_changes: dict[int, trio.Event] = {}
+        self._recent: OrderedDict[int, OpenFile] = OrderedDict()
+        """Inode → what reads without a handle of ours share, for a while."""
+        self._held: dict[int, OpenFile] = {}
+        """Inode → a file that lost its name and may be open: until the kernel forgets it."""
         self.writers: Counter[int] = Counter()
         """How many writable handles an inode has."""
 
     async def getattr(self, number: int) -> Entry:
-        fd = self.descriptor_of(number)
-        if fd is None:
-            return await self._fs.getattr(number)
-        # The name may be gone, or lead to another file by now; the descriptor cannot.
-        now = await self._slots.run(partial(self._source.fstat, fd))
+        async with self.writable_descriptor(number) as fd:
+            if fd is None:
+                return await self._fs.getattr(number)
+            # The name may be gone, or lead to another file by now; the descriptor cannot.
+            now = await self._slots.run(partial(self._source.fstat, fd))
         record = self._fs.record(number).with_stat(now)
         with self._metadata.index.update() as update:
             self._metadata.put_inode(update, record)
         return Entry(record, 0.0 if record.flags & UNLINKED else min(1.0, self._options.unpinned_timeout_s))
 
-    def descriptor_of(self, number: int) -> int | None:
-        """A descriptor of the source by which a mutable file is open for writing."""
-        if not self.writers[number]:
-            return None
-        return next((h.fd for h in self.handles.values() if h.number == number and h.writable), None)
+    @asynccontextmanager
+    async def writable_descriptor(self, number: int) -> AsyncIterator[int | None]:
+        """A descriptor of the source by which a mutable file is open for writing; open while the block runs."""
+        opened = None
+        if self.writers[number]:
+            opened = next((h for h in self.handles.values() if h.number == number and h.writable), None)
+        if opened is None:
+            yield None
+            return
+        opened.borrowers += 1
+        try:
+            yield opened.fd
+        finally:
+            opened.borrowers -= 1
+            if opened.released and not opened.borrowers:
+                await self._slots.run(partial(close_quietly, opened.fd))
 
     async def open_for_reading(self, number: int) -> tuple[int, bool]:
         """A handle, and whether the kernel may keep the pages it has. Makes the file immutable, unless it may not."""
-        fetch_at_once = self._options.cache is CacheLevel.FULL
+        fetch_at_once = self._options.cache is CacheLevel.FULL and not self._unseen_handles
         with self._metadata.index.view() as view:
             record = self._metadata.inode(view, number)
             if record is None:
@@ -162,15 +209,48 @@ class OpenFiles:
         number = self._next_handle
         self._next_handle += 1
         self.handles[number] = handle
+        if self._unseen_handles:
+            with self._metadata.index.update() as update:
+                update.put(Table.META, _HANDLE + inode_key(number), _SAVED.pack(0, handle.flags, handle.number))
         return number
 
-    def add_source_handle(self, number: int, fd: int, *, writable: bool) -> int:
+    def add_source_handle(self, number: int, fd: int, flags: int) -> int:
+        """`flags`: of open(2)."""
+        writable = flags & os.O_ACCMODE != os.O_RDONLY
         if writable:
             self.writers[number] += 1
-        return self._add_handle(Handle(number, fd=fd, writable=writable))
+        return self._add_handle(Handle(number, fd=fd, writable=writable, flags=flags & os.O_ACCMODE))
+
+    async def restore(self) -> None:
+        """Open again what a daemon that died had open: the kernel still has those handles."""
+        with self._metadata.index.view() as view:
+            saved = [(inode_of_key(key[len(_HANDLE) :]), value) for key, value in view.scan(Table.META, _HANDLE)]
+        for handle, value in saved:
+            _, flags, number = _SAVED.unpack(value)
+            writable = flags & os.O_ACCMODE != os.O_RDONLY
+            try:
+                record = self._fs.record(number)
+                if not writable and self._is_immutable(record):
+                    self.handles[handle] = Handle(number, file=self._shared(record))
+                    continue
+                call = partial(self._source.open_file, self._fs.path_of(number), flags | os.O_NONBLOCK)
+                fd = await self._slots.run(call, discard=close_quietly)
+            except OSError as error:
+                log.warning("a handle of inode %d is lost with the daemon that had it: %s", number, error.strerror)
+                continue
+            self.handles[handle] = Handle(number, fd=fd, writable=writable, flags=flags)
+            self.writers[number] += writable
+
+    def handle(self, number: int) -> Handle:
+        try:
+            return self.handles[number]
+        except KeyError:
+            raise failed(errno.EBADF) from None  # it was lost with another daemon
 
     async def read(self, handle: int, offset: int, size: int) -> bytes | memoryview:
-        opened = self.handles[handle]
+        if handle & FAST_HANDLE:
+            return await self._read_inode(handle & ~FAST_HANDLE, offset, size)
+        opened = self.handle(handle)
         if opened.file is not None:
             return await self._fetcher.read(opened.file, offset, size)
         data = await self._slots.run(partial(self._source.pread, opened.fd, size, offset))
@@ -178,29 +258,75 @@ class OpenFiles:
         self._metrics.miss_bytes += len(data)
         return data
 
+    async def _read_inode(self, number: int, offset: int, size: int) -> bytes | memoryview:
+        """A read of a file that the fast path opened, and passed on because it is not in the cache."""
+        held = self._held.get(number)
+        if held is not None:
+            return await self._fetcher.read(held, offset, size)
+        record = await self._fs.believed(number)
+        if not self._is_immutable(record):
+            path = self._fs.path_of(number)
+            data = await self._slots.run(partial(self._source.read_path, path, size, offset))
+            self._metrics.misses += 1
+            self._metrics.miss_bytes += len(data)
+            return data
+        file = self._recent.pop(number, None)
+        if file is None or file.inode.version != record.version:
+            if file is not None:
+                await self._let_go(file)
+            file = self._shared(record)
+        self._recent[number] = file
+        file.handles += 1
+        try:
+            while len(self._recent) > RECENT_FILES:
+                await self._let_go(self._recent.popitem(last=False)[1])
+            return await self._fetcher.read(file, offset, size)
+        finally:
+            await self._let_go(file)
+
     async def flush(self, handle: int) -> None:
         """close() of a descriptor. NFS and Ceph report write errors here, so a dup of ours is closed (hazard 4)."""
-        opened = self.handles[handle]
+        opened = self.handle(handle)
         if opened.writable:
             self._source.counters.add("close")
             await self._slots.run(lambda: os.close(os.dup(opened.fd)))
             self._fs.expire(opened.number)
 
     async def release(self, handle: int) -> None:
-        opened = self.handles.pop(handle)
-        fd: int | None = opened.fd if opened.file is None else None
+        opened = self.handles.pop(handle, None)
+        if opened is None:
+            return
+        if self._unseen_handles:
+            with self._metadata.index.update() as update:
+                update.delete(Table.META, _HANDLE + inode_key(handle))
+        opened.released = True
+        fd: int | None = opened.fd if opened.file is None and not opened.borrowers else None
         if opened.writable:
             self.writers[opened.number] -= 1
             if self.writers[opened.number] == 0:
                 del self.writers[opened.number]
                 self._fs.expire(opened.number)
         if opened.file is not None:
-            opened.file.handles -= 1
-            if opened.file.handles == 0:
-                self._files.pop((opened.file.inode.number, opened.file.inode.version), None)
-                fd, opened.file.fd = opened.file.fd, None
+            await self._let_go(opened.file)
         if fd is not None:
             await self._slots.run(partial(close_quietly, fd))
+
+    async def _let_go(self, file: OpenFile) -> None:
+        file.handles -= 1
+        if file.handles == 0:
+            self._files.pop((file.inode.number, file.inode.version), None)
+            fd, file.fd = file.fd, None
+            if fd is not None:
+                await self._slots.run(partial(close_quietly, fd))
+
+    async def forget(self, forgotten: Sequence[tuple[int, int]]) -> None:
+        """The kernel forgot inodes: (number, count). Nobody can have them open any more."""
+        self._fs.forget(forgotten)
+        if self._held:
+            with self._metadata.index.view() as view:
+                gone = [n for n, _ in forgotten if n in self._held and self._metadata.inode(view, n) is None]
+            for number in gone:
+                await self._let_go(self._held.pop(number))
 
     # --- our own changes -------------------------------------------------------------------------------------------
 
@@ -220,6 +346,12 @@ class OpenFiles:
 
     async def hold_data(self, number: int) -> None:
         """Before a name is unlinked or replaced: open immutable files keep a descriptor of the source (hazard 2)."""
+        if self._unseen_handles and number not in self._held:
+            with self._metadata.index.view() as view:
+                record = self._metadata.inode(view, number)
+                wanted = record is not None and self._is_immutable(record) and not self._data.holds_all(view, record)
+            if record is not None and wanted:
+                self._held[number] = self._shared(record)
         for (inode, _), file in list(self._files.items()):
             if inode == number:
                 try:
@@ -254,3 +386,5 @@ class OpenFiles:
         """Close every descriptor that is still open."""
         for handle in list(self.handles):
             await self.release(handle)
+        for file in (*self._recent.values(), *self._held.values()):
+            await self._let_go(file)

@@ -33,6 +33,12 @@ class Options:
     revalidate: Revalidate = Revalidate.LAZY
     source_timeout_s: float = 30.0
     simulate_latency_s: float = 0.0
+    fastpath: bool = True
+    """False: pyfuse3 serves /dev/fuse itself."""
+    fetch_threads: int = 64
+    """Of the fast path: how many small files are fetched at once."""
+    reconnect_timeout_s: float = 60.0
+    """How long requests that need the daemon wait for another when it has died."""
 
     @property
     def unpinned_timeout_s(self) -> float:

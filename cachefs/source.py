@@ -239,6 +239,14 @@ class Source:
             missing -= len(data)
         return b"".join(parts)
 
+    def read_path(self, path: bytes, length: int, offset: int) -> bytes:
+        """Open, read, close: for a file that nothing is kept of."""
+        fd = self.open_file(path)
+        try:
+            return self.pread(fd, length, offset)
+        finally:
+            os.close(fd)
+
     def read_version(
         self, path: bytes, expected: Inode, offset: int, length: int, fd: int | None = None, *, keep: bool = False
     ) -> bytes:

@@ -6,6 +6,7 @@ import os
 import select
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from functools import wraps
 from pathlib import Path
 from typing import Any
@@ -149,6 +150,25 @@ def main() -> None:
     metavar="MS",
     help="Delay every call to the source, as a parallel filesystem would. For demonstrations and benchmarks.",
 )
+@click.option(
+    "--fastpath/--no-fastpath",
+    default=True,
+    help="Answer hits without Python. --no-fastpath: the same behaviour, slower. [default: if it was built]",
+)
+@click.option(
+    "--fetch-threads",
+    type=click.IntRange(1, 128),
+    default=64,
+    show_default=True,
+    help="How many files the fast path fetches from the source at once.",
+)
+@click.option(
+    "--reconnect-timeout",
+    type=Seconds(allow_infinity=False),
+    default=60.0,
+    show_default=True,
+    help="How long requests that need the daemon wait for the next one when it has died.",
+)
 @click.option("--foreground", is_flag=True, help="Stay in the foreground and log to stderr.")
 @one_line_errors
 def mount(
@@ -165,6 +185,9 @@ def mount(
     source_timeout: float,
     allow_other: bool | None,
     simulate_latency: float,
+    fastpath: bool,
+    fetch_threads: int,
+    reconnect_timeout: float,
     foreground: bool,
 ) -> None:
     """Mount SOURCE on MOUNTPOINT, which may be SOURCE itself.
@@ -190,6 +213,9 @@ def mount(
         revalidate=Revalidate(revalidate),
         source_timeout_s=source_timeout,
         simulate_latency_s=simulate_latency / 1000,
+        fastpath=fastpath,
+        fetch_threads=fetch_threads,
+        reconnect_timeout_s=reconnect_timeout,
     )
     mount_config = config.MountConfig(
         source=mounting.absolute(source),
@@ -201,9 +227,13 @@ def mount(
         foreground=foreground,
     )
     # Imported here: pyfuse3 and trio take a third of a second that `cachefs status` need not wait for.
+    from cachefs.fastpath import launcher
     from daemon.session import Session
 
     background.log_to_stderr()
+    if fastpath and not launcher.is_built():
+        click.echo("cachefs: the fast path is not built (compiler, liblmdb, xxhash): Python serves alone", err=True)
+        mount_config = replace(mount_config, options=replace(options, fastpath=False))
     session = Session(mount_config)
     session.prepare()
     if foreground:

@@ -77,6 +77,16 @@ async def _execute(line: bytes, commands: Commands) -> dict[str, Any]:
         return {"ok": False, "error": "internal error; the daemon's log has the details"}
 
 
+def is_served(mountpoint: str) -> bool:
+    """Is there a daemon that takes commands for this mount?"""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
+        try:
+            connection.connect(str(mount_directory(mountpoint) / "control"))
+        except OSError:
+            return False
+        return True
+
+
 def request(mountpoint: str, command: str, **arguments: Any) -> dict[str, Any]:
     """Ask the daemon of a mount. Raises CacheFsError where there is none, or with the error that it reports."""
     path = mount_directory(mountpoint) / "control"

@@ -156,10 +156,14 @@ def open_source(source: str) -> int:
 class SourceBind:
     """A private bind mount of the source in the runtime directory, for whoever takes the mount over. Root only."""
 
-    def __init__(self, source: str, directory: Path) -> None:
+    def __init__(self, source: str, directory: Path, *, inherited: bool = False) -> None:
+        """`inherited`: of a daemon that died; the source itself may be out of reach by now."""
         self.path = str(directory / "source")
         self._bound = False
         if not is_root():
+            return
+        if inherited:
+            self._bound = top_mount(self.path) is not None
             return
         remove_bind(self.path)
         os.makedirs(self.path, mode=0o700, exist_ok=True)

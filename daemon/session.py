@@ -4,6 +4,7 @@ check places → open the source → (caller daemonizes) → lock the cache, ope
 mount → serve → unmounted, or told to stop → flush → mark the index clean → remove what was put up
 """
 
+import contextlib
 import ctypes
 import logging
 import os
@@ -12,6 +13,7 @@ import shutil
 import signal
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from functools import partial
@@ -25,6 +27,10 @@ from cachefs.cache_directory import CacheDirectory, OpenedIndex
 from cachefs.data_cache import DataCache
 from cachefs.directories import Directories
 from cachefs.errors import CacheFsError
+from cachefs.fastpath import launcher
+from cachefs.fastpath.in_doubt import touched
+from cachefs.fastpath.launcher import FastPath, Inheritance, Message
+from cachefs.fastpath.shared import Shared, mount_flags
 from cachefs.filesystem import FileSystem
 from cachefs.metadata_cache import MetadataCache
 from cachefs.metrics import Metrics
@@ -34,7 +40,7 @@ from cachefs.operations import KernelNotifier, Operations
 from cachefs.options import Options, Revalidate
 from cachefs.slots import SourceSlots
 from cachefs.source import Source
-from daemon import config, control, mounting
+from daemon import background, config, control, fuse_device, mounting
 from daemon.config import MountConfig
 
 log = logging.getLogger(__name__)
@@ -43,6 +49,10 @@ SOURCE_SLOTS = 64
 MAX_REQUESTS = 1000
 """Tasks of pyfuse3. More than slots, so that hits are answered while all slots wait for the source."""
 MIN_IDLE_REQUESTS = 16
+FOLLOW_S = 1.0
+SERVING_THREADS = 8
+"""Of the fast path: how many requests it answers at once, those that wait for the local disk included."""
+FASTPATH_SOCKET = "fastpath"
 READER_CHECK_S = 60.0
 FLUSH_TIMEOUT_S = 60.0
 
@@ -54,13 +64,37 @@ class Session:
         self.config = mount_config
         self.started = time.monotonic()
         self._source_fd = -1
+        self._fastpath: FastPath | None = None
+        self._held: Inheritance | None = None
+        self._took_over = False
 
     def prepare(self) -> None:
         """Everything that can be refused without having changed anything."""
         mounting.check_fuse()
+        config.make_runtime_root()
+        self._held = self._inherit()
+        if self._held is not None:
+            self._source_fd = self._held.source
+            return
         mounting.check_places(self.config.source, self.config.mountpoint)
         self._source_fd = mounting.open_source(self.config.source)
-        config.make_runtime_root()
+
+    def _inherit(self) -> Inheritance | None:
+        """Take over a mount whose daemon has died and whose fast path has not."""
+        place = self.config.mountpoint
+        top = mounting.top_mount(place)
+        if not self.config.options.fastpath or top is None or top.fstype != mounting.FSTYPE or control.is_served(place):
+            return None
+        held = Inheritance.ask(config.mount_directory(place) / FASTPATH_SOCKET)
+        if held is None:
+            return None
+        if top.source != self.config.source:
+            raise CacheFsError(f"{place} is in use: {top.source} is mounted there by a cachefs whose daemon has died")
+        if held.shared["flags"] != mount_flags(self.config.options):
+            raise CacheFsError(f"{place} was mounted with other options: unmount it first")
+        log.info("taking over the mount on %s", place)
+        self._took_over = True
+        return held
 
     def serve(self, ready: Callable[[], None], claimed: Callable[[Path], None]) -> None:
         """Mount and serve until unmounted.
@@ -76,6 +110,7 @@ class Session:
         cache_dir = self.config.cache_dir or config.default_cache_dir(self.config.source)
         directory = CacheDirectory(cache_dir, self.config.source)
         claimed(cache_dir)
+        self._log_path = cache_dir / background.LOG_NAME
         try:
             blob, seed = directory.open_blob()
             try:
@@ -86,8 +121,13 @@ class Session:
                 )
                 source = Source(self._source_fd, simulate_latency_s=options.simulate_latency_s)
                 opened = OpenedIndex(
-                    durable, config.session_directory(cache_dir), options.revalidate, _rctime(source, options)
+                    durable,
+                    config.session_directory(cache_dir),
+                    options.revalidate,
+                    _rctime(source, options),
+                    same_mount=self._took_over,
                 )
+                self._seed = seed
                 flushed = False
                 try:
                     flushed = await self._mounted(source, opened, blob, options, ready)
@@ -106,29 +146,54 @@ class Session:
         """True if everything was flushed at the end."""
         runtime = config.mount_directory(self.config.mountpoint)
         runtime.mkdir(mode=0o700, exist_ok=True)
-        bind = mounting.SourceBind(self.config.source, runtime)
+        bind = mounting.SourceBind(self.config.source, runtime, inherited=self._took_over)
         try:
             async with trio.open_nursery() as nursery:
+                self._nursery = nursery
                 metrics = Metrics()
-                metadata = MetadataCache(opened.index, options, run=opened.state.run, floor=opened.state.floor)
-                data = DataCache(opened.index, blob, options, metrics)
+                metadata = MetadataCache(
+                    opened.index,
+                    options,
+                    run=opened.state.run,
+                    floor=opened.state.floor,
+                    takeovers=opened.takeovers,
+                )
+                data = DataCache(opened.index, blob, options, metrics, appends=not options.fastpath)
                 slots = SourceSlots(SOURCE_SLOTS, options.source_timeout_s)
-                filesystem = FileSystem(source, slots, metadata, options, KernelNotifier(nursery))
-                files = OpenFiles(filesystem, data, metrics)
+                if options.fastpath and self._held is None:
+                    self._held = self._mount_device(source, opened, blob, options, runtime)
+                if self._held is not None and self._took_over:
+                    os.close(self._held.blob)
+                    self._held.blob = blob.fd
+                device = self._held.device if self._held else None
+                filesystem = FileSystem(source, slots, metadata, options, KernelNotifier(nursery, device))
+                files = OpenFiles(
+                    filesystem,
+                    data,
+                    metrics,
+                    unseen_handles=self._held is not None,
+                    first_handle=(opened.takeovers << 40) + 1,
+                )
                 directories = Directories(filesystem, nursery)
                 mutations = Mutations(filesystem, files, directories)
                 with opened.index.update() as update:
-                    metadata.drop_unlinked(update)
+                    if not self._took_over:
+                        metadata.drop_unlinked(update)
                     if metadata.inode(update, pyfuse3.ROOT_INODE) is None:
                         metadata.apply_root(update, source.lstat(b""), pin=filesystem.pins(b""))
                 self._filesystem, self._opened, self._metrics, self._data = filesystem, opened, metrics, data
-                self._source, self._slots = source, slots
+                self._source, self._slots, self._blob = source, slots, blob
                 operations = Operations(filesystem, files, directories, mutations)
-                self._mount(operations)
+                nursery.start_soon(_forever, slots.watch)
+                if self._took_over:
+                    await files.restore()
                 try:
+                    if self._held is not None:
+                        await self._start_fastpath(nursery, self._held, operations, runtime, opened)
+                    else:
+                        self._mount(operations)
                     await nursery.start(control.serve, runtime / "control", self._commands())
                     nursery.start_soon(_forever, data.run)
-                    nursery.start_soon(_forever, slots.watch)
                     nursery.start_soon(_forever, partial(self._check_readers, opened))
                     nursery.start_soon(self._terminate_on_signal)
                     nursery.start_soon(self._announce, operations, ready)
@@ -139,6 +204,9 @@ class Session:
                         log.info("the kernel closed the connection: %s", group.exceptions[0])
                 finally:
                     self._unmount()
+                    if self._fastpath is not None:
+                        with trio.CancelScope(shield=True):
+                            await self._fastpath.stop()
                 flushed = await data.flush(FLUSH_TIMEOUT_S)
                 if not flushed:
                     log.warning("not everything could be written to the index; the next mount compares with the source")
@@ -148,6 +216,10 @@ class Session:
                 nursery.cancel_scope.cancel()
             return flushed
         finally:
+            if self._fastpath is not None:
+                self._fastpath.close()
+            if self._held is not None:
+                self._held.close()
             bind.remove()
             shutil.rmtree(runtime, ignore_errors=True)
 
@@ -173,6 +245,71 @@ class Session:
                 os.dup2(saved, 2)
                 os.close(saved)
 
+    def _mount_device(
+        self, source: Source, opened: OpenedIndex, blob: Blob, options: Options, runtime: Path
+    ) -> Inheritance:
+        """Mount for the fast path: what it and every successor of ours need."""
+        shared = Shared.create()
+        shared.configure(options, seed=self._seed, root_device=source.root_device, threads=SERVING_THREADS)
+        shared["run"], shared["floor"], shared["serving"] = opened.state.run, opened.state.floor, 1
+        listener = launcher.listen(runtime / FASTPATH_SOCKET)
+        device = fuse_device.mount(
+            self.config.source,
+            self.config.mountpoint,
+            read_only=options.read_only,
+            allow_other=self.config.allow_other,
+        )
+        return Inheritance(device, shared, self._source_fd, blob.fd, listener)
+
+    async def _start_fastpath(
+        self, nursery: trio.Nursery, held: Inheritance, operations: Operations, runtime: Path, opened: OpenedIndex
+    ) -> None:
+        self._fastpath = FastPath(
+            held,
+            runtime / FASTPATH_SOCKET,
+            session=opened.session_path,
+            durable=opened.durable_path,
+            log_path=self._log_path,
+            received=self._received,
+            unmounted=pyfuse3.terminate,
+        )
+        self._follow(held.shared)
+        self._data.settled, self._data.failed = self._settled, self._append_elsewhere
+        nursery.start_soon(_forever, partial(self._follow_forever, held.shared))
+        pyfuse3.init(operations, self._fastpath.mountpoint_for_pyfuse3(), {"fsname=cachefs"})
+        await nursery.start(self._fastpath.run)
+
+    def _received(self, message: Message, a: int, b: int, data: bytes) -> None:
+        """The fast path reports."""
+        assert self._fastpath is not None
+        if message is Message.SLAB:
+            self._fastpath.send(Message.SLAB, self._blob.grant())
+        elif message is Message.FILLED:
+            self._data.filled(launcher.parse_filled(data))
+        elif message is Message.IN_DOUBT:
+            numbers, entries = touched(data)
+            log.warning("a daemon died in the middle of a change to inodes %s: they are compared again", numbers)
+            self._nursery.start_soon(self._filesystem.doubt, numbers, entries)
+
+    def _follow(self, shared: Shared) -> None:
+        """Let the fast path know what the index and the disk say."""
+        shared["committed_bytes"] = self._opened.index.totals.blob_bytes
+        shared["capacity_bytes"] = self._data.admission_bytes
+
+    def _settled(self, report: int) -> None:
+        assert self._held is not None
+        self._follow(self._held.shared)  # before the number: what is settled must be counted by then
+        self._held.shared["settled"] = report
+
+    def _append_elsewhere(self) -> None:
+        assert self._fastpath is not None
+        self._fastpath.send(Message.SLAB, self._blob.grant())
+
+    async def _follow_forever(self, shared: Shared) -> None:
+        while True:
+            self._follow(shared)
+            await trio.sleep(FOLLOW_S)
+
     async def _announce(self, operations: Operations, ready: Callable[[], None]) -> None:
         await operations.initialized.wait()
         # Only now: what the kernel negotiates would override it.
@@ -181,7 +318,8 @@ class Session:
 
     def _unmount(self) -> None:
         """Take the mount down if it is still there. libfuse leaves alone what is not its own any more."""
-        pyfuse3.close(unmount=True)
+        with contextlib.suppress(RuntimeError):  # it was never initialised
+            pyfuse3.close(unmount=True)
         top = mounting.top_mount(self.config.mountpoint)
         if top is not None and top.fstype == mounting.FSTYPE and top.source == self.config.source:
             try:
@@ -221,13 +359,46 @@ class Session:
             "cached_bytes": index.totals.cached_bytes,
             "blob_bytes": index.totals.blob_bytes,
             "cache_size_bytes": self._data.capacity_bytes,
-            "write_behind_bytes": self._data.queued_bytes,
+            "write_behind_bytes": self._data.queued_bytes + self._fastpath_pending(),
             "uncommitted": len(index.dirty) + len(index.in_flight),
             **self._metrics.as_dict(),
-            "source_ops": self._source.counters.snapshot(),
+            **self._fastpath_status(),
+            "source_ops": self._source_ops(),
             "source_timeouts": self._slots.timeouts,
             "source_stuck_calls": self._slots.stuck,
             "run": self._opened.state.run,
+        }
+
+    def _source_ops(self) -> dict[str, int]:
+        operations = Counter(self._source.counters.snapshot())
+        if self._held is not None:
+            counted = self._held.shared.counters()
+            operations.update(open=counted.source_opens, read=counted.source_reads, fstat=counted.source_fstats)
+        return {name: count for name, count in operations.items() if count}
+
+    def _fastpath_pending(self) -> int:
+        if self._held is None:
+            return 0
+        return self._held.shared["held_bytes"] + self._held.shared["pending_bytes"]
+
+    def _fastpath_status(self) -> dict[str, object]:
+        """What the fast path adds to our own counters."""
+        if self._held is None or self._fastpath is None:
+            return {"fastpath": None}
+        counters = self._held.shared.counters()
+        ours = self._metrics
+        return {
+            "fastpath": {
+                "pid": self._fastpath.pid,
+                "starts": self._fastpath.starts,
+                "answered": counters.answered,
+                "passed": counters.passed,
+            },
+            "skipped_admissions": ours.skipped_admissions + counters.skipped_admissions,
+            "hits": ours.hits + counters.hits,
+            "misses": ours.misses + counters.misses,
+            "hit_bytes": ours.hit_bytes + counters.hit_bytes,
+            "miss_bytes": ours.miss_bytes + counters.miss_bytes,
         }
 
     async def _invalidate(self, request: dict[str, object]) -> dict[str, object]:

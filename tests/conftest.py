@@ -49,6 +49,9 @@ def mounted_on(path: Path) -> list[str]:
 class Mount:
     """One mount, and how to ask it, end it, or kill it."""
 
+    no_fastpath = False
+    """All mounts of this run of the tests are made without the fast path."""
+
     def __init__(self, source: Path, path: Path, cache: Path, arguments: tuple[object, ...]) -> None:
         self.source, self.path, self.cache, self.arguments = source, path, cache, arguments
         self.pid = 0
@@ -57,7 +60,8 @@ class Mount:
     def start(self, *more: object) -> None:
         if not mounted_on(self.path):
             self.path.mkdir(exist_ok=True)
-        cachefs("mount", self.source, self.path, "--cache-dir", self.cache, *self.arguments, *more)
+        without = ["--no-fastpath"] if self.no_fastpath else []
+        cachefs("mount", self.source, self.path, "--cache-dir", self.cache, *without, *self.arguments, *more)
         self.pid = int(self.status()["pid"])
 
     def status(self) -> dict[str, Any]:
@@ -191,6 +195,14 @@ def raises_errno(number: int, function: Callable[[], object]) -> None:
     assert caught.value.errno == number, (
         f"{errno.errorcode.get(caught.value.errno or 0)}, not {errno.errorcode[number]}"
     )
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--no-fastpath", action="store_true", help="mount without the fast path: Python serves alone")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    Mount.no_fastpath = config.getoption("--no-fastpath")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -1,0 +1,31 @@
+/* Reading and verifying payload of the blob. Writing is in `append.c`. */
+#ifndef CACHEFS_BLOB_H
+#define CACHEFS_BLOB_H
+
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+
+#include "index.h"
+
+#define DIRECT_ALIGNMENT 4096u
+#define MAX_READ_BYTES (1u << 20)
+/* A read of any 1 MiB touches up to nine blocks, and is widened to whole pages at both ends. */
+#define SCRATCH_BYTES (MAX_READ_BYTES + 2 * BLOCK_BYTES + 2 * DIRECT_ALIGNMENT)
+
+struct blob {
+    int fd;      /* O_DIRECT where the filesystem has it: the bytes end up in the mount's page cache, not in two */
+    bool direct;
+    uint64_t seed;
+};
+
+/* `fd`: any descriptor of the blob; it is opened again, for reading past the page cache. False: it cannot be. */
+bool blob_open(struct blob *blob, int fd, uint64_t seed);
+
+/* `length` bytes (at most MAX_READ_BYTES) from `start` of an extent, verified. NULL: unreadable or corrupt.
+ * `scratch`: SCRATCH_BYTES, aligned to DIRECT_ALIGNMENT; the result lies within. */
+const void *blob_read(const struct blob *blob, const struct extent *extent, uint32_t start, uint32_t length, void *scratch);
+
+uint64_t checksum(const void *data, size_t length, uint64_t seed);
+
+#endif

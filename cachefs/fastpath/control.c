@@ -1,0 +1,153 @@
+#include "control.h"
+
+#include <errno.h>
+#include <fcntl.h>
+#include <poll.h>
+#include <string.h>
+#include <sys/socket.h>
+#include <sys/uio.h>
+#include <unistd.h>
+
+#include "fill.h"
+#include "serve.h"
+
+#define TICK_MS 200
+#define MAX_DESCRIPTORS 8
+
+void control_init(struct control_socket *control, struct fastpath *fastpath, int listener, int shared_fd, int blob_fd)
+{
+    *control = (struct control_socket){
+        .fastpath = fastpath, .listener = listener, .shared_fd = shared_fd, .blob_fd = blob_fd, .daemon = -1};
+    pthread_mutex_init(&control->lock, NULL);
+}
+
+static bool send_descriptors(int to, struct control *head, const void *data, size_t length, const int *fds, size_t count)
+{
+    union {
+        struct cmsghdr align;
+        char bytes[CMSG_SPACE(sizeof(int) * MAX_DESCRIPTORS)];
+    } ancillary = {0};
+    struct iovec parts[2] = {{head, sizeof *head}, {(void *)data, length}};
+    struct msghdr message = {.msg_iov = parts, .msg_iovlen = length ? 2 : 1};
+    if (count) {
+        message.msg_control = ancillary.bytes;
+        message.msg_controllen = CMSG_SPACE(sizeof(int) * count);
+        struct cmsghdr *rights = CMSG_FIRSTHDR(&message);
+        rights->cmsg_level = SOL_SOCKET;
+        rights->cmsg_type = SCM_RIGHTS;
+        rights->cmsg_len = CMSG_LEN(sizeof(int) * count);
+        memcpy(CMSG_DATA(rights), fds, sizeof(int) * count);
+    }
+    return sendmsg(to, &message, MSG_DONTWAIT | MSG_NOSIGNAL) == (ssize_t)(sizeof *head + length);
+}
+
+bool control_send(struct control_socket *control, uint32_t type, uint64_t a, uint64_t b, const void *data, size_t length)
+{
+    struct control head = {type, (uint32_t)length, a, b};
+    pthread_mutex_lock(&control->lock);
+    bool sent = control->daemon >= 0 && send_descriptors(control->daemon, &head, data, length, NULL, 0);
+    pthread_mutex_unlock(&control->lock);
+    return sent;
+}
+
+static void hand_over(struct control_socket *control)
+{
+    struct fastpath *fastpath = control->fastpath;
+    int fds[] = {fastpath->device, control->shared_fd, fastpath->source, control->blob_fd, control->listener};
+    struct control head = {.type = CONTROL_HELD, .a = (uint64_t)getpid()};
+    send_descriptors(control->daemon, &head, NULL, 0, fds, sizeof fds / sizeof *fds);
+}
+
+static void daemon_gone(struct control_socket *control)
+{
+    pthread_mutex_lock(&control->lock);
+    close(control->daemon);
+    control->daemon = -1;
+    pthread_mutex_unlock(&control->lock);
+    fill_daemon_gone(control->fastpath->fill);
+    relay_hang_up(&control->fastpath->relay);
+}
+
+#define MAX_DOUBT_BYTES 4096u /* the names of a request; never the bytes of a WRITE */
+
+static void tell_doubts(struct control_socket *control)
+{
+    struct relay *relay = &control->fastpath->relay;
+    uint32_t slot;
+    while ((slot = relay_next_doubt(relay)) != NO_SLOT) {
+        uint32_t length = control->fastpath->shared->slots[slot].length;
+        length = length < MAX_DOUBT_BYTES ? length : MAX_DOUBT_BYTES;
+        if (!control_send(control, CONTROL_IN_DOUBT, 0, 0, slot_data(relay, slot), length))
+            return;
+        relay_free_slot(relay, slot);
+    }
+}
+
+/* False: the daemon has gone. */
+static bool receive(struct control_socket *control)
+{
+    struct control head;
+    union {
+        struct cmsghdr align;
+        char bytes[CMSG_SPACE(sizeof(int) * MAX_DESCRIPTORS)];
+    } ancillary;
+    struct iovec part = {&head, sizeof head};
+    struct msghdr message = {
+        .msg_iov = &part, .msg_iovlen = 1, .msg_control = ancillary.bytes, .msg_controllen = sizeof ancillary.bytes};
+    ssize_t length = recvmsg(control->daemon, &message, MSG_CMSG_CLOEXEC | MSG_DONTWAIT);
+    if (length < 0)
+        return errno == EAGAIN || errno == EINTR;
+    if (length < (ssize_t)sizeof head)
+        return false;
+    int fds[MAX_DESCRIPTORS];
+    size_t count = 0;
+    for (struct cmsghdr *c = CMSG_FIRSTHDR(&message); c; c = CMSG_NXTHDR(&message, c)) {
+        if (c->cmsg_level != SOL_SOCKET || c->cmsg_type != SCM_RIGHTS)
+            continue;
+        count = (c->cmsg_len - CMSG_LEN(0)) / sizeof(int);
+        memcpy(fds, CMSG_DATA(c), count * sizeof(int));
+    }
+    if (head.type == CONTROL_ATTACH && count == 2) {
+        relay_attach(&control->fastpath->relay, fds[0], fds[1], head.a & ATTACH_SAME_PYTHON);
+        count = 0;
+        struct control attached = {.type = CONTROL_ATTACHED};
+        send_descriptors(control->daemon, &attached, NULL, 0, NULL, 0);
+        tell_doubts(control);
+        fill_attached(control->fastpath->fill, head.a & ATTACH_SAME_PYTHON);
+    } else if (head.type == CONTROL_HANDOVER) {
+        hand_over(control);
+    } else if (head.type == CONTROL_SLAB) {
+        fill_slab(control->fastpath->fill, head.a);
+    }
+    while (count)
+        close(fds[--count]);
+    return true;
+}
+
+void control_run(struct control_socket *control, int ended)
+{
+    for (;;) {
+        struct pollfd wait[] = {
+            {ended, POLLIN, 0},
+            /* One daemon at a time: the next one waits until this one has gone. */
+            {control->daemon < 0 ? control->listener : control->daemon, POLLIN, 0},
+        };
+        int ready = poll(wait, 2, TICK_MS);
+        relay_tick(&control->fastpath->relay);
+        fill_tick(control->fastpath->fill);
+        if (ready <= 0)
+            continue;
+        if (wait[0].revents)
+            return;
+        if (!wait[1].revents)
+            continue;
+        if (control->daemon < 0) {
+            int daemon = accept4(control->listener, NULL, NULL, SOCK_CLOEXEC);
+            pthread_mutex_lock(&control->lock);
+            control->daemon = daemon;
+            pthread_mutex_unlock(&control->lock);
+        } else if (!receive(control)) {
+            daemon_gone(control);
+        }
+    }
+}

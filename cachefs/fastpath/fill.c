@@ -1,0 +1,496 @@
+#include "fill.h"
+
+#include <errno.h>
+#include <fcntl.h>
+#include <linux/openat2.h>
+#include <malloc.h>
+#include <semaphore.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/stat.h>
+#include <sys/syscall.h>
+#include <sys/sysmacros.h>
+#include <sys/uio.h>
+#include <time.h>
+#include <unistd.h>
+
+#include "append.h"
+#include "fill_table.h"
+
+#define MAX_PATH 4000 /* the kernel's 4,096 and a margin; longer ones are walked by Python */
+#define HELD_BYTES (16u << 20) /* fetched and not yet appended; beyond that nothing more is cached */
+#define PROBE_NS 1000000000u
+
+struct fetcher {
+    struct fill *fill;
+    struct counters *counters;
+    struct fetch *job;
+    sem_t wake;
+    pthread_t thread;
+};
+
+struct fill {
+    struct fastpath *fastpath;
+    struct appender *appender;
+    pthread_mutex_t lock;
+    struct fill_table table;
+    struct fetch *first, *last; /* wait for a thread */
+    size_t held_bytes;
+    uint32_t fetchers, idle_count, stuck, inline_count;
+    uint64_t next_probe_ns;
+    struct fetcher *idle[MAX_THREADS];
+    struct fetcher all[MAX_THREADS];
+};
+
+/* Payload that is being fetched or waits to be appended. */
+static void hold(struct fill *fill, int64_t bytes)
+{
+    fill->held_bytes += (size_t)bytes;
+    fill->fastpath->shared->held_bytes = fill->held_bytes;
+}
+
+/* --- the source --------------------------------------------------------------------------------------------------- */
+
+static void simulate_latency(const struct shared *shared)
+{
+    if (shared->simulate_latency_ns) {
+        struct timespec pause = {
+            .tv_sec = (time_t)(shared->simulate_latency_ns / 1000000000u),
+            .tv_nsec = (long)(shared->simulate_latency_ns % 1000000000u),
+        };
+        nanosleep(&pause, NULL);
+    }
+}
+
+static int open_beneath(int directory, const char *path)
+{
+    struct open_how how = {
+        .flags = O_RDONLY | O_NONBLOCK | O_NOFOLLOW | O_NOCTTY | O_CLOEXEC, /* hazard 21 */
+        .resolve = RESOLVE_BENEATH | RESOLVE_NO_SYMLINKS | RESOLVE_NO_MAGICLINKS,
+    };
+    int fd;
+    do
+        fd = (int)syscall(SYS_openat2, directory, path, &how, sizeof how);
+    while (fd < 0 && (errno == EAGAIN || errno == EINTR)); /* EAGAIN: a rename raced with the walk */
+    return fd;
+}
+
+static int64_t nanoseconds(const struct timespec *time)
+{
+    return (int64_t)time->tv_sec * 1000000000 + time->tv_nsec;
+}
+
+/* Is this the version that the index says? */
+static bool same_version(const struct shared *shared, int fd, const struct inode_record *expected)
+{
+    struct stat now;
+    uint64_t device = expected->device ? expected->device : shared->root_device;
+    return !fstat(fd, &now) && S_ISREG(now.st_mode) && nanoseconds(&now.st_ctim) == expected->ctime_ns &&
+           nanoseconds(&now.st_mtim) == expected->mtime_ns && (uint64_t)now.st_size == expected->size &&
+           now.st_ino == expected->source_inode && now.st_dev == device;
+}
+
+static bool read_unit(struct fill *fill, struct fetch *fetch, struct counters *counters)
+{
+    const struct shared *shared = fill->fastpath->shared;
+    if (!(fetch->payload = malloc(fetch->length)))
+        return false;
+    counters->source_opens++;
+    simulate_latency(shared);
+    int fd = open_beneath(fill->fastpath->source, fetch->path);
+    if (fd < 0)
+        return false;
+    counters->source_fstats++;
+    bool good = same_version(shared, fd, &fetch->record);
+    size_t done = 0;
+    if (good)
+        simulate_latency(shared);
+    while (good && done < fetch->length) {
+        counters->source_reads++;
+        ssize_t got = pread(fd, fetch->payload + done, fetch->length - done, (off_t)(fetch->offset + done));
+        if (got < 0 && errno == EINTR)
+            continue;
+        if (got <= 0)
+            good = false;
+        else
+            done += (size_t)got;
+    }
+    if (good) {
+        counters->source_fstats++;
+        good = same_version(shared, fd, &fetch->record);
+    }
+    close(fd);
+    return good;
+}
+
+/* --- answering ---------------------------------------------------------------------------------------------------- */
+
+static void answer_waiter(struct fill *fill, const struct waiter *waiter, const struct fetch *fetch)
+{
+    struct fuse_out_header header = {.len = (uint32_t)sizeof header + waiter->length, .unique = waiter->unique};
+    struct iovec parts[2] = {{&header, sizeof header}, {fetch->payload + (waiter->offset - fetch->offset), waiter->length}};
+    if (writev(fill->fastpath->device, parts, 2) < 0 && errno != ENOENT && errno != ENODEV)
+        reply(fill->fastpath->device, waiter->unique, EIO, NULL, 0);
+}
+
+static void finish_waiters(struct fill *fill, struct waiter *waiters, const struct fetch *fetch, bool good,
+                           struct counters *counters)
+{
+    while (waiters) {
+        struct waiter *waiter = waiters;
+        waiters = waiter->next;
+        if (good) {
+            answer_waiter(fill, waiter, fetch);
+            relay_free_slot(&fill->fastpath->relay, waiter->slot);
+            counters->misses++;
+            counters->miss_bytes += waiter->length;
+        } else {
+            counters->passed++;
+            relay_pass(&fill->fastpath->relay, waiter->slot); /* Python sees for itself what is wrong */
+        }
+        free(waiter);
+    }
+}
+
+static void run_fetch(struct fill *fill, struct fetch *fetch, struct counters *counters)
+{
+    bool good = read_unit(fill, fetch, counters);
+    pthread_mutex_lock(&fill->lock);
+    struct waiter *waiters = fetch->waiters;
+    fetch->waiters = NULL;
+    bool abandoned = fetch->state == FETCH_ABANDONED;
+    if (abandoned) {
+        fill->stuck--;
+    } else {
+        fetch->state = FETCH_FETCHED;
+        if (!good || !fetch->cached) /* nobody else will find it */
+            table_remove(&fill->table, fetch);
+    }
+    bool append = good && fetch->cached && !abandoned;
+    if (!append && fetch->cached)
+        hold(fill, -(int64_t)fetch->length);
+    fetch->references = 1;
+    pthread_mutex_unlock(&fill->lock);
+
+    finish_waiters(fill, waiters, fetch, good, counters);
+    if (append && append_queue(fill->appender, fetch))
+        return; /* `fill_appended` comes next */
+    pthread_mutex_lock(&fill->lock);
+    if (append) {
+        hold(fill, -(int64_t)fetch->length);
+        table_remove(&fill->table, fetch);
+        counters->skipped_admissions++;
+    }
+    fetch_release(fetch);
+    pthread_mutex_unlock(&fill->lock);
+}
+
+static void *run_fetcher(void *context)
+{
+    struct fetcher *fetcher = context;
+    struct fill *fill = fetcher->fill;
+    for (;;) {
+        while (sem_wait(&fetcher->wake))
+            ;
+        while (fetcher->job) {
+            run_fetch(fill, fetcher->job, fetcher->counters);
+            pthread_mutex_lock(&fill->lock);
+            fetcher->job = fill->first;
+            if (fill->first) {
+                fill->first = fill->first->queue_next;
+                fetcher->job->state = FETCH_FETCHING;
+            } else {
+                fill->idle[fill->idle_count++] = fetcher;
+            }
+            pthread_mutex_unlock(&fill->lock);
+        }
+    }
+    return NULL;
+}
+
+/* --- the appender's side ------------------------------------------------------------------------------------------ */
+
+/* It is in the blob (`extent` says where), or will never be. Called by the appender. */
+static void appended(void *context, struct fetch *fetch, const struct extent *extent, uint64_t number)
+{
+    struct fill *fill = context;
+    pthread_mutex_lock(&fill->lock);
+    hold(fill, -(int64_t)fetch->length);
+    if (extent) {
+        fetch->extent = *extent;
+        fetch->report = number;
+        fetch->state = FETCH_APPENDED;
+        table_settle_later(&fill->table, fetch);
+    } else {
+        table_remove(&fill->table, fetch);
+    }
+    fetch_release(fetch);
+    pthread_mutex_unlock(&fill->lock);
+}
+
+/* Reports up to `number` are in the index, or never will be. Called by the appender. */
+static void settled(void *context, uint64_t number)
+{
+    struct fill *fill = context;
+    pthread_mutex_lock(&fill->lock);
+    table_settle(&fill->table, number);
+    pthread_mutex_unlock(&fill->lock);
+}
+
+/* --- requests ----------------------------------------------------------------------------------------------------- */
+
+static bool admits(struct fill *fill, uint32_t length)
+{
+    return fill->held_bytes + length <= HELD_BYTES && append_admits(fill->appender, length);
+}
+
+static void add_waiter(struct fetch *fetch, struct waiter *waiter)
+{
+    waiter->next = fetch->waiters;
+    fetch->waiters = waiter;
+}
+
+/* Fetched a moment ago, and not in the index yet. */
+static enum outcome answer_fetched(struct worker *worker, struct fetch *fetch, const struct waiter *waiter)
+{
+    struct fill *fill = worker->fastpath->fill;
+    bool good = true;
+    if (fetch->state == FETCH_FETCHED) {
+        fetch->references++;
+        pthread_mutex_unlock(&fill->lock);
+        answer_waiter(fill, waiter, fetch);
+        pthread_mutex_lock(&fill->lock);
+        fetch_release(fetch);
+        pthread_mutex_unlock(&fill->lock);
+    } else {
+        struct extent extent = fetch->extent;
+        pthread_mutex_unlock(&fill->lock);
+        const void *data = blob_read(append_blob(fill->appender), &extent, (uint32_t)(waiter->offset - fetch->offset),
+                                     waiter->length, worker->scratch[0]);
+        good = data != NULL;
+        if (good)
+            reply(fill->fastpath->device, waiter->unique, 0, data, waiter->length);
+    }
+    if (!good)
+        return PASS;
+    worker->counters->hits++;
+    worker->counters->hit_bytes += waiter->length;
+    return ANSWERED;
+}
+
+enum outcome fill_read(struct worker *worker, const struct inode_record *record, const struct request *request)
+{
+    struct fill *fill = worker->fastpath->fill;
+    const struct shared *shared = worker->fastpath->shared;
+    const struct fuse_read_in *in = request->body;
+    uint64_t inode = request->header->nodeid, start, end = in->offset + in->size;
+    uint32_t unit;
+    char path[MAX_PATH];
+    if (!fill || (record->flags & (STALE | UNLINKED)) || !view_path(&worker->view, inode, path, sizeof path))
+        return PASS;
+    view_end(&worker->view);
+    if (end > record->size)
+        end = record->size;
+    unit_of(shared, record->size, in->offset, &start, &unit);
+    bool within = end <= start + unit;
+
+    struct waiter *waiter = malloc(sizeof *waiter);
+    if (!waiter)
+        return PASS;
+    *waiter = (struct waiter){
+        .slot = worker->slot, .unique = request->header->unique, .offset = in->offset, .length = (uint32_t)(end - in->offset)};
+    pthread_mutex_lock(&fill->lock);
+    struct fetch *fetch = within ? table_find(&fill->table, inode, record->version, start) : NULL;
+    if (fetch && fetch->state >= FETCH_FETCHED) {
+        struct waiter reader = *waiter;
+        free(waiter);
+        return answer_fetched(worker, fetch, &reader); /* unlocks */
+    }
+    if (fetch) {
+        add_waiter(fetch, waiter);
+        pthread_mutex_unlock(&fill->lock);
+        return TAKEN;
+    }
+    uint64_t now = monotonic_ns();
+    if (fill->stuck >= fill->fetchers) {
+        bool probe = now >= fill->next_probe_ns;
+        if (probe)
+            fill->next_probe_ns = now + PROBE_NS;
+        pthread_mutex_unlock(&fill->lock);
+        free(waiter);
+        if (probe)
+            return PASS;
+        reply(fill->fastpath->device, request->header->unique, ETIMEDOUT, NULL, 0);
+        worker->counters->timeouts++;
+        return ANSWERED;
+    }
+    bool cached = within && admits(fill, unit);
+    if (!(fetch = fetch_new(record, inode, path))) {
+        pthread_mutex_unlock(&fill->lock);
+        free(waiter);
+        return PASS;
+    }
+    fetch->cached = cached;
+    fetch->offset = cached ? start : in->offset;
+    fetch->length = cached ? unit : waiter->length;
+    fetch->since_ns = now;
+    if (cached)
+        hold(fill, fetch->length);
+    else
+        worker->counters->skipped_admissions++;
+    add_waiter(fetch, waiter);
+    table_add(&fill->table, fetch);
+    /* Half of the serving threads may fetch themselves: that saves a wake-up. The other half is there for hits. */
+    bool ourselves = fill->inline_count < shared->threads / 2;
+    struct fetcher *fetcher = NULL;
+    if (ourselves) {
+        fill->inline_count++;
+        fetch->state = FETCH_FETCHING;
+    } else if (fill->idle_count) {
+        fetcher = fill->idle[--fill->idle_count]; /* the one that was idle last: its stack is still in the caches */
+        fetcher->job = fetch;
+        fetch->state = FETCH_FETCHING;
+    } else {
+        fetch->queue_next = NULL;
+        if (fill->first)
+            fill->last->queue_next = fetch;
+        else
+            fill->first = fetch;
+        fill->last = fetch;
+    }
+    pthread_mutex_unlock(&fill->lock);
+    if (fetcher)
+        sem_post(&fetcher->wake);
+    if (ourselves) {
+        run_fetch(fill, fetch, worker->counters);
+        pthread_mutex_lock(&fill->lock);
+        fill->inline_count--;
+        pthread_mutex_unlock(&fill->lock);
+    }
+    return TAKEN;
+}
+
+void fill_interrupt(struct fill *fill, uint64_t unique)
+{
+    if (!fill)
+        return;
+    pthread_mutex_lock(&fill->lock);
+    struct waiter *waiter = table_take_waiter(&fill->table, unique);
+    pthread_mutex_unlock(&fill->lock);
+    if (waiter) {
+        reply(fill->fastpath->device, unique, EINTR, NULL, 0);
+        relay_free_slot(&fill->fastpath->relay, waiter->slot);
+        free(waiter);
+    }
+}
+
+void fill_slab(struct fill *fill, uint64_t offset)
+{
+    if (fill)
+        append_slab(fill->appender, offset);
+}
+
+void fill_attached(struct fill *fill, bool same)
+{
+    if (fill)
+        append_attached(fill->appender, same);
+}
+
+void fill_drain(struct fill *fill)
+{
+    if (fill)
+        append_drain(fill->appender);
+}
+
+void fill_daemon_gone(struct fill *fill)
+{
+    if (fill)
+        append_daemon_gone(fill->appender);
+}
+
+static void abandon(struct fill *fill, struct fetch *fetch, struct waiter **late)
+{
+    while (fetch->waiters) {
+        struct waiter *waiter = fetch->waiters;
+        fetch->waiters = waiter->next;
+        waiter->next = *late;
+        *late = waiter;
+    }
+    table_remove(&fill->table, fetch);
+    if (fetch->state == FETCH_FETCHING) { /* its thread finds out when the source answers */
+        fetch->state = FETCH_ABANDONED;
+        fill->stuck++;
+        return;
+    }
+    for (struct fetch **at = &fill->first; *at; at = &(*at)->queue_next)
+        if (*at == fetch) {
+            *at = fetch->queue_next;
+            break;
+        }
+    fill->last = fill->first;
+    while (fill->last && fill->last->queue_next)
+        fill->last = fill->last->queue_next;
+    if (fetch->cached)
+        hold(fill, -(int64_t)fetch->length);
+    fetch->references = 1;
+    fetch_release(fetch);
+}
+
+void fill_tick(struct fill *fill)
+{
+    if (!fill)
+        return;
+    uint64_t limit = fill->fastpath->shared->source_timeout_ns, now = monotonic_ns();
+    struct waiter *late = NULL;
+    struct fetch *fetch;
+    pthread_mutex_lock(&fill->lock);
+    while ((fetch = table_oldest_unfetched(&fill->table)) && now - fetch->since_ns > limit)
+        abandon(fill, fetch, &late);
+    pthread_mutex_unlock(&fill->lock);
+    while (late) {
+        struct waiter *waiter = late;
+        late = waiter->next;
+        reply(fill->fastpath->device, waiter->unique, ETIMEDOUT, NULL, 0);
+        relay_free_slot(&fill->fastpath->relay, waiter->slot);
+        fill->all[0].counters->timeouts++;
+        free(waiter);
+    }
+    append_tick(fill->appender);
+}
+
+int fill_start(struct fastpath *fastpath, struct control_socket *control)
+{
+    struct shared *shared = fastpath->shared;
+    if (!(shared->flags & KEEPS_DATA))
+        return 0;
+    if (!shared->fetch_threads || shared->threads + shared->fetch_threads > MAX_THREADS)
+        return EINVAL;
+    /* Payload comes and goes by the megabyte: keep the memory, and few arenas. New pages cost more than the copy. */
+    mallopt(M_ARENA_MAX, 2);
+    mallopt(M_MMAP_THRESHOLD, CHUNK_BYTES * 2);
+    mallopt(M_TRIM_THRESHOLD, 2 * HELD_BYTES);
+    struct fill *fill = calloc(1, sizeof *fill);
+    if (!fill)
+        return ENOMEM;
+    fill->fastpath = fastpath;
+    pthread_mutex_init(&fill->lock, NULL);
+    fill->appender = append_start(shared, control, control->blob_fd, fill, appended, settled);
+    if (!fill->appender)
+        return ENOMEM;
+    pthread_attr_t attributes;
+    pthread_attr_init(&attributes);
+    pthread_attr_setstacksize(&attributes, 128u << 10);
+    for (uint32_t i = 0; i < shared->fetch_threads; i++) {
+        struct fetcher *fetcher = &fill->all[i];
+        *fetcher = (struct fetcher){.fill = fill, .counters = &shared->counters[shared->threads + i]};
+        sem_init(&fetcher->wake, 0, 0);
+        fill->idle[fill->idle_count++] = fetcher;
+        int error = pthread_create(&fetcher->thread, &attributes, run_fetcher, fetcher);
+        if (error)
+            return error;
+        fill->fetchers++;
+    }
+    fastpath->fill = fill;
+    return 0;
+}

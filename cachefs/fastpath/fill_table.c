@@ -1,0 +1,108 @@
+#include "fill_table.h"
+
+#include <stdlib.h>
+#include <string.h>
+
+static struct fetch **bucket_of(struct fill_table *table, uint64_t inode, uint64_t offset)
+{
+    uint64_t hash = (inode ^ offset / CHUNK_BYTES << 40) * 0x9E3779B97F4A7C15u;
+    return &table->buckets[hash >> 52];
+}
+
+struct fetch *fetch_new(const struct inode_record *record, uint64_t inode, const char *path)
+{
+    size_t length = strlen(path) + 1;
+    struct fetch *fetch = malloc(sizeof *fetch + length);
+    if (!fetch)
+        return NULL;
+    *fetch = (struct fetch){.record = *record, .inode = inode, .state = FETCH_QUEUED};
+    memcpy(fetch->path, path, length);
+    return fetch;
+}
+
+void fetch_release(struct fetch *fetch)
+{
+    if (--fetch->references > 0)
+        return;
+    free(fetch->payload);
+    fetch->payload = NULL;
+    if (!fetch->in_table)
+        free(fetch);
+}
+
+struct fetch *table_find(struct fill_table *table, uint64_t inode, uint64_t version, uint64_t offset)
+{
+    for (struct fetch *fetch = *bucket_of(table, inode, offset); fetch; fetch = fetch->bucket_next)
+        if (fetch->cached && fetch->inode == inode && fetch->record.version == version && fetch->offset == offset)
+            return fetch;
+    return NULL;
+}
+
+void table_add(struct fill_table *table, struct fetch *fetch)
+{
+    struct fetch **bucket = bucket_of(table, fetch->inode, fetch->offset);
+    fetch->bucket_next = *bucket;
+    *bucket = fetch;
+    fetch->older = table->newest;
+    fetch->newer = NULL;
+    if (table->newest)
+        table->newest->newer = fetch;
+    else
+        table->oldest = fetch;
+    table->newest = fetch;
+    fetch->in_table = true;
+}
+
+void table_remove(struct fill_table *table, struct fetch *fetch)
+{
+    if (!fetch->in_table)
+        return;
+    struct fetch **at = bucket_of(table, fetch->inode, fetch->offset);
+    while (*at != fetch)
+        at = &(*at)->bucket_next;
+    *at = fetch->bucket_next;
+    *(fetch->older ? &fetch->older->newer : &table->oldest) = fetch->newer;
+    *(fetch->newer ? &fetch->newer->older : &table->newest) = fetch->older;
+    fetch->in_table = false;
+}
+
+struct fetch *table_oldest_unfetched(struct fill_table *table)
+{
+    for (struct fetch *fetch = table->oldest; fetch; fetch = fetch->newer)
+        if (fetch->state == FETCH_QUEUED || fetch->state == FETCH_FETCHING)
+            return fetch;
+    return NULL;
+}
+
+struct waiter *table_take_waiter(struct fill_table *table, uint64_t unique)
+{
+    for (struct fetch *fetch = table->oldest; fetch; fetch = fetch->newer)
+        for (struct waiter **at = &fetch->waiters; *at; at = &(*at)->next)
+            if ((*at)->unique == unique) {
+                struct waiter *waiter = *at;
+                *at = waiter->next;
+                return waiter;
+            }
+    return NULL;
+}
+
+void table_settle_later(struct fill_table *table, struct fetch *fetch)
+{
+    fetch->settle_next = NULL;
+    if (table->settle_first)
+        table->settle_last->settle_next = fetch;
+    else
+        table->settle_first = fetch;
+    table->settle_last = fetch;
+}
+
+void table_settle(struct fill_table *table, uint64_t number)
+{
+    while (table->settle_first && table->settle_first->report <= number) {
+        struct fetch *fetch = table->settle_first;
+        table->settle_first = fetch->settle_next;
+        table_remove(table, fetch);
+        if (fetch->references == 0)
+            free(fetch);
+    }
+}

@@ -1,0 +1,62 @@
+/* Fetches that are under way, or done and not in the index yet. The caller holds the lock of `fill.c`. */
+#ifndef CACHEFS_FILL_TABLE_H
+#define CACHEFS_FILL_TABLE_H
+
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+
+#include "index.h"
+
+#define TABLE_BUCKETS 4096
+
+struct waiter { /* a READ that waits for a fetch; its slot is ours */
+    struct waiter *next;
+    uint64_t unique, offset;
+    uint32_t slot, length;
+};
+
+enum fetch_state {
+    FETCH_QUEUED,
+    FETCH_FETCHING,
+    FETCH_ABANDONED, /* took too long; nobody waits any more */
+    FETCH_FETCHED,   /* `payload` is there */
+    FETCH_APPENDED,  /* `extent` says where; the payload is gone */
+};
+
+struct fetch {
+    struct fetch *bucket_next, *older, *newer; /* in the table; from oldest to newest */
+    struct fetch *queue_next, *settle_next;
+    struct waiter *waiters;
+    struct inode_record record;
+    uint64_t inode, offset, since_ns, report;
+    uint32_t length;
+    enum fetch_state state;
+    int references; /* of those who read `payload`, its owner included */
+    bool cached;    /* a whole unit, to be appended; else just the bytes that were asked for */
+    bool in_table;
+    uint8_t *payload;
+    struct extent extent;
+    char path[];
+};
+
+struct fill_table {
+    struct fetch *buckets[TABLE_BUCKETS];
+    struct fetch *oldest, *newest;
+    struct fetch *settle_first, *settle_last; /* FETCH_APPENDED, in the order of their reports */
+};
+
+struct fetch *fetch_new(const struct inode_record *record, uint64_t inode, const char *path);
+void fetch_release(struct fetch *fetch);
+
+/* The fetch of a unit. */
+struct fetch *table_find(struct fill_table *table, uint64_t inode, uint64_t version, uint64_t offset);
+void table_add(struct fill_table *table, struct fetch *fetch);
+void table_remove(struct fill_table *table, struct fetch *fetch);
+struct fetch *table_oldest_unfetched(struct fill_table *table);
+struct waiter *table_take_waiter(struct fill_table *table, uint64_t unique);
+void table_settle_later(struct fill_table *table, struct fetch *fetch);
+/* Drops what was reported under numbers up to this one. */
+void table_settle(struct fill_table *table, uint64_t number);
+
+#endif

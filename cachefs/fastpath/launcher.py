@@ -1,0 +1,307 @@
+"""Starting the fast path, attaching pyfuse3 to it, and starting another when it dies.
+
+The daemon holds everything that a successor needs: /dev/fuse, the shared memory, both ends of the socket that carries
+the FUSE protocol between the fast path and pyfuse3. When the fast path is killed no message is lost, because the socket
+lives on. When the daemon is killed the fast path holds the same things, and hands them over to the next daemon
+(`Inheritance.ask`), which attaches a new pyfuse3.
+"""
+
+import array
+import contextlib
+import enum
+import logging
+import os
+import select
+import signal
+import socket
+import struct
+import subprocess
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import trio
+
+from cachefs.attributes import PINNED, Extent
+from cachefs.data_cache import Filled
+from cachefs.fastpath.shared import Shared
+
+log = logging.getLogger(__name__)
+
+PROGRAM = Path(__file__).parent / "cachefs-fastpath"
+MESSAGE_BYTES = 256 << 10
+SOCKET_BUFFER_BYTES = 4 << 20
+_HEAD = struct.Struct("<2I2Q")
+_SAME_PYTHON = 1
+_SETTLED_S = 1.0
+"""A fast path that lived this long is started again at once; younger ones after a pause that grows."""
+_MAX_PAUSE_S = 5.0
+_STOP_TIMEOUT_S = 15.0
+
+
+class Message(enum.IntEnum):
+    ATTACH = 1
+    ATTACHED = 2
+    HANDOVER = 3
+    HELD = 4
+    IN_DOUBT = 5
+    SLAB = 6
+    FILLED = 7
+    CHANGED = 8
+
+
+def is_built() -> bool:
+    return os.access(PROGRAM, os.X_OK)
+
+
+def _send(connection: socket.socket, kind: Message, a: int = 0, b: int = 0, fds: tuple[int, ...] = ()) -> None:
+    ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
+    connection.sendmsg([_HEAD.pack(kind, 0, a, b)], ancillary)
+
+
+def _parse(data: bytes) -> tuple[Message, int, int, bytes]:
+    kind, _, a, b = _HEAD.unpack_from(data)
+    return Message(kind), a, b, data[_HEAD.size :]
+
+
+def parse_filled(data: bytes) -> Iterator["Filled"]:
+    """The units that a FILLED message reports."""
+    at = 0
+    while at < len(data):
+        report, inode, offset, version, blob_offset, size, length, count = _FILLED.unpack_from(data, at)
+        checksums = struct.unpack_from(f"<{count}Q", data, at + _FILLED.size)
+        at += _FILLED.size + 8 * count
+        yield Filled(report, inode, offset, Extent(PINNED, length, blob_offset, version, size, checksums))
+
+
+_FILLED = struct.Struct("<6Q2I")
+
+
+@dataclass(slots=True)
+class Inheritance:
+    """What a mount is made of, besides its cache directory. Held by the daemon and by the fast path."""
+
+    device: int
+    shared: Shared
+    source: int
+    blob: int
+    listener: socket.socket
+    pid: int = 0
+    """Of the fast path that runs; 0: none does."""
+
+    @classmethod
+    def ask(cls, path: Path) -> "Inheritance | None":
+        """Of the fast path that outlived its daemon. None: there is none, or its daemon lives."""
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
+            connection.settimeout(5.0)
+            try:
+                connection.connect(str(path))
+                _send(connection, Message.HANDOVER)
+                data, fds, _, _ = socket.recv_fds(connection, _HEAD.size, 8)
+            except OSError:
+                return None
+        if len(fds) != 5:
+            return None
+        kind, _, pid, _ = _HEAD.unpack(data)
+        assert kind == Message.HELD
+        try:
+            shared = Shared(fds[1])
+        except ValueError as error:
+            log.warning("cannot take the mount over: %s", error)
+            for fd in fds:
+                os.close(fd)
+            return None
+        return cls(fds[0], shared, fds[2], fds[3], socket.socket(fileno=fds[4]), pid)
+
+    def close(self) -> None:
+        self.shared.close()
+        self.listener.close()
+        os.close(self.device)
+
+
+def listen(path: Path) -> socket.socket:
+    path.unlink(missing_ok=True)
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    listener.bind(str(path))
+    listener.listen(4)
+    return listener
+
+
+def is_unmounted(device: int) -> bool:
+    """Has the kernel closed this /dev/fuse connection?"""
+    poll = select.poll()
+    poll.register(device, 0)
+    return any(events & select.POLLERR for _, events in poll.poll(0))
+
+
+class FastPath:
+    """The running program of one mount."""
+
+    def __init__(
+        self,
+        held: Inheritance,
+        path: Path,
+        *,
+        session: Path,
+        durable: Path,
+        log_path: Path,
+        received: Callable[[Message, int, int, bytes], None],
+        unmounted: Callable[[], None],
+    ) -> None:
+        """`path`: of the listening socket. `received`: told of each message (type, a, b, data).
+
+        `unmounted`: the mount is gone.
+        """
+        # dependencies
+        self._held = held
+        self._path = path
+        self._session = session
+        self._durable = durable
+        self._log_path = log_path
+        self._received = received
+        self._unmounted = unmounted
+        # state
+        self._pid = held.pid
+        self._process: subprocess.Popen[bytes] | None = None
+        self._connection: socket.socket | None = None
+        self._attached = False
+        self._stopping = False
+        self._ended = trio.Event()
+        self.starts = 0
+        """How often the program was started."""
+        # Both ends: a message that either side has not read yet outlives both.
+        self._ours, self._python = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        force = getattr(socket, "SO_SNDBUFFORCE", 32)
+        for end in (self._ours, self._python):
+            try:
+                end.setsockopt(socket.SOL_SOCKET, force, SOCKET_BUFFER_BYTES)
+            except PermissionError:  # what there is must do: no message is larger than 160 KiB (hazard 5)
+                end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SOCKET_BUFFER_BYTES)
+
+    @property
+    def pid(self) -> int:
+        return self._pid
+
+    def mountpoint_for_pyfuse3(self) -> str:
+        """libfuse takes an open descriptor under this name; it closes it at the end."""
+        return f"/dev/fd/{os.dup(self._python.fileno())}"
+
+    async def run(self, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
+        """Keep a fast path running until the mount is gone. Started when the first one is attached."""
+        pause_s = 0.0
+        told = False
+        while not self._stopping and not is_unmounted(self._held.device):
+            started = trio.current_time()
+            if not self._pid:
+                self._spawn()
+            pidfd = os.pidfd_open(self._pid)
+            try:
+                async with trio.open_nursery() as nursery:
+                    nursery.start_soon(self._until_death, pidfd, nursery.cancel_scope)
+                    with contextlib.suppress(EOFError, OSError):
+                        await self._attach()
+                        if not told:
+                            told = True
+                            task_status.started()
+                        while True:
+                            self._received(*await self._next())
+                    await trio.sleep_forever()  # it is about to die
+            finally:
+                os.close(pidfd)
+            self._bury()
+            if self._stopping or is_unmounted(self._held.device):
+                break
+            log.warning("the fast path has ended; starting another")
+            lived = trio.current_time() - started
+            pause_s = 0.0 if lived > _SETTLED_S else min(max(0.05, 2 * pause_s), _MAX_PAUSE_S)
+            await trio.sleep(pause_s)
+        self._ended.set()
+        self._unmounted()
+
+    def _spawn(self) -> None:
+        held = self._held
+        fds = {
+            "--device": held.device,
+            "--shared": held.shared.fd,
+            "--source": held.source,
+            "--blob": held.blob,
+            "--listener": held.listener.fileno(),
+        }
+        command = [str(PROGRAM)]
+        for name, fd in fds.items():
+            command += (name, str(fd))
+        command += ("--session", str(self._session), "--durable", str(self._durable))
+        with open(self._log_path, "ab") as log_file:
+            self._process = subprocess.Popen(
+                command,
+                pass_fds=tuple(fds.values()),
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=log_file,
+                start_new_session=True,
+            )
+        self._pid = self._process.pid
+        self.starts += 1
+
+    async def _until_death(self, pidfd: int, scope: trio.CancelScope) -> None:
+        await trio.lowlevel.wait_readable(pidfd)
+        scope.cancel()
+
+    async def _attach(self) -> None:
+        self._connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._connection.connect(str(self._path))
+        self._connection.setblocking(False)
+        _send(
+            self._connection,
+            Message.ATTACH,
+            a=_SAME_PYTHON if self._attached else 0,
+            fds=(self._ours.fileno(), self._python.fileno()),
+        )
+        kind, _, _, _ = await self._next()
+        assert kind is Message.ATTACHED
+        self._attached = True
+
+    async def _next(self) -> tuple[Message, int, int, bytes]:
+        assert self._connection is not None
+        while True:
+            try:
+                data = self._connection.recv(MESSAGE_BYTES)
+                break
+            except BlockingIOError:
+                await trio.lowlevel.wait_readable(self._connection)
+        if not data:
+            raise EOFError
+        return _parse(data)
+
+    def send(self, kind: Message, a: int = 0, b: int = 0) -> None:
+        if self._connection is not None:
+            with contextlib.suppress(OSError):  # it has died; the next one asks again
+                _send(self._connection, kind, a, b)
+
+    def _bury(self) -> None:
+        if self._process is not None:
+            self._process.wait()
+        self._process = None
+        self._pid = 0
+        if self._connection is not None:
+            with contextlib.suppress(OSError):  # what it said last
+                while data := self._connection.recv(MESSAGE_BYTES):
+                    self._received(*_parse(data))
+            self._connection.close()
+            self._connection = None
+
+    async def stop(self) -> None:
+        """Let the program finish what it has to append, and end it."""
+        self._stopping = True
+        for number in (signal.SIGTERM, signal.SIGKILL):
+            if self._ended.is_set():
+                break
+            if self._pid:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(self._pid, number)
+            with trio.move_on_after(_STOP_TIMEOUT_S):
+                await self._ended.wait()
+
+    def close(self) -> None:
+        self._ours.close()
+        self._python.close()

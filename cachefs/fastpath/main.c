@@ -1,0 +1,168 @@
+/* cachefs-fastpath: between /dev/fuse and pyfuse3. docs/FASTPATH.md says what it promises.
+ *
+ * Started by the daemon, which gives it descriptors: /dev/fuse, the shared memory, the source's directory, the blob and
+ * a listening socket. It outlives the daemon, and ends when the mount does. */
+#include <errno.h>
+#include <pthread.h>
+#include <signal.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/eventfd.h>
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include "control.h"
+#include "fill.h"
+#include "serve.h"
+
+#define STACK_BYTES (256u << 10)
+
+static int fail(const char *what, const char *why)
+{
+    fprintf(stderr, "fast path: %s: %s\n", what, why);
+    return 1;
+}
+
+#define FIELD(type, field) \
+    printf("%s{\"struct\": \"%s\", \"field\": \"%s\", \"offset\": %zu, \"size\": %zu}", comma, #type, #field, \
+           offsetof(struct type, field), sizeof(((struct type *)0)->field)), comma = ",\n "
+
+/* For the test that compares this with Python's structs. */
+static int print_layout(void)
+{
+    const char *comma = "[";
+    FIELD(inode_record, flags); FIELD(inode_record, mode); FIELD(inode_record, nlink); FIELD(inode_record, uid);
+    FIELD(inode_record, gid); FIELD(inode_record, rdev); FIELD(inode_record, blksize); FIELD(inode_record, size);
+    FIELD(inode_record, blocks); FIELD(inode_record, atime_ns); FIELD(inode_record, mtime_ns);
+    FIELD(inode_record, ctime_ns); FIELD(inode_record, btime_ns); FIELD(inode_record, device);
+    FIELD(inode_record, source_inode); FIELD(inode_record, version); FIELD(inode_record, stamp);
+    FIELD(inode_record, entries_stamp); FIELD(inode_record, next_position); FIELD(inode_record, expires_ns);
+    FIELD(inode_record, lookups);
+    FIELD(dentry_record, flags); FIELD(dentry_record, inode); FIELD(dentry_record, stamp);
+    FIELD(dentry_record, position);
+    FIELD(extent_record, flags); FIELD(extent_record, length); FIELD(extent_record, blob_offset);
+    FIELD(extent_record, version); FIELD(extent_record, record_bytes);
+    FIELD(shared, magic); FIELD(shared, version); FIELD(shared, slot_count); FIELD(shared, slot_bytes);
+    FIELD(shared, flags); FIELD(shared, threads); FIELD(shared, fetch_threads); FIELD(shared, seed);
+    FIELD(shared, small_file_bytes); FIELD(shared, reconnect_timeout_ns); FIELD(shared, source_timeout_ns);
+    FIELD(shared, simulate_latency_ns); FIELD(shared, root_device); FIELD(shared, run); FIELD(shared, floor);
+    FIELD(shared, serving); FIELD(shared, capacity_bytes); FIELD(shared, committed_bytes); FIELD(shared, settled);
+    FIELD(shared, pending_bytes); FIELD(shared, held_bytes); FIELD(shared, counters);
+    FIELD(filled, report); FIELD(filled, inode); FIELD(filled, offset); FIELD(filled, version);
+    FIELD(filled, blob_offset); FIELD(filled, record_bytes); FIELD(filled, length); FIELD(filled, checksums);
+    FIELD(control, type); FIELD(control, length); FIELD(control, a); FIELD(control, b);
+    printf(",\n {\"shared_bytes\": %zu, \"counters\": %zu, \"threads\": %d}]\n", SHARED_BYTES, sizeof(struct counters),
+           MAX_THREADS);
+    return 0;
+}
+
+struct arguments {
+    int device, shared, source, blob, listener;
+    const char *session, *durable;
+};
+
+static bool parse_arguments(int count, char **values, struct arguments *out)
+{
+    *out = (struct arguments){-1, -1, -1, -1, -1, NULL, NULL};
+    struct { const char *name; int *fd; const char **path; } known[] = {
+        {"--device", &out->device, NULL}, {"--shared", &out->shared, NULL},     {"--source", &out->source, NULL},
+        {"--blob", &out->blob, NULL},     {"--listener", &out->listener, NULL}, {"--session", NULL, &out->session},
+        {"--durable", NULL, &out->durable},
+    };
+    for (int i = 1; i + 1 < count; i += 2)
+        for (size_t k = 0; k < sizeof known / sizeof *known; k++)
+            if (!strcmp(values[i], known[k].name)) {
+                if (known[k].fd)
+                    *known[k].fd = atoi(values[i + 1]);
+                else
+                    *known[k].path = values[i + 1];
+            }
+    return out->device >= 0 && out->shared >= 0 && out->source >= 0 && out->blob >= 0 && out->listener >= 0 &&
+           out->session && out->durable;
+}
+
+static struct shared *map_shared(int fd)
+{
+    struct shared *shared = mmap(NULL, SHARED_BYTES, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
+    if (shared == MAP_FAILED)
+        return NULL;
+    if (shared->magic != SHARED_MAGIC || shared->version != SHARED_VERSION || shared->slot_count != SLOT_COUNT ||
+        shared->slot_bytes != SLOT_BYTES) {
+        errno = EPROTO;
+        return NULL;
+    }
+    return shared;
+}
+
+static int ended;
+
+static void end(int signal)
+{
+    (void)signal;
+    uint64_t one = 1;
+    if (write(ended, &one, sizeof one) < 0)
+        _exit(1);
+}
+
+static void *work(void *context)
+{
+    worker_run(context);
+    end(0);
+    return NULL;
+}
+
+int main(int count, char **values)
+{
+    if (count == 2 && !strcmp(values[1], "--layout"))
+        return print_layout();
+    struct arguments arguments;
+    if (!parse_arguments(count, values, &arguments))
+        return fail("usage", "this program is started by cachefs, not by hand");
+    signal(SIGPIPE, SIG_IGN);
+    signal(SIGINT, SIG_IGN);
+    signal(SIGHUP, SIG_IGN);
+
+    static struct fastpath fastpath;
+    static struct control_socket control;
+    fastpath = (struct fastpath){.device = arguments.device, .source = arguments.source};
+    if (!(fastpath.shared = map_shared(arguments.shared)))
+        return fail("the shared memory cannot be used", strerror(errno));
+    int error = index_open(&fastpath.index, arguments.session, arguments.durable, fastpath.shared);
+    if (error)
+        return fail("the index cannot be opened", mdb_strerror(error));
+    if (!blob_open(&fastpath.blob, arguments.blob, fastpath.shared->seed))
+        return fail("the blob cannot be opened", strerror(errno));
+    if ((ended = eventfd(0, EFD_CLOEXEC)) < 0)
+        return fail("eventfd", strerror(errno));
+    signal(SIGTERM, end);
+
+    relay_init(&fastpath.relay, fastpath.shared, fastpath.device);
+    control_init(&control, &fastpath, arguments.listener, arguments.shared, arguments.blob);
+    uint32_t threads = fastpath.shared->threads;
+    if (!threads || threads > MAX_THREADS)
+        return fail("the shared memory cannot be used", "impossible number of threads");
+    if (fill_start(&fastpath, &control))
+        return fail("threads cannot be started", strerror(errno));
+    if ((error = relay_start(&fastpath.relay)))
+        return fail("threads cannot be started", strerror(error));
+    struct worker *workers = calloc(threads, sizeof *workers);
+    pthread_attr_t attributes;
+    pthread_attr_init(&attributes);
+    pthread_attr_setstacksize(&attributes, STACK_BYTES);
+    for (uint32_t i = 0; i < threads; i++)
+        if (!workers || (error = worker_init(&workers[i], &fastpath, &fastpath.shared->counters[i])))
+            return fail("a thread cannot be set up", workers ? mdb_strerror(error) : strerror(ENOMEM));
+    /* What a predecessor had read and not answered. */
+    while ((workers[0].slot = relay_next_orphan(&fastpath.relay)) != NO_SLOT) {
+        serve(&workers[0]);
+        if (workers[0].slot != NO_SLOT)
+            relay_free_slot(&fastpath.relay, workers[0].slot);
+    }
+    for (uint32_t i = 0; i < threads; i++)
+        if ((error = pthread_create(&workers[i].thread, &attributes, work, &workers[i])))
+            return fail("a thread cannot be started", strerror(error));
+    control_run(&control, ended);
+    fill_drain(fastpath.fill);
+    _exit(0); /* the mount is gone; so is whatever the other threads are at */
+}

@@ -1,0 +1,569 @@
+#include "relay.h"
+
+#include <errno.h>
+#include <poll.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/socket.h>
+#include <sys/uio.h>
+#include <unistd.h>
+
+#include "index.h"
+
+#define MESSAGE_BYTES (160u << 10)
+#define INIT_SLOT 0xffffu
+#define PYTHON_MINOR 13 /* so that libfuse neither splices nor expects anything newer of us (hazards 5, 6) */
+
+struct split { /* a READ that was passed on in parts */
+    uint32_t count, sent, done;
+    int error;
+    uint32_t lengths[MAX_PARTS];
+    uint8_t data[];
+};
+
+void *slot_data(const struct relay *relay, uint32_t slot)
+{
+    return relay->data + (size_t)slot * SLOT_BYTES;
+}
+
+static struct slot_head *head_of(const struct relay *relay, uint32_t slot)
+{
+    return &relay->shared->slots[slot];
+}
+
+static enum slot_state state_of(const struct relay *relay, uint32_t slot)
+{
+    return (enum slot_state)(head_of(relay, slot)->word & 0xff);
+}
+
+static void set_state(struct relay *relay, uint32_t slot, enum slot_state state)
+{
+    struct slot_head *head = head_of(relay, slot);
+    head->word = (head->word & ~(uint64_t)0xff) | state;
+}
+
+/* A new life of the slot: answers to the old one find nobody. */
+static void renew(struct relay *relay, uint32_t slot, enum slot_state state)
+{
+    head_of(relay, slot)->word = ++relay->shared->generation << 8 | state;
+}
+
+void reply(int device, uint64_t unique, int error, const void *data, size_t length)
+{
+    struct fuse_out_header header = {.len = (uint32_t)(sizeof header + length), .error = -error, .unique = unique};
+    struct iovec parts[2] = {{&header, sizeof header}, {(void *)data, length}};
+    /* ENOENT: the caller was interrupted, or a predecessor has answered. */
+    if (writev(device, parts, length ? 2 : 1) < 0 && errno != ENOENT && errno != ENODEV)
+        fprintf(stderr, "fast path: cannot answer the kernel: %s\n", strerror(errno));
+}
+
+static void free_locked(struct relay *relay, uint32_t slot)
+{
+    free(relay->splits[slot]);
+    relay->splits[slot] = NULL;
+    renew(relay, slot, SLOT_FREE);
+    relay->free[relay->free_count++] = slot;
+}
+
+static void fail_locked(struct relay *relay, uint32_t slot, int error)
+{
+    reply(relay->device, head_of(relay, slot)->unique, error, NULL, 0);
+    free_locked(relay, slot);
+}
+
+static void doubt_locked(struct relay *relay, uint32_t slot)
+{
+    reply(relay->device, head_of(relay, slot)->unique, EIO, NULL, 0);
+    set_state(relay, slot, SLOT_IN_DOUBT);
+}
+
+static bool parse_slot(const struct relay *relay, uint32_t slot, struct request *request)
+{
+    return request_parse(slot_data(relay, slot), head_of(relay, slot)->length, request);
+}
+
+uint32_t relay_take_slot(struct relay *relay)
+{
+    pthread_mutex_lock(&relay->lock);
+    uint32_t slot = relay->free_count ? relay->free[--relay->free_count] : NO_SLOT;
+    if (slot != NO_SLOT) {
+        head_of(relay, slot)->length = 0;
+        renew(relay, slot, SLOT_READING);
+    }
+    pthread_mutex_unlock(&relay->lock);
+    return slot;
+}
+
+void relay_free_slot(struct relay *relay, uint32_t slot)
+{
+    pthread_mutex_lock(&relay->lock);
+    free_locked(relay, slot);
+    pthread_mutex_unlock(&relay->lock);
+}
+
+void relay_ready_slot(struct relay *relay, uint32_t slot)
+{
+    /* A successor tells by the message itself whether one has arrived: nothing runs between its arrival and a kill. */
+    memset(slot_data(relay, slot), 0, sizeof(struct fuse_in_header));
+    head_of(relay, slot)->length = 0;
+}
+
+void relay_fill_slot(struct relay *relay, uint32_t slot, uint32_t length, uint64_t unique)
+{
+    struct slot_head *head = head_of(relay, slot);
+    head->unique = unique;
+    head->parts = 0;
+    head->length = length;
+}
+
+/* --- passing on -------------------------------------------------------------------------------------------------- */
+
+static uint64_t unique_of(const struct relay *relay, uint32_t slot, uint32_t part)
+{
+    return head_of(relay, slot)->word >> 8 << 24 | (uint64_t)part << 16 | slot;
+}
+
+static bool send_message(int python, const void *message, size_t length)
+{
+    return send(python, message, length, MSG_DONTWAIT | MSG_NOSIGNAL) == (ssize_t)length;
+}
+
+static bool send_parts(struct relay *relay, uint32_t slot, const struct request *request)
+{
+    struct split *split = relay->splits[slot];
+    const struct fuse_read_in *whole = request->body;
+    while (split->sent < split->count) {
+        struct {
+            struct fuse_in_header header;
+            struct fuse_read_in read;
+        } message = {*request->header, *whole};
+        uint32_t from = split->sent * PART_BYTES, rest = whole->size - from;
+        message.header.unique = unique_of(relay, slot, split->sent);
+        message.header.len = sizeof message;
+        message.read.offset = whole->offset + from;
+        message.read.size = rest < PART_BYTES ? rest : PART_BYTES;
+        if (!send_message(relay->python, &message, sizeof message))
+            return false;
+        split->sent++;
+    }
+    return true;
+}
+
+static bool must_split(const struct request *request)
+{
+    return request->header->opcode == FUSE_READ && ((const struct fuse_read_in *)request->body)->size > PART_BYTES;
+}
+
+/* False: not now. errno EAGAIN: its queue is full; else it is gone. */
+static bool send_locked(struct relay *relay, uint32_t slot)
+{
+    struct request request;
+    if (!parse_slot(relay, slot, &request)) {
+        fail_locked(relay, slot, EIO);
+        return true;
+    }
+    uint32_t opcode = request.header->opcode;
+    if (must_split(&request)) {
+        uint32_t size = ((struct fuse_read_in *)request.body)->size;
+        uint32_t count = (size + PART_BYTES - 1) / PART_BYTES;
+        struct split *split = relay->splits[slot];
+        if (!split && count <= MAX_PARTS && (split = calloc(1, sizeof *split + size))) {
+            split->count = count;
+            relay->splits[slot] = split;
+        }
+        if (!split) {
+            fail_locked(relay, slot, EIO);
+            return true;
+        }
+        head_of(relay, slot)->parts = count;
+    }
+    head_of(relay, slot)->since_ns = monotonic_ns();
+    set_state(relay, slot, SLOT_PASSING);
+    bool sent;
+    if (relay->splits[slot]) {
+        sent = send_parts(relay, slot, &request);
+    } else {
+        request.header->unique = unique_of(relay, slot, 0);
+        sent = send_message(relay->python, request.header, request.header->len);
+        int error = errno;
+        request.header->unique = head_of(relay, slot)->unique;
+        errno = error;
+    }
+    if (!sent) {
+        set_state(relay, slot, SLOT_QUEUED);
+        return false;
+    }
+    if (opcode == FUSE_FORGET || opcode == FUSE_BATCH_FORGET)
+        free_locked(relay, slot); /* nobody answers those */
+    else
+        set_state(relay, slot, SLOT_PASSED);
+    return true;
+}
+
+static void enqueue_locked(struct relay *relay, uint32_t slot)
+{
+    set_state(relay, slot, SLOT_QUEUED);
+    uint32_t at = (relay->queue_head + relay->queue_count++) % SLOT_COUNT;
+    relay->queue[at].slot = slot;
+    relay->queue[at].word = head_of(relay, slot)->word;
+    pthread_cond_broadcast(&relay->changed);
+}
+
+void relay_pass(struct relay *relay, uint32_t slot)
+{
+    pthread_mutex_lock(&relay->lock);
+    uint32_t opcode = ((struct fuse_in_header *)slot_data(relay, slot))->opcode;
+    bool forget = opcode == FUSE_FORGET || opcode == FUSE_BATCH_FORGET;
+    if (relay->python < 0 && forget)
+        free_locked(relay, slot); /* a record too many in the session; a slot would cost more */
+    else if (relay->given_up)
+        fail_locked(relay, slot, EIO);
+    else if (relay->python < 0 || relay->queue_count || !send_locked(relay, slot))
+        enqueue_locked(relay, slot);
+    pthread_mutex_unlock(&relay->lock);
+}
+
+/* A thread of its own: what could not be sent at once. */
+static void *run_sender(void *context)
+{
+    struct relay *relay = context;
+    pthread_mutex_lock(&relay->lock);
+    while (!relay->stopping) {
+        if (relay->python < 0 || relay->going || !relay->queue_count) {
+            pthread_cond_wait(&relay->changed, &relay->lock);
+            continue;
+        }
+        uint32_t slot = relay->queue[relay->queue_head].slot;
+        bool current = head_of(relay, slot)->word == relay->queue[relay->queue_head].word;
+        if (!current || send_locked(relay, slot)) {
+            relay->queue_head = (relay->queue_head + 1) % SLOT_COUNT;
+            relay->queue_count--;
+            continue;
+        }
+        struct pollfd wait = {relay->python, POLLOUT, 0};
+        pthread_mutex_unlock(&relay->lock);
+        poll(&wait, 1, 100);
+        pthread_mutex_lock(&relay->lock);
+    }
+    pthread_mutex_unlock(&relay->lock);
+    return NULL;
+}
+
+static void send_init_locked(struct relay *relay)
+{
+    struct shared *shared = relay->shared;
+    if (relay->python < 0 || !shared->init_length || shared->init_passed)
+        return;
+    struct {
+        struct fuse_in_header header;
+        uint8_t body[INIT_BYTES];
+    } message = {.header = {.opcode = FUSE_INIT, .unique = INIT_SLOT}};
+    /* Without FUSE_INIT_EXT the kernel's first struct: major, minor, max_readahead, flags. */
+    struct fuse_init_in *init = (struct fuse_init_in *)message.body;
+    memcpy(message.body, shared->init, sizeof message.body);
+    init->minor = PYTHON_MINOR;
+    init->flags &= ~(uint32_t)FUSE_INIT_EXT;
+    message.header.len = sizeof message.header + 16;
+    if (send_message(relay->python, &message, message.header.len))
+        shared->init_passed = 1;
+    else
+        fprintf(stderr, "fast path: cannot pass INIT on: %s\n", strerror(errno));
+}
+
+void relay_pass_init(struct relay *relay)
+{
+    pthread_mutex_lock(&relay->lock);
+    send_init_locked(relay);
+    pthread_mutex_unlock(&relay->lock);
+}
+
+bool relay_interrupt(struct relay *relay, uint64_t unique)
+{
+    bool found = false;
+    pthread_mutex_lock(&relay->lock);
+    for (uint32_t slot = 0; slot < SLOT_COUNT && !found; slot++) {
+        enum slot_state state = state_of(relay, slot);
+        struct fuse_in_header *header = slot_data(relay, slot);
+        if ((state != SLOT_PASSED && state != SLOT_QUEUED) || head_of(relay, slot)->unique != unique ||
+            !request_interruptible(header->opcode))
+            continue;
+        found = true;
+        if (state == SLOT_QUEUED) {
+            fail_locked(relay, slot, EINTR);
+        } else {
+            reply(relay->device, unique, EINTR, NULL, 0);
+            set_state(relay, slot, SLOT_ANSWERED);
+        }
+    }
+    pthread_mutex_unlock(&relay->lock);
+    return found;
+}
+
+/* --- answers ------------------------------------------------------------------------------------------------------ */
+
+static void finish_part(struct relay *relay, uint32_t slot, uint32_t part, const struct fuse_out_header *answer)
+{
+    struct split *split = relay->splits[slot];
+    uint32_t length = answer->len - (uint32_t)sizeof *answer;
+    if (!split || part >= split->count || length > PART_BYTES)
+        return;
+    if (answer->error)
+        split->error = -answer->error;
+    memcpy(split->data + (size_t)part * PART_BYTES, answer + 1, length);
+    split->lengths[part] = length;
+    if (++split->done < split->count)
+        return;
+    size_t total = 0;
+    for (uint32_t i = 0; i < split->count; i++) { /* up to the first short one: there the file ends */
+        total += split->lengths[i];
+        if (split->lengths[i] < PART_BYTES)
+            break;
+    }
+    if (state_of(relay, slot) == SLOT_PASSED)
+        reply(relay->device, head_of(relay, slot)->unique, split->error, split->data, split->error ? 0 : total);
+    free_locked(relay, slot);
+}
+
+static void deliver(struct relay *relay, struct fuse_out_header *answer, size_t length)
+{
+    if (length < sizeof *answer || answer->len != length || !answer->unique)
+        return;
+    uint32_t slot = answer->unique & 0xffff, part = answer->unique >> 16 & 0xff;
+    if (slot >= SLOT_COUNT)
+        return; /* of INIT. Notifications do not come this way: Python writes them to /dev/fuse itself (hazard 1) */
+    pthread_mutex_lock(&relay->lock);
+    enum slot_state state = state_of(relay, slot);
+    bool known = unique_of(relay, slot, part) == answer->unique && (state == SLOT_PASSED || state == SLOT_ANSWERED);
+    if (known && relay->splits[slot]) {
+        finish_part(relay, slot, part, answer);
+    } else if (known) {
+        answer->unique = head_of(relay, slot)->unique;
+        if (state == SLOT_PASSED && write(relay->device, answer, length) < 0 && errno != ENOENT && errno != ENODEV) {
+            fprintf(stderr, "fast path: answer refused: %s\n", strerror(errno));
+            reply(relay->device, answer->unique, EIO, NULL, 0);
+        }
+        free_locked(relay, slot);
+    }
+    pthread_mutex_unlock(&relay->lock);
+}
+
+/* Python is gone and all its answers are out. What it had and nobody answered: again, if that can do no harm. */
+static void settle_locked(struct relay *relay)
+{
+    static uint8_t unread[SLOT_COUNT];
+    static uint8_t message[MESSAGE_BYTES];
+    memset(unread, 0, sizeof unread);
+    ssize_t length;
+    while (relay->python_end >= 0 &&
+           (length = recv(relay->python_end, message, sizeof message, MSG_DONTWAIT)) >= (ssize_t)sizeof(struct fuse_in_header)) {
+        uint64_t unique = ((struct fuse_in_header *)message)->unique;
+        uint32_t slot = unique & 0xffff;
+        if (slot < SLOT_COUNT && unique_of(relay, slot, unique >> 16 & 0xff) == unique)
+            unread[slot] = 1; /* it never saw this one */
+    }
+    for (uint32_t slot = 0; slot < SLOT_COUNT; slot++) {
+        enum slot_state state = state_of(relay, slot);
+        struct request request;
+        if (state == SLOT_ANSWERED) {
+            free_locked(relay, slot);
+        } else if (state == SLOT_PASSED || state == SLOT_PASSING) {
+            bool sound = parse_slot(relay, slot, &request);
+            if (sound && (unread[slot] || !request_changes(&request))) {
+                free(relay->splits[slot]);
+                relay->splits[slot] = NULL;
+                renew(relay, slot, SLOT_QUEUED);
+                enqueue_locked(relay, slot);
+                continue;
+            }
+            if (sound)
+                doubt_locked(relay, slot);
+            else
+                fail_locked(relay, slot, EIO);
+        }
+    }
+}
+
+static void close_python_locked(struct relay *relay)
+{
+    if (relay->python >= 0)
+        close(relay->python);
+    if (relay->python_end >= 0)
+        close(relay->python_end);
+    relay->python = relay->python_end = -1;
+    relay->going = false;
+    relay->absent_since_ns = monotonic_ns();
+    pthread_cond_broadcast(&relay->changed);
+}
+
+/* A thread of its own: Python's answers on their way to the kernel. */
+static void *run_receiver(void *context)
+{
+    struct relay *relay = context;
+    uint8_t *message = malloc(MESSAGE_BYTES);
+    pthread_mutex_lock(&relay->lock);
+    while (message && !relay->stopping) {
+        int python = relay->python;
+        if (python < 0) {
+            pthread_cond_wait(&relay->changed, &relay->lock);
+            continue;
+        }
+        pthread_mutex_unlock(&relay->lock);
+        /* Looked at, delivered, and only then taken: if we are killed in between the successor delivers it again, and
+         * the kernel, which has been answered, says ENOENT. */
+        ssize_t length = recv(python, message, MESSAGE_BYTES, MSG_PEEK);
+        if (length > 0) {
+            deliver(relay, (struct fuse_out_header *)message, (size_t)length);
+            recv(python, message, 1, MSG_TRUNC);
+        }
+        pthread_mutex_lock(&relay->lock);
+        if (length == 0 || (length < 0 && errno != EINTR)) {
+            if (!relay->stopping) {
+                settle_locked(relay);
+                close_python_locked(relay);
+            }
+        }
+    }
+    pthread_mutex_unlock(&relay->lock);
+    free(message);
+    return NULL;
+}
+
+/* --- coming and going --------------------------------------------------------------------------------------------- */
+
+void relay_init(struct relay *relay, struct shared *shared, int device)
+{
+    *relay = (struct relay){
+        .shared = shared,
+        .data = (uint8_t *)shared + SHARED_HEAD_BYTES,
+        .device = device,
+        .python = -1,
+        .python_end = -1,
+        .absent_since_ns = monotonic_ns(),
+    };
+    pthread_mutex_init(&relay->lock, NULL);
+    pthread_cond_init(&relay->changed, NULL);
+    for (uint32_t slot = SLOT_COUNT; slot-- > 0;) {
+        struct fuse_in_header *message = slot_data(relay, slot);
+        struct slot_head *head = head_of(relay, slot);
+        struct request request;
+        switch (state_of(relay, slot)) {
+        case SLOT_FREE:
+            free_locked(relay, slot);
+            break;
+        case SLOT_READING:
+            if (!message->unique || message->len < sizeof *message || message->len > SLOT_BYTES)
+                free_locked(relay, slot);
+            else
+                relay_fill_slot(relay, slot, message->len, message->unique);
+            break;
+        case SLOT_PASSING: /* did it arrive? Python may have it, or may not */
+            if (!parse_slot(relay, slot, &request)) {
+                fail_locked(relay, slot, EIO);
+                break;
+            }
+            if (request_changes(&request)) {
+                doubt_locked(relay, slot);
+                break;
+            }
+            request.header->unique = head->unique;
+            renew(relay, slot, SLOT_QUEUED);
+            enqueue_locked(relay, slot);
+            break;
+        case SLOT_PASSED:
+            if (!head->parts)
+                break;
+            renew(relay, slot, SLOT_QUEUED); /* the parts that had come died with the predecessor */
+            enqueue_locked(relay, slot);
+            break;
+        case SLOT_QUEUED:
+            enqueue_locked(relay, slot);
+            break;
+        case SLOT_IN_DOUBT:
+        case SLOT_ANSWERED:
+            break;
+        }
+    }
+}
+
+uint32_t relay_next_orphan(struct relay *relay)
+{
+    for (uint32_t slot = 0; slot < SLOT_COUNT; slot++)
+        if (state_of(relay, slot) == SLOT_READING && head_of(relay, slot)->length)
+            return slot;
+    return NO_SLOT;
+}
+
+int relay_start(struct relay *relay)
+{
+    int error = pthread_create(&relay->receiver, NULL, run_receiver, relay);
+    return error ? error : pthread_create(&relay->sender, NULL, run_sender, relay);
+}
+
+void relay_attach(struct relay *relay, int python, int python_end, bool same)
+{
+    pthread_mutex_lock(&relay->lock);
+    while (relay->python >= 0) { /* the receiver is still busy with the last one */
+        shutdown(relay->python, SHUT_RDWR);
+        pthread_cond_wait(&relay->changed, &relay->lock);
+    }
+    if (!same) {
+        relay->shared->init_passed = 0;
+        settle_locked(relay);
+    }
+    relay->python = python;
+    relay->python_end = python_end;
+    relay->given_up = false;
+    send_init_locked(relay);
+    pthread_cond_broadcast(&relay->changed);
+    pthread_mutex_unlock(&relay->lock);
+}
+
+uint32_t relay_next_doubt(struct relay *relay)
+{
+    pthread_mutex_lock(&relay->lock);
+    uint32_t slot = 0;
+    while (slot < SLOT_COUNT && state_of(relay, slot) != SLOT_IN_DOUBT)
+        slot++;
+    pthread_mutex_unlock(&relay->lock);
+    return slot < SLOT_COUNT ? slot : NO_SLOT;
+}
+
+void relay_hang_up(struct relay *relay)
+{
+    pthread_mutex_lock(&relay->lock);
+    if (relay->python >= 0) {
+        relay->going = true;
+        shutdown(relay->python, SHUT_RDWR); /* what has arrived can still be read, and then the receiver sees the end */
+    }
+    pthread_mutex_unlock(&relay->lock);
+}
+
+void relay_tick(struct relay *relay)
+{
+    pthread_mutex_lock(&relay->lock);
+    if (relay->python < 0 && !relay->given_up &&
+        monotonic_ns() - relay->absent_since_ns > relay->shared->reconnect_timeout_ns) {
+        relay->given_up = true;
+        while (relay->queue_count) {
+            uint32_t slot = relay->queue[relay->queue_head].slot;
+            if (head_of(relay, slot)->word == relay->queue[relay->queue_head].word)
+                fail_locked(relay, slot, EIO);
+            relay->queue_head = (relay->queue_head + 1) % SLOT_COUNT;
+            relay->queue_count--;
+        }
+    }
+    pthread_mutex_unlock(&relay->lock);
+}
+
+void relay_stop(struct relay *relay)
+{
+    pthread_mutex_lock(&relay->lock);
+    relay->stopping = true;
+    if (relay->python >= 0)
+        shutdown(relay->python, SHUT_RDWR);
+    pthread_cond_broadcast(&relay->changed);
+    pthread_mutex_unlock(&relay->lock);
+    pthread_join(relay->receiver, NULL);
+    pthread_join(relay->sender, NULL);
+}

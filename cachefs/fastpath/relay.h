@@ -1,0 +1,80 @@
+/* Requests in flight, and their way to Python and back.
+ *
+ * Every request is read from /dev/fuse into a slot of the shared memory. What the fast path answers itself leaves its
+ * slot at once; what is passed on keeps it until it is answered, so that a successor of either side knows what is owed.
+ *
+ * Python gets a unique of ours, which names the slot; the kernel's own stays in it. One lock guards all slots but those
+ * that threads own (SLOT_READING); a hit never takes it. */
+#ifndef CACHEFS_RELAY_H
+#define CACHEFS_RELAY_H
+
+#include <pthread.h>
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+
+#include "protocol.h"
+#include "shared.h"
+
+#define PART_BYTES (128u << 10) /* of a READ that is passed on: libfuse's reply is one message (hazard 5) */
+#define MAX_PARTS 16
+#define FAST_HANDLE ((uint64_t)1 << 63) /* in fh: ours; the rest is the inode (hazard 2) */
+#define NO_SLOT UINT32_MAX
+
+struct split;
+
+struct relay {
+    struct shared *shared;
+    uint8_t *data; /* of the slots */
+    int device;
+
+    pthread_mutex_t lock;
+    pthread_cond_t changed; /* a Python came or went, or there is something to send */
+    int python;             /* our end of its socket, -1: nobody there */
+    int python_end;         /* its end: what a dead one never read comes out here */
+    bool going;             /* told to hang up; the receiver finishes what has arrived */
+    bool given_up;          /* nobody came back in time */
+    bool stopping;
+    uint64_t absent_since_ns;
+    uint32_t free_count, queue_head, queue_count;
+    uint32_t free[SLOT_COUNT];
+    struct { uint32_t slot; uint64_t word; } queue[SLOT_COUNT];
+    struct split *splits[SLOT_COUNT];
+    pthread_t receiver, sender;
+};
+
+/* Before any thread: takes stock of what a predecessor left. Requests that it had only read are in SLOT_READING with a
+ * length; `relay_next_orphan` gives them out one by one, NO_SLOT when there are no more. */
+void relay_init(struct relay *relay, struct shared *shared, int device);
+uint32_t relay_next_orphan(struct relay *relay);
+int relay_start(struct relay *relay);
+void relay_stop(struct relay *relay);
+
+/* A Python is there. `same`: the one that has what is SLOT_PASSED. Takes both descriptors. */
+void relay_attach(struct relay *relay, int python, int python_end, bool same);
+/* Its process has died: what it answered is still delivered, the rest waits for the next one. */
+void relay_hang_up(struct relay *relay);
+/* A change of which nobody knows whether it was made, NO_SLOT if there is none. Free it when a daemon has been told. */
+uint32_t relay_next_doubt(struct relay *relay);
+/* Once in a while: gives up on waiting when that has lasted too long. */
+void relay_tick(struct relay *relay);
+
+/* A slot for a thread to read into. NO_SLOT: all are taken. */
+uint32_t relay_take_slot(struct relay *relay);
+void relay_free_slot(struct relay *relay, uint32_t slot);
+void *slot_data(const struct relay *relay, uint32_t slot);
+/* Marks a thread's own slot as empty, before it reads. */
+void relay_ready_slot(struct relay *relay, uint32_t slot);
+void relay_fill_slot(struct relay *relay, uint32_t slot, uint32_t length, uint64_t unique);
+
+/* Gives a slot away to Python; its answer goes to the kernel. */
+void relay_pass(struct relay *relay, uint32_t slot);
+/* The kernel sent its INIT, which is in `shared`. */
+void relay_pass_init(struct relay *relay);
+/* A caller stops waiting. True if it was found and answered. */
+bool relay_interrupt(struct relay *relay, uint64_t unique);
+
+/* Answers the kernel. `error`: 0 or an errno. */
+void reply(int device, uint64_t unique, int error, const void *data, size_t length);
+
+#endif

@@ -1,0 +1,45 @@
+/* What the fast path answers, and from what. */
+#ifndef CACHEFS_SERVE_H
+#define CACHEFS_SERVE_H
+
+#include <pthread.h>
+#include <stdbool.h>
+#include <stdint.h>
+
+#include "blob.h"
+#include "index.h"
+#include "protocol.h"
+#include "relay.h"
+
+struct fill;
+
+enum outcome { ANSWERED, PASS, TAKEN }; /* TAKEN: the slot is somebody else's now */
+
+/* Everything that the threads share. Made once, in main. */
+struct fastpath {
+    struct shared *shared;
+    struct index index;
+    struct blob blob;
+    struct relay relay;
+    struct fill *fill; /* NULL: misses are Python's */
+    int device, source;
+};
+
+/* A thread that reads requests from /dev/fuse. */
+struct worker {
+    struct fastpath *fastpath;
+    struct view view;
+    struct counters *counters;
+    uint32_t slot;
+    void *scratch[2]; /* of SCRATCH_BYTES: a READ touches two units at most */
+    pthread_t thread;
+};
+
+int worker_init(struct worker *worker, struct fastpath *fastpath, struct counters *counters);
+/* Until the mount is gone. */
+void *worker_run(void *worker);
+/* Answers one request, or passes it on, which takes the slot away. */
+void serve(struct worker *worker);
+
+
+#endif

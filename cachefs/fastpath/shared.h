@@ -1,0 +1,106 @@
+/* The memory that the daemon and the fast path share: a memfd that both hold, so that it outlives either.
+ *
+ * It has what a successor must know: how the mount was set up, what was negotiated with the kernel, and the requests
+ * that have been read from /dev/fuse and not been answered (hazard 9). `shared.py` has the same layout. */
+#ifndef CACHEFS_SHARED_H
+#define CACHEFS_SHARED_H
+
+#include <assert.h>
+#include <stdatomic.h>
+#include <stddef.h>
+#include <stdint.h>
+
+#define SHARED_MAGIC 0x48505443u /* "CTPH" */
+#define SHARED_VERSION 1
+#define MAX_THREADS 192
+#define SLOT_COUNT 2048
+#define SLOT_BYTES (140u << 10) /* of one request: a WRITE of 128 KiB and what surrounds it */
+#define INIT_BYTES 128
+
+enum shared_flag {
+    PINS_EVERYTHING = 1, /* a read-only mount of a dataset that is complete */
+    PINS_FILES = 2,      /* not --cache=none */
+    NO_OPEN = 4,         /* nothing is mutable: OPEN, OPENDIR and FLUSH are answered ENOSYS (hazard 3) */
+    READ_ONLY = 8,
+    KEEPS_DATA = 16,     /* --cache=full: what is fetched is appended to the blob */
+};
+
+struct counters { /* one for each thread, so that counting needs no lock */
+    uint64_t hits, hit_bytes, misses, miss_bytes;
+    uint64_t answered, passed, failed, corrupt;
+    uint64_t source_opens, source_reads, source_fstats, stale_reads;
+    uint64_t skipped_admissions, timeouts, reserved[2];
+};
+static_assert(sizeof(struct counters) == 128, "two cache lines");
+
+struct slot_head {
+    _Atomic uint64_t word;  /* generation << 8 | enum slot_state */
+    uint64_t unique;        /* the kernel's */
+    uint64_t since_ns;      /* CLOCK_MONOTONIC when it was passed on */
+    uint32_t length;        /* of the request */
+    uint32_t parts;         /* a READ that was passed on in this many pieces */
+};
+
+enum slot_state {
+    SLOT_FREE,
+    SLOT_READING,  /* a thread's own: what it reads next, or handles now. length 0: nothing yet */
+    SLOT_QUEUED,   /* to be passed on */
+    SLOT_PASSING,  /* being sent: it may have arrived or not */
+    SLOT_PASSED,   /* Python has it */
+    SLOT_IN_DOUBT, /* answered EIO: a Python that died may have done it. Kept until a daemon has been told */
+    SLOT_ANSWERED, /* the kernel was answered (EINTR), Python's answer is still to come */
+};
+
+struct shared {
+    uint32_t magic, version, slot_count, slot_bytes;
+    /* How the mount was set up: written by the daemon before the fast path starts. */
+    uint32_t flags, threads, fetch_threads, reserved;
+    uint64_t seed, small_file_bytes, reconnect_timeout_ns, source_timeout_ns, simulate_latency_ns, root_device;
+    /* Written by the daemon at any time. */
+    _Atomic uint64_t run, floor;
+    _Atomic uint64_t serving;         /* 0: answer nothing from the index */
+    _Atomic uint64_t capacity_bytes;  /* of the blob */
+    _Atomic uint64_t committed_bytes; /* records of the blob that the index has */
+    _Atomic uint64_t settled;         /* reports up to this number are in the index, or will never be */
+    /* Written by the fast path. */
+    uint32_t init_length;             /* of the kernel's INIT, 0: not arrived */
+    uint32_t init_passed;             /* to the Python that is there now */
+    uint8_t init[INIT_BYTES];
+    _Atomic uint64_t generation;      /* of slots, never used twice */
+    _Atomic uint64_t pending_bytes;   /* records that were appended and are not settled */
+    _Atomic uint64_t held_bytes;      /* payload that is being fetched or waits to be appended */
+    _Atomic uint64_t reported;        /* the last number given to a report, by this fast path or its predecessors */
+    _Alignas(4096) struct counters counters[MAX_THREADS];
+    struct slot_head slots[SLOT_COUNT];
+};
+static_assert(offsetof(struct shared, counters) == 4096, "shared page");
+#define SHARED_HEAD_BYTES ((sizeof(struct shared) + 4095) & ~(size_t)4095)
+#define SHARED_BYTES (SHARED_HEAD_BYTES + (size_t)SLOT_COUNT * SLOT_BYTES)
+
+/* Messages on the control socket (SOCK_SEQPACKET), each with this head. */
+enum control_type {
+    CONTROL_ATTACH = 1,   /* daemon → fast path: serve me; descriptors: the fuse socket's two ends */
+    CONTROL_ATTACHED = 2, /* fast path → daemon */
+    CONTROL_HANDOVER = 3, /* daemon → fast path: give me what you hold (a takeover) */
+    CONTROL_HELD = 4,     /* fast path → daemon; descriptors: /dev/fuse, shared memory, source, blob, listening socket */
+    CONTROL_IN_DOUBT = 5, /* fast path → daemon: a change that a dead daemon may or may not have made */
+    CONTROL_SLAB = 6,     /* fast path → daemon: needs one; daemon → fast path: a = its offset in the blob */
+    CONTROL_FILLED = 7,   /* fast path → daemon: an array of struct filled */
+    CONTROL_CHANGED = 8,  /* fast path → daemon: inode a is not in the source what version b says */
+};
+
+struct filled { /* one unit that was appended to the blob; its checksums follow */
+    uint64_t report, inode, offset, version, blob_offset, record_bytes;
+    uint32_t length, checksums;
+};
+static_assert(sizeof(struct filled) == 56, "report of a filled unit");
+
+struct control {
+    uint32_t type, length; /* of what follows */
+    uint64_t a, b;
+};
+static_assert(sizeof(struct control) == 24, "control message");
+
+#define ATTACH_SAME_PYTHON 1 /* a: the Python that has the passed requests is alive */
+
+#endif

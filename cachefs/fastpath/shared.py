@@ -1,0 +1,132 @@
+"""The memory that daemon and fast path share, as `shared.h` lays it out; a test compares the two.
+
+A memfd that both hold: what it says outlives either. Each field has one writer.
+"""
+
+import mmap
+import os
+import struct
+from dataclasses import dataclass
+
+from cachefs.attributes import NANOSECONDS
+from cachefs.options import CacheLevel, Options
+
+MAGIC = 0x48505443
+VERSION = 1
+SLOT_COUNT = 2048
+SLOT_BYTES = 140 << 10
+MAX_THREADS = 192
+COUNTERS_OFFSET = 4096
+COUNTER_BYTES = 128
+SHARED_BYTES = 293695488
+
+PINS_EVERYTHING, PINS_FILES, NO_OPEN, READ_ONLY, KEEPS_DATA = 1, 2, 4, 8, 16
+
+FIELDS = {
+    "magic": (0, "I"),
+    "version": (4, "I"),
+    "slot_count": (8, "I"),
+    "slot_bytes": (12, "I"),
+    "flags": (16, "I"),
+    "threads": (20, "I"),
+    "fetch_threads": (24, "I"),
+    "seed": (32, "Q"),
+    "small_file_bytes": (40, "Q"),
+    "reconnect_timeout_ns": (48, "Q"),
+    "source_timeout_ns": (56, "Q"),
+    "simulate_latency_ns": (64, "Q"),
+    "root_device": (72, "Q"),
+    "run": (80, "Q"),
+    "floor": (88, "Q"),
+    "serving": (96, "Q"),
+    "capacity_bytes": (104, "Q"),
+    "committed_bytes": (112, "Q"),
+    "settled": (120, "Q"),
+    "pending_bytes": (272, "Q"),
+    "held_bytes": (280, "Q"),
+}
+"""Name → (byte offset, struct format)."""
+
+_COUNTERS = struct.Struct("<14Q16x")
+
+
+@dataclass(slots=True)
+class Counters:
+    """What all threads of the fast path have counted together."""
+
+    hits: int = 0
+    hit_bytes: int = 0
+    misses: int = 0
+    miss_bytes: int = 0
+    answered: int = 0
+    """Requests that the fast path answered."""
+    passed: int = 0
+    """Requests that it passed on to Python."""
+    failed: int = 0
+    corrupt: int = 0
+    """Reads that were passed on because the record was not what had been written."""
+    source_opens: int = 0
+    source_reads: int = 0
+    source_fstats: int = 0
+    stale_reads: int = 0
+    skipped_admissions: int = 0
+    timeouts: int = 0
+
+
+def mount_flags(options: Options) -> int:
+    """What the fast path must know of how a mount was asked for. A mount keeps them for its life."""
+    flags = PINS_EVERYTHING * options.pins_everything | PINS_FILES * options.pins_files
+    # Only where nothing is mutable may OPEN never be sent again (hazard 3).
+    flags |= NO_OPEN * (options.pins_everything and not options.mutable)
+    return flags | READ_ONLY * options.read_only | KEEPS_DATA * (options.cache is CacheLevel.FULL)
+
+
+class Shared:
+    """The mapped memory. `shared["floor"] = 7` writes a field."""
+
+    def __init__(self, fd: int) -> None:
+        """Raises ValueError where it is not of this version."""
+        self.fd = fd
+        self._map = mmap.mmap(fd, COUNTERS_OFFSET + MAX_THREADS * COUNTER_BYTES)
+        if (self["magic"], self["version"]) != (MAGIC, VERSION):
+            self._map.close()
+            raise ValueError("shared memory of another version of cachefs")
+
+    @classmethod
+    def create(cls) -> "Shared":
+        fd = os.memfd_create("cachefs", os.MFD_CLOEXEC)
+        os.ftruncate(fd, SHARED_BYTES)
+        os.pwrite(fd, struct.pack("<4I", MAGIC, VERSION, SLOT_COUNT, SLOT_BYTES), 0)
+        return cls(fd)
+
+    def __getitem__(self, field: str) -> int:
+        offset, code = FIELDS[field]
+        value: int = struct.unpack_from("<" + code, self._map, offset)[0]
+        return value
+
+    def __setitem__(self, field: str, value: int) -> None:
+        offset, code = FIELDS[field]
+        struct.pack_into("<" + code, self._map, offset, value)
+
+    def configure(self, options: Options, *, seed: int, root_device: int, threads: int) -> None:
+        """Write down how the mount was set up, before the fast path starts."""
+        self["flags"] = mount_flags(options)
+        self["threads"] = threads
+        self["fetch_threads"] = options.fetch_threads
+        self["seed"] = seed
+        self["small_file_bytes"] = options.small_file_bytes
+        self["reconnect_timeout_ns"] = int(options.reconnect_timeout_s * NANOSECONDS)
+        self["source_timeout_ns"] = int(options.source_timeout_s * NANOSECONDS)
+        self["simulate_latency_ns"] = int(options.simulate_latency_s * NANOSECONDS)
+        self["root_device"] = root_device
+
+    def counters(self) -> Counters:
+        columns = zip(
+            *(_COUNTERS.unpack_from(self._map, COUNTERS_OFFSET + i * COUNTER_BYTES) for i in range(MAX_THREADS)),
+            strict=True,
+        )
+        return Counters(*map(sum, columns))
+
+    def close(self) -> None:
+        self._map.close()
+        os.close(self.fd)
