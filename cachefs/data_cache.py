@@ -150,8 +150,8 @@ class DataCache:
             try:
                 return await self._read_blob(extent, start, length), True
             except CorruptRecord as error:
-                self._metrics.corrupt_records += 1
-                self._failed("corrupt", f"a corrupt record was dropped: {error}")
+                self.corrupt(inode.number, unit[0], extent.blob_offset, str(error))
+                return None
             except OSError as error:
                 self._failed("read", f"cannot read the blob: {error}")
             self._dropped[inode.number, unit[0], extent.blob_offset] = None
@@ -159,6 +159,14 @@ class DataCache:
             return None
         finally:
             transaction.abort()
+
+    def corrupt(self, inode: int, offset: int, blob_offset: int, reason: str) -> None:
+        """A record is not what was written: count it, drop it."""
+        if (inode, offset, blob_offset) not in self._dropped:
+            self._metrics.corrupt_records += 1
+            self._failed("corrupt", f"a corrupt record was dropped: {reason}")
+            self._dropped[inode, offset, blob_offset] = None
+            self.wake()
 
     async def _read_blob(self, extent: Extent, start: int, length: int) -> memoryview:
         try:

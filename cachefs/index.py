@@ -399,6 +399,8 @@ class Index:
             result.freed.append(extent)
             return
         older = self.extent(txn, inode, offset)
+        if older is not None and older.blob_offset == extent.blob_offset:
+            return  # reported twice: the daemon that committed it died before it said so
         first = next(_prefixed(txn, self.durable.tables[Table.EXTENTS], inode_key(inode), None), None) is None
         txn.put(pair_key(inode, offset), extent.pack(), db=self.durable.tables[Table.EXTENTS])
         result.indexed.add((inode, offset))

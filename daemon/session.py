@@ -286,6 +286,8 @@ class Session:
             self._fastpath.send(Message.SLAB, self._blob.grant())
         elif message is Message.FILLED:
             self._data.filled(launcher.parse_filled(data))
+        elif message is Message.CORRUPT:
+            self._data.corrupt(a, b, int.from_bytes(data, "little"), "payload checksum")
         elif message is Message.IN_DOUBT:
             numbers, entries = touched(data)
             log.warning("a daemon died in the middle of a change to inodes %s: they are compared again", numbers)

@@ -29,7 +29,7 @@ struct appender {
     uint64_t queued_bytes;     /* records that wait to be appended */
     uint64_t next, end;        /* of the slab; equal: there is none */
     uint64_t granted;          /* offset of a slab that was granted and not begun, UINT64_MAX: none */
-    bool asked, daemon_gone, idle;
+    bool asked, daemon_gone, idle, writing;
     uint64_t settled_seen;
     struct unsettled { uint64_t report, bytes; } unsettled[1 << 16];
     uint32_t unsettled_first, unsettled_count;
@@ -220,11 +220,11 @@ static void flush_reports(struct appender *appender)
     appender->batch_used = 0;
 }
 
-static uint64_t report(struct appender *appender, const struct fetch *fetch, const struct extent *extent)
+uint32_t encode_report(uint8_t *out, const struct fetch *fetch, const struct extent *extent, uint64_t number)
 {
     uint32_t count = (uint32_t)((fetch->length + (uint64_t)BLOCK_BYTES - 1) / BLOCK_BYTES);
     struct filled filled = {
-        .report = ++appender->shared->reported,
+        .report = number,
         .inode = fetch->inode,
         .offset = fetch->offset,
         .version = extent->record.version,
@@ -233,12 +233,18 @@ static uint64_t report(struct appender *appender, const struct fetch *fetch, con
         .length = fetch->length,
         .checksums = count,
     };
-    if (appender->batch_used + sizeof filled + count * sizeof(uint64_t) > BATCH_BYTES)
+    memcpy(out, &filled, sizeof filled);
+    memcpy(out + sizeof filled, extent->checksums, count * sizeof(uint64_t));
+    return (uint32_t)(sizeof filled + count * sizeof(uint64_t));
+}
+
+static uint64_t report(struct appender *appender, const struct fetch *fetch, const struct extent *extent)
+{
+    uint64_t number = ++appender->shared->reported;
+    if (appender->batch_used + MAX_REPORT_BYTES > BATCH_BYTES)
         flush_reports(appender);
-    memcpy(appender->batch + appender->batch_used, &filled, sizeof filled);
-    memcpy(appender->batch + appender->batch_used + sizeof filled, extent->checksums, count * sizeof(uint64_t));
-    appender->batch_used += (uint32_t)(sizeof filled + count * sizeof(uint64_t));
-    return filled.report;
+    appender->batch_used += encode_report(appender->batch + appender->batch_used, fetch, extent, number);
+    return number;
 }
 
 static void append_one(struct appender *appender, struct fetch *fetch)
@@ -253,11 +259,14 @@ static void append_one(struct appender *appender, struct fetch *fetch)
     while (!(placed = place_locked(appender, bytes, &at)) && !appender->daemon_gone &&
            !pthread_cond_timedwait(&appender->changed, &appender->lock, &deadline))
         ;
+    appender->writing = placed;
     pthread_mutex_unlock(&appender->lock);
     bool written = placed && write_record(appender, fetch, at, &extent);
     if (written)
         number = report(appender, fetch, &extent);
     pthread_mutex_lock(&appender->lock);
+    appender->writing = false;
+    pthread_cond_broadcast(&appender->changed);
     appender->queued_bytes -= bytes;
     if (written) {
         uint32_t last = (appender->unsettled_first + appender->unsettled_count++) % (1 << 16);
@@ -301,13 +310,13 @@ static void *run(void *context)
     return NULL;
 }
 
-void append_attached(struct appender *appender, bool same)
+void append_attached(struct appender *appender)
 {
     pthread_mutex_lock(&appender->lock);
+    while (appender->writing) /* into a slab that was granted by another daemon, who is not there to keep it ours */
+        pthread_cond_wait(&appender->changed, &appender->lock);
     appender->daemon_gone = false;
     appender->asked = false;
-    if (!same) /* what the last daemon had not committed is lost */
-        appender->shared->settled = appender->shared->reported;
     ask_locked(appender);
     pthread_mutex_unlock(&appender->lock);
 }

@@ -393,8 +393,19 @@ void fill_slab(struct fill *fill, uint64_t offset)
 
 void fill_attached(struct fill *fill, bool same)
 {
-    if (fill)
-        append_attached(fill->appender, same);
+    if (!fill)
+        return;
+    append_attached(fill->appender);
+    /* What was reported to a daemon that died and may not have been committed: the next one is told again. */
+    uint8_t message[MAX_REPORT_BYTES];
+    pthread_mutex_lock(&fill->lock);
+    bool told = true;
+    for (struct fetch *fetch = fill->table.settle_first; !same && told && fetch; fetch = fetch->settle_next)
+        told = control_send(fill->fastpath->control, CONTROL_FILLED, 0, 0, message,
+                            encode_report(message, fetch, &fetch->extent, fetch->report));
+    if (!told) /* more than it can take at once: the rest is fetched again some day */
+        fill->fastpath->shared->settled = fill->fastpath->shared->reported;
+    pthread_mutex_unlock(&fill->lock);
 }
 
 void fill_drain(struct fill *fill)

@@ -47,7 +47,7 @@ class Message(enum.IntEnum):
     IN_DOUBT = 5
     SLAB = 6
     FILLED = 7
-    CHANGED = 8
+    CORRUPT = 8
 
 
 def is_built() -> bool:
@@ -216,7 +216,8 @@ class FastPath:
             pause_s = 0.0 if lived > _SETTLED_S else min(max(0.05, 2 * pause_s), _MAX_PAUSE_S)
             await trio.sleep(pause_s)
         self._ended.set()
-        self._unmounted()
+        if not self._stopping:
+            self._unmounted()
 
     def _spawn(self) -> None:
         held = self._held

@@ -125,7 +125,7 @@ int main(int count, char **values)
 
     static struct fastpath fastpath;
     static struct control_socket control;
-    fastpath = (struct fastpath){.device = arguments.device, .source = arguments.source};
+    fastpath = (struct fastpath){.device = arguments.device, .source = arguments.source, .control = &control};
     if (!(fastpath.shared = map_shared(arguments.shared)))
         return fail("the shared memory cannot be used", strerror(errno));
     int error = index_open(&fastpath.index, arguments.session, arguments.durable, fastpath.shared);

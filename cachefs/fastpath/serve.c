@@ -9,6 +9,7 @@
 #include <sys/uio.h>
 #include <unistd.h>
 
+#include "control.h"
 #include "fill.h"
 
 #define SECOND_NS 1000000000
@@ -348,9 +349,10 @@ static enum outcome serve_read(struct worker *worker, const struct request *requ
         uint32_t length = (uint32_t)(end - offset < unit - from ? end - offset : unit - from);
         /* The transaction stays open until the bytes are here: nobody punches a hole under it (hazard 14). */
         const void *data = blob_read(&fastpath->blob, &extent, from, length, worker->scratch[count - 1]);
-        if (!data) {
+        if (!data) { /* the daemon drops the record; here it is a miss like any other */
             worker->counters->corrupt++;
-            return PASS; /* Python finds the same, drops the record and fetches it again */
+            control_send(fastpath->control, CONTROL_CORRUPT, inode, start, &extent.record.blob_offset, sizeof(uint64_t));
+            return fill_read(worker, &record, request);
         }
         parts[count++] = (struct iovec){(void *)data, length};
         header.len += length;

@@ -11,6 +11,7 @@
 #include "protocol.h"
 #include "relay.h"
 
+struct control_socket;
 struct fill;
 
 enum outcome { ANSWERED, PASS, TAKEN }; /* TAKEN: the slot is somebody else's now */
@@ -21,6 +22,7 @@ struct fastpath {
     struct index index;
     struct blob blob;
     struct relay relay;
+    struct control_socket *control;
     struct fill *fill; /* NULL: misses are Python's */
     int device, source;
 };

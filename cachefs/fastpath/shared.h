@@ -86,7 +86,7 @@ enum control_type {
     CONTROL_IN_DOUBT = 5, /* fast path → daemon: a change that a dead daemon may or may not have made */
     CONTROL_SLAB = 6,     /* fast path → daemon: needs one; daemon → fast path: a = its offset in the blob */
     CONTROL_FILLED = 7,   /* fast path → daemon: an array of struct filled */
-    CONTROL_CHANGED = 8,  /* fast path → daemon: inode a is not in the source what version b says */
+    CONTROL_CORRUPT = 8,  /* fast path → daemon: of inode a, offset b, the record at the blob offset that follows */
 };
 
 struct filled { /* one unit that was appended to the blob; its checksums follow */
