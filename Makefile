@@ -4,14 +4,25 @@ PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
 
-.PHONY: demo test check format bench clean
+SANITIZE  := -fsanitize=address,undefined -fno-sanitize-recover=undefined -fno-omit-frame-pointer -O1
+SANITIZED := tests/mount/test_semantics.py tests/mount/test_damage.py tests/mount/test_fastpath.py
+FUZZ_S    ?= 20
+
+.PHONY: demo test check fuzz format bench clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.run
 	$(BIN)/python -m benchmarks.demo
 
+# Everything with the fast path, the mounts once more without it, and once more with a fast path that checks itself.
 test: $(VENV)/.dev
+	scripts/build-fastpath
 	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest tests/mount --no-fastpath
+	scripts/build-fastpath $(SANITIZE)
+	$(BIN)/python -m pytest $(SANITIZED) || { scripts/build-fastpath; exit 1; }
+	scripts/build-fastpath
+	$(MAKE) fuzz
 
 check: $(VENV)/.dev
 	$(BIN)/ruff format --check .
@@ -20,12 +31,20 @@ check: $(VENV)/.dev
 	$(BIN)/lint-imports
 	$(BIN)/python -m pytest -m "not mount and not slow"
 
+# What arrives from the kernel, from a blob or from a predecessor's memory may be anything.
+fuzz:
+	scripts/system-packages --fuzz
+	tests/fuzz/run $(FUZZ_S)
+
 format: $(VENV)/.dev
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
 bench: $(VENV)/.run
-	$(BIN)/python -m benchmarks.first_epoch
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[bench]'
+	mkdir -p build
+	$(BIN)/python -m benchmarks.first_epoch --rounds 3
+	$(BIN)/python -m benchmarks.fastpath --plot build/bench.svg
 
 clean:
 	rm -rf $(VENV) build *.egg-info .mypy_cache .pytest_cache .ruff_cache .import_linter_cache

@@ -99,6 +99,12 @@ def timed_readers(count: int, paths: Sequence[str], read: Callable[[Sequence[str
     return elapsed
 
 
+def drop_caches() -> None:
+    """Page cache, dentries and inodes of this machine. Needs root."""
+    os.sync()
+    Path("/proc/sys/vm/drop_caches").write_text("3")
+
+
 @dataclass
 class Comparison:
     """Rates of two contenders over interleaved rounds."""
@@ -120,6 +126,10 @@ class Comparison:
     def ratio(self) -> float:
         return statistics.median(self.ratios)
 
+    @property
+    def holds(self) -> bool:
+        return self.ratio >= self.bound
+
     def row(self) -> tuple[str, ...]:
         ratios = self.ratios
         return (
@@ -129,7 +139,7 @@ class Comparison:
             f"{self.ratio:.2f}",
             f"{ratios[0]:.2f} to {ratios[-1]:.2f}",
             f"{self.bound:.2f}" if self.bound else "",
-            "" if not self.bound else "yes" if self.ratio >= self.bound else "NO",
+            "" if not self.bound else "yes" if self.holds else "NO",
         )
 
 
@@ -148,4 +158,21 @@ def report(title: str, comparisons: Sequence[Comparison], unit: str) -> bool:
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
     console.print(f"Linux {platform.release()}, {os.cpu_count()} cores, Python {platform.python_version()}, "
                   f"commit {commit.stdout.strip() or 'unknown'}", highlight=False)  # fmt: skip
-    return all(c.ratio >= c.bound for c in comparisons)
+    return all(c.holds for c in comparisons)
+
+
+def plot(comparisons: Sequence[Comparison], path: Path) -> None:
+    """Ratios with their spread and their bounds, as horizontal bars."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 0.4 * len(comparisons) + 1), layout="constrained")
+    axes = figure.subplots()
+    for row, comparison in enumerate(reversed(comparisons)):
+        low, high = comparison.ratios[0], comparison.ratios[-1]
+        axes.barh(row, comparison.ratio, color="tab:blue" if comparison.holds else "tab:red")
+        axes.plot([low, high], [row, row], color="black", linewidth=1)
+        if comparison.bound:
+            axes.plot([comparison.bound] * 2, [row - 0.4, row + 0.4], color="black", linestyle=":")
+    axes.set_yticks(range(len(comparisons)), [c.name for c in reversed(comparisons)])
+    axes.set_xlabel("ratio of the rates (median, spread); dotted: at least")
+    figure.savefig(path)

@@ -15,6 +15,7 @@ import struct
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from cachefs import recovery
 from cachefs.attributes import PINNED
@@ -29,6 +30,8 @@ FORMAT_VERSION = 1
 FREE_SHARE = 0.9
 """Of the free space of the cache's disk: the default size."""
 RCTIME_GRACE_S = 60
+_SESSION_KEY = b"session"
+_SESSION = struct.Struct("<I4x2Q")  # flags, run, how often it was taken over
 _OWN_NAMES = {"cache.json", "secret", "lock", "blob", "index", "daemon.log", "lost+found"}
 
 
@@ -198,7 +201,8 @@ class OpenedIndex:
             value = txn.get(b"run", db=durable.tables[Table.META])
         before = RunState.unpack(value) if value else RunState()
         now = boot_id()
-        survived = self._session_survived(session_path, before, now)
+        takeovers = self._takeovers(session_path, before, now)
+        survived = takeovers is not None
         if same_mount and not survived:
             raise CacheFsError(f"cannot take the mount over: its session {session_path} is gone")
         if not survived:
@@ -211,33 +215,36 @@ class OpenedIndex:
         self.state = RunState(run, before.floor if keep else run, False, now, before.rctime if keep else rctime)
         if same_mount:
             self.state = before
-        self.takeovers = 0
+        self.takeovers = takeovers + 1 if same_mount and takeovers is not None else 0
         """How many daemons went on with this run after another one had died."""
         self._durable = durable
         self.index = Index(durable, Environment(session_path, sync=False))
         if survived:
             self.index.recover_session(same_mount=same_mount)
         with self.index.session.lmdb.begin(write=True) as txn:
-            meta = self.index.session.tables[Table.META]
-            if same_mount:
-                self.takeovers = 1 + int.from_bytes(txn.get(b"takeovers", bytes(16), db=meta)[8:], "little")
-                txn.put(b"takeovers", bytes(8) + self.takeovers.to_bytes(8, "little"), db=meta)
-            txn.put(b"run", self.state.pack(), db=meta)
+            value = _SESSION.pack(0, self.state.run, self.takeovers)
+            txn.put(_SESSION_KEY, value, db=self._meta(self.index.session))
         self._store()
 
     @staticmethod
-    def _session_survived(path: Path, before: RunState, now: bytes) -> bool:
-        """The last daemon crashed, in this boot, and its session is still there."""
+    def _takeovers(path: Path, before: RunState, now: bytes) -> int | None:
+        """How often the session changed hands; None unless its daemon crashed, in this boot, and left it behind."""
         if before.clean or before.boot_id != now or not (path / "data.mdb").exists():
-            return False
+            return None
         try:
             session = Environment(path, sync=False)
-        except IndexUnavailable:
-            return False
+        except IndexUnavailable as error:
+            log.warning("the session of the last run cannot be opened: %s", error)
+            return None
         with session.lmdb.begin() as txn:
-            value = txn.get(b"run", db=session.tables[Table.META])
+            value = txn.get(_SESSION_KEY, db=OpenedIndex._meta(session))
         session.close()
-        return value is not None and RunState.unpack(value).run == before.run
+        _, run, takeovers = _SESSION.unpack(value) if value else (0, 0, 0)
+        return int(takeovers) if run == before.run else None
+
+    @staticmethod
+    def _meta(environment: Environment) -> Any:
+        return environment.tables[Table.META]
 
     def _store(self) -> None:
         with self._durable.lmdb.begin(write=True) as txn:

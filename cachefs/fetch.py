@@ -169,6 +169,7 @@ class Fetcher:
             try:
                 file.fd = answer.unwrap()
             except Changed:
+                self._metrics.stale_reads += 1
                 self._changed(file.inode)
                 raise
 

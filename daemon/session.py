@@ -364,10 +364,10 @@ class Session:
             "write_behind_bytes": self._data.queued_bytes + self._fastpath_pending(),
             "uncommitted": len(index.dirty) + len(index.in_flight),
             **self._metrics.as_dict(),
-            **self._fastpath_status(),
             "source_ops": self._source_ops(),
             "source_timeouts": self._slots.timeouts,
             "source_stuck_calls": self._slots.stuck,
+            **self._fastpath_status(),
             "run": self._opened.state.run,
         }
 
@@ -394,8 +394,10 @@ class Session:
                 "pid": self._fastpath.pid,
                 "starts": self._fastpath.starts,
                 "answered": counters.answered,
-                "passed": counters.passed,
+                "passed": self._held.shared.passed(),
             },
+            "source_timeouts": self._slots.timeouts + counters.timeouts,
+            "source_stuck_calls": self._slots.stuck + self._held.shared["stuck"],
             "skipped_admissions": ours.skipped_admissions + counters.skipped_admissions,
             "hits": ours.hits + counters.hits,
             "misses": ours.misses + counters.misses,

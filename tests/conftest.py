@@ -55,6 +55,7 @@ class Mount:
     def __init__(self, source: Path, path: Path, cache: Path, arguments: tuple[object, ...]) -> None:
         self.source, self.path, self.cache, self.arguments = source, path, cache, arguments
         self.pid = 0
+        self.killed_fastpaths = 0
         self.start()
 
     def start(self, *more: object) -> None:
@@ -102,7 +103,9 @@ class Mount:
                 os.kill(self.pid, signal.SIGTERM)
         while "fuse.cachefs" in mounted_on(self.path):
             cachefs("umount", self.path)
-        assert "bug in" not in self.log() and "Traceback" not in self.log(), self.log()
+        log = self.log()
+        assert not any(word in log for word in ("bug in", "Traceback", "Sanitizer", "runtime error")), log
+        assert log.count("the fast path has ended") <= self.killed_fastpaths, log
 
 
 def wait_for(probe: Callable[[], Any], accept: Callable[[Any], bool], timeout_s: float = 30.0) -> Any:
@@ -162,6 +165,10 @@ def make_files(
         (root / path).write_bytes(draw.randbytes(draw.randint(*sizes)))
         paths.append(path)
     return paths
+
+
+def contents(root: Path) -> dict[Path, bytes]:
+    return {p.relative_to(root): p.read_bytes() for p in sorted(root.rglob("*")) if p.is_file() and not p.is_symlink()}
 
 
 @pytest.fixture(scope="session")

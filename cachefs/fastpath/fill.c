@@ -50,6 +50,11 @@ static void hold(struct fill *fill, int64_t bytes)
     fill->fastpath->shared->held_bytes = fill->held_bytes;
 }
 
+static void set_stuck(struct fill *fill, uint32_t stuck)
+{
+    fill->fastpath->shared->stuck = fill->stuck = stuck;
+}
+
 /* --- the source --------------------------------------------------------------------------------------------------- */
 
 static void simulate_latency(const struct shared *shared)
@@ -146,7 +151,6 @@ static void finish_waiters(struct fill *fill, struct waiter *waiters, const stru
             counters->misses++;
             counters->miss_bytes += waiter->length;
         } else {
-            counters->passed++;
             relay_pass(&fill->fastpath->relay, waiter->slot); /* Python sees for itself what is wrong */
         }
         free(waiter);
@@ -161,7 +165,7 @@ static void run_fetch(struct fill *fill, struct fetch *fetch, struct counters *c
     fetch->waiters = NULL;
     bool abandoned = fetch->state == FETCH_ABANDONED;
     if (abandoned) {
-        fill->stuck--;
+        set_stuck(fill, fill->stuck - 1);
     } else {
         fetch->state = FETCH_FETCHED;
         if (!good || !fetch->cached) /* nobody else will find it */
@@ -279,6 +283,15 @@ static enum outcome answer_fetched(struct worker *worker, struct fetch *fetch, c
     return ANSWERED;
 }
 
+static bool indexed_by_now(struct worker *worker, uint64_t inode, uint64_t version, uint64_t start)
+{
+    struct extent extent;
+    bool found = !view_begin(&worker->view) && view_extent(&worker->view, inode, start, &extent) &&
+                 extent.record.version == version && !worker->distrusts;
+    view_end(&worker->view);
+    return found;
+}
+
 enum outcome fill_read(struct worker *worker, const struct inode_record *record, const struct request *request)
 {
     struct fill *fill = worker->fastpath->fill;
@@ -311,6 +324,12 @@ enum outcome fill_read(struct worker *worker, const struct inode_record *record,
         add_waiter(fetch, waiter);
         pthread_mutex_unlock(&fill->lock);
         return TAKEN;
+    }
+    /* What left the table since this request looked into the index is in the index by now. */
+    if (within && indexed_by_now(worker, inode, record->version, start)) {
+        pthread_mutex_unlock(&fill->lock);
+        free(waiter);
+        return AGAIN;
     }
     uint64_t now = monotonic_ns();
     if (fill->stuck >= fill->fetchers) {
@@ -431,7 +450,7 @@ static void abandon(struct fill *fill, struct fetch *fetch, struct waiter **late
     table_remove(&fill->table, fetch);
     if (fetch->state == FETCH_FETCHING) { /* its thread finds out when the source answers */
         fetch->state = FETCH_ABANDONED;
-        fill->stuck++;
+        set_stuck(fill, fill->stuck + 1);
         return;
     }
     for (struct fetch **at = &fill->first; *at; at = &(*at)->queue_next)
@@ -485,6 +504,7 @@ int fill_start(struct fastpath *fastpath, struct control_socket *control)
     if (!fill)
         return ENOMEM;
     fill->fastpath = fastpath;
+    set_stuck(fill, 0);
     pthread_mutex_init(&fill->lock, NULL);
     fill->appender = append_start(shared, control, control->blob_fd, fill, appended, settled);
     if (!fill->appender)

@@ -53,7 +53,8 @@ static const struct shape *shape_of(uint32_t opcode)
 {
     static const struct shape other = {0, 0, CHANGES}; /* unknown: Python answers ENOSYS; never sent twice */
     static const struct shape harmless = {0, 0, 0};
-    if (opcode == FUSE_READLINK || opcode == FUSE_STATFS || opcode == FUSE_DESTROY)
+    if (opcode == FUSE_READLINK || opcode == FUSE_STATFS || opcode == FUSE_DESTROY ||
+        opcode == FUSE_IOCTL || opcode == FUSE_LSEEK || opcode == FUSE_POLL)
         return &harmless;
     if (opcode >= sizeof shapes / sizeof *shapes)
         return &other;

@@ -214,6 +214,7 @@ void relay_pass(struct relay *relay, uint32_t slot)
 {
     pthread_mutex_lock(&relay->lock);
     uint32_t opcode = ((struct fuse_in_header *)slot_data(relay, slot))->opcode;
+    relay->shared->passed[opcode < OPERATIONS ? opcode : OPERATIONS - 1]++;
     bool forget = opcode == FUSE_FORGET || opcode == FUSE_BATCH_FORGET;
     if (relay->python < 0 && forget)
         free_locked(relay, slot); /* a record too many in the session; a slot would cost more */

@@ -351,6 +351,7 @@ static enum outcome serve_read(struct worker *worker, const struct request *requ
         const void *data = blob_read(&fastpath->blob, &extent, from, length, worker->scratch[count - 1]);
         if (!data) { /* the daemon drops the record; here it is a miss like any other */
             worker->counters->corrupt++;
+            worker->distrusts = true;
             control_send(fastpath->control, CONTROL_CORRUPT, inode, start, &extent.record.blob_offset, sizeof(uint64_t));
             return fill_read(worker, &record, request);
         }
@@ -431,6 +432,11 @@ static enum outcome serve_request(struct worker *worker, const struct request *r
     case FUSE_FSYNCDIR:
         name_inode(worker, request);
         return PASS;
+    case FUSE_IOCTL: /* Python's open() asks each file whether it is a terminal */
+    case FUSE_LSEEK:
+    case FUSE_POLL:
+        answer(worker, request, ENOSYS, NULL, 0); /* as pyfuse3 would */
+        return ANSWERED;
     case FUSE_ACCESS: /* default_permissions: the kernel has checked */
         answer(worker, request, 0, NULL, 0);
         return ANSWERED;
@@ -450,8 +456,14 @@ static enum outcome serve_request(struct worker *worker, const struct request *r
         return serve_getattr(worker, request);
     case FUSE_OPEN:
         return serve_open(worker, request);
-    case FUSE_READ:
-        return serve_read(worker, request);
+    case FUSE_READ: {
+        enum outcome outcome;
+        worker->distrusts = false;
+        while ((outcome = serve_read(worker, request)) == AGAIN)
+            if (view_begin(&worker->view))
+                return PASS;
+        return outcome;
+    }
     case FUSE_READDIR:
     case FUSE_READDIRPLUS:
         return serve_readdir(worker, request);
@@ -495,7 +507,6 @@ void serve(struct worker *worker)
     }
     if (outcome == PASS) {
         clamp_listing(&request);
-        worker->counters->passed++;
         relay_pass(relay, worker->slot);
     }
     worker->slot = NO_SLOT;

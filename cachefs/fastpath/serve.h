@@ -14,7 +14,12 @@
 struct control_socket;
 struct fill;
 
-enum outcome { ANSWERED, PASS, TAKEN }; /* TAKEN: the slot is somebody else's now */
+enum outcome {
+    ANSWERED,
+    PASS,
+    TAKEN, /* the slot is somebody else's now */
+    AGAIN, /* the index has changed meanwhile */
+};
 
 /* Everything that the threads share. Made once, in main. */
 struct fastpath {
@@ -33,6 +38,7 @@ struct worker {
     struct view view;
     struct counters *counters;
     uint32_t slot;
+    bool distrusts; /* the request of the moment found a corrupt record: what the index has will not do */
     void *scratch[2]; /* of SCRATCH_BYTES: a READ touches two units at most */
     pthread_t thread;
 };

@@ -16,6 +16,7 @@
 #define SLOT_COUNT 2048
 #define SLOT_BYTES (140u << 10) /* of one request: a WRITE of 128 KiB and what surrounds it */
 #define INIT_BYTES 128
+#define OPERATIONS 64
 
 enum shared_flag {
     PINS_EVERYTHING = 1, /* a read-only mount of a dataset that is complete */
@@ -27,9 +28,9 @@ enum shared_flag {
 
 struct counters { /* one for each thread, so that counting needs no lock */
     uint64_t hits, hit_bytes, misses, miss_bytes;
-    uint64_t answered, passed, failed, corrupt;
+    uint64_t answered, failed, corrupt;
     uint64_t source_opens, source_reads, source_fstats, stale_reads;
-    uint64_t skipped_admissions, timeouts, reserved[2];
+    uint64_t skipped_admissions, timeouts, reserved[3];
 };
 static_assert(sizeof(struct counters) == 128, "two cache lines");
 
@@ -70,6 +71,8 @@ struct shared {
     _Atomic uint64_t pending_bytes;   /* records that were appended and are not settled */
     _Atomic uint64_t held_bytes;      /* payload that is being fetched or waits to be appended */
     _Atomic uint64_t reported;        /* the last number given to a report, by this fast path or its predecessors */
+    _Atomic uint64_t stuck;           /* fetches that took too long and have not come back */
+    _Atomic uint64_t passed[OPERATIONS]; /* requests that were passed on, by opcode; the last: all others */
     _Alignas(4096) struct counters counters[MAX_THREADS];
     struct slot_head slots[SLOT_COUNT];
 };

@@ -20,6 +20,15 @@ COUNTERS_OFFSET = 4096
 COUNTER_BYTES = 128
 SHARED_BYTES = 293695488
 
+PASSED_OFFSET = 304
+OPERATIONS = 64
+OPERATION_NAMES = {
+    1: "lookup", 2: "forget", 3: "getattr", 4: "setattr", 5: "readlink", 6: "symlink", 8: "mknod", 9: "mkdir",
+    10: "unlink", 11: "rmdir", 12: "rename", 13: "link", 14: "open", 15: "read", 16: "write", 17: "statfs",
+    18: "release", 20: "fsync", 21: "setxattr", 22: "getxattr", 23: "listxattr", 24: "removexattr", 25: "flush",
+    28: "readdir", 30: "fsyncdir", 35: "create", 42: "forget", 44: "readdir", 45: "rename",
+}  # fmt: skip
+
 PINS_EVERYTHING, PINS_FILES, NO_OPEN, READ_ONLY, KEEPS_DATA = 1, 2, 4, 8, 16
 
 FIELDS = {
@@ -44,10 +53,11 @@ FIELDS = {
     "settled": (120, "Q"),
     "pending_bytes": (272, "Q"),
     "held_bytes": (280, "Q"),
+    "stuck": (296, "Q"),
 }
 """Name → (byte offset, struct format)."""
 
-_COUNTERS = struct.Struct("<14Q16x")
+_COUNTERS = struct.Struct("<13Q24x")
 
 
 @dataclass(slots=True)
@@ -60,8 +70,6 @@ class Counters:
     miss_bytes: int = 0
     answered: int = 0
     """Requests that the fast path answered."""
-    passed: int = 0
-    """Requests that it passed on to Python."""
     failed: int = 0
     corrupt: int = 0
     """Reads that were passed on because the record was not what had been written."""
@@ -126,6 +134,11 @@ class Shared:
             strict=True,
         )
         return Counters(*map(sum, columns))
+
+    def passed(self) -> dict[str, int]:
+        """How many requests were passed on to Python, by operation."""
+        counts = struct.unpack_from(f"<{OPERATIONS}Q", self._map, PASSED_OFFSET)
+        return {OPERATION_NAMES.get(code, "other"): count for code, count in enumerate(counts) if count}
 
     def close(self) -> None:
         self._map.close()

@@ -79,7 +79,7 @@ class IndexMachine(RuleBasedStateMachine):
         self.taken = []
         base = Path(self.directory.name)
         self.index = Index(Environment(base / "durable", sync=False), Environment(base / "session", sync=False))
-        self.index.recover_session()
+        self.index.recover_session(same_mount=False)
         self.model = {key: value for key, value in self.model.items() if value[0] & PINNED}
 
     @rule()

@@ -8,13 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import Mount, cachefs, drop_caches, make_files, settle, small_disk, wait_for
+from tests.conftest import Mount, cachefs, contents, drop_caches, make_files, settle, small_disk, wait_for
 
 MakeMount = Callable[..., Mount]
-
-
-def contents(root: Path) -> dict[Path, bytes]:
-    return {p.relative_to(root): p.read_bytes() for p in sorted(root.rglob("*")) if p.is_file() and not p.is_symlink()}
 
 
 def filled(mount: MakeMount, source: Path, *arguments: object) -> tuple[Mount, dict[Path, bytes]]:

@@ -1,0 +1,249 @@
+"""What the fast path is worth: the same files read through cachefs and in other ways, interleaved in one run.
+
+    python -m benchmarks.fastpath [--rounds N] [--only WORD] [--plot FILE]
+
+Each row has a contender and a bound on the ratio of the files per second (or bytes) of the two. 20,000 files of 25 to
+75 KB, read as PyTorch's ImageFolder does: open, fstat, read, close, each once per epoch, in random order.
+"""
+
+import os
+import random
+import shutil
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from pathlib import Path
+
+import click
+
+from benchmarks.harness import (
+    Comparison,
+    drop_caches,
+    make_tree,
+    mounted,
+    plot,
+    read_files,
+    read_source,
+    report,
+    timed_readers,
+)
+
+FILES = 20_000
+DIRECTORIES = 20
+SIZES = (25_000, 75_000)
+LARGE_BYTES = 4 << 30
+LISTED_FILES = 200_000
+PIECE_BYTES = 1 << 20
+LATENCY_MS = 1.0
+COLD_FILES = 4000
+"""How many files of the tree a cold round reads: caches are dropped before each."""
+
+Rate = Callable[[], float]
+
+
+def interleave(name: str, bound: float, ours: Rate, theirs: Rate, rounds: int) -> Comparison:
+    comparison = Comparison(name, bound)
+    for index in range(rounds):
+        if index % 2:
+            second = theirs()
+            comparison.add(ours(), second)
+        else:
+            comparison.add(ours(), theirs())
+    return comparison
+
+
+def epoch(root: Path, paths: list[str], readers: int, *, cold: bool = False) -> Rate:
+    """Files per second of one epoch in an order of its own."""
+    draw = random.Random(readers)
+
+    def run() -> float:
+        share = draw.sample(paths, COLD_FILES) if cold else draw.sample(paths, len(paths))
+        if cold:
+            drop_caches()
+        return len(share) / timed_readers(readers, share, partial(read_files, str(root)))
+
+    return run
+
+
+def read_through(path: Path) -> int:
+    total = 0
+    fd = os.open(path, os.O_RDONLY)
+    buffer = bytearray(PIECE_BYTES)
+    while got := os.readv(fd, [buffer]):
+        total += got
+    os.close(fd)
+    return total
+
+
+def sequential(path: Path) -> Rate:
+    """MB per second of reading a large file, caches dropped."""
+
+    def run() -> float:
+        drop_caches()
+        started = time.perf_counter()
+        total = read_through(path)
+        return total / (time.perf_counter() - started) / 1e6
+
+    return run
+
+
+def listing(root: Path) -> Rate:
+    """Entries per second of `find -ls`, dentries dropped."""
+
+    def run() -> float:
+        Path("/proc/sys/vm/drop_caches").write_text("2")
+        started = time.perf_counter()
+        done = subprocess.run(["find", str(root), "-ls"], check=True, capture_output=True)
+        return done.stdout.count(b"\n") / (time.perf_counter() - started)
+
+    return run
+
+
+@contextmanager
+def bindfs(source: Path, mountpoint: Path) -> Iterator[None]:
+    mountpoint.mkdir(exist_ok=True)
+    options = "kernel_cache,entry_timeout=86400,attr_timeout=86400,negative_timeout=86400"
+    subprocess.run(["bindfs", "-o", options, source, mountpoint], check=True)
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", mountpoint], check=True)
+
+
+def fill(root: Path, paths: list[str], flushed: Callable[[], dict[str, object]]) -> None:
+    """An epoch, and wait until all of it is in the cache."""
+    read_files(str(root), paths)
+    while any(flushed()[field] for field in ("write_behind_bytes", "uncommitted")):
+        time.sleep(0.2)
+
+
+def steady_state(base: Path, source: Path, paths: list[str], rounds: int) -> list[Comparison]:
+    """Warm epochs and epochs from the SSD."""
+    results = []
+    with ExitStack() as stack:
+        places = {}
+        for name, arguments in (
+            ("ro", ["--read-only"]),
+            ("rw", []),
+            ("python", ["--read-only", "--no-fastpath"]),
+        ):
+            places[name] = base / name
+            status = stack.enter_context(mounted(source, places[name], base / f"cache-{name}", *arguments))
+            fill(places[name], paths, status)
+        stack.enter_context(bindfs(source, base / "bindfs"))
+        read_files(str(base / "bindfs"), paths)
+        for readers in (1, 4):
+            who = f"{readers} reader{'s' * (readers > 1)}"
+            for root in (source, *places.values()):
+                epoch(root, paths, readers)()
+            warm = {root: epoch(root, paths, readers) for root in (source, *places.values(), base / "bindfs")}
+            cold = {root: epoch(root, paths, readers, cold=True) for root in (source, *places.values())}
+            pairs = [
+                (f"warm, read-only, {who}: ext4", 0.95, warm, "ro", source),
+                (f"warm, read-write, {who}: ext4", 0.30, warm, "rw", source),
+                (f"warm, read-write, {who}: bindfs", 1.5, warm, "rw", base / "bindfs"),
+                (f"from SSD, read-only, {who}: ext4", 1.0, cold, "ro", source),
+                (f"from SSD, read-only, {who}: pyfuse3", 3.0, cold, "ro", places["python"]),
+            ]
+            for name, bound, rates, ours, theirs in pairs:
+                if rates is warm:  # whatever was dropped is back
+                    rates[places[ours]]()
+                    rates[theirs]()
+                results.append(interleave(name, bound, rates[places[ours]], rates[theirs], rounds))
+    return results
+
+
+def first_epochs(base: Path, source: Path, paths: list[str], rounds: int) -> list[Comparison]:
+    """First epochs after a scan: each round reads what was never read through the mount before."""
+    results = []
+    arguments = ("--read-only", "--simulate-latency", str(LATENCY_MS))
+    unread = iter(random.Random(3).sample(paths, len(paths)))
+    with mounted(source, base / "first", base / "cache-first", *arguments):
+        subprocess.run(["find", str(base / "first"), "-ls"], check=True, capture_output=True)
+        for readers, bound in ((1, 0.9), (8, 0.95), (32, 0.45)):
+            comparison = Comparison(f"first epoch, 1 ms a call, {readers} readers: direct", bound)
+            for _ in range(rounds):
+                share = [next(unread) for _ in range(150 * readers if readers < 32 else 1600)][: 4000 // rounds]
+                direct = partial(read_source, str(source), latency_s=LATENCY_MS / 1000)
+                theirs = len(share) / timed_readers(readers, share, direct)
+                ours = len(share) / timed_readers(readers, share, partial(read_files, str(base / "first")))
+                comparison.add(ours, theirs)
+            results.append(comparison)
+    unread = iter(random.Random(4).sample(paths, len(paths)))
+    with mounted(source, base / "disk", base / "cache-disk", "--read-only"):
+        subprocess.run(["find", str(base / "disk"), "-ls"], check=True, capture_output=True)
+        comparison = Comparison("first epoch, local disk, 4 readers: direct", 0.5)
+        for _ in range(rounds):
+            share = [next(unread) for _ in range(2000)]
+            drop_caches()
+            theirs = len(share) / timed_readers(4, share, partial(read_files, str(source)))
+            drop_caches()
+            ours = len(share) / timed_readers(4, share, partial(read_files, str(base / "disk")))
+            comparison.add(ours, theirs)
+        results.append(comparison)
+    return results
+
+
+def large_file(base: Path, rounds: int) -> list[Comparison]:
+    source = base / "large"
+    source.mkdir()
+    block = random.Random(5).randbytes(64 << 20)
+    with open(source / "file", "wb") as file:
+        for _ in range(LARGE_BYTES // len(block)):
+            file.write(block)
+        file.flush()
+        os.fsync(file.fileno())
+    time.sleep(2.1)
+    first = Comparison("first read of a 4 GB file: direct", 0.9)
+    for index in range(rounds):
+        with mounted(source, base / "large-mnt", base / f"cache-large{index}", "--read-only") as status:
+            theirs = sequential(source / "file")()
+            first.add(sequential(base / "large-mnt" / "file")(), theirs)
+            if index < rounds - 1:
+                continue
+            fill(base / "large-mnt", ["file"], status)
+            ours, direct = sequential(base / "large-mnt" / "file"), sequential(source / "file")
+            again = interleave("a 4 GB file from SSD: ext4", 0.95, ours, direct, rounds)
+        shutil.rmtree(base / f"cache-large{index}")
+    return [first, again]
+
+
+def listings(base: Path, rounds: int) -> list[Comparison]:
+    source = base / "listed"
+    make_tree(source, LISTED_FILES // 1000, 1000, (0, 0))
+    with mounted(source, base / "listed-mnt", base / "cache-listed", "--read-only"):
+        listing(base / "listed-mnt")()
+        return [interleave("find -ls, 200,000 files: ext4", 0.8, listing(base / "listed-mnt"), listing(source), rounds)]
+
+
+@click.command()
+@click.option("--rounds", default=5, show_default=True)
+@click.option("--only", default="", help="steady, first, large or list.")
+@click.option("--plot", "plot_path", type=click.Path(path_type=Path), help="Draw the ratios, PNG or SVG.")
+def main(rounds: int, only: str, plot_path: Path | None) -> None:
+    """The fast path against ext4, bindfs, pyfuse3 alone and direct reads."""
+    results: list[Comparison] = []
+    with tempfile.TemporaryDirectory(dir=os.environ.get("BENCH_DIR")) as work:
+        base = Path(work)
+        if only in ("", "steady", "first"):
+            source = base / "source"
+            paths = make_tree(source, DIRECTORIES, FILES // DIRECTORIES, SIZES)
+            if only in ("", "steady"):
+                results += steady_state(base, source, paths, rounds)
+            if only in ("", "first"):
+                results += first_epochs(base, source, paths, rounds)
+        if only in ("", "large"):
+            results += large_file(base, min(rounds, 3))
+        if only in ("", "list"):
+            results += listings(base, rounds)
+    holds = report("The fast path, side by side", results, "files/s, entries/s or MB/s")
+    if plot_path is not None:
+        plot(results, plot_path)
+    raise SystemExit(0 if holds else 1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,115 @@
+"""The fast path's structs against Python's, and what needs no mount."""
+
+import json
+import os
+import struct
+import subprocess
+
+import pytest
+
+from cachefs import attributes
+from cachefs.attributes import Dentry, Extent, Inode
+from cachefs.fastpath import in_doubt, launcher, shared
+from cachefs.options import CacheLevel, Options
+from policies.mutability import MutableGlobs
+
+built = pytest.mark.skipif(not launcher.is_built(), reason="the fast path is not built")
+
+
+@pytest.fixture(scope="module")
+def layout() -> tuple[dict[tuple[str, str], tuple[int, int]], dict[str, int]]:
+    """(struct, field) → (offset, size) as the C compiler laid it out; sizes of the whole."""
+    *fields, sizes = json.loads(subprocess.check_output([launcher.PROGRAM, "--layout"]))
+    return {(f["struct"], f["field"]): (f["offset"], f["size"]) for f in fields}, sizes
+
+
+def _differing_byte(pack: bytes, other: bytes) -> int:
+    return next(i for i, (a, b) in enumerate(zip(pack, other, strict=True)) if a != b)
+
+
+@built
+@pytest.mark.parametrize(
+    ("name", "zero", "fields"),
+    [
+        ("inode_record", Inode(*[0] * 22), [f for f in Inode._fields if f != "number"]),
+        ("dentry_record", Dentry(*[0] * 4), Dentry._fields),
+        ("extent_record", Extent(0, 0, 0, 0, 0, ()), [f for f in Extent._fields if f != "checksums"]),
+    ],
+)
+def test_records_lie_in_c_where_python_packs_them(layout, name, zero, fields) -> None:  # type: ignore[no-untyped-def]
+    by_field, _ = layout
+    known = {field for struct_name, field in by_field if struct_name == name}
+    assert known == set(fields)
+    for field in fields:
+        assert _differing_byte(zero._replace(**{field: 1}).pack(), zero.pack()) == by_field[name, field][0], field
+
+
+@built
+def test_the_shared_memory_has_one_layout(layout) -> None:  # type: ignore[no-untyped-def]
+    by_field, sizes = layout
+    for field, (offset, code) in shared.FIELDS.items():
+        assert by_field["shared", field] == (offset, struct.calcsize(code)), field
+    assert by_field["shared", "passed"] == (shared.PASSED_OFFSET, 8 * shared.OPERATIONS)
+    assert by_field["shared", "counters"][0] == shared.COUNTERS_OFFSET
+    assert sizes == {
+        "shared_bytes": shared.SHARED_BYTES,
+        "counters": shared.COUNTER_BYTES,
+        "threads": shared.MAX_THREADS,
+    }
+
+
+@built
+def test_messages_have_one_layout(layout) -> None:  # type: ignore[no-untyped-def]
+    by_field, _ = layout
+    report = struct.pack("<6Q2I2Q", 1, 2, 3, 4, 5, 6, 7, 2, 8, 9)
+    assert by_field["filled", "report"][0] == 0 and by_field["filled", "checksums"] == (52, 4)
+    assert [*launcher.parse_filled(report * 2)] == [
+        launcher.Filled(1, 2, 3, Extent(attributes.PINNED, 7, 5, 4, 6, (8, 9)))
+    ] * 2
+    assert by_field["control", "b"] == (16, 8)
+
+
+@built
+def test_the_program_says_so_when_it_is_started_by_hand() -> None:
+    done = subprocess.run([launcher.PROGRAM], capture_output=True, text=True, check=False)
+    assert done.returncode == 1 and "started by cachefs" in done.stderr
+
+
+def test_shared_memory_of_another_version_is_refused() -> None:
+    memory = shared.Shared.create()
+    os.pwrite(memory.fd, struct.pack("<I", shared.VERSION + 1), 4)
+    with pytest.raises(ValueError, match="another version"):
+        shared.Shared(memory.fd)
+    memory.close()
+
+
+def test_open_is_answered_enosys_only_where_nothing_is_mutable() -> None:
+    """Hazard 3."""
+    dataset = Options(read_only=True, attr_timeout_s=float("inf"))
+    assert shared.mount_flags(dataset) & shared.NO_OPEN
+    for other in (
+        Options(),
+        Options(read_only=True, attr_timeout_s=1.0),
+        Options(read_only=True, attr_timeout_s=float("inf"), mutable=MutableGlobs(("*.log",))),
+        Options(read_only=True, attr_timeout_s=float("inf"), cache=CacheLevel.NONE),
+    ):
+        assert not shared.mount_flags(other) & shared.NO_OPEN
+
+
+@pytest.mark.parametrize(
+    ("opcode", "body", "inodes", "entries"),
+    [
+        (10, b"gone\0", [7], [(7, b"gone")]),
+        (9, bytes(8) + b"new\0", [7], [(7, b"new")]),
+        (12, (9).to_bytes(8, "little") + b"old\0new\0", [7, 9], [(7, b"old"), (9, b"new")]),
+        (45, (9).to_bytes(8, "little") + bytes(8) + b"old\0new\0", [7, 9], [(7, b"old"), (9, b"new")]),
+        (13, (9).to_bytes(8, "little") + b"name\0", [7, 9], [(7, b"name")]),
+        (35, bytes(16) + b"new\0", [7], [(7, b"new")]),
+        (24, bytes(8), [7], []),
+    ],
+)
+def test_what_a_change_in_doubt_may_have_touched(
+    opcode: int, body: bytes, inodes: list[int], entries: list[tuple[int, bytes]]
+) -> None:
+    header = struct.pack("<2I2Q4I", 40 + len(body), opcode, 1, 7, 0, 0, 0, 0)
+    assert in_doubt.touched(header + body) == (inodes, entries)

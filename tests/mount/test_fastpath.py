@@ -1,0 +1,260 @@
+"""Either side may die: SIGKILL of the fast path, of the daemon, of both in turn, in the middle of an epoch."""
+
+import hashlib
+import multiprocessing
+import os
+import random
+import signal
+import time
+from collections.abc import Callable
+from multiprocessing.synchronize import Event
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cachefs.fastpath import launcher
+from tests.conftest import Mount, cachefs, contents, drop_caches, make_files, settle, wait_for
+
+MakeMount = Callable[..., Mount]
+KILLS = 20
+READERS = 4
+fork = multiprocessing.get_context("fork")
+
+pytestmark = pytest.mark.skipif(not launcher.is_built(), reason="the fast path is not built")
+
+
+@pytest.fixture(autouse=True)
+def only_with_a_fast_path(request: pytest.FixtureRequest) -> None:
+    if request.config.getoption("--no-fastpath"):
+        pytest.skip("this run is without the fast path")
+
+
+def fastpath_pid(m: Mount) -> int:
+    return int(m.status()["fastpath"]["pid"])
+
+
+def kill_fastpath(m: Mount) -> None:
+    pid = fastpath_pid(m)
+    os.kill(pid, signal.SIGKILL)
+    m.killed_fastpaths += 1
+    wait_for(lambda: m.status()["fastpath"]["pid"], lambda now: now not in (0, pid))
+
+
+def kill_daemon(m: Mount) -> None:
+    m.kill()
+    m.start()
+
+
+def read_epochs(root: Path, sums: dict[str, bytes], seed: int, stop: Event, results: Any) -> None:
+    """Read files in random order until told to stop; (files, seconds of the longest wait, what went wrong)."""
+    draw = random.Random(seed)
+    paths = list(sums)
+    files, longest, wrong = 0, 0.0, ""
+    try:
+        while not stop.is_set():
+            path = draw.choice(paths)
+            started = time.monotonic()
+            fd = os.open(root / path, os.O_RDONLY)
+            size = os.fstat(fd).st_size
+            data = os.read(fd, size)
+            os.close(fd)
+            longest = max(longest, time.monotonic() - started)
+            files += 1
+            if hashlib.sha256(data).digest() != sums[path]:
+                wrong = f"wrong bytes in {path}"
+                break
+    except OSError as error:
+        wrong = repr(error)
+    results.put(("reader", files, longest, wrong))
+
+
+def write_files(root: Path, stop: Event, results: Any) -> None:
+    """Write, close, read back what was written before. What returned must be there; EIO may be said of new names."""
+    written: dict[Path, bytes] = {}
+    in_doubt = 0
+    longest, wrong = 0.0, ""
+    log = os.open(root / "log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    lines = b""
+    number = 0
+    while not stop.is_set() and not wrong:
+        number += 1
+        path, data = root / f"w{number:05}", os.urandom(20_000)
+        started = time.monotonic()
+        try:
+            fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+        except OSError as error:
+            if "Input/output" not in str(error):
+                wrong = repr(error)
+            in_doubt += 1
+            continue
+        try:
+            os.write(fd, data)
+            os.fsync(fd)
+            os.close(fd)
+            line = f"{number}\n".encode()
+            os.write(log, line)
+            lines += line
+        except OSError as error:
+            wrong = f"{error!r} while writing {path}"
+        longest = max(longest, time.monotonic() - started)
+        written[path] = data
+    os.close(log)
+    for path, data in written.items():
+        if not wrong and path.read_bytes() != data:
+            wrong = f"{path} is not what was written"
+    if not wrong and (root / "log").read_bytes() != lines:
+        wrong = "the log is not what was written"
+    results.put(("writer", len(written), longest, wrong or f"{in_doubt} in doubt" * (in_doubt > KILLS)))
+
+
+class Load:
+    """Four readers and a writer, as processes."""
+
+    def __init__(self, readers_root: Path, sums: dict[str, bytes], writer_root: Path | None) -> None:
+        self.stop = fork.Event()
+        self.results: Any = fork.Queue()
+        self.processes = [
+            fork.Process(target=read_epochs, args=(readers_root, sums, seed, self.stop, self.results))
+            for seed in range(READERS)
+        ]
+        if writer_root is not None:
+            self.processes.append(fork.Process(target=write_files, args=(writer_root, self.stop, self.results)))
+        for process in self.processes:
+            process.start()
+
+    def finish(self) -> float:
+        """The longest wait of all, in seconds. Fails with whatever went wrong."""
+        self.stop.set()
+        found = [self.results.get(timeout=60) for _ in self.processes]
+        for process in self.processes:
+            process.join(20)
+        assert not [wrong for _, _, _, wrong in found if wrong], found
+        assert all(count > 0 for _, count, _, _ in found), found
+        return max(longest for _, _, longest, _ in found)
+
+
+def sums_of(root: Path) -> dict[str, bytes]:
+    return {str(path): hashlib.sha256(data).digest() for path, data in contents(root).items()}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("read_only", [True, False], ids=["read-only", "read-write"])
+@pytest.mark.parametrize("victim", ["fast path", "daemon", "in turn"])
+def test_twenty_kills_in_mid_epoch(
+    mount: MakeMount, tmp_path: Path, victim: str, read_only: bool, record_property: Callable[[str, object], None]
+) -> None:
+    source = tmp_path / "dataset"
+    make_files(source, 2000, (1, 60_000), directories=8)
+    (source / "out").mkdir()
+    settle()
+    sums = sums_of(source)
+    m = mount(source, *(["--read-only"] if read_only else []))
+    load = Load(m.path, sums, None if read_only else m.path / "out")
+    draw = random.Random(victim)
+    for number in range(KILLS):
+        time.sleep(draw.uniform(0.0, 0.4))
+        if number % 5 == 0:
+            drop_caches()
+        if victim == "fast path" or (victim == "in turn" and number % 2):
+            kill_fastpath(m)
+        else:
+            kill_daemon(m)
+    longest = load.finish()
+    record_property("longest_stall_s", round(longest, 3))
+    print(f"{KILLS} kills, {victim}: longest stall {longest:.3f} s")
+    drop_caches()
+    assert sums_of(m.path).items() >= sums.items()
+    assert m.status()["errors"] == 0
+
+
+def test_hits_go_on_without_a_daemon(mount: MakeMount, source: Path) -> None:
+    m = mount(source, "--read-only")
+    expected = contents(m.path)
+    m.flush()
+    m.kill()
+    drop_caches()
+    started = time.monotonic()
+    assert contents(m.path) == expected
+    assert time.monotonic() - started < 5
+    m.start()
+    drop_caches()
+    assert contents(m.path) == expected
+
+
+def test_misses_wait_for_the_next_daemon_and_then_give_up(mount: MakeMount, source: Path) -> None:
+    m = mount(source, "--read-only", "--reconnect-timeout", "1")
+    os.listdir(m.path)
+    m.kill()
+    started = time.monotonic()
+    with pytest.raises(OSError, match="Input/output"):
+        os.listdir(m.path / "d1")  # never listed before: that is Python's
+    assert 0.5 < time.monotonic() - started < 20
+    m.start()
+    assert sorted(os.listdir(m.path / "d1")) == sorted(os.listdir(source / "d1"))
+
+
+def test_a_takeover_wants_the_same_options(mount: MakeMount, source: Path) -> None:
+    m = mount(source, "--read-only")
+    m.kill()
+    refused = cachefs("mount", source, m.path, "--cache-dir", m.cache, check=False)
+    assert refused.returncode == 1 and "other options" in refused.stderr
+    m.start()
+
+
+def test_a_writer_survives_its_daemon(mount: MakeMount, source: Path) -> None:
+    m = mount(source)
+    with open(m.path / "checkpoint", "wb", buffering=0) as file:
+        file.write(b"one ")
+        m.kill()
+        m.start()
+        file.write(b"two")
+        os.fsync(file.fileno())
+    assert (source / "checkpoint").read_bytes() == b"one two"
+    assert (m.path / "checkpoint").read_bytes() == b"one two"
+    with pytest.raises(PermissionError):
+        (m.path / "d0" / "f00000").read_bytes()
+        (m.path / "d0" / "f00000").write_bytes(b"no")
+
+
+def test_an_open_file_that_lost_its_name_is_read_to_its_end(mount: MakeMount, source: Path) -> None:
+    """Hazard 2: the fast path opened it, Python never saw a handle."""
+    (source / "big").write_bytes(bytes(range(256)) * 40_000)
+    settle()
+    m = mount(source)
+    expected = (source / "big").read_bytes()
+    os.stat(m.path / "big")
+    (m.path / "big").open("rb").close()  # immutable from here on: the next open is the fast path's
+    fd = os.open(m.path / "big", os.O_RDONLY)
+    os.unlink(m.path / "big")
+    drop_caches()
+    parts = [os.pread(fd, 1 << 20, at) for at in range(0, len(expected), 1 << 20)]
+    os.close(fd)
+    assert b"".join(parts) == expected
+
+
+def test_the_daemon_runs_no_python_for_a_hit(mount: MakeMount, source: Path) -> None:
+    m = mount(source, "--read-only")
+    expected = contents(m.path)
+    m.flush()
+    drop_caches()
+    before = m.status()["fastpath"]
+    assert contents(m.path) == expected
+    after = m.status()["fastpath"]
+    assert after["passed"] == before["passed"]
+    assert after["answered"] - before["answered"] >= 40
+
+
+def test_fast_path_memory_does_not_grow_with_the_index(mount: MakeMount, tmp_path: Path) -> None:
+    source = tmp_path / "many"
+    make_files(source, 3000, (1, 2000), directories=10)
+    settle()
+    m = mount(source, "--read-only")
+    contents(m.path)
+    m.flush()
+    drop_caches()
+    contents(m.path)
+    status = Path(f"/proc/{fastpath_pid(m)}/status").read_text()
+    anonymous = next(int(line.split()[1]) for line in status.splitlines() if line.startswith("RssAnon"))
+    assert anonymous < 32 << 10
