@@ -137,6 +137,7 @@ int main(int count, char **values)
         return fail("eventfd", strerror(errno));
     signal(SIGTERM, end);
 
+    pthread_mutex_init(&fastpath.turn, NULL);
     relay_init(&fastpath.relay, fastpath.shared, fastpath.device);
     control_init(&control, &fastpath, arguments.listener, arguments.shared, arguments.blob);
     uint32_t threads = fastpath.shared->threads;

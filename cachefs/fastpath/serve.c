@@ -2,6 +2,7 @@
 
 #include <errno.h>
 #include <fcntl.h>
+#include <poll.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -16,6 +17,7 @@
 #define MAX_READAHEAD (1u << 20)
 #define MAX_WRITE (128u << 10)
 #define MAX_BACKGROUND 64
+#define SPIN_NS 50000
 #define OPEN_NOFLUSH (1u << 5) /* FOPEN_NOFLUSH, Linux 5.18 */
 
 /* One table for both ways to run: what libfuse would ask for, with what only we want (hazards 3 and 18). */
@@ -521,10 +523,25 @@ int worker_init(struct worker *worker, struct fastpath *fastpath, struct counter
     return view_init(&worker->view, &fastpath->index);
 }
 
+static bool is_quick(uint32_t opcode)
+{
+    return opcode != FUSE_READ && opcode != FUSE_READDIR && opcode != FUSE_READDIRPLUS;
+}
+
+/* Looks for a request without sleeping, for a little while after the last one: being woken costs more than most answers. */
+static void spin(int device, uint64_t until_ns)
+{
+    struct pollfd wait = {device, POLLIN, 0};
+    while (!poll(&wait, 1, 0) && monotonic_ns() < until_ns)
+        ;
+}
+
 void *worker_run(void *context)
 {
     struct worker *worker = context;
     struct fastpath *fastpath = worker->fastpath;
+    uint64_t spin_until = 0;
+    pthread_mutex_lock(&fastpath->turn);
     for (;;) {
         if (worker->slot == NO_SLOT && (worker->slot = relay_take_slot(&fastpath->relay)) == NO_SLOT) {
             usleep(1000); /* 2,048 requests wait for Python: the kernel keeps the next one for us */
@@ -532,9 +549,12 @@ void *worker_run(void *context)
         }
         relay_ready_slot(&fastpath->relay, worker->slot);
         struct fuse_in_header *message = slot_data(&fastpath->relay, worker->slot);
+        spin(fastpath->device, spin_until);
         ssize_t length = read(fastpath->device, message, SLOT_BYTES);
-        if (length < 0 && errno == ENODEV)
+        if (length < 0 && errno == ENODEV) {
+            pthread_mutex_unlock(&fastpath->turn);
             return NULL; /* unmounted */
+        }
         if (length < (ssize_t)sizeof *message) {
             if (length < 0 && errno != EINTR && errno != EAGAIN && errno != ENOENT) {
                 fprintf(stderr, "fast path: cannot read /dev/fuse: %s\n", strerror(errno));
@@ -543,6 +563,12 @@ void *worker_run(void *context)
             continue;
         }
         relay_fill_slot(&fastpath->relay, worker->slot, (uint32_t)length, message->unique);
+        bool quick = is_quick(message->opcode);
+        if (!quick)
+            pthread_mutex_unlock(&fastpath->turn);
         serve(worker);
+        if (!quick)
+            pthread_mutex_lock(&fastpath->turn);
+        spin_until = monotonic_ns() + SPIN_NS;
     }
 }

@@ -30,6 +30,7 @@ struct fastpath {
     struct control_socket *control;
     struct fill *fill; /* NULL: misses are Python's */
     int device, source;
+    pthread_mutex_t turn; /* to listen to /dev/fuse */
 };
 
 /* A thread that reads requests from /dev/fuse. */
