@@ -40,7 +40,7 @@ from cachefs.operations import KernelNotifier, Operations
 from cachefs.options import Options, Revalidate
 from cachefs.slots import SourceSlots
 from cachefs.source import Source
-from daemon import background, config, control, fuse_device, mounting
+from daemon import background, config, control, descriptor_store, fuse_device, mounting
 from daemon.config import MountConfig
 
 log = logging.getLogger(__name__)
@@ -50,7 +50,7 @@ MAX_REQUESTS = 1000
 """Tasks of pyfuse3. More than slots, so that hits are answered while all slots wait for the source."""
 MIN_IDLE_REQUESTS = 16
 FOLLOW_S = 1.0
-SERVING_THREADS = 8
+SERVING_THREADS = 16
 """Of the fast path: how many requests it answers at once, those that wait for the local disk included."""
 FASTPATH_SOCKET = "fastpath"
 READER_CHECK_S = 60.0
@@ -85,8 +85,10 @@ class Session:
         top = mounting.top_mount(place)
         if not self.config.options.fastpath or top is None or top.fstype != mounting.FSTYPE or control.is_served(place):
             return None
-        held = Inheritance.ask(config.mount_directory(place) / FASTPATH_SOCKET)
-        if held is None:
+        held = descriptor_store.take()
+        if held is None or Path(f"/proc/{held.shared['pid']}").exists():
+            held = Inheritance.ask(config.mount_directory(place) / FASTPATH_SOCKET) or held
+        if held is None or launcher.is_unmounted(held.device):
             return None
         if top.source != self.config.source:
             raise CacheFsError(f"{place} is in use: {top.source} is mounted there by a cachefs whose daemon has died")
@@ -163,7 +165,8 @@ class Session:
                 if options.fastpath and self._held is None:
                     self._held = self._mount_device(source, opened, blob, options, runtime)
                 if self._held is not None and self._took_over:
-                    os.close(self._held.blob)
+                    if self._held.blob >= 0:
+                        os.close(self._held.blob)
                     self._held.blob = blob.fd
                 device = self._held.device if self._held else None
                 filesystem = FileSystem(source, slots, metadata, options, KernelNotifier(nursery, device))
@@ -219,6 +222,7 @@ class Session:
             if self._fastpath is not None:
                 self._fastpath.close()
             if self._held is not None:
+                descriptor_store.remove()
                 self._held.close()
             bind.remove()
             shutil.rmtree(runtime, ignore_errors=True)
@@ -259,7 +263,9 @@ class Session:
             read_only=options.read_only,
             allow_other=self.config.allow_other,
         )
-        return Inheritance(device, shared, self._source_fd, blob.fd, listener)
+        held = Inheritance(device, shared, self._source_fd, blob.fd, listener)
+        descriptor_store.put(held)
+        return held
 
     async def _start_fastpath(
         self, nursery: trio.Nursery, held: Inheritance, operations: Operations, runtime: Path, opened: OpenedIndex

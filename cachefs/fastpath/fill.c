@@ -20,6 +20,7 @@
 
 #define MAX_PATH 4000 /* the kernel's 4,096 and a margin; longer ones are walked by Python */
 #define HELD_BYTES (16u << 20) /* fetched and not yet appended; beyond that nothing more is cached */
+#define THREADS_FOR_HITS 4 /* are never lent to the source, which may hang */
 #define PROBE_NS 1000000000u
 
 struct fetcher {
@@ -360,8 +361,8 @@ enum outcome fill_read(struct worker *worker, const struct inode_record *record,
         worker->counters->skipped_admissions++;
     add_waiter(fetch, waiter);
     table_add(&fill->table, fetch);
-    /* Half of the serving threads may fetch themselves: that saves a wake-up. The other half is there for hits. */
-    bool ourselves = fill->inline_count < shared->threads / 2;
+    /* Most serving threads may fetch themselves: that saves a wake-up. The others are there for hits. */
+    bool ourselves = fill->inline_count + THREADS_FOR_HITS < shared->threads;
     struct fetcher *fetcher = NULL;
     if (ourselves) {
         fill->inline_count++;

@@ -36,6 +36,7 @@ _SAME_PYTHON = 1
 _SETTLED_S = 1.0
 """A fast path that lived this long is started again at once; younger ones after a pause that grows."""
 _MAX_PAUSE_S = 5.0
+_HANDOVER_TIMEOUT_S = 2.0  # a socket that only the descriptor store holds accepts, and never answers
 _STOP_TIMEOUT_S = 15.0
 
 
@@ -93,7 +94,7 @@ class Inheritance:
     def ask(cls, path: Path) -> "Inheritance | None":
         """Of the fast path that outlived its daemon. None: there is none, or its daemon lives."""
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
-            connection.settimeout(5.0)
+            connection.settimeout(_HANDOVER_TIMEOUT_S)
             try:
                 connection.connect(str(path))
                 _send(connection, Message.HANDOVER)

@@ -48,7 +48,7 @@ static int print_layout(void)
     FIELD(shared, small_file_bytes); FIELD(shared, reconnect_timeout_ns); FIELD(shared, source_timeout_ns);
     FIELD(shared, simulate_latency_ns); FIELD(shared, root_device); FIELD(shared, run); FIELD(shared, floor);
     FIELD(shared, serving); FIELD(shared, capacity_bytes); FIELD(shared, committed_bytes); FIELD(shared, settled);
-    FIELD(shared, pending_bytes); FIELD(shared, held_bytes); FIELD(shared, stuck); FIELD(shared, passed); FIELD(shared, counters);
+    FIELD(shared, pending_bytes); FIELD(shared, held_bytes); FIELD(shared, stuck); FIELD(shared, pid); FIELD(shared, passed); FIELD(shared, counters);
     FIELD(filled, report); FIELD(filled, inode); FIELD(filled, offset); FIELD(filled, version);
     FIELD(filled, blob_offset); FIELD(filled, record_bytes); FIELD(filled, length); FIELD(filled, checksums);
     FIELD(control, type); FIELD(control, length); FIELD(control, a); FIELD(control, b);
@@ -136,6 +136,7 @@ int main(int count, char **values)
     if ((ended = eventfd(0, EFD_CLOEXEC)) < 0)
         return fail("eventfd", strerror(errno));
     signal(SIGTERM, end);
+    fastpath.shared->pid = (uint64_t)getpid();
 
     pthread_mutex_init(&fastpath.turn, NULL);
     relay_init(&fastpath.relay, fastpath.shared, fastpath.device);

@@ -72,6 +72,7 @@ struct shared {
     _Atomic uint64_t held_bytes;      /* payload that is being fetched or waits to be appended */
     _Atomic uint64_t reported;        /* the last number given to a report, by this fast path or its predecessors */
     _Atomic uint64_t stuck;           /* fetches that took too long and have not come back */
+    _Atomic uint64_t pid;             /* of the fast path that ran last */
     _Atomic uint64_t passed[OPERATIONS]; /* requests that were passed on, by opcode; the last: all others */
     _Alignas(4096) struct counters counters[MAX_THREADS];
     struct slot_head slots[SLOT_COUNT];

@@ -20,7 +20,7 @@ COUNTERS_OFFSET = 4096
 COUNTER_BYTES = 128
 SHARED_BYTES = 293695488
 
-PASSED_OFFSET = 304
+PASSED_OFFSET = 312
 OPERATIONS = 64
 OPERATION_NAMES = {
     1: "lookup", 2: "forget", 3: "getattr", 4: "setattr", 5: "readlink", 6: "symlink", 8: "mknod", 9: "mkdir",
@@ -54,6 +54,7 @@ FIELDS = {
     "pending_bytes": (272, "Q"),
     "held_bytes": (280, "Q"),
     "stuck": (296, "Q"),
+    "pid": (304, "Q"),
 }
 """Name → (byte offset, struct format)."""
 

@@ -1,10 +1,16 @@
 """Either side may die: SIGKILL of the fast path, of the daemon, of both in turn, in the middle of an epoch."""
 
+import contextlib
+import fcntl
 import hashlib
+import json
 import multiprocessing
 import os
 import random
+import re
 import signal
+import socket
+import subprocess
 import time
 from collections.abc import Callable
 from multiprocessing.synchronize import Event
@@ -14,7 +20,7 @@ from typing import Any
 import pytest
 
 from cachefs.fastpath import launcher
-from tests.conftest import Mount, cachefs, contents, drop_caches, make_files, settle, wait_for
+from tests.conftest import CLI, REPOSITORY, Mount, cachefs, contents, drop_caches, make_files, settle, wait_for
 
 MakeMount = Callable[..., Mount]
 KILLS = 20
@@ -167,6 +173,92 @@ def test_twenty_kills_in_mid_epoch(
     drop_caches()
     assert sums_of(m.path).items() >= sums.items()
     assert m.status()["errors"] == 0
+
+
+class ServiceManager:
+    """Plays systemd: keeps the descriptors that the daemon stores, and starts it with them again."""
+
+    def __init__(self, directory: Path, command: list[object]) -> None:
+        self.command = [str(part) for part in command]
+        self.path = directory / "notify"
+        self.socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        self.socket.bind(str(self.path))
+        self.socket.settimeout(0.0)
+        self.stored: dict[str, int] = {}
+        self.process: subprocess.Popen[bytes] | None = None
+
+    def collect(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                data, fds, _, _ = socket.recv_fds(self.socket, 4096, 4)
+                name = re.search(rb"FDNAME=(.*)", data)
+                if fds and name:
+                    self.stored[name[1].decode()] = fds[0]
+
+    def start(self) -> None:
+        self.collect()
+        fds = list(self.stored.values())
+
+        def give() -> None:
+            high = [fcntl.fcntl(fd, fcntl.F_DUPFD, 100) for fd in fds]
+            for index, fd in enumerate(high):
+                os.dup2(fd, 3 + index)
+            os.environ["NOTIFY_SOCKET"] = str(self.path)
+            os.environ["LISTEN_PID"] = str(os.getpid())
+            os.environ["LISTEN_FDS"] = str(len(fds))
+            os.environ["LISTEN_FDNAMES"] = ":".join(self.stored)
+
+        self.process = subprocess.Popen(
+            [*CLI, *self.command], cwd=REPOSITORY, preexec_fn=give, pass_fds=range(3, 3 + len(fds))
+        )
+
+    def close(self) -> None:
+        self.collect()
+        self.socket.close()
+        for fd in self.stored.values():
+            os.close(fd)
+        if self.process is not None and self.process.poll() is None:
+            self.process.terminate()
+            self.process.wait(30)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+def test_both_killed_at_once_with_a_descriptor_store(tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    source = tmp_path / "dataset"
+    make_files(source, 500, (1, 60_000), directories=8)
+    settle()
+    sums = sums_of(source)
+    place = tmp_path / "mnt"
+    place.mkdir()
+    command = ["mount", source, place, "--cache-dir", tmp_path / "cache", "--read-only", "--foreground"]
+    manager = ServiceManager(tmp_path, command)
+    request.addfinalizer(manager.close)
+
+    def status() -> dict[str, Any]:
+        done = cachefs("status", place, "--json", check=False)
+        return dict(json.loads(done.stdout)) if done.returncode == 0 else {}
+
+    manager.start()
+    wait_for(status, bool)
+    load = Load(place, sums, None)
+    draw = random.Random(5)
+    for _ in range(KILLS):
+        time.sleep(draw.uniform(0.0, 0.3))
+        now = wait_for(status, bool)
+        manager.collect()
+        pids = (now["pid"], now["fastpath"]["pid"])
+        for pid in draw.sample(pids, 2):
+            os.kill(pid, signal.SIGKILL)
+        assert manager.process is not None
+        manager.process.wait(20)
+        manager.start()
+    wait_for(status, bool)
+    longest = load.finish()
+    print(f"{KILLS} kills of both at once: longest stall {longest:.3f} s")
+    assert sums_of(place) == {path: sums[path] for path in sums}
+    cachefs("umount", place)
+    assert manager.process is not None and manager.process.wait(20) == 0
 
 
 def test_hits_go_on_without_a_daemon(mount: MakeMount, source: Path) -> None:
