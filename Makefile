@@ -5,7 +5,7 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 
 SANITIZE  := -fsanitize=address,undefined -fno-sanitize-recover=undefined -fno-omit-frame-pointer -O1
-SANITIZED := tests/mount/test_semantics.py tests/mount/test_damage.py tests/mount/test_fastpath.py
+SANITIZED := -m "not slow" tests/mount/test_semantics.py tests/mount/test_damage.py tests/mount/test_fastpath.py
 FUZZ_S    ?= 20
 
 .PHONY: demo test check fuzz format bench clean

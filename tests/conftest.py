@@ -1,7 +1,6 @@
 """Fixtures: real mounts of /dev/fuse, made by the command line as a user would, and trees to mount."""
 
 import errno
-import json
 import os
 import random
 import select
@@ -15,6 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+from daemon import control
 
 CLI = [sys.executable, "-m", "daemon"]
 TREES = 120
@@ -66,7 +67,7 @@ class Mount:
         self.pid = int(self.status()["pid"])
 
     def status(self) -> dict[str, Any]:
-        return dict(json.loads(cachefs("status", self.path, "--json").stdout))
+        return control.request(str(self.path), "status")  # as `cachefs status --json` does
 
     def ops(self) -> dict[str, int]:
         return dict(self.status()["source_ops"])

@@ -251,8 +251,13 @@ class FastPath:
 
     async def _attach(self) -> None:
         self._connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._connection.connect(str(self._path))
         self._connection.setblocking(False)
+        while True:
+            try:
+                self._connection.connect(str(self._path))
+                break
+            except BlockingIOError:  # a predecessor died before it accepted: the queue is full until the next one does
+                await trio.sleep(0.01)
         _send(
             self._connection,
             Message.ATTACH,

@@ -88,7 +88,8 @@ uint32_t relay_take_slot(struct relay *relay)
     pthread_mutex_lock(&relay->lock);
     uint32_t slot = relay->free_count ? relay->free[--relay->free_count] : NO_SLOT;
     if (slot != NO_SLOT) {
-        head_of(relay, slot)->length = 0;
+        struct slot_head *head = head_of(relay, slot);
+        head->length = head->parts = head->attempts = 0;
         renew(relay, slot, SLOT_READING);
     }
     pthread_mutex_unlock(&relay->lock);
@@ -105,15 +106,15 @@ void relay_free_slot(struct relay *relay, uint32_t slot)
 void relay_ready_slot(struct relay *relay, uint32_t slot)
 {
     /* A successor tells by the message itself whether one has arrived: nothing runs between its arrival and a kill. */
+    struct slot_head *head = head_of(relay, slot);
     memset(slot_data(relay, slot), 0, sizeof(struct fuse_in_header));
-    head_of(relay, slot)->length = 0;
+    head->length = head->parts = head->attempts = 0;
 }
 
 void relay_fill_slot(struct relay *relay, uint32_t slot, uint32_t length, uint64_t unique)
 {
     struct slot_head *head = head_of(relay, slot);
     head->unique = unique;
-    head->parts = 0;
     head->length = length;
 }
 
@@ -455,8 +456,10 @@ void relay_init(struct relay *relay, struct shared *shared, int device)
         case SLOT_READING:
             if (!message->unique || message->len < sizeof *message || message->len > SLOT_BYTES)
                 free_locked(relay, slot);
-            else
-                relay_fill_slot(relay, slot, message->len, message->unique);
+            else if (head->attempts++ == 0)
+                head->unique = message->unique, head->length = message->len;
+            else /* it may be what the last ones died of: Python's */
+                enqueue_locked(relay, slot);
             break;
         case SLOT_PASSING: /* did it arrive? Python may have it, or may not */
             if (!parse_slot(relay, slot, &request)) {

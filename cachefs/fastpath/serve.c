@@ -134,7 +134,8 @@ static bool value_of(struct worker *worker, enum table table, const struct reque
     if (sizeof number + length > sizeof key || !believed(worker, inode, &record, &remaining))
         return false;
     memcpy(key, &number, sizeof number);
-    memcpy(key + sizeof number, request->name, length);
+    if (length)
+        memcpy(key + sizeof number, request->name, length);
     if (!view_get(&worker->view, table, key, sizeof number + length, out) || out->mv_size < 16)
         return false;
     memcpy(&version, (char *)out->mv_data + 8, sizeof version);

@@ -40,6 +40,8 @@ struct slot_head {
     uint64_t since_ns;      /* CLOCK_MONOTONIC when it was passed on */
     uint32_t length;        /* of the request */
     uint32_t parts;         /* a READ that was passed on in this many pieces */
+    uint32_t attempts;      /* how many fast paths died with it in hand */
+    uint32_t reserved;
 };
 
 enum slot_state {
