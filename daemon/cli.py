@@ -35,6 +35,15 @@ class Size(click.ParamType[int]):
             self.fail(str(error), param, ctx)
 
 
+class Place(click.ParamType[str]):
+    """A path that is not looked at: click.Path would, and a mount without a daemon does not answer."""
+
+    name = "PATH"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        return os.fsdecode(value)
+
+
 class Seconds(click.ParamType[float]):
     name = "S"
 
@@ -81,8 +90,8 @@ def main() -> None:
 
 
 @main.command()
-@click.argument("source", type=click.Path())
-@click.argument("mountpoint", type=click.Path())
+@click.argument("source", type=Place())
+@click.argument("mountpoint", type=Place())
 @click.option(
     "--cache-dir",
     type=click.Path(path_type=Path),
@@ -247,7 +256,7 @@ def mount(
 
 
 @main.command()
-@click.argument("mountpoint", type=click.Path())
+@click.argument("mountpoint", type=Place())
 @one_line_errors
 def umount(mountpoint: str) -> None:
     """Unmount, and wait until everything is on disk.
@@ -272,7 +281,7 @@ def umount(mountpoint: str) -> None:
 
 
 @main.command()
-@click.argument("mountpoint", type=click.Path())
+@click.argument("mountpoint", type=Place())
 @click.option("--json", "as_json", is_flag=True, help="One JSON object.")
 @one_line_errors
 def status(mountpoint: str, as_json: bool) -> None:
@@ -292,7 +301,7 @@ def status(mountpoint: str, as_json: bool) -> None:
 
 
 @main.command()
-@click.argument("paths", nargs=-1, required=True, type=click.Path())
+@click.argument("paths", nargs=-1, required=True, type=Place())
 @one_line_errors
 def invalidate(paths: tuple[str, ...]) -> None:
     """Forget what is cached of files or directories, in the kernel too; the next use asks the source.
