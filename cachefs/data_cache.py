@@ -252,6 +252,11 @@ class DataCache:
         """How much the blob may hold at the moment: nothing while the disk refuses to be written."""
         return self.capacity_bytes if self._index.available and self._clock() >= self._paused_until else 0
 
+    def refused(self, error: OSError) -> None:
+        """The disk does not take any more: leave it alone for a while."""
+        self._paused_until = self._clock() + PAUSE_S
+        self._failed("blob", f"the blob cannot be written, trying again in {PAUSE_S:.0f} s: {error}")
+
     def skipped(self) -> None:
         """Count a read that was served without being cached because there is no room."""
         if self._appends:
@@ -323,9 +328,8 @@ class DataCache:
             return
         self._index.available = True
         if refused is not None:
-            self._paused_until = self._clock() + PAUSE_S
             self._metrics.skipped_admissions += len(units) + len(filled)
-            self._failed("blob", f"the blob cannot be written, trying again in {PAUSE_S:.0f} s: {refused}")
+            self.refused(refused)
         for start in range(0, len(commit.flushed), FORGET_CHUNK):
             self._index.forget_committed(commit.flushed[start : start + FORGET_CHUNK])
             await trio.lowlevel.checkpoint()

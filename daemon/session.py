@@ -294,6 +294,9 @@ class Session:
             self._data.filled(launcher.parse_filled(data))
         elif message is Message.CORRUPT:
             self._data.corrupt(a, b, int.from_bytes(data, "little"), "payload checksum")
+        elif message is Message.REFUSED and self._held is not None:
+            self._data.refused(OSError(a, os.strerror(a)))
+            self._follow(self._held.shared)
         elif message is Message.IN_DOUBT:
             numbers, entries = touched(data)
             log.warning("a daemon died in the middle of a change to inodes %s: they are compared again", numbers)

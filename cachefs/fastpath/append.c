@@ -262,6 +262,8 @@ static void append_one(struct appender *appender, struct fetch *fetch)
     appender->writing = placed;
     pthread_mutex_unlock(&appender->lock);
     bool written = placed && write_record(appender, fetch, at, &extent);
+    if (placed && !written) /* the daemon counts it, says so once, and stops admission for a while */
+        control_send(appender->control, CONTROL_REFUSED, (uint64_t)errno, 0, NULL, 0);
     if (written)
         number = report(appender, fetch, &extent);
     pthread_mutex_lock(&appender->lock);
@@ -273,7 +275,6 @@ static void append_one(struct appender *appender, struct fetch *fetch)
         appender->unsettled[last] = (struct unsettled){number, bytes};
         appender->unsettled_bytes += bytes;
     } else if (placed) { /* what half a write left behind is never built upon */
-        fprintf(stderr, "fast path: the blob cannot be written: %s\n", strerror(errno));
         appender->next = appender->end = 0;
     }
     pthread_mutex_unlock(&appender->lock);

@@ -49,6 +49,7 @@ class Message(enum.IntEnum):
     SLAB = 6
     FILLED = 7
     CORRUPT = 8
+    REFUSED = 9
 
 
 def is_built() -> bool:

@@ -93,6 +93,7 @@ enum control_type {
     CONTROL_SLAB = 6,     /* fast path → daemon: needs one; daemon → fast path: a = its offset in the blob */
     CONTROL_FILLED = 7,   /* fast path → daemon: an array of struct filled */
     CONTROL_CORRUPT = 8,  /* fast path → daemon: of inode a, offset b, the record at the blob offset that follows */
+    CONTROL_REFUSED = 9,  /* fast path → daemon: the blob cannot be written, errno a */
 };
 
 struct filled { /* one unit that was appended to the blob; its checksums follow */
