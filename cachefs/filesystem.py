@@ -14,6 +14,7 @@ from collections.abc import Iterable
 from functools import partial
 from typing import NamedTuple, Protocol
 
+import trio
 from outcome import Outcome
 
 from cachefs import values
@@ -25,6 +26,7 @@ from cachefs.single_flight import SingleFlight
 from cachefs.slots import SourceSlots
 from cachefs.source import Source
 
+NOTIFY_TIMEOUT_S = 5.0
 DROP_CHUNK = 256
 """How many inodes are dropped without letting other tasks run."""
 _KNOWN, _ABSENT = b"\1", b"\0"
@@ -243,6 +245,17 @@ class FileSystem:
             links = self.metadata.drop(update, inode.number)
         for parent, name in links:
             self.notifier.entry_soon(parent, name)
+
+    async def forget_names(self, number: int) -> None:
+        """Return when the kernel has dropped the names of an inode, or does not get round to it.
+
+        For a READ only: it holds no directory, so that the notification cannot wait for it (hazard 1).
+        """
+        with self.metadata.index.view() as view:
+            links = self.metadata.links(view, number)
+        with trio.move_on_after(NOTIFY_TIMEOUT_S):
+            for parent, name in links:
+                await self.notifier.entry(parent, name)
 
     async def doubt(self, numbers: Iterable[int], entries: Iterable[tuple[int, bytes]]) -> None:
         """A daemon died in the middle of a change to these: whatever is known of them is compared with the source."""

@@ -285,6 +285,10 @@ class OpenFiles:
             while len(self._recent) > RECENT_FILES:
                 await self._let_go(self._recent.popitem(last=False)[1])
             return await self._fetcher.read(file, offset, size)
+        except Changed:
+            # No OPEN is sent that could be refused: the next open must not find the old inode by the old name.
+            await self._fs.forget_names(number)
+            raise
         finally:
             await self._let_go(file)
 

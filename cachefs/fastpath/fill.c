@@ -147,10 +147,10 @@ static void finish_waiters(struct fill *fill, struct waiter *waiters, const stru
         struct waiter *waiter = waiters;
         waiters = waiter->next;
         if (good) {
-            answer_waiter(fill, waiter, fetch);
-            relay_free_slot(&fill->fastpath->relay, waiter->slot);
             counters->misses++;
             counters->miss_bytes += waiter->length;
+            answer_waiter(fill, waiter, fetch);
+            relay_free_slot(&fill->fastpath->relay, waiter->slot);
         } else {
             relay_pass(&fill->fastpath->relay, waiter->slot); /* Python sees for itself what is wrong */
         }

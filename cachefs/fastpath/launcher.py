@@ -190,6 +190,14 @@ class FastPath:
 
     async def run(self, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         """Keep a fast path running until the mount is gone. Started when the first one is attached."""
+        try:
+            await self._run(task_status)
+        finally:
+            self._ended.set()
+        if not self._stopping:
+            self._unmounted()
+
+    async def _run(self, task_status: trio.TaskStatus[None]) -> None:
         pause_s = 0.0
         told = False
         while not self._stopping and not is_unmounted(self._held.device):
@@ -222,9 +230,6 @@ class FastPath:
             lived = trio.current_time() - started
             pause_s = 0.0 if lived > _SETTLED_S else min(max(0.05, 2 * pause_s), _MAX_PAUSE_S)
             await trio.sleep(pause_s)
-        self._ended.set()
-        if not self._stopping:
-            self._unmounted()
 
     def _spawn(self) -> None:
         held = self._held

@@ -363,10 +363,10 @@ static enum outcome serve_read(struct worker *worker, const struct request *requ
         offset += length;
     }
     view_end(&worker->view);
+    worker->counters->hits++; /* counted before anybody can ask whether it was */
+    worker->counters->hit_bytes += header.len - sizeof header;
     if (writev(fastpath->device, parts, count) < 0 && errno != ENOENT && errno != ENODEV)
         reply(fastpath->device, header.unique, EIO, NULL, 0);
-    worker->counters->hits++;
-    worker->counters->hit_bytes += header.len - sizeof header;
     return ANSWERED;
 }
 
