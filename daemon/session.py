@@ -86,7 +86,7 @@ class Session:
         if not self.config.options.fastpath or top is None or top.fstype != mounting.FSTYPE or control.is_served(place):
             return None
         held = descriptor_store.take()
-        if held is None or Path(f"/proc/{held.shared['pid']}").exists():
+        if held is None or launcher.is_running(held.shared["pid"]):
             held = Inheritance.ask(config.mount_directory(place) / FASTPATH_SOCKET) or held
         if held is None or launcher.is_unmounted(held.device):
             return None

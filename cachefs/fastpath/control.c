@@ -5,6 +5,7 @@
 #include <poll.h>
 #include <string.h>
 #include <sys/socket.h>
+#include <sys/syscall.h>
 #include <sys/uio.h>
 #include <unistd.h>
 
@@ -17,7 +18,7 @@
 void control_init(struct control_socket *control, struct fastpath *fastpath, int listener, int shared_fd, int blob_fd)
 {
     *control = (struct control_socket){
-        .fastpath = fastpath, .listener = listener, .shared_fd = shared_fd, .blob_fd = blob_fd, .daemon = -1};
+        .fastpath = fastpath, .listener = listener, .shared_fd = shared_fd, .blob_fd = blob_fd, .daemon = -1, .process = -1};
     pthread_mutex_init(&control->lock, NULL);
 }
 
@@ -65,7 +66,33 @@ static void daemon_gone(struct control_socket *control)
     control->daemon = -1;
     pthread_mutex_unlock(&control->lock);
     fill_daemon_gone(control->fastpath->fill);
+    if (control->process < 0)
+        relay_hang_up(&control->fastpath->relay);
+}
+
+/* A connection that ends says little: it may be one that a living daemon made to our predecessor, and gave up. Its Python
+ * is gone when its process is. */
+static void process_gone(struct control_socket *control)
+{
+    close(control->process);
+    control->process = -1;
     relay_hang_up(&control->fastpath->relay);
+}
+
+static void daemon_came(struct control_socket *control, int daemon)
+{
+    struct ucred peer = {0};
+    socklen_t length = sizeof peer;
+    getsockopt(daemon, SOL_SOCKET, SO_PEERCRED, &peer, &length);
+    if (control->process >= 0 && peer.pid != control->pid)
+        process_gone(control);
+    else if (control->process >= 0)
+        close(control->process);
+    control->pid = peer.pid;
+    control->process = (int)syscall(SYS_pidfd_open, peer.pid, 0);
+    pthread_mutex_lock(&control->lock);
+    control->daemon = daemon;
+    pthread_mutex_unlock(&control->lock);
 }
 
 #define MAX_DOUBT_BYTES 4096u /* the names of a request; never the bytes of a WRITE */
@@ -131,21 +158,23 @@ void control_run(struct control_socket *control, int ended)
             {ended, POLLIN, 0},
             /* One daemon at a time: the next one waits until this one has gone. */
             {control->daemon < 0 ? control->listener : control->daemon, POLLIN, 0},
+            {control->daemon < 0 ? control->process : -1, POLLIN, 0},
         };
-        int ready = poll(wait, 2, TICK_MS);
+        int ready = poll(wait, 3, TICK_MS);
         relay_tick(&control->fastpath->relay);
         fill_tick(control->fastpath->fill);
         if (ready <= 0)
             continue;
         if (wait[0].revents)
             return;
+        if (wait[2].revents)
+            process_gone(control);
         if (!wait[1].revents)
             continue;
         if (control->daemon < 0) {
             int daemon = accept4(control->listener, NULL, NULL, SOCK_CLOEXEC);
-            pthread_mutex_lock(&control->lock);
-            control->daemon = daemon;
-            pthread_mutex_unlock(&control->lock);
+            if (daemon >= 0)
+                daemon_came(control, daemon);
         } else if (!receive(control)) {
             daemon_gone(control);
         }

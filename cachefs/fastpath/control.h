@@ -16,6 +16,7 @@ struct control_socket {
     int listener, shared_fd, blob_fd;
     pthread_mutex_t lock; /* of `daemon`, for those who send */
     int daemon;           /* the connection to the daemon of the moment, -1: none */
+    int process, pid;     /* of whoever connected last: a pidfd, -1: dead */
 };
 
 void control_init(struct control_socket *control, struct fastpath *fastpath, int listener, int shared_fd, int blob_fd);

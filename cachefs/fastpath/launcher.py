@@ -129,6 +129,14 @@ def listen(path: Path) -> socket.socket:
     return listener
 
 
+def is_running(pid: int) -> bool:
+    """Zombies do not run."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in ("Z", "X")
+    except OSError:
+        return False
+
+
 def is_unmounted(device: int) -> bool:
     """Has the kernel closed this /dev/fuse connection?"""
     poll = select.poll()
@@ -223,12 +231,13 @@ class FastPath:
                     await trio.sleep_forever()
             finally:
                 os.close(pidfd)
-            self._bury()
+            killed = self._bury() == -signal.SIGKILL
             if self._stopping or is_unmounted(self._held.device):
                 break
             log.warning("the fast path has ended; starting another")
             lived = trio.current_time() - started
-            pause_s = 0.0 if lived > _SETTLED_S else min(max(0.05, 2 * pause_s), _MAX_PAUSE_S)
+            # Only what ends by itself is kept from doing so all the time.
+            pause_s = 0.0 if killed or lived > _SETTLED_S else min(max(0.05, 2 * pause_s), _MAX_PAUSE_S)
             await trio.sleep(pause_s)
 
     def _spawn(self) -> None:
@@ -296,9 +305,9 @@ class FastPath:
             with contextlib.suppress(OSError):  # it has died; the next one asks again
                 _send(self._connection, kind, a, b)
 
-    def _bury(self) -> None:
-        if self._process is not None:
-            self._process.wait()
+    def _bury(self) -> int | None:
+        """Its exit status, negative for a signal; None if it was started by another daemon."""
+        status = self._process.wait() if self._process is not None else None
         self._process = None
         self._pid = 0
         if self._connection is not None:
@@ -307,6 +316,7 @@ class FastPath:
                     self._received(*_parse(data))
             self._connection.close()
             self._connection = None
+        return status
 
     async def stop(self) -> None:
         """Let the program finish what it has to append, and end it."""

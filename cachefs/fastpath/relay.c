@@ -507,6 +507,12 @@ int relay_start(struct relay *relay)
 void relay_attach(struct relay *relay, int python, int python_end, bool same)
 {
     pthread_mutex_lock(&relay->lock);
+    if (same && relay->python >= 0 && !relay->going) { /* it had asked our predecessor as well: the same socket */
+        close(python);
+        close(python_end);
+        pthread_mutex_unlock(&relay->lock);
+        return;
+    }
     while (relay->python >= 0) { /* the receiver is still busy with the last one */
         shutdown(relay->python, SHUT_RDWR);
         pthread_cond_wait(&relay->changed, &relay->lock);
