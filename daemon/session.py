@@ -197,7 +197,7 @@ class Session:
                         self._mount(operations)
                     await nursery.start(control.serve, runtime / "control", self._commands())
                     nursery.start_soon(_forever, data.run)
-                    nursery.start_soon(_forever, partial(self._check_readers, opened))
+                    nursery.start_soon(_forever, self._check_readers)
                     nursery.start_soon(self._terminate_on_signal)
                     nursery.start_soon(self._announce, operations, ready)
                     try:
@@ -277,6 +277,7 @@ class Session:
             durable=opened.durable_path,
             log_path=self._log_path,
             received=self._received,
+            died=self._drop_dead_readers,
             unmounted=pyfuse3.terminate,
         )
         self._follow(held.shared)
@@ -344,12 +345,15 @@ class Session:
                 log.info("signal %d: unmounting", number)
                 pyfuse3.terminate()
 
-    async def _check_readers(self, opened: OpenedIndex) -> None:
+    async def _check_readers(self) -> None:
         """A reader that was killed inside a transaction would keep old pages for ever (hazard 16)."""
         while True:
             await trio.sleep(READER_CHECK_S)
-            opened.index.durable.lmdb.reader_check()
-            opened.index.session.lmdb.reader_check()
+            self._drop_dead_readers()
+
+    def _drop_dead_readers(self) -> None:
+        self._opened.index.durable.lmdb.reader_check()
+        self._opened.index.session.lmdb.reader_check()
 
     # --- commands --------------------------------------------------------------------------------------------------
 

@@ -156,11 +156,12 @@ class FastPath:
         durable: Path,
         log_path: Path,
         received: Callable[[Message, int, int, bytes], None],
+        died: Callable[[], None],
         unmounted: Callable[[], None],
     ) -> None:
         """`path`: of the listening socket. `received`: told of each message (type, a, b, data).
 
-        `unmounted`: the mount is gone.
+        `died`: the program has ended, in whatever it was doing. `unmounted`: the mount is gone.
         """
         # dependencies
         self._held = held
@@ -169,6 +170,7 @@ class FastPath:
         self._durable = durable
         self._log_path = log_path
         self._received = received
+        self._died = died
         self._unmounted = unmounted
         # state
         self._pid = held.pid
@@ -316,6 +318,7 @@ class FastPath:
                     self._received(*_parse(data))
             self._connection.close()
             self._connection = None
+        self._died()
         return status
 
     async def stop(self) -> None:
