@@ -42,8 +42,7 @@ struct appender {
 
 static uint64_t record_bytes(uint32_t length)
 {
-    uint64_t blocks = (length + (uint64_t)BLOCK_BYTES - 1) / BLOCK_BYTES;
-    return (RECORD_HEADER_BYTES + 8 * blocks + length + 7) / 8 * 8;
+    return (RECORD_HEADER_BYTES + 8 * (uint64_t)block_count(length) + length + 7) / 8 * 8;
 }
 
 /* What was reported and is settled by now no longer counts as pending: the index counts it. */
@@ -168,10 +167,10 @@ static bool write_all(int fd, struct iovec *parts, int count, uint64_t offset)
 static bool write_record(struct appender *appender, const struct fetch *fetch, uint64_t at, struct extent *extent)
 {
     uint64_t seed = appender->blob.seed;
-    uint32_t blocks = 0;
-    for (uint64_t from = 0; from < fetch->length; from += BLOCK_BYTES) {
-        uint64_t size = fetch->length - from < BLOCK_BYTES ? fetch->length - from : BLOCK_BYTES;
-        extent->checksums[blocks++] = checksum(fetch->payload + from, (size_t)size, seed);
+    uint32_t blocks = block_count(fetch->length);
+    for (uint32_t block = 0; block < blocks; block++) {
+        uint32_t from = block * BLOCK_BYTES, rest = fetch->length - from;
+        extent->checksums[block] = checksum(fetch->payload + from, rest < BLOCK_BYTES ? rest : BLOCK_BYTES, seed);
     }
     const struct inode_record *record = &fetch->record;
     struct record_header header = {
@@ -222,7 +221,7 @@ static void flush_reports(struct appender *appender)
 
 uint32_t encode_report(uint8_t *out, const struct fetch *fetch, const struct extent *extent, uint64_t number)
 {
-    uint32_t count = (uint32_t)((fetch->length + (uint64_t)BLOCK_BYTES - 1) / BLOCK_BYTES);
+    uint32_t count = block_count(fetch->length);
     struct filled filled = {
         .report = number,
         .inode = fetch->inode,

@@ -134,10 +134,7 @@ static bool read_unit(struct fill *fill, struct fetch *fetch, struct counters *c
 
 static void answer_waiter(struct fill *fill, const struct waiter *waiter, const struct fetch *fetch)
 {
-    struct fuse_out_header header = {.len = (uint32_t)sizeof header + waiter->length, .unique = waiter->unique};
-    struct iovec parts[2] = {{&header, sizeof header}, {fetch->payload + (waiter->offset - fetch->offset), waiter->length}};
-    if (writev(fill->fastpath->device, parts, 2) < 0 && errno != ENOENT && errno != ENODEV)
-        reply(fill->fastpath->device, waiter->unique, EIO, NULL, 0);
+    reply(fill->fastpath->device, waiter->unique, 0, fetch->payload + (waiter->offset - fetch->offset), waiter->length);
 }
 
 static void finish_waiters(struct fill *fill, struct waiter *waiters, const struct fetch *fetch, bool good,
@@ -180,7 +177,7 @@ static void run_fetch(struct fill *fill, struct fetch *fetch, struct counters *c
 
     finish_waiters(fill, waiters, fetch, good, counters);
     if (append && append_queue(fill->appender, fetch))
-        return; /* `fill_appended` comes next */
+        return; /* `appended` comes next */
     pthread_mutex_lock(&fill->lock);
     if (append) {
         hold(fill, -(int64_t)fetch->length);

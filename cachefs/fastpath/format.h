@@ -27,6 +27,11 @@ enum flag {
 #define RECORD_FORMAT 1
 #define RECORD_DATA 1
 
+static inline uint32_t block_count(uint32_t length)
+{
+    return (uint32_t)((length + (uint64_t)BLOCK_BYTES - 1) / BLOCK_BYTES);
+}
+
 struct inode_record {
     uint32_t flags, mode, nlink, uid, gid, rdev, reserved, blksize;
     uint64_t size, blocks;

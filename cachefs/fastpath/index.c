@@ -45,12 +45,6 @@ int index_open(struct index *index, const char *session, const char *durable, co
     return error;
 }
 
-void index_close(struct index *index)
-{
-    mdb_env_close(index->session);
-    mdb_env_close(index->durable);
-}
-
 int view_init(struct view *view, const struct index *index)
 {
     *view = (struct view){.index = index};
@@ -158,8 +152,7 @@ bool view_extent(struct view *view, uint64_t inode, uint64_t offset, struct exte
         value.mv_size < sizeof out->record || value.mv_size > sizeof *out)
         return false;
     memcpy(out, value.mv_data, value.mv_size);
-    uint64_t blocks = (out->record.length + (uint64_t)BLOCK_BYTES - 1) / BLOCK_BYTES;
-    return value.mv_size == sizeof out->record + blocks * sizeof(uint64_t);
+    return value.mv_size == sizeof out->record + block_count(out->record.length) * sizeof(uint64_t);
 }
 
 static bool has_prefix(const struct scan *scan, const MDB_val *key)

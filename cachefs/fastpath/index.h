@@ -41,7 +41,6 @@ struct extent {
 
 /* All return 0 or an LMDB error code. */
 int index_open(struct index *index, const char *session, const char *durable, const struct shared *shared);
-void index_close(struct index *index);
 int view_init(struct view *view, const struct index *index);
 void view_destroy(struct view *view);
 

@@ -49,12 +49,32 @@ static void renew(struct relay *relay, uint32_t slot, enum slot_state state)
     head_of(relay, slot)->word = ++relay->shared->generation << 8 | state;
 }
 
+/* ENOENT: the caller was interrupted, or a predecessor has answered. */
+static bool refused(ssize_t written)
+{
+    return written < 0 && errno != ENOENT && errno != ENODEV;
+}
+
+void reply_parts(int device, uint64_t unique, const struct iovec *parts, int count)
+{
+    struct fuse_out_header header = {.len = sizeof header, .unique = unique};
+    struct iovec all[1 + MAX_REPLY_PARTS] = {{&header, sizeof header}};
+    for (int i = 0; i < count; i++) {
+        all[1 + i] = parts[i];
+        header.len += (uint32_t)parts[i].iov_len;
+    }
+    if (refused(writev(device, all, 1 + count)))
+        reply(device, unique, EIO, NULL, 0);
+}
+
 void reply(int device, uint64_t unique, int error, const void *data, size_t length)
 {
-    struct fuse_out_header header = {.len = (uint32_t)(sizeof header + length), .error = -error, .unique = unique};
-    struct iovec parts[2] = {{&header, sizeof header}, {(void *)data, length}};
-    /* ENOENT: the caller was interrupted, or a predecessor has answered. */
-    if (writev(device, parts, length ? 2 : 1) < 0 && errno != ENOENT && errno != ENODEV)
+    if (!error) {
+        reply_parts(device, unique, &(struct iovec){(void *)data, length}, length ? 1 : 0);
+        return;
+    }
+    struct fuse_out_header header = {.len = sizeof header, .error = -error, .unique = unique};
+    if (refused(write(device, &header, sizeof header)))
         fprintf(stderr, "fast path: cannot answer the kernel: %s\n", strerror(errno));
 }
 
@@ -179,7 +199,6 @@ static bool send_locked(struct relay *relay, uint32_t slot)
         }
         head_of(relay, slot)->parts = count;
     }
-    head_of(relay, slot)->since_ns = monotonic_ns();
     set_state(relay, slot, SLOT_PASSING);
     bool sent;
     if (relay->splits[slot]) {
@@ -211,6 +230,23 @@ static void enqueue_locked(struct relay *relay, uint32_t slot)
     pthread_cond_broadcast(&relay->changed);
 }
 
+/* What was passed on, or was just being, and has no answer: again, if that can do no harm. `unseen`: surely not done. */
+static void repeat_locked(struct relay *relay, uint32_t slot, bool unseen)
+{
+    struct request request;
+    if (!parse_slot(relay, slot, &request)) {
+        fail_locked(relay, slot, EIO);
+    } else if (!unseen && request_changes(&request)) {
+        doubt_locked(relay, slot);
+    } else {
+        request.header->unique = head_of(relay, slot)->unique; /* a kill may have left ours in it */
+        free(relay->splits[slot]);
+        relay->splits[slot] = NULL;
+        renew(relay, slot, SLOT_QUEUED);
+        enqueue_locked(relay, slot);
+    }
+}
+
 void relay_pass(struct relay *relay, uint32_t slot)
 {
     pthread_mutex_lock(&relay->lock);
@@ -231,7 +267,7 @@ static void *run_sender(void *context)
 {
     struct relay *relay = context;
     pthread_mutex_lock(&relay->lock);
-    while (!relay->stopping) {
+    for (;;) {
         if (relay->python < 0 || relay->going || !relay->queue_count) {
             pthread_cond_wait(&relay->changed, &relay->lock);
             continue;
@@ -248,7 +284,6 @@ static void *run_sender(void *context)
         poll(&wait, 1, 100);
         pthread_mutex_lock(&relay->lock);
     }
-    pthread_mutex_unlock(&relay->lock);
     return NULL;
 }
 
@@ -341,10 +376,8 @@ static void deliver(struct relay *relay, struct fuse_out_header *answer, size_t 
         finish_part(relay, slot, part, answer);
     } else if (known) {
         answer->unique = head_of(relay, slot)->unique;
-        if (state == SLOT_PASSED && write(relay->device, answer, length) < 0 && errno != ENOENT && errno != ENODEV) {
-            fprintf(stderr, "fast path: answer refused: %s\n", strerror(errno));
+        if (state == SLOT_PASSED && refused(write(relay->device, answer, length)))
             reply(relay->device, answer->unique, EIO, NULL, 0);
-        }
         free_locked(relay, slot);
     }
     pthread_mutex_unlock(&relay->lock);
@@ -366,23 +399,10 @@ static void settle_locked(struct relay *relay)
     }
     for (uint32_t slot = 0; slot < SLOT_COUNT; slot++) {
         enum slot_state state = state_of(relay, slot);
-        struct request request;
-        if (state == SLOT_ANSWERED) {
+        if (state == SLOT_ANSWERED)
             free_locked(relay, slot);
-        } else if (state == SLOT_PASSED || state == SLOT_PASSING) {
-            bool sound = parse_slot(relay, slot, &request);
-            if (sound && (unread[slot] || !request_changes(&request))) {
-                free(relay->splits[slot]);
-                relay->splits[slot] = NULL;
-                renew(relay, slot, SLOT_QUEUED);
-                enqueue_locked(relay, slot);
-                continue;
-            }
-            if (sound)
-                doubt_locked(relay, slot);
-            else
-                fail_locked(relay, slot, EIO);
-        }
+        else if (state == SLOT_PASSED || state == SLOT_PASSING)
+            repeat_locked(relay, slot, unread[slot]);
     }
 }
 
@@ -402,9 +422,9 @@ static void close_python_locked(struct relay *relay)
 static void *run_receiver(void *context)
 {
     struct relay *relay = context;
-    uint8_t *message = malloc(MESSAGE_BYTES);
+    static uint8_t message[MESSAGE_BYTES];
     pthread_mutex_lock(&relay->lock);
-    while (message && !relay->stopping) {
+    for (;;) {
         int python = relay->python;
         if (python < 0) {
             pthread_cond_wait(&relay->changed, &relay->lock);
@@ -420,14 +440,10 @@ static void *run_receiver(void *context)
         }
         pthread_mutex_lock(&relay->lock);
         if (length == 0 || (length < 0 && errno != EINTR)) {
-            if (!relay->stopping) {
-                settle_locked(relay);
-                close_python_locked(relay);
-            }
+            settle_locked(relay);
+            close_python_locked(relay);
         }
     }
-    pthread_mutex_unlock(&relay->lock);
-    free(message);
     return NULL;
 }
 
@@ -448,7 +464,6 @@ void relay_init(struct relay *relay, struct shared *shared, int device)
     for (uint32_t slot = SLOT_COUNT; slot-- > 0;) {
         struct fuse_in_header *message = slot_data(relay, slot);
         struct slot_head *head = head_of(relay, slot);
-        struct request request;
         switch (state_of(relay, slot)) {
         case SLOT_FREE:
             free_locked(relay, slot);
@@ -462,23 +477,11 @@ void relay_init(struct relay *relay, struct shared *shared, int device)
                 enqueue_locked(relay, slot);
             break;
         case SLOT_PASSING: /* did it arrive? Python may have it, or may not */
-            if (!parse_slot(relay, slot, &request)) {
-                fail_locked(relay, slot, EIO);
-                break;
-            }
-            if (request_changes(&request)) {
-                doubt_locked(relay, slot);
-                break;
-            }
-            request.header->unique = head->unique;
-            renew(relay, slot, SLOT_QUEUED);
-            enqueue_locked(relay, slot);
+            repeat_locked(relay, slot, false);
             break;
         case SLOT_PASSED:
-            if (!head->parts)
-                break;
-            renew(relay, slot, SLOT_QUEUED); /* the parts that had come died with the predecessor */
-            enqueue_locked(relay, slot);
+            if (head->parts) /* a READ, and the parts that had come died with the predecessor */
+                repeat_locked(relay, slot, false);
             break;
         case SLOT_QUEUED:
             enqueue_locked(relay, slot);
@@ -564,16 +567,4 @@ void relay_tick(struct relay *relay)
         }
     }
     pthread_mutex_unlock(&relay->lock);
-}
-
-void relay_stop(struct relay *relay)
-{
-    pthread_mutex_lock(&relay->lock);
-    relay->stopping = true;
-    if (relay->python >= 0)
-        shutdown(relay->python, SHUT_RDWR);
-    pthread_cond_broadcast(&relay->changed);
-    pthread_mutex_unlock(&relay->lock);
-    pthread_join(relay->receiver, NULL);
-    pthread_join(relay->sender, NULL);
 }

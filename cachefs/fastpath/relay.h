@@ -12,6 +12,7 @@
 #include <stdbool.h>
 #include <stddef.h>
 #include <stdint.h>
+#include <sys/uio.h>
 
 #include "protocol.h"
 #include "shared.h"
@@ -34,7 +35,6 @@ struct relay {
     int python_end;         /* its end: what a dead one never read comes out here */
     bool going;             /* told to hang up; the receiver finishes what has arrived */
     bool given_up;          /* nobody came back in time */
-    bool stopping;
     uint64_t absent_since_ns;
     uint32_t free_count, queue_head, queue_count;
     uint32_t free[SLOT_COUNT];
@@ -48,7 +48,6 @@ struct relay {
 void relay_init(struct relay *relay, struct shared *shared, int device);
 uint32_t relay_next_orphan(struct relay *relay);
 int relay_start(struct relay *relay);
-void relay_stop(struct relay *relay);
 
 /* A Python is there. `same`: the one that has what is SLOT_PASSED. Takes both descriptors. */
 void relay_attach(struct relay *relay, int python, int python_end, bool same);
@@ -74,6 +73,9 @@ void relay_pass_init(struct relay *relay);
 /* A caller stops waiting. True if it was found and answered. */
 bool relay_interrupt(struct relay *relay, uint64_t unique);
 
+#define MAX_REPLY_PARTS 2
+/* Answers the kernel with data that lies in pieces; with EIO, if it does not take them. */
+void reply_parts(int device, uint64_t unique, const struct iovec *parts, int count);
 /* Answers the kernel. `error`: 0 or an errno. */
 void reply(int device, uint64_t unique, int error, const void *data, size_t length);
 

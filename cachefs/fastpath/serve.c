@@ -330,9 +330,8 @@ static enum outcome serve_read(struct worker *worker, const struct request *requ
     uint64_t remaining, inode = request->header->nodeid;
     if (!believed(worker, inode, &record, &remaining) || !is_immutable(&worker->view, &record))
         return PASS;
-    struct fuse_out_header header = {.unique = request->header->unique, .len = sizeof header};
-    struct iovec parts[3] = {{&header, sizeof header}};
-    int count = 1;
+    struct iovec parts[MAX_REPLY_PARTS];
+    int count = 0;
     uint64_t offset = in->offset, end = offset + in->size;
     if (end > record.size)
         end = record.size;
@@ -343,7 +342,7 @@ static enum outcome serve_read(struct worker *worker, const struct request *requ
         uint32_t unit;
         struct extent extent;
         unit_of(fastpath->shared, record.size, offset, &start, &unit);
-        if (count > 2)
+        if (count == MAX_REPLY_PARTS)
             return PASS;
         if (!view_extent(&worker->view, inode, start, &extent) || extent.record.version != record.version ||
             extent.record.length != unit)
@@ -351,7 +350,7 @@ static enum outcome serve_read(struct worker *worker, const struct request *requ
         uint32_t from = (uint32_t)(offset - start);
         uint32_t length = (uint32_t)(end - offset < unit - from ? end - offset : unit - from);
         /* The transaction stays open until the bytes are here: nobody punches a hole under it (hazard 14). */
-        const void *data = blob_read(&fastpath->blob, &extent, from, length, worker->scratch[count - 1]);
+        const void *data = blob_read(&fastpath->blob, &extent, from, length, worker->scratch[count]);
         if (!data) { /* the daemon drops the record; here it is a miss like any other */
             worker->counters->corrupt++;
             worker->distrusts = true;
@@ -359,14 +358,13 @@ static enum outcome serve_read(struct worker *worker, const struct request *requ
             return fill_read(worker, &record, request);
         }
         parts[count++] = (struct iovec){(void *)data, length};
-        header.len += length;
         offset += length;
     }
     view_end(&worker->view);
     worker->counters->hits++; /* counted before anybody can ask whether it was */
-    worker->counters->hit_bytes += header.len - sizeof header;
-    if (writev(fastpath->device, parts, count) < 0 && errno != ENOENT && errno != ENODEV)
-        reply(fastpath->device, header.unique, EIO, NULL, 0);
+    for (int i = 0; i < count; i++)
+        worker->counters->hit_bytes += parts[i].iov_len;
+    reply_parts(fastpath->device, request->header->unique, parts, count);
     return ANSWERED;
 }
 

@@ -29,15 +29,14 @@ enum shared_flag {
 struct counters { /* one for each thread, so that counting needs no lock */
     uint64_t hits, hit_bytes, misses, miss_bytes;
     uint64_t answered, failed, corrupt;
-    uint64_t source_opens, source_reads, source_fstats, stale_reads;
-    uint64_t skipped_admissions, timeouts, reserved[3];
+    uint64_t source_opens, source_reads, source_fstats;
+    uint64_t skipped_admissions, timeouts, reserved[4];
 };
 static_assert(sizeof(struct counters) == 128, "two cache lines");
 
 struct slot_head {
     _Atomic uint64_t word;  /* generation << 8 | enum slot_state */
     uint64_t unique;        /* the kernel's */
-    uint64_t since_ns;      /* CLOCK_MONOTONIC when it was passed on */
     uint32_t length;        /* of the request */
     uint32_t parts;         /* a READ that was passed on in this many pieces */
     uint32_t attempts;      /* how many fast paths died with it in hand */

@@ -18,7 +18,7 @@ SLOT_BYTES = 140 << 10
 MAX_THREADS = 192
 COUNTERS_OFFSET = 4096
 COUNTER_BYTES = 128
-SHARED_BYTES = 293711872
+SHARED_BYTES = 293695488
 
 PASSED_OFFSET = 312
 OPERATIONS = 64
@@ -58,7 +58,7 @@ FIELDS = {
 }
 """Name → (byte offset, struct format)."""
 
-_COUNTERS = struct.Struct("<13Q24x")
+_COUNTERS = struct.Struct("<12Q32x")
 
 
 @dataclass(slots=True)
@@ -77,7 +77,6 @@ class Counters:
     source_opens: int = 0
     source_reads: int = 0
     source_fstats: int = 0
-    stale_reads: int = 0
     skipped_admissions: int = 0
     timeouts: int = 0
 
