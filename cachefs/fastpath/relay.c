@@ -13,6 +13,7 @@
 
 #define MESSAGE_BYTES (160u << 10)
 #define INIT_SLOT 0xffffu
+#define LOOK_BYTES (8u << 10) /* of the longest request of a read-only mount: two names */
 #define PYTHON_MINOR 13 /* so that libfuse neither splices nor expects anything newer of us (hazards 5, 6) */
 
 struct split { /* a READ that was passed on in parts */
@@ -113,6 +114,10 @@ uint32_t relay_take_slot(struct relay *relay)
         renew(relay, slot, SLOT_READING);
     }
     pthread_mutex_unlock(&relay->lock);
+    if (slot != NO_SLOT && !relay->mapped[slot]) {
+        memset(slot_data(relay, slot), 0, relay->shared->flags & READ_ONLY ? LOOK_BYTES : SLOT_BYTES);
+        relay->mapped[slot] = true;
+    }
     return slot;
 }
 

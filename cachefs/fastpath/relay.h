@@ -40,6 +40,9 @@ struct relay {
     uint32_t free[SLOT_COUNT];
     struct { uint32_t slot; uint64_t word; } queue[SLOT_COUNT];
     struct split *splits[SLOT_COUNT];
+    /* Slots whose memory this process has touched. A kill in a page fault, while the kernel copies a request to us, makes
+     * it answer that request EIO (fuse_dev_do_read): so there must be none. */
+    bool mapped[SLOT_COUNT];
     pthread_t receiver, sender;
 };
 

@@ -140,6 +140,11 @@ static bool value_of(struct worker *worker, enum table table, const struct reque
         return false;
     memcpy(&version, (char *)out->mv_data + 8, sizeof version);
     *out = (MDB_val){out->mv_size - 16, (char *)out->mv_data + 16};
+    if (out->mv_size > SCRATCH_BYTES)
+        return false;
+    /* Out of the index's pages: a kill in a page fault, while the kernel copies an answer, would make it EIO. */
+    out->mv_data = memcpy(worker->scratch[0], out->mv_data, out->mv_size);
+    view_end(&worker->view);
     return version == record.version;
 }
 
