@@ -253,14 +253,21 @@ static void add_waiter(struct fetch *fetch, struct waiter *waiter)
     fetch->waiters = waiter;
 }
 
+/* Before the answer is out: whoever has it may ask for the count. */
+static void count_hit(struct worker *worker, const struct waiter *waiter)
+{
+    worker->counters->hits++;
+    worker->counters->hit_bytes += waiter->length;
+}
+
 /* Fetched a moment ago, and not in the index yet. */
 static enum outcome answer_fetched(struct worker *worker, struct fetch *fetch, const struct waiter *waiter)
 {
     struct fill *fill = worker->fastpath->fill;
-    bool good = true;
     if (fetch->state == FETCH_FETCHED) {
         fetch->references++;
         pthread_mutex_unlock(&fill->lock);
+        count_hit(worker, waiter);
         answer_waiter(fill, waiter, fetch);
         pthread_mutex_lock(&fill->lock);
         fetch_release(fetch);
@@ -270,14 +277,11 @@ static enum outcome answer_fetched(struct worker *worker, struct fetch *fetch, c
         pthread_mutex_unlock(&fill->lock);
         const void *data = blob_read(append_blob(fill->appender), &extent, (uint32_t)(waiter->offset - fetch->offset),
                                      waiter->length, worker->scratch[0]);
-        good = data != NULL;
-        if (good)
-            reply(fill->fastpath->device, waiter->unique, 0, data, waiter->length);
+        if (!data)
+            return PASS;
+        count_hit(worker, waiter);
+        reply(fill->fastpath->device, waiter->unique, 0, data, waiter->length);
     }
-    if (!good)
-        return PASS;
-    worker->counters->hits++;
-    worker->counters->hit_bytes += waiter->length;
     return ANSWERED;
 }
 
