@@ -14,6 +14,7 @@
 #define RETRY_US 2000
 #define GRANT_TIMEOUT_S 2
 #define DRAIN_TIMEOUT_S 10
+#define MAX_UNSETTLED (1u << 16) /* reports that wait for a commit */
 
 struct appender {
     struct shared *shared;
@@ -27,11 +28,12 @@ struct appender {
     pthread_cond_t changed;
     struct fetch *first, *last;
     uint64_t queued_bytes;     /* records that wait to be appended */
+    uint32_t queued_count;
     uint64_t next, end;        /* of the slab; equal: there is none */
     uint64_t granted;          /* offset of a slab that was granted and not begun, UINT64_MAX: none */
     bool asked, daemon_gone, idle, writing;
     uint64_t settled_seen;
-    struct unsettled { uint64_t report, bytes; } unsettled[1 << 16];
+    struct unsettled { uint64_t report, bytes; } unsettled[MAX_UNSETTLED];
     uint32_t unsettled_first, unsettled_count;
     uint64_t unsettled_bytes;
     pthread_t thread;
@@ -51,7 +53,7 @@ static void settle_locked(struct appender *appender)
     uint64_t settled = appender->shared->settled;
     while (appender->unsettled_count && appender->unsettled[appender->unsettled_first].report <= settled) {
         appender->unsettled_bytes -= appender->unsettled[appender->unsettled_first].bytes;
-        appender->unsettled_first = (appender->unsettled_first + 1) % (1 << 16);
+        appender->unsettled_first = (appender->unsettled_first + 1) % MAX_UNSETTLED;
         appender->unsettled_count--;
     }
     appender->shared->pending_bytes = appender->unsettled_bytes;
@@ -61,7 +63,8 @@ static bool admits_locked(struct appender *appender, uint64_t bytes)
 {
     settle_locked(appender); /* first: what is settled after this is counted twice, not missed */
     uint64_t used = appender->shared->committed_bytes + appender->unsettled_bytes + appender->queued_bytes;
-    return !appender->daemon_gone && appender->unsettled_count < (1 << 16) && used + bytes <= appender->shared->capacity_bytes;
+    return !appender->daemon_gone && appender->unsettled_count + appender->queued_count < MAX_UNSETTLED &&
+           used + bytes <= appender->shared->capacity_bytes;
 }
 
 bool append_admits(struct appender *appender, uint32_t length)
@@ -85,6 +88,7 @@ bool append_queue(struct appender *appender, struct fetch *fetch)
             appender->first = fetch;
         appender->last = fetch;
         appender->queued_bytes += bytes;
+        appender->queued_count++;
         pthread_cond_broadcast(&appender->changed);
     }
     pthread_mutex_unlock(&appender->lock);
@@ -269,8 +273,9 @@ static void append_one(struct appender *appender, struct fetch *fetch)
     appender->writing = false;
     pthread_cond_broadcast(&appender->changed);
     appender->queued_bytes -= bytes;
+    appender->queued_count--;
     if (written) {
-        uint32_t last = (appender->unsettled_first + appender->unsettled_count++) % (1 << 16);
+        uint32_t last = (appender->unsettled_first + appender->unsettled_count++) % MAX_UNSETTLED;
         appender->unsettled[last] = (struct unsettled){number, bytes};
         appender->unsettled_bytes += bytes;
     } else if (placed) { /* what half a write left behind is never built upon */
