@@ -30,7 +30,7 @@ class Blob:
     def __init__(self, path: Path, seed: int) -> None:
         """Opens or creates the file. `seed`: the secret that all checksums begin with."""
         self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        self._seed = seed
+        self.seed = seed
         self._frontier = 0
         """Where the last slab ends that was granted to anybody."""
         self._next = self._slab_end = 0
@@ -62,8 +62,8 @@ class Blob:
                     buffers = []
                     self._new_slab()
                     start = self._next
-                checksums = record.checksums_of(payload, self._seed)
-                prefix = record.encode_prefix(header, checksums, self._seed)
+                checksums = record.checksums_of(payload, self.seed)
+                prefix = record.encode_prefix(header, checksums, self.seed)
                 buffers += (prefix, payload, bytes(size - len(prefix) - len(payload)))
                 offset = self._next + len(prefix)
                 extents.append(Extent(PINNED, header.length, offset, header.version, size, checksums))
@@ -109,18 +109,18 @@ class Blob:
         view = memoryview(buffer)
         for block in range(first, last):
             at = block * record.BLOCK_BYTES - begin
-            record.verify_block(view[at : at + record.BLOCK_BYTES], extent.checksums[block], self._seed)
+            record.verify_block(view[at : at + record.BLOCK_BYTES], extent.checksums[block], self.seed)
         return view[start - begin : start - begin + length]
 
     def punch(self, extent: Extent) -> None:
         """Give the space of a record back and mark its header dead. Whole pages only: its neighbours' bytes stay."""
         start = extent.blob_offset - record.payload_start(extent.length)
         try:
-            decoded = record.decode_header(os.pread(self._fd, record.HEADER_BYTES, start), self._seed)
+            decoded = record.decode_header(os.pread(self._fd, record.HEADER_BYTES, start), self.seed)
         except CorruptRecord:
             decoded = None  # a rebuild stops here too
         if decoded is not None:
-            os.pwrite(self._fd, record.encode_dead(decoded[0], self._seed), start)
+            os.pwrite(self._fd, record.encode_dead(decoded[0], self.seed), start)
         first = -(-extent.blob_offset // _PAGE) * _PAGE
         last = (start + extent.record_bytes) // _PAGE * _PAGE
         if last > first:

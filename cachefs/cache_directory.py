@@ -144,15 +144,13 @@ class CacheDirectory:
             self._write(path, secret.hex().encode())
         return int.from_bytes(secret[:8], "little")
 
-    def open_blob(self) -> tuple[Blob, int]:
-        """The blob and the seed of its checksums."""
+    def open_blob(self) -> Blob:
         try:
-            seed = self._seed()
-            return Blob(self.path / "blob", seed), seed
+            return Blob(self.path / "blob", self._seed())
         except OSError as error:
             raise CacheFsError(f"cannot open the blob in {self.path}: {error.strerror or error}") from error
 
-    def open_durable(self, blob: Blob, seed: int) -> Environment:
+    def open_durable(self, blob: Blob) -> Environment:
         """The durable index; rebuilt from the blob if it is lost or cannot be read."""
         path = self.path / "index"
         fresh = not (path / "data.mdb").exists()
@@ -170,7 +168,7 @@ class CacheDirectory:
         except OSError as error:
             raise CacheFsError(f"cannot open the index in {path}: {error.strerror or error}") from error
         if fresh and blob.size():
-            totals = recovery.rebuild(blob, seed, durable)
+            totals = recovery.rebuild(blob, durable)
             log.warning("index rebuilt from the blob: %d files, %d bytes", totals.cached_files, totals.cached_bytes)
         return durable
 

@@ -105,7 +105,7 @@ class DataCache:
         self._filled: deque[Filled] = deque()
         self.settled: Callable[[int], None] = lambda report: None
         """Called when the reports up to this one are in the index, or never will be."""
-        self.failed: Callable[[], None] = lambda: None
+        self.undone: Callable[[], None] = lambda: None
         """Called when what was appended could not be put on disk: nothing is to be built upon it."""
         self._dropped: dict[tuple[int, int, int], None] = {}
         self._freed: deque[tuple[int, Extent]] = deque()
@@ -151,11 +151,9 @@ class DataCache:
                 return await self._read_blob(extent, start, length), True
             except CorruptRecord as error:
                 self.corrupt(inode.number, unit[0], extent.blob_offset, str(error))
-                return None
             except OSError as error:
                 self._failed("read", f"cannot read the blob: {error}")
-            self._dropped[inode.number, unit[0], extent.blob_offset] = None
-            self.wake()
+                self._drop(inode.number, unit[0], extent.blob_offset)
             return None
         finally:
             transaction.abort()
@@ -165,8 +163,11 @@ class DataCache:
         if (inode, offset, blob_offset) not in self._dropped:
             self._metrics.corrupt_records += 1
             self._failed("corrupt", f"a corrupt record was dropped: {reason}")
-            self._dropped[inode, offset, blob_offset] = None
-            self.wake()
+            self._drop(inode, offset, blob_offset)
+
+    def _drop(self, inode: int, offset: int, blob_offset: int) -> None:
+        self._dropped[inode, offset, blob_offset] = None
+        self.wake()
 
     async def _read_blob(self, extent: Extent, start: int, length: int) -> memoryview:
         try:
@@ -343,7 +344,7 @@ class DataCache:
         if filled:
             self.settled(filled[-1].report)
             if refused:
-                self.failed()
+                self.undone()
 
     def _retire(self, units: list[Unit]) -> None:
         for unit in units:

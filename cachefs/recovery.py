@@ -20,20 +20,20 @@ log = logging.getLogger(__name__)
 BATCH = 10_000
 
 
-def scan(blob: Blob, seed: int) -> Iterator[tuple[record.Header, Extent]]:
+def scan(blob: Blob) -> Iterator[tuple[record.Header, Extent]]:
     """Every record that is sound and not dead, in the order of the blob. Payload is not read: readers verify it."""
     size = blob.size()
     for slab in range(0, size, SLAB_BYTES):
         offset = slab
         while offset + record.HEADER_BYTES <= min(slab + SLAB_BYTES, size):
             try:
-                decoded = record.decode_header(blob.pread(record.HEADER_BYTES, offset), seed)
+                decoded = record.decode_header(blob.pread(record.HEADER_BYTES, offset), blob.seed)
                 if decoded is None:
                     break
                 header, kind, table_checksum = decoded
                 if kind == record.TYPE_DATA:
                     table = blob.pread(8 * header.blocks, offset + record.HEADER_BYTES)
-                    checksums = record.decode_checksums(table, table_checksum, seed)
+                    checksums = record.decode_checksums(table, table_checksum, blob.seed)
                     start = offset + record.payload_start(header.length)
                     if start + header.length > size:
                         raise CorruptRecord("the blob ends within a record")
@@ -44,11 +44,11 @@ def scan(blob: Blob, seed: int) -> Iterator[tuple[record.Header, Extent]]:
             offset += header.record_bytes
 
 
-def rebuild(blob: Blob, seed: int, durable: Environment) -> Totals:
+def rebuild(blob: Blob, durable: Environment) -> Totals:
     """Fill an empty durable index with what the blob holds."""
     tables = durable.tables
     newest: dict[int, int] = {}
-    for header, _ in scan(blob, seed):
+    for header, _ in scan(blob):
         newest[header.inode] = max(header.version, newest.get(header.inode, 0))
     totals = Totals()
     rows: list[tuple[record.Header, Extent]] = []
@@ -70,7 +70,7 @@ def rebuild(blob: Blob, seed: int, durable: Environment) -> Totals:
             txn.put(b"totals", totals.pack(), db=tables[Table.META])
         rows.clear()
 
-    for header, extent in scan(blob, seed):
+    for header, extent in scan(blob):
         if header.version != newest[header.inode]:
             blob.punch(extent)
             continue

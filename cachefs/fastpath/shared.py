@@ -78,7 +78,7 @@ class Counters:
     source_reads: int = 0
     source_fstats: int = 0
     skipped_admissions: int = 0
-    timeouts: int = 0
+    source_timeouts: int = 0
 
 
 def mount_flags(options: Options) -> int:

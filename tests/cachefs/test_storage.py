@@ -141,13 +141,13 @@ def test_a_punched_record_is_dead_and_its_neighbours_live(blob: Blob) -> None:
     assert blob.read(extents[2], 0, 50_000) == payloads[2]
     with pytest.raises(CorruptRecord):
         blob.read(extents[1], 0, 50_000)
-    assert [h.inode for h, _ in recovery.scan(blob, SEED)] == [1, 3]
+    assert [h.inode for h, _ in recovery.scan(blob)] == [1, 3]
 
 
 def rebuilt(blob: Blob, path: Path) -> dict[tuple[int, int], int]:
     """(inode, offset) → version of what a rebuild finds."""
     durable = Environment(path, sync=True)
-    totals = recovery.rebuild(blob, SEED, durable)
+    totals = recovery.rebuild(blob, durable)
     found = {}
     with durable.lmdb.begin() as txn:
         for key, value in txn.cursor(db=durable.tables[Table.EXTENTS]):
