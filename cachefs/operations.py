@@ -7,8 +7,6 @@ ours: logged with its traceback, answered EIO, and the mount goes on.
 import errno
 import functools
 import logging
-import os
-import struct
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any, ParamSpec, TypeVar
 
@@ -246,53 +244,3 @@ _TRUNCATE = 0o1000
 _STATFS_FIELDS = (
     "f_bsize", "f_frsize", "f_blocks", "f_bfree", "f_bavail", "f_files", "f_ffree", "f_favail", "f_namemax",
 )  # fmt: skip
-
-
-class KernelNotifier:
-    """Invalidations, sent from a thread of their own and one at a time (hazard 1).
-
-    A notification blocks in the kernel until requests on the same directory have been answered; the trio thread,
-    which answers them, never waits for one. Behind a fast path they are written to /dev/fuse, not through it: the
-    fast path too is needed for what they wait for.
-    """
-
-    def __init__(self, nursery: trio.Nursery, device: int | None = None) -> None:
-        """`device`: /dev/fuse, where pyfuse3 has it not."""
-        self._nursery = nursery
-        self._device = device
-        self._thread = trio.CapacityLimiter(1)
-
-    def entry_soon(self, parent: int, name: bytes) -> None:
-        self._nursery.start_soon(self.entry, parent, name)
-
-    async def entry(self, parent: int, name: bytes) -> None:
-        if self._device is None:
-            await self._send(functools.partial(pyfuse3.invalidate_entry, parent, name))
-        else:
-            body = _NOTIFY_ENTRY.pack(parent, len(name), 0) + name + b"\0"
-            await self._send(functools.partial(_notify, self._device, _NOTIFY_INVAL_ENTRY, body))
-
-    async def inode(self, number: int) -> None:
-        if self._device is None:
-            await self._send(functools.partial(pyfuse3.invalidate_inode, number))
-        else:
-            body = _NOTIFY_INODE.pack(number, 0, 0)
-            await self._send(functools.partial(_notify, self._device, _NOTIFY_INVAL_INODE, body))
-
-    async def _send(self, call: Callable[[], None]) -> None:
-        try:
-            await trio.to_thread.run_sync(call, limiter=self._thread, abandon_on_cancel=True)
-        except OSError as error:
-            if error.errno not in (errno.ENOENT, errno.ENOTDIR):  # the kernel does not have it: fine
-                log.warning("cannot invalidate in the kernel: %s", error)
-
-
-# struct fuse_out_header, fuse_notify_inval_inode_out, fuse_notify_inval_entry_out
-_NOTIFY_HEAD = struct.Struct("<IiQ")
-_NOTIFY_INODE = struct.Struct("<Qqq")
-_NOTIFY_ENTRY = struct.Struct("<QII")
-_NOTIFY_INVAL_INODE, _NOTIFY_INVAL_ENTRY = 2, 3
-
-
-def _notify(device: int, code: int, body: bytes) -> None:
-    os.write(device, _NOTIFY_HEAD.pack(_NOTIFY_HEAD.size + len(body), code, 0) + body)

@@ -1,14 +1,20 @@
 """Values that users write: sizes, durations, paths; and where things lie by default."""
 
 import hashlib
+import json
 import os
 import re
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from enum import Enum
 from pathlib import Path
+from typing import Any
 
 from cachefs.errors import CacheFsError
-from cachefs.options import Options
+from cachefs.options import CacheLevel, Options, Revalidate
+from policies.mutability import MutableGlobs
 
+CONFIG_NAME = "mount.json"
 _UNITS = {"": 0, "K": 10, "M": 20, "G": 30, "T": 40, "P": 50}
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGTP]?)(?:i?B)?", re.IGNORECASE)
 
@@ -33,6 +39,45 @@ class MountConfig:
     """None: 90 % of what is free."""
     allow_other: bool = True
     foreground: bool = False
+
+
+def save(mount_config: MountConfig, path: Path) -> None:
+    """For whoever starts the mount's daemon again."""
+    path.write_text(json.dumps(asdict(mount_config), default=_plain, indent=2))
+
+
+def load(path: Path) -> MountConfig:
+    """Raises CacheFsError where there is none that this version understands."""
+    try:
+        fields = json.loads(path.read_text())
+        options = {name: _RESTORE.get(name, _as_it_is)(value) for name, value in fields.pop("options").items()}
+        directory = fields.pop("cache_dir")
+        return MountConfig(
+            **fields,
+            cache_dir=Path(directory) if directory is not None else None,
+            options=Options(**options),
+        )
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CacheFsError(f"how it was mounted is not known ({path}: {error})") from error
+
+
+def _as_it_is(value: Any) -> Any:
+    return value
+
+
+def _plain(value: object) -> object:
+    if isinstance(value, Enum):
+        return value.value
+    if isinstance(value, MutableGlobs):
+        return value.patterns
+    return str(value)  # a path
+
+
+_RESTORE: dict[str, Callable[[Any], Any]] = {
+    "cache": CacheLevel,
+    "revalidate": Revalidate,
+    "mutable": MutableGlobs,
+}
 
 
 def path_id(path: str) -> str:
@@ -73,7 +118,8 @@ def make_runtime_root() -> Path:
 
 
 def mount_directory(mountpoint: str) -> Path:
-    """The runtime directory of one mount: `control` (the socket), `source` (the bind of what is underneath)."""
+    """The runtime directory of one mount: `control` (the socket), `source` (the bind of what is underneath),
+    `mount.json` (how it was mounted), `fastpath` (where that listens for the next daemon)."""
     return runtime_root() / f"mount-{path_id(mountpoint)}"
 
 

@@ -2,6 +2,7 @@
 
     {"command": "status"}                     → {"ok": true, …}
     {"command": "invalidate", "path": "a/b"}  → {"ok": true, "dropped": 3}
+    {"command": "leave"}                      → {"ok": true}, and then the daemon ends; the mount stays
     anything that fails                       → {"ok": false, "error": "one line"}
 
 The socket lies in a directory of mode 0700: only root and the mounting user reach it.
@@ -27,8 +28,16 @@ MAX_LINE = 1 << 20
 CLIENT_TIMEOUT_S = 120.0
 
 
-async def serve(path: Path, commands: Commands, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
-    """Answer requests until cancelled."""
+Afterwards = Mapping[str, Callable[[], None]]
+
+
+async def serve(
+    path: Path,
+    commands: Commands,
+    afterwards: Afterwards,
+    task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED,
+) -> None:
+    """Answer requests until cancelled. `afterwards`: what to do when the answer to a command is out."""
     path.unlink(missing_ok=True)
     listener = trio.socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     await listener.bind(str(path))
@@ -43,10 +52,10 @@ async def serve(path: Path, commands: Commands, task_status: trio.TaskStatus[Non
                 log.warning("cannot accept a connection: %s", error)
                 await trio.sleep(0.1)
                 continue
-            nursery.start_soon(_answer, trio.SocketStream(connection), commands)
+            nursery.start_soon(_answer, trio.SocketStream(connection), commands, afterwards)
 
 
-async def _answer(stream: trio.SocketStream, commands: Commands) -> None:
+async def _answer(stream: trio.SocketStream, commands: Commands, afterwards: Afterwards) -> None:
     with trio.move_on_after(CLIENT_TIMEOUT_S):
         async with stream:
             try:
@@ -56,25 +65,29 @@ async def _answer(stream: trio.SocketStream, commands: Commands) -> None:
                     if not data:
                         return
                     line += data
-                answer = await _execute(line, commands)
+                command, answer = await _execute(line, commands)
                 await stream.send_all(json.dumps(answer).encode() + b"\n")
+                if answer["ok"] and command in afterwards:
+                    afterwards[command]()
             except trio.BrokenResourceError:
                 pass  # the client has gone
 
 
-async def _execute(line: bytes, commands: Commands) -> dict[str, Any]:
+async def _execute(line: bytes, commands: Commands) -> tuple[str, dict[str, Any]]:
+    """The command's name and its answer."""
     try:
         request = json.loads(line)
-        command = commands[request["command"]]
+        name = request["command"]
+        command = commands[name]
     except (ValueError, KeyError, TypeError):
-        return {"ok": False, "error": "unknown request: the daemon and this command are of different versions"}
+        return "", {"ok": False, "error": "unknown request: the daemon and this command are of different versions"}
     try:
-        return {"ok": True, **await command(request)}
+        return name, {"ok": True, **await command(request)}
     except OSError as error:
-        return {"ok": False, "error": error.strerror or str(error)}
+        return name, {"ok": False, "error": error.strerror or str(error)}
     except Exception:
-        log.exception("bug in the command %s", request["command"])
-        return {"ok": False, "error": "internal error; the daemon's log has the details"}
+        log.exception("bug in the command %s", name)
+        return name, {"ok": False, "error": "internal error; the daemon's log has the details"}
 
 
 def is_served(mountpoint: str) -> bool:

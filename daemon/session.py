@@ -4,19 +4,15 @@ check places → open the source → (caller daemonizes) → lock the cache, ope
 mount → serve → unmounted, or told to stop → flush → mark the index clean → remove what was put up
 """
 
-import contextlib
 import ctypes
 import logging
 import os
 import resource
 import shutil
 import signal
-import tempfile
 import time
-from collections import Counter
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import pyfuse3
@@ -28,20 +24,20 @@ from cachefs.data_cache import DataCache
 from cachefs.directories import Directories
 from cachefs.errors import CacheFsError
 from cachefs.fastpath import launcher
-from cachefs.fastpath.in_doubt import touched
-from cachefs.fastpath.launcher import FastPath, Inheritance, Message
-from cachefs.fastpath.shared import Shared, mount_flags
+from cachefs.fastpath.launcher import Inheritance
 from cachefs.filesystem import FileSystem
 from cachefs.metadata_cache import MetadataCache
 from cachefs.metrics import Metrics
 from cachefs.mutations import Mutations
+from cachefs.notifier import KernelNotifier
 from cachefs.open_files import OpenFiles
-from cachefs.operations import KernelNotifier, Operations
+from cachefs.operations import Operations
 from cachefs.options import Options, Revalidate
 from cachefs.slots import SourceSlots
 from cachefs.source import Source
-from daemon import background, config, control, descriptor_store, fuse_device, mounting
+from daemon import background, config, control, descriptor_store, fastpath_host, fuse_device, mounting
 from daemon.config import MountConfig
+from daemon.fastpath_host import FastPathHost
 
 log = logging.getLogger(__name__)
 
@@ -55,48 +51,39 @@ SERVING_THREADS = 16
 FASTPATH_SOCKET = "fastpath"
 READER_CHECK_S = 60.0
 FLUSH_TIMEOUT_S = 60.0
+_PYFUSE3_OPTIONS = {"fsname=cachefs"}
+"""It serves a descriptor (`/dev/fd/N`); what is mounted, and how, is no business of libfuse."""
 
 
 class Session:
     """A mount. `prepare` before going to the background, `serve` after it."""
 
-    def __init__(self, mount_config: MountConfig) -> None:
+    def __init__(self, mount_config: MountConfig, *, restart: bool = False) -> None:
+        """`restart`: take over the mount that there is, with a new fast path. Else the one that runs is kept."""
         self.config = mount_config
+        self._restart = restart
+        self._leaving = False
         self.started = time.monotonic()
         self._source_fd = -1
-        self._fastpath: FastPath | None = None
+        self._device = -1
+        self._responsible = False
+        """For the mount's end. Who could not take over leaves everything to the next one who tries."""
         self._held: Inheritance | None = None
-        self._took_over = False
+        """What the fast path and its daemons hand on. None before there is one, and without a fast path."""
+        self._host: FastPathHost | None = None
 
     def prepare(self) -> None:
         """Everything that can be refused without having changed anything."""
         mounting.check_fuse()
         config.make_runtime_root()
-        self._held = self._inherit()
+        self._held = fastpath_host.take_over(self.config)
         if self._held is not None:
             self._source_fd = self._held.source
             return
+        if self._restart:
+            raise CacheFsError(f"the fast path of {self.config.mountpoint} is dead: umount it, and mount it again")
         mounting.check_places(self.config.source, self.config.mountpoint)
         self._source_fd = mounting.open_source(self.config.source)
-
-    def _inherit(self) -> Inheritance | None:
-        """Take over a mount whose daemon has died and whose fast path has not."""
-        place = self.config.mountpoint
-        top = mounting.top_mount(place)
-        if not self.config.options.fastpath or top is None or top.fstype != mounting.FSTYPE or control.is_served(place):
-            return None
-        held = descriptor_store.take()
-        if held is None or launcher.is_running(held.shared["pid"]):
-            held = Inheritance.ask(config.mount_directory(place) / FASTPATH_SOCKET) or held
-        if held is None or launcher.is_unmounted(held.device):
-            return None
-        if top.source != self.config.source:
-            raise CacheFsError(f"{place} is in use: {top.source} is mounted there by a cachefs whose daemon has died")
-        if held.shared["flags"] != mount_flags(self.config.options):
-            raise CacheFsError(f"{place} was mounted with other options: unmount it first")
-        log.info("taking over the mount on %s", place)
-        self._took_over = True
-        return held
 
     def serve(self, ready: Callable[[], None], claimed: Callable[[Path], None]) -> None:
         """Mount and serve until unmounted.
@@ -114,9 +101,9 @@ class Session:
         claimed(cache_dir)
         self._log_path = cache_dir / background.LOG_NAME
         try:
-            blob, seed = directory.open_blob()
+            blob = directory.open_blob()
             try:
-                durable = directory.open_durable(blob, seed)
+                durable = directory.open_durable(blob)
                 size = self.config.cache_size_bytes
                 options = replace(
                     self.config.options, cache_size_bytes=directory.default_size_bytes() if size is None else size
@@ -127,9 +114,8 @@ class Session:
                     config.session_directory(cache_dir),
                     options.revalidate,
                     _rctime(source, options),
-                    same_mount=self._took_over,
+                    same_mount=self._held is not None,
                 )
-                self._seed = seed
                 flushed = False
                 try:
                     flushed = await self._mounted(source, opened, blob, options, ready)
@@ -148,179 +134,139 @@ class Session:
         """True if everything was flushed at the end."""
         runtime = config.mount_directory(self.config.mountpoint)
         runtime.mkdir(mode=0o700, exist_ok=True)
-        bind = mounting.SourceBind(self.config.source, runtime, inherited=self._took_over)
+        took_over = self._held is not None
+        self._responsible = not took_over
+        bind = mounting.SourceBind(self.config.source, runtime, inherited=took_over)
         try:
+            self._open_device(source, opened, blob, options, runtime)
             async with trio.open_nursery() as nursery:
-                self._nursery = nursery
-                metrics = Metrics()
-                metadata = MetadataCache(
-                    opened.index,
-                    options,
-                    run=opened.state.run,
-                    floor=opened.state.floor,
-                    takeovers=opened.takeovers,
-                )
-                data = DataCache(opened.index, blob, options, metrics, appends=not options.fastpath)
-                slots = SourceSlots(SOURCE_SLOTS, options.source_timeout_s)
-                if options.fastpath and self._held is None:
-                    self._held = self._mount_device(source, opened, blob, options, runtime)
-                if self._held is not None and self._took_over:
-                    if self._held.blob >= 0:
-                        os.close(self._held.blob)
-                    self._held.blob = blob.fd
-                device = self._held.device if self._held else None
-                filesystem = FileSystem(source, slots, metadata, options, KernelNotifier(nursery, device))
-                files = OpenFiles(
-                    filesystem,
-                    data,
-                    metrics,
-                    unseen_handles=self._held is not None,
-                    first_handle=(opened.takeovers << 40) + 1,
-                )
-                directories = Directories(filesystem, nursery)
-                mutations = Mutations(filesystem, files, directories)
-                with opened.index.update() as update:
-                    if not self._took_over:
-                        metadata.drop_unlinked(update)
-                    if metadata.inode(update, pyfuse3.ROOT_INODE) is None:
-                        metadata.apply_root(update, source.lstat(b""), pin=filesystem.pins(b""))
-                self._filesystem, self._opened, self._metrics, self._data = filesystem, opened, metrics, data
-                self._source, self._slots, self._blob = source, slots, blob
-                operations = Operations(filesystem, files, directories, mutations)
-                nursery.start_soon(_forever, slots.watch)
-                if self._took_over:
-                    await files.restore()
-                try:
-                    if self._held is not None:
-                        await self._start_fastpath(nursery, self._held, operations, runtime, opened)
-                    else:
-                        self._mount(operations)
-                    await nursery.start(control.serve, runtime / "control", self._commands())
-                    nursery.start_soon(_forever, data.run)
-                    nursery.start_soon(_forever, self._check_readers)
-                    nursery.start_soon(self._terminate_on_signal)
-                    nursery.start_soon(self._announce, operations, ready)
-                    try:
-                        await pyfuse3.main(min_tasks=MIN_IDLE_REQUESTS, max_tasks=MAX_REQUESTS)
-                    except* OSError as group:
-                        # An aborted connection ends the loop like this; so does an unmount while a request is read.
-                        log.info("the kernel closed the connection: %s", group.exceptions[0])
-                finally:
-                    self._unmount()
-                    if self._fastpath is not None:
-                        with trio.CancelScope(shield=True):
-                            await self._fastpath.stop()
-                flushed = await data.flush(FLUSH_TIMEOUT_S)
-                if not flushed:
-                    log.warning("not everything could be written to the index; the next mount compares with the source")
-                with trio.CancelScope(shield=True, deadline=trio.current_time() + 5):
-                    await files.close()
-                slots.close()
+                flushed = await self._run(nursery, source, opened, blob, options, runtime, ready, took_over)
                 nursery.cancel_scope.cancel()
             return flushed
         finally:
-            if self._fastpath is not None:
-                self._fastpath.close()
-            if self._held is not None:
-                descriptor_store.remove()
-                self._held.close()
-            bind.remove()
-            shutil.rmtree(runtime, ignore_errors=True)
+            if self._responsible:
+                self._unmount()
+                if self._host is not None:
+                    self._host.close()
+                if self._held is not None:
+                    descriptor_store.remove()
+                    self._held.close()
+                elif self._device >= 0:
+                    os.close(self._device)
+                bind.remove()
+                shutil.rmtree(runtime, ignore_errors=True)
 
-    # --- the kernel's side -----------------------------------------------------------------------------------------
-
-    def _mount(self, operations: Operations) -> None:
-        options = {"default_permissions", "subtype=cachefs", "fsname=" + _option(self.config.source)}
-        if self.config.options.read_only:
-            options.add("ro")
-        if self.config.allow_other:
-            options.add("allow_other")
-        with tempfile.TemporaryFile() as messages:
-            # fusermount3 and libfuse say what is wrong on descriptor 2, and nowhere else.
-            saved = os.dup(2)
-            os.dup2(messages.fileno(), 2)
-            try:
-                pyfuse3.init(operations, self.config.mountpoint, options)
-            except RuntimeError as error:
-                messages.seek(0)
-                said = messages.read().decode(errors="replace").strip().replace("\n", "; ")
-                raise CacheFsError(f"cannot mount on {self.config.mountpoint}: {said or error}") from error
-            finally:
-                os.dup2(saved, 2)
-                os.close(saved)
-
-    def _mount_device(
-        self, source: Source, opened: OpenedIndex, blob: Blob, options: Options, runtime: Path
-    ) -> Inheritance:
-        """Mount for the fast path: what it and every successor of ours need."""
-        shared = Shared.create()
-        shared.configure(options, seed=self._seed, root_device=source.root_device, threads=SERVING_THREADS)
-        shared["run"], shared["floor"], shared["serving"] = opened.state.run, opened.state.floor, 1
-        listener = launcher.listen(runtime / FASTPATH_SOCKET)
-        device = fuse_device.mount(
+    def _open_device(self, source: Source, opened: OpenedIndex, blob: Blob, options: Options, runtime: Path) -> None:
+        """Mount, unless that was done by those whom we take over from."""
+        if self._held is not None:
+            self._device = self._held.device
+            if self._held.blob >= 0:
+                os.close(self._held.blob)
+            self._held.blob = blob.fd
+            return
+        self._device = fuse_device.mount(
             self.config.source,
             self.config.mountpoint,
             read_only=options.read_only,
             allow_other=self.config.allow_other,
         )
-        held = Inheritance(device, shared, self._source_fd, blob.fd, listener)
-        descriptor_store.put(held)
-        return held
+        if options.fastpath:
+            self._held = fastpath_host.set_up(
+                self._device, self._source_fd, source.root_device, blob, opened, options, runtime
+            )
 
-    async def _start_fastpath(
-        self, nursery: trio.Nursery, held: Inheritance, operations: Operations, runtime: Path, opened: OpenedIndex
-    ) -> None:
-        self._fastpath = FastPath(
-            held,
-            runtime / FASTPATH_SOCKET,
-            session=opened.session_path,
-            durable=opened.durable_path,
-            log_path=self._log_path,
-            received=self._received,
-            died=self._drop_dead_readers,
-            unmounted=pyfuse3.terminate,
+    async def _run(
+        self,
+        nursery: trio.Nursery,
+        source: Source,
+        opened: OpenedIndex,
+        blob: Blob,
+        options: Options,
+        runtime: Path,
+        ready: Callable[[], None],
+        took_over: bool,
+    ) -> bool:
+        """Serve until the mount is gone or we are told to stop. True if everything was flushed."""
+        index, metrics = opened.index, Metrics()
+        metadata = MetadataCache(
+            index, options, run=opened.state.run, floor=opened.state.floor, takeovers=opened.takeovers
         )
-        self._follow(held.shared)
-        self._data.settled, self._data.failed = self._settled, self._append_elsewhere
-        nursery.start_soon(_forever, partial(self._follow_forever, held.shared))
-        pyfuse3.init(operations, self._fastpath.mountpoint_for_pyfuse3(), {"fsname=cachefs"})
-        await nursery.start(self._fastpath.run)
+        data = DataCache(index, blob, options, metrics, appends=not options.fastpath)
+        slots = SourceSlots(SOURCE_SLOTS, options.source_timeout_s)
+        filesystem = FileSystem(source, slots, metadata, options, KernelNotifier(nursery, self._device))
+        files = OpenFiles(
+            filesystem,
+            data,
+            metrics,
+            unseen_handles=self._held is not None,
+            first_handle=(opened.takeovers << 40) + 1,
+        )
+        directories = Directories(filesystem, nursery)
+        operations = Operations(filesystem, files, directories, Mutations(filesystem, files, directories))
+        self._filesystem, self._opened, self._metrics, self._data = filesystem, opened, metrics, data
+        self._source, self._slots = source, slots
 
-    def _received(self, message: Message, a: int, b: int, data: bytes) -> None:
-        """The fast path reports."""
-        assert self._fastpath is not None
-        if message is Message.SLAB:
-            self._fastpath.send(Message.SLAB, self._blob.grant())
-        elif message is Message.FILLED:
-            self._data.filled(launcher.parse_filled(data))
-        elif message is Message.CORRUPT:
-            self._data.corrupt(a, b, int.from_bytes(data, "little"), "payload checksum")
-        elif message is Message.REFUSED and self._held is not None:
-            self._data.refused(OSError(a, os.strerror(a)))
-            self._follow(self._held.shared)
-        elif message is Message.IN_DOUBT:
-            numbers, entries = touched(data)
-            log.warning("a daemon died in the middle of a change to inodes %s: they are compared again", numbers)
-            self._nursery.start_soon(self._filesystem.doubt, numbers, entries)
+        with index.update() as update:
+            if not took_over:
+                metadata.drop_unlinked(update)
+            if metadata.inode(update, pyfuse3.ROOT_INODE) is None:
+                metadata.apply_root(update, source.lstat(b""), pin=filesystem.pins(b""))
+        nursery.start_soon(_forever, slots.watch)
+        if took_over:
+            await files.restore()
+        if self._held is None:
+            served = f"/dev/fd/{os.dup(self._device)}"
+        else:
+            self._host = FastPathHost(
+                self._held,
+                runtime,
+                opened,
+                blob,
+                data,
+                filesystem,
+                nursery,
+                log_path=self._log_path,
+                died=self._drop_dead_readers,
+                unmounted=pyfuse3.terminate,
+            )
+            served = self._host.mountpoint_for_pyfuse3
+        pyfuse3.init(operations, served, _PYFUSE3_OPTIONS)
+        try:
+            if self._host is not None:
+                nursery.start_soon(_forever, self._host.follow)
+                await self._host.start(replace=self._restart)
+            self._responsible = True
+            config.save(self.config, runtime / config.CONFIG_NAME)
+            await nursery.start(control.serve, runtime / "control", self._commands(), {"leave": pyfuse3.terminate})
+            for task in (data.run, self._check_readers):
+                nursery.start_soon(_forever, task)
+            nursery.start_soon(self._terminate_on_signal)
+            nursery.start_soon(self._announce, operations, ready)
+            try:
+                await pyfuse3.main(min_tasks=MIN_IDLE_REQUESTS, max_tasks=MAX_REQUESTS)
+            except* OSError as group:
+                # An aborted connection ends the loop like this; so does an unmount while a request is read.
+                log.info("the kernel closed the connection: %s", group.exceptions[0])
+            if self._leaving:
+                await data.flush(FLUSH_TIMEOUT_S)
+                log.info("leaving the mount to the next daemon")
+                os._exit(0)  # the way of a daemon that dies, at a moment when nothing is under way
+        finally:
+            pyfuse3.close(unmount=False)
+            if self._responsible:
+                self._unmount()
+                if self._host is not None:
+                    with trio.CancelScope(shield=True):
+                        await self._host.stop()
+        flushed = await data.flush(FLUSH_TIMEOUT_S)
+        if not flushed:
+            log.warning("not everything could be written to the index; the next mount compares with the source")
+        with trio.CancelScope(shield=True, deadline=trio.current_time() + 5):
+            await files.close()
+        slots.close()
+        return flushed
 
-    def _follow(self, shared: Shared) -> None:
-        """Let the fast path know what the index and the disk say."""
-        shared["committed_bytes"] = self._opened.index.totals.blob_bytes
-        shared["capacity_bytes"] = self._data.admission_bytes
-
-    def _settled(self, report: int) -> None:
-        assert self._held is not None
-        self._follow(self._held.shared)  # before the number: what is settled must be counted by then
-        self._held.shared["settled"] = report
-
-    def _append_elsewhere(self) -> None:
-        assert self._fastpath is not None
-        self._fastpath.send(Message.SLAB, self._blob.grant())
-
-    async def _follow_forever(self, shared: Shared) -> None:
-        while True:
-            self._follow(shared)
-            await trio.sleep(FOLLOW_S)
+    # --- the kernel's side -----------------------------------------------------------------------------------------
 
     async def _announce(self, operations: Operations, ready: Callable[[], None]) -> None:
         await operations.initialized.wait()
@@ -329,9 +275,9 @@ class Session:
         ready()
 
     def _unmount(self) -> None:
-        """Take the mount down if it is still there. libfuse leaves alone what is not its own any more."""
-        with contextlib.suppress(RuntimeError):  # it was never initialised
-            pyfuse3.close(unmount=True)
+        """Take the mount down if it is still there; another one at its place is none of our business."""
+        if self._device < 0 or launcher.is_unmounted(self._device):
+            return
         top = mounting.top_mount(self.config.mountpoint)
         if top is not None and top.fstype == mounting.FSTYPE and top.source == self.config.source:
             try:
@@ -358,11 +304,11 @@ class Session:
     # --- commands --------------------------------------------------------------------------------------------------
 
     def _commands(self) -> control.Commands:
-        return {"status": self._status, "invalidate": self._invalidate}
+        return {"status": self._status, "invalidate": self._invalidate, "leave": self._leave}
 
     async def _status(self, _: dict[str, object]) -> dict[str, object]:
         index = self._opened.index
-        return {
+        status: dict[str, object] = {
             "source": self.config.source,
             "mountpoint": self.config.mountpoint,
             "cache": self.config.options.cache.value,
@@ -374,49 +320,27 @@ class Session:
             "cached_bytes": index.totals.cached_bytes,
             "blob_bytes": index.totals.blob_bytes,
             "cache_size_bytes": self._data.capacity_bytes,
-            "write_behind_bytes": self._data.queued_bytes + self._fastpath_pending(),
+            "write_behind_bytes": self._data.queued_bytes,
             "uncommitted": len(index.dirty) + len(index.in_flight),
             **self._metrics.as_dict(),
-            "source_ops": self._source_ops(),
+            "source_ops": {name: count for name, count in self._source.counters.snapshot().items() if count},
             "source_timeouts": self._slots.timeouts,
             "source_stuck_calls": self._slots.stuck,
-            **self._fastpath_status(),
+            "fastpath": None,
             "run": self._opened.state.run,
         }
+        if self._host is not None:
+            self._host.add_to(status)
+        return status
 
-    def _source_ops(self) -> dict[str, int]:
-        operations = Counter(self._source.counters.snapshot())
-        if self._held is not None:
-            counted = self._held.shared.counters()
-            operations.update(open=counted.source_opens, read=counted.source_reads, fstat=counted.source_fstats)
-        return {name: count for name, count in operations.items() if count}
-
-    def _fastpath_pending(self) -> int:
-        if self._held is None:
-            return 0
-        return self._held.shared["held_bytes"] + self._held.shared["pending_bytes"]
-
-    def _fastpath_status(self) -> dict[str, object]:
-        """What the fast path adds to our own counters."""
-        if self._held is None or self._fastpath is None:
-            return {"fastpath": None}
-        counters = self._held.shared.counters()
-        ours = self._metrics
-        return {
-            "fastpath": {
-                "pid": self._fastpath.pid,
-                "starts": self._fastpath.starts,
-                "answered": counters.answered,
-                "passed": self._held.shared.passed(),
-            },
-            "source_timeouts": self._slots.timeouts + counters.timeouts,
-            "source_stuck_calls": self._slots.stuck + self._held.shared["stuck"],
-            "skipped_admissions": ours.skipped_admissions + counters.skipped_admissions,
-            "hits": ours.hits + counters.hits,
-            "misses": ours.misses + counters.misses,
-            "hit_bytes": ours.hit_bytes + counters.hit_bytes,
-            "miss_bytes": ours.miss_bytes + counters.miss_bytes,
-        }
+    async def _leave(self, _: dict[str, object]) -> dict[str, object]:
+        """No more requests are taken; those that were are answered, and then the process ends."""
+        if self._host is None:
+            raise OSError("without a fast path a mount ends with its daemon: umount it, and mount it again")
+        if self.config.foreground:
+            raise OSError("it runs in the foreground: whoever started it may start it again")
+        self._leaving = True
+        return {}
 
     async def _invalidate(self, request: dict[str, object]) -> dict[str, object]:
         path = os.fsencode(str(request["path"])).strip(b"/")
@@ -439,11 +363,6 @@ def _reason(group: BaseExceptionGroup[BaseException]) -> BaseException:
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return error or group
-
-
-def _option(value: str) -> str:
-    """fsname in libfuse's option syntax: commas and backslashes escaped; only ASCII gets through pyfuse3."""
-    return value.replace("\\", "\\\\").replace(",", "\\,").encode("ascii", "replace").decode()
 
 
 def _rctime(source: Source, options: Options) -> bytes:

@@ -198,6 +198,21 @@ class FastPath:
         """libfuse takes an open descriptor under this name; it closes it at the end."""
         return f"/dev/fd/{os.dup(self._python.fileno())}"
 
+    async def replace(self) -> None:
+        """End the program that runs, so that `run` starts the one that is installed. Its requests go on with that."""
+        if not self._pid:
+            return
+        pidfd = os.pidfd_open(self._pid)
+        try:
+            for number in (signal.SIGTERM, signal.SIGKILL):
+                signal.pidfd_send_signal(pidfd, number)
+                with trio.move_on_after(_STOP_TIMEOUT_S):
+                    await trio.lowlevel.wait_readable(pidfd)
+                    break
+        finally:
+            os.close(pidfd)
+        self._pid = 0
+
     async def run(self, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         """Keep a fast path running until the mount is gone. Started when the first one is attached."""
         try:

@@ -166,5 +166,6 @@ int main(int count, char **values)
             return fail("a thread cannot be started", strerror(error));
     control_run(&control, ended);
     fill_drain(fastpath.fill);
-    _exit(0); /* the mount is gone; so is whatever the other threads are at */
+    relay_quiesce(&fastpath.relay);
+    _exit(0); /* the mount is gone, or a successor takes over whatever the other threads are at */
 }

@@ -557,6 +557,13 @@ void relay_hang_up(struct relay *relay)
     pthread_mutex_unlock(&relay->lock);
 }
 
+void relay_quiesce(struct relay *relay)
+{
+    pthread_mutex_lock(&relay->lock);
+    while (relay->going)
+        pthread_cond_wait(&relay->changed, &relay->lock);
+}
+
 void relay_tick(struct relay *relay)
 {
     pthread_mutex_lock(&relay->lock);

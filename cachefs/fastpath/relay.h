@@ -56,6 +56,9 @@ int relay_start(struct relay *relay);
 void relay_attach(struct relay *relay, int python, int python_end, bool same);
 /* Its process has died: what it answered is still delivered, the rest waits for the next one. */
 void relay_hang_up(struct relay *relay);
+/* Before the end of this process: returns with the lock held, so that nothing is in the middle of being sent, and when what
+ * a Python that is gone has not read is known. */
+void relay_quiesce(struct relay *relay);
 /* A change of which nobody knows whether it was made, NO_SLOT if there is none. Free it when a daemon has been told. */
 uint32_t relay_next_doubt(struct relay *relay);
 /* Once in a while: gives up on waiting when that has lasted too long. */

@@ -76,8 +76,9 @@ def read_epochs(root: Path, sums: dict[str, bytes], seed: int, stop: Event, resu
     results.put(("reader", files, longest, wrong))
 
 
-def write_files(root: Path, stop: Event, results: Any) -> None:
-    """Write, close, read back what was written before. What returned must be there; EIO may be said of new names."""
+def write_files(root: Path, doubts: int, stop: Event, results: Any) -> None:
+    """Write, close, read back what was written before. What returned must be there; EIO may be said of new names,
+    `doubts` times."""
     written: dict[Path, bytes] = {}
     in_doubt = 0
     longest, wrong = 0.0, ""
@@ -112,13 +113,15 @@ def write_files(root: Path, stop: Event, results: Any) -> None:
             wrong = f"{path} is not what was written"
     if not wrong and (root / "log").read_bytes() != lines:
         wrong = "the log is not what was written"
-    results.put(("writer", len(written), longest, wrong or f"{in_doubt} in doubt" * (in_doubt > KILLS)))
+    results.put(("writer", len(written), longest, wrong or f"{in_doubt} in doubt" * (in_doubt > doubts)))
 
 
 class Load:
     """Four readers and a writer, as processes."""
 
-    def __init__(self, readers_root: Path, sums: dict[str, bytes], writer_root: Path | None) -> None:
+    def __init__(
+        self, readers_root: Path, sums: dict[str, bytes], writer_root: Path | None, doubts: int = KILLS
+    ) -> None:
         self.stop = fork.Event()
         self.results: Any = fork.Queue()
         self.processes = [
@@ -126,7 +129,7 @@ class Load:
             for seed in range(READERS)
         ]
         if writer_root is not None:
-            self.processes.append(fork.Process(target=write_files, args=(writer_root, self.stop, self.results)))
+            self.processes.append(fork.Process(target=write_files, args=(writer_root, doubts, self.stop, self.results)))
         for process in self.processes:
             process.start()
 
@@ -262,6 +265,43 @@ def test_both_killed_at_once_with_a_descriptor_store(tmp_path: Path, request: py
     assert sums_of(place) == {path: sums[path] for path in sums}
     cachefs("umount", place)
     assert manager.process is not None and manager.process.wait(20) == 0
+
+
+@pytest.mark.slow
+def test_a_restart_replaces_both_and_nobody_notices(mount: MakeMount, tmp_path: Path) -> None:
+    source = tmp_path / "dataset"
+    make_files(source, 1000, (1, 60_000), directories=8)
+    (source / "out").mkdir()
+    settle()
+    sums = sums_of(source)
+    m = mount(source, "--mutable", "*.log", "--attr-timeout", "3")
+    load = Load(m.path, sums, m.path / "out", doubts=0)
+    seen = set()
+    for _ in range(6):
+        before = m.status()
+        cachefs("restart", m.path)
+        after = m.status()
+        m.pid = after["pid"]
+        assert not launcher.is_running(before["pid"])
+        seen |= {after["pid"], after["fastpath"]["pid"]}
+    longest = load.finish()
+    print(f"6 restarts: longest stall {longest:.3f} s")
+    assert len(seen) == 12
+    assert "in the middle of a change" not in m.log()
+    m.kill()
+    cachefs("restart", m.path)  # one whose daemon has died as well
+    m.pid = m.status()["pid"]
+    assert sums_of(m.path).items() >= sums.items()
+
+
+def test_a_restart_that_cannot_be(mount: MakeMount, source: Path, tmp_path: Path) -> None:
+    m = mount(source, "--no-fastpath")
+    expected = contents(m.path)
+    refused = cachefs("restart", m.path, check=False)
+    assert refused.returncode == 1 and "without a fast path" in refused.stderr
+    assert contents(m.path) == expected
+    refused = cachefs("restart", tmp_path, check=False)
+    assert refused.returncode == 1 and "nothing is mounted" in refused.stderr
 
 
 def test_hits_go_on_without_a_daemon(mount: MakeMount, source: Path) -> None:

@@ -1,0 +1,167 @@
+"""What the daemon does for the fast path: grants it room in the blob, commits what it reports, and tells it what the
+index and the disk say. How either side comes to the mount that the other one holds is here as well.
+"""
+
+import logging
+import os
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import trio
+
+from cachefs.blob import Blob
+from cachefs.cache_directory import OpenedIndex
+from cachefs.data_cache import DataCache
+from cachefs.errors import CacheFsError
+from cachefs.fastpath import launcher
+from cachefs.fastpath.in_doubt import touched
+from cachefs.fastpath.launcher import FastPath, Inheritance, Message
+from cachefs.fastpath.shared import Shared, mount_flags
+from cachefs.filesystem import FileSystem
+from cachefs.options import Options
+from daemon import config, control, descriptor_store, mounting
+from daemon.config import MountConfig
+
+log = logging.getLogger(__name__)
+
+SERVING_THREADS = 16
+"""Of the fast path: how many requests it answers at once, those that wait for the local disk included."""
+FOLLOW_S = 1.0
+_SOCKET = "fastpath"
+
+
+def take_over(mount_config: MountConfig) -> Inheritance | None:
+    """A mount whose daemon has died and whose fast path, or descriptor store, has not. None: there is none."""
+    place = mount_config.mountpoint
+    top = mounting.top_mount(place)
+    if not mount_config.options.fastpath or top is None or top.fstype != mounting.FSTYPE or control.is_served(place):
+        return None
+    held = descriptor_store.take()
+    if held is None or launcher.is_running(held.shared["pid"]):
+        held = Inheritance.ask(config.mount_directory(place) / _SOCKET) or held
+    if held is None or launcher.is_unmounted(held.device):
+        return None
+    if top.source != mount_config.source:
+        raise CacheFsError(f"{place} is in use: {top.source} is mounted there by a cachefs whose daemon has died")
+    if held.shared["flags"] != mount_flags(mount_config.options):
+        raise CacheFsError(f"{place} was mounted with other options: unmount it first")
+    log.info("taking over the mount on %s", place)
+    return held
+
+
+def set_up(
+    device: int, source_fd: int, root_device: int, blob: Blob, opened: OpenedIndex, options: Options, runtime: Path
+) -> Inheritance:
+    """What a new mount's fast path needs, and every successor of ours. It belongs to them from here on."""
+    shared = Shared.create()
+    shared.configure(options, seed=blob.seed, root_device=root_device, threads=SERVING_THREADS)
+    shared["run"], shared["floor"], shared["serving"] = opened.state.run, opened.state.floor, 1
+    held = Inheritance(device, shared, source_fd, blob.fd, launcher.listen(runtime / _SOCKET))
+    descriptor_store.put(held)
+    return held
+
+
+class FastPathHost:
+    def __init__(
+        self,
+        held: Inheritance,
+        runtime: Path,
+        opened: OpenedIndex,
+        blob: Blob,
+        data: DataCache,
+        filesystem: FileSystem,
+        nursery: trio.Nursery,
+        *,
+        log_path: Path,
+        died: Callable[[], None],
+        unmounted: Callable[[], None],
+    ) -> None:
+        # dependencies
+        self._held = held
+        self._index = opened.index
+        self._blob = blob
+        self._data = data
+        self._filesystem = filesystem
+        self._nursery = nursery
+        # state
+        self._fastpath = FastPath(
+            held,
+            runtime / _SOCKET,
+            session=opened.session_path,
+            durable=opened.durable_path,
+            log_path=log_path,
+            received=self._received,
+            died=died,
+            unmounted=unmounted,
+        )
+        data.settled, data.undone = self._settled, self._grant
+        self._follow()
+
+    @property
+    def mountpoint_for_pyfuse3(self) -> str:
+        return self._fastpath.mountpoint_for_pyfuse3()
+
+    async def start(self, *, replace: bool) -> None:
+        """Returns when a fast path is attached. `replace`: not the one that runs, but the one that is installed."""
+        if replace:
+            await self._fastpath.replace()
+        await self._nursery.start(self._fastpath.run)
+
+    async def follow(self) -> None:
+        """A task, for ever."""
+        while True:
+            self._follow()
+            await trio.sleep(FOLLOW_S)
+
+    async def stop(self) -> None:
+        await self._fastpath.stop()
+
+    def close(self) -> None:
+        self._fastpath.close()
+
+    def add_to(self, status: dict[str, Any]) -> None:
+        """Complete the daemon's own counts with those of the fast path."""
+        shared = self._held.shared
+        counters = asdict(shared.counters())
+        for name in counters.keys() & status.keys():
+            status[name] += counters[name]
+        operations = Counter(status["source_ops"])
+        operations.update({name: counters["source_" + name + "s"] for name in ("open", "read", "fstat")})
+        status["source_ops"] = {name: count for name, count in operations.items() if count}
+        status["source_stuck_calls"] += shared["stuck"]
+        status["write_behind_bytes"] += shared["held_bytes"] + shared["pending_bytes"]
+        status["fastpath"] = {
+            "pid": self._fastpath.pid,
+            "starts": self._fastpath.starts,
+            "answered": counters["answered"],
+            "passed": shared.passed(),
+        }
+
+    def _received(self, message: Message, a: int, b: int, data: bytes) -> None:
+        if message is Message.SLAB:
+            self._grant()
+        elif message is Message.FILLED:
+            self._data.filled(launcher.parse_filled(data))
+        elif message is Message.CORRUPT:
+            self._data.corrupt(a, b, int.from_bytes(data, "little"), "payload checksum")
+        elif message is Message.REFUSED:
+            self._data.refused(OSError(a, os.strerror(a)))
+            self._follow()
+        elif message is Message.IN_DOUBT:
+            numbers, entries = touched(data)
+            log.warning("a daemon died in the middle of a change to inodes %s: they are compared again", numbers)
+            self._nursery.start_soon(self._filesystem.doubt, numbers, entries)
+
+    def _grant(self) -> None:
+        self._fastpath.send(Message.SLAB, self._blob.grant())
+
+    def _follow(self) -> None:
+        self._held.shared["committed_bytes"] = self._index.totals.blob_bytes
+        self._held.shared["capacity_bytes"] = self._data.admission_bytes
+
+    def _settled(self, report: int) -> None:
+        self._follow()  # before the number: what is settled must be counted by then
+        self._held.shared["settled"] = report
