@@ -176,6 +176,7 @@ def main() -> None:
     type=Seconds(allow_infinity=False),
     default=60.0,
     show_default=True,
+    metavar="S",
     help="How long requests that need the daemon wait for the next one when it has died.",
 )
 @click.option("--foreground", is_flag=True, help="Stay in the foreground and log to stderr.")
