@@ -1,22 +1,14 @@
 #include "fill.h"
 
 #include <errno.h>
-#include <fcntl.h>
-#include <linux/openat2.h>
 #include <malloc.h>
 #include <semaphore.h>
-#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-#include <sys/stat.h>
-#include <sys/syscall.h>
-#include <sys/sysmacros.h>
-#include <sys/uio.h>
-#include <time.h>
-#include <unistd.h>
 
 #include "append.h"
 #include "fill_table.h"
+#include "source.h"
 
 #define MAX_PATH 4000 /* the kernel's 4,096 and a margin; longer ones are walked by Python */
 #define HELD_BYTES (16u << 20) /* fetched and not yet appended; beyond that nothing more is cached */
@@ -56,80 +48,6 @@ static void set_stuck(struct fill *fill, uint32_t stuck)
     fill->fastpath->shared->stuck = fill->stuck = stuck;
 }
 
-/* --- the source --------------------------------------------------------------------------------------------------- */
-
-static void simulate_latency(const struct shared *shared)
-{
-    if (shared->simulate_latency_ns) {
-        struct timespec pause = {
-            .tv_sec = (time_t)(shared->simulate_latency_ns / 1000000000u),
-            .tv_nsec = (long)(shared->simulate_latency_ns % 1000000000u),
-        };
-        nanosleep(&pause, NULL);
-    }
-}
-
-static int open_beneath(int directory, const char *path)
-{
-    struct open_how how = {
-        .flags = O_RDONLY | O_NONBLOCK | O_NOFOLLOW | O_NOCTTY | O_CLOEXEC, /* hazard 21 */
-        .resolve = RESOLVE_BENEATH | RESOLVE_NO_SYMLINKS | RESOLVE_NO_MAGICLINKS,
-    };
-    int fd;
-    do
-        fd = (int)syscall(SYS_openat2, directory, path, &how, sizeof how);
-    while (fd < 0 && (errno == EAGAIN || errno == EINTR)); /* EAGAIN: a rename raced with the walk */
-    return fd;
-}
-
-static int64_t nanoseconds(const struct timespec *time)
-{
-    return (int64_t)time->tv_sec * 1000000000 + time->tv_nsec;
-}
-
-/* Is this the version that the index says? */
-static bool same_version(const struct shared *shared, int fd, const struct inode_record *expected)
-{
-    struct stat now;
-    uint64_t device = expected->device ? expected->device : shared->root_device;
-    return !fstat(fd, &now) && S_ISREG(now.st_mode) && nanoseconds(&now.st_ctim) == expected->ctime_ns &&
-           nanoseconds(&now.st_mtim) == expected->mtime_ns && (uint64_t)now.st_size == expected->size &&
-           now.st_ino == expected->source_inode && now.st_dev == device;
-}
-
-static bool read_unit(struct fill *fill, struct fetch *fetch, struct counters *counters)
-{
-    const struct shared *shared = fill->fastpath->shared;
-    if (!(fetch->payload = malloc(fetch->length)))
-        return false;
-    counters->source_opens++;
-    simulate_latency(shared);
-    int fd = open_beneath(fill->fastpath->source, fetch->path);
-    if (fd < 0)
-        return false;
-    counters->source_fstats++;
-    bool good = same_version(shared, fd, &fetch->record);
-    size_t done = 0;
-    if (good)
-        simulate_latency(shared);
-    while (good && done < fetch->length) {
-        counters->source_reads++;
-        ssize_t got = pread(fd, fetch->payload + done, fetch->length - done, (off_t)(fetch->offset + done));
-        if (got < 0 && errno == EINTR)
-            continue;
-        if (got <= 0)
-            good = false;
-        else
-            done += (size_t)got;
-    }
-    if (good) {
-        counters->source_fstats++;
-        good = same_version(shared, fd, &fetch->record);
-    }
-    close(fd);
-    return good;
-}
-
 /* --- answering ---------------------------------------------------------------------------------------------------- */
 
 static void answer_waiter(struct fill *fill, const struct waiter *waiter, const struct fetch *fetch)
@@ -157,7 +75,10 @@ static void finish_waiters(struct fill *fill, struct waiter *waiters, const stru
 
 static void run_fetch(struct fill *fill, struct fetch *fetch, struct counters *counters)
 {
-    bool good = read_unit(fill, fetch, counters);
+    const struct fastpath *fastpath = fill->fastpath;
+    fetch->payload = source_read(fastpath->shared, fastpath->source, fetch->path, &fetch->record, fetch->offset,
+                                 fetch->length, counters);
+    bool good = fetch->payload != NULL;
     pthread_mutex_lock(&fill->lock);
     struct waiter *waiters = fetch->waiters;
     fetch->waiters = NULL;
@@ -294,6 +215,83 @@ static bool indexed_by_now(struct worker *worker, uint64_t inode, uint64_t versi
     return found;
 }
 
+/* The caller holds the lock. Who is to run it: a thread that must be woken, or NULL if all are busy and will come to it. */
+static struct fetcher *start_locked(struct fill *fill, struct fetch *fetch)
+{
+    if (fill->idle_count) {
+        struct fetcher *fetcher = fill->idle[--fill->idle_count]; /* idle last: its stack is still in the caches */
+        fetcher->job = fetch;
+        fetch->state = FETCH_FETCHING;
+        return fetcher;
+    }
+    fetch->queue_next = NULL;
+    if (fill->first)
+        fill->last->queue_next = fetch;
+    else
+        fill->first = fetch;
+    fill->last = fetch;
+    return NULL;
+}
+
+/* `cached`: a whole unit, for the blob. Else what one READ asks for. */
+static struct fetch *add_locked(struct fill *fill, const struct inode_record *record, uint64_t inode, const char *path,
+                                bool cached, uint64_t offset, uint32_t length)
+{
+    struct fetch *fetch = fetch_new(record, inode, path);
+    if (!fetch)
+        return NULL;
+    fetch->cached = cached;
+    fetch->offset = offset;
+    fetch->length = length;
+    fetch->since_ns = monotonic_ns();
+    if (cached)
+        hold(fill, length);
+    table_add(&fill->table, fetch);
+    return fetch;
+}
+
+/* The first READ of a chunk, of a file whose chunk before that is known: somebody reads on and on. The next one is fetched
+ * meanwhile, as the kernel would have done for a direct reader. */
+static struct fetcher *read_ahead_locked(struct worker *worker, const struct inode_record *record, uint64_t inode,
+                                         const char *path, uint64_t start)
+{
+    struct fill *fill = worker->fastpath->fill;
+    uint64_t next, version = record->version;
+    uint32_t length;
+    if (start < CHUNK_BYTES || start + CHUNK_BYTES >= record->size || !fill->idle_count)
+        return NULL;
+    unit_of(fill->fastpath->shared, record->size, start + CHUNK_BYTES, &next, &length);
+    bool sequential = table_find(&fill->table, inode, version, start - CHUNK_BYTES) ||
+                      indexed_by_now(worker, inode, version, start - CHUNK_BYTES);
+    if (!sequential || !admits(fill, length) || table_find(&fill->table, inode, version, next) ||
+        indexed_by_now(worker, inode, version, next))
+        return NULL;
+    struct fetch *fetch = add_locked(fill, record, inode, path, true, next, length);
+    return fetch ? start_locked(fill, fetch) : NULL;
+}
+
+static void wake(struct fetcher *fetcher)
+{
+    if (fetcher)
+        sem_post(&fetcher->wake);
+}
+
+/* Every thread waits for the source: fail at once, but for one request a second that Python may try. Unlocks. */
+static enum outcome refuse(struct worker *worker, const struct request *request)
+{
+    struct fill *fill = worker->fastpath->fill;
+    uint64_t now = monotonic_ns();
+    bool probe = now >= fill->next_probe_ns;
+    if (probe)
+        fill->next_probe_ns = now + PROBE_NS;
+    pthread_mutex_unlock(&fill->lock);
+    if (probe)
+        return PASS;
+    reply(fill->fastpath->device, request->header->unique, ETIMEDOUT, NULL, 0);
+    worker->counters->source_timeouts++;
+    return ANSWERED;
+}
+
 enum outcome fill_read(struct worker *worker, const struct inode_record *record, const struct request *request)
 {
     struct fill *fill = worker->fastpath->fill;
@@ -309,80 +307,57 @@ enum outcome fill_read(struct worker *worker, const struct inode_record *record,
         end = record->size;
     unit_of(shared, record->size, in->offset, &start, &unit);
     bool within = end <= start + unit;
-
-    struct waiter *waiter = malloc(sizeof *waiter);
-    if (!waiter)
-        return PASS;
-    *waiter = (struct waiter){
+    struct waiter reader = {
         .slot = worker->slot, .unique = request->header->unique, .offset = in->offset, .length = (uint32_t)(end - in->offset)};
+
     pthread_mutex_lock(&fill->lock);
     struct fetch *fetch = within ? table_find(&fill->table, inode, record->version, start) : NULL;
+    struct fetcher *ahead = NULL;
+    if (within && !(fetch && fetch->touched))
+        ahead = read_ahead_locked(worker, record, inode, path, start);
+    if (fetch)
+        fetch->touched = true;
     if (fetch && fetch->state >= FETCH_FETCHED) {
-        struct waiter reader = *waiter;
-        free(waiter);
+        wake(ahead);
         return answer_fetched(worker, fetch, &reader); /* unlocks */
     }
-    if (fetch) {
-        add_waiter(fetch, waiter);
-        pthread_mutex_unlock(&fill->lock);
-        return TAKEN;
-    }
     /* What left the table since this request looked into the index is in the index by now. */
-    if (within && indexed_by_now(worker, inode, record->version, start)) {
+    if (!fetch && within && indexed_by_now(worker, inode, record->version, start)) {
         pthread_mutex_unlock(&fill->lock);
-        free(waiter);
+        wake(ahead);
         return AGAIN;
     }
-    uint64_t now = monotonic_ns();
-    if (fill->stuck >= fill->fetchers) {
-        bool probe = now >= fill->next_probe_ns;
-        if (probe)
-            fill->next_probe_ns = now + PROBE_NS;
-        pthread_mutex_unlock(&fill->lock);
-        free(waiter);
-        if (probe)
-            return PASS;
-        reply(fill->fastpath->device, request->header->unique, ETIMEDOUT, NULL, 0);
-        worker->counters->timeouts++;
-        return ANSWERED;
+    if (!fetch && fill->stuck >= fill->fetchers)
+        return refuse(worker, request); /* unlocks */
+    struct waiter *waiter = malloc(sizeof *waiter);
+    struct fetch *new = NULL;
+    if (waiter && !fetch) {
+        bool cached = within && admits(fill, unit);
+        worker->counters->skipped_admissions += !cached;
+        fetch = new = add_locked(fill, record, inode, path, cached, cached ? start : in->offset, cached ? unit : reader.length);
     }
-    bool cached = within && admits(fill, unit);
-    if (!(fetch = fetch_new(record, inode, path))) {
+    if (!waiter || !fetch) {
         pthread_mutex_unlock(&fill->lock);
+        wake(ahead);
         free(waiter);
         return PASS;
     }
-    fetch->cached = cached;
-    fetch->offset = cached ? start : in->offset;
-    fetch->length = cached ? unit : waiter->length;
-    fetch->since_ns = now;
-    if (cached)
-        hold(fill, fetch->length);
-    else
-        worker->counters->skipped_admissions++;
+    *waiter = reader;
     add_waiter(fetch, waiter);
-    table_add(&fill->table, fetch);
     /* Most serving threads may fetch themselves: that saves a wake-up. The others are there for hits. */
-    bool ourselves = fill->inline_count + THREADS_FOR_HITS < shared->threads;
+    bool ourselves = new && fill->inline_count + THREADS_FOR_HITS < shared->threads;
     struct fetcher *fetcher = NULL;
     if (ourselves) {
         fill->inline_count++;
         fetch->state = FETCH_FETCHING;
-    } else if (fill->idle_count) {
-        fetcher = fill->idle[--fill->idle_count]; /* the one that was idle last: its stack is still in the caches */
-        fetcher->job = fetch;
-        fetch->state = FETCH_FETCHING;
-    } else {
-        fetch->queue_next = NULL;
-        if (fill->first)
-            fill->last->queue_next = fetch;
-        else
-            fill->first = fetch;
-        fill->last = fetch;
+    } else if (new) {
+        fetcher = start_locked(fill, fetch);
     }
+    if (new)
+        fetch->touched = true;
     pthread_mutex_unlock(&fill->lock);
-    if (fetcher)
-        sem_post(&fetcher->wake);
+    wake(ahead);
+    wake(fetcher);
     if (ourselves) {
         run_fetch(fill, fetch, worker->counters);
         pthread_mutex_lock(&fill->lock);
@@ -485,7 +460,7 @@ void fill_tick(struct fill *fill)
         late = waiter->next;
         reply(fill->fastpath->device, waiter->unique, ETIMEDOUT, NULL, 0);
         relay_free_slot(&fill->fastpath->relay, waiter->slot);
-        fill->all[0].counters->timeouts++;
+        fill->all[0].counters->source_timeouts++;
         free(waiter);
     }
     append_tick(fill->appender);

@@ -35,6 +35,7 @@ struct fetch {
     int references; /* of those who read `payload`, its owner included */
     bool cached;    /* a whole unit, to be appended; else just the bytes that were asked for */
     bool in_table;
+    bool touched; /* a READ has asked for it; else it was read ahead */
     uint8_t *payload;
     struct extent extent;
     char path[];

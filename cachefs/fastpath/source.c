@@ -1,0 +1,108 @@
+#include "source.h"
+
+#include <errno.h>
+#include <fcntl.h>
+#include <linux/openat2.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/stat.h>
+#include <sys/syscall.h>
+#include <time.h>
+#include <unistd.h>
+
+#define DIRECT_BYTES (2u << 20) /* from this size on a read goes past the page cache; below it read-ahead is worth more */
+#define PAGE 4096u
+
+static void simulate_latency(const struct shared *shared)
+{
+    if (shared->simulate_latency_ns) {
+        struct timespec pause = {
+            .tv_sec = (time_t)(shared->simulate_latency_ns / 1000000000u),
+            .tv_nsec = (long)(shared->simulate_latency_ns % 1000000000u),
+        };
+        nanosleep(&pause, NULL);
+    }
+}
+
+static int open_beneath(int directory, const char *path)
+{
+    struct open_how how = {
+        .flags = O_RDONLY | O_NONBLOCK | O_NOFOLLOW | O_NOCTTY | O_CLOEXEC, /* hazard 21 */
+        .resolve = RESOLVE_BENEATH | RESOLVE_NO_SYMLINKS | RESOLVE_NO_MAGICLINKS,
+    };
+    int fd;
+    do
+        fd = (int)syscall(SYS_openat2, directory, path, &how, sizeof how);
+    while (fd < 0 && (errno == EAGAIN || errno == EINTR)); /* EAGAIN: a rename raced with the walk */
+    return fd;
+}
+
+static int64_t nanoseconds(const struct timespec *time)
+{
+    return (int64_t)time->tv_sec * 1000000000 + time->tv_nsec;
+}
+
+/* Is this the version that the index says? */
+static bool same_version(const struct shared *shared, int fd, const struct inode_record *expected,
+                         struct counters *counters)
+{
+    struct stat now;
+    uint64_t device = expected->device ? expected->device : shared->root_device;
+    counters->source_fstats++;
+    return !fstat(fd, &now) && S_ISREG(now.st_mode) && nanoseconds(&now.st_ctim) == expected->ctime_ns &&
+           nanoseconds(&now.st_mtim) == expected->mtime_ns && (uint64_t)now.st_size == expected->size &&
+           now.st_ino == expected->source_inode && now.st_dev == device;
+}
+
+/* Large pieces do not stay in the page cache of the source: they go to the blob and to the mount's, and a copy costs
+ * more than the disk. */
+static bool go_direct(int fd, bool direct)
+{
+    int flags = fcntl(fd, F_GETFL);
+    return flags >= 0 && !fcntl(fd, F_SETFL, direct ? flags | O_DIRECT : flags & ~O_DIRECT);
+}
+
+/* `room`: of the buffer, whole pages. */
+static bool read_piece(int fd, uint8_t *buffer, size_t length, size_t room, uint64_t offset, struct counters *counters)
+{
+    bool direct = length >= DIRECT_BYTES && offset % PAGE == 0 && go_direct(fd, true);
+    size_t done = 0;
+    while (done < length) {
+        counters->source_reads++;
+        ssize_t got = pread(fd, buffer + done, (direct ? room : length) - done, (off_t)(offset + done));
+        if (got < 0 && errno == EINTR)
+            continue;
+        if (direct && (got < 0 || (size_t)got % PAGE) && done + (got > 0 ? (size_t)got : 0) < length) {
+            direct = false; /* it refuses, or ended at an odd place: the rest as usual */
+            if (!go_direct(fd, false))
+                return false;
+        } else if (got <= 0) {
+            return false;
+        }
+        done += got > 0 ? (size_t)got : 0;
+    }
+    return true;
+}
+
+uint8_t *source_read(const struct shared *shared, int directory, const char *path, const struct inode_record *expected,
+                     uint64_t offset, uint32_t length, struct counters *counters)
+{
+    size_t room = ((size_t)length + PAGE - 1) / PAGE * PAGE;
+    void *buffer;
+    if (posix_memalign(&buffer, PAGE, room))
+        return NULL;
+    counters->source_opens++;
+    simulate_latency(shared);
+    int fd = open_beneath(directory, path);
+    bool good = fd >= 0 && same_version(shared, fd, expected, counters);
+    if (good) {
+        simulate_latency(shared);
+        good = read_piece(fd, buffer, length, room, offset, counters) && same_version(shared, fd, expected, counters);
+    }
+    if (fd >= 0)
+        close(fd);
+    if (good)
+        return buffer;
+    free(buffer);
+    return NULL;
+}

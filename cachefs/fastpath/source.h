@@ -1,0 +1,17 @@
+/* Reading files of the source, beneath its directory handle. */
+#ifndef CACHEFS_SOURCE_H
+#define CACHEFS_SOURCE_H
+
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+
+#include "index.h"
+#include "shared.h"
+
+/* `length` bytes of a file from `offset`, in memory that the caller frees. NULL: they cannot be had, or the file is not,
+ * before and after the read, the version that `expected` says. */
+uint8_t *source_read(const struct shared *shared, int directory, const char *path, const struct inode_record *expected,
+                     uint64_t offset, uint32_t length, struct counters *counters);
+
+#endif
