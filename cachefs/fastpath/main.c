@@ -3,6 +3,7 @@
  * Started by the daemon, which gives it descriptors: /dev/fuse, the shared memory, the source's directory, the blob and
  * a listening socket. It outlives the daemon, and ends when the mount does. */
 #include <errno.h>
+#include <fcntl.h>
 #include <pthread.h>
 #include <signal.h>
 #include <stdio.h>
@@ -136,6 +137,8 @@ int main(int count, char **values)
     if ((ended = eventfd(0, EFD_CLOEXEC)) < 0)
         return fail("eventfd", strerror(errno));
     signal(SIGTERM, end);
+    if (fcntl(fastpath.device, F_SETFL, fcntl(fastpath.device, F_GETFL) | O_NONBLOCK)) /* `next_request` waits */
+        return fail("/dev/fuse cannot be used", strerror(errno));
     fastpath.shared->pid = (uint64_t)getpid();
 
     pthread_mutex_init(&fastpath.turn, NULL);

@@ -3,6 +3,7 @@
 #include <errno.h>
 #include <fcntl.h>
 #include <poll.h>
+#include <sched.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -532,12 +533,19 @@ static bool is_quick(uint32_t opcode)
     return opcode != FUSE_READ && opcode != FUSE_READDIR && opcode != FUSE_READDIRPLUS;
 }
 
-/* Looks for a request without sleeping, for a little while after the last one: being woken costs more than most answers. */
-static void spin(int device, uint64_t until_ns)
+/* The next request. Looks for one without sleeping, for a little while after the last: being woken costs more than most
+ * answers. Whoever has work to do for a job goes first. */
+static ssize_t next_request(int device, void *message, uint64_t spin_until_ns)
 {
-    struct pollfd wait = {device, POLLIN, 0};
-    while (!poll(&wait, 1, 0) && monotonic_ns() < until_ns)
-        ;
+    for (;;) {
+        ssize_t length = read(device, message, SLOT_BYTES);
+        if (length >= 0 || errno != EAGAIN)
+            return length;
+        if (monotonic_ns() < spin_until_ns)
+            sched_yield();
+        else
+            poll(&(struct pollfd){device, POLLIN, 0}, 1, -1);
+    }
 }
 
 void *worker_run(void *context)
@@ -553,8 +561,7 @@ void *worker_run(void *context)
         }
         relay_ready_slot(&fastpath->relay, worker->slot);
         struct fuse_in_header *message = slot_data(&fastpath->relay, worker->slot);
-        spin(fastpath->device, spin_until);
-        ssize_t length = read(fastpath->device, message, SLOT_BYTES);
+        ssize_t length = next_request(fastpath->device, message, spin_until);
         if (length < 0 && errno == ENODEV) {
             pthread_mutex_unlock(&fastpath->turn);
             return NULL; /* unmounted */
