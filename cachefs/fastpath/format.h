@@ -16,6 +16,7 @@ enum flag {
     UNSETTLED = 16,
     STALE = 32,
     UNLINKED = 64,
+    KNOWN_FLAGS = 127, /* a record with any other is of a later version: not for us to judge */
 };
 
 #define ROOT_INODE 1

@@ -126,7 +126,7 @@ bool view_inode(struct view *view, uint64_t inode, struct inode_record *out)
     if (!view_get(view, INODES, &key, sizeof key, &value) || value.mv_size != sizeof *out)
         return false;
     memcpy(out, value.mv_data, sizeof *out);
-    return true;
+    return !(out->flags & ~KNOWN_FLAGS);
 }
 
 bool view_dentry(struct view *view, uint64_t parent, const char *name, size_t length, struct dentry_record *out)
@@ -138,9 +138,12 @@ bool view_dentry(struct view *view, uint64_t parent, const char *name, size_t le
         return false;
     memcpy(key, &number, sizeof number);
     memcpy(key + sizeof number, name, length);
-    if (!view_get(view, DENTRIES, key, sizeof number + length, &value) || value.mv_size != sizeof *out)
+    if (!view_get(view, DENTRIES, key, sizeof number + length, &value))
         return false;
-    memcpy(out, value.mv_data, sizeof *out);
+    if (value.mv_size == sizeof *out)
+        memcpy(out, value.mv_data, sizeof *out);
+    if (value.mv_size != sizeof *out || (out->flags & ~KNOWN_FLAGS))
+        *out = (struct dentry_record){.inode = UINT64_MAX}; /* there is a name, and that is all we know: not absent */
     return true;
 }
 
@@ -152,7 +155,8 @@ bool view_extent(struct view *view, uint64_t inode, uint64_t offset, struct exte
         value.mv_size < sizeof out->record || value.mv_size > sizeof *out)
         return false;
     memcpy(out, value.mv_data, value.mv_size);
-    return value.mv_size == sizeof out->record + block_count(out->record.length) * sizeof(uint64_t);
+    return !(out->record.flags & ~KNOWN_FLAGS) &&
+           value.mv_size == sizeof out->record + block_count(out->record.length) * sizeof(uint64_t);
 }
 
 static bool has_prefix(const struct scan *scan, const MDB_val *key)
