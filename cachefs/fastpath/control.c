@@ -10,6 +10,7 @@
 #include <unistd.h>
 
 #include "fill.h"
+#include "interrupt.h"
 #include "serve.h"
 
 #define TICK_MS 200
@@ -163,6 +164,7 @@ void control_run(struct control_socket *control, int ended)
         int ready = poll(wait, 3, TICK_MS);
         relay_tick(&control->fastpath->relay);
         fill_tick(control->fastpath->fill);
+        interrupt_tick(control->fastpath);
         if (ready <= 0)
             continue;
         if (wait[0].revents)

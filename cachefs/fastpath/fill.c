@@ -367,10 +367,10 @@ enum outcome fill_read(struct worker *worker, const struct inode_record *record,
     return TAKEN;
 }
 
-void fill_interrupt(struct fill *fill, uint64_t unique)
+bool fill_interrupt(struct fill *fill, uint64_t unique)
 {
     if (!fill)
-        return;
+        return false;
     pthread_mutex_lock(&fill->lock);
     struct waiter *waiter = table_take_waiter(&fill->table, unique);
     pthread_mutex_unlock(&fill->lock);
@@ -379,6 +379,7 @@ void fill_interrupt(struct fill *fill, uint64_t unique)
         relay_free_slot(&fill->fastpath->relay, waiter->slot);
         free(waiter);
     }
+    return waiter != NULL;
 }
 
 void fill_slab(struct fill *fill, uint64_t offset)

@@ -19,7 +19,8 @@ int fill_start(struct fastpath *fastpath, struct control_socket *control);
 /* A READ that the blob cannot answer. It may be answered before this returns, or later; the slot is taken then. */
 enum outcome fill_read(struct worker *worker, const struct inode_record *record, const struct request *request);
 
-void fill_interrupt(struct fill *fill, uint64_t unique);
+/* True if it was found and answered. */
+bool fill_interrupt(struct fill *fill, uint64_t unique);
 /* The daemon grants a slab of the blob: from `offset` to the end of it we are the only writer. */
 void fill_slab(struct fill *fill, uint64_t offset);
 void fill_attached(struct fill *fill, bool same);

@@ -105,6 +105,6 @@ bool request_changes(const struct request *request)
 
 bool request_interruptible(uint32_t opcode)
 {
-    return opcode == FUSE_READ || opcode == FUSE_READDIR || opcode == FUSE_GETXATTR || opcode == FUSE_LISTXATTR ||
+    return opcode == FUSE_READ || opcode == FUSE_READDIR || opcode == FUSE_READDIRPLUS || opcode == FUSE_GETXATTR || opcode == FUSE_LISTXATTR ||
            opcode == FUSE_READLINK || opcode == FUSE_STATFS;
 }

@@ -13,6 +13,7 @@
 
 #include "control.h"
 #include "fill.h"
+#include "interrupt.h"
 
 #define SECOND_NS 1000000000
 #define MAX_READAHEAD (1u << 20)
@@ -421,12 +422,9 @@ static enum outcome serve_request(struct worker *worker, const struct request *r
     switch (request->header->opcode) {
     case FUSE_INIT:
         return serve_init(worker, request);
-    case FUSE_INTERRUPT: {
-        uint64_t unique = ((const struct fuse_interrupt_in *)request->body)->unique;
-        if (!relay_interrupt(&worker->fastpath->relay, unique))
-            fill_interrupt(worker->fastpath->fill, unique);
-        return ANSWERED; /* it is never passed on (hazard 6) */
-    }
+    case FUSE_INTERRUPT: /* it is never passed on (hazard 6) */
+        interrupt(worker->fastpath, ((const struct fuse_interrupt_in *)request->body)->unique);
+        return ANSWERED;
     case FUSE_RELEASE:
     case FUSE_RELEASEDIR:
     case FUSE_FLUSH:
