@@ -8,7 +8,7 @@ SANITIZE  := -fsanitize=address,undefined -fno-sanitize-recover=undefined -fno-o
 SANITIZED := -m "not slow" tests/mount/test_semantics.py tests/mount/test_damage.py tests/mount/test_fastpath.py
 FUZZ_S    ?= 20
 
-.PHONY: demo test check fuzz format bench clean
+.PHONY: demo test check fuzz stress format bench clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.run
@@ -30,6 +30,12 @@ check: $(VENV)/.dev
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/python -m pytest -m "not mount and not slow"
+
+# The stress test at full length, with the fast path and without.
+stress: $(VENV)/.dev
+	scripts/build-fastpath
+	$(BIN)/python -m pytest tests/mount/test_stress.py -s --stress-seconds 600
+	$(BIN)/python -m pytest tests/mount/test_stress.py -s --stress-seconds 600 --no-fastpath
 
 # What arrives from the kernel, from a blob or from a predecessor's memory may be anything.
 fuzz:

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from cachefs.fastpath import launcher
 from daemon import control
 
 CLI = [sys.executable, "-m", "daemon"]
@@ -193,6 +194,22 @@ def source(trees: Iterator[Path]) -> Path:
     return next(trees)
 
 
+@pytest.fixture
+def faulty(tmp_path: Path, source: Path) -> Iterator[tuple[Path, Path]]:
+    """(a source that fails on demand, the directory of its faults)"""
+    mountpoint, faults = tmp_path / "faulty", tmp_path / "faults"
+    mountpoint.mkdir()
+    faults.mkdir()
+    process = subprocess.Popen([sys.executable, "-m", "tests.faultfs", source, mountpoint, faults], cwd=REPOSITORY)
+    wait_for(lambda: mounted_on(mountpoint), bool)
+    yield mountpoint, faults
+    for fault in faults.iterdir():
+        fault.unlink()
+    subprocess.run(["umount", "-l", mountpoint], check=True)
+    process.terminate()  # the mount over it may still hold its root
+    process.wait(20)
+
+
 def drop_caches() -> None:
     Path("/proc/sys/vm/drop_caches").write_text("3")
 
@@ -208,6 +225,8 @@ def raises_errno(number: int, function: Callable[[], object]) -> None:
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--no-fastpath", action="store_true", help="mount without the fast path: Python serves alone")
 
+    parser.addoption("--stress-seconds", type=int, default=25, help="how long tests/mount/test_stress.py lasts")
+
 
 def pytest_configure(config: pytest.Config) -> None:
     Mount.no_fastpath = config.getoption("--no-fastpath")
@@ -220,6 +239,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.mount)
             if not usable:
                 item.add_marker(pytest.mark.skip(reason="needs root and /dev/fuse"))
+        if item.get_closest_marker("fastpath") and (Mount.no_fastpath or not launcher.is_built()):
+            item.add_marker(pytest.mark.skip(reason="without a fast path"))
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -28,13 +28,7 @@ KILLS = 20
 READERS = 4
 fork = multiprocessing.get_context("fork")
 
-pytestmark = pytest.mark.skipif(not launcher.is_built(), reason="the fast path is not built")
-
-
-@pytest.fixture(autouse=True)
-def only_with_a_fast_path(request: pytest.FixtureRequest) -> None:
-    if request.config.getoption("--no-fastpath"):
-        pytest.skip("this run is without the fast path")
+pytestmark = pytest.mark.fastpath
 
 
 def fastpath_pid(m: Mount) -> int:

@@ -5,35 +5,17 @@ import errno
 import os
 import random
 import struct
-import subprocess
-import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from cachefs.syscalls import set_thread_fs_ids, set_thread_groups
-from tests.conftest import REPOSITORY, Mount, cachefs, drop_caches, mounted_on, raises_errno, settle, wait_for
+from tests.conftest import Mount, cachefs, drop_caches, raises_errno, settle, wait_for
 
 MakeMount = Callable[..., Mount]
-
-
-@pytest.fixture
-def faulty(tmp_path: Path, source: Path) -> Iterator[tuple[Path, Path]]:
-    """(a source that fails on demand, the directory of its faults)"""
-    mountpoint, faults = tmp_path / "faulty", tmp_path / "faults"
-    mountpoint.mkdir()
-    faults.mkdir()
-    process = subprocess.Popen([sys.executable, "-m", "tests.faultfs", source, mountpoint, faults], cwd=REPOSITORY)
-    wait_for(lambda: mounted_on(mountpoint), bool)
-    yield mountpoint, faults
-    for fault in faults.iterdir():
-        fault.unlink()
-    subprocess.run(["umount", "-l", mountpoint], check=True)
-    process.terminate()  # the mount over it may still hold its root
-    process.wait(20)
 
 
 def test_01_invalidation_reaches_the_kernel_and_returns_when_it_has(mount: MakeMount, source: Path) -> None:

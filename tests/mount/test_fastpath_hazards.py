@@ -1,0 +1,275 @@
+"""The hazards that only a fast path has, their numbers in the names. All others: test_hazards.py."""
+
+import errno
+import multiprocessing
+import os
+import random
+import signal
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cachefs.attributes import inode_key
+from cachefs.index import Environment, Table
+from tests.conftest import Mount, cachefs, contents, drop_caches, raises_errno, settle, wait_for
+
+MakeMount = Callable[..., Mount]
+fork = multiprocessing.get_context("fork")
+pytestmark = pytest.mark.fastpath
+BLOCK = 128 << 10
+CHUNK = 4 << 20
+
+
+def passed(m: Mount, operation: str) -> int:
+    return int(m.status()["fastpath"]["passed"].get(operation, 0))
+
+
+def test_02_handles_go_back_to_whoever_gave_them(mount: MakeMount, source: Path) -> None:
+    m = mount(source)
+    path = m.path / "d0/new"
+    writer = os.open(path, os.O_WRONLY | os.O_CREAT)
+    os.write(writer, b"first")
+    reader = os.open(path, os.O_RDONLY)  # Python's: the file is mutable
+    os.write(writer, b" second")
+    assert os.read(reader, 100) == b"first second"
+    for fd in (writer, reader):
+        os.close(fd)
+    before = passed(m, "release")
+    assert path.read_bytes() == b"first second"
+    wait_for(lambda: passed(m, "release"), lambda count: count == before + 1)
+    settle()
+    m.remount()
+    assert path.read_bytes() == b"first second"
+    wait_for(lambda: passed(m, "release"), lambda count: count == 1)
+    for _ in range(50):  # immutable now: the fast path's own handles
+        assert path.read_bytes() == b"first second"
+    raises_errno(errno.EPERM, lambda: os.open(path, os.O_WRONLY))
+    assert passed(m, "open") == passed(m, "release") == 1
+
+
+def test_05_reads_and_writes_larger_than_a_message(mount: MakeMount, source: Path) -> None:
+    """A READ of 1 MiB that Python answers comes in parts of 128 KiB, the last one short; with errors too."""
+    content = random.Random(5).randbytes(3 * (1 << 20) + 12_345)
+    m = mount(source, "--mutable", "*.log", "--attr-timeout", "0")
+    path = m.path / "large.log"
+    path.write_bytes(content)
+    drop_caches()
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECT)
+    buffer = bytearray(4 << 20)
+    assert os.preadv(fd, [memoryview(buffer)[: 1 << 20]], 1 << 20) == 1 << 20
+    assert buffer[: 1 << 20] == content[1 << 20 : 2 << 20]
+    assert os.preadv(fd, [buffer], 0) == len(content)
+    assert buffer[: len(content)] == content
+    assert os.preadv(fd, [buffer], len(content) + (1 << 20)) == 0
+    os.truncate(source / "large.log", 5000)
+    assert os.preadv(fd, [buffer], 0) == 5000
+    os.close(fd)
+    names = {f"{'long-name-' * 20}{number:05}" for number in range(2000)}  # 400 KB of names
+    (source / "wide").mkdir()
+    for name in names:
+        (source / "wide" / name).touch()
+    wait_for(lambda: set(os.listdir(m.path / "wide")), lambda listed: listed == names)
+
+
+def list_with_a_handler(path: Path, results: Any) -> None:
+    """(names, or the error; signals that the handler saw)"""
+    signals: list[int] = []
+    signal.signal(signal.SIGALRM, lambda number, _: signals.append(number))
+    try:
+        results.put((sorted(os.listdir(path)), signals))
+    except OSError as error:
+        results.put((error.errno, signals))
+
+
+@pytest.mark.parametrize("before", [[], [signal.SIGALRM]], ids=["at once", "after another signal"])
+def test_06_who_is_killed_dies_though_the_source_hangs(
+    mount: MakeMount, faulty: tuple[Path, Path], before: list[int]
+) -> None:
+    source, faults = faulty
+    m = mount(source, "--read-only", "--source-timeout", "20")
+    os.stat(m.path / "d1")
+    (faults / "hang").touch()
+    process = fork.Process(target=list_with_a_handler, args=(m.path / "d1", fork.Queue()))
+    process.start()
+    wait_for(lambda: passed(m, "readdirplus") + passed(m, "readdir"), bool)
+    assert process.pid
+    started = time.monotonic()
+    for number in [*before, signal.SIGKILL]:
+        os.kill(process.pid, number)
+        time.sleep(0.3)  # two signals at once would be one interrupt
+    process.join(10)
+    assert process.exitcode == -signal.SIGKILL and time.monotonic() - started < 5
+    assert passed(m, "interrupt") == 0
+
+
+def test_06_who_has_a_handler_waits_on(mount: MakeMount, faulty: tuple[Path, Path]) -> None:
+    """A job whose children end (SIGCHLD) is not prepared for EINTR from a file system."""
+    source, faults = faulty
+    m = mount(source, "--read-only", "--source-timeout", "20")
+    os.stat(m.path / "d1")
+    (faults / "hang").touch()
+    results = fork.Queue()
+    process = fork.Process(target=list_with_a_handler, args=(m.path / "d1", results))
+    process.start()
+    wait_for(lambda: passed(m, "readdirplus") + passed(m, "readdir"), bool)
+    assert process.pid
+    os.kill(process.pid, signal.SIGALRM)
+    process.join(1)
+    assert process.is_alive()
+    (faults / "hang").unlink()
+    assert results.get(timeout=20) == (sorted(os.listdir(source / "d1")), [signal.SIGALRM])
+    process.join(10)
+
+
+def test_09_what_a_dead_daemon_was_at_is_not_done_twice(mount: MakeMount, source: Path) -> None:
+    """A MKDIR that Python had is answered EIO and looked at again; a look-up that it had is done again."""
+    m = mount(source, "--simulate-latency", "1500")
+    os.stat(m.path / "d0")
+    outcomes: dict[str, object] = {}
+
+    def attempt(name: str, call: Callable[[], object]) -> None:
+        try:
+            outcomes[name] = call()
+        except OSError as error:
+            outcomes[name] = error.errno
+
+    calls = {
+        "mkdir": lambda: os.mkdir(m.path / "made"),
+        "lookup": lambda: os.stat(m.path / "d0/f00000").st_size,
+    }
+    threads = [threading.Thread(target=attempt, args=item) for item in calls.items()]
+    looked_up = passed(m, "lookup")
+    for thread in threads:
+        thread.start()
+    wait_for(lambda: passed(m, "mkdir"), lambda count: count == 1)
+    wait_for(lambda: passed(m, "lookup"), lambda count: count > looked_up)
+    m.kill()
+    m.start()
+    for thread in threads:
+        thread.join(30)
+    assert outcomes == {"mkdir": errno.EIO, "lookup": (source / "d0/f00000").stat().st_size}
+    assert passed(m, "mkdir") == 1
+    assert (m.path / "made").exists() == (source / "made").exists()
+    wait_for(m.log, lambda log: "in the middle of a change" in log)
+
+
+def test_14_no_hole_is_punched_under_a_reader(mount: MakeMount, source: Path) -> None:
+    m = mount(source, "--read-only")
+    expected = contents(m.path)
+    m.flush()
+    held = Environment(m.cache / "index", sync=True)
+    try:
+        with held.lmdb.begin():
+            cachefs("invalidate", m.path / "d0")
+            wait_for(m.status, lambda status: status["cached_files"] == 30)
+            before = (m.cache / "blob").stat().st_blocks
+            drop_caches()
+            for path in (path for path in expected if path.parts[0] != "d0"):
+                assert (m.path / path).read_bytes() == expected[path]
+            assert (m.cache / "blob").stat().st_blocks >= before
+        wait_for(lambda: (m.cache / "blob").stat().st_blocks, lambda now: now < before)
+    finally:
+        held.close()
+
+
+@pytest.mark.slow
+def test_14_readers_and_holes_at_once(mount: MakeMount, source: Path) -> None:
+    m = mount(source, "--read-only")
+    expected = contents(m.path)
+    stop = threading.Event()
+    failures: list[object] = []
+
+    def read(directory: str) -> None:
+        draw = random.Random(directory)
+        mine = [path for path in expected if path.parts[0] == directory]
+        while not stop.is_set() and not failures:
+            path = draw.choice(mine)
+            fd = os.open(m.path / path, os.O_RDONLY)
+            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+            if os.read(fd, 1 << 20) != expected[path]:
+                failures.append(path)
+            os.close(fd)
+
+    threads = [threading.Thread(target=read, args=(name,)) for name in ("d0", "d1", "d2", "d3")]
+    for thread in threads:
+        thread.start()
+    for number in range(40):
+        cachefs("invalidate", m.path / f"d{number % 4}")
+    stop.set()
+    for thread in threads:
+        thread.join()
+    status = m.flush()
+    assert not failures and status["corrupt_records"] == 0 and status["errors"] == 0
+
+
+def test_15_whoever_reads_the_blob_verifies_what_it_reads(mount: MakeMount, source: Path) -> None:
+    content = random.Random(15).randbytes(CHUNK)
+    (source / "large").write_bytes(content)
+    settle()
+    m = mount(source, "--read-only")
+    path = m.path / "large"
+    assert path.read_bytes() == content
+    m.flush()
+    blob = (m.cache / "blob").read_bytes()
+    with open(m.cache / "blob", "r+b") as file:
+        file.seek(blob.index(content[9 * BLOCK : 9 * BLOCK + 64]))
+        file.write(b"damaged")
+    drop_caches()
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECT)
+    buffer = bytearray(BLOCK)
+    for number in (0, 8, 10):
+        assert os.preadv(fd, [buffer], number * BLOCK) == BLOCK and buffer == content[number * BLOCK :][:BLOCK]
+    status = m.status()
+    assert status["corrupt_records"] == 0 and status["source_ops"]["open"] == 1
+    assert os.preadv(fd, [buffer], 9 * BLOCK) == BLOCK and buffer == content[9 * BLOCK :][:BLOCK]
+    os.close(fd)
+    status = wait_for(m.status, lambda status: status["corrupt_records"] == 1)
+    assert status["source_ops"]["open"] == 2
+    drop_caches()
+    assert path.read_bytes() == content
+
+
+def test_16_a_fast_path_that_was_killed_leaves_no_transaction_behind(mount: MakeMount, source: Path) -> None:
+    m = mount(source, "--read-only")
+    expected = contents(m.path)
+    m.flush()
+    for _ in range(5):
+        pid = int(m.status()["fastpath"]["pid"])
+        os.kill(pid, signal.SIGKILL)
+        m.killed_fastpaths += 1
+        now = wait_for(lambda: m.status()["fastpath"]["pid"], lambda now, pid=pid: now not in (0, pid))
+        drop_caches()
+        assert contents(m.path) == expected
+        index = Environment(m.cache / "index", sync=True)
+        try:
+            readers = {int(line.split()[0]) for line in index.lmdb.readers().splitlines()[1:]}
+        finally:
+            index.close()
+        assert readers <= {m.pid, now, os.getpid()}
+
+
+def test_an_index_that_says_more_than_this_version_knows(mount: MakeMount, source: Path) -> None:
+    """Flags of a later version: the fast path does not judge what they mean."""
+    m = mount(source, "--read-only")
+    expected = contents(m.path)
+    m.flush()
+    drop_caches()
+    before = m.status()["fastpath"]["passed"]
+    assert contents(m.path) == expected
+    assert m.status()["fastpath"]["passed"] == before
+    m.umount()
+    index = Environment(m.cache / "index", sync=True)
+    with index.lmdb.begin(write=True) as txn:
+        for number in (Table.INODES, Table.DENTRIES):
+            table = index.tables[number]
+            for key, value in [(bytes(key), bytes(value)) for key, value in txn.cursor(db=table)]:
+                if key != inode_key(1):
+                    txn.put(key, value[:3] + b"\x80" + value[4:], db=table)
+    index.close()
+    m.start("--revalidate", "never")
+    assert contents(m.path) == expected
+    assert passed(m, "readdirplus") + passed(m, "readdir") >= 5 and passed(m, "read") >= 40
