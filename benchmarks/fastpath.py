@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -42,6 +43,7 @@ COLD_FILES = 4000
 """How many files of the tree a cold round reads: caches are dropped before each."""
 
 Rate = Callable[[], float]
+Status = Callable[[], dict[str, Any]]
 
 
 def interleave(name: str, bound: float, ours: Rate, theirs: Rate, rounds: int) -> Comparison:
@@ -112,7 +114,7 @@ def bindfs(source: Path, mountpoint: Path) -> Iterator[None]:
         subprocess.run(["umount", mountpoint], check=True)
 
 
-def wait_until_cached(flushed: Callable[[], dict[str, object]]) -> None:
+def wait_until_cached(flushed: Status) -> None:
     while any(flushed()[field] for field in ("write_behind_bytes", "uncommitted")):
         time.sleep(0.2)
 
@@ -164,7 +166,7 @@ def first_epochs(base: Path, source: Path, paths: list[str], rounds: int) -> lis
         for readers, bound in ((1, 0.9), (8, 0.95), (32, 0.45)):
             comparison = Comparison(f"first epoch, 1 ms a call, {readers} readers: direct", bound)
             for _ in range(rounds):
-                share = [next(unread) for _ in range(150 * readers if readers < 32 else 1600)][: 4000 // rounds]
+                share = [next(unread) for _ in range(min(150 * readers, 4000 // rounds))]
                 direct = partial(read_source, str(source), latency_s=LATENCY_MS / 1000)
                 theirs = len(share) / timed_readers(readers, share, direct)
                 ours = len(share) / timed_readers(readers, share, partial(read_files, str(base / "first")))
@@ -220,9 +222,53 @@ def listings(base: Path, rounds: int) -> list[Comparison]:
         return [interleave("find -ls, 200,000 files: ext4", 0.8, listing(base / "listed-mnt"), listing(source), rounds)]
 
 
+def hits(root: Path, paths: list[str], status: Status, *, read: bool) -> Rate:
+    """Requests per second that the fast path answers, dentries dropped. By request: directories are looked up too."""
+    draw = random.Random(1)
+
+    def run() -> float:
+        share = draw.sample(paths, len(paths))
+        Path("/proc/sys/vm/drop_caches").write_text("2")
+        before = status()["fastpath"]["answered"]
+        started = time.perf_counter()
+        if read:
+            read_files(str(root), share)
+        else:
+            for path in share:
+                os.lstat(f"{root}/{path}")
+        elapsed = time.perf_counter() - started
+        return float(status()["fastpath"]["answered"] - before) / elapsed
+
+    return run
+
+
+def scale(base: Path, rounds: int) -> list[Comparison]:
+    """What a hit costs among a million pinned files, against ten thousand."""
+    with ExitStack() as stack:
+        looks, reads = [], []
+        for directories in (1000, 10):
+            source, mountpoint = base / f"scale{directories}", base / f"scale{directories}-mnt"
+            paths = make_tree(source, directories, 1000, (100, 100))
+            status = stack.enter_context(mounted(source, mountpoint, base / f"cache-{directories}", "--read-only"))
+            subprocess.run(["find", str(mountpoint), "-ls"], check=True, capture_output=True)
+            sample = random.Random(2).sample(paths, 10_000)
+            read_files(str(mountpoint), sample)
+            wait_until_cached(status)
+            looks.append(hits(mountpoint, sample, status, read=False))
+            reads.append(hits(mountpoint, sample, status, read=True))
+            looks[-1](), reads[-1]()
+            memory = Path(f"/proc/{status()['fastpath']['pid']}/status").read_text().split("RssAnon:")[1].split()[0]
+            print(f"{status()['pinned_inodes']:,} pinned inodes: RssAnon of the fast path {int(memory) / 1024:.1f} MiB")
+        what = "1,000,000 pinned files: 10,000"
+        return [
+            interleave(f"look-up, {what}", 1 / 1.2, looks[0], looks[1], rounds),
+            interleave(f"look-up and read, {what}", 1 / 1.2, reads[0], reads[1], rounds),
+        ]
+
+
 @click.command()
 @click.option("--rounds", default=5, show_default=True)
-@click.option("--only", default="", help="steady, first, large or list.")
+@click.option("--only", default="", help="steady, first, large, list or scale.")
 @click.option("--plot", "plot_path", type=click.Path(path_type=Path), help="Draw the ratios, PNG or SVG.")
 def main(rounds: int, only: str, plot_path: Path | None) -> None:
     """The fast path against ext4, bindfs, pyfuse3 alone and direct reads."""
@@ -240,6 +286,8 @@ def main(rounds: int, only: str, plot_path: Path | None) -> None:
             results += large_file(base, min(rounds, 3))
         if only in ("", "list"):
             results += listings(base, rounds)
+        if only in ("", "scale"):
+            results += scale(base, rounds)
     holds = report("The fast path, side by side", results, "files/s, entries/s or MB/s")
     if plot_path is not None:
         plot(results, plot_path)
