@@ -278,6 +278,7 @@ static void append_one(struct appender *appender, struct fetch *fetch)
         uint32_t last = (appender->unsettled_first + appender->unsettled_count++) % MAX_UNSETTLED;
         appender->unsettled[last] = (struct unsettled){number, bytes};
         appender->unsettled_bytes += bytes;
+        settle_locked(appender); /* it counts as pending before it no longer counts as held */
     } else if (placed) { /* what half a write left behind is never built upon */
         appender->next = appender->end = 0;
     }
