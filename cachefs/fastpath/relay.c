@@ -6,7 +6,6 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/socket.h>
-#include <sys/uio.h>
 #include <unistd.h>
 
 #include "index.h"
@@ -48,35 +47,6 @@ static void set_state(struct relay *relay, uint32_t slot, enum slot_state state)
 static void renew(struct relay *relay, uint32_t slot, enum slot_state state)
 {
     head_of(relay, slot)->word = ++relay->shared->generation << 8 | state;
-}
-
-/* ENOENT: the caller was interrupted, or a predecessor has answered. */
-static bool refused(ssize_t written)
-{
-    return written < 0 && errno != ENOENT && errno != ENODEV;
-}
-
-void reply_parts(int device, uint64_t unique, const struct iovec *parts, int count)
-{
-    struct fuse_out_header header = {.len = sizeof header, .unique = unique};
-    struct iovec all[1 + MAX_REPLY_PARTS] = {{&header, sizeof header}};
-    for (int i = 0; i < count; i++) {
-        all[1 + i] = parts[i];
-        header.len += (uint32_t)parts[i].iov_len;
-    }
-    if (refused(writev(device, all, 1 + count)))
-        reply(device, unique, EIO, NULL, 0);
-}
-
-void reply(int device, uint64_t unique, int error, const void *data, size_t length)
-{
-    if (!error) {
-        reply_parts(device, unique, &(struct iovec){(void *)data, length}, length ? 1 : 0);
-        return;
-    }
-    struct fuse_out_header header = {.len = sizeof header, .error = -error, .unique = unique};
-    if (refused(write(device, &header, sizeof header)))
-        fprintf(stderr, "fast path: cannot answer the kernel: %s\n", strerror(errno));
 }
 
 static void free_locked(struct relay *relay, uint32_t slot)
@@ -226,8 +196,27 @@ static bool send_locked(struct relay *relay, uint32_t slot)
     return true;
 }
 
+static bool is_current(const struct relay *relay, uint32_t at)
+{
+    return head_of(relay, relay->queue[at].slot)->word == relay->queue[at].word;
+}
+
+/* Forgets entries of requests that were answered while they waited (EINTR). Each slot has one that is current at most. */
+static void compact_locked(struct relay *relay)
+{
+    uint32_t kept = 0;
+    for (uint32_t i = 0; i < relay->queue_count; i++) {
+        uint32_t at = (relay->queue_head + i) % SLOT_COUNT;
+        if (is_current(relay, at))
+            relay->queue[(relay->queue_head + kept++) % SLOT_COUNT] = relay->queue[at];
+    }
+    relay->queue_count = kept;
+}
+
 static void enqueue_locked(struct relay *relay, uint32_t slot)
 {
+    if (relay->queue_count == SLOT_COUNT)
+        compact_locked(relay);
     set_state(relay, slot, SLOT_QUEUED);
     uint32_t at = (relay->queue_head + relay->queue_count++) % SLOT_COUNT;
     relay->queue[at].slot = slot;
@@ -277,9 +266,7 @@ static void *run_sender(void *context)
             pthread_cond_wait(&relay->changed, &relay->lock);
             continue;
         }
-        uint32_t slot = relay->queue[relay->queue_head].slot;
-        bool current = head_of(relay, slot)->word == relay->queue[relay->queue_head].word;
-        if (!current || send_locked(relay, slot)) {
+        if (!is_current(relay, relay->queue_head) || send_locked(relay, relay->queue[relay->queue_head].slot)) {
             relay->queue_head = (relay->queue_head + 1) % SLOT_COUNT;
             relay->queue_count--;
             continue;
@@ -381,8 +368,8 @@ static void deliver(struct relay *relay, struct fuse_out_header *answer, size_t 
         finish_part(relay, slot, part, answer);
     } else if (known) {
         answer->unique = head_of(relay, slot)->unique;
-        if (state == SLOT_PASSED && refused(write(relay->device, answer, length)))
-            reply(relay->device, answer->unique, EIO, NULL, 0);
+        if (state == SLOT_PASSED)
+            reply_message(relay->device, answer, length);
         free_locked(relay, slot);
     }
     pthread_mutex_unlock(&relay->lock);
@@ -571,9 +558,8 @@ void relay_tick(struct relay *relay)
         monotonic_ns() - relay->absent_since_ns > relay->shared->reconnect_timeout_ns) {
         relay->given_up = true;
         while (relay->queue_count) {
-            uint32_t slot = relay->queue[relay->queue_head].slot;
-            if (head_of(relay, slot)->word == relay->queue[relay->queue_head].word)
-                fail_locked(relay, slot, EIO);
+            if (is_current(relay, relay->queue_head))
+                fail_locked(relay, relay->queue[relay->queue_head].slot, EIO);
             relay->queue_head = (relay->queue_head + 1) % SLOT_COUNT;
             relay->queue_count--;
         }

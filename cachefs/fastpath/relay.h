@@ -15,6 +15,7 @@
 #include <sys/uio.h>
 
 #include "protocol.h"
+#include "reply.h"
 #include "shared.h"
 
 #define PART_BYTES (128u << 10) /* of a READ that is passed on: libfuse's reply is one message (hazard 5) */
@@ -78,11 +79,5 @@ void relay_pass(struct relay *relay, uint32_t slot);
 void relay_pass_init(struct relay *relay);
 /* A caller stops waiting. True if it was found and answered. */
 bool relay_interrupt(struct relay *relay, uint64_t unique);
-
-#define MAX_REPLY_PARTS 2
-/* Answers the kernel with data that lies in pieces; with EIO, if it does not take them. */
-void reply_parts(int device, uint64_t unique, const struct iovec *parts, int count);
-/* Answers the kernel. `error`: 0 or an errno. */
-void reply(int device, uint64_t unique, int error, const void *data, size_t length);
 
 #endif

@@ -1,4 +1,4 @@
-/* What the fast path answers, and from what. */
+/* Threads that take turns in listening to /dev/fuse; each serves what it has read. */
 #ifndef CACHEFS_SERVE_H
 #define CACHEFS_SERVE_H
 
@@ -49,6 +49,5 @@ int worker_init(struct worker *worker, struct fastpath *fastpath, struct counter
 void *worker_run(void *worker);
 /* Answers one request, or passes it on, which takes the slot away. */
 void serve(struct worker *worker);
-
 
 #endif

@@ -1,0 +1,387 @@
+#include "answer.h"
+
+#include <errno.h>
+#include <fcntl.h>
+#include <string.h>
+#include <sys/stat.h>
+#include <sys/uio.h>
+
+#include "control.h"
+#include "fill.h"
+#include "interrupt.h"
+
+#define SECOND_NS 1000000000
+#define MAX_READAHEAD (1u << 20)
+#define MAX_WRITE (128u << 10)
+#define MAX_BACKGROUND 64
+#define OPEN_NOFLUSH (1u << 5) /* FOPEN_NOFLUSH, Linux 5.18 */
+
+/* One table for both ways to run: what libfuse would ask for, with what only we want (hazards 3 and 18). */
+#define INIT_FLAGS                                                                                             \
+    (FUSE_ASYNC_READ | FUSE_ATOMIC_O_TRUNC | FUSE_BIG_WRITES | FUSE_DO_READDIRPLUS | FUSE_ASYNC_DIO |          \
+     FUSE_PARALLEL_DIROPS | FUSE_HANDLE_KILLPRIV | FUSE_POSIX_ACL | FUSE_MAX_PAGES | FUSE_CACHE_SYMLINKS)
+
+void answer(struct worker *worker, const struct request *request, int error, const void *data, size_t length)
+{
+    reply(worker->fastpath->device, request->header->unique, error, data, length);
+}
+
+bool mounted_with(const struct worker *worker, uint32_t flag)
+{
+    return worker->fastpath->shared->flags & flag;
+}
+
+/* --- attributes --------------------------------------------------------------------------------------------------- */
+
+static void split_time(int64_t ns, uint64_t *seconds, uint32_t *rest)
+{
+    int64_t floor = ns / SECOND_NS - (ns % SECOND_NS < 0);
+    *seconds = (uint64_t)floor;
+    *rest = (uint32_t)(ns - floor * SECOND_NS);
+}
+
+static void fill_attributes(struct fuse_attr *out, uint64_t number, const struct inode_record *record)
+{
+    *out = (struct fuse_attr){
+        .ino = number,
+        .size = record->size,
+        .blocks = record->blocks,
+        .mode = record->mode,
+        .nlink = record->nlink,
+        .uid = record->uid,
+        .gid = record->gid,
+        .rdev = record->rdev,
+        .blksize = record->blksize,
+    };
+    split_time(record->atime_ns, &out->atime, &out->atimensec);
+    split_time(record->mtime_ns, &out->mtime, &out->mtimensec);
+    split_time(record->ctime_ns, &out->ctime, &out->ctimensec);
+}
+
+static void split_timeout(uint64_t ns, uint64_t *seconds, uint32_t *rest)
+{
+    *seconds = ns == FOREVER ? UINT64_MAX : ns / SECOND_NS;
+    *rest = ns == FOREVER ? 0 : (uint32_t)(ns % SECOND_NS);
+}
+
+void fill_entry(struct fuse_entry_out *out, uint64_t number, const struct inode_record *record, uint64_t timeout_ns)
+{
+    *out = (struct fuse_entry_out){.nodeid = number};
+    fill_attributes(&out->attr, number, record);
+    split_timeout(timeout_ns, &out->entry_valid, &out->entry_valid_nsec);
+    out->attr_valid = out->entry_valid;
+    out->attr_valid_nsec = out->entry_valid_nsec;
+}
+
+bool believed(struct worker *worker, uint64_t inode, struct inode_record *record, uint64_t *remaining)
+{
+    return view_inode(&worker->view, inode, record) && is_pinned(&worker->view, record) &&
+           (*remaining = remaining_ns(&worker->view, record));
+}
+
+static enum outcome serve_lookup(struct worker *worker, const struct request *request)
+{
+    struct view *view = &worker->view;
+    struct inode_record parent, record;
+    struct dentry_record dentry;
+    struct fuse_entry_out out = {0};
+    uint64_t remaining;
+    if (!believed(worker, request->header->nodeid, &parent, &remaining))
+        return PASS;
+    bool known = view_dentry(view, request->header->nodeid, request->name, request->name_length, &dentry);
+    if (knows_absent(view, &parent, known ? &dentry : NULL)) {
+        split_timeout(remaining, &out.entry_valid, &out.entry_valid_nsec);
+    } else if (known && dentry.inode && entry_holds(view, &parent, &dentry) &&
+               believed(worker, dentry.inode, &record, &remaining)) {
+        fill_entry(&out, dentry.inode, &record, remaining);
+    } else {
+        return PASS;
+    }
+    view_end(view);
+    answer(worker, request, 0, &out, sizeof out);
+    return ANSWERED;
+}
+
+static enum outcome serve_getattr(struct worker *worker, const struct request *request)
+{
+    struct inode_record record;
+    struct fuse_attr_out out = {0};
+    uint64_t remaining;
+    if (!believed(worker, request->header->nodeid, &record, &remaining))
+        return PASS;
+    view_end(&worker->view);
+    fill_attributes(&out.attr, request->header->nodeid, &record);
+    split_timeout(remaining, &out.attr_valid, &out.attr_valid_nsec);
+    answer(worker, request, 0, &out, sizeof out);
+    return ANSWERED;
+}
+
+/* --- values ------------------------------------------------------------------------------------------------------- */
+
+/* A symlink's target or an xattr, of the version that the inode's record has. */
+static bool value_of(struct worker *worker, enum table table, const struct request *request, MDB_val *out)
+{
+    struct inode_record record;
+    uint64_t remaining, version, inode = request->header->nodeid;
+    uint8_t key[MAX_KEY];
+    uint64_t number = big_endian(inode);
+    size_t length = request->name ? request->name_length : 0;
+    if (sizeof number + length > sizeof key || !believed(worker, inode, &record, &remaining))
+        return false;
+    memcpy(key, &number, sizeof number);
+    if (length)
+        memcpy(key + sizeof number, request->name, length);
+    if (!view_get(&worker->view, table, key, sizeof number + length, out) || out->mv_size < 16)
+        return false;
+    memcpy(&version, (char *)out->mv_data + 8, sizeof version);
+    *out = (MDB_val){out->mv_size - 16, (char *)out->mv_data + 16};
+    if (out->mv_size > SCRATCH_BYTES)
+        return false;
+    /* Out of the index's pages: a kill in a page fault, while the kernel copies an answer, would make it EIO. */
+    out->mv_data = memcpy(worker->scratch[0], out->mv_data, out->mv_size);
+    view_end(&worker->view);
+    return version == record.version;
+}
+
+static enum outcome serve_readlink(struct worker *worker, const struct request *request)
+{
+    MDB_val target;
+    if (!value_of(worker, SYMLINKS, request, &target))
+        return PASS;
+    answer(worker, request, 0, target.mv_data, target.mv_size);
+    return ANSWERED;
+}
+
+static enum outcome serve_xattr(struct worker *worker, const struct request *request)
+{
+    const struct fuse_getxattr_in *in = request->body;
+    MDB_val value;
+    if (!value_of(worker, XATTRS, request, &value) || !value.mv_size)
+        return PASS;
+    const char *bytes = value.mv_data;
+    size_t length = value.mv_size - 1;
+    if (!bytes[0])
+        answer(worker, request, ENODATA, NULL, 0);
+    else if (request->header->opcode == FUSE_LISTXATTR && length)
+        return PASS; /* a list is joined by zeros in the index and ended by one in the reply: rare, so Python's */
+    else if (!in->size)
+        answer(worker, request, 0, &(struct fuse_getxattr_out){.size = (uint32_t)length}, sizeof(struct fuse_getxattr_out));
+    else if (in->size < length)
+        answer(worker, request, ERANGE, NULL, 0);
+    else
+        answer(worker, request, 0, bytes + 1, length);
+    return ANSWERED;
+}
+
+/* --- handles ------------------------------------------------------------------------------------------------------ */
+
+static enum outcome serve_open(struct worker *worker, const struct request *request)
+{
+    const struct fuse_open_in *in = request->body;
+    struct inode_record record;
+    uint64_t remaining;
+    if (mounted_with(worker, NO_OPEN)) {
+        answer(worker, request, ENOSYS, NULL, 0); /* the kernel never asks again */
+        return ANSWERED;
+    }
+    if (!believed(worker, request->header->nodeid, &record, &remaining) || !is_immutable(&worker->view, &record) ||
+        (record.flags & UNLINKED))
+        return PASS;
+    if ((in->flags & O_ACCMODE) != O_RDONLY || (in->flags & O_TRUNC)) {
+        if (mounted_with(worker, READ_ONLY))
+            return PASS;
+        answer(worker, request, EPERM, NULL, 0);
+        return ANSWERED;
+    }
+    struct fuse_open_out out = {
+        .fh = FAST_HANDLE | request->header->nodeid,
+        .open_flags = FOPEN_KEEP_CACHE | OPEN_NOFLUSH,
+    };
+    answer(worker, request, 0, &out, sizeof out);
+    return ANSWERED;
+}
+
+static enum outcome serve_opendir(struct worker *worker, const struct request *request)
+{
+    struct fuse_open_out out = {.fh = FAST_HANDLE | request->header->nodeid};
+    if (mounted_with(worker, NO_OPEN))
+        answer(worker, request, ENOSYS, NULL, 0);
+    else
+        answer(worker, request, 0, &out, sizeof out);
+    return ANSWERED;
+}
+
+/* Requests on a handle of ours that need no look at the index. */
+static enum outcome serve_handle(struct worker *worker, const struct request *request, uint64_t handle)
+{
+    if (!(handle & FAST_HANDLE))
+        return PASS;
+    answer(worker, request, 0, NULL, 0);
+    return ANSWERED;
+}
+
+/* Where OPEN is never sent, and only there, fh is ours to write: Python reads by inode then (hazard 2). */
+static void name_inode(struct worker *worker, const struct request *request)
+{
+    uint64_t *handle = request->body; /* the first field of READ, READDIR and FSYNCDIR */
+    if (mounted_with(worker, NO_OPEN))
+        *handle = FAST_HANDLE | request->header->nodeid;
+}
+
+/* --- data --------------------------------------------------------------------------------------------------------- */
+
+static enum outcome serve_read(struct worker *worker, const struct request *request)
+{
+    const struct fuse_read_in *in = request->body;
+    struct fastpath *fastpath = worker->fastpath;
+    struct inode_record record;
+    uint64_t remaining, inode = request->header->nodeid;
+    if (!believed(worker, inode, &record, &remaining) || !is_immutable(&worker->view, &record))
+        return PASS;
+    struct iovec parts[MAX_REPLY_PARTS];
+    int count = 0;
+    uint64_t offset = in->offset, end = offset + in->size;
+    if (end > record.size)
+        end = record.size;
+    if (offset < end && end - offset > MAX_READ_BYTES)
+        return PASS;
+    while (offset < end) {
+        uint64_t start;
+        uint32_t unit;
+        struct extent extent;
+        unit_of(fastpath->shared, record.size, offset, &start, &unit);
+        if (count == MAX_REPLY_PARTS)
+            return PASS;
+        if (!view_extent(&worker->view, inode, start, &extent) || extent.record.version != record.version ||
+            extent.record.length != unit)
+            return fill_read(worker, &record, request);
+        uint32_t from = (uint32_t)(offset - start);
+        uint32_t length = (uint32_t)(end - offset < unit - from ? end - offset : unit - from);
+        /* The transaction stays open until the bytes are here: nobody punches a hole under it (hazard 14). */
+        const void *data = blob_read(&fastpath->blob, &extent, from, length, worker->scratch[count]);
+        if (!data) { /* the daemon drops the record; here it is a miss like any other */
+            worker->counters->corrupt++;
+            worker->distrusts = true;
+            control_send(fastpath->control, CONTROL_CORRUPT, inode, start, &extent.record.blob_offset, sizeof(uint64_t));
+            return fill_read(worker, &record, request);
+        }
+        parts[count++] = (struct iovec){(void *)data, length};
+        offset += length;
+    }
+    view_end(&worker->view);
+    worker->counters->hits++; /* counted before anybody can ask whether it was */
+    for (int i = 0; i < count; i++)
+        worker->counters->hit_bytes += parts[i].iov_len;
+    reply_parts(fastpath->device, request->header->unique, parts, count);
+    return ANSWERED;
+}
+
+/* --- the rest ----------------------------------------------------------------------------------------------------- */
+
+/* Nobody counts look-ups of what is pinned: only the FORGETs of other inodes are of interest. */
+static bool forgets_nothing(struct worker *worker, const struct request *request)
+{
+    struct inode_record record;
+    const struct fuse_batch_forget_in *batch = request->body;
+    const struct fuse_forget_one *each = (const void *)(batch + 1);
+    bool single = request->header->opcode == FUSE_FORGET;
+    uint32_t count = single ? 1 : batch->count;
+    for (uint32_t i = 0; i < count; i++)
+        if (!view_inode(&worker->view, single ? request->header->nodeid : each[i].nodeid, &record) ||
+            !(record.flags & PINNED) || (record.flags & UNLINKED))
+            return false;
+    return true;
+}
+
+static enum outcome serve_init(struct worker *worker, const struct request *request)
+{
+    const struct fuse_init_in *in = request->body;
+    struct shared *shared = worker->fastpath->shared;
+    struct fuse_init_out out = {
+        .major = FUSE_KERNEL_VERSION,
+        .minor = in->minor < FUSE_KERNEL_MINOR_VERSION ? in->minor : FUSE_KERNEL_MINOR_VERSION,
+        .max_readahead = MAX_READAHEAD,
+        .flags = in->flags & (INIT_FLAGS | (mounted_with(worker, NO_OPEN) ? 0 : FUSE_AUTO_INVAL_DATA)),
+        .max_background = MAX_BACKGROUND,
+        .congestion_threshold = MAX_BACKGROUND * 3 / 4,
+        .max_write = MAX_WRITE,
+        .time_gran = 1,
+        .max_pages = MAX_READ_BYTES / 4096,
+    };
+    size_t length = request->header->len - sizeof *request->header;
+    if (length > INIT_BYTES)
+        length = INIT_BYTES;
+    memcpy(shared->init, request->body, length);
+    shared->init_length = (uint32_t)length;
+    answer(worker, request, 0, &out, sizeof out);
+    relay_pass_init(&worker->fastpath->relay);
+    return ANSWERED;
+}
+
+enum outcome answer_request(struct worker *worker, const struct request *request)
+{
+    switch (request->header->opcode) {
+    case FUSE_INIT:
+        return serve_init(worker, request);
+    case FUSE_INTERRUPT: /* it is never passed on (hazard 6) */
+        interrupt(worker->fastpath, ((const struct fuse_interrupt_in *)request->body)->unique);
+        return ANSWERED;
+    case FUSE_RELEASE:
+    case FUSE_RELEASEDIR:
+    case FUSE_FLUSH:
+    case FUSE_FSYNC:
+        if (request->header->opcode == FUSE_FLUSH && mounted_with(worker, READ_ONLY)) {
+            answer(worker, request, ENOSYS, NULL, 0);
+            return ANSWERED;
+        }
+        return serve_handle(worker, request, *(const uint64_t *)request->body);
+    case FUSE_FSYNCDIR:
+        name_inode(worker, request);
+        return PASS;
+    case FUSE_IOCTL: /* Python's open() asks each file whether it is a terminal */
+    case FUSE_LSEEK:
+    case FUSE_POLL:
+        answer(worker, request, ENOSYS, NULL, 0); /* as pyfuse3 would */
+        return ANSWERED;
+    case FUSE_ACCESS: /* default_permissions: the kernel has checked */
+        answer(worker, request, 0, NULL, 0);
+        return ANSWERED;
+    case FUSE_OPENDIR:
+        return serve_opendir(worker, request);
+    case FUSE_READ:
+    case FUSE_READDIR:
+    case FUSE_READDIRPLUS:
+        name_inode(worker, request);
+    }
+    if (!worker->fastpath->shared->serving || view_begin(&worker->view))
+        return PASS;
+    switch (request->header->opcode) {
+    case FUSE_LOOKUP:
+        return serve_lookup(worker, request);
+    case FUSE_GETATTR:
+        return serve_getattr(worker, request);
+    case FUSE_OPEN:
+        return serve_open(worker, request);
+    case FUSE_READ: {
+        enum outcome outcome;
+        worker->distrusts = false;
+        while ((outcome = serve_read(worker, request)) == AGAIN)
+            if (view_begin(&worker->view))
+                return PASS;
+        return outcome;
+    }
+    case FUSE_READDIR:
+    case FUSE_READDIRPLUS:
+        return answer_listing(worker, request);
+    case FUSE_READLINK:
+        return serve_readlink(worker, request);
+    case FUSE_GETXATTR:
+    case FUSE_LISTXATTR:
+        return serve_xattr(worker, request);
+    case FUSE_FORGET:
+    case FUSE_BATCH_FORGET:
+        return forgets_nothing(worker, request) ? ANSWERED : PASS;
+    default:
+        return PASS;
+    }
+}
