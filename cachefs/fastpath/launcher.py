@@ -200,18 +200,27 @@ class FastPath:
 
     async def replace(self) -> None:
         """End the program that runs, so that `run` starts the one that is installed. Its requests go on with that."""
-        if not self._pid:
+        pidfd = self._open_process()
+        if pidfd is None:
             return
-        pidfd = os.pidfd_open(self._pid)
         try:
             for number in (signal.SIGTERM, signal.SIGKILL):
-                signal.pidfd_send_signal(pidfd, number)
+                with contextlib.suppress(ProcessLookupError):
+                    signal.pidfd_send_signal(pidfd, number)
                 with trio.move_on_after(_STOP_TIMEOUT_S):
                     await trio.lowlevel.wait_readable(pidfd)
                     break
         finally:
             os.close(pidfd)
         self._pid = 0
+
+    def _open_process(self) -> int | None:
+        """A pidfd of the program that runs. None: none does."""
+        try:
+            return os.pidfd_open(self._pid) if self._pid else None
+        except ProcessLookupError:  # inherited, and dead by now
+            self._pid = 0
+            return None
 
     async def run(self, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         """Keep a fast path running until the mount is gone. Started when the first one is attached."""
@@ -227,9 +236,10 @@ class FastPath:
         told = False
         while not self._stopping and not is_unmounted(self._held.device):
             started = trio.current_time()
-            if not self._pid:
+            pidfd = self._open_process()
+            if pidfd is None:
                 self._spawn()
-            pidfd = os.pidfd_open(self._pid)
+                pidfd = os.pidfd_open(self._pid)  # our child: there until it is waited for
             try:
                 async with trio.open_nursery() as nursery:
                     nursery.start_soon(self._until_death, pidfd, nursery.cancel_scope)
