@@ -1,12 +1,14 @@
 """The memory that daemon and fast path share, as `shared.h` lays it out; a test compares the two.
 
-A memfd that both hold: what it says outlives either. Each field has one writer.
+A memfd that both hold: what it says outlives either. Each field has one writer, and is read and written whole: `struct`
+would do that byte by byte, and write zeros before.
 """
 
 import mmap
 import os
 import struct
-from dataclasses import dataclass
+from collections import Counter
+from dataclasses import dataclass, fields
 
 from cachefs.attributes import NANOSECONDS
 from cachefs.options import CacheLevel, Options
@@ -58,8 +60,6 @@ FIELDS = {
 }
 """Name → (byte offset, struct format)."""
 
-_COUNTERS = struct.Struct("<12Q32x")
-
 
 @dataclass(slots=True)
 class Counters:
@@ -96,8 +96,10 @@ class Shared:
         """Raises ValueError where it is not of this version."""
         self.fd = fd
         self._map = mmap.mmap(fd, COUNTERS_OFFSET + MAX_THREADS * COUNTER_BYTES)
+        with memoryview(self._map) as whole:
+            self._words = {"I": whole.cast("I"), "Q": whole.cast("Q")}
         if (self["magic"], self["version"]) != (MAGIC, VERSION):
-            self._map.close()
+            self._unmap()
             raise ValueError("shared memory of another version of cachefs")
 
     @classmethod
@@ -109,12 +111,13 @@ class Shared:
 
     def __getitem__(self, field: str) -> int:
         offset, code = FIELDS[field]
-        value: int = struct.unpack_from("<" + code, self._map, offset)[0]
-        return value
+        words = self._words[code]
+        return words[offset // words.itemsize]
 
     def __setitem__(self, field: str, value: int) -> None:
         offset, code = FIELDS[field]
-        struct.pack_into("<" + code, self._map, offset, value)
+        words = self._words[code]
+        words[offset // words.itemsize] = value
 
     def configure(self, options: Options, *, seed: int, root_device: int, threads: int) -> None:
         """Write down how the mount was set up, before the fast path starts."""
@@ -129,17 +132,21 @@ class Shared:
         self["root_device"] = root_device
 
     def counters(self) -> Counters:
-        columns = zip(
-            *(_COUNTERS.unpack_from(self._map, COUNTERS_OFFSET + i * COUNTER_BYTES) for i in range(MAX_THREADS)),
-            strict=True,
-        )
-        return Counters(*map(sum, columns))
+        words = self._words["Q"][COUNTERS_OFFSET // 8 :].tolist()
+        return Counters(*(sum(words[number :: COUNTER_BYTES // 8]) for number in range(len(fields(Counters)))))
 
     def passed(self) -> dict[str, int]:
         """How many requests were passed on to Python, by operation."""
-        counts = struct.unpack_from(f"<{OPERATIONS}Q", self._map, PASSED_OFFSET)
-        return {OPERATION_NAMES.get(code, "other"): count for code, count in enumerate(counts) if count}
+        counts: Counter[str] = Counter()
+        for code, count in enumerate(self._words["Q"][PASSED_OFFSET // 8 :][:OPERATIONS]):
+            counts[OPERATION_NAMES.get(code, "other")] += count
+        return dict(+counts)
+
+    def _unmap(self) -> None:
+        for words in self._words.values():
+            words.release()
+        self._map.close()
 
     def close(self) -> None:
-        self._map.close()
+        self._unmap()
         os.close(self.fd)

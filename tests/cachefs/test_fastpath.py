@@ -1,9 +1,12 @@
 """The fast path's structs against Python's, and what needs no mount."""
 
 import json
+import mmap
+import multiprocessing
 import os
 import struct
 import subprocess
+from typing import Any
 
 import pytest
 
@@ -113,3 +116,27 @@ def test_what_a_change_in_doubt_may_have_touched(
 ) -> None:
     header = struct.pack("<2I2Q4I", 40 + len(body), opcode, 1, 7, 0, 0, 0, 0)
     assert in_doubt.touched(header + body) == (inodes, entries)
+
+
+def look_at(fd: int, offset: int, results: Any) -> None:
+    words = memoryview(mmap.mmap(fd, shared.COUNTERS_OFFSET)).cast("Q")
+    results.put("looking")
+    results.put({words[offset // 8] for _ in range(3_000_000)})
+
+
+def test_shared_fields_are_written_whole() -> None:
+    """Who reads while a value is written again finds it, not zeros: a capacity of 0 kept a file out of the cache."""
+    memory = shared.Shared.create()
+    value = 0x0102030405060708
+    memory["capacity_bytes"] = value
+    fork = multiprocessing.get_context("fork")
+    results = fork.Queue()
+    other = fork.Process(target=look_at, args=(memory.fd, shared.FIELDS["capacity_bytes"][0], results))
+    other.start()
+    assert results.get(timeout=20) == "looking"
+    while results.empty():
+        for _ in range(1000):
+            memory["capacity_bytes"] = value
+    assert results.get(timeout=20) == {value}
+    other.join(20)
+    memory.close()
