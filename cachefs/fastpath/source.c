@@ -89,8 +89,8 @@ uint8_t *source_read(const struct shared *shared, int directory, const char *pat
 {
     size_t room = ((size_t)length + PAGE - 1) / PAGE * PAGE;
     void *buffer;
-    if (posix_memalign(&buffer, PAGE, room))
-        return NULL;
+    if (length < DIRECT_BYTES ? !(buffer = malloc(length)) : posix_memalign(&buffer, PAGE, room))
+        return NULL; /* whole pages only for who needs them: they cost the allocator more */
     counters->source_opens++;
     simulate_latency(shared);
     int fd = open_beneath(directory, path);
