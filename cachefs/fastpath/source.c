@@ -88,7 +88,7 @@ uint8_t *source_read(const struct shared *shared, int directory, const char *pat
                      uint64_t offset, uint32_t length, struct counters *counters)
 {
     size_t room = ((size_t)length + PAGE - 1) / PAGE * PAGE;
-    void *buffer;
+    void *buffer = NULL;
     if (length < DIRECT_BYTES ? !(buffer = malloc(length)) : posix_memalign(&buffer, PAGE, room))
         return NULL; /* whole pages only for who needs them: they cost the allocator more */
     counters->source_opens++;
