@@ -79,8 +79,7 @@ uint32_t relay_take_slot(struct relay *relay)
     pthread_mutex_lock(&relay->lock);
     uint32_t slot = relay->free_count ? relay->free[--relay->free_count] : NO_SLOT;
     if (slot != NO_SLOT) {
-        struct slot_head *head = head_of(relay, slot);
-        head->length = head->parts = head->attempts = 0;
+        relay_ready_slot(relay, slot); /* first: a successor would take what its last life left for a request of this one */
         renew(relay, slot, SLOT_READING);
     }
     pthread_mutex_unlock(&relay->lock);
