@@ -1,4 +1,4 @@
-"""Mounting without libfuse, for the fast path: /dev/fuse is opened here and outlives whoever serves it.
+"""Mounting without libfuse: /dev/fuse is opened here, and may outlive whoever serves it.
 
 Root calls mount(2). Others need fusermount3, which mounts and sends the descriptor back over a socket that
 `_FUSE_COMMFD` names (the protocol of libfuse's `fuse_mount_fusermount`).

@@ -45,10 +45,6 @@ SOURCE_SLOTS = 64
 MAX_REQUESTS = 1000
 """Tasks of pyfuse3. More than slots, so that hits are answered while all slots wait for the source."""
 MIN_IDLE_REQUESTS = 16
-FOLLOW_S = 1.0
-SERVING_THREADS = 16
-"""Of the fast path: how many requests it answers at once, those that wait for the local disk included."""
-FASTPATH_SOCKET = "fastpath"
 READER_CHECK_S = 60.0
 FLUSH_TIMEOUT_S = 60.0
 _PYFUSE3_OPTIONS = {"fsname=cachefs"}

@@ -26,7 +26,7 @@ struct appender {
 
     pthread_mutex_t lock; /* of all that follows */
     pthread_cond_t changed;
-    struct fetch *first, *last;
+    struct fetch_queue queue;
     uint64_t queued_bytes;     /* records that wait to be appended */
     uint32_t queued_count;
     uint64_t next, end;        /* of the slab; equal: there is none */
@@ -81,12 +81,7 @@ bool append_queue(struct appender *appender, struct fetch *fetch)
     pthread_mutex_lock(&appender->lock);
     bool taken = admits_locked(appender, bytes);
     if (taken) {
-        fetch->queue_next = NULL;
-        if (appender->first)
-            appender->last->queue_next = fetch;
-        else
-            appender->first = fetch;
-        appender->last = fetch;
+        queue_push(&appender->queue, fetch);
         appender->queued_bytes += bytes;
         appender->queued_count++;
         pthread_cond_broadcast(&appender->changed);
@@ -293,9 +288,8 @@ static void *run(void *context)
     struct appender *appender = context;
     pthread_mutex_lock(&appender->lock);
     for (;;) {
-        struct fetch *fetch = appender->first;
+        struct fetch *fetch = queue_pop(&appender->queue);
         if (fetch) {
-            appender->first = fetch->queue_next;
             pthread_mutex_unlock(&appender->lock);
             append_one(appender, fetch);
             pthread_mutex_lock(&appender->lock);
@@ -309,7 +303,7 @@ static void *run(void *context)
         }
         appender->idle = true;
         pthread_cond_broadcast(&appender->changed);
-        while (!appender->first)
+        while (!appender->queue.first)
             pthread_cond_wait(&appender->changed, &appender->lock);
         appender->idle = false;
     }
@@ -333,7 +327,7 @@ void append_drain(struct appender *appender)
     clock_gettime(CLOCK_REALTIME, &deadline);
     deadline.tv_sec += DRAIN_TIMEOUT_S;
     pthread_mutex_lock(&appender->lock);
-    while ((appender->first || !appender->idle) &&
+    while ((appender->queue.first || !appender->idle) &&
            !pthread_cond_timedwait(&appender->changed, &appender->lock, &deadline))
         ;
     pthread_mutex_unlock(&appender->lock);

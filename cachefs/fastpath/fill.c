@@ -28,7 +28,7 @@ struct fill {
     struct appender *appender;
     pthread_mutex_t lock;
     struct fill_table table;
-    struct fetch *first, *last; /* wait for a thread */
+    struct fetch_queue queue; /* wait for a thread */
     size_t held_bytes;
     uint32_t fetchers, idle_count, stuck, inline_count;
     uint64_t next_probe_ns;
@@ -119,13 +119,11 @@ static void *run_fetcher(void *context)
         while (fetcher->job) {
             run_fetch(fill, fetcher->job, fetcher->counters);
             pthread_mutex_lock(&fill->lock);
-            fetcher->job = fill->first;
-            if (fill->first) {
-                fill->first = fill->first->queue_next;
+            fetcher->job = queue_pop(&fill->queue);
+            if (fetcher->job)
                 fetcher->job->state = FETCH_FETCHING;
-            } else {
+            else
                 fill->idle[fill->idle_count++] = fetcher;
-            }
             pthread_mutex_unlock(&fill->lock);
         }
     }
@@ -224,12 +222,7 @@ static struct fetcher *start_locked(struct fill *fill, struct fetch *fetch)
         fetch->state = FETCH_FETCHING;
         return fetcher;
     }
-    fetch->queue_next = NULL;
-    if (fill->first)
-        fill->last->queue_next = fetch;
-    else
-        fill->first = fetch;
-    fill->last = fetch;
+    queue_push(&fill->queue, fetch);
     return NULL;
 }
 
@@ -431,14 +424,7 @@ static void abandon(struct fill *fill, struct fetch *fetch, struct waiter **late
         set_stuck(fill, fill->stuck + 1);
         return;
     }
-    for (struct fetch **at = &fill->first; *at; at = &(*at)->queue_next)
-        if (*at == fetch) {
-            *at = fetch->queue_next;
-            break;
-        }
-    fill->last = fill->first;
-    while (fill->last && fill->last->queue_next)
-        fill->last = fill->last->queue_next;
+    queue_remove(&fill->queue, fetch);
     if (fetch->cached)
         hold(fill, -(int64_t)fetch->length);
     fetch->references = 1;

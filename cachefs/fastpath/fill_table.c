@@ -30,6 +30,33 @@ void fetch_release(struct fetch *fetch)
         free(fetch);
 }
 
+void queue_push(struct fetch_queue *queue, struct fetch *fetch)
+{
+    fetch->queue_next = NULL;
+    *(queue->first ? &queue->last->queue_next : &queue->first) = fetch;
+    queue->last = fetch;
+}
+
+struct fetch *queue_pop(struct fetch_queue *queue)
+{
+    struct fetch *fetch = queue->first;
+    if (fetch)
+        queue->first = fetch->queue_next;
+    return fetch;
+}
+
+void queue_remove(struct fetch_queue *queue, struct fetch *fetch)
+{
+    struct fetch *before = NULL;
+    for (struct fetch **at = &queue->first; *at; before = *at, at = &(*at)->queue_next)
+        if (*at == fetch) {
+            *at = fetch->queue_next;
+            if (queue->last == fetch)
+                queue->last = before;
+            return;
+        }
+}
+
 struct fetch *table_find(struct fill_table *table, uint64_t inode, uint64_t version, uint64_t offset)
 {
     for (struct fetch *fetch = *bucket_of(table, inode, offset); fetch; fetch = fetch->bucket_next)

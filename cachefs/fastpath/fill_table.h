@@ -41,6 +41,15 @@ struct fetch {
     char path[];
 };
 
+struct fetch_queue { /* linked by `queue_next`; a fetch is in one at most */
+    struct fetch *first, *last;
+};
+
+void queue_push(struct fetch_queue *queue, struct fetch *fetch);
+/* NULL: it is empty. */
+struct fetch *queue_pop(struct fetch_queue *queue);
+void queue_remove(struct fetch_queue *queue, struct fetch *fetch);
+
 struct fill_table {
     struct fetch *buckets[TABLE_BUCKETS];
     struct fetch *oldest, *newest;

@@ -10,8 +10,9 @@
 #include <time.h>
 #include <unistd.h>
 
+#include "blob.h"
+
 #define DIRECT_BYTES (2u << 20) /* from this size on a read goes past the page cache; below it read-ahead is worth more */
-#define PAGE 4096u
 
 static void simulate_latency(const struct shared *shared)
 {
@@ -65,14 +66,14 @@ static bool go_direct(int fd, bool direct)
 /* `room`: of the buffer, whole pages. */
 static bool read_piece(int fd, uint8_t *buffer, size_t length, size_t room, uint64_t offset, struct counters *counters)
 {
-    bool direct = length >= DIRECT_BYTES && offset % PAGE == 0 && go_direct(fd, true);
+    bool direct = length >= DIRECT_BYTES && offset % DIRECT_ALIGNMENT == 0 && go_direct(fd, true);
     size_t done = 0;
     while (done < length) {
         counters->source_reads++;
         ssize_t got = pread(fd, buffer + done, (direct ? room : length) - done, (off_t)(offset + done));
         if (got < 0 && errno == EINTR)
             continue;
-        if (direct && (got < 0 || (size_t)got % PAGE) && done + (got > 0 ? (size_t)got : 0) < length) {
+        if (direct && (got < 0 || (size_t)got % DIRECT_ALIGNMENT) && done + (got > 0 ? (size_t)got : 0) < length) {
             direct = false; /* it refuses, or ended at an odd place: the rest as usual */
             if (!go_direct(fd, false))
                 return false;
@@ -87,9 +88,9 @@ static bool read_piece(int fd, uint8_t *buffer, size_t length, size_t room, uint
 uint8_t *source_read(const struct shared *shared, int directory, const char *path, const struct inode_record *expected,
                      uint64_t offset, uint32_t length, struct counters *counters)
 {
-    size_t room = ((size_t)length + PAGE - 1) / PAGE * PAGE;
+    size_t room = ((size_t)length + DIRECT_ALIGNMENT - 1) / DIRECT_ALIGNMENT * DIRECT_ALIGNMENT;
     void *buffer = NULL;
-    if (length < DIRECT_BYTES ? !(buffer = malloc(length)) : posix_memalign(&buffer, PAGE, room))
+    if (length < DIRECT_BYTES ? !(buffer = malloc(length)) : posix_memalign(&buffer, DIRECT_ALIGNMENT, room))
         return NULL; /* whole pages only for who needs them: they cost the allocator more */
     counters->source_opens++;
     simulate_latency(shared);
