@@ -135,10 +135,10 @@ static bool value_of(struct worker *worker, enum table table, const struct reque
         return false;
     memcpy(&version, (char *)out->mv_data + 8, sizeof version);
     *out = (MDB_val){out->mv_size - 16, (char *)out->mv_data + 16};
-    if (out->mv_size > SCRATCH_BYTES)
+    if (out->mv_size > QUICK_BYTES)
         return false;
     /* Out of the index's pages: a kill in a page fault, while the kernel copies an answer, would make it EIO. */
-    out->mv_data = memcpy(worker->scratch[0], out->mv_data, out->mv_size);
+    out->mv_data = memcpy(worker->scratch, out->mv_data, out->mv_size);
     view_end(&worker->view);
     return version == record.version;
 }
@@ -230,40 +230,34 @@ static void name_inode(struct worker *worker, const struct request *request)
 
 /* --- data --------------------------------------------------------------------------------------------------------- */
 
-static enum outcome serve_read(struct worker *worker, const struct request *request)
+/* `scratch`: for each part as much as its bytes need. */
+static enum outcome serve_cached(struct worker *worker, const struct request *request, const struct inode_record *record,
+                                 uint64_t end, uint8_t *const scratch[MAX_REPLY_PARTS])
 {
     const struct fuse_read_in *in = request->body;
     struct fastpath *fastpath = worker->fastpath;
-    struct inode_record record;
-    uint64_t remaining, inode = request->header->nodeid;
-    if (!believed(worker, inode, &record, &remaining) || !is_immutable(&worker->view, &record))
-        return PASS;
     struct iovec parts[MAX_REPLY_PARTS];
     int count = 0;
-    uint64_t offset = in->offset, end = offset + in->size;
-    if (end > record.size)
-        end = record.size;
-    if (offset < end && end - offset > MAX_READ_BYTES)
-        return PASS;
+    uint64_t inode = request->header->nodeid, offset = in->offset;
     while (offset < end) {
         uint64_t start;
         uint32_t unit;
         struct extent extent;
-        unit_of(fastpath->shared, record.size, offset, &start, &unit);
+        unit_of(fastpath->shared, record->size, offset, &start, &unit);
         if (count == MAX_REPLY_PARTS)
             return PASS;
-        if (!view_extent(&worker->view, inode, start, &extent) || extent.record.version != record.version ||
+        if (!view_extent(&worker->view, inode, start, &extent) || extent.record.version != record->version ||
             extent.record.length != unit)
-            return fill_read(worker, &record, request);
+            return fill_read(worker, record, request);
         uint32_t from = (uint32_t)(offset - start);
         uint32_t length = (uint32_t)(end - offset < unit - from ? end - offset : unit - from);
         /* The transaction stays open until the bytes are here: nobody punches a hole under it (hazard 14). */
-        const void *data = blob_read(&fastpath->blob, &extent, from, length, worker->scratch[count]);
+        const void *data = blob_read(&fastpath->blob, &extent, from, length, scratch[count]);
         if (!data) { /* the daemon drops the record; here it is a miss like any other */
             worker->counters->corrupt++;
             worker->distrusts = true;
             control_send(fastpath->control, CONTROL_CORRUPT, inode, start, &extent.record.blob_offset, sizeof(uint64_t));
-            return fill_read(worker, &record, request);
+            return fill_read(worker, record, request);
         }
         parts[count++] = (struct iovec){(void *)data, length};
         offset += length;
@@ -274,6 +268,26 @@ static enum outcome serve_read(struct worker *worker, const struct request *requ
         worker->counters->hit_bytes += parts[i].iov_len;
     reply_parts(fastpath->device, request->header->unique, parts, count);
     return ANSWERED;
+}
+
+static enum outcome serve_read(struct worker *worker, const struct request *request)
+{
+    const struct fuse_read_in *in = request->body;
+    struct inode_record record;
+    uint64_t remaining, end = in->offset + in->size;
+    if (!believed(worker, request->header->nodeid, &record, &remaining) || !is_immutable(&worker->view, &record))
+        return PASS;
+    if (end > record.size)
+        end = record.size;
+    bool one_unit = end <= in->offset / CHUNK_BYTES * CHUNK_BYTES + CHUNK_BYTES;
+    if (one_unit && end <= in->offset + QUICK_READ_BYTES)
+        return serve_cached(worker, request, &record, end, (uint8_t *[]){worker->scratch, NULL});
+    uint8_t *buffer = end <= in->offset + MAX_READ_BYTES ? buffer_take() : NULL;
+    if (!buffer)
+        return PASS;
+    enum outcome outcome = serve_cached(worker, request, &record, end, (uint8_t *[]){buffer, buffer + BUFFER_BYTES / 2});
+    buffer_give(buffer);
+    return outcome;
 }
 
 /* --- the rest ----------------------------------------------------------------------------------------------------- */

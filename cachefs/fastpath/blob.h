@@ -10,8 +10,8 @@
 
 #define DIRECT_ALIGNMENT 4096u
 #define MAX_READ_BYTES (1u << 20)
-/* A read of any 1 MiB touches up to nine blocks, and is widened to whole pages at both ends. */
-#define SCRATCH_BYTES (MAX_READ_BYTES + 2 * BLOCK_BYTES + 2 * DIRECT_ALIGNMENT)
+/* A read is widened to whole blocks, which have a checksum each, and then to whole pages. */
+#define SCRATCH_BYTES(length) ((length) + 2 * BLOCK_BYTES + 2 * DIRECT_ALIGNMENT)
 
 struct blob {
     int fd;      /* O_DIRECT where the filesystem has it: the bytes end up in the mount's page cache, not in two */
@@ -23,7 +23,7 @@ struct blob {
 bool blob_open(struct blob *blob, int fd, uint64_t seed);
 
 /* `length` bytes (at most MAX_READ_BYTES) from `start` of an extent, verified. NULL: unreadable or corrupt.
- * `scratch`: SCRATCH_BYTES, aligned to DIRECT_ALIGNMENT; the result lies within. */
+ * `scratch`: SCRATCH_BYTES(length), aligned to DIRECT_ALIGNMENT; the result lies within. */
 const void *blob_read(const struct blob *blob, const struct extent *extent, uint32_t start, uint32_t length, void *scratch);
 
 uint64_t checksum(const void *data, size_t length, uint64_t seed);

@@ -193,13 +193,18 @@ static enum outcome answer_fetched(struct worker *worker, struct fetch *fetch, c
         pthread_mutex_unlock(&fill->lock);
     } else {
         struct extent extent = fetch->extent;
+        uint32_t start = (uint32_t)(waiter->offset - fetch->offset);
         pthread_mutex_unlock(&fill->lock);
-        const void *data = blob_read(append_blob(fill->appender), &extent, (uint32_t)(waiter->offset - fetch->offset),
-                                     waiter->length, worker->scratch[0]);
+        uint8_t *buffer = waiter->length > QUICK_READ_BYTES ? buffer_take() : worker->scratch;
+        const void *data = buffer ? blob_read(append_blob(fill->appender), &extent, start, waiter->length, buffer) : NULL;
+        if (data) {
+            count_hit(worker, waiter);
+            reply(fill->fastpath->device, waiter->unique, 0, data, waiter->length);
+        }
+        if (buffer && buffer != worker->scratch)
+            buffer_give(buffer);
         if (!data)
             return PASS;
-        count_hit(worker, waiter);
-        reply(fill->fastpath->device, waiter->unique, 0, data, waiter->length);
     }
     return ANSWERED;
 }

@@ -3,6 +3,8 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "source.h"
+
 static struct fetch **bucket_of(struct fill_table *table, uint64_t inode, uint64_t offset)
 {
     uint64_t hash = (inode ^ offset / CHUNK_BYTES << 40) * 0x9E3779B97F4A7C15u;
@@ -24,7 +26,7 @@ void fetch_release(struct fetch *fetch)
 {
     if (--fetch->references > 0)
         return;
-    free(fetch->payload);
+    source_free(fetch->payload, fetch->length);
     fetch->payload = NULL;
     if (!fetch->in_table)
         free(fetch);

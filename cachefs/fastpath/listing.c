@@ -56,8 +56,8 @@ enum outcome answer_listing(struct worker *worker, const struct request *request
         !(directory.flags & LISTED))
         return PASS;
     struct listing listing = {
-        .out = worker->scratch[0],
-        .room = in->size < MAX_READ_BYTES ? in->size : MAX_READ_BYTES,
+        .out = worker->scratch,
+        .room = in->size < QUICK_BYTES ? in->size : QUICK_BYTES,
         .plus = request->header->opcode == FUSE_READDIRPLUS,
     };
     uint64_t after = in->offset;

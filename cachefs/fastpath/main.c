@@ -152,12 +152,15 @@ int main(int count, char **values)
     if ((error = relay_start(&fastpath.relay)))
         return fail("threads cannot be started", strerror(error));
     struct worker *workers = calloc(threads, sizeof *workers);
+    uint8_t *scratch = buffer_memory(threads * (size_t)QUICK_BYTES);
+    if (!workers || !scratch)
+        return fail("threads cannot be set up", strerror(ENOMEM));
     pthread_attr_t attributes;
     pthread_attr_init(&attributes);
     pthread_attr_setstacksize(&attributes, STACK_BYTES);
     for (uint32_t i = 0; i < threads; i++)
-        if (!workers || (error = worker_init(&workers[i], &fastpath, &fastpath.shared->counters[i])))
-            return fail("a thread cannot be set up", workers ? mdb_strerror(error) : strerror(ENOMEM));
+        if ((error = worker_init(&workers[i], &fastpath, &fastpath.shared->counters[i], scratch + i * (size_t)QUICK_BYTES)))
+            return fail("a thread cannot be set up", mdb_strerror(error));
     /* What a predecessor had read and not answered. */
     while ((workers[0].slot = relay_next_orphan(&fastpath.relay)) != NO_SLOT) {
         serve(&workers[0]);

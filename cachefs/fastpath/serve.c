@@ -45,12 +45,9 @@ void serve(struct worker *worker)
     worker->slot = NO_SLOT;
 }
 
-int worker_init(struct worker *worker, struct fastpath *fastpath, struct counters *counters)
+int worker_init(struct worker *worker, struct fastpath *fastpath, struct counters *counters, uint8_t *scratch)
 {
-    *worker = (struct worker){.fastpath = fastpath, .counters = counters, .slot = NO_SLOT};
-    for (int i = 0; i < 2; i++)
-        if (posix_memalign(&worker->scratch[i], DIRECT_ALIGNMENT, SCRATCH_BYTES))
-            return ENOMEM;
+    *worker = (struct worker){.fastpath = fastpath, .counters = counters, .slot = NO_SLOT, .scratch = scratch};
     return view_init(&worker->view, &fastpath->index);
 }
 

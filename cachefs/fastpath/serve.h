@@ -7,6 +7,7 @@
 #include <stdint.h>
 
 #include "blob.h"
+#include "buffer.h"
 #include "index.h"
 #include "protocol.h"
 #include "relay.h"
@@ -33,6 +34,10 @@ struct fastpath {
     pthread_mutex_t turn; /* to listen to /dev/fuse */
 };
 
+/* Of scratch that each thread has for itself: what an epoch of small files asks for. Larger READs take a buffer. */
+#define QUICK_READ_BYTES BLOCK_BYTES
+#define QUICK_BYTES SCRATCH_BYTES(QUICK_READ_BYTES)
+
 /* A thread that reads requests from /dev/fuse. */
 struct worker {
     struct fastpath *fastpath;
@@ -40,11 +45,12 @@ struct worker {
     struct counters *counters;
     uint32_t slot;
     bool distrusts; /* the request of the moment found a corrupt record: what the index has will not do */
-    void *scratch[2]; /* of SCRATCH_BYTES: a READ touches two units at most */
+    uint8_t *scratch; /* of QUICK_BYTES */
     pthread_t thread;
 };
 
-int worker_init(struct worker *worker, struct fastpath *fastpath, struct counters *counters);
+/* `scratch`: of QUICK_BYTES, aligned to DIRECT_ALIGNMENT. 0 or an errno. */
+int worker_init(struct worker *worker, struct fastpath *fastpath, struct counters *counters, uint8_t *scratch);
 /* Until the mount is gone. */
 void *worker_run(void *worker);
 /* Answers one request, or passes it on, which takes the slot away. */

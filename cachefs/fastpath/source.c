@@ -11,6 +11,7 @@
 #include <unistd.h>
 
 #include "blob.h"
+#include "buffer.h"
 
 #define DIRECT_BYTES (2u << 20) /* from this size on a read goes past the page cache; below it read-ahead is worth more */
 
@@ -89,9 +90,9 @@ uint8_t *source_read(const struct shared *shared, int directory, const char *pat
                      uint64_t offset, uint32_t length, struct counters *counters)
 {
     size_t room = ((size_t)length + DIRECT_ALIGNMENT - 1) / DIRECT_ALIGNMENT * DIRECT_ALIGNMENT;
-    void *buffer = NULL;
-    if (length < DIRECT_BYTES ? !(buffer = malloc(length)) : posix_memalign(&buffer, DIRECT_ALIGNMENT, room))
-        return NULL; /* whole pages only for who needs them: they cost the allocator more */
+    uint8_t *buffer = length < DIRECT_BYTES ? malloc(length) : buffer_take();
+    if (!buffer)
+        return NULL;
     counters->source_opens++;
     simulate_latency(shared);
     int fd = open_beneath(directory, path);
@@ -104,6 +105,14 @@ uint8_t *source_read(const struct shared *shared, int directory, const char *pat
         close(fd);
     if (good)
         return buffer;
-    free(buffer);
+    source_free(buffer, length);
     return NULL;
+}
+
+void source_free(uint8_t *payload, uint32_t length)
+{
+    if (length < DIRECT_BYTES)
+        free(payload);
+    else if (payload)
+        buffer_give(payload);
 }
