@@ -137,6 +137,8 @@ class FastPathHost:
             "pid": self._fastpath.pid,
             "starts": self._fastpath.starts,
             "answered": counters["answered"],
+            "guesses": counters["guesses"],
+            "guessed": counters["guessed"],
             "passed": shared.passed(),
         }
 

@@ -357,6 +357,7 @@ enum outcome fill_read(struct worker *worker, const struct inode_record *record,
     wake(ahead);
     wake(fetcher);
     if (ourselves) {
+        give_turn(worker);
         run_fetch(fill, fetch, worker->counters);
         pthread_mutex_lock(&fill->lock);
         fill->inline_count--;

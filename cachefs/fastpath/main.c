@@ -152,9 +152,10 @@ int main(int count, char **values)
     if ((error = relay_start(&fastpath.relay)))
         return fail("threads cannot be started", strerror(error));
     struct worker *workers = calloc(threads, sizeof *workers);
-    uint8_t *scratch = buffer_memory(threads * (size_t)QUICK_BYTES);
+    uint8_t *scratch = buffer_memory((threads + 1) * (size_t)QUICK_BYTES);
     if (!workers || !scratch)
         return fail("threads cannot be set up", strerror(ENOMEM));
+    fastpath.ahead.scratch = scratch + threads * (size_t)QUICK_BYTES;
     pthread_attr_t attributes;
     pthread_attr_init(&attributes);
     pthread_attr_setstacksize(&attributes, STACK_BYTES);

@@ -12,6 +12,7 @@
 #include "answer.h"
 
 #define SPIN_NS 50000
+#define CROWD 64 /* READs; so many are alone before their reader counts as alone */
 
 static void clamp_listing(const struct request *request)
 {
@@ -51,9 +52,20 @@ int worker_init(struct worker *worker, struct fastpath *fastpath, struct counter
     return view_init(&worker->view, &fastpath->index);
 }
 
-static bool is_quick(uint32_t opcode)
+static bool takes_time(uint32_t opcode)
 {
-    return opcode != FUSE_READ && opcode != FUSE_READDIR && opcode != FUSE_READDIRPLUS;
+    return opcode == FUSE_READ || opcode == FUSE_READDIR || opcode == FUSE_READDIRPLUS;
+}
+
+/* Do several jobs read at once? 0 is a process that the kernel does not tell us. */
+static bool in_crowd(struct fastpath *fastpath, uint32_t pid)
+{
+    if (pid != fastpath->reader || !pid)
+        fastpath->crowd = CROWD;
+    else if (fastpath->crowd)
+        fastpath->crowd--;
+    fastpath->reader = pid;
+    return fastpath->crowd;
 }
 
 /* The next request. Looks for one without sleeping, for a little while after the last: being woken costs more than most
@@ -71,12 +83,26 @@ static ssize_t next_request(int device, void *message, uint64_t spin_until_ns)
     }
 }
 
+void give_turn(struct worker *worker)
+{
+    if (worker->has_turn)
+        pthread_mutex_unlock(&worker->fastpath->turn);
+    worker->has_turn = false;
+}
+
+static void take_turn(struct worker *worker)
+{
+    if (!worker->has_turn)
+        pthread_mutex_lock(&worker->fastpath->turn);
+    worker->has_turn = true;
+}
+
 void *worker_run(void *context)
 {
     struct worker *worker = context;
     struct fastpath *fastpath = worker->fastpath;
     uint64_t spin_until = 0;
-    pthread_mutex_lock(&fastpath->turn);
+    take_turn(worker);
     for (;;) {
         if (worker->slot == NO_SLOT && (worker->slot = relay_take_slot(&fastpath->relay)) == NO_SLOT) {
             usleep(1000); /* 2,048 requests wait for Python: the kernel keeps the next one for us */
@@ -86,7 +112,7 @@ void *worker_run(void *context)
         struct fuse_in_header *message = slot_data(&fastpath->relay, worker->slot);
         ssize_t length = next_request(fastpath->device, message, spin_until);
         if (length < 0 && errno == ENODEV) {
-            pthread_mutex_unlock(&fastpath->turn);
+            give_turn(worker);
             return NULL; /* unmounted */
         }
         if (length < (ssize_t)sizeof *message) {
@@ -97,12 +123,12 @@ void *worker_run(void *context)
             continue;
         }
         relay_fill_slot(&fastpath->relay, worker->slot, (uint32_t)length, message->unique);
-        bool quick = is_quick(message->opcode);
-        if (!quick)
-            pthread_mutex_unlock(&fastpath->turn);
+        if (takes_time(message->opcode) && in_crowd(fastpath, message->pid))
+            give_turn(worker);
         serve(worker);
-        if (!quick)
-            pthread_mutex_lock(&fastpath->turn);
+        take_turn(worker);
+        if (ahead_guess(&fastpath->ahead, &worker->view, &fastpath->blob))
+            worker->counters->guesses++;
         spin_until = monotonic_ns() + SPIN_NS;
     }
 }

@@ -6,6 +6,7 @@
 #include <stdbool.h>
 #include <stdint.h>
 
+#include "ahead.h"
 #include "blob.h"
 #include "buffer.h"
 #include "index.h"
@@ -32,6 +33,9 @@ struct fastpath {
     struct fill *fill; /* NULL: misses are Python's */
     int device, source;
     pthread_mutex_t turn; /* to listen to /dev/fuse */
+    /* Of who has the turn: */
+    uint32_t reader, crowd; /* who asked last; for so many READs of the same one it is still given away */
+    struct ahead ahead;
 };
 
 /* Of scratch that each thread has for itself: what an epoch of small files asks for. Larger READs take a buffer. */
@@ -46,6 +50,7 @@ struct worker {
     uint32_t slot;
     bool distrusts; /* the request of the moment found a corrupt record: what the index has will not do */
     uint8_t *scratch; /* of QUICK_BYTES */
+    bool has_turn;
     pthread_t thread;
 };
 
@@ -53,6 +58,8 @@ struct worker {
 int worker_init(struct worker *worker, struct fastpath *fastpath, struct counters *counters, uint8_t *scratch);
 /* Until the mount is gone. */
 void *worker_run(void *worker);
+/* Before whatever may take long: the next one listens meanwhile. */
+void give_turn(struct worker *worker);
 /* Answers one request, or passes it on, which takes the slot away. */
 void serve(struct worker *worker);
 

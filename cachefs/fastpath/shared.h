@@ -30,7 +30,7 @@ struct counters { /* one for each thread, so that counting needs no lock */
     uint64_t hits, hit_bytes, misses, miss_bytes;
     uint64_t answered, failed, corrupt;
     uint64_t source_opens, source_reads, source_fstats;
-    uint64_t skipped_admissions, source_timeouts, reserved[4];
+    uint64_t skipped_admissions, source_timeouts, guesses, guessed, reserved[2];
 };
 static_assert(sizeof(struct counters) == 128, "two cache lines");
 

@@ -79,6 +79,10 @@ class Counters:
     source_fstats: int = 0
     skipped_admissions: int = 0
     source_timeouts: int = 0
+    guesses: int = 0
+    """Reads of the blob for a READ that is expected (ahead.h)."""
+    guessed: int = 0
+    """READs that found their bytes there."""
 
 
 def mount_flags(options: Options) -> int:

@@ -403,6 +403,51 @@ def test_chunks_are_read_ahead_for_who_reads_on_and_for_nobody_else(mount: MakeM
     assert status["source_ops"]["open"] == 9 and status["cached_bytes"] == len(expected)
 
 
+def guesses(m: Mount) -> tuple[int, int]:
+    fastpath = m.status()["fastpath"]
+    return fastpath["guesses"], fastpath["guessed"]
+
+
+def test_a_lone_reader_finds_its_bytes_read_and_who_only_looks_costs_one_read(mount: MakeMount, tmp_path: Path) -> None:
+    source = tmp_path / "many"
+    make_files(source, 400, (1, 100_000), directories=4)
+    settle()
+    m = mount(source, "--read-only")
+    expected = contents(source)
+    assert contents(m.path) == expected
+    m.flush()
+    names = sorted(expected)
+    before = m.status()["hits"]
+    drop_caches()
+    for name in names:  # look-up, read, look-up, read
+        assert (m.path / name).read_bytes() == expected[name]
+    reads, used = guesses(m)
+    assert m.status()["hits"] - before == len(names)
+    assert used > len(names) // 2 and used <= reads <= len(names)
+    drop_caches()
+    for name in names:
+        os.stat(m.path / name)
+    assert guesses(m)[0] <= reads + 1
+
+
+def test_what_was_read_ahead_is_not_served_for_another_version(mount: MakeMount, tmp_path: Path) -> None:
+    source = tmp_path / "many"
+    make_files(source, 40, (1000, 50_000))
+    settle()
+    m = mount(source)
+    names = sorted(contents(source))
+    assert contents(m.path) == contents(source)
+    m.flush()
+    drop_caches()
+    for name in names[:20]:
+        (m.path / name).read_bytes()
+    os.stat(m.path / names[20])  # and its bytes are read ahead
+    (source / names[20]).write_bytes(b"another version")
+    settle()
+    cachefs("invalidate", m.path / names[20])
+    assert (m.path / names[20]).read_bytes() == b"another version"
+
+
 def test_the_daemon_runs_no_python_for_a_hit(mount: MakeMount, source: Path) -> None:
     m = mount(source, "--read-only")
     expected = contents(m.path)
