@@ -38,7 +38,10 @@ QUEUE_BYTES = 64 * MIB
 BATCH_BYTES = 16 * MIB
 BATCH_KEYS = 4096
 BATCH_FILLED = 4096
-BATCH_DELAY_S = 0.1
+BATCH_FILLED_BYTES = 128 * MIB
+BATCH_DELAY_S = 0.5
+"""How long a batch may gather: each costs a few syncs, of the disk that readers wait for."""
+PUNCH_RETRY_S = 0.1
 FORGET_CHUNK = 512
 PAUSE_S = 30.0
 """After the disk has refused a write: how long to leave it alone."""
@@ -103,6 +106,7 @@ class DataCache:
         self._queued_bytes = 0  # of payload in `_pending`
         self._queued_record_bytes = 0
         self._filled: deque[Filled] = deque()
+        self._filled_bytes = 0
         self.settled: Callable[[int], None] = lambda report: None
         """Called when the reports up to this one are in the index, or never will be."""
         self.undone: Callable[[], None] = lambda: None
@@ -112,6 +116,7 @@ class DataCache:
         self._paused_until = 0.0
         self._warned: set[str] = set()
         self._wake = trio.Event()
+        self._full = trio.Event()
         self._idle = trio.Event()
         self._threads = trio.CapacityLimiter(BLOB_THREADS)
         self._writer = trio.CapacityLimiter(1)
@@ -245,7 +250,9 @@ class DataCache:
 
     def filled(self, units: Iterable[Filled]) -> None:
         """The fast path appended these: sync and commit them."""
-        self._filled.extend(units)
+        for unit in units:
+            self._filled.append(unit)
+            self._filled_bytes += unit.extent.record_bytes
         self.wake()
 
     @property
@@ -267,21 +274,25 @@ class DataCache:
 
     def wake(self) -> None:
         self._wake.set()
+        full = self._queued_bytes >= BATCH_BYTES or self._filled_bytes >= BATCH_FILLED_BYTES
+        if full or self._urgent or len(self._index.dirty) >= BATCH_KEYS:
+            self._full.set()
 
     async def run(self) -> None:
         """The task: for ever, until cancelled. `flush` first if nothing may be lost."""
         while True:
             await self._wake.wait()
-            if not self._urgent and self._queued_bytes < BATCH_BYTES and len(self._index.dirty) < BATCH_KEYS:
-                await trio.sleep(BATCH_DELAY_S)  # lets a batch gather; no correctness hangs on it
+            with trio.move_on_after(BATCH_DELAY_S):
+                await self._full.wait()
             self._wake = trio.Event()
+            self._full = trio.Event()
             await self._commit()
             if self._queue or self._filled or self._index.dirty or self._dropped:
-                self._wake.set()
+                self.wake()
             elif self._freed:
                 if not self._punchable():  # a reader of the blob is under way; nobody tells when it has gone
-                    await trio.sleep(BATCH_DELAY_S)
-                self._wake.set()
+                    await trio.sleep(PUNCH_RETRY_S)
+                self.wake()
             else:
                 self._idle.set()
 
@@ -305,6 +316,7 @@ class DataCache:
             units.append(self._queue.popleft())
             size += len(units[-1].payload)
         filled = [self._filled.popleft() for _ in range(min(len(self._filled), BATCH_FILLED))]
+        self._filled_bytes -= sum(unit.extent.record_bytes for unit in filled)
         first = [(Table.INODES, inode_key(unit.inode.number)) for unit in units]
         first += [(Table.INODES, inode_key(unit.inode)) for unit in filled]
         keys = self._index.take_dirty(BATCH_KEYS, first)

@@ -12,8 +12,11 @@
 #define SLAB_BYTES ((uint64_t)64 << 20)
 #define BATCH_BYTES (32u << 10) /* of reports in one message */
 #define RETRY_US 2000
-#define GRANT_TIMEOUT_S 2
-#define DRAIN_TIMEOUT_S 10
+#define GATHER_NS 10000000u /* what comes within it is appended and reported together: to be woken costs more than a record */
+#define GATHER_BYTES (1u << 20)
+#define SECOND_NS 1000000000u
+#define GRANT_TIMEOUT_S 2ull
+#define DRAIN_TIMEOUT_S 10ull
 #define MAX_UNSETTLED (1u << 16) /* reports that wait for a commit */
 
 struct appender {
@@ -41,6 +44,14 @@ struct appender {
     uint32_t batch_used;
     uint8_t batch[BATCH_BYTES];
 };
+
+static struct timespec after_ns(uint64_t ns)
+{
+    struct timespec moment;
+    clock_gettime(CLOCK_REALTIME, &moment);
+    ns += (uint64_t)moment.tv_nsec;
+    return (struct timespec){.tv_sec = moment.tv_sec + (time_t)(ns / SECOND_NS), .tv_nsec = (long)(ns % SECOND_NS)};
+}
 
 static uint64_t record_bytes(uint32_t length)
 {
@@ -84,7 +95,8 @@ bool append_queue(struct appender *appender, struct fetch *fetch)
         queue_push(&appender->queue, fetch);
         appender->queued_bytes += bytes;
         appender->queued_count++;
-        pthread_cond_broadcast(&appender->changed);
+        if (appender->idle || appender->queued_bytes >= GATHER_BYTES)
+            pthread_cond_broadcast(&appender->changed);
     }
     pthread_mutex_unlock(&appender->lock);
     return taken;
@@ -249,9 +261,7 @@ static void append_one(struct appender *appender, struct fetch *fetch)
 {
     struct extent extent;
     uint64_t at = 0, bytes = record_bytes(fetch->length), number = 0;
-    struct timespec deadline;
-    clock_gettime(CLOCK_REALTIME, &deadline);
-    deadline.tv_sec += GRANT_TIMEOUT_S;
+    struct timespec deadline = after_ns(GRANT_TIMEOUT_S * SECOND_NS);
     pthread_mutex_lock(&appender->lock);
     bool placed;
     while (!(placed = place_locked(appender, bytes, &at)) && !appender->daemon_gone &&
@@ -283,29 +293,36 @@ static void append_one(struct appender *appender, struct fetch *fetch)
     appender->appended(appender->context, fetch, written ? &extent : NULL, number);
 }
 
+static void gather_locked(struct appender *appender)
+{
+    struct timespec deadline = after_ns(GATHER_NS);
+    while (appender->queued_bytes < GATHER_BYTES &&
+           !pthread_cond_timedwait(&appender->changed, &appender->lock, &deadline))
+        ;
+}
+
 static void *run(void *context)
 {
     struct appender *appender = context;
     pthread_mutex_lock(&appender->lock);
     for (;;) {
-        struct fetch *fetch = queue_pop(&appender->queue);
-        if (fetch) {
-            pthread_mutex_unlock(&appender->lock);
-            append_one(appender, fetch);
-            pthread_mutex_lock(&appender->lock);
-            continue;
-        }
-        if (appender->batch_used) {
-            pthread_mutex_unlock(&appender->lock);
-            flush_reports(appender);
-            pthread_mutex_lock(&appender->lock);
-            continue;
-        }
         appender->idle = true;
         pthread_cond_broadcast(&appender->changed);
         while (!appender->queue.first)
             pthread_cond_wait(&appender->changed, &appender->lock);
         appender->idle = false;
+        while (appender->queue.first) {
+            struct fetch *fetch;
+            while ((fetch = queue_pop(&appender->queue))) {
+                pthread_mutex_unlock(&appender->lock);
+                append_one(appender, fetch);
+                pthread_mutex_lock(&appender->lock);
+            }
+            pthread_mutex_unlock(&appender->lock);
+            flush_reports(appender);
+            pthread_mutex_lock(&appender->lock);
+            gather_locked(appender);
+        }
     }
     return NULL;
 }
@@ -323,9 +340,7 @@ void append_attached(struct appender *appender)
 
 void append_drain(struct appender *appender)
 {
-    struct timespec deadline;
-    clock_gettime(CLOCK_REALTIME, &deadline);
-    deadline.tv_sec += DRAIN_TIMEOUT_S;
+    struct timespec deadline = after_ns(DRAIN_TIMEOUT_S * SECOND_NS);
     pthread_mutex_lock(&appender->lock);
     while ((appender->queue.first || !appender->idle) &&
            !pthread_cond_timedwait(&appender->changed, &appender->lock, &deadline))

@@ -12,6 +12,7 @@
 #include "answer.h"
 
 #define SPIN_NS 50000
+#define MAX_EAGER 8
 #define CROWD 64 /* READs; so many are alone before their reader counts as alone */
 
 static void clamp_listing(const struct request *request)
@@ -68,19 +69,22 @@ static bool in_crowd(struct fastpath *fastpath, uint32_t pid)
     return fastpath->crowd;
 }
 
-/* The next request. Looks for one without sleeping, for a little while after the last: being woken costs more than most
- * answers. Whoever has work to do for a job goes first. */
-static ssize_t next_request(int device, void *message, uint64_t spin_until_ns)
+/* The next request. Looks for one without sleeping, for a little while after the last, as long as most come so soon: being
+ * woken costs more than most answers. Whoever has work to do for a job goes first. */
+static ssize_t next_request(struct fastpath *fastpath, void *message, uint64_t since_ns)
 {
-    for (;;) {
-        ssize_t length = read(device, message, SLOT_BYTES);
-        if (length >= 0 || errno != EAGAIN)
-            return length;
-        if (monotonic_ns() < spin_until_ns)
+    ssize_t length;
+    while ((length = read(fastpath->device, message, SLOT_BYTES)) < 0 && errno == EAGAIN) {
+        if (fastpath->eager && monotonic_ns() - since_ns < SPIN_NS)
             sched_yield();
         else
-            poll(&(struct pollfd){device, POLLIN, 0}, 1, -1);
+            poll(&(struct pollfd){fastpath->device, POLLIN, 0}, 1, -1);
     }
+    if (monotonic_ns() - since_ns >= SPIN_NS)
+        fastpath->eager /= 2;
+    else if (fastpath->eager < MAX_EAGER)
+        fastpath->eager++;
+    return length;
 }
 
 void give_turn(struct worker *worker)
@@ -101,7 +105,7 @@ void *worker_run(void *context)
 {
     struct worker *worker = context;
     struct fastpath *fastpath = worker->fastpath;
-    uint64_t spin_until = 0;
+    uint64_t done_ns = 0;
     take_turn(worker);
     for (;;) {
         if (worker->slot == NO_SLOT && (worker->slot = relay_take_slot(&fastpath->relay)) == NO_SLOT) {
@@ -110,7 +114,7 @@ void *worker_run(void *context)
         }
         relay_ready_slot(&fastpath->relay, worker->slot);
         struct fuse_in_header *message = slot_data(&fastpath->relay, worker->slot);
-        ssize_t length = next_request(fastpath->device, message, spin_until);
+        ssize_t length = next_request(fastpath, message, done_ns);
         if (length < 0 && errno == ENODEV) {
             give_turn(worker);
             return NULL; /* unmounted */
@@ -129,6 +133,6 @@ void *worker_run(void *context)
         take_turn(worker);
         if (ahead_guess(&fastpath->ahead, &worker->view, &fastpath->blob))
             worker->counters->guesses++;
-        spin_until = monotonic_ns() + SPIN_NS;
+        done_ns = monotonic_ns();
     }
 }

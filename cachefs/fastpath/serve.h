@@ -35,6 +35,7 @@ struct fastpath {
     pthread_mutex_t turn; /* to listen to /dev/fuse */
     /* Of who has the turn: */
     uint32_t reader, crowd; /* who asked last; for so many READs of the same one it is still given away */
+    uint32_t eager; /* whether requests come soon after each other */
     struct ahead ahead;
 };
 
