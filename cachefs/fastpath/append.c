@@ -5,12 +5,14 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-#include <sys/uio.h>
 #include <time.h>
 #include <unistd.h>
 
+#include "record.h"
+#include "stage.h"
+
 #define SLAB_BYTES ((uint64_t)64 << 20)
-#define BATCH_BYTES (32u << 10) /* of reports in one message */
+#define MAX_BATCH 128
 #define RETRY_US 2000
 #define GATHER_NS 10000000u /* what comes within it is appended and reported together: to be woken costs more than a record */
 #define GATHER_BYTES (1u << 20)
@@ -22,10 +24,8 @@
 struct appender {
     struct shared *shared;
     struct control_socket *control;
-    struct blob blob; /* through the page cache */
     void *context;
-    void (*appended)(void *, struct fetch *, const struct extent *, uint64_t);
-    void (*settled)(void *, uint64_t);
+    struct append_events events;
 
     pthread_mutex_t lock; /* of all that follows */
     pthread_cond_t changed;
@@ -34,15 +34,18 @@ struct appender {
     uint32_t queued_count;
     uint64_t next, end;        /* of the slab; equal: there is none */
     uint64_t granted;          /* offset of a slab that was granted and not begun, UINT64_MAX: none */
-    bool asked, daemon_gone, idle, writing;
+    bool asked, daemon_gone, idle, writing, tell_again;
     uint64_t settled_seen;
     struct unsettled { uint64_t report, bytes; } unsettled[MAX_UNSETTLED];
     uint32_t unsettled_first, unsettled_count;
     uint64_t unsettled_bytes;
     pthread_t thread;
     /* Of the thread alone. */
-    uint32_t batch_used;
-    uint8_t batch[BATCH_BYTES];
+    struct stage stage;
+    struct batched { struct fetch *fetch; struct extent extent; } batch[MAX_BATCH]; /* put, and not yet written */
+    uint64_t batch_bytes;
+    uint32_t batch_count, reports_used;
+    uint8_t reports[REPORTS_BYTES];
 };
 
 static struct timespec after_ns(uint64_t ns)
@@ -51,11 +54,6 @@ static struct timespec after_ns(uint64_t ns)
     clock_gettime(CLOCK_REALTIME, &moment);
     ns += (uint64_t)moment.tv_nsec;
     return (struct timespec){.tv_sec = moment.tv_sec + (time_t)(ns / SECOND_NS), .tv_nsec = (long)(ns % SECOND_NS)};
-}
-
-static uint64_t record_bytes(uint32_t length)
-{
-    return (RECORD_HEADER_BYTES + 8 * (uint64_t)block_count(length) + length + 7) / 8 * 8;
 }
 
 /* What was reported and is settled by now no longer counts as pending: the index counts it. */
@@ -100,11 +98,6 @@ bool append_queue(struct appender *appender, struct fetch *fetch)
     }
     pthread_mutex_unlock(&appender->lock);
     return taken;
-}
-
-const struct blob *append_blob(struct appender *appender)
-{
-    return &appender->blob;
 }
 
 void append_slab(struct appender *appender, uint64_t offset)
@@ -153,81 +146,22 @@ static bool place_locked(struct appender *appender, uint64_t bytes, uint64_t *at
     return room;
 }
 
-static bool write_all(int fd, struct iovec *parts, int count, uint64_t offset)
+bool append_tell(struct appender *appender, const uint8_t *reports, uint32_t length)
 {
-    while (count) {
-        ssize_t written = pwritev(fd, parts, count, (off_t)offset);
-        if (written < 0 && errno == EINTR)
-            continue;
-        if (written <= 0)
-            return false;
-        offset += (uint64_t)written;
-        while (count && (size_t)written >= parts->iov_len) {
-            written -= (ssize_t)parts->iov_len;
-            parts++;
-            count--;
-        }
-        if (count) {
-            parts->iov_base = (char *)parts->iov_base + written;
-            parts->iov_len -= (size_t)written;
-        }
+    bool sent = false;
+    while (!sent && !appender->daemon_gone) {
+        sent = control_send(appender->control, CONTROL_FILLED, 0, 0, reports, length);
+        if (!sent)
+            usleep(RETRY_US);
     }
-    return true;
+    return sent;
 }
 
-static bool write_record(struct appender *appender, const struct fetch *fetch, uint64_t at, struct extent *extent)
-{
-    uint64_t seed = appender->blob.seed;
-    uint32_t blocks = block_count(fetch->length);
-    for (uint32_t block = 0; block < blocks; block++) {
-        uint32_t from = block * BLOCK_BYTES, rest = fetch->length - from;
-        extent->checksums[block] = checksum(fetch->payload + from, rest < BLOCK_BYTES ? rest : BLOCK_BYTES, seed);
-    }
-    const struct inode_record *record = &fetch->record;
-    struct record_header header = {
-        .magic = RECORD_MAGIC,
-        .format = RECORD_FORMAT,
-        .type = RECORD_DATA,
-        .length = fetch->length,
-        .inode = fetch->inode,
-        .file_offset = fetch->offset,
-        .version = record->version,
-        .size = record->size,
-        .mtime_ns = record->mtime_ns,
-        .ctime_ns = record->ctime_ns,
-        .btime_ns = record->btime_ns,
-        .device = record->device,
-        .source_inode = record->source_inode,
-        .mode = record->mode,
-        .blocks = blocks,
-        .table_checksum = checksum(extent->checksums, blocks * sizeof(uint64_t), seed),
-    };
-    header.checksum = checksum(&header, offsetof(struct record_header, checksum), seed);
-    static const uint8_t zeros[8];
-    uint64_t front = sizeof header + blocks * sizeof(uint64_t), whole = record_bytes(fetch->length);
-    extent->record = (struct extent_record){
-        .flags = PINNED,
-        .length = fetch->length,
-        .blob_offset = at + front,
-        .version = record->version,
-        .record_bytes = whole,
-    };
-    struct iovec parts[] = {
-        {&header, sizeof header},
-        {extent->checksums, blocks * sizeof(uint64_t)},
-        {fetch->payload, fetch->length},
-        {(void *)zeros, (size_t)(whole - front - fetch->length)},
-    };
-    return write_all(appender->blob.fd, parts, 4, at);
-}
-
-/* Sends what has gathered. Waits for a daemon that is slow, gives up on one that has gone. */
 static void flush_reports(struct appender *appender)
 {
-    while (appender->batch_used && !appender->daemon_gone &&
-           !control_send(appender->control, CONTROL_FILLED, 0, 0, appender->batch, appender->batch_used))
-        usleep(RETRY_US);
-    appender->batch_used = 0;
+    if (appender->reports_used)
+        append_tell(appender, appender->reports, appender->reports_used); /* if in vain, the next daemon is told again */
+    appender->reports_used = 0;
 }
 
 uint32_t encode_report(uint8_t *out, const struct fetch *fetch, const struct extent *extent, uint64_t number)
@@ -251,46 +185,88 @@ uint32_t encode_report(uint8_t *out, const struct fetch *fetch, const struct ext
 static uint64_t report(struct appender *appender, const struct fetch *fetch, const struct extent *extent)
 {
     uint64_t number = ++appender->shared->reported;
-    if (appender->batch_used + MAX_REPORT_BYTES > BATCH_BYTES)
+    if (appender->reports_used + MAX_REPORT_BYTES > REPORTS_BYTES)
         flush_reports(appender);
-    appender->batch_used += encode_report(appender->batch + appender->batch_used, fetch, extent, number);
+    appender->reports_used += encode_report(appender->reports + appender->reports_used, fetch, extent, number);
     return number;
 }
 
-static void append_one(struct appender *appender, struct fetch *fetch)
+/* `extent`: where it is, NULL if it is not. */
+static void complete(struct appender *appender, struct fetch *fetch, const struct extent *extent)
 {
-    struct extent extent;
-    uint64_t at = 0, bytes = record_bytes(fetch->length), number = 0;
-    struct timespec deadline = after_ns(GRANT_TIMEOUT_S * SECOND_NS);
+    uint64_t bytes = record_bytes(fetch->length), number = extent ? report(appender, fetch, extent) : 0;
     pthread_mutex_lock(&appender->lock);
-    bool placed;
-    while (!(placed = place_locked(appender, bytes, &at)) && !appender->daemon_gone &&
-           !pthread_cond_timedwait(&appender->changed, &appender->lock, &deadline))
-        ;
-    appender->writing = placed;
-    pthread_mutex_unlock(&appender->lock);
-    bool written = placed && write_record(appender, fetch, at, &extent);
-    if (placed && !written) /* the daemon counts it, says so once, and stops admission for a while */
-        control_send(appender->control, CONTROL_REFUSED, (uint64_t)errno, 0, NULL, 0);
-    if (written)
-        number = report(appender, fetch, &extent);
-    pthread_mutex_lock(&appender->lock);
-    appender->writing = false;
-    pthread_cond_broadcast(&appender->changed);
     appender->queued_bytes -= bytes;
     appender->queued_count--;
-    if (written) {
+    if (extent) {
         uint32_t last = (appender->unsettled_first + appender->unsettled_count++) % MAX_UNSETTLED;
         appender->unsettled[last] = (struct unsettled){number, bytes};
         appender->unsettled_bytes += bytes;
         settle_locked(appender); /* it counts as pending before it no longer counts as held */
-    } else if (placed) { /* what half a write left behind is never built upon */
-        appender->next = appender->end = 0;
     }
     pthread_mutex_unlock(&appender->lock);
-    if (!written)
+    if (!extent)
         appender->shared->counters[0].skipped_admissions++;
-    appender->appended(appender->context, fetch, written ? &extent : NULL, number);
+    appender->events.appended(appender->context, fetch, extent, number);
+}
+
+/* What was put is written and reported; or, if not `good`, none of it counts. */
+static void finish_batch(struct appender *appender, bool good)
+{
+    good = good && stage_flush(&appender->stage);
+    if (!good) { /* the daemon counts it, says so once, and stops admission for a while */
+        control_send(appender->control, CONTROL_REFUSED, (uint64_t)errno, 0, NULL, 0);
+        stage_drop(&appender->stage);
+    }
+    for (uint32_t i = 0; i < appender->batch_count; i++)
+        complete(appender, appender->batch[i].fetch, good ? &appender->batch[i].extent : NULL);
+    appender->batch_count = 0;
+    appender->batch_bytes = 0;
+    pthread_mutex_lock(&appender->lock);
+    if (!good) /* what half a write left behind is never built upon */
+        appender->next = appender->end = 0;
+    appender->writing = false;
+    pthread_cond_broadcast(&appender->changed);
+    pthread_mutex_unlock(&appender->lock);
+}
+
+/* The place of a record, perhaps after waiting for a slab. A daemon that has gone may come back, and the cache is its. */
+static bool place(struct appender *appender, uint64_t bytes, uint64_t *at)
+{
+    struct timespec deadline = after_ns(GRANT_TIMEOUT_S * SECOND_NS);
+    pthread_mutex_lock(&appender->lock);
+    bool placed = place_locked(appender, bytes, at);
+    if (!placed && appender->batch_count) { /* while we wait a daemon may come, who waits for what is being written */
+        pthread_mutex_unlock(&appender->lock);
+        finish_batch(appender, true);
+        pthread_mutex_lock(&appender->lock);
+    }
+    while (!placed && !(placed = place_locked(appender, bytes, at))) {
+        if (appender->daemon_gone) {
+            pthread_cond_wait(&appender->changed, &appender->lock);
+            deadline = after_ns(GRANT_TIMEOUT_S * SECOND_NS);
+        } else if (pthread_cond_timedwait(&appender->changed, &appender->lock, &deadline)) {
+            break;
+        }
+    }
+    appender->writing = placed || appender->batch_count;
+    pthread_mutex_unlock(&appender->lock);
+    return placed;
+}
+
+static void append_one(struct appender *appender, struct fetch *fetch)
+{
+    uint64_t at = 0, bytes = record_bytes(fetch->length);
+    if (!place(appender, bytes, &at)) {
+        complete(appender, fetch, NULL);
+        return;
+    }
+    struct batched *last = &appender->batch[appender->batch_count++];
+    last->fetch = fetch;
+    appender->batch_bytes += bytes;
+    bool good = put_record(&appender->stage, fetch, at, appender->shared->seed, &last->extent);
+    if (!good || appender->batch_count == MAX_BATCH || appender->batch_bytes >= GATHER_BYTES)
+        finish_batch(appender, good);
 }
 
 static void gather_locked(struct appender *appender)
@@ -308,17 +284,25 @@ static void *run(void *context)
     for (;;) {
         appender->idle = true;
         pthread_cond_broadcast(&appender->changed);
-        while (!appender->queue.first)
+        while (!appender->queue.first && !appender->tell_again)
             pthread_cond_wait(&appender->changed, &appender->lock);
         appender->idle = false;
-        while (appender->queue.first) {
+        while (appender->queue.first || appender->tell_again) {
             struct fetch *fetch;
+            if (appender->tell_again) {
+                appender->tell_again = false;
+                pthread_mutex_unlock(&appender->lock);
+                appender->events.tell_again(appender->context);
+                pthread_mutex_lock(&appender->lock);
+            }
             while ((fetch = queue_pop(&appender->queue))) {
                 pthread_mutex_unlock(&appender->lock);
                 append_one(appender, fetch);
                 pthread_mutex_lock(&appender->lock);
             }
             pthread_mutex_unlock(&appender->lock);
+            if (appender->batch_count)
+                finish_batch(appender, true);
             flush_reports(appender);
             pthread_mutex_lock(&appender->lock);
             gather_locked(appender);
@@ -327,14 +311,16 @@ static void *run(void *context)
     return NULL;
 }
 
-void append_attached(struct appender *appender)
+void append_attached(struct appender *appender, bool same)
 {
     pthread_mutex_lock(&appender->lock);
     while (appender->writing) /* into a slab that was granted by another daemon, who is not there to keep it ours */
         pthread_cond_wait(&appender->changed, &appender->lock);
     appender->daemon_gone = false;
+    appender->tell_again |= !same;
     appender->asked = false;
     ask_locked(appender);
+    pthread_cond_broadcast(&appender->changed);
     pthread_mutex_unlock(&appender->lock);
 }
 
@@ -342,7 +328,7 @@ void append_drain(struct appender *appender)
 {
     struct timespec deadline = after_ns(DRAIN_TIMEOUT_S * SECOND_NS);
     pthread_mutex_lock(&appender->lock);
-    while ((appender->queue.first || !appender->idle) &&
+    while ((appender->queue.first || !appender->idle) && !appender->daemon_gone &&
            !pthread_cond_timedwait(&appender->changed, &appender->lock, &deadline))
         ;
     pthread_mutex_unlock(&appender->lock);
@@ -357,27 +343,24 @@ void append_tick(struct appender *appender)
     appender->settled_seen = settled;
     pthread_mutex_unlock(&appender->lock);
     if (news)
-        appender->settled(appender->context, settled);
+        appender->events.settled(appender->context, settled);
 }
 
-struct appender *append_start(struct shared *shared, struct control_socket *control, int blob_fd, void *context,
-                              void (*appended)(void *, struct fetch *, const struct extent *, uint64_t),
-                              void (*settled)(void *, uint64_t))
+struct appender *append_start(struct shared *shared, struct control_socket *control, int blob_fd,
+                              const struct append_events *events, void *context)
 {
     struct appender *appender = calloc(1, sizeof *appender);
     if (!appender)
         return NULL;
     appender->shared = shared;
     appender->control = control;
-    appender->blob = (struct blob){.fd = blob_fd, .direct = true, .seed = shared->seed}; /* its pages stay until they are on disk */
     appender->context = context;
-    appender->appended = appended;
-    appender->settled = settled;
+    appender->events = *events;
     appender->granted = UINT64_MAX;
     shared->pending_bytes = 0;
     pthread_mutex_init(&appender->lock, NULL);
     pthread_cond_init(&appender->changed, NULL);
-    if (pthread_create(&appender->thread, NULL, run, appender)) {
+    if (!stage_open(&appender->stage, blob_fd) || pthread_create(&appender->thread, NULL, run, appender)) {
         free(appender);
         return NULL;
     }

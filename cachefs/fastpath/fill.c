@@ -159,6 +159,27 @@ static void settled(void *context, uint64_t number)
     pthread_mutex_unlock(&fill->lock);
 }
 
+/* What was reported to a daemon that died and may not have been committed. Called by the appender. */
+static void tell_again(void *context)
+{
+    struct fill *fill = context;
+    uint8_t message[REPORTS_BYTES];
+    uint64_t told = 0;
+    struct fetch *rest;
+    do {
+        uint32_t used = 0;
+        pthread_mutex_lock(&fill->lock);
+        for (rest = fill->table.settle_first; rest && used + MAX_REPORT_BYTES <= sizeof message; rest = rest->settle_next)
+            if (rest->report > told) {
+                used += encode_report(message + used, rest, &rest->extent, rest->report);
+                told = rest->report;
+            }
+        pthread_mutex_unlock(&fill->lock);
+        if (used && !append_tell(fill->appender, message, used))
+            return;
+    } while (rest);
+}
+
 /* --- requests ----------------------------------------------------------------------------------------------------- */
 
 static bool admits(struct fill *fill, uint32_t length)
@@ -196,7 +217,7 @@ static enum outcome answer_fetched(struct worker *worker, struct fetch *fetch, c
         uint32_t start = (uint32_t)(waiter->offset - fetch->offset);
         pthread_mutex_unlock(&fill->lock);
         uint8_t *buffer = waiter->length > QUICK_READ_BYTES ? buffer_take() : worker->scratch;
-        const void *data = buffer ? blob_read(append_blob(fill->appender), &extent, start, waiter->length, buffer) : NULL;
+        const void *data = buffer ? blob_read(&fill->fastpath->blob, &extent, start, waiter->length, buffer) : NULL;
         if (data) {
             count_hit(worker, waiter);
             reply(fill->fastpath->device, waiter->unique, 0, data, waiter->length);
@@ -391,17 +412,7 @@ void fill_attached(struct fill *fill, bool same)
 {
     if (!fill)
         return;
-    append_attached(fill->appender);
-    /* What was reported to a daemon that died and may not have been committed: the next one is told again. */
-    uint8_t message[MAX_REPORT_BYTES];
-    pthread_mutex_lock(&fill->lock);
-    bool told = true;
-    for (struct fetch *fetch = fill->table.settle_first; !same && told && fetch; fetch = fetch->settle_next)
-        told = control_send(fill->fastpath->control, CONTROL_FILLED, 0, 0, message,
-                            encode_report(message, fetch, &fetch->extent, fetch->report));
-    if (!told) /* more than it can take at once: the rest is fetched again some day */
-        fill->fastpath->shared->settled = fill->fastpath->shared->reported;
-    pthread_mutex_unlock(&fill->lock);
+    append_attached(fill->appender, same);
 }
 
 void fill_drain(struct fill *fill)
@@ -476,7 +487,8 @@ int fill_start(struct fastpath *fastpath, struct control_socket *control)
     fill->fastpath = fastpath;
     set_stuck(fill, 0);
     pthread_mutex_init(&fill->lock, NULL);
-    fill->appender = append_start(shared, control, control->blob_fd, fill, appended, settled);
+    static const struct append_events events = {appended, settled, tell_again};
+    fill->appender = append_start(shared, control, control->blob_fd, &events, fill);
     if (!fill->appender)
         return ENOMEM;
     pthread_attr_t attributes;
