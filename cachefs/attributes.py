@@ -29,10 +29,12 @@ class Flag(enum.IntFlag):
     """Dropped: the next look-up compares it with the source, and if it differs it gets another number."""
     UNLINKED = 64
     """Has no name any more; kept until the kernel forgets it."""
+    FREEZABLE = 128
+    """A regular file that its first read-only open makes immutable: the fast path may answer that one, and reports it."""
 
 
 # Plain ints of the flags: IntFlag arithmetic costs a microsecond a time, and the hit path does it for each request.
-PINNED, IMMUTABLE, WRITTEN, LISTED, UNSETTLED, STALE, UNLINKED = (int(flag) for flag in Flag)
+PINNED, IMMUTABLE, WRITTEN, LISTED, UNSETTLED, STALE, UNLINKED, FREEZABLE = (int(flag) for flag in Flag)
 
 
 class Stat(NamedTuple):

@@ -24,6 +24,7 @@ import time
 from collections.abc import Callable
 
 from cachefs.attributes import (
+    FREEZABLE,
     IMMUTABLE,
     LISTED,
     NANOSECONDS,
@@ -213,6 +214,8 @@ class MetadataCache:
             record = old
         else:
             record = self._compared(number, old, now, pin)
+            if self._is_freezable(update, parent, name, record):
+                record = record._replace(flags=record.flags | FREEZABLE)
             self.put_inode(update, record._replace(lookups=record.lookups + counted))
         added = self._put_name(update, parent, name, number, pinned=bool(record.flags & PINNED))
         if added and old is not None and (now.nlink == 1 or record.is_directory):
@@ -221,6 +224,20 @@ class MetadataCache:
                 if link != (parent, name):
                     self.remove_name(update, *link)
         return record
+
+    def _is_freezable(self, view: View, parent: int, name: bytes, record: Inode) -> bool:
+        """For the fast path, which knows neither who writes nor which paths are mutable: what it may take for granted."""
+        options = self._options
+        if not record.is_regular or record.flags & (IMMUTABLE | WRITTEN) or not options.pins_files or options.read_only:
+            return False
+        return not (options.mutable and self.is_mutable_path(self._directory_path(view, parent, 0) + name))
+
+    def withdraw_freezable(self, number: int) -> None:
+        """A file is about to be opened for writing."""
+        with self.index.update() as update:
+            record = self.inode(update, number)
+            if record is not None and record.flags & FREEZABLE:
+                self.put_inode(update, record._replace(flags=record.flags & ~FREEZABLE))
 
     def _compared(self, number: int, old: Inode | None, now: Stat, pin: bool) -> Inode:
         flags = old.flags & (PINNED | IMMUTABLE | WRITTEN | LISTED) if old is not None else 0
@@ -361,7 +378,8 @@ class MetadataCache:
         """A regular file was opened read-only: it is immutable from now on, and pinned with all that leads to it."""
         unsettled = record.flags & UNSETTLED
         expires_ns = self._monotonic_ns() + SETTLE_NS if unsettled else 0
-        record = record._replace(flags=record.flags | PINNED | IMMUTABLE, expires_ns=expires_ns, stamp=self.run)
+        flags = record.flags & ~FREEZABLE | PINNED | IMMUTABLE
+        record = record._replace(flags=flags, expires_ns=expires_ns, stamp=self.run)
         self.put_inode(update, record)
         number = record.number
         while number != ROOT_INODE:

@@ -93,6 +93,7 @@ class Mutations:
         # A reader must not make the file immutable while we wait for the source.
         self._files.writers[number] += 1
         try:
+            self._metadata.withdraw_freezable(number)
             fd = await self._run(caller, call, discard=close_quietly)
         finally:
             self._files.writers[number] -= 1

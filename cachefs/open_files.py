@@ -148,6 +148,22 @@ class OpenFiles:
                 self._fetcher.begin(view, file)
         return self._add_handle(Handle(number, file=file)), True
 
+    async def opened_unseen(self, number: int) -> bool:
+        """The fast path has opened a file for reading: immutable from now on, unless somebody was faster. Is it?
+
+        Nothing is awaited before it is decided where the record counts: an open for writing may be next in line.
+        """
+        record = self._fs.record(number)
+        if not self._metadata.remaining_ns(record):
+            record = await self._fs.believed(number, record)
+        if self._is_immutable(record):
+            return True
+        if not self._may_be_immutable(record):
+            return False  # its reads are passed on, and read from the source
+        with self._metadata.index.update() as update:
+            self._metadata.pin_file(update, record)
+        return True
+
     def _is_immutable(self, record: Inode) -> bool:
         """Immutable already; on a mount that pins everything every regular file that is pinned is."""
         return bool(

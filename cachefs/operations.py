@@ -19,7 +19,7 @@ from cachefs.directories import Directories
 from cachefs.errors import errno_of
 from cachefs.filesystem import Entry, FileSystem
 from cachefs.mutations import Changes, Mutations
-from cachefs.open_files import OpenFiles
+from cachefs.open_files import FAST_HANDLE, OpenFiles
 
 log = logging.getLogger(__name__)
 P = ParamSpec("P")
@@ -119,6 +119,9 @@ class Operations(pyfuse3.Operations):
         if flags & (_ACCESS_MODE | _TRUNCATE):
             handle = await self._mutations.open_for_writing(inode, flags, _caller(ctx))
             return pyfuse3.FileInfo(fh=handle, keep_cache=False)
+        if flags & _REPORT:
+            frozen = await self._files.opened_unseen(inode)
+            return pyfuse3.FileInfo(fh=FAST_HANDLE | inode, keep_cache=frozen)
         handle, keep_cache = await self._files.open_for_reading(inode)
         return pyfuse3.FileInfo(fh=handle, keep_cache=keep_cache)
 
@@ -241,6 +244,8 @@ class Operations(pyfuse3.Operations):
 
 _ACCESS_MODE = 0o3
 _TRUNCATE = 0o1000
+_REPORT = 1 << 30
+"""In the flags of an OPEN that the fast path has answered (OPEN_REPORT in answer.c). Our answer counts if it died first."""
 _STATFS_FIELDS = (
     "f_bsize", "f_frsize", "f_blocks", "f_bfree", "f_bavail", "f_files", "f_ffree", "f_favail", "f_namemax",
 )  # fmt: skip

@@ -15,6 +15,7 @@
 #define MAX_WRITE (128u << 10)
 #define MAX_BACKGROUND 64
 #define OPEN_NOFLUSH (1u << 5) /* FOPEN_NOFLUSH, Linux 5.18 */
+#define OPEN_REPORT (1u << 30) /* in the flags of an OPEN that is passed on and answered: no O_* flag */
 
 /* One table for both ways to run: what libfuse would ask for, with what only we want (hazards 3 and 18). */
 #define INIT_FLAGS                                                                                             \
@@ -177,28 +178,44 @@ static enum outcome serve_xattr(struct worker *worker, const struct request *req
 
 /* --- handles ------------------------------------------------------------------------------------------------------ */
 
+static bool opens_for_reading(const struct fuse_open_in *in)
+{
+    return (in->flags & O_ACCMODE) == O_RDONLY && !(in->flags & O_TRUNC);
+}
+
 static enum outcome serve_open(struct worker *worker, const struct request *request)
 {
-    const struct fuse_open_in *in = request->body;
+    struct fuse_open_in *in = request->body;
     struct inode_record record;
-    uint64_t remaining;
+    uint64_t unique = request->header->unique;
+    struct fuse_open_out out = {
+        .fh = FAST_HANDLE | request->header->nodeid,
+        .open_flags = FOPEN_KEEP_CACHE | OPEN_NOFLUSH,
+    };
     if (mounted_with(worker, NO_OPEN)) {
         answer(worker, request, ENOSYS, NULL, 0); /* the kernel never asks again */
         return ANSWERED;
     }
-    if (!believed(worker, request->header->nodeid, &record, &remaining) || !is_immutable(&worker->view, &record) ||
-        (record.flags & UNLINKED))
+    if (!view_inode(&worker->view, request->header->nodeid, &record))
         return PASS;
-    if ((in->flags & O_ACCMODE) != O_RDONLY || (in->flags & O_TRUNC)) {
+    if (opens_for_reading(in) && is_freezable(&worker->view, &record)) {
+        /* Python hears of it before the kernel has our answer: whoever opens the file for writing next arrives behind
+         * it, and is refused. Python answers too, for the case that we are killed in between. */
+        view_end(&worker->view);
+        in->flags |= OPEN_REPORT;
+        worker->counters->answered++;
+        relay_pass(&worker->fastpath->relay, worker->slot);
+        reply(worker->fastpath->device, unique, 0, &out, sizeof out);
+        return TAKEN;
+    }
+    if (!remaining_ns(&worker->view, &record) || !is_immutable(&worker->view, &record) || (record.flags & UNLINKED))
+        return PASS;
+    if (!opens_for_reading(in)) {
         if (mounted_with(worker, READ_ONLY))
             return PASS;
         answer(worker, request, EPERM, NULL, 0);
         return ANSWERED;
     }
-    struct fuse_open_out out = {
-        .fh = FAST_HANDLE | request->header->nodeid,
-        .open_flags = FOPEN_KEEP_CACHE | OPEN_NOFLUSH,
-    };
     answer(worker, request, 0, &out, sizeof out);
     return ANSWERED;
 }
@@ -281,8 +298,11 @@ static enum outcome serve_read(struct worker *worker, const struct request *requ
 {
     const struct fuse_read_in *in = request->body;
     struct inode_record record;
-    uint64_t remaining, end = in->offset + in->size;
-    if (!believed(worker, request->header->nodeid, &record, &remaining) || !is_immutable(&worker->view, &record))
+    uint64_t end = in->offset + in->size;
+    if (!view_inode(&worker->view, request->header->nodeid, &record) || !remaining_ns(&worker->view, &record))
+        return PASS;
+    /* Who has a handle of ours may be faster than our report that the file was opened. */
+    if (!is_immutable(&worker->view, &record) && !((in->fh & FAST_HANDLE) && is_freezable(&worker->view, &record)))
         return PASS;
     if (end > record.size)
         end = record.size;

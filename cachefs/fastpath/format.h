@@ -16,7 +16,8 @@ enum flag {
     UNSETTLED = 16,
     STALE = 32,
     UNLINKED = 64,
-    KNOWN_FLAGS = 127, /* a record with any other is of a later version: not for us to judge */
+    FREEZABLE = 128,
+    KNOWN_FLAGS = 255, /* a record with any other is of a later version: not for us to judge */
 };
 
 #define ROOT_INODE 1

@@ -73,6 +73,8 @@ uint64_t remaining_ns(const struct view *view, const struct inode_record *record
 bool entry_holds(const struct view *view, const struct inode_record *parent, const struct dentry_record *dentry);
 bool knows_absent(const struct view *view, const struct inode_record *parent, const struct dentry_record *dentry);
 bool is_immutable(const struct view *view, const struct inode_record *record);
+/* Does a read-only open make the file immutable, as far as the index knows? Python has the last word. */
+bool is_freezable(const struct view *view, const struct inode_record *record);
 
 /* The unit that holds the byte at `offset`: (offset, length). */
 void unit_of(const struct shared *shared, uint64_t size, uint64_t offset, uint64_t *start, uint32_t *length);

@@ -1,6 +1,7 @@
 """Either side may die: SIGKILL of the fast path, of the daemon, of both in turn, in the middle of an epoch."""
 
 import contextlib
+import errno
 import fcntl
 import hashlib
 import multiprocessing
@@ -10,6 +11,7 @@ import re
 import signal
 import socket
 import subprocess
+import threading
 import time
 from collections.abc import Callable
 from multiprocessing.synchronize import Event
@@ -401,6 +403,52 @@ def test_chunks_are_read_ahead_for_who_reads_on_and_for_nobody_else(mount: MakeM
     assert (m.path / "large").read_bytes() == expected
     status = m.flush()
     assert status["source_ops"]["open"] == 9 and status["cached_bytes"] == len(expected)
+
+
+def test_a_first_open_does_not_wait_for_python_and_a_later_writer_is_refused(mount: MakeMount, tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    names = make_files(source, 40, (1000, 50_000), directories=1)
+    settle()
+    m = mount(source)
+    outcomes: list[object] = []
+
+    def write(path: Path) -> None:
+        try:
+            outcomes.append(os.open(path, os.O_WRONLY))
+        except OSError as error:
+            outcomes.append(error.errno)
+
+    for name in names:  # until one was looked up and opened within the second for which a look-up counts
+        path = m.path / name
+        os.stat(path)
+        os.kill(m.pid, signal.SIGSTOP)
+        since = time.monotonic()
+        opened = subprocess.Popen(["cat", path], stdout=subprocess.PIPE)
+        try:
+            out, _ = opened.communicate(timeout=5)
+        except subprocess.TimeoutExpired:
+            out = None
+        elapsed = time.monotonic() - since
+        writer = threading.Thread(target=write, args=(path,))
+        if out is not None:
+            writer.start()
+            writer.join(0.2)
+            assert writer.is_alive() and not outcomes  # Python's to decide, and it has heard of the reader first
+        os.kill(m.pid, signal.SIGCONT)
+        if out is not None:
+            writer.join()
+            break
+        opened.communicate()
+        assert elapsed > 5
+    else:
+        raise AssertionError("no first open was answered without the daemon")
+    assert out == (source / name).read_bytes()
+    assert outcomes == [errno.EPERM]
+    m.flush()
+    drop_caches()
+    before = m.ops()
+    assert (m.path / name).read_bytes() == out
+    assert m.ops() == before  # what was read was cached
 
 
 def guesses(m: Mount) -> tuple[int, int]:
