@@ -1,5 +1,3 @@
-#include "relay.h"
-
 #include <errno.h>
 #include <poll.h>
 #include <stdio.h>
@@ -9,145 +7,28 @@
 #include <unistd.h>
 
 #include "index.h"
+#include "relay_parts.h"
 
 #define MESSAGE_BYTES (160u << 10)
 #define INIT_SLOT 0xffffu
-#define LOOK_BYTES (8u << 10) /* of the longest request of a read-only mount: two names */
 #define PYTHON_MINOR 13 /* so that libfuse neither splices nor expects anything newer of us (hazards 5, 6) */
 
-struct split { /* a READ that was passed on in parts */
-    uint32_t count, sent, done;
-    int error;
-    uint32_t lengths[MAX_PARTS];
-    uint8_t data[];
-};
+/* --- passing on -------------------------------------------------------------------------------------------------- */
 
-void *slot_data(const struct relay *relay, uint32_t slot)
+bool send_message(int python, const void *message, size_t length)
 {
-    return relay->data + (size_t)slot * SLOT_BYTES;
+    return send(python, message, length, MSG_DONTWAIT | MSG_NOSIGNAL) == (ssize_t)length;
 }
 
-static struct slot_head *head_of(const struct relay *relay, uint32_t slot)
+static bool must_split(const struct request *request)
 {
-    return &relay->shared->slots[slot];
-}
-
-static enum slot_state state_of(const struct relay *relay, uint32_t slot)
-{
-    return (enum slot_state)(head_of(relay, slot)->word & 0xff);
-}
-
-static void set_state(struct relay *relay, uint32_t slot, enum slot_state state)
-{
-    struct slot_head *head = head_of(relay, slot);
-    head->word = (head->word & ~(uint64_t)0xff) | state;
-}
-
-/* A new life of the slot: answers to the old one find nobody. */
-static void renew(struct relay *relay, uint32_t slot, enum slot_state state)
-{
-    head_of(relay, slot)->word = ++relay->shared->generation << 8 | state;
-}
-
-static void free_locked(struct relay *relay, uint32_t slot)
-{
-    free(relay->splits[slot]);
-    relay->splits[slot] = NULL;
-    renew(relay, slot, SLOT_FREE);
-    relay->free[relay->free_count++] = slot;
-}
-
-static void fail_locked(struct relay *relay, uint32_t slot, int error)
-{
-    reply(relay->device, head_of(relay, slot)->unique, error, NULL, 0);
-    free_locked(relay, slot);
+    return request->header->opcode == FUSE_READ && ((const struct fuse_read_in *)request->body)->size > PART_BYTES;
 }
 
 static void doubt_locked(struct relay *relay, uint32_t slot)
 {
     reply(relay->device, head_of(relay, slot)->unique, EIO, NULL, 0);
     set_state(relay, slot, SLOT_IN_DOUBT);
-}
-
-static bool parse_slot(const struct relay *relay, uint32_t slot, struct request *request)
-{
-    return request_parse(slot_data(relay, slot), head_of(relay, slot)->length, request);
-}
-
-uint32_t relay_take_slot(struct relay *relay)
-{
-    pthread_mutex_lock(&relay->lock);
-    uint32_t slot = relay->free_count ? relay->free[--relay->free_count] : NO_SLOT;
-    if (slot != NO_SLOT) {
-        relay_ready_slot(relay, slot); /* first: a successor would take what its last life left for a request of this one */
-        renew(relay, slot, SLOT_READING);
-    }
-    pthread_mutex_unlock(&relay->lock);
-    if (slot != NO_SLOT && !relay->mapped[slot]) {
-        memset(slot_data(relay, slot), 0, relay->shared->flags & READ_ONLY ? LOOK_BYTES : SLOT_BYTES);
-        relay->mapped[slot] = true;
-    }
-    return slot;
-}
-
-void relay_free_slot(struct relay *relay, uint32_t slot)
-{
-    pthread_mutex_lock(&relay->lock);
-    free_locked(relay, slot);
-    pthread_mutex_unlock(&relay->lock);
-}
-
-void relay_ready_slot(struct relay *relay, uint32_t slot)
-{
-    /* A successor tells by the message itself whether one has arrived: nothing runs between its arrival and a kill. */
-    struct slot_head *head = head_of(relay, slot);
-    memset(slot_data(relay, slot), 0, sizeof(struct fuse_in_header));
-    head->length = head->parts = head->attempts = 0;
-}
-
-void relay_fill_slot(struct relay *relay, uint32_t slot, uint32_t length, uint64_t unique)
-{
-    struct slot_head *head = head_of(relay, slot);
-    head->unique = unique;
-    head->length = length;
-}
-
-/* --- passing on -------------------------------------------------------------------------------------------------- */
-
-static uint64_t unique_of(const struct relay *relay, uint32_t slot, uint32_t part)
-{
-    return head_of(relay, slot)->word >> 8 << 24 | (uint64_t)part << 16 | slot;
-}
-
-static bool send_message(int python, const void *message, size_t length)
-{
-    return send(python, message, length, MSG_DONTWAIT | MSG_NOSIGNAL) == (ssize_t)length;
-}
-
-static bool send_parts(struct relay *relay, uint32_t slot, const struct request *request)
-{
-    struct split *split = relay->splits[slot];
-    const struct fuse_read_in *whole = request->body;
-    while (split->sent < split->count) {
-        struct {
-            struct fuse_in_header header;
-            struct fuse_read_in read;
-        } message = {*request->header, *whole};
-        uint32_t from = split->sent * PART_BYTES, rest = whole->size - from;
-        message.header.unique = unique_of(relay, slot, split->sent);
-        message.header.len = sizeof message;
-        message.read.offset = whole->offset + from;
-        message.read.size = rest < PART_BYTES ? rest : PART_BYTES;
-        if (!send_message(relay->python, &message, sizeof message))
-            return false;
-        split->sent++;
-    }
-    return true;
-}
-
-static bool must_split(const struct request *request)
-{
-    return request->header->opcode == FUSE_READ && ((const struct fuse_read_in *)request->body)->size > PART_BYTES;
 }
 
 /* False: not now. errno EAGAIN: its queue is full; else it is gone. */
@@ -159,24 +40,14 @@ static bool send_locked(struct relay *relay, uint32_t slot)
         return true;
     }
     uint32_t opcode = request.header->opcode;
-    if (must_split(&request)) {
-        uint32_t size = ((struct fuse_read_in *)request.body)->size;
-        uint32_t count = (size + PART_BYTES - 1) / PART_BYTES;
-        struct split *split = relay->splits[slot];
-        if (!split && count <= MAX_PARTS && (split = calloc(1, sizeof *split + size))) {
-            split->count = count;
-            relay->splits[slot] = split;
-        }
-        if (!split) {
-            fail_locked(relay, slot, EIO);
-            return true;
-        }
-        head_of(relay, slot)->parts = count;
+    if (must_split(&request) && !split_begin(relay, slot, &request)) {
+        fail_locked(relay, slot, EIO);
+        return true;
     }
     set_state(relay, slot, SLOT_PASSING);
     bool sent;
     if (relay->splits[slot]) {
-        sent = send_parts(relay, slot, &request);
+        sent = split_send(relay, slot, &request);
     } else {
         request.header->unique = unique_of(relay, slot, 0);
         sent = send_message(relay->python, request.header, request.header->len);
@@ -233,8 +104,7 @@ static void repeat_locked(struct relay *relay, uint32_t slot, bool unseen)
         doubt_locked(relay, slot);
     } else {
         request.header->unique = head_of(relay, slot)->unique; /* a kill may have left ours in it */
-        free(relay->splits[slot]);
-        relay->splits[slot] = NULL;
+        split_drop(relay, slot);
         renew(relay, slot, SLOT_QUEUED);
         enqueue_locked(relay, slot);
     }
@@ -330,29 +200,6 @@ bool relay_interrupt(struct relay *relay, uint64_t unique)
 
 /* --- answers ------------------------------------------------------------------------------------------------------ */
 
-static void finish_part(struct relay *relay, uint32_t slot, uint32_t part, const struct fuse_out_header *answer)
-{
-    struct split *split = relay->splits[slot];
-    uint32_t length = answer->len - (uint32_t)sizeof *answer;
-    if (!split || part >= split->count || length > PART_BYTES)
-        return;
-    if (answer->error)
-        split->error = -answer->error;
-    memcpy(split->data + (size_t)part * PART_BYTES, answer + 1, length);
-    split->lengths[part] = length;
-    if (++split->done < split->count)
-        return;
-    size_t total = 0;
-    for (uint32_t i = 0; i < split->count; i++) { /* up to the first short one: there the file ends */
-        total += split->lengths[i];
-        if (split->lengths[i] < PART_BYTES)
-            break;
-    }
-    if (state_of(relay, slot) == SLOT_PASSED)
-        reply(relay->device, head_of(relay, slot)->unique, split->error, split->data, split->error ? 0 : total);
-    free_locked(relay, slot);
-}
-
 static void deliver(struct relay *relay, struct fuse_out_header *answer, size_t length)
 {
     if (length < sizeof *answer || answer->len != length || !answer->unique)
@@ -364,7 +211,7 @@ static void deliver(struct relay *relay, struct fuse_out_header *answer, size_t 
     enum slot_state state = state_of(relay, slot);
     bool known = unique_of(relay, slot, part) == answer->unique && (state == SLOT_PASSED || state == SLOT_ANSWERED);
     if (known && relay->splits[slot]) {
-        finish_part(relay, slot, part, answer);
+        split_answer(relay, slot, part, answer);
     } else if (known) {
         answer->unique = head_of(relay, slot)->unique;
         if (state == SLOT_PASSED)
