@@ -30,7 +30,7 @@ class Flag(enum.IntFlag):
     UNLINKED = 64
     """Has no name any more; kept until the kernel forgets it."""
     FREEZABLE = 128
-    """A regular file that its first read-only open makes immutable: the fast path may answer that one, and reports it."""
+    """A regular file that its first read-only open makes immutable: the fast path may answer it, and reports it."""
 
 
 # Plain ints of the flags: IntFlag arithmetic costs a microsecond a time, and the hit path does it for each request.

@@ -226,7 +226,7 @@ class MetadataCache:
         return record
 
     def _is_freezable(self, view: View, parent: int, name: bytes, record: Inode) -> bool:
-        """For the fast path, which knows neither who writes nor which paths are mutable: what it may take for granted."""
+        """For the fast path, which knows neither who writes nor which paths are mutable."""
         options = self._options
         if not record.is_regular or record.flags & (IMMUTABLE | WRITTEN) or not options.pins_files or options.read_only:
             return False

@@ -245,7 +245,7 @@ class Operations(pyfuse3.Operations):
 _ACCESS_MODE = 0o3
 _TRUNCATE = 0o1000
 _REPORT = 1 << 30
-"""In the flags of an OPEN that the fast path has answered (OPEN_REPORT in answer.c). Our answer counts if it died first."""
+"""In the flags of an OPEN that the fast path has answered (answer.c). Our answer counts if it died first."""
 _STATFS_FIELDS = (
     "f_bsize", "f_frsize", "f_blocks", "f_bfree", "f_bavail", "f_files", "f_ffree", "f_favail", "f_namemax",
 )  # fmt: skip
