@@ -16,6 +16,7 @@
 #define RETRY_US 2000
 #define GATHER_NS 10000000u /* what comes within it is appended and reported together: to be woken costs more than a record */
 #define GATHER_BYTES (1u << 20)
+#define BEHIND_BYTES (8u << 20)
 #define SECOND_NS 1000000000u
 #define GRANT_TIMEOUT_S 2ull
 #define DRAIN_TIMEOUT_S 10ull
@@ -250,6 +251,7 @@ static bool place(struct appender *appender, uint64_t bytes, uint64_t *at)
         }
     }
     appender->writing = placed || appender->batch_count;
+    appender->stage.behind = appender->queued_bytes > BEHIND_BYTES;
     pthread_mutex_unlock(&appender->lock);
     return placed;
 }
@@ -331,6 +333,8 @@ void append_drain(struct appender *appender)
     while ((appender->queue.first || !appender->idle) && !appender->daemon_gone &&
            !pthread_cond_timedwait(&appender->changed, &appender->lock, &deadline))
         ;
+    if (appender->idle)
+        stage_drop(&appender->stage);
     pthread_mutex_unlock(&appender->lock);
 }
 

@@ -3,30 +3,52 @@
 #include <errno.h>
 #include <fcntl.h>
 #include <stdio.h>
-#include <stdlib.h>
 #include <string.h>
 #include <unistd.h>
 
 #include "blob.h"
 #include "buffer.h"
 
+#define ALLOCATION_BYTES ((uint64_t)4 << 20) /* what a crash may leave allocated and unused */
+#define NOWHERE (UINT64_MAX / 2)
+
+/* Gives back what was allocated and not used. */
+static void begin_at(struct stage *stage, uint64_t offset)
+{
+    uint64_t end = (stage->at + stage->used + DIRECT_ALIGNMENT - 1) / DIRECT_ALIGNMENT * DIRECT_ALIGNMENT;
+    if (end < stage->allocated)
+        fallocate(stage->buffered, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, (off_t)end, (off_t)(stage->allocated - end));
+    stage->at = stage->allocated = offset;
+    stage->used = stage->flushed = 0;
+}
 
 bool stage_open(struct stage *stage, int fd)
 {
     char path[64];
     snprintf(path, sizeof path, "/proc/self/fd/%d", fd);
-    *stage = (struct stage){.fd = open(path, O_WRONLY | O_DIRECT | O_CLOEXEC)};
-    if (stage->fd < 0) /* a filesystem without O_DIRECT */
-        stage->fd = open(path, O_WRONLY | O_CLOEXEC);
-    stage->buffer = buffer_memory(STAGE_BYTES);
-    return stage->fd >= 0 && stage->buffer;
+    *stage = (struct stage){.buffered = open(path, O_WRONLY | O_CLOEXEC), .buffer = buffer_memory(STAGE_BYTES)};
+    stage->direct = open(path, O_WRONLY | O_DIRECT | O_CLOEXEC);
+    if (stage->direct < 0)
+        stage->direct = stage->buffered;
+    begin_at(stage, NOWHERE);
+    return stage->buffered >= 0 && stage->buffer;
 }
 
-static bool write_pages(const struct stage *stage, size_t length)
+static void allocate(struct stage *stage, uint64_t end)
 {
+    while (stage->allocated < end) { /* if it cannot, the write will say what is wrong */
+        fallocate(stage->buffered, 0, (off_t)stage->allocated, ALLOCATION_BYTES);
+        stage->allocated += ALLOCATION_BYTES;
+    }
+}
+
+static bool write_pages(struct stage *stage, size_t length)
+{
+    allocate(stage, stage->at + length);
+    int fd = stage->behind ? stage->buffered : stage->direct;
     size_t done = 0;
     while (done < length) {
-        ssize_t written = pwrite(stage->fd, stage->buffer + done, length - done, (off_t)(stage->at + done));
+        ssize_t written = pwrite(fd, stage->buffer + done, length - done, (off_t)(stage->at + done));
         if (written < 0 && errno == EINTR)
             continue;
         if (written <= 0 || (size_t)written % DIRECT_ALIGNMENT) { /* a full disk ends a write anywhere */
@@ -58,7 +80,7 @@ bool stage_put(struct stage *stage, uint64_t offset, const void *data, size_t le
     if (offset != stage->at + stage->used) {
         if (!stage_flush(stage))
             return false;
-        *stage = (struct stage){.fd = stage->fd, .buffer = stage->buffer, .at = offset};
+        begin_at(stage, offset);
         if (offset % DIRECT_ALIGNMENT) {
             errno = EINVAL;
             return false;
@@ -78,5 +100,5 @@ bool stage_put(struct stage *stage, uint64_t offset, const void *data, size_t le
 
 void stage_drop(struct stage *stage)
 {
-    *stage = (struct stage){.fd = stage->fd, .buffer = stage->buffer, .at = UINT64_MAX / 2};
+    begin_at(stage, NOWHERE);
 }

@@ -1,5 +1,6 @@
 /* Bytes on their way to the blob: gathered, and written in whole pages past the page cache, where a copy of them would cost
- * more than the disk does. The last page of a flush is filled up with zeros, kept, and written again with what follows. */
+ * more than the disk does. Into space that was allocated before: a write that extends the file would hold up the hits. The
+ * last page of a flush is filled up with zeros, kept, and written again with what follows. */
 #ifndef CACHEFS_STAGE_H
 #define CACHEFS_STAGE_H
 
@@ -10,9 +11,11 @@
 #define STAGE_BYTES (1u << 20)
 
 struct stage {
-    int fd;
+    int direct, buffered; /* descriptors; the same one where the filesystem has no O_DIRECT */
+    bool behind;          /* the disk does not keep up: to the page cache, as long as that takes it */
     uint8_t *buffer;
     uint64_t at; /* where the buffer lies in the blob */
+    uint64_t allocated; /* up to here */
     size_t used, flushed;
 };
 
@@ -22,7 +25,7 @@ bool stage_open(struct stage *stage, int fd);
 bool stage_put(struct stage *stage, uint64_t offset, const void *data, size_t length);
 /* Everything that was put is written. False, with errno. */
 bool stage_flush(struct stage *stage);
-/* After an error: nothing is ever written behind what was put until now. */
+/* After an error, or at the end: nothing is ever written behind what was put until now. */
 void stage_drop(struct stage *stage);
 
 #endif
