@@ -16,6 +16,7 @@
 #define RETRY_US 2000
 #define GATHER_NS 10000000u /* what comes within it is appended and reported together: to be woken costs more than a record */
 #define GATHER_BYTES (1u << 20)
+#define REST_NS 1000000000u
 #define BEHIND_BYTES (8u << 20)
 #define SECOND_NS 1000000000u
 #define GRANT_TIMEOUT_S 2ull
@@ -271,6 +272,22 @@ static void append_one(struct appender *appender, struct fetch *fetch)
         finish_batch(appender, good);
 }
 
+static bool has_work(const struct appender *appender)
+{
+    return appender->queue.first || appender->tell_again;
+}
+
+static void wait_locked(struct appender *appender)
+{
+    struct timespec deadline = after_ns(REST_NS);
+    while (!has_work(appender) && !pthread_cond_timedwait(&appender->changed, &appender->lock, &deadline))
+        ;
+    if (!has_work(appender))
+        stage_trim(&appender->stage);
+    while (!has_work(appender))
+        pthread_cond_wait(&appender->changed, &appender->lock);
+}
+
 static void gather_locked(struct appender *appender)
 {
     struct timespec deadline = after_ns(GATHER_NS);
@@ -286,10 +303,9 @@ static void *run(void *context)
     for (;;) {
         appender->idle = true;
         pthread_cond_broadcast(&appender->changed);
-        while (!appender->queue.first && !appender->tell_again)
-            pthread_cond_wait(&appender->changed, &appender->lock);
+        wait_locked(appender);
         appender->idle = false;
-        while (appender->queue.first || appender->tell_again) {
+        while (has_work(appender)) {
             struct fetch *fetch;
             if (appender->tell_again) {
                 appender->tell_again = false;

@@ -12,12 +12,18 @@
 #define ALLOCATION_BYTES ((uint64_t)4 << 20) /* what a crash may leave allocated and unused */
 #define NOWHERE (UINT64_MAX / 2)
 
-/* Gives back what was allocated and not used. */
-static void begin_at(struct stage *stage, uint64_t offset)
+void stage_trim(struct stage *stage)
 {
     uint64_t end = (stage->at + stage->used + DIRECT_ALIGNMENT - 1) / DIRECT_ALIGNMENT * DIRECT_ALIGNMENT;
-    if (end < stage->allocated)
-        fallocate(stage->buffered, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, (off_t)end, (off_t)(stage->allocated - end));
+    if (end >= stage->allocated)
+        return;
+    fallocate(stage->buffered, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, (off_t)end, (off_t)(stage->allocated - end));
+    stage->allocated = end;
+}
+
+static void begin_at(struct stage *stage, uint64_t offset)
+{
+    stage_trim(stage);
     stage->at = stage->allocated = offset;
     stage->used = stage->flushed = 0;
 }
@@ -37,8 +43,9 @@ bool stage_open(struct stage *stage, int fd)
 static void allocate(struct stage *stage, uint64_t end)
 {
     while (stage->allocated < end) { /* if it cannot, the write will say what is wrong */
-        fallocate(stage->buffered, 0, (off_t)stage->allocated, ALLOCATION_BYTES);
-        stage->allocated += ALLOCATION_BYTES;
+        uint64_t next = (stage->allocated / ALLOCATION_BYTES + 1) * ALLOCATION_BYTES; /* slabs are multiples of it */
+        fallocate(stage->buffered, 0, (off_t)stage->allocated, (off_t)(next - stage->allocated));
+        stage->allocated = next;
     }
 }
 

@@ -25,6 +25,8 @@ bool stage_open(struct stage *stage, int fd);
 bool stage_put(struct stage *stage, uint64_t offset, const void *data, size_t length);
 /* Everything that was put is written. False, with errno. */
 bool stage_flush(struct stage *stage);
+/* Gives back what was allocated and is not used, for the time being. */
+void stage_trim(struct stage *stage);
 /* After an error, or at the end: nothing is ever written behind what was put until now. */
 void stage_drop(struct stage *stage);
 
