@@ -282,8 +282,14 @@ static void wait_locked(struct appender *appender)
     struct timespec deadline = after_ns(REST_NS);
     while (!has_work(appender) && !pthread_cond_timedwait(&appender->changed, &appender->lock, &deadline))
         ;
-    if (!has_work(appender))
+    if (!has_work(appender)) {
+        appender->idle = false; /* the stage is ours */
+        pthread_mutex_unlock(&appender->lock);
         stage_trim(&appender->stage);
+        pthread_mutex_lock(&appender->lock);
+        appender->idle = true;
+        pthread_cond_broadcast(&appender->changed);
+    }
     while (!has_work(appender))
         pthread_cond_wait(&appender->changed, &appender->lock);
 }

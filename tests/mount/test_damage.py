@@ -133,8 +133,7 @@ def test_a_disk_that_fills_up_costs_hits_and_nothing_else(tiny_disk: Path, mount
     for _ in range(2):
         assert contents(m.path) == expected
         drop_caches()
-    status = m.status()
-    assert status["errors"] >= 1 and status["skipped_admissions"] >= 1
+    wait_for(m.status, lambda status: status["errors"] >= 1 and status["skipped_admissions"] >= 1)
     assert "cannot be written" in m.log()
     (m.path / "still writable").write_bytes(b"yes")
     cachefs("invalidate", m.path / "d0")
