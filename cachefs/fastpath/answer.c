@@ -310,6 +310,12 @@ static enum outcome serve_read(struct worker *worker, const struct request *requ
     if (one_unit && end <= in->offset + QUICK_READ_BYTES)
         return serve_cached(worker, request, &record, end, (uint8_t *[]){worker->scratch, NULL});
     give_turn(worker);
+    struct extent extent;
+    uint64_t start;
+    uint32_t unit;
+    unit_of(worker->fastpath->shared, record.size, in->offset, &start, &unit);
+    if (!view_extent(&worker->view, request->header->nodeid, start, &extent))
+        return fill_read(worker, &record, request); /* which needs a buffer itself, and no second one */
     uint8_t *buffer = end <= in->offset + MAX_READ_BYTES ? buffer_take() : NULL;
     if (!buffer)
         return PASS;
