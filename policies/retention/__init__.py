@@ -1,0 +1,40 @@
+"""Retention: who goes when room is needed. One file a policy, one line here; docs/POLICIES.md has the steps."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from policies.retention.base import Retention
+from policies.retention.fifo import FIFO
+from policies.retention.lru import LRU
+from policies.retention.no_replacement import NoReplacement
+from policies.retention.opt import OPT
+from policies.retention.retire import RetireWhenDone
+
+
+@dataclass(frozen=True, slots=True)
+class Circumstances:
+    """What some policies are made from."""
+
+    part_of: Callable[[Any], object] = lambda key: key
+    """The partition or directory of an object."""
+    next_uses: Sequence[int] = ()
+    """Of each access of the trace; a mount has none."""
+
+
+_MAKERS: dict[str, Callable[[Circumstances], Retention[Any]]] = {
+    "no-replacement": lambda _: NoReplacement(),
+    "lru": lambda _: LRU(),
+    "fifo": lambda _: FIFO(),
+    "retire": lambda around: RetireWhenDone(around.part_of),
+    "opt": lambda around: OPT(around.next_uses),
+}
+
+NAMES = tuple(_MAKERS)
+MOUNTABLE = tuple(name for name in NAMES if name != "opt")
+"""Those that need not know the future."""
+
+
+def make(name: str, circumstances: Circumstances | None = None) -> Retention[Any]:
+    """Raises KeyError for a name that is not in NAMES."""
+    return _MAKERS[name](circumstances or Circumstances())

@@ -1,0 +1,24 @@
+"""No replacement: what is in stays in, and what does not fit stays outside.
+
+A job that reads every file once an epoch, each time in a new random order, hits a fraction x of its reads with a cache
+that holds a fraction x of the data. LRU hits x + (1-x)·ln(1-x) of them, 15 % instead of 50 % at x = 0.5: what it
+throws out is what has not been read for longest, and that is what will be read next.
+"""
+
+from collections.abc import Hashable
+
+
+class NoReplacement:
+    """The default. Keeps no order, so it costs nothing."""
+
+    def inserted(self, key: Hashable) -> None:
+        pass
+
+    def accessed(self, key: Hashable) -> None:
+        pass
+
+    def removed(self, key: Hashable) -> None:
+        pass
+
+    def victim(self, newcomer: Hashable) -> None:
+        return None

@@ -1,0 +1,97 @@
+"""Replays a trace through the objects that a mount uses: what would a cache of this size have hit?
+
+One access after the other, no time: an object is in the cache as soon as it was read. Metadata count nothing. Of an
+object that does not fit, or that nobody makes room for, nothing is kept. Ideas: caffeine's simulator, libCacheSim.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+from policies.retention import OPT, Circumstances, make
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """Accesses to objects that are numbered from 0 on."""
+
+    accesses: Sequence[int]
+    sizes: Sequence[int]
+    """Bytes of each object."""
+    parts: Sequence[object] = field(default=())
+    """The partition or directory of each object; empty: all are in one."""
+
+    @property
+    def total_bytes(self) -> int:
+        """Of all objects together: a cache of this size holds everything."""
+        return sum(self.sizes)
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    hits: int
+    hit_bytes: int
+    accesses: int
+    bytes: int
+
+    @property
+    def hit_ratio(self) -> float:
+        return self.hits / self.accesses if self.accesses else 0.0
+
+    @property
+    def byte_hit_ratio(self) -> float:
+        return self.hit_bytes / self.bytes if self.bytes else 0.0
+
+
+def next_uses(accesses: Sequence[int], objects: int) -> list[int]:
+    """For each access: the position of the next one to the same object; len(accesses) if there is none."""
+    following = [len(accesses)] * objects
+    uses = [0] * len(accesses)
+    for position in range(len(accesses) - 1, -1, -1):
+        uses[position] = following[accesses[position]]
+        following[accesses[position]] = position
+    return uses
+
+
+def simulate(trace: Trace, retention: str, capacity_bytes: int, *, counted_from: int = 0) -> Outcome:
+    """`retention`: a name of `policies.retention`. `counted_from`: accesses before this one warm the cache only."""
+    sizes, accesses = trace.sizes, trace.accesses
+    uses = next_uses(accesses, len(sizes)) if retention == "opt" else ()
+    part_of = trace.parts.__getitem__ if trace.parts else lambda _: 0
+    policy = make(retention, Circumstances(part_of, uses))
+    foreseeing = policy if isinstance(policy, OPT) else None
+    accessed, inserted, removed, victim_of = policy.accessed, policy.inserted, policy.removed, policy.victim
+    cached = bytearray(len(sizes))
+    used = hits = hit_bytes = 0
+    for position, key in enumerate(accesses):
+        if foreseeing is not None:
+            foreseeing.now = position
+        accessed(key)
+        if cached[key]:
+            if position >= counted_from:
+                hits += 1
+                hit_bytes += sizes[key]
+            continue
+        size = sizes[key]
+        if size > capacity_bytes:
+            continue
+        while used + size > capacity_bytes:
+            victim = victim_of(key)
+            if victim is None:
+                break
+            removed(victim)
+            cached[victim] = 0
+            used -= sizes[victim]
+        else:
+            inserted(key)
+            cached[key] = 1
+            used += size
+    counted = accesses[counted_from:]
+    return Outcome(hits, hit_bytes, len(counted), sum(map(sizes.__getitem__, counted)))
+
+
+def epochs_of(order: Iterator[Sequence[int]]) -> list[int]:
+    """One epoch after the other, as a trace's accesses."""
+    accesses: list[int] = []
+    for epoch in order:
+        accesses += epoch
+    return accesses
