@@ -50,7 +50,7 @@ format: $(VENV)/.dev
 	$(BIN)/ruff check --fix .
 
 bench: $(VENV)/.run
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[bench]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[tools]'
 	mkdir -p build
 	$(BIN)/python -m benchmarks.first_epoch --rounds 3
 	$(BIN)/python -m benchmarks.fastpath --plot build/bench.svg

@@ -4,12 +4,8 @@ import json
 import math
 import os
 import select
-import sys
-from collections.abc import Callable
 from dataclasses import replace
-from functools import wraps
 from pathlib import Path
-from typing import Any
 
 import click
 
@@ -18,58 +14,11 @@ from cachefs.errors import CacheFsError
 from cachefs.options import CacheLevel, Options, Revalidate
 from daemon import background, config, control, mounting
 from daemon.conflict import check_daemon_package
+from daemon.parameters import Place, Seconds, Size, one_line_errors
+from daemon.simulate import simulate
 from policies.mutability import InvalidGlob, MutableGlobs
 
 UMOUNT_TIMEOUT_S = 90.0
-
-
-class Size(click.ParamType[int]):
-    name = "SIZE"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
-        if isinstance(value, int):
-            return value
-        try:
-            return config.parse_size(value)
-        except ValueError as error:
-            self.fail(str(error), param, ctx)
-
-
-class Place(click.ParamType[str]):
-    """A path that is not looked at: click.Path would, and a mount without a daemon does not answer."""
-
-    name = "PATH"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
-        return os.fsdecode(value)
-
-
-class Seconds(click.ParamType[float]):
-    name = "S"
-
-    def __init__(self, *, allow_infinity: bool) -> None:
-        self._allow_infinity = allow_infinity
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
-        try:
-            seconds = float(value)
-        except ValueError:
-            seconds = -1.0
-        if math.isnan(seconds) or seconds < 0 or (math.isinf(seconds) and not self._allow_infinity):
-            self.fail(f"{value!r} is not a number of seconds", param, ctx)
-        return seconds
-
-
-def one_line_errors(function: Callable[..., None]) -> Callable[..., None]:
-    @wraps(function)
-    def wrapped(*args: Any, **kwargs: Any) -> None:
-        try:
-            function(*args, **kwargs)
-        except CacheFsError as error:
-            click.echo(f"cachefs: {error}", err=True)
-            sys.exit(1)
-
-    return wrapped
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
@@ -343,3 +292,6 @@ def invalidate(paths: tuple[str, ...]) -> None:
         place, inside = mounting.split(mounting.absolute(path))
         dropped = control.request(place, "invalidate", path=inside)["dropped"]
         click.echo(f"{path}: {dropped} dropped")
+
+
+main.add_command(simulate)

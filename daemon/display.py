@@ -1,10 +1,12 @@
-"""Status for people, at 80 columns."""
+"""Tables for people, at 80 columns."""
 
 from typing import Any
 
 from rich.console import Console
 from rich.filesize import decimal
 from rich.table import Table
+
+from policies.simulator import Outcome
 
 
 def print_status(status: dict[str, Any]) -> None:
@@ -29,4 +31,23 @@ def print_status(status: dict[str, Any]) -> None:
     ]
     for name, value in rows:
         table.add_row(name, str(value))
+    Console(highlight=False).print(table)
+
+
+def print_simulation(rows: list[tuple[str, str, int, int, Outcome]]) -> None:
+    """Rows of (order or trace, retention, bytes of the cache, bytes of the dataset, outcome)."""
+    table = Table()
+    table.add_column("accesses")
+    table.add_column("retention")
+    for name in ("cache", "of all", "hits", "bytes hit"):
+        table.add_column(name, justify="right")
+    for name, policy, size, total, outcome in rows:
+        table.add_row(
+            name,
+            policy,
+            decimal(size),
+            f"{100 * size / total:.0f} %" if total else "",
+            f"{100 * outcome.hit_ratio:.1f} %",
+            f"{100 * outcome.byte_hit_ratio:.1f} %",
+        )
     Console(highlight=False).print(table)

@@ -4,10 +4,11 @@ One access after the other, no time: an object is in the cache as soon as it was
 object that does not fit, or that nobody makes room for, nothing is kept. Ideas: caffeine's simulator, libCacheSim.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from policies.retention import OPT, Circumstances, make
+from policies.retention import Circumstances, make
+from policies.retention.opt import OPT
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,11 +88,3 @@ def simulate(trace: Trace, retention: str, capacity_bytes: int, *, counted_from:
             used += size
     counted = accesses[counted_from:]
     return Outcome(hits, hit_bytes, len(counted), sum(map(sizes.__getitem__, counted)))
-
-
-def epochs_of(order: Iterator[Sequence[int]]) -> list[int]:
-    """One epoch after the other, as a trace's accesses."""
-    accesses: list[int] = []
-    for epoch in order:
-        accesses += epoch
-    return accesses

@@ -1,0 +1,62 @@
+"""What the commands' parameters may be, and how their errors reach the user: one line, no traceback."""
+
+import math
+import os
+import sys
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+
+import click
+
+from cachefs.errors import CacheFsError
+from daemon import config
+
+
+class Size(click.ParamType[int]):
+    name = "SIZE"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        if isinstance(value, int):
+            return value
+        try:
+            return config.parse_size(value)
+        except ValueError as error:
+            self.fail(str(error), param, ctx)
+
+
+class Place(click.ParamType[str]):
+    """A path that is not looked at: click.Path would, and a mount without a daemon does not answer."""
+
+    name = "PATH"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        return os.fsdecode(value)
+
+
+class Seconds(click.ParamType[float]):
+    name = "S"
+
+    def __init__(self, *, allow_infinity: bool) -> None:
+        self._allow_infinity = allow_infinity
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        try:
+            seconds = float(value)
+        except ValueError:
+            seconds = -1.0
+        if math.isnan(seconds) or seconds < 0 or (math.isinf(seconds) and not self._allow_infinity):
+            self.fail(f"{value!r} is not a number of seconds", param, ctx)
+        return seconds
+
+
+def one_line_errors(function: Callable[..., None]) -> Callable[..., None]:
+    @wraps(function)
+    def wrapped(*args: Any, **kwargs: Any) -> None:
+        try:
+            function(*args, **kwargs)
+        except CacheFsError as error:
+            click.echo(f"cachefs: {error}", err=True)
+            sys.exit(1)
+
+    return wrapped
