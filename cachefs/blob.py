@@ -126,6 +126,17 @@ class Blob:
         if last > first:
             syscalls.punch_hole(self._fd, first, last - first)
 
+    def is_sealed(self, slab: int) -> bool:
+        """Nobody writes to the slab at this offset any more, and what was written to it has been committed.
+
+        A writer asks for the next slab before its own is full, and a batch is no larger than two.
+        """
+        return slab + 5 * SLAB_BYTES <= self._frontier
+
+    def punch_slab(self, slab: int) -> None:
+        """Give back what is left of a slab without records: the pages that two neighbours shared."""
+        syscalls.punch_hole(self._fd, slab, SLAB_BYTES)
+
     # --- rebuild ---------------------------------------------------------------------------------------------------
 
     def size(self) -> int:

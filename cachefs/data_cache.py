@@ -16,7 +16,7 @@ durable index, in this order, in one thread. What a crash leaves behind at each 
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -26,10 +26,11 @@ from cachefs import record
 from cachefs.attributes import Extent, Inode, inode_key
 from cachefs.blob import Blob
 from cachefs.errors import CorruptRecord, IndexUnavailable
+from cachefs.eviction import Eviction
 from cachefs.index import Commit, Index, Key, Table, View
 from cachefs.metrics import Metrics
 from cachefs.options import MIB, CacheLevel, Options
-from policies.admission import NoReplacement
+from policies.admission import Capacity
 
 log = logging.getLogger(__name__)
 
@@ -39,10 +40,11 @@ BATCH_BYTES = 16 * MIB
 BATCH_KEYS = 4096
 BATCH_FILLED = 4096
 BATCH_FILLED_BYTES = 128 * MIB
+BATCH_SHARE = 32
 BATCH_DELAY_S = 0.5
 """How long a batch may gather: each costs a few syncs, of the disk that readers wait for."""
 PUNCH_RETRY_S = 0.1
-FORGET_CHUNK = 512
+FORGET_CHUNK = 64
 PAUSE_S = 30.0
 """After the disk has refused a write: how long to leave it alone."""
 BLOB_THREADS = 16
@@ -86,19 +88,24 @@ class DataCache:
         metrics: Metrics,
         *,
         appends: bool = True,
+        eviction: Eviction | None = None,
         clock: Callable[[], float] = time.monotonic,
         queue_bytes: int = QUEUE_BYTES,
     ) -> None:
-        """`appends`: False where the fast path is the one that appends."""
+        """`appends`: False where the fast path is the one that appends. `eviction`: None where nothing is replaced."""
         # dependencies
         self._index = index
         self._blob = blob
         self._options = options
         self._metrics = metrics
+        self._eviction = eviction
         self._clock = clock
         # constants
-        self._admission = NoReplacement(options.cache_size_bytes)
+        self._admission = Capacity(options.cache_size_bytes)
         self._queue_limit = queue_bytes
+        # Where data are evicted a batch is a small part of the cache: nothing of it can go before it is committed.
+        share = options.cache_size_bytes // BATCH_SHARE
+        self._batch_filled_bytes = BATCH_FILLED_BYTES if eviction is None else min(share, BATCH_FILLED_BYTES)
         self._appends = appends and options.cache is CacheLevel.FULL
         # state
         self._pending: dict[tuple[int, int], Unit] = {}
@@ -111,8 +118,23 @@ class DataCache:
         """Called when the reports up to this one are in the index, or never will be."""
         self.undone: Callable[[], None] = lambda: None
         """Called when what was appended could not be put on disk: nothing is to be built upon it."""
+        self.committed: Callable[[], None] = lambda: None
+        """Called after each commit: there may be more room."""
         self._dropped: dict[tuple[int, int, int], None] = {}
-        self._freed: deque[tuple[int, Extent]] = deque()
+        self._evicting: dict[tuple[int, int, int], int] = {}
+        """Those of `_dropped` that make room for others, and how much."""
+        self.on_accessed: Callable[[Sequence[tuple[int, int]]], None] = lambda units: None
+        """Told of what is read, too."""
+        self._evicting_bytes = 0
+        self._hurried = False
+        """Somebody waits for those to go."""
+        self._stored_bytes = index.totals.blob_bytes
+        """As of the last commit that was followed up: the index counts what is in our queue before we hear of it."""
+        self._committing_bytes = 0
+        self.held_bytes: Callable[[], int] = lambda: 0
+        """What the fast path has fetched and not reported yet."""
+        self._freed: deque[tuple[int, Extent | int]] = deque()
+        """What to give back when no reader is older than a transaction: records, and slabs by their offset."""
         self._paused_until = 0.0
         self._warned: set[str] = set()
         self._wake = trio.Event()
@@ -189,6 +211,9 @@ class DataCache:
         if pending is not None:
             pending.read = True
 
+    def view(self) -> View:
+        return self._index.view()
+
     def holds(self, view: View, inode: Inode, unit: tuple[int, int]) -> bool:
         """True if the unit is cached or on its way."""
         pending = self._pending.get((inode.number, unit[0]))
@@ -209,15 +234,20 @@ class DataCache:
 
     # --- admission -------------------------------------------------------------------------------------------------
 
-    def admits(self, length: int) -> bool:
-        """Would a unit of `length` bytes be cached now?"""
+    def admits(self, length: int, *, ahead: bool = False) -> bool:
+        """Will a unit of `length` bytes be cached? What must go for it goes now, unless it is fetched `ahead`."""
         return (
             self._appends
             and self._queued_bytes + length <= self._queue_limit
             and self._clock() >= self._paused_until
             and self._index.available
-            and self._admission.admits(record.record_bytes(length), self.used_bytes)
+            and self._has_room(record.record_bytes(length), ahead)
         )
+
+    def _has_room(self, record_bytes: int, ahead: bool) -> bool:
+        if self._eviction is not None and not ahead and not self._admission.admits(record_bytes, self.used_bytes):
+            self.make_room(record_bytes)
+        return self._admission.admits(record_bytes, self.used_bytes)
 
     @property
     def capacity_bytes(self) -> int:
@@ -230,8 +260,39 @@ class DataCache:
 
     @property
     def used_bytes(self) -> int:
-        """Records in the blob and on their way."""
-        return self._index.totals.blob_bytes + self._queued_record_bytes
+        """Records in the blob and on their way, but for those that are about to go."""
+        on_their_way = self._queued_record_bytes + self._filled_bytes + self._committing_bytes + self.held_bytes()
+        return self._stored_bytes + on_their_way - self._evicting_bytes
+
+    @property
+    def is_evicting(self) -> bool:
+        """Something has yet to go."""
+        return bool(self._evicting)
+
+    def accessed(self, units: Sequence[tuple[int, int]]) -> None:
+        """These were read: (inode, number of the chunk)."""
+        if self._eviction is not None:
+            self._eviction.accessed(units)
+        self.on_accessed(units)
+
+    def make_room(self, wanted_bytes: int = 0, *, urgent: bool = False) -> None:
+        """Evict until so much fits, and the reserve besides, if the policy gives so much away.
+
+        `urgent`: somebody waits for it; else it goes with the next commit.
+        """
+        if self._eviction is None:
+            return
+        needed = self.used_bytes + wanted_bytes + self._eviction.reserve_bytes - self.capacity_bytes
+        for victim in self._eviction.victims(needed):
+            key = victim.inode, victim.offset, victim.extent.blob_offset
+            if key not in self._dropped:
+                self._evicting[key] = victim.extent.record_bytes
+                self._evicting_bytes += victim.extent.record_bytes
+                self._metrics.evictions += 1
+                self._drop(*key)
+        if urgent:
+            self._hurried = True
+            self.wake()
 
     def admit(self, inode: Inode, offset: int, payload: bytes) -> bool:
         """Queue a unit that was fetched. False if it will not be cached."""
@@ -274,8 +335,8 @@ class DataCache:
 
     def wake(self) -> None:
         self._wake.set()
-        full = self._queued_bytes >= BATCH_BYTES or self._filled_bytes >= BATCH_FILLED_BYTES
-        if full or self._urgent or len(self._index.dirty) >= BATCH_KEYS:
+        full = self._queued_bytes >= BATCH_BYTES or self._filled_bytes >= self._batch_filled_bytes
+        if full or self._urgent or self._hurried or len(self._index.dirty) >= BATCH_KEYS:
             self._full.set()
 
     async def run(self) -> None:
@@ -316,13 +377,15 @@ class DataCache:
             units.append(self._queue.popleft())
             size += len(units[-1].payload)
         filled = [self._filled.popleft() for _ in range(min(len(self._filled), BATCH_FILLED))]
-        self._filled_bytes -= sum(unit.extent.record_bytes for unit in filled)
+        self._committing_bytes = sum(unit.extent.record_bytes for unit in filled)
+        self._filled_bytes -= self._committing_bytes
         first = [(Table.INODES, inode_key(unit.inode.number)) for unit in units]
         first += [(Table.INODES, inode_key(unit.inode)) for unit in filled]
         keys = self._index.take_dirty(BATCH_KEYS, first)
         dropped = list(self._dropped)
         if not (units or filled or keys or dropped):
             await trio.to_thread.run_sync(self._punch, limiter=self._writer)
+            self._follow_up()
             return
         try:
             write = partial(self._write, units, filled, keys, dropped)
@@ -335,6 +398,7 @@ class DataCache:
             self._failed("index", f"the index cannot be written, nothing new is cached until it can: {error}")
             self._retire(units)
             self._settle(filled, refused=True)
+            self._follow_up()
             self._metrics.skipped_admissions += len(units)
             self._idle.set()
             await trio.sleep(1.0)
@@ -348,9 +412,22 @@ class DataCache:
             await trio.lowlevel.checkpoint()
         for key in dropped:
             self._dropped.pop(key, None)
+            self._evicting_bytes -= self._evicting.pop(key, 0)
         self._retire(units)
         self._settle(filled, refused=refused is not None)
-        self._freed.extend((commit.transaction, extent) for extent in commit.freed)
+        self._freed.extend((commit.transaction, extent) for extent in (*commit.rejected, *commit.freed))
+        self._follow_up()
+        if self._eviction is not None:
+            self._eviction.committed(commit.indexed, commit.freed)
+            slabs = self._eviction.take_empty_slabs(self._blob.is_sealed)
+            self._freed.extend((commit.transaction, slab) for slab in slabs)
+            self.make_room()
+
+    def _follow_up(self) -> None:
+        self._stored_bytes = self._index.totals.blob_bytes
+        self._committing_bytes = 0
+        self._hurried = self._hurried and bool(self._evicting)
+        self.committed()
 
     def _settle(self, filled: list[Filled], *, refused: bool) -> None:
         if filled:
@@ -403,9 +480,12 @@ class DataCache:
         while self._punchable():
             self._give_back(self._freed.popleft()[1])
 
-    def _give_back(self, extent: Extent) -> None:
+    def _give_back(self, freed: Extent | int) -> None:
         try:
-            self._blob.punch(extent)
+            if isinstance(freed, int):
+                self._blob.punch_slab(freed)
+            else:
+                self._blob.punch(freed)
         except OSError as error:  # a disk that cannot: the space is lost until the cache is made anew
             self._failed("punch", f"cannot punch a hole into the blob: {error}")
 

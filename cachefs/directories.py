@@ -4,6 +4,7 @@ On read-only mounts a listing is pinned: every later one comes from the index. O
 `attr_timeout_s`, then read again, so that what other nodes write shows up; names keep their position (hazard 8).
 """
 
+import itertools
 import time
 from collections.abc import Callable
 from functools import partial
@@ -14,12 +15,16 @@ from cachefs.attributes import LISTED, ROOT_INODE, Inode
 from cachefs.filesystem import FileSystem
 from cachefs.listings import Listings
 from cachefs.open_files import FAST_HANDLE
-from cachefs.single_flight import SingleFlight, in_task, unwrap
+from cachefs.single_flight import Flight, SingleFlight, in_task, unwrap
 
 BATCH_NAMES = 16
 PARALLEL_BATCHES = 48
-CHUNK_NAMES = 256
-"""How many records are handled without letting other tasks run."""
+POLITE_BATCHES = 8
+PAUSE_S = 0.001
+CHUNK_NAMES = 64
+"""How many records are looked at without letting other tasks run."""
+TURN_NAMES = 4
+"""How many are written: of all batches that are back one has its turn, so that other requests wait for one only."""
 REMEMBERED_LISTINGS = 4096
 MAX_ATTEMPTS = 10
 
@@ -42,6 +47,10 @@ class Directories:
         self._fresh: dict[int, tuple[int, float]] = {}
         """Directory → (version, until when its listing is believed). A FORGET takes the record and its names along; the
         record that is made next has another version."""
+        self._turn = trio.Lock()
+        self._polite: set[int] = set()
+        """Listings that only background work waits for."""
+        self._lookups_seen = 0
         self._handles: dict[int, int] = {}
         self._next_handle = 1
 
@@ -81,6 +90,29 @@ class Directories:
             else:
                 # More than once, because a FORGET that was on its way may drop the record that was just made.
                 await self._listing(number)
+
+    async def entries(self, number: int) -> list[int]:
+        """The inodes of a directory in the order of its listing, which is made if need be, without hurry.
+
+        For whoever works ahead: it steps aside for requests, until one of them wants the same listing.
+        """
+        if not self._is_listed(await self._fs.believed(number)):
+            self._polite.add(number)
+            try:
+                await self._begin_listing(number).wait()
+            finally:
+                self._polite.discard(number)
+        found: list[int] = []
+        after = 0
+        while True:
+            with self._metadata.index.view() as view:
+                rows = list(itertools.islice(self._listings.rows(view, number, after), CHUNK_NAMES))
+                dentries = [self._metadata.dentry(view, number, name) for _, name in rows]
+            found += [dentry.inode for dentry in dentries if dentry is not None and dentry.inode]
+            if not rows:
+                return found
+            after = rows[-1][0]
+            await trio.lowlevel.checkpoint()
 
     def _emit_dots(self, number: int, after: int, emit: Emit) -> bool:
         with self._metadata.index.view() as view:
@@ -131,7 +163,17 @@ class Directories:
         return version == record.version and self._clock() < until
 
     async def _listing(self, number: int) -> None:
-        await self._flights.begin(number, in_task(self._nursery, partial(self._list, number)), unwrap).wait()
+        self._polite.discard(number)
+        await self._begin_listing(number).wait()
+
+    def _begin_listing(self, number: int) -> Flight[None]:
+        return self._flights.begin(number, in_task(self._nursery, partial(self._list, number)), unwrap)
+
+    async def _step_aside(self, number: int) -> None:
+        """Somebody waits for other requests: a moment for those, if nobody waits for this."""
+        if number in self._polite and self._fs.lookups != self._lookups_seen:
+            self._lookups_seen = self._fs.lookups
+            await trio.sleep(PAUSE_S)
 
     async def _list(self, number: int) -> None:
         """Make the listing in the index complete, and every entry in it comparable without the source."""
@@ -149,6 +191,7 @@ class Directories:
         limiter = trio.CapacityLimiter(PARALLEL_BATCHES)
         errors: list[OSError] = []
         async with trio.open_nursery() as nursery:
+            limiter.total_tokens = POLITE_BATCHES if number in self._polite else PARALLEL_BATCHES
             for start in range(0, len(doubtful), BATCH_NAMES):
                 await limiter.acquire_on_behalf_of(start)
                 batch = doubtful[start : start + BATCH_NAMES]
@@ -196,13 +239,17 @@ class Directories:
         finally:
             limiter.release_on_behalf_of(token)
         prefix = path + b"/" if path else b""
-        with self._metadata.index.update() as update:
-            for name, now in zip(names, stats, strict=True):
-                if now is None:
-                    self._metadata.remove_name(update, number, name)
-                else:
-                    pin = self._fs.pins(prefix + name)
-                    self._metadata.apply_stat(update, number, name, now, pin=pin, counted=False)
+        found = list(zip(names, stats, strict=True))
+        for start in range(0, len(found), TURN_NAMES):
+            async with self._turn:
+                with self._metadata.index.update() as update:
+                    for name, now in found[start : start + TURN_NAMES]:
+                        if now is None:
+                            self._metadata.remove_name(update, number, name)
+                        else:
+                            pin = self._fs.pins(prefix + name)
+                            self._metadata.apply_stat(update, number, name, now, pin=pin, counted=False)
+                await self._step_aside(number)
 
     async def _write_rows(self, number: int, names: list[bytes], pin: bool) -> None:
         with self._metadata.index.update() as update:

@@ -15,7 +15,7 @@ import trio
 from outcome import Outcome
 
 from cachefs.attributes import Inode
-from cachefs.data_cache import DataCache
+from cachefs.data_cache import CHUNK_BYTES, DataCache
 from cachefs.index import View
 from cachefs.metrics import Metrics
 from cachefs.single_flight import Flight, SingleFlight
@@ -105,6 +105,7 @@ class Fetcher:
     async def _read_version(
         self, file: OpenFile, inode: Inode, unit: tuple[int, int], start: int, length: int
     ) -> tuple[bytes | memoryview, bool]:
+        self._data.accessed([(inode.number, unit[0] // CHUNK_BYTES)])
         flight = self._units.flying((inode.number, inode.version, *unit))
         if flight is None:
             cached = await self._data.read(inode, unit, start, length)
@@ -123,10 +124,22 @@ class Fetcher:
     def begin(self, view: View, file: OpenFile) -> None:
         """A small file was opened: it will be read. Fetch it while the kernel makes up its mind."""
         inode = file.inode
-        if inode.size and self._data.is_small(inode) and self._data.admits(inode.size):
+        if inode.size and self._data.is_small(inode):
             unit = (0, inode.size)
-            if not self._data.holds(view, inode, unit):
+            if not self._data.holds(view, inode, unit) and self._data.admits(inode.size):
                 self._fetch_unit(file, unit, view)
+
+    async def fetch_ahead(self, file: OpenFile, unit: tuple[int, int]) -> None:
+        """Before anybody asks for it, and only if there is room. Errors are left to whoever reads."""
+        inode = file.inode
+        with self._data.view() as view:
+            wanted = not self._data.holds(view, inode, unit)
+        if wanted and self._data.admits(unit[1], ahead=True):
+            with contextlib.suppress(OSError, Changed):
+                if file.fd is None and not self._data.is_small(inode):
+                    await self.open_source(file)
+                await self._fetch_unit(file, unit).wait()
+                self._metrics.prefetched += 1
 
     def _fetch_unit(self, file: OpenFile, unit: tuple[int, int], view: View | None = None) -> Flight[bytes]:
         return self._fetch(file, unit, lambda payload: self._data.admit(file.inode, unit[0], payload), view)

@@ -70,6 +70,8 @@ class FileSystem:
         self.options = options
         self.notifier = notifier
         # state
+        self.lookups = 0
+        """How many there were: whoever works in the background sees that others wait."""
         self._lstats: SingleFlight[tuple[int, bytes], Inode | None] = SingleFlight()
 
     # --- names -----------------------------------------------------------------------------------------------------
@@ -98,6 +100,7 @@ class FileSystem:
         return record
 
     async def lookup(self, parent: int, name: bytes) -> Entry:
+        self.lookups += 1
         directory = self.record(parent)
         if self.metadata.is_pinned(directory):
             directory = await self.believed(parent, directory)

@@ -245,8 +245,10 @@ class Commit:
     """What one commit did, for those who must follow it up."""
 
     flushed: list[tuple[Key, bytes | None]]
-    indexed: set[tuple[int, int]]
-    """(inode, file offset) of the extents that were accepted."""
+    indexed: dict[tuple[int, int], Extent]
+    """By inode and file offset: the extents that were accepted, in the order in which they came."""
+    rejected: list[Extent]
+    """Of versions that are gone: nothing will ever point at them."""
     freed: list[Extent]
     transaction: int
     totals: Totals
@@ -366,7 +368,7 @@ class Index:
         self, keys: Iterable[Key], extents: Iterable[tuple[int, int, Extent]], dropped: Iterable[tuple[int, int, int]]
     ) -> Commit:
         totals = Totals(self.totals.cached_files, self.totals.cached_bytes, self.totals.blob_bytes)
-        result = Commit([], set(), [], 0, totals)
+        result = Commit([], {}, [], [], 0, totals)
         tables = self.durable.tables
         with self.session.lmdb.begin() as session, self.durable.lmdb.begin(write=True) as txn:
             for table, key in sorted(keys):
@@ -396,14 +398,14 @@ class Index:
     def _add_extent(self, txn: lmdb.Transaction, inode: int, offset: int, extent: Extent, result: Commit) -> None:
         value: Any = txn.get(inode_key(inode), db=self.durable.tables[Table.INODES])
         if value is None or Inode.unpack(inode, value).version != extent.version:
-            result.freed.append(extent)
+            result.rejected.append(extent)
             return
         older = self.extent(txn, inode, offset)
         if older is not None and older.blob_offset == extent.blob_offset:
             return  # reported twice: the daemon that committed it died before it said so
         first = next(_prefixed(txn, self.durable.tables[Table.EXTENTS], inode_key(inode), None), None) is None
         txn.put(pair_key(inode, offset), extent.pack(), db=self.durable.tables[Table.EXTENTS])
-        result.indexed.add((inode, offset))
+        result.indexed[inode, offset] = extent
         result.totals.cached_files += first
         result.totals.cached_bytes += extent.length
         result.totals.blob_bytes += extent.record_bytes

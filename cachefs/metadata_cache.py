@@ -101,6 +101,12 @@ class MetadataCache:
         """All known names: (parent, name)."""
         return [(inode_of_key(key[8:16]), key[16:]) for key, _ in view.scan(Table.LINKS, inode_key(number))]
 
+    def directory_of(self, number: int) -> int | None:
+        """The parent of an inode, by one of its names."""
+        with self.index.view() as view:
+            link = view.first_key(Table.LINKS, inode_key(number))
+        return inode_of_key(link[8:16]) if link is not None else None
+
     def path(self, view: View, number: int) -> bytes:
         """A path from the root of the source. Raises OSError ESTALE where no name leads to the inode."""
         if number == ROOT_INODE:

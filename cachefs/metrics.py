@@ -15,6 +15,10 @@ class Metrics:
     """Bytes of the replies that were misses."""
     skipped_admissions: int = 0
     """Fetched units that were not cached: cache full, write-behind queue full, or the disk refused them."""
+    evictions: int = 0
+    """Units that made room for others."""
+    prefetched: int = 0
+    """Units that were fetched before anybody asked for them."""
     errors: int = 0
     """What went wrong in the cache itself (not in the source), and was made good from the source."""
     corrupt_records: int = 0

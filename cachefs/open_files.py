@@ -308,6 +308,18 @@ class OpenFiles:
         finally:
             await self._let_go(file)
 
+    async def fetch_ahead(self, number: int, offset: int) -> None:
+        """Cache a unit of a file that nobody has asked for yet, if it is immutable."""
+        with self._metadata.index.view() as view:
+            record = self._metadata.inode(view, number)
+        if record is None or not self._is_immutable(record) or not self._metadata.remaining_ns(record):
+            return
+        file = self._shared(record)
+        try:
+            await self._fetcher.fetch_ahead(file, self._data.unit_of(record, offset))
+        finally:
+            await self._let_go(file)
+
     async def flush(self, handle: int) -> None:
         """close() of a descriptor. NFS and Ceph report write errors here, so a dup of ours is closed (hazard 4)."""
         opened = self.handle(handle)

@@ -37,6 +37,10 @@ class Options:
     """False: pyfuse3 serves /dev/fuse itself."""
     fetch_threads: int = 64
     """Of the fast path: how many small files are fetched at once."""
+    retention: str = "no-replacement"
+    """Which cached data go when room is needed: a name of `policies.retention`."""
+    prefetch: str = "sequential"
+    """What is fetched before it is read: a name of `policies.prefetch`."""
     reconnect_timeout_s: float = 60.0
     """How long requests that need the daemon wait for another when it has died."""
 
@@ -44,6 +48,16 @@ class Options:
     def unpinned_timeout_s(self) -> float:
         """How long what is not pinned is believed: a second for mutable files on a mount that pins all else."""
         return 1.0 if math.isinf(self.attr_timeout_s) else self.attr_timeout_s
+
+    @property
+    def evicts(self) -> bool:
+        """Data may leave the cache again."""
+        return self.retention != "no-replacement" and self.cache is CacheLevel.FULL
+
+    @property
+    def logs_accesses(self) -> bool:
+        """Somebody must know what is read."""
+        return self.evicts or (self.prefetch == "directory" and self.cache is CacheLevel.FULL)
 
     @property
     def pins_everything(self) -> bool:

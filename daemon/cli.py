@@ -16,6 +16,8 @@ from daemon import background, config, control, mounting
 from daemon.conflict import check_daemon_package
 from daemon.parameters import Place, Seconds, Size, one_line_errors
 from daemon.simulate import simulate
+from policies import prefetch as prefetch_policies
+from policies import retention as retention_policies
 from policies.mutability import InvalidGlob, MutableGlobs
 
 UMOUNT_TIMEOUT_S = 90.0
@@ -55,6 +57,21 @@ def main() -> None:
     default="full",
     show_default=True,
     help="none: pass everything through; metadata: pin metadata; full: data on the local disk as well.",
+)
+@click.option(
+    "--retention",
+    type=click.Choice(retention_policies.MOUNTABLE),
+    default="no-replacement",
+    show_default=True,
+    help="Which data go when the cache is full. retire: directories that training is through with.",
+)
+@click.option(
+    "--prefetch",
+    type=click.Choice(prefetch_policies.NAMES),
+    default="sequential",
+    show_default=True,
+    help="What is fetched before it is read. sequential: the next chunk of a large file; directory: the rest of a "
+    "directory; all: everything, in directory order. The last two need --read-only.",
 )
 @click.option(
     "--read-only",
@@ -136,6 +153,8 @@ def mount(
     cache_dir: Path | None,
     cache_size: int | None,
     cache: str,
+    retention: str,
+    prefetch: str,
     read_only: bool,
     mutable: tuple[str, ...],
     small_file: int,
@@ -158,6 +177,8 @@ def mount(
     """
     if math.isinf(attr_timeout or 0.0) and not read_only:
         raise click.UsageError("--attr-timeout inf needs --read-only: other nodes' changes would never show up")
+    if prefetch in prefetch_policies.BEYOND_FILES and not (read_only and cache == "full"):
+        raise click.UsageError(f"--prefetch {prefetch} needs --read-only: elsewhere only what is read is immutable")
     try:
         globs = MutableGlobs(mutable)
     except InvalidGlob as error:
@@ -165,6 +186,8 @@ def mount(
     check_daemon_package()
     options = Options(
         cache=CacheLevel(cache),
+        retention=retention,
+        prefetch=prefetch,
         read_only=read_only,
         mutable=globs,
         small_file_bytes=small_file,

@@ -4,8 +4,9 @@ index and the disk say. How either side comes to the mount that the other one ho
 
 import logging
 import os
-from collections import Counter
-from collections.abc import Callable
+import struct
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -19,9 +20,10 @@ from cachefs.errors import CacheFsError
 from cachefs.fastpath import launcher
 from cachefs.fastpath.in_doubt import touched
 from cachefs.fastpath.launcher import FastPath, Inheritance, Message
-from cachefs.fastpath.shared import Shared, mount_flags
+from cachefs.fastpath.shared import ACCESS_LOGS, Shared, mount_flags
 from cachefs.filesystem import FileSystem
 from cachefs.options import Options
+from cachefs.prefetcher import Wish
 from daemon import config, control, descriptor_store, mounting
 from daemon.config import MountConfig
 
@@ -30,7 +32,13 @@ log = logging.getLogger(__name__)
 SERVING_THREADS = 16
 """Of the fast path: how many requests it answers at once, those that wait for the local disk included."""
 FOLLOW_S = 1.0
+COLLECT_S = 0.1
+MAX_WISHES = 1024
+"""So many may wait in the fast path."""
+WISHES_A_MESSAGE = 256
+WISH_POLL_S = 0.005
 _SOCKET = "fastpath"
+_WISH = struct.Struct("<2Q")
 
 
 def take_over(mount_config: MountConfig) -> Inheritance | None:
@@ -64,6 +72,37 @@ def set_up(
     return held
 
 
+class FastWishes:
+    """Fetched by the threads of the fast path, when no reader minds."""
+
+    def __init__(self, shared: Shared, fastpath: FastPath) -> None:
+        self._shared = shared
+        self._fastpath = fastpath
+        self._sent: deque[Wish] = deque(maxlen=MAX_WISHES)
+        self._outstanding_from = shared["wishes_done"]
+
+    async def send(self, wishes: Sequence[Wish]) -> None:
+        for start in range(0, len(wishes), WISHES_A_MESSAGE):
+            part = wishes[start : start + WISHES_A_MESSAGE]
+            while self._outstanding_from - self._shared["wishes_done"] > MAX_WISHES - len(part):  # noqa: ASYNC110
+                await trio.sleep(WISH_POLL_S)
+            self._send(part)
+
+    def _send(self, wishes: Sequence[Wish]) -> None:
+        data = b"".join(_WISH.pack(wish.inode, wish.offset) for wish in wishes)
+        self._sent.extend(wishes)
+        self._outstanding_from += len(wishes)
+        self._fastpath.send(Message.WISH, data=data)
+
+    def again(self) -> None:
+        """Another fast path is there, and knows of none."""
+        lost = list(self._sent)
+        self._sent.clear()
+        self._outstanding_from = self._shared["wishes_done"]
+        for start in range(0, len(lost), WISHES_A_MESSAGE):
+            self._send(lost[start : start + WISHES_A_MESSAGE])
+
+
 class FastPathHost:
     def __init__(
         self,
@@ -87,6 +126,7 @@ class FastPathHost:
         self._filesystem = filesystem
         self._nursery = nursery
         # state
+        self._wants_room = False
         self._fastpath = FastPath(
             held,
             runtime / _SOCKET,
@@ -94,10 +134,15 @@ class FastPathHost:
             durable=opened.durable_path,
             log_path=log_path,
             received=self._received,
+            attached=lambda: self.wishes.again(),
             died=died,
             unmounted=unmounted,
         )
-        data.settled, data.undone = self._settled, self._grant
+        self.wishes = FastWishes(held.shared, self._fastpath)
+        data.settled, data.undone, data.committed = self._settled, self._grant, self._committed
+        data.held_bytes = lambda: held.shared["held_bytes"]
+        self._seen = [0] * ACCESS_LOGS
+        held.shared.accesses(self._seen)  # what was read before our time
         self._follow()
 
     @property
@@ -115,6 +160,12 @@ class FastPathHost:
         while True:
             self._follow()
             await trio.sleep(FOLLOW_S)
+
+    async def collect(self) -> None:
+        """A task, for ever: hear of what the fast path reads from the cache."""
+        while True:
+            self._data.accessed(self._held.shared.accesses(self._seen))
+            await trio.sleep(COLLECT_S)
 
     async def stop(self) -> None:
         await self._fastpath.stop()
@@ -152,6 +203,10 @@ class FastPathHost:
         elif message is Message.REFUSED:
             self._data.refused(OSError(a, os.strerror(a)))
             self._follow()
+        elif message is Message.ROOM:
+            self._wants_room = True
+            self._data.accessed(self._held.shared.accesses(self._seen))
+            self._data.make_room(urgent=True)
         elif message is Message.IN_DOUBT:
             numbers, entries = touched(data)
             log.warning("a daemon died in the middle of a change to inodes %s: they are compared again", numbers)
@@ -163,6 +218,12 @@ class FastPathHost:
     def _follow(self) -> None:
         self._held.shared["committed_bytes"] = self._index.totals.blob_bytes
         self._held.shared["capacity_bytes"] = self._data.admission_bytes
+
+    def _committed(self) -> None:
+        self._follow()
+        if self._wants_room and not self._data.is_evicting:
+            self._wants_room = False
+            self._fastpath.send(Message.ROOM)
 
     def _settled(self, report: int) -> None:
         self._follow()  # before the number: what is settled must be counted by then

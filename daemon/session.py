@@ -20,9 +20,10 @@ import trio
 
 from cachefs.blob import Blob
 from cachefs.cache_directory import CacheDirectory, OpenedIndex
-from cachefs.data_cache import DataCache
+from cachefs.data_cache import CHUNK_BYTES, DataCache
 from cachefs.directories import Directories
 from cachefs.errors import CacheFsError
+from cachefs.eviction import Eviction
 from cachefs.fastpath import launcher
 from cachefs.fastpath.launcher import Inheritance
 from cachefs.filesystem import FileSystem
@@ -33,11 +34,13 @@ from cachefs.notifier import KernelNotifier
 from cachefs.open_files import OpenFiles
 from cachefs.operations import Operations
 from cachefs.options import Options, Revalidate
+from cachefs.prefetcher import OwnWishes, Prefetcher
 from cachefs.slots import SourceSlots
 from cachefs.source import Source
 from daemon import background, config, control, descriptor_store, fastpath_host, fuse_device, mounting
 from daemon.config import MountConfig
 from daemon.fastpath_host import FastPathHost
+from policies import prefetch
 
 log = logging.getLogger(__name__)
 
@@ -187,7 +190,10 @@ class Session:
         metadata = MetadataCache(
             index, options, run=opened.state.run, floor=opened.state.floor, takeovers=opened.takeovers
         )
-        data = DataCache(index, blob, options, metrics, appends=not options.fastpath)
+        eviction = None
+        if options.evicts:
+            eviction = Eviction(index, options.retention, options.cache_size_bytes, CHUNK_BYTES, metadata.directory_of)
+        data = DataCache(index, blob, options, metrics, appends=not options.fastpath, eviction=eviction)
         slots = SourceSlots(SOURCE_SLOTS, options.source_timeout_s)
         filesystem = FileSystem(source, slots, metadata, options, KernelNotifier(nursery, self._device))
         files = OpenFiles(
@@ -201,6 +207,7 @@ class Session:
         operations = Operations(filesystem, files, directories, Mutations(filesystem, files, directories))
         self._filesystem, self._opened, self._metrics, self._data = filesystem, opened, metrics, data
         self._source, self._slots = source, slots
+        self._prefetcher: Prefetcher | None = None
 
         with index.update() as update:
             if not took_over:
@@ -230,12 +237,20 @@ class Session:
         try:
             if self._host is not None:
                 nursery.start_soon(_forever, self._host.follow)
+                if options.logs_accesses:
+                    nursery.start_soon(_forever, self._host.collect)
                 await self._host.start(replace=self._restart)
             self._responsible = True
             config.save(self.config, runtime / config.CONFIG_NAME)
             await nursery.start(control.serve, runtime / "control", self._commands(), {"leave": pyfuse3.terminate})
             for task in (data.run, self._check_readers):
                 nursery.start_soon(_forever, task)
+            if options.prefetch in prefetch.BEYOND_FILES:
+                wishes = self._host.wishes if self._host is not None else OwnWishes(files, nursery)
+                policy = prefetch.make(options.prefetch)
+                self._prefetcher = Prefetcher(policy, filesystem, directories, data, wishes)
+                data.on_accessed = self._prefetcher.read
+                nursery.start_soon(_forever, self._prefetcher.run)
             nursery.start_soon(self._terminate_on_signal)
             nursery.start_soon(self._announce, operations, ready)
             try:
@@ -322,6 +337,7 @@ class Session:
             "source_ops": {name: count for name, count in self._source.counters.snapshot().items() if count},
             "source_timeouts": self._slots.timeouts,
             "source_stuck_calls": self._slots.stuck,
+            "prefetch": self._prefetcher.state if self._prefetcher is not None else None,
             "fastpath": None,
             "run": self._opened.state.run,
         }

@@ -60,7 +60,7 @@ def simulate(trace: Trace, retention: str, capacity_bytes: int, *, counted_from:
     part_of = trace.parts.__getitem__ if trace.parts else lambda _: 0
     policy = make(retention, Circumstances(part_of, uses))
     foreseeing = policy if isinstance(policy, OPT) else None
-    accessed, inserted, removed, victim_of = policy.accessed, policy.inserted, policy.removed, policy.victim
+    accessed, inserted, removed, next_victim = policy.accessed, policy.inserted, policy.removed, policy.victim
     cached = bytearray(len(sizes))
     used = hits = hit_bytes = 0
     for position, key in enumerate(accesses):
@@ -76,7 +76,7 @@ def simulate(trace: Trace, retention: str, capacity_bytes: int, *, counted_from:
         if size > capacity_bytes:
             continue
         while used + size > capacity_bytes:
-            victim = victim_of(key)
+            victim = next_victim()
             if victim is None:
                 break
             removed(victim)

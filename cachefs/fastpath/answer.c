@@ -249,6 +249,20 @@ static void name_inode(struct worker *worker, const struct request *request)
 
 /* --- data --------------------------------------------------------------------------------------------------------- */
 
+/* Several READs of a unit in a row are one access. */
+static void log_access(const struct worker *worker, uint64_t inode, uint64_t offset)
+{
+    struct access_log *log = worker->log;
+    if (!log)
+        return;
+    uint64_t count = log->written, unit = offset / CHUNK_BYTES & ((1u << ACCESS_UNIT_BITS) - 1);
+    const struct access *last = &log->entries[(count - 1) % ACCESS_ENTRIES];
+    if (count && last->inode == inode && (last->when_and_unit & ((1u << ACCESS_UNIT_BITS) - 1)) == unit)
+        return;
+    log->entries[count % ACCESS_ENTRIES] = (struct access){inode, monotonic_ns() / 1000 << ACCESS_UNIT_BITS | unit};
+    log->written = count + 1;
+}
+
 /* `scratch`: for each part as much as its bytes need. */
 static enum outcome serve_cached(struct worker *worker, const struct request *request, const struct inode_record *record,
                                  uint64_t end, uint8_t *const scratch[MAX_REPLY_PARTS])
@@ -304,6 +318,7 @@ static enum outcome serve_read(struct worker *worker, const struct request *requ
     /* Who has a handle of ours may be faster than our report that the file was opened. */
     if (!is_immutable(&worker->view, &record) && !((in->fh & FAST_HANDLE) && is_freezable(&worker->view, &record)))
         return PASS;
+    log_access(worker, request->header->nodeid, in->offset);
     if (end > record.size)
         end = record.size;
     bool one_unit = end <= in->offset / CHUNK_BYTES * CHUNK_BYTES + CHUNK_BYTES;

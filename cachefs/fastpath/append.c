@@ -70,18 +70,24 @@ static void settle_locked(struct appender *appender)
     appender->shared->pending_bytes = appender->unsettled_bytes;
 }
 
-static bool admits_locked(struct appender *appender, uint64_t bytes)
+/* `waiting`: of other records that will be appended first. */
+static bool has_room_locked(struct appender *appender, uint64_t bytes, uint64_t waiting)
 {
     settle_locked(appender); /* first: what is settled after this is counted twice, not missed */
-    uint64_t used = appender->shared->committed_bytes + appender->unsettled_bytes + appender->queued_bytes;
-    return !appender->daemon_gone && appender->unsettled_count + appender->queued_count < MAX_UNSETTLED &&
-           used + bytes <= appender->shared->capacity_bytes;
+    return appender->shared->committed_bytes + appender->unsettled_bytes + waiting + bytes <= appender->shared->capacity_bytes;
 }
 
-bool append_admits(struct appender *appender, uint32_t length)
+static bool admits_locked(struct appender *appender, uint64_t bytes, bool evicts)
+{
+    if (appender->daemon_gone || appender->unsettled_count + appender->queued_count >= MAX_UNSETTLED)
+        return false;
+    return evicts ? bytes <= appender->shared->capacity_bytes : has_room_locked(appender, bytes, appender->queued_bytes);
+}
+
+bool append_admits(struct appender *appender, uint32_t length, bool ahead)
 {
     pthread_mutex_lock(&appender->lock);
-    bool admitted = admits_locked(appender, record_bytes(length));
+    bool admitted = admits_locked(appender, record_bytes(length), !ahead && (appender->shared->flags & EVICTS));
     pthread_mutex_unlock(&appender->lock);
     return admitted;
 }
@@ -90,7 +96,7 @@ bool append_queue(struct appender *appender, struct fetch *fetch)
 {
     uint64_t bytes = record_bytes(fetch->length);
     pthread_mutex_lock(&appender->lock);
-    bool taken = admits_locked(appender, bytes);
+    bool taken = admits_locked(appender, bytes, appender->shared->flags & EVICTS);
     if (taken) {
         queue_push(&appender->queue, fetch);
         appender->queued_bytes += bytes;
@@ -119,6 +125,13 @@ void append_daemon_gone(struct appender *appender)
     appender->granted = UINT64_MAX;
     appender->next = appender->end = 0;
     appender->asked = false;
+    pthread_cond_broadcast(&appender->changed);
+    pthread_mutex_unlock(&appender->lock);
+}
+
+void append_room(struct appender *appender)
+{
+    pthread_mutex_lock(&appender->lock);
     pthread_cond_broadcast(&appender->changed);
     pthread_mutex_unlock(&appender->lock);
 }
@@ -232,11 +245,40 @@ static void finish_batch(struct appender *appender, bool good)
     pthread_mutex_unlock(&appender->lock);
 }
 
+/* The daemon evicts what its policy says. False: it has not, for so long that nobody should wait for it. */
+static bool wait_for_room(struct appender *appender, uint64_t bytes)
+{
+    if (appender->batch_count)
+        finish_batch(appender, true);
+    flush_reports(appender); /* what the daemon has not heard of it cannot evict */
+    struct timespec deadline = after_ns(GRANT_TIMEOUT_S * SECOND_NS);
+    pthread_mutex_lock(&appender->lock);
+    bool room = has_room_locked(appender, bytes, 0), waited = false;
+    if (!room && !appender->daemon_gone)
+        control_send(appender->control, CONTROL_ROOM, appender->queued_bytes, 0, NULL, 0);
+    while (!room && !waited && !appender->daemon_gone && bytes <= appender->shared->capacity_bytes) {
+        waited = pthread_cond_timedwait(&appender->changed, &appender->lock, &deadline);
+        room = has_room_locked(appender, bytes, 0);
+    }
+    pthread_mutex_unlock(&appender->lock);
+    return room;
+}
+
 /* The place of a record, perhaps after waiting for a slab. A daemon that has gone may come back, and the cache is its. */
 static bool place(struct appender *appender, uint64_t bytes, uint64_t *at)
 {
     struct timespec deadline = after_ns(GRANT_TIMEOUT_S * SECOND_NS);
     pthread_mutex_lock(&appender->lock);
+    if ((appender->shared->flags & EVICTS) && !has_room_locked(appender, bytes, appender->batch_bytes)) {
+        pthread_mutex_unlock(&appender->lock);
+        bool room = wait_for_room(appender, bytes);
+        pthread_mutex_lock(&appender->lock);
+        if (!room) {
+            appender->writing = appender->batch_count;
+            pthread_mutex_unlock(&appender->lock);
+            return false;
+        }
+    }
     bool placed = place_locked(appender, bytes, at);
     if (!placed && appender->batch_count) { /* while we wait a daemon may come, who waits for what is being written */
         pthread_mutex_unlock(&appender->lock);

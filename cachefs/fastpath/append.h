@@ -31,12 +31,14 @@ uint32_t encode_report(uint8_t *out, const struct fetch *fetch, const struct ext
 /* Waits for a daemon that is slow. False: it has gone. */
 bool append_tell(struct appender *appender, const uint8_t *reports, uint32_t length);
 
-/* Would a payload of this length be appended now? */
-bool append_admits(struct appender *appender, uint32_t length);
+/* Would a payload of this length be appended? `ahead`: nobody asks for it yet, so nothing is evicted for it. */
+bool append_admits(struct appender *appender, uint32_t length, bool ahead);
 /* Takes a fetch over, with its payload. False: not now; nothing was taken. */
 bool append_queue(struct appender *appender, struct fetch *fetch);
 
 void append_slab(struct appender *appender, uint64_t offset);
+/* The daemon has evicted something. */
+void append_room(struct appender *appender);
 /* A daemon is there, the same one or the next: it can be asked for slabs. */
 void append_attached(struct appender *appender, bool same);
 void append_daemon_gone(struct appender *appender);

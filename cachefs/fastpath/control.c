@@ -12,6 +12,7 @@
 #include "fill.h"
 #include "interrupt.h"
 #include "serve.h"
+#include "wishes.h"
 
 #define TICK_MS 200
 #define MAX_DESCRIPTORS 8
@@ -119,9 +120,10 @@ static bool receive(struct control_socket *control)
         struct cmsghdr align;
         char bytes[CMSG_SPACE(sizeof(int) * MAX_DESCRIPTORS)];
     } ancillary;
-    struct iovec part = {&head, sizeof head};
+    static struct wish wishes[MAX_WISHES]; /* of the one thread that comes here */
+    struct iovec parts[] = {{&head, sizeof head}, {wishes, sizeof wishes}};
     struct msghdr message = {
-        .msg_iov = &part, .msg_iovlen = 1, .msg_control = ancillary.bytes, .msg_controllen = sizeof ancillary.bytes};
+        .msg_iov = parts, .msg_iovlen = 2, .msg_control = ancillary.bytes, .msg_controllen = sizeof ancillary.bytes};
     ssize_t length = recvmsg(control->daemon, &message, MSG_CMSG_CLOEXEC | MSG_DONTWAIT);
     if (length < 0)
         return errno == EAGAIN || errno == EINTR;
@@ -146,6 +148,10 @@ static bool receive(struct control_socket *control)
         hand_over(control);
     } else if (head.type == CONTROL_SLAB) {
         fill_slab(control->fastpath->fill, head.a);
+    } else if (head.type == CONTROL_ROOM) {
+        fill_room(control->fastpath->fill);
+    } else if (head.type == CONTROL_WISH && control->fastpath->fill) {
+        fill_wish(control->fastpath->fill, wishes, ((size_t)length - sizeof head) / sizeof *wishes);
     }
     while (count)
         close(fds[--count]);

@@ -1,191 +1,12 @@
-#include "fill.h"
-
 #include <errno.h>
 #include <malloc.h>
-#include <semaphore.h>
 #include <stdlib.h>
 #include <string.h>
 
-#include "append.h"
-#include "fill_table.h"
-#include "source.h"
+#include "fill_parts.h"
 
-#define MAX_PATH 4000 /* the kernel's 4,096 and a margin; longer ones are walked by Python */
-#define HELD_BYTES (16u << 20) /* fetched and not yet appended; beyond that nothing more is cached */
 #define THREADS_FOR_HITS 4 /* are never lent to the source, which may hang */
 #define PROBE_NS 1000000000u
-
-struct fetcher {
-    struct fill *fill;
-    struct counters *counters;
-    struct fetch *job;
-    sem_t wake;
-    pthread_t thread;
-};
-
-struct fill {
-    struct fastpath *fastpath;
-    struct appender *appender;
-    pthread_mutex_t lock;
-    struct fill_table table;
-    struct fetch_queue queue; /* wait for a thread */
-    size_t held_bytes;
-    uint32_t fetchers, idle_count, stuck, inline_count;
-    uint64_t next_probe_ns;
-    struct fetcher *idle[MAX_THREADS];
-    struct fetcher all[MAX_THREADS];
-};
-
-/* Payload that is being fetched or waits to be appended. */
-static void hold(struct fill *fill, int64_t bytes)
-{
-    fill->held_bytes += (size_t)bytes;
-    fill->fastpath->shared->held_bytes = fill->held_bytes;
-}
-
-static void set_stuck(struct fill *fill, uint32_t stuck)
-{
-    fill->fastpath->shared->stuck = fill->stuck = stuck;
-}
-
-/* --- answering ---------------------------------------------------------------------------------------------------- */
-
-static void answer_waiter(struct fill *fill, const struct waiter *waiter, const struct fetch *fetch)
-{
-    reply(fill->fastpath->device, waiter->unique, 0, fetch->payload + (waiter->offset - fetch->offset), waiter->length);
-}
-
-static void finish_waiters(struct fill *fill, struct waiter *waiters, const struct fetch *fetch, bool good,
-                           struct counters *counters)
-{
-    while (waiters) {
-        struct waiter *waiter = waiters;
-        waiters = waiter->next;
-        if (good) {
-            counters->misses++;
-            counters->miss_bytes += waiter->length;
-            answer_waiter(fill, waiter, fetch);
-            relay_free_slot(&fill->fastpath->relay, waiter->slot);
-        } else {
-            relay_pass(&fill->fastpath->relay, waiter->slot); /* Python sees for itself what is wrong */
-        }
-        free(waiter);
-    }
-}
-
-static void run_fetch(struct fill *fill, struct fetch *fetch, struct counters *counters)
-{
-    const struct fastpath *fastpath = fill->fastpath;
-    fetch->payload = source_read(fastpath->shared, fastpath->source, fetch->path, &fetch->record, fetch->offset,
-                                 fetch->length, counters);
-    bool good = fetch->payload != NULL;
-    pthread_mutex_lock(&fill->lock);
-    struct waiter *waiters = fetch->waiters;
-    fetch->waiters = NULL;
-    bool abandoned = fetch->state == FETCH_ABANDONED;
-    if (abandoned) {
-        set_stuck(fill, fill->stuck - 1);
-    } else {
-        fetch->state = FETCH_FETCHED;
-        if (!good || !fetch->cached) /* nobody else will find it */
-            table_remove(&fill->table, fetch);
-    }
-    bool append = good && fetch->cached && !abandoned;
-    if (!append && fetch->cached)
-        hold(fill, -(int64_t)fetch->length);
-    fetch->references = 1;
-    pthread_mutex_unlock(&fill->lock);
-
-    finish_waiters(fill, waiters, fetch, good, counters);
-    if (append && append_queue(fill->appender, fetch))
-        return; /* `appended` comes next */
-    pthread_mutex_lock(&fill->lock);
-    if (append) {
-        hold(fill, -(int64_t)fetch->length);
-        table_remove(&fill->table, fetch);
-        counters->skipped_admissions++;
-    }
-    fetch_release(fetch);
-    pthread_mutex_unlock(&fill->lock);
-}
-
-static void *run_fetcher(void *context)
-{
-    struct fetcher *fetcher = context;
-    struct fill *fill = fetcher->fill;
-    for (;;) {
-        while (sem_wait(&fetcher->wake))
-            ;
-        while (fetcher->job) {
-            run_fetch(fill, fetcher->job, fetcher->counters);
-            pthread_mutex_lock(&fill->lock);
-            fetcher->job = queue_pop(&fill->queue);
-            if (fetcher->job)
-                fetcher->job->state = FETCH_FETCHING;
-            else
-                fill->idle[fill->idle_count++] = fetcher;
-            pthread_mutex_unlock(&fill->lock);
-        }
-    }
-    return NULL;
-}
-
-/* --- the appender's side ------------------------------------------------------------------------------------------ */
-
-/* It is in the blob (`extent` says where), or will never be. Called by the appender. */
-static void appended(void *context, struct fetch *fetch, const struct extent *extent, uint64_t number)
-{
-    struct fill *fill = context;
-    pthread_mutex_lock(&fill->lock);
-    hold(fill, -(int64_t)fetch->length);
-    if (extent) {
-        fetch->extent = *extent;
-        fetch->report = number;
-        fetch->state = FETCH_APPENDED;
-        table_settle_later(&fill->table, fetch);
-    } else {
-        table_remove(&fill->table, fetch);
-    }
-    fetch_release(fetch);
-    pthread_mutex_unlock(&fill->lock);
-}
-
-/* Reports up to `number` are in the index, or never will be. Called by the appender. */
-static void settled(void *context, uint64_t number)
-{
-    struct fill *fill = context;
-    pthread_mutex_lock(&fill->lock);
-    table_settle(&fill->table, number);
-    pthread_mutex_unlock(&fill->lock);
-}
-
-/* What was reported to a daemon that died and may not have been committed. Called by the appender. */
-static void tell_again(void *context)
-{
-    struct fill *fill = context;
-    uint8_t message[REPORTS_BYTES];
-    uint64_t told = 0;
-    struct fetch *rest;
-    do {
-        uint32_t used = 0;
-        pthread_mutex_lock(&fill->lock);
-        for (rest = fill->table.settle_first; rest && used + MAX_REPORT_BYTES <= sizeof message; rest = rest->settle_next)
-            if (rest->report > told) {
-                used += encode_report(message + used, rest, &rest->extent, rest->report);
-                told = rest->report;
-            }
-        pthread_mutex_unlock(&fill->lock);
-        if (used && !append_tell(fill->appender, message, used))
-            return;
-    } while (rest);
-}
-
-/* --- requests ----------------------------------------------------------------------------------------------------- */
-
-static bool admits(struct fill *fill, uint32_t length)
-{
-    return fill->held_bytes + length <= HELD_BYTES && append_admits(fill->appender, length);
-}
 
 static void add_waiter(struct fetch *fetch, struct waiter *waiter)
 {
@@ -208,7 +29,7 @@ static enum outcome answer_fetched(struct worker *worker, struct fetch *fetch, c
         fetch->references++;
         pthread_mutex_unlock(&fill->lock);
         count_hit(worker, waiter);
-        answer_waiter(fill, waiter, fetch);
+        fill_answer(fill, waiter, fetch);
         pthread_mutex_lock(&fill->lock);
         fetch_release(fetch);
         pthread_mutex_unlock(&fill->lock);
@@ -239,36 +60,6 @@ static bool indexed_by_now(struct worker *worker, uint64_t inode, uint64_t versi
     return found;
 }
 
-/* The caller holds the lock. Who is to run it: a thread that must be woken, or NULL if all are busy and will come to it. */
-static struct fetcher *start_locked(struct fill *fill, struct fetch *fetch)
-{
-    if (fill->idle_count) {
-        struct fetcher *fetcher = fill->idle[--fill->idle_count]; /* idle last: its stack is still in the caches */
-        fetcher->job = fetch;
-        fetch->state = FETCH_FETCHING;
-        return fetcher;
-    }
-    queue_push(&fill->queue, fetch);
-    return NULL;
-}
-
-/* `cached`: a whole unit, for the blob. Else what one READ asks for. */
-static struct fetch *add_locked(struct fill *fill, const struct inode_record *record, uint64_t inode, const char *path,
-                                bool cached, uint64_t offset, uint32_t length)
-{
-    struct fetch *fetch = fetch_new(record, inode, path);
-    if (!fetch)
-        return NULL;
-    fetch->cached = cached;
-    fetch->offset = offset;
-    fetch->length = length;
-    fetch->since_ns = monotonic_ns();
-    if (cached)
-        hold(fill, length);
-    table_add(&fill->table, fetch);
-    return fetch;
-}
-
 /* The first READ of a chunk, of a file whose chunk before that is known: somebody reads on and on. The next one is fetched
  * meanwhile, as the kernel would have done for a direct reader. */
 static struct fetcher *read_ahead_locked(struct worker *worker, const struct inode_record *record, uint64_t inode,
@@ -277,22 +68,16 @@ static struct fetcher *read_ahead_locked(struct worker *worker, const struct ino
     struct fill *fill = worker->fastpath->fill;
     uint64_t next, version = record->version;
     uint32_t length;
-    if (start < CHUNK_BYTES || start + CHUNK_BYTES >= record->size || !fill->idle_count)
+    if (!(fill->fastpath->shared->flags & READS_AHEAD) || start < CHUNK_BYTES || start + CHUNK_BYTES >= record->size || !fill->idle_count)
         return NULL;
     unit_of(fill->fastpath->shared, record->size, start + CHUNK_BYTES, &next, &length);
     bool sequential = table_find(&fill->table, inode, version, start - CHUNK_BYTES) ||
                       indexed_by_now(worker, inode, version, start - CHUNK_BYTES);
-    if (!sequential || !admits(fill, length) || table_find(&fill->table, inode, version, next) ||
+    if (!sequential || !fill_admits(fill, length, true) || table_find(&fill->table, inode, version, next) ||
         indexed_by_now(worker, inode, version, next))
         return NULL;
-    struct fetch *fetch = add_locked(fill, record, inode, path, true, next, length);
-    return fetch ? start_locked(fill, fetch) : NULL;
-}
-
-static void wake(struct fetcher *fetcher)
-{
-    if (fetcher)
-        sem_post(&fetcher->wake);
+    struct fetch *fetch = fill_add(fill, record, inode, path, true, next, length);
+    return fetch ? fill_start_fetch(fill, fetch) : NULL;
 }
 
 /* Every thread waits for the source: fail at once, but for one request a second that Python may try. Unlocks. */
@@ -337,13 +122,13 @@ enum outcome fill_read(struct worker *worker, const struct inode_record *record,
     if (fetch)
         fetch->touched = true;
     if (fetch && fetch->state >= FETCH_FETCHED) {
-        wake(ahead);
+        fill_wake(ahead);
         return answer_fetched(worker, fetch, &reader); /* unlocks */
     }
     /* What left the table since this request looked into the index is in the index by now. */
     if (!fetch && within && indexed_by_now(worker, inode, record->version, start)) {
         pthread_mutex_unlock(&fill->lock);
-        wake(ahead);
+        fill_wake(ahead);
         return AGAIN;
     }
     if (!fetch && fill->stuck >= fill->fetchers)
@@ -351,13 +136,13 @@ enum outcome fill_read(struct worker *worker, const struct inode_record *record,
     struct waiter *waiter = malloc(sizeof *waiter);
     struct fetch *new = NULL;
     if (waiter && !fetch) {
-        bool cached = within && admits(fill, unit);
+        bool cached = within && fill_admits(fill, unit, false);
         worker->counters->skipped_admissions += !cached;
-        fetch = new = add_locked(fill, record, inode, path, cached, cached ? start : in->offset, cached ? unit : reader.length);
+        fetch = new = fill_add(fill, record, inode, path, cached, cached ? start : in->offset, cached ? unit : reader.length);
     }
     if (!waiter || !fetch) {
         pthread_mutex_unlock(&fill->lock);
-        wake(ahead);
+        fill_wake(ahead);
         free(waiter);
         return PASS;
     }
@@ -370,16 +155,16 @@ enum outcome fill_read(struct worker *worker, const struct inode_record *record,
         fill->inline_count++;
         fetch->state = FETCH_FETCHING;
     } else if (new) {
-        fetcher = start_locked(fill, fetch);
+        fetcher = fill_start_fetch(fill, fetch);
     }
     if (new)
         fetch->touched = true;
     pthread_mutex_unlock(&fill->lock);
-    wake(ahead);
-    wake(fetcher);
+    fill_wake(ahead);
+    fill_wake(fetcher);
     if (ourselves) {
         give_turn(worker);
-        run_fetch(fill, fetch, worker->counters);
+        fill_run(fill, fetch, worker->counters);
         pthread_mutex_lock(&fill->lock);
         fill->inline_count--;
         pthread_mutex_unlock(&fill->lock);
@@ -406,6 +191,12 @@ void fill_slab(struct fill *fill, uint64_t offset)
 {
     if (fill)
         append_slab(fill->appender, offset);
+}
+
+void fill_room(struct fill *fill)
+{
+    if (fill)
+        append_room(fill->appender);
 }
 
 void fill_attached(struct fill *fill, bool same)
@@ -438,12 +229,12 @@ static void abandon(struct fill *fill, struct fetch *fetch, struct waiter **late
     table_remove(&fill->table, fetch);
     if (fetch->state == FETCH_FETCHING) { /* its thread finds out when the source answers */
         fetch->state = FETCH_ABANDONED;
-        set_stuck(fill, fill->stuck + 1);
+        fill_set_stuck(fill, fill->stuck + 1);
         return;
     }
     queue_remove(&fill->queue, fetch);
     if (fetch->cached)
-        hold(fill, -(int64_t)fetch->length);
+        fill_hold(fill, -(int64_t)fetch->length);
     fetch->references = 1;
     fetch_release(fetch);
 }
@@ -485,25 +276,15 @@ int fill_start(struct fastpath *fastpath, struct control_socket *control)
     if (!fill)
         return ENOMEM;
     fill->fastpath = fastpath;
-    set_stuck(fill, 0);
+    fill_set_stuck(fill, 0);
+    wishes_init(&fill->wishes, shared->fetch_threads);
     pthread_mutex_init(&fill->lock, NULL);
-    static const struct append_events events = {appended, settled, tell_again};
-    fill->appender = append_start(shared, control, control->blob_fd, &events, fill);
+    fill->appender = append_start(shared, control, control->blob_fd, &fill_append_events, fill);
     if (!fill->appender)
         return ENOMEM;
-    pthread_attr_t attributes;
-    pthread_attr_init(&attributes);
-    pthread_attr_setstacksize(&attributes, 128u << 10);
-    for (uint32_t i = 0; i < shared->fetch_threads; i++) {
-        struct fetcher *fetcher = &fill->all[i];
-        *fetcher = (struct fetcher){.fill = fill, .counters = &shared->counters[shared->threads + i]};
-        sem_init(&fetcher->wake, 0, 0);
-        fill->idle[fill->idle_count++] = fetcher;
-        int error = pthread_create(&fetcher->thread, &attributes, run_fetcher, fetcher);
-        if (error)
-            return error;
-        fill->fetchers++;
-    }
+    int error = fill_start_threads(fill, shared);
+    if (error)
+        return error;
     fastpath->fill = fill;
     return 0;
 }

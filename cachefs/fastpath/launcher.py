@@ -50,15 +50,19 @@ class Message(enum.IntEnum):
     FILLED = 7
     CORRUPT = 8
     REFUSED = 9
+    ROOM = 10
+    WISH = 11
 
 
 def is_built() -> bool:
     return os.access(PROGRAM, os.X_OK)
 
 
-def _send(connection: socket.socket, kind: Message, a: int = 0, b: int = 0, fds: tuple[int, ...] = ()) -> None:
+def _send(
+    connection: socket.socket, kind: Message, a: int = 0, b: int = 0, fds: tuple[int, ...] = (), data: bytes = b""
+) -> None:
     ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
-    connection.sendmsg([_HEAD.pack(kind, 0, a, b)], ancillary)
+    connection.sendmsg([_HEAD.pack(kind, len(data), a, b), data], ancillary)
 
 
 def _parse(data: bytes) -> tuple[Message, int, int, bytes]:
@@ -156,11 +160,13 @@ class FastPath:
         durable: Path,
         log_path: Path,
         received: Callable[[Message, int, int, bytes], None],
+        attached: Callable[[], None],
         died: Callable[[], None],
         unmounted: Callable[[], None],
     ) -> None:
         """`path`: of the listening socket. `received`: told of each message (type, a, b, data).
 
+        `attached`: the program that runs, or another one than before, is there.
         `died`: the program has ended, in whatever it was doing. `unmounted`: the mount is gone.
         """
         # dependencies
@@ -170,6 +176,7 @@ class FastPath:
         self._durable = durable
         self._log_path = log_path
         self._received = received
+        self._on_attached = attached
         self._died = died
         self._unmounted = unmounted
         # state
@@ -314,6 +321,7 @@ class FastPath:
         while (message := await self._next())[0] is not Message.ATTACHED:
             self._received(*message)  # its threads were at work before it saw us
         self._attached = True
+        self._on_attached()
 
     async def _next(self) -> tuple[Message, int, int, bytes]:
         assert self._connection is not None
@@ -327,10 +335,13 @@ class FastPath:
             raise EOFError
         return _parse(data)
 
-    def send(self, kind: Message, a: int = 0, b: int = 0) -> None:
+    def send(self, kind: Message, a: int = 0, data: bytes = b"") -> bool:
+        """False where it has died; the next one asks again."""
         if self._connection is not None:
-            with contextlib.suppress(OSError):  # it has died; the next one asks again
-                _send(self._connection, kind, a, b)
+            with contextlib.suppress(OSError):
+                _send(self._connection, kind, a, data=data)
+                return True
+        return False
 
     def _bury(self) -> int | None:
         """Its exit status, negative for a signal; None if it was started by another daemon."""

@@ -50,6 +50,8 @@ static int print_layout(void)
     FIELD(shared, simulate_latency_ns); FIELD(shared, root_device); FIELD(shared, run); FIELD(shared, floor);
     FIELD(shared, serving); FIELD(shared, capacity_bytes); FIELD(shared, committed_bytes); FIELD(shared, settled);
     FIELD(shared, pending_bytes); FIELD(shared, held_bytes); FIELD(shared, stuck); FIELD(shared, pid); FIELD(shared, passed); FIELD(shared, counters);
+    FIELD(shared, wishes_done); FIELD(shared, accesses); FIELD(access_log, entries); FIELD(access, when_and_unit);
+    FIELD(wish, inode); FIELD(wish, offset);
     FIELD(filled, report); FIELD(filled, inode); FIELD(filled, offset); FIELD(filled, version);
     FIELD(filled, blob_offset); FIELD(filled, record_bytes); FIELD(filled, length); FIELD(filled, checksums);
     FIELD(control, type); FIELD(control, length); FIELD(control, a); FIELD(control, b);
@@ -159,9 +161,12 @@ int main(int count, char **values)
     pthread_attr_t attributes;
     pthread_attr_init(&attributes);
     pthread_attr_setstacksize(&attributes, STACK_BYTES);
-    for (uint32_t i = 0; i < threads; i++)
+    for (uint32_t i = 0; i < threads; i++) {
         if ((error = worker_init(&workers[i], &fastpath, &fastpath.shared->counters[i], scratch + i * (size_t)QUICK_BYTES)))
             return fail("a thread cannot be set up", mdb_strerror(error));
+        if ((fastpath.shared->flags & LOGS_ACCESSES) && i < ACCESS_LOGS)
+            workers[i].log = &fastpath.shared->accesses[i];
+    }
     /* What a predecessor had read and not answered. */
     while ((workers[0].slot = relay_next_orphan(&fastpath.relay)) != NO_SLOT) {
         serve(&workers[0]);

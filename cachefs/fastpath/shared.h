@@ -11,12 +11,15 @@
 #include <stdint.h>
 
 #define SHARED_MAGIC 0x48505443u /* "CTPH" */
-#define SHARED_VERSION 1
+#define SHARED_VERSION 2
 #define MAX_THREADS 192
 #define SLOT_COUNT 2048
 #define SLOT_BYTES (140u << 10) /* of one request: a WRITE of 128 KiB and what surrounds it */
 #define INIT_BYTES 128
 #define OPERATIONS 64
+#define ACCESS_LOGS 16 /* of the first serving threads */
+#define ACCESS_ENTRIES 4096
+#define ACCESS_UNIT_BITS 24
 
 enum shared_flag {
     PINS_EVERYTHING = 1, /* a read-only mount of a dataset that is complete */
@@ -24,15 +27,28 @@ enum shared_flag {
     NO_OPEN = 4,         /* nothing is mutable: OPEN, OPENDIR and FLUSH are answered ENOSYS (hazard 3) */
     READ_ONLY = 8,
     KEEPS_DATA = 16,     /* --cache=full: what is fetched is appended to the blob */
+    LOGS_ACCESSES = 32,  /* the daemon wants to know what is read */
+    EVICTS = 64,         /* the daemon makes room when it is asked to */
+    READS_AHEAD = 128,   /* in large files */
 };
 
 struct counters { /* one for each thread, so that counting needs no lock */
     uint64_t hits, hit_bytes, misses, miss_bytes;
     uint64_t answered, failed, corrupt;
     uint64_t source_opens, source_reads, source_fstats;
-    uint64_t skipped_admissions, source_timeouts, guesses, guessed, reserved[2];
+    uint64_t skipped_admissions, source_timeouts, guesses, guessed, prefetched, reserved;
 };
 static_assert(sizeof(struct counters) == 128, "two cache lines");
+
+/* READs of cached files, in a ring with one writer; the daemon looks at it now and then. */
+struct access_log {
+    _Atomic uint64_t written; /* entries so far */
+    uint64_t reserved[7];
+    struct access {
+        uint64_t inode;
+        uint64_t when_and_unit; /* microseconds << ACCESS_UNIT_BITS | chunk of the file */
+    } entries[ACCESS_ENTRIES];
+};
 
 struct slot_head {
     _Atomic uint64_t word;  /* generation << 8 | enum slot_state */
@@ -75,7 +91,9 @@ struct shared {
     _Atomic uint64_t stuck;           /* fetches that took too long and have not come back */
     _Atomic uint64_t pid;             /* of the fast path that ran last */
     _Atomic uint64_t passed[OPERATIONS]; /* requests that were passed on, by opcode; the last: all others */
+    _Atomic uint64_t wishes_done;     /* of those that the daemon sent: fetched, or not wanted any more */
     _Alignas(4096) struct counters counters[MAX_THREADS];
+    struct access_log accesses[ACCESS_LOGS];
     struct slot_head slots[SLOT_COUNT];
 };
 static_assert(offsetof(struct shared, counters) == 4096, "shared page");
@@ -93,6 +111,8 @@ enum control_type {
     CONTROL_FILLED = 7,   /* fast path → daemon: an array of struct filled */
     CONTROL_CORRUPT = 8,  /* fast path → daemon: of inode a, offset b, the record at the blob offset that follows */
     CONTROL_REFUSED = 9,  /* fast path → daemon: the blob cannot be written, errno a */
+    CONTROL_ROOM = 10,    /* fast path → daemon: a bytes wait to be appended, and there is no room; and back: there may be */
+    CONTROL_WISH = 11,    /* daemon → fast path: an array of struct wish, to be fetched when nobody minds */
 };
 
 struct filled { /* one unit that was appended to the blob; its checksums follow */
@@ -100,6 +120,10 @@ struct filled { /* one unit that was appended to the blob; its checksums follow 
     uint32_t length, checksums;
 };
 static_assert(sizeof(struct filled) == 56, "report of a filled unit");
+
+struct wish { /* the unit of a file that holds the byte at `offset` */
+    uint64_t inode, offset;
+};
 
 struct control {
     uint32_t type, length; /* of what follows */

@@ -14,13 +14,20 @@ from cachefs.attributes import NANOSECONDS
 from cachefs.options import CacheLevel, Options
 
 MAGIC = 0x48505443
-VERSION = 1
+VERSION = 2
 SLOT_COUNT = 2048
 SLOT_BYTES = 140 << 10
 MAX_THREADS = 192
 COUNTERS_OFFSET = 4096
 COUNTER_BYTES = 128
-SHARED_BYTES = 293695488
+SHARED_BYTES = 294748160
+ACCESSES_OFFSET = 28672
+ACCESS_LOGS = 16
+ACCESS_ENTRIES = 4096
+ACCESS_UNIT_BITS = 24
+_LOG_WORDS = 8 + 2 * ACCESS_ENTRIES
+_MARGIN = 256
+"""So many of the oldest entries of a log may be overwritten while it is read."""
 
 PASSED_OFFSET = 312
 OPERATIONS = 64
@@ -31,7 +38,9 @@ OPERATION_NAMES = {
     28: "readdir", 30: "fsyncdir", 35: "create", 42: "forget", 44: "readdir", 45: "rename",
 }  # fmt: skip
 
-PINS_EVERYTHING, PINS_FILES, NO_OPEN, READ_ONLY, KEEPS_DATA = 1, 2, 4, 8, 16
+PINS_EVERYTHING, PINS_FILES, NO_OPEN, READ_ONLY, KEEPS_DATA, LOGS_ACCESSES, EVICTS, READS_AHEAD = (
+    1 << bit for bit in range(8)
+)
 
 FIELDS = {
     "magic": (0, "I"),
@@ -57,6 +66,7 @@ FIELDS = {
     "held_bytes": (280, "Q"),
     "stuck": (296, "Q"),
     "pid": (304, "Q"),
+    "wishes_done": (824, "Q"),
 }
 """Name → (byte offset, struct format)."""
 
@@ -83,6 +93,8 @@ class Counters:
     """Reads of the blob for a READ that is expected (ahead.h)."""
     guessed: int = 0
     """READs that found their bytes there."""
+    prefetched: int = 0
+    """Units that were fetched ahead because the daemon wished for them."""
 
 
 def mount_flags(options: Options) -> int:
@@ -90,6 +102,8 @@ def mount_flags(options: Options) -> int:
     flags = PINS_EVERYTHING * options.pins_everything | PINS_FILES * options.pins_files
     # Only where nothing is mutable may OPEN never be sent again (hazard 3).
     flags |= NO_OPEN * (options.pins_everything and not options.mutable)
+    flags |= LOGS_ACCESSES * options.logs_accesses | EVICTS * options.evicts
+    flags |= READS_AHEAD * (options.prefetch != "none")
     return flags | READ_ONLY * options.read_only | KEEPS_DATA * (options.cache is CacheLevel.FULL)
 
 
@@ -99,7 +113,7 @@ class Shared:
     def __init__(self, fd: int) -> None:
         """Raises ValueError where it is not of this version."""
         self.fd = fd
-        self._map = mmap.mmap(fd, COUNTERS_OFFSET + MAX_THREADS * COUNTER_BYTES)
+        self._map = mmap.mmap(fd, ACCESSES_OFFSET + ACCESS_LOGS * _LOG_WORDS * 8)
         with memoryview(self._map) as whole:
             self._words = {"I": whole.cast("I"), "Q": whole.cast("Q")}
         if (self["magic"], self["version"]) != (MAGIC, VERSION):
@@ -136,7 +150,7 @@ class Shared:
         self["root_device"] = root_device
 
     def counters(self) -> Counters:
-        words = self._words["Q"][COUNTERS_OFFSET // 8 :].tolist()
+        words = self._words["Q"][COUNTERS_OFFSET // 8 :][: MAX_THREADS * COUNTER_BYTES // 8].tolist()
         return Counters(*(sum(words[number :: COUNTER_BYTES // 8]) for number in range(len(fields(Counters)))))
 
     def passed(self) -> dict[str, int]:
@@ -145,6 +159,25 @@ class Shared:
         for code, count in enumerate(self._words["Q"][PASSED_OFFSET // 8 :][:OPERATIONS]):
             counts[OPERATION_NAMES.get(code, "other")] += count
         return dict(+counts)
+
+    def accesses(self, seen: list[int]) -> list[tuple[int, int]]:
+        """(inode, number of the chunk) of READs since the last time, in order.
+
+        `seen`: how many of each log were, and are now. What was overwritten before we came is lost.
+        """
+        words = self._words["Q"]
+        found: list[tuple[int, int]] = []
+        for number in range(ACCESS_LOGS):
+            start = ACCESSES_OFFSET // 8 + number * _LOG_WORDS
+            written = words[start]
+            first, seen[number] = max(seen[number], written - ACCESS_ENTRIES + _MARGIN), written
+            at, end = first % ACCESS_ENTRIES, written - first
+            entries = words[start + 8 : start + _LOG_WORDS]
+            part = entries[2 * at : 2 * (at + end)].tolist()
+            part += entries[: 2 * (end - len(part) // 2)].tolist()
+            found += zip(part[1::2], part[::2], strict=True)
+        found.sort()
+        return [(inode, when & (1 << ACCESS_UNIT_BITS) - 1) for when, inode in found]
 
     def _unmap(self) -> None:
         for words in self._words.values():

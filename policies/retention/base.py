@@ -22,5 +22,5 @@ class Retention(Protocol[Key]):
     def removed(self, key: Key) -> None:
         """The object has gone, for whatever reason. Unknown keys are ignored."""
 
-    def victim(self, newcomer: Key) -> Key | None:
-        """Who goes to make room for `newcomer`. None: nobody does, and it stays outside. Changes nothing."""
+    def victim(self) -> Key | None:
+        """Who goes to make room for a newcomer. None: nobody does, and that stays outside. Changes nothing."""

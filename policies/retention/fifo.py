@@ -20,5 +20,5 @@ class FIFO(Generic[Key]):
     def removed(self, key: Key) -> None:
         self._order.pop(key, None)
 
-    def victim(self, newcomer: Key) -> Key | None:
+    def victim(self) -> Key | None:
         return next(iter(self._order), None)

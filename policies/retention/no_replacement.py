@@ -20,5 +20,5 @@ class NoReplacement:
     def removed(self, key: Hashable) -> None:
         pass
 
-    def victim(self, newcomer: Hashable) -> None:
+    def victim(self) -> None:
         return None

@@ -32,7 +32,7 @@ class OPT(Generic[Key]):
     def removed(self, key: Key) -> None:
         self._next_use.pop(key, None)
 
-    def victim(self, newcomer: Key) -> Key | None:
+    def victim(self) -> Key | None:
         while self._furthest:
             use, key = self._furthest[0]
             if self._next_use.get(key) == -use:

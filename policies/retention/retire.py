@@ -65,7 +65,7 @@ class RetireWhenDone(Generic[Key]):
         if name is not None:
             del self._parts[name].keys[key]
 
-    def victim(self, newcomer: Key) -> Key | None:
+    def victim(self) -> Key | None:
         for part in self._parts.values():
             if part.keys and 0 < part.last_access < self._last_opening:
                 return next(iter(part.keys))

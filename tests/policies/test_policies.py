@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from policies.admission import NoReplacement
+from policies.admission import Capacity
 from policies.mutability import InvalidGlob, MutableGlobs
 
 
@@ -10,7 +10,7 @@ from policies.mutability import InvalidGlob, MutableGlobs
 def test_no_replacement_never_exceeds_its_capacity_and_wastes_no_room_for_what_fits(
     sizes: list[int], capacity: int
 ) -> None:
-    policy = NoReplacement(capacity)
+    policy = Capacity(capacity)
     used = 0
     for size in sizes:
         admitted = policy.admits(size, used)

@@ -137,18 +137,18 @@ def test_parts_that_are_done_make_room_and_others_do_not() -> None:
     policy = retention.make("retire", retention.Circumstances(lambda key: key[0]))
     for key in ("a1", "a2", "b1", "b2", "c1"):
         policy.inserted(key)  # fetched ahead: nobody has read any
-    assert policy.victim("d1") is None
+    assert policy.victim() is None
     for key in ("a1", "a2"):
         policy.accessed(key)
-    assert policy.victim("d1") is None  # a is being read
+    assert policy.victim() is None  # a is being read
     policy.accessed("b1")
-    assert policy.victim("d1") == "a1"
+    assert policy.victim() == "a1"
     policy.removed("a1")
-    assert policy.victim("d1") == "a2"
+    assert policy.victim() == "a2"
     policy.removed("a2")
-    assert policy.victim("d1") is None
+    assert policy.victim() is None
     policy.accessed("d1")  # not cached, but whoever reads it is through with b
-    assert policy.victim("d2") == "b1"
+    assert policy.victim() == "b1"
 
 
 def test_parts_that_are_read_in_turns_stay() -> None:
@@ -159,4 +159,4 @@ def test_parts_that_are_read_in_turns_stay() -> None:
     for key in keys[:12]:
         policy.accessed(key)
     policy.accessed(keys[12])
-    assert policy.victim("c0") is None
+    assert policy.victim() is None

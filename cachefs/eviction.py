@@ -1,0 +1,91 @@
+"""Making room: which cached units go, by the mount's retention policy.
+
+A unit is known to the policy by one integer, so that a million of them cost no more than 200 bytes each. What the
+policy knows may be out of date (a unit may have gone for another reason); the index has the last word.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+
+from cachefs.attributes import Extent, inode_of_key
+from cachefs.blob import SLAB_BYTES
+from cachefs.index import Index, Table
+from policies.retention import Circumstances, make
+
+UNIT_BITS = 24
+RESERVE_BYTES = 64 << 20
+RESERVE_SHARE = 100
+
+
+@dataclass(frozen=True, slots=True)
+class Victim:
+    inode: int
+    offset: int
+    extent: Extent
+
+
+class Eviction:
+    def __init__(
+        self, index: Index, retention: str, capacity_bytes: int, chunk_bytes: int, directory_of: Callable[[int], object]
+    ) -> None:
+        """`directory_of`: the parent of an inode, None if it has no name."""
+        # dependencies
+        self._index = index
+        # constants
+        self._chunk_bytes = chunk_bytes
+        self.reserve_bytes = min(RESERVE_BYTES, capacity_bytes // RESERVE_SHARE)
+        """This much is kept free, so that what comes need not wait."""
+        # state
+        self._policy = make(retention, Circumstances(lambda key: directory_of(key >> UNIT_BITS)))
+        self._live: Counter[int] = Counter()
+        """Records in each slab of the blob."""
+        for key in self._cached():
+            self._policy.inserted(key)
+
+    def _key(self, inode: int, offset: int) -> int:
+        return inode << UNIT_BITS | offset // self._chunk_bytes
+
+    def _cached(self) -> list[int]:
+        """What is cached already, in the order in which it was written."""
+        found = []
+        with self._index.view() as view:
+            for key, value in view.scan(Table.EXTENTS, b""):
+                offset = int.from_bytes(key[8:16], "big")
+                blob_offset = Extent.unpack(value).blob_offset
+                self._live[blob_offset // SLAB_BYTES] += 1
+                found.append((blob_offset, self._key(inode_of_key(key[:8]), offset)))
+        return [key for _, key in sorted(found)]
+
+    def accessed(self, units: Iterable[tuple[int, int]]) -> None:
+        """Reads: (inode, number of the chunk)."""
+        for inode, unit in units:
+            self._policy.accessed(inode << UNIT_BITS | unit)
+
+    def committed(self, indexed: Mapping[tuple[int, int], Extent], freed: Iterable[Extent]) -> None:
+        """What the index has and has not from now on."""
+        for (inode, offset), extent in indexed.items():
+            self._policy.inserted(self._key(inode, offset))
+            self._live[extent.blob_offset // SLAB_BYTES] += 1
+        for extent in freed:
+            self._live[extent.blob_offset // SLAB_BYTES] -= 1
+
+    def take_empty_slabs(self, is_sealed: Callable[[int], bool]) -> list[int]:
+        """The offsets of slabs that have had records, have none any more, and will have none."""
+        empty = [n for n, count in self._live.items() if count == 0 and is_sealed(n * SLAB_BYTES)]
+        for number in empty:
+            del self._live[number]
+        return [number * SLAB_BYTES for number in empty]
+
+    def victims(self, needed_bytes: int) -> list[Victim]:
+        """Who goes so that `needed_bytes` are free; fewer if the policy keeps the rest. They count as gone."""
+        found: list[Victim] = []
+        with self._index.view() as view:
+            while needed_bytes > 0 and (key := self._policy.victim()) is not None:
+                self._policy.removed(key)
+                inode, offset = key >> UNIT_BITS, (key & (1 << UNIT_BITS) - 1) * self._chunk_bytes
+                extent = view.extent(inode, offset)
+                if extent is not None:
+                    found.append(Victim(inode, offset, extent))
+                    needed_bytes -= extent.record_bytes
+        return found

@@ -1,0 +1,62 @@
+/* What the two halves of `fill.h` share: `fill.c` has the requests, `fetching.c` the threads and what comes of them. */
+#ifndef CACHEFS_FILL_PARTS_H
+#define CACHEFS_FILL_PARTS_H
+
+#include <pthread.h>
+#include <semaphore.h>
+
+#include "append.h"
+#include "fill.h"
+#include "fill_table.h"
+#include "wishes.h"
+
+#define MAX_PATH 4000 /* the kernel's 4,096 and a margin; longer ones are walked by Python */
+#define HELD_BYTES (16u << 20) /* fetched and not yet appended; beyond that nothing more is cached */
+#define HELD_SHARE 8
+
+struct fetcher {
+    struct fill *fill;
+    struct view view; /* begun when it first fetches a wish */
+    struct counters *counters;
+    struct fetch *job;
+    sem_t wake;
+    pthread_t thread;
+};
+
+struct fill {
+    struct fastpath *fastpath;
+    struct appender *appender;
+    pthread_mutex_t lock;
+    struct fill_table table;
+    struct fetch_queue queue; /* wait for a thread */
+    struct wishes wishes;
+    size_t held_bytes;
+    uint32_t fetchers, idle_count, stuck, inline_count;
+    uint64_t next_probe_ns;
+    struct fetcher *idle[MAX_THREADS];
+    struct fetcher all[MAX_THREADS];
+};
+
+void fill_answer(struct fill *fill, const struct waiter *waiter, const struct fetch *fetch);
+/* Fetch, answer whoever waits, and hand over to the appender. */
+void fill_run(struct fill *fill, struct fetch *fetch, struct counters *counters);
+int fill_start_threads(struct fill *fill, const struct shared *shared);
+void fill_set_stuck(struct fill *fill, uint32_t stuck);
+
+/* The caller holds the lock for these. */
+void fill_hold(struct fill *fill, int64_t bytes);
+/* `ahead`: nobody asks for it yet, so nothing is evicted for it. */
+bool fill_admits(struct fill *fill, uint32_t length, bool ahead);
+/* `cached`: a whole unit, for the blob. Else what one READ asks for. */
+struct fetch *fill_add(struct fill *fill, const struct inode_record *record, uint64_t inode, const char *path, bool cached,
+                       uint64_t offset, uint32_t length);
+/* Who is to run it: a thread that must be woken, or NULL if all are busy and will come to it. */
+struct fetcher *fill_start_fetch(struct fill *fill, struct fetch *fetch);
+/* A thread that has nothing to do, if there is a wish that may be fetched now; to be woken. */
+struct fetcher *fill_for_wishes(struct fill *fill);
+
+/* After the lock. NULL: nobody. */
+void fill_wake(struct fetcher *fetcher);
+extern const struct append_events fill_append_events;
+
+#endif

@@ -1,0 +1,150 @@
+"""Prefetching: lists what the policy names, and wishes for what is not cached yet.
+
+A wish is a unit of a file. Who fetches it, and when that does not disturb readers, is the business of `Wishes`: with a
+fast path its threads, else a few tasks of this process. Nothing here waits for a reader, and no reader for this.
+"""
+
+from collections import deque
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple, Protocol
+
+import trio
+
+from cachefs import record
+from cachefs.attributes import Inode
+from cachefs.data_cache import DataCache
+from cachefs.directories import Directories
+from cachefs.filesystem import FileSystem
+from cachefs.open_files import OpenFiles
+from policies.prefetch.base import Prefetch, Target
+
+PARALLEL = 8
+CHUNK_NAMES = 64
+"""How many files are looked at without letting other tasks run."""
+
+
+class Wish(NamedTuple):
+    inode: int
+    offset: int
+    length: int
+
+
+class Wishes(Protocol):
+    async def send(self, wishes: Sequence[Wish]) -> None:
+        """Have these fetched, some time; returns when there may be more."""
+
+
+class OwnWishes:
+    """Fetched by this process, a few at a time."""
+
+    def __init__(self, files: OpenFiles, nursery: trio.Nursery) -> None:
+        self._files = files
+        self._nursery = nursery
+        self._free = trio.Semaphore(PARALLEL)
+
+    async def send(self, wishes: Sequence[Wish]) -> None:
+        for wish in wishes:
+            await self._free.acquire()
+            self._nursery.start_soon(self._fetch, wish)
+
+    async def _fetch(self, wish: Wish) -> None:
+        try:
+            await self._files.fetch_ahead(wish.inode, wish.offset)
+        finally:
+            self._free.release()
+
+
+class Prefetcher:
+    def __init__(
+        self, policy: Prefetch, filesystem: FileSystem, directories: Directories, data: DataCache, wishes: Wishes
+    ) -> None:
+        # dependencies
+        self._policy = policy
+        self._fs = filesystem
+        self._directories = directories
+        self._data = data
+        self._wishes = wishes
+        # state
+        self._targets: deque[Target] = deque(policy.started())
+        self._wake = trio.Event()
+        self._last_directory: int | None = -1
+        self.state = "running" if self._targets else "idle"
+        """"full": it has stopped for good, because nothing more fits."""
+
+    def read(self, units: Iterable[tuple[int, int]]) -> None:
+        """These were read: (inode, number of the chunk)."""
+        for number, _ in units:
+            directory = self._fs.metadata.directory_of(number)
+            if directory == self._last_directory:
+                continue
+            self._last_directory = directory
+            try:
+                path = self._fs.path_of(number)
+            except OSError:  # unlinked
+                continue
+            self._targets.extend(self._policy.read(path))
+            self._wake.set()
+
+    async def run(self) -> None:
+        """The task: for ever, until cancelled."""
+        while True:
+            while self._targets and self.state != "full":
+                self.state = "running"
+                await self._fetch(self._targets.popleft())
+            if self.state == "full":
+                await trio.sleep_forever()
+            self.state = "idle"
+            self._wake = trio.Event()
+            await self._wake.wait()
+
+    async def _fetch(self, target: Target) -> None:
+        try:
+            number = await self._number_of(target.directory)
+            waiting = [number]
+            while waiting and self.state != "full":
+                found = await self._fetch_files(waiting.pop())
+                if target.recursive:
+                    waiting += reversed(found)
+        except OSError:
+            pass  # it has gone, or the source has: whoever reads will hear of it
+
+    async def _number_of(self, path: bytes) -> int:
+        number = 1
+        for name in path.split(b"/") if path else ():
+            found = (await self._fs.lookup(number, name)).inode
+            if found is None:
+                raise FileNotFoundError
+            number = found.number
+        return number
+
+    async def _fetch_files(self, directory: int) -> list[int]:
+        """Wish for the files of a directory. Its directories, in their order."""
+        found: list[int] = []
+        entries = await self._directories.entries(directory)
+        for start in range(0, len(entries), CHUNK_NAMES):
+            wishes: list[Wish] = []
+            with self._fs.metadata.index.view() as view:
+                for number in entries[start : start + CHUNK_NAMES]:
+                    inode = self._fs.metadata.inode(view, number)
+                    if inode is None:
+                        continue
+                    if inode.is_directory:
+                        found.append(number)
+                    elif inode.is_regular and self._fs.metadata.is_pinned(inode):
+                        units = self._units(inode)
+                        wishes += [Wish(number, *unit) for unit in units if not self._data.holds(view, inode, unit)]
+            needed = sum(record.record_bytes(wish.length) for wish in wishes)
+            if self._data.used_bytes + needed > self._data.capacity_bytes:
+                self.state = "full"
+                return found
+            await self._wishes.send(wishes)
+            await trio.lowlevel.checkpoint()
+        return found
+
+    def _units(self, inode: Inode) -> list[tuple[int, int]]:
+        units = []
+        offset = 0
+        while offset < inode.size:
+            units.append(self._data.unit_of(inode, offset))
+            offset = sum(units[-1])
+        return units

@@ -1,0 +1,151 @@
+"""Prefetching on real mounts: what is fetched before anybody asks, when it stops, and what it must not do."""
+
+import errno
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import Mount, cachefs, contents, drop_caches, make_files, raises_errno, settle, wait_for
+
+MakeMount = Callable[..., Mount]
+FILES = 3000
+
+
+@pytest.fixture(scope="module")
+def dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """3,000 files in 10 directories, one of 9 MiB, a directory within a directory; nobody changes it."""
+    root = tmp_path_factory.mktemp("dataset") / "source"
+    make_files(root, FILES, (1000, 20_000), 10)
+    (root / "d3" / "inner").mkdir()
+    (root / "d3" / "inner" / "large").write_bytes(os.urandom(9 << 20))
+    settle()
+    return root
+
+
+def all_files(root: Path) -> int:
+    return sum(path.is_file() for path in root.rglob("*"))
+
+
+def fetched(m: Mount, count: int) -> dict[str, int]:
+    return wait_for(m.status, lambda s: s["cached_files"] >= count and s["write_behind_bytes"] == 0, 60.0)
+
+
+def test_everything_is_fetched_before_anybody_asks(mount: MakeMount, dataset: Path) -> None:
+    m = mount(dataset, "--read-only", "--prefetch", "all")
+    status = fetched(m, all_files(dataset))
+    assert status["prefetched"] == FILES + 3  # the large file in chunks
+    assert (status["hits"], status["misses"]) == (0, 0)
+    wait_for(m.status, lambda s: s["prefetch"] == "idle")
+    before = m.ops()
+    assert before["open"] <= FILES + 3 + 1
+    drop_caches()
+    assert contents(m.path) == contents(dataset)
+    assert m.ops() == before
+    assert m.status()["misses"] == 0
+    m.remount("--read-only", "--prefetch", "all")
+    wait_for(m.status, lambda s: s["prefetch"] == "idle")
+    assert "open" not in m.ops() and m.status()["prefetched"] == 0
+
+
+def test_readers_and_prefetching_fetch_nothing_twice(mount: MakeMount, dataset: Path) -> None:
+    m = mount(dataset, "--read-only", "--prefetch", "all")
+    assert contents(m.path) == contents(dataset)
+    status = fetched(m, all_files(dataset))
+    assert status["source_ops"]["open"] <= FILES + 3 + 1
+    assert status["cached_bytes"] == sum(path.stat().st_size for path in dataset.rglob("*") if path.is_file())
+
+
+def test_it_stops_at_the_size_of_the_cache(mount: MakeMount, dataset: Path) -> None:
+    size = 4 << 20
+    m = mount(dataset, "--read-only", "--prefetch", "all", "--cache-size", size)
+    wait_for(m.status, lambda s: s["prefetch"] == "full")
+    status = m.flush()
+    assert size * 0.8 < status["blob_bytes"] <= size
+    assert status["evictions"] == 0 and status["errors"] == 0
+    assert contents(m.path) == contents(dataset)
+    assert m.status()["blob_bytes"] <= size
+
+
+def test_the_rest_of_a_directory_follows_its_first_file(mount: MakeMount, dataset: Path) -> None:
+    m = mount(dataset, "--read-only", "--prefetch", "directory")
+    name = sorted(os.listdir(dataset / "d1"))[17]
+    assert (m.path / "d1" / name).read_bytes() == (dataset / "d1" / name).read_bytes()
+    expected = len(os.listdir(dataset / "d1"))
+    assert fetched(m, expected)["cached_files"] == expected
+    before = m.ops()
+    assert contents(m.path / "d1") == contents(dataset / "d1")
+    assert m.ops() == before
+
+
+def test_a_file_that_changes_meanwhile_is_nobodys_problem(mount: MakeMount, source: Path) -> None:
+    files = sorted(path for path in source.rglob("f*") if path.is_file())
+    m = mount(source, "--read-only", "--prefetch", "all", "--simulate-latency", 20)
+    for path in files[-5:]:
+        path.write_bytes(b"another version, of another length")
+    wait_for(m.status, lambda s: s["prefetch"] == "idle")
+    status = m.flush()
+    assert status["errors"] == 0
+    for path in files[:-5]:
+        assert (m.path / path.relative_to(source)).read_bytes() == path.read_bytes()
+    for path in files[-5:]:
+        try:
+            content = (m.path / path.relative_to(source)).read_bytes()
+        except OSError as error:
+            assert error.errno == errno.ESTALE
+        else:
+            assert content == path.read_bytes()
+
+
+@pytest.mark.fastpath
+def test_a_fast_path_that_dies_takes_no_wish_along(mount: MakeMount, dataset: Path) -> None:
+    m = mount(dataset, "--read-only", "--prefetch", "all", "--simulate-latency", 5, "--fetch-threads", 8)
+    wait_for(m.status, lambda s: s["prefetched"] > 100)
+    m.killed_fastpaths += 1
+    os.kill(m.status()["fastpath"]["pid"], signal.SIGKILL)
+    fetched(m, all_files(dataset))
+
+
+@pytest.mark.fastpath
+def test_a_daemon_that_dies_is_followed_by_one_that_goes_on(mount: MakeMount, dataset: Path) -> None:
+    m = mount(dataset, "--read-only", "--prefetch", "all", "--simulate-latency", 5, "--fetch-threads", 8)
+    wait_for(m.status, lambda s: s["prefetched"] > 100)
+    m.kill()
+    m.start()
+    fetched(m, all_files(dataset))
+
+
+def test_without_prefetching_nothing_is_fetched_that_nobody_reads(mount: MakeMount, dataset: Path) -> None:
+    m = mount(dataset, "--read-only", "--prefetch", "none")
+    with open(m.path / "d3/inner/large", "rb") as file:
+        for chunk in range(2):
+            os.pread(file.fileno(), 4096, chunk * (4 << 20))
+    status = m.flush()
+    assert (status["prefetched"], status["cached_bytes"]) == (0, 8 << 20)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--prefetch", "everything"], "'everything' is not one of 'sequential', 'none', 'directory', 'all'"),
+        (["--prefetch", "all"], "--prefetch all needs --read-only"),
+        (["--prefetch", "directory", "--read-only", "--cache", "metadata"], "--prefetch directory needs --read-only"),
+    ],
+)
+def test_what_makes_no_sense_is_one_clear_line(
+    source: Path, tmp_path: Path, arguments: list[str], message: str
+) -> None:
+    done = cachefs("mount", source, tmp_path / "mnt", *arguments, check=False)
+    assert done.returncode == 2 and message in " ".join(done.stderr.split())
+
+
+def test_prefetching_does_not_follow_symlinks_or_open_other_things(mount: MakeMount, source: Path) -> None:
+    os.mkfifo(source / "pipe")
+    (source / "outside").symlink_to("/etc/passwd")
+    m = mount(source, "--read-only", "--prefetch", "all")
+    wait_for(m.status, lambda s: s["prefetch"] == "idle")
+    fetched(m, 40)
+    assert m.ops()["open"] == 40
+    raises_errno(errno.EROFS, lambda: os.open(m.path / "new", os.O_WRONLY | os.O_CREAT))

@@ -1,0 +1,117 @@
+"""Retention on real mounts: the simulator's figures, the capacity, restarts."""
+
+import os
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from cachefs.blob import SLAB_BYTES
+from cachefs.record import record_bytes
+from policies.simulator import Trace, simulate
+from tests.conftest import Mount, cachefs, make_files, settle, wait_for
+
+MakeMount = Callable[..., Mount]
+FILES = 4000
+EPOCHS = 3
+SLOWLY = ("--simulate-latency", 0.2)
+"""Else a source on the local disk fills these small caches anew ten times a second, and part of it is not cached."""
+
+
+@pytest.fixture(scope="module")
+def dataset(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Path], list[int]]:
+    """4,000 files in 10 directories, and the size of each; nobody changes it."""
+    root = tmp_path_factory.mktemp("dataset") / "source"
+    paths = make_files(root, FILES, (25_000, 75_000), 10)
+    settle()
+    return root, paths, [(root / path).stat().st_size for path in paths]
+
+
+def read_past_the_page_cache(path: Path) -> bytes:
+    """What no page cache answers: each read is one that the mount sees."""
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        content = os.read(fd, 1 << 20)
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        return content
+    finally:
+        os.close(fd)
+
+
+def epochs(seed: int) -> Iterator[list[int]]:
+    draw = random.Random(seed)
+    for _ in range(EPOCHS):
+        order = list(range(FILES))
+        draw.shuffle(order)
+        yield order
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("retention", ["no-replacement", "lru", "fifo"])
+def test_a_mount_hits_what_the_simulator_says(
+    mount: MakeMount, dataset: tuple[Path, list[Path], list[int]], retention: str
+) -> None:
+    source, paths, sizes = dataset
+    records = [record_bytes(size) for size in sizes]
+    capacity = sum(records) // 2
+    m = mount(source, "--read-only", "--retention", retention, "--cache-size", capacity, *SLOWLY)
+    hit_bytes = 0
+    order: list[int] = []
+    for number, epoch in enumerate(epochs(seed=7)):
+        before = m.status()
+        for index in epoch:
+            assert len(read_past_the_page_cache(m.path / paths[index])) == sizes[index]
+            order.append(index)
+        after = m.status()
+        assert after["blob_bytes"] <= capacity
+        read = {name: after[name] - before[name] for name in ("hit_bytes", "miss_bytes")}
+        assert sum(read.values()) == sum(sizes)
+        hit_bytes += read["hit_bytes"] if number else 0
+    expected = simulate(Trace(order, records), retention, capacity, counted_from=FILES).byte_hit_ratio
+    assert hit_bytes / sum(sizes) / (EPOCHS - 1) == pytest.approx(expected, abs=0.01)
+    status = m.flush()
+    assert status["errors"] == 0 and (status["evictions"] > 0) == (retention != "no-replacement")
+
+
+def test_what_is_evicted_leaves_the_disk_and_is_fetched_again(
+    mount: MakeMount, dataset: tuple[Path, list[Path], list[int]]
+) -> None:
+    source, paths, sizes = dataset
+    capacity = sum(sizes) // 8
+    arguments = ["--retention", "lru", "--cache-size", capacity, *SLOWLY]
+    m = mount(source, *arguments)
+    contents = [read_past_the_page_cache(m.path / path) for path in paths]
+    assert [read_past_the_page_cache(m.path / path) for path in paths] == contents  # six slabs in all
+    status = m.flush()
+    assert status["blob_bytes"] <= capacity and status["evictions"] > FILES
+    # Pages that neighbours share are given back when the whole slab has nothing left: the first has not, by now.
+    fd = os.open(m.cache / "blob", os.O_RDONLY)
+    wait_for(lambda: os.lseek(fd, 0, os.SEEK_DATA), lambda offset: offset >= SLAB_BYTES)
+    os.close(fd)
+    assert (m.cache / "blob").stat().st_blocks * 512 < 4 * capacity
+    m.remount(*arguments)
+    assert m.status()["blob_bytes"] <= capacity
+    assert [read_past_the_page_cache(m.path / path) for path in reversed(paths)] == contents[::-1]
+    status = m.flush()
+    assert status["hits"] > 0.9 * status["cached_files"] and status["blob_bytes"] <= capacity
+
+
+def test_directories_that_are_done_make_room(mount: MakeMount, dataset: tuple[Path, list[Path], list[int]]) -> None:
+    """A cache of two directories and a half: the one that is read, and the one before it, are never given away."""
+    source, paths, sizes = dataset
+    m = mount(source, "--read-only", "--retention", "retire", "--cache-size", int(sum(sizes) * 0.25))
+    directories = [[path for path in paths if path.parts[0] == f"d{number}"] for number in range(10)]
+    for directory in directories:
+        for path in directory:
+            read_past_the_page_cache(m.path / path)
+        m.flush()
+    before = m.ops()
+    for path in directories[-1]:
+        read_past_the_page_cache(m.path / path)
+    assert m.ops() == before
+
+
+def test_an_unknown_policy_is_one_clear_line(source: Path, tmp_path: Path) -> None:
+    done = cachefs("mount", source, tmp_path / "mnt", "--retention", "opt", check=False)
+    assert done.returncode == 2 and "'opt' is not one of 'no-replacement', 'lru', 'fifo', 'retire'" in done.stderr
