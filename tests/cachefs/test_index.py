@@ -135,7 +135,7 @@ def put(index: Index, record: Inode) -> None:
 def commit(index: Index, *extents: tuple[int, int, Extent]) -> list[Extent]:
     result = index.commit(index.take_dirty(100), extents)
     index.forget_committed(result.flushed)
-    return result.freed
+    return [*result.rejected, *result.freed]
 
 
 def extent(version: int, offset: int = 1000, length: int = 10) -> Extent:
