@@ -6,12 +6,12 @@ On read-only mounts a listing is pinned: every later one comes from the index. O
 
 import itertools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import trio
 
-from cachefs.attributes import LISTED, ROOT_INODE, Inode
+from cachefs.attributes import LISTED, ROOT_INODE, Inode, Stat
 from cachefs.filesystem import FileSystem
 from cachefs.listings import Listings
 from cachefs.open_files import FAST_HANDLE
@@ -233,23 +233,25 @@ class Directories:
     ) -> None:
         try:
             stats = await self._fs.slots.run(partial(self._fs.source.lstat_names, path, names))
+            found = list(zip(names, stats, strict=True))
+            for start in range(0, len(found), TURN_NAMES):
+                async with self._turn:
+                    self._write_stats(number, path, found[start : start + TURN_NAMES])
+                await self._step_aside(number)
         except OSError as error:
             errors.append(error)
-            return
         finally:
             limiter.release_on_behalf_of(token)
+
+    def _write_stats(self, number: int, path: bytes, found: Sequence[tuple[bytes, Stat | None]]) -> None:
         prefix = path + b"/" if path else b""
-        found = list(zip(names, stats, strict=True))
-        for start in range(0, len(found), TURN_NAMES):
-            async with self._turn:
-                with self._metadata.index.update() as update:
-                    for name, now in found[start : start + TURN_NAMES]:
-                        if now is None:
-                            self._metadata.remove_name(update, number, name)
-                        else:
-                            pin = self._fs.pins(prefix + name)
-                            self._metadata.apply_stat(update, number, name, now, pin=pin, counted=False)
-                await self._step_aside(number)
+        with self._metadata.index.update() as update:
+            for name, now in found:
+                if now is None:
+                    self._metadata.remove_name(update, number, name)
+                else:
+                    pin = self._fs.pins(prefix + name)
+                    self._metadata.apply_stat(update, number, name, now, pin=pin, counted=False)
 
     async def _write_rows(self, number: int, names: list[bytes], pin: bool) -> None:
         with self._metadata.index.update() as update:

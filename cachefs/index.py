@@ -104,8 +104,12 @@ class View:
 
     def __init__(self, session: Environment, durable: Environment, *, write: bool = False) -> None:
         # The session first: what leaves it is in the durable index before it leaves.
-        self._session = session.lmdb.begin(write=write)
-        self._durable = durable.lmdb.begin()
+        self._session: Any = session.lmdb.begin(write=write)
+        try:
+            self._durable: Any = durable.lmdb.begin()
+        except lmdb.Error:
+            self._session.abort()  # or no other could ever write
+            raise
         self._session_tables = session.tables
         self._durable_tables = durable.tables
 
@@ -117,6 +121,14 @@ class View:
     ) -> None:
         self._session.abort()
         self._durable.abort()
+        self._end()
+
+    def _end(self) -> None:
+        """LMDB gets a reader's slot back when the transaction's object goes, not when it is aborted.
+
+        Whoever awaits something may keep this view in a variable meanwhile, a thousand requests at a time.
+        """
+        self._session = self._durable = None
 
     def get(self, table: Table, key: bytes) -> bytes | None:
         value: bytes | None = self._session.get(key, db=self._session_tables[table])
@@ -173,11 +185,13 @@ class Update(View):
         self._durable.abort()
         if error is None:
             self._session.commit()
+            self._end()
             if self._written:
                 self._dirty.update(dict.fromkeys(self._written))
                 self._on_dirty()
         else:
             self._session.abort()
+        self._end()
 
     def put(self, table: Table, key: bytes, value: bytes) -> None:
         """Every value begins with its flags; the pinned ones are on their way to the durable index."""

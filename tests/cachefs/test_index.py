@@ -14,7 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from cachefs.attributes import PINNED, Extent, Inode, Stat, inode_key
 from cachefs.errors import IndexUnavailable
-from cachefs.index import MAP_SIZE_BYTES, Environment, Index, Table
+from cachefs.index import MAP_SIZE_BYTES, MAX_READERS, Environment, Index, Table, View
 from cachefs.listings import Listings
 from cachefs.metadata_cache import MetadataCache
 from cachefs.options import Options
@@ -239,3 +239,15 @@ def test_a_name_that_leads_to_another_inode_keeps_its_place_in_the_listing(index
         changed = metadata.apply_stat(update, 1, b"name", file._replace(inode=12), pin=True)
         assert changed.number == 12
         assert list(listings.rows(update, 1, 0)) == before == [(3, b"name")]
+
+
+def test_a_view_that_has_ended_takes_no_readers_slot(index: Index) -> None:
+    """A thousand requests may wait for the source with such a view in a variable."""
+    kept: list[View] = []
+    for number in range(2 * MAX_READERS):
+        with index.view() as view:
+            view.get(Table.META, b"absent")
+        with index.update() as update:
+            update.put(Table.META, b"%d" % number, bytes(4))
+        kept += (view, update)
+    assert index.durable.oldest_reader() is None
