@@ -245,7 +245,7 @@ class DataCache:
         )
 
     def _has_room(self, record_bytes: int, ahead: bool) -> bool:
-        if self._eviction is not None and not ahead and not self._admission.admits(record_bytes, self.used_bytes):
+        if (not ahead or self._options.evicts_ahead) and not self._admission.admits(record_bytes, self.used_bytes):
             self.make_room(record_bytes)
         return self._admission.admits(record_bytes, self.used_bytes)
 
@@ -274,6 +274,11 @@ class DataCache:
         if self._eviction is not None:
             self._eviction.accessed(units)
         self.on_accessed(units)
+
+    def expected(self, inode: int, offset: int) -> None:
+        """This is being fetched before anybody has asked for it."""
+        if self._eviction is not None:
+            self._eviction.expected(inode, offset)
 
     def make_room(self, wanted_bytes: int = 0, *, urgent: bool = False) -> None:
         """Evict until so much fits, and the reserve besides, if the policy gives so much away.

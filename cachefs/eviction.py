@@ -27,9 +27,9 @@ class Victim:
 
 class Eviction:
     def __init__(
-        self, index: Index, retention: str, capacity_bytes: int, chunk_bytes: int, directory_of: Callable[[int], object]
+        self, index: Index, retention: str, capacity_bytes: int, chunk_bytes: int, part_of: Callable[[int], object]
     ) -> None:
-        """`directory_of`: the parent of an inode, None if it has no name."""
+        """`part_of`: the directory or partition of an inode, None if it has none."""
         # dependencies
         self._index = index
         # constants
@@ -37,7 +37,7 @@ class Eviction:
         self.reserve_bytes = min(RESERVE_BYTES, capacity_bytes // RESERVE_SHARE)
         """This much is kept free, so that what comes need not wait."""
         # state
-        self._policy = make(retention, Circumstances(lambda key: directory_of(key >> UNIT_BITS)))
+        self._policy = make(retention, Circumstances(lambda key: part_of(key >> UNIT_BITS)))
         self._live: Counter[int] = Counter()
         """Records in each slab of the blob."""
         for key in self._cached():
@@ -61,6 +61,10 @@ class Eviction:
         """Reads: (inode, number of the chunk)."""
         for inode, unit in units:
             self._policy.accessed(inode << UNIT_BITS | unit)
+
+    def expected(self, inode: int, offset: int) -> None:
+        """It is being fetched before anybody has asked for it."""
+        self._policy.expected(self._key(inode, offset))
 
     def committed(self, indexed: Mapping[tuple[int, int], Extent], freed: Iterable[Extent]) -> None:
         """What the index has and has not from now on."""

@@ -4,7 +4,8 @@ import enum
 import math
 from dataclasses import dataclass, field
 
-from policies.mutability import MutableGlobs
+from policies.globs import Globs
+from policies.prefetch import GRAPH
 
 MIB = 1 << 20
 
@@ -26,7 +27,7 @@ class Options:
     cache: CacheLevel = CacheLevel.FULL
     cache_size_bytes: int = 1 << 40
     read_only: bool = False
-    mutable: MutableGlobs = field(default_factory=lambda: MutableGlobs(()))
+    mutable: Globs = field(default_factory=lambda: Globs(()))
     small_file_bytes: int = 1 * MIB
     attr_timeout_s: float = 1.0
     """How long anything that is not pinned is believed. `inf` only on read-only mounts."""
@@ -41,6 +42,8 @@ class Options:
     """Which cached data go when room is needed: a name of `policies.retention`."""
     prefetch: str = "sequential"
     """What is fetched before it is read: a name of `policies.prefetch`."""
+    graph: tuple[str, ...] = ()
+    """Of prefetch "graph": the partitions, as lines of JSON."""
     reconnect_timeout_s: float = 60.0
     """How long requests that need the daemon wait for another when it has died."""
 
@@ -55,9 +58,14 @@ class Options:
         return self.retention != "no-replacement" and self.cache is CacheLevel.FULL
 
     @property
+    def evicts_ahead(self) -> bool:
+        """What is through makes room for what is fetched ahead as well."""
+        return self.evicts and self.prefetch == GRAPH
+
+    @property
     def logs_accesses(self) -> bool:
         """Somebody must know what is read."""
-        return self.evicts or (self.prefetch == "directory" and self.cache is CacheLevel.FULL)
+        return self.evicts or (self.prefetch in ("directory", GRAPH) and self.cache is CacheLevel.FULL)
 
     @property
     def pins_everything(self) -> bool:

@@ -11,10 +11,11 @@ from typing import NamedTuple, Protocol
 import trio
 
 from cachefs import record
-from cachefs.attributes import Inode
+from cachefs.attributes import ROOT_INODE, Inode
 from cachefs.data_cache import DataCache
 from cachefs.directories import Directories
 from cachefs.filesystem import FileSystem
+from cachefs.index import View
 from cachefs.open_files import OpenFiles
 from policies.prefetch.base import Prefetch, Target
 
@@ -56,28 +57,37 @@ class OwnWishes:
 
 class Prefetcher:
     def __init__(
-        self, policy: Prefetch, filesystem: FileSystem, directories: Directories, data: DataCache, wishes: Wishes
+        self,
+        policy: Prefetch,
+        filesystem: FileSystem,
+        directories: Directories,
+        data: DataCache,
+        wishes: Wishes,
+        *,
+        evicts: bool = False,
     ) -> None:
+        """`evicts`: what is fetched ahead may take the place of what training is through with."""
         # dependencies
         self._policy = policy
         self._fs = filesystem
         self._directories = directories
         self._data = data
         self._wishes = wishes
+        self._evicts = evicts
         # state
         self._targets: deque[Target] = deque(policy.started())
         self._wake = trio.Event()
-        self._last_directory: int | None = -1
+        self._last: int | None = -1
         self.state = "running" if self._targets else "idle"
         """"full": it has stopped for good, because nothing more fits."""
 
     def read(self, units: Iterable[tuple[int, int]]) -> None:
         """These were read: (inode, number of the chunk)."""
         for number, _ in units:
-            directory = self._fs.metadata.directory_of(number)
-            if directory == self._last_directory:
+            place = number if self._policy.per_file else self._fs.metadata.directory_of(number)
+            if place == self._last:
                 continue
-            self._last_directory = directory
+            self._last = place
             try:
                 path = self._fs.path_of(number)
             except OSError:  # unlinked
@@ -99,47 +109,59 @@ class Prefetcher:
 
     async def _fetch(self, target: Target) -> None:
         try:
-            number = await self._number_of(target.directory)
-            waiting = [number]
-            while waiting and self.state != "full":
-                found = await self._fetch_files(waiting.pop())
+            inode = await self._inode_of(target.path)
+            if not inode.is_directory:
+                await self._wish([inode.number], target)
+                return
+            waiting = [inode.number]
+            while waiting:
+                entries = await self._directories.entries(waiting.pop())
+                found: list[int] = []
+                for start in range(0, len(entries), CHUNK_NAMES):
+                    if not await self._wish(entries[start : start + CHUNK_NAMES], target, found):
+                        return
                 if target.recursive:
                     waiting += reversed(found)
         except OSError:
             pass  # it has gone, or the source has: whoever reads will hear of it
 
-    async def _number_of(self, path: bytes) -> int:
-        number = 1
+    async def _inode_of(self, path: bytes) -> Inode:
+        inode = await self._fs.believed(ROOT_INODE)
         for name in path.split(b"/") if path else ():
-            found = (await self._fs.lookup(number, name)).inode
+            found = (await self._fs.lookup(inode.number, name)).inode
             if found is None:
                 raise FileNotFoundError
-            number = found.number
-        return number
+            inode = found
+        return inode
 
-    async def _fetch_files(self, directory: int) -> list[int]:
-        """Wish for the files of a directory. Its directories, in their order."""
-        found: list[int] = []
-        entries = await self._directories.entries(directory)
-        for start in range(0, len(entries), CHUNK_NAMES):
-            wishes: list[Wish] = []
-            with self._fs.metadata.index.view() as view:
-                for number in entries[start : start + CHUNK_NAMES]:
-                    inode = self._fs.metadata.inode(view, number)
-                    if inode is None:
-                        continue
-                    if inode.is_directory:
-                        found.append(number)
-                    elif inode.is_regular and self._fs.metadata.is_pinned(inode):
-                        units = self._units(inode)
-                        wishes += [Wish(number, *unit) for unit in units if not self._data.holds(view, inode, unit)]
-            needed = sum(record.record_bytes(wish.length) for wish in wishes)
-            if self._data.used_bytes + needed > self._data.capacity_bytes:
+    async def _wish(self, numbers: Sequence[int], target: Target, directories: list[int] | None = None) -> bool:
+        """Wish for the files among these, and tell the directories. False: there is no room for them."""
+        wishes: list[Wish] = []
+        with self._fs.metadata.index.view() as view:
+            for number in numbers:
+                inode = self._fs.metadata.inode(view, number)
+                if inode is None:
+                    continue
+                if inode.is_directory and directories is not None:
+                    directories.append(number)
+                elif inode.is_regular and self._fs.metadata.is_pinned(inode) and self._matches(number, target, view):
+                    units = self._units(inode)
+                    wishes += [Wish(number, *unit) for unit in units if not self._data.holds(view, inode, unit)]
+        for wish in wishes:  # before room is made: they must not go for each other
+            self._data.expected(wish.inode, wish.offset)
+        needed = sum(record.record_bytes(wish.length) for wish in wishes)
+        if self._evicts:
+            self._data.make_room(needed)
+        if self._data.used_bytes + needed > self._data.capacity_bytes:
+            if not self._evicts:
                 self.state = "full"
-                return found
-            await self._wishes.send(wishes)
-            await trio.lowlevel.checkpoint()
-        return found
+            return False
+        await self._wishes.send(wishes)
+        await trio.lowlevel.checkpoint()
+        return True
+
+    def _matches(self, number: int, target: Target, view: View) -> bool:
+        return target.globs is None or target.globs.matches(self._fs.path_of(number, view))
 
     def _units(self, inode: Inode) -> list[tuple[int, int]]:
         units = []

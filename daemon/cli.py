@@ -6,6 +6,7 @@ import os
 import select
 from dataclasses import replace
 from pathlib import Path
+from typing import TextIO
 
 import click
 
@@ -14,11 +15,13 @@ from cachefs.errors import CacheFsError
 from cachefs.options import CacheLevel, Options, Revalidate
 from daemon import background, config, control, mounting
 from daemon.conflict import check_daemon_package
+from daemon.graph import graph
 from daemon.parameters import Place, Seconds, Size, one_line_errors
 from daemon.simulate import simulate
 from policies import prefetch as prefetch_policies
 from policies import retention as retention_policies
-from policies.mutability import InvalidGlob, MutableGlobs
+from policies.globs import Globs, InvalidGlob
+from policies.prefetch.dependency_graph import DependencyGraph, InvalidGraph, parse_graph
 
 UMOUNT_TIMEOUT_S = 90.0
 
@@ -61,17 +64,21 @@ def main() -> None:
 @click.option(
     "--retention",
     type=click.Choice(retention_policies.MOUNTABLE),
-    default="no-replacement",
-    show_default=True,
-    help="Which data go when the cache is full. retire: directories that training is through with.",
+    help="Which data go when the cache is full. retire: directories, or partitions of --prefetch-graph, that training "
+    "is through with. [default: no-replacement; with --prefetch-graph: retire]",
 )
 @click.option(
     "--prefetch",
-    type=click.Choice(prefetch_policies.NAMES),
-    default="sequential",
-    show_default=True,
+    type=click.Choice([name for name in prefetch_policies.NAMES if name != prefetch_policies.GRAPH]),
     help="What is fetched before it is read. sequential: the next chunk of a large file; directory: the rest of a "
-    "directory; all: everything, in directory order. The last two need --read-only.",
+    "directory; all: everything, in directory order. The last two need --read-only. [default: sequential]",
+)
+@click.option(
+    "--prefetch-graph",
+    type=click.File(),
+    metavar="FILE",
+    help="Partitions and what they depend on, in lines of JSON: when one is opened, what depends on it is fetched. "
+    "Needs --read-only. `cachefs graph build` makes them.",
 )
 @click.option(
     "--read-only",
@@ -153,8 +160,9 @@ def mount(
     cache_dir: Path | None,
     cache_size: int | None,
     cache: str,
-    retention: str,
-    prefetch: str,
+    retention: str | None,
+    prefetch: str | None,
+    prefetch_graph: TextIO | None,
     read_only: bool,
     mutable: tuple[str, ...],
     small_file: int,
@@ -177,17 +185,30 @@ def mount(
     """
     if math.isinf(attr_timeout or 0.0) and not read_only:
         raise click.UsageError("--attr-timeout inf needs --read-only: other nodes' changes would never show up")
+    lines: tuple[str, ...] = ()
+    if prefetch_graph is not None:
+        if prefetch is not None:
+            raise click.UsageError("--prefetch-graph says what is fetched: leave out --prefetch")
+        prefetch, retention = prefetch_policies.GRAPH, retention or "retire"
+        try:
+            lines = tuple(prefetch_graph)
+            DependencyGraph(parse_graph(lines))
+        except (InvalidGraph, UnicodeDecodeError) as error:
+            raise click.UsageError(f"--prefetch-graph: {error}") from None
+    prefetch = prefetch or "sequential"
     if prefetch in prefetch_policies.BEYOND_FILES and not (read_only and cache == "full"):
-        raise click.UsageError(f"--prefetch {prefetch} needs --read-only: elsewhere only what is read is immutable")
+        name = "--prefetch-graph" if lines else f"--prefetch {prefetch}"
+        raise click.UsageError(f"{name} needs --read-only: elsewhere only what is read is immutable")
     try:
-        globs = MutableGlobs(mutable)
+        globs = Globs(mutable)
     except InvalidGlob as error:
         raise click.UsageError(f"--mutable: {error}") from None
     check_daemon_package()
     options = Options(
         cache=CacheLevel(cache),
-        retention=retention,
+        retention=retention or "no-replacement",
         prefetch=prefetch,
+        graph=lines,
         read_only=read_only,
         mutable=globs,
         small_file_bytes=small_file,
@@ -318,3 +339,4 @@ def invalidate(paths: tuple[str, ...]) -> None:
 
 
 main.add_command(simulate)
+main.add_command(graph)

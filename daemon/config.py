@@ -12,7 +12,7 @@ from typing import Any
 
 from cachefs.errors import CacheFsError
 from cachefs.options import CacheLevel, Options, Revalidate
-from policies.mutability import MutableGlobs
+from policies.globs import Globs
 
 CONFIG_NAME = "mount.json"
 _UNITS = {"": 0, "K": 10, "M": 20, "G": 30, "T": 40, "P": 50}
@@ -68,15 +68,16 @@ def _as_it_is(value: Any) -> Any:
 def _plain(value: object) -> object:
     if isinstance(value, Enum):
         return value.value
-    if isinstance(value, MutableGlobs):
+    if isinstance(value, Globs):
         return value.patterns
     return str(value)  # a path
 
 
 _RESTORE: dict[str, Callable[[Any], Any]] = {
+    "graph": tuple,
     "cache": CacheLevel,
     "revalidate": Revalidate,
-    "mutable": MutableGlobs,
+    "mutable": Globs,
 }
 
 

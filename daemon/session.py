@@ -13,6 +13,7 @@ import signal
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pyfuse3
@@ -41,6 +42,7 @@ from daemon import background, config, control, descriptor_store, fastpath_host,
 from daemon.config import MountConfig
 from daemon.fastpath_host import FastPathHost
 from policies import prefetch
+from policies.prefetch.dependency_graph import DependencyGraph, parse_graph
 
 log = logging.getLogger(__name__)
 
@@ -190,9 +192,13 @@ class Session:
         metadata = MetadataCache(
             index, options, run=opened.state.run, floor=opened.state.floor, takeovers=opened.takeovers
         )
+        policy = prefetch.make(options.prefetch, parse_graph(options.graph) if options.graph else ())
         eviction = None
         if options.evicts:
-            eviction = Eviction(index, options.retention, options.cache_size_bytes, CHUNK_BYTES, metadata.directory_of)
+            part_of: Callable[[int], object] = metadata.directory_of
+            if isinstance(policy, DependencyGraph):
+                part_of = partial(_partition_of, policy, metadata)
+            eviction = Eviction(index, options.retention, options.cache_size_bytes, CHUNK_BYTES, part_of)
         data = DataCache(index, blob, options, metrics, appends=not options.fastpath, eviction=eviction)
         slots = SourceSlots(SOURCE_SLOTS, options.source_timeout_s)
         filesystem = FileSystem(source, slots, metadata, options, KernelNotifier(nursery, self._device))
@@ -247,8 +253,9 @@ class Session:
                 nursery.start_soon(_forever, task)
             if options.prefetch in prefetch.BEYOND_FILES:
                 wishes = self._host.wishes if self._host is not None else OwnWishes(files, nursery)
-                policy = prefetch.make(options.prefetch)
-                self._prefetcher = Prefetcher(policy, filesystem, directories, data, wishes)
+                self._prefetcher = Prefetcher(
+                    policy, filesystem, directories, data, wishes, evicts=options.evicts_ahead
+                )
                 data.on_accessed = self._prefetcher.read
                 nursery.start_soon(_forever, self._prefetcher.run)
             nursery.start_soon(self._terminate_on_signal)
@@ -375,6 +382,14 @@ def _reason(group: BaseExceptionGroup[BaseException]) -> BaseException:
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return error or group
+
+
+def _partition_of(graph: DependencyGraph, metadata: MetadataCache, number: int) -> str | None:
+    try:
+        with metadata.index.view() as view:
+            return graph.partition_of(metadata.path(view, number))
+    except OSError:  # it has no name any more
+        return None
 
 
 def _rctime(source: Source, options: Options) -> bytes:

@@ -1,4 +1,4 @@
-"""Which paths stay mutable: the globs of `--mutable`.
+"""Globs by which users name paths: what stays mutable (`--mutable`), the partitions of a graph.
 
 A pattern without a slash matches a name at any depth (`*.log`); one with a slash matches the path from the root of
 the mount (`runs/*/checkpoints`), where `*` and `?` stay within one component and `**` crosses any number of them.
@@ -52,7 +52,7 @@ def _translate(pattern: str) -> str:
     return expression + "(?:/.*)?"
 
 
-class MutableGlobs:
+class Globs:
     """The compiled patterns. Paths are bytes relative to the root of the mount, without a leading slash."""
 
     def __init__(self, patterns: Iterable[str]) -> None:

@@ -87,7 +87,7 @@ static bool admits_locked(struct appender *appender, uint64_t bytes, bool evicts
 bool append_admits(struct appender *appender, uint32_t length, bool ahead)
 {
     pthread_mutex_lock(&appender->lock);
-    bool admitted = admits_locked(appender, record_bytes(length), !ahead && (appender->shared->flags & EVICTS));
+    bool admitted = admits_locked(appender, record_bytes(length), appender->shared->flags & (ahead ? EVICTS_AHEAD : EVICTS));
     pthread_mutex_unlock(&appender->lock);
     return admitted;
 }

@@ -30,6 +30,7 @@ enum shared_flag {
     LOGS_ACCESSES = 32,  /* the daemon wants to know what is read */
     EVICTS = 64,         /* the daemon makes room when it is asked to */
     READS_AHEAD = 128,   /* in large files */
+    EVICTS_AHEAD = 256,  /* for what it wishes, too */
 };
 
 struct counters { /* one for each thread, so that counting needs no lock */

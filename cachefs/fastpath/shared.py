@@ -38,8 +38,8 @@ OPERATION_NAMES = {
     28: "readdir", 30: "fsyncdir", 35: "create", 42: "forget", 44: "readdir", 45: "rename",
 }  # fmt: skip
 
-PINS_EVERYTHING, PINS_FILES, NO_OPEN, READ_ONLY, KEEPS_DATA, LOGS_ACCESSES, EVICTS, READS_AHEAD = (
-    1 << bit for bit in range(8)
+PINS_EVERYTHING, PINS_FILES, NO_OPEN, READ_ONLY, KEEPS_DATA, LOGS_ACCESSES, EVICTS, READS_AHEAD, EVICTS_AHEAD = (
+    1 << bit for bit in range(9)
 )
 
 FIELDS = {
@@ -102,7 +102,7 @@ def mount_flags(options: Options) -> int:
     flags = PINS_EVERYTHING * options.pins_everything | PINS_FILES * options.pins_files
     # Only where nothing is mutable may OPEN never be sent again (hazard 3).
     flags |= NO_OPEN * (options.pins_everything and not options.mutable)
-    flags |= LOGS_ACCESSES * options.logs_accesses | EVICTS * options.evicts
+    flags |= LOGS_ACCESSES * options.logs_accesses | EVICTS * options.evicts | EVICTS_AHEAD * options.evicts_ahead
     flags |= READS_AHEAD * (options.prefetch != "none")
     return flags | READ_ONLY * options.read_only | KEEPS_DATA * (options.cache is CacheLevel.FULL)
 

@@ -9,6 +9,8 @@ from policies.prefetch.base import Target
 
 
 class NoPrefetch:
+    per_file = False
+
     def started(self) -> tuple[Target, ...]:
         return ()
 

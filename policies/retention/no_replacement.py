@@ -5,20 +5,8 @@ that holds a fraction x of the data. LRU hits x + (1-x)·ln(1-x) of them, 15 % i
 throws out is what has not been read for longest, and that is what will be read next.
 """
 
-from collections.abc import Hashable
+from policies.retention.base import Key, Retention
 
 
-class NoReplacement:
+class NoReplacement(Retention[Key]):
     """The default. Keeps no order, so it costs nothing."""
-
-    def inserted(self, key: Hashable) -> None:
-        pass
-
-    def accessed(self, key: Hashable) -> None:
-        pass
-
-    def removed(self, key: Hashable) -> None:
-        pass
-
-    def victim(self) -> None:
-        return None

@@ -7,12 +7,11 @@ the usual approximation.
 
 from collections.abc import Sequence
 from heapq import heappop, heappush
-from typing import Generic
 
-from policies.retention.base import Key
+from policies.retention.base import Key, Retention
 
 
-class OPT(Generic[Key]):
+class OPT(Retention[Key]):
     def __init__(self, next_uses: Sequence[int]) -> None:
         """`next_uses[i]`: the position of the next access to the object of access i; large if there is none."""
         self.now = 0

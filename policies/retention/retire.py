@@ -15,7 +15,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from typing import Generic
 
-from policies.retention.base import Key
+from policies.retention.base import Key, Retention
 
 
 class _Part(Generic[Key]):
@@ -24,12 +24,12 @@ class _Part(Generic[Key]):
     def __init__(self) -> None:
         self.keys: OrderedDict[Key, None] = OrderedDict()
         self.last_access = 0
-        """Counted in accesses. 0: it was never accessed."""
+        """Counted in accesses. 0: not since it was fetched."""
         self.size = 0
         """The most objects of it that were cached at once."""
 
 
-class RetireWhenDone(Generic[Key]):
+class RetireWhenDone(Retention[Key]):
     def __init__(self, part_of: Callable[[Key], object]) -> None:
         """`part_of`: the partition or directory of an object; None: it belongs to none, and stays."""
         self._part_of = part_of
@@ -60,6 +60,15 @@ class RetireWhenDone(Generic[Key]):
             self._last_opening = self._clock
         part.last_access = self._clock
 
+    def expected(self, key: Key) -> None:
+        name = self._part_of(key)
+        part = self._parts.get(name)
+        if part is not None and self._is_done(part):
+            part.last_access = 0
+
+    def _is_done(self, part: _Part[Key]) -> bool:
+        return 0 < part.last_access < self._last_opening
+
     def removed(self, key: Key) -> None:
         name = self._part_by_key.pop(key, None)
         if name is not None:
@@ -67,6 +76,6 @@ class RetireWhenDone(Generic[Key]):
 
     def victim(self) -> Key | None:
         for part in self._parts.values():
-            if part.keys and 0 < part.last_access < self._last_opening:
+            if part.keys and self._is_done(part):
                 return next(iter(part.keys))
         return None

@@ -14,7 +14,7 @@ from cachefs import attributes
 from cachefs.attributes import Dentry, Extent, Inode
 from cachefs.fastpath import in_doubt, launcher, shared
 from cachefs.options import CacheLevel, Options
-from policies.mutability import MutableGlobs
+from policies.globs import Globs
 
 built = pytest.mark.skipif(not launcher.is_built(), reason="the fast path is not built")
 
@@ -93,7 +93,7 @@ def test_open_is_answered_enosys_only_where_nothing_is_mutable() -> None:
     for other in (
         Options(),
         Options(read_only=True, attr_timeout_s=1.0),
-        Options(read_only=True, attr_timeout_s=float("inf"), mutable=MutableGlobs(("*.log",))),
+        Options(read_only=True, attr_timeout_s=float("inf"), mutable=Globs(("*.log",))),
         Options(read_only=True, attr_timeout_s=float("inf"), cache=CacheLevel.NONE),
     ):
         assert not shared.mount_flags(other) & shared.NO_OPEN

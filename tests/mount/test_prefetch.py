@@ -1,6 +1,7 @@
 """Prefetching on real mounts: what is fetched before anybody asks, when it stops, and what it must not do."""
 
 import errno
+import json
 import os
 import signal
 from collections.abc import Callable
@@ -149,3 +150,68 @@ def test_prefetching_does_not_follow_symlinks_or_open_other_things(mount: MakeMo
     fetched(m, 40)
     assert m.ops()["open"] == 40
     raises_errno(errno.EROFS, lambda: os.open(m.path / "new", os.O_WRONLY | os.O_CREAT))
+
+
+PARTS = 8
+
+
+@pytest.fixture(scope="module")
+def partitions(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """(a dataset of 8 partitions of 40 files of 50 KB, its graph: each depends on the one before it)."""
+    root = tmp_path_factory.mktemp("partitions")
+    for part in range(PARTS):
+        (root / "source" / f"p{part}").mkdir(parents=True)
+        for number in range(40):
+            (root / "source" / f"p{part}" / f"{number:03}").write_bytes(os.urandom(50_000))
+    settle()
+    lines = [json.dumps({"partition": f"p{n}", "depends": {f"p{n - 1}": 10} if n else {}}) for n in range(PARTS)]
+    (root / "graph.jsonl").write_text("\n".join(lines))
+    return root / "source", root / "graph.jsonl"
+
+
+def test_what_depends_on_a_partition_is_there_before_it_is_opened(
+    mount: MakeMount, partitions: tuple[Path, Path]
+) -> None:
+    source, graph = partitions
+    m = mount(source, "--read-only", "--prefetch-graph", graph)
+    for part in range(PARTS):
+        before = m.status()["misses"]
+        assert contents(m.path / f"p{part}") == contents(source / f"p{part}")
+        if part:
+            assert m.status()["misses"] == before
+        expected = 40 * min(PARTS, part + 2)
+        assert fetched(m, expected)["cached_files"] == expected
+
+
+def test_a_cache_of_half_the_partitions_retires_those_that_are_done(
+    mount: MakeMount, partitions: tuple[Path, Path]
+) -> None:
+    source, graph = partitions
+    size = PARTS // 2 * 40 * 52_000
+    m = mount(source, "--read-only", "--prefetch-graph", graph, "--cache-size", size, "--simulate-latency", 1)
+    for part in [*range(PARTS), *range(PARTS)]:
+        before = m.status()
+        drop_caches()
+        assert contents(m.path / f"p{part}") == contents(source / f"p{part}")
+        assert part == 0 or m.status()["misses"] == before["misses"]
+        # Nobody has fetched the first one, and nobody needs another after the last one.
+        opens = before["source_ops"].get("open", 0) + 40 * (part == 0) + 40 * (part + 1 < PARTS)
+        status = wait_for(m.flush, lambda s, opens=opens: s["source_ops"]["open"] >= opens)
+        assert status["source_ops"]["open"] == opens
+        assert status["blob_bytes"] <= size
+    assert m.status()["evictions"] > 0 and m.status()["errors"] == 0
+
+
+@pytest.mark.parametrize(
+    ("lines", "message"),
+    [
+        ("", "there are no partitions"),
+        ('{"partition": "a", "depends": ["b"]}', "'a' depends on 'b', which is not described"),
+        ("nonsense", "line 1: expected"),
+    ],
+)
+def test_a_graph_that_makes_no_sense_is_refused(source: Path, tmp_path: Path, lines: str, message: str) -> None:
+    (tmp_path / "graph").write_text(lines)
+    arguments = ["--read-only", "--prefetch-graph", tmp_path / "graph"]
+    done = cachefs("mount", source, tmp_path / "mnt", *arguments, check=False)
+    assert done.returncode == 2 and message in " ".join(done.stderr.split())

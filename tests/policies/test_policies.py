@@ -3,7 +3,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from policies.admission import Capacity
-from policies.mutability import InvalidGlob, MutableGlobs
+from policies.globs import Globs, InvalidGlob
 
 
 @given(st.lists(st.integers(1, 1000), max_size=50), st.integers(0, 10_000))
@@ -37,7 +37,7 @@ def test_no_replacement_never_exceeds_its_capacity_and_wastes_no_room_for_what_f
     ],
 )
 def test_globs(pattern: str, yes: list[str], no: list[str]) -> None:
-    globs = MutableGlobs([pattern])
+    globs = Globs([pattern])
     assert [path for path in yes if not globs.matches(path.encode())] == []
     assert [path for path in no if globs.matches(path.encode())] == []
 
@@ -45,9 +45,9 @@ def test_globs(pattern: str, yes: list[str], no: list[str]) -> None:
 @pytest.mark.parametrize("pattern", ["", "/", "../x", "a/../b", "./a", "[z-a]"])
 def test_patterns_that_can_match_nothing_are_refused(pattern: str) -> None:
     with pytest.raises(InvalidGlob):
-        MutableGlobs([pattern])
+        Globs([pattern])
 
 
 def test_names_that_are_not_utf8() -> None:
-    assert MutableGlobs(["*.log"]).matches(b"\xff\xfe.log")
-    assert not MutableGlobs([])
+    assert Globs(["*.log"]).matches(b"\xff\xfe.log")
+    assert not Globs([])

@@ -160,3 +160,17 @@ def test_parts_that_are_read_in_turns_stay() -> None:
         policy.accessed(key)
     policy.accessed(keys[12])
     assert policy.victim() is None
+
+
+def test_a_part_that_is_fetched_again_is_not_done_before_it_is_read() -> None:
+    policy = retention.make("retire", retention.Circumstances(lambda key: key[0]))
+    for key in ("a1", "b1", "c1"):
+        policy.inserted(key)
+        policy.accessed(key)
+    policy.expected("a2")
+    policy.inserted("a2")
+    assert policy.victim() == "b1"
+    policy.removed("b1")
+    assert policy.victim() is None
+    policy.accessed("a2")
+    assert policy.victim() == "c1"

@@ -1,0 +1,95 @@
+"""The graph of partitions out of a graph of nodes: how many edges lead from each partition to each other.
+
+Streaming: edges are read a block at a time, so that memory is that of the node map and of one block. Files are `.npy`
+arrays (edges: shape (E, 2); map: shape (N,), a partition's number for each node) or text: two node numbers a line, and
+a partition's name a line, the first for node 0.
+"""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from cachefs.errors import CacheFsError
+
+if TYPE_CHECKING:
+    import numpy
+
+BLOCK_EDGES = 1 << 22
+BLOCK_BYTES = 8 << 20
+MAX_PARTITIONS = 1 << 13
+
+
+def build_graph(edges: Path, node_map: Path, prefix: str = "") -> Iterator[str]:
+    """Lines of JSON, as `cachefs mount --prefetch-graph` takes them. Raises CacheFsError.
+
+    `prefix`: put before each partition's name.
+    """
+    try:
+        import numpy
+    except ImportError:
+        raise CacheFsError("this needs numpy: pip install 'cachefs[tools]'") from None
+    try:
+        names, part_of = _node_map(numpy, node_map)
+        counts = numpy.zeros(len(names) ** 2, dtype=numpy.int64)
+        for block in _blocks(numpy, edges):
+            for extreme in (block.min(), block.max()) if block.size else ():
+                if not 0 <= extreme < len(part_of):
+                    raise CacheFsError(f"{edges}: node {extreme} is not in the map")
+            pairs = part_of[block[:, 1]].astype(numpy.int64) * len(names) + part_of[block[:, 0]]
+            counts += numpy.bincount(pairs, minlength=len(counts))
+    except OSError as error:
+        raise CacheFsError(f"cannot read {error.filename or edges}: {error.strerror or error}") from error
+    names = [prefix + name for name in names]
+    for number, row in enumerate(counts.reshape(len(names), len(names))):
+        order = sorted(numpy.flatnonzero(row), key=lambda other: -row[other])
+        depends = {names[other]: int(row[other]) for other in order if other != number}
+        yield json.dumps({"partition": names[number], "depends": depends})
+
+
+def _node_map(numpy: Any, path: Path) -> tuple[list[str], "numpy.ndarray[Any, Any]"]:
+    """The partitions' names, and the number of each node's partition."""
+    if path.suffix == ".npy":
+        part_of = _load(numpy, path)
+        if part_of.ndim != 1 or part_of.dtype.kind not in "iu" or not len(part_of):
+            raise CacheFsError(f"{path}: expected integers, one for each node")
+        names = [str(number) for number in range(int(part_of.max()) + 1)]
+    else:
+        known: dict[str, int] = {}
+        with open(path) as file:
+            numbers = [known.setdefault(line.strip(), len(known)) for line in file]
+        if not numbers:
+            raise CacheFsError(f"{path}: expected the name of a partition for each node")
+        names, part_of = list(known), numpy.array(numbers, dtype=numpy.int32)
+    if len(names) > MAX_PARTITIONS:
+        raise CacheFsError(f"{path}: {len(names):,} partitions, more than {MAX_PARTITIONS:,}")
+    return names, part_of
+
+
+def _blocks(numpy: Any, path: Path) -> Iterator["numpy.ndarray[Any, Any]"]:
+    """Edges as arrays of shape (n, 2)."""
+    if path.suffix == ".npy":
+        edges = _load(numpy, path)
+        if edges.ndim != 2 or edges.shape[1] != 2 or edges.dtype.kind not in "iu":
+            raise CacheFsError(f"{path}: expected integers, two for each edge")
+        for start in range(0, len(edges), BLOCK_EDGES):
+            yield numpy.asarray(edges[start : start + BLOCK_EDGES])
+        return
+    with open(path, "rb") as file:
+        while block := file.read(BLOCK_BYTES):
+            block += file.readline()
+            try:
+                numbers = numpy.array(block.split(), dtype=numpy.int64)
+            except ValueError:
+                raise CacheFsError(f"{path}: expected two numbers a line") from None
+            if len(numbers) % 2:
+                raise CacheFsError(f"{path}: expected two numbers a line")
+            yield numbers.reshape(-1, 2)
+
+
+def _load(module: Any, path: Path) -> "numpy.ndarray[Any, Any]":
+    try:
+        array: numpy.ndarray[Any, Any] = module.load(path, mmap_mode="r")
+    except ValueError as error:
+        raise CacheFsError(f"{path} is not an array of numpy: {error}") from error
+    return array

@@ -1,0 +1,78 @@
+"""`cachefs graph build`: counted edges, whatever the files are like."""
+
+import json
+from collections import Counter
+from pathlib import Path
+
+import numpy
+import pytest
+from click.testing import CliRunner, Result
+
+from cachefs import partition_graph
+from daemon.cli import main
+
+NODES, EDGES, PARTITIONS = 1000, 20_000, 7
+
+
+def build(*arguments: object) -> Result:
+    return CliRunner().invoke(main, ["graph", "build", *map(str, arguments)])
+
+
+@pytest.mark.parametrize("kind", ["npy", "txt"])
+def test_edges_are_counted_between_partitions(tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(partition_graph, "BLOCK_EDGES", 999)
+    monkeypatch.setattr(partition_graph, "BLOCK_BYTES", 5000)
+    draw = numpy.random.default_rng(1)
+    part_of = draw.integers(0, PARTITIONS, NODES)
+    part_of[:PARTITIONS] = range(PARTITIONS)  # in text partitions are numbered as they come
+    edges = draw.zipf(1.3, (EDGES, 2)) % NODES
+    edges_path, map_path = tmp_path / f"edges.{kind}", tmp_path / f"map.{kind}"
+    if kind == "npy":
+        numpy.save(edges_path, edges)
+        numpy.save(map_path, part_of)
+    else:
+        edges_path.write_text("".join(f"{a} {b}\n" for a, b in edges))
+        map_path.write_text("".join(f"{part}\n" for part in part_of))
+    expected = Counter((part_of[a], part_of[b]) for a, b in edges)
+    done = build(edges_path, map_path, "--prefix", "parts/p")
+    assert done.exit_code == 0, done.stderr
+    rows = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [row["partition"] for row in rows] == [f"parts/p{number}" for number in range(PARTITIONS)]
+    for number, row in enumerate(rows):
+        counted = {f"parts/p{a}": count for (a, b), count in expected.items() if b == number and a != number}
+        assert row["depends"] == counted
+        assert list(row["depends"].values()) == sorted(row["depends"].values(), reverse=True)
+
+
+@pytest.mark.parametrize(
+    ("edges", "node_map", "message"),
+    [
+        ("0 1\n1 5\n", "a\nb\n", "node 5 is not in the map"),
+        ("0 -1\n", "a\nb\n", "node -1 is not in the map"),
+        ("0 1 1\n", "a\nb\n", "expected two numbers a line"),
+        ("a b\n", "a\nb\n", "expected two numbers a line"),
+        ("0 1\n", "", "expected the name of a partition"),
+        (None, "a\n", "cannot read"),
+        ("0 1\n", None, "cannot read"),
+    ],
+)
+def test_bad_input_is_one_clear_line(tmp_path: Path, edges: str | None, node_map: str | None, message: str) -> None:
+    for name, content in (("edges", edges), ("map", node_map)):
+        if content is not None:
+            (tmp_path / name).write_text(content)
+    done = build(tmp_path / "edges", tmp_path / "map")
+    assert done.exit_code == 1 and message in done.stderr and "Traceback" not in done.stderr
+
+
+def test_an_array_of_another_shape_is_refused(tmp_path: Path) -> None:
+    numpy.save(tmp_path / "edges.npy", numpy.zeros((4, 3), dtype=int))
+    numpy.save(tmp_path / "map.npy", numpy.zeros(4, dtype=int))
+    done = build(tmp_path / "edges.npy", tmp_path / "map.npy")
+    assert done.exit_code == 1 and "two for each edge" in done.stderr
+
+
+def test_no_edges_are_no_dependencies(tmp_path: Path) -> None:
+    (tmp_path / "edges").write_text("")
+    (tmp_path / "map").write_text("a\nb\n")
+    done = build(tmp_path / "edges", tmp_path / "map")
+    assert done.stdout == '{"partition": "a", "depends": {}}\n{"partition": "b", "depends": {}}\n'
