@@ -198,14 +198,20 @@ def _draw(rows: list[tuple[str, str, int, int, Outcome]], path: Path) -> None:
         from matplotlib.figure import Figure
     except ImportError:
         raise CacheFsError("--plot needs matplotlib: pip install 'cachefs[tools]'") from None
-    figure = Figure(figsize=(7, 4.5), layout="constrained")
-    axes = figure.add_subplot()
+    figure = Figure(figsize=(11, 4.5), layout="constrained")
+    hits, misses = figure.subplots(1, 2)
+    first: dict[float, float] = {}
     for name, policy in dict.fromkeys((row[0], row[1]) for row in rows):
         points = [(size / total, o.hit_ratio) for n, p, size, total, o in rows if (n, p) == (name, policy)]
-        axes.plot(*zip(*points, strict=True), marker="o", markersize=3, label=f"{policy}, {name}")
-    axes.set(xlabel="cache, of the dataset", ylabel="hit ratio", xlim=(0, None), ylim=(0, 1))
-    axes.grid(alpha=0.3)
-    axes.legend()
+        first = first or {x: 1 - y for x, y in points}
+        relative = [(x, (1 - y) / first[x]) for x, y in points if first[x]]
+        for axes, drawn in ((hits, points), (misses, relative)):
+            axes.plot(*zip(*drawn, strict=True), marker="o", markersize=3, label=f"{policy}, {name}")
+    hits.set(xlabel="cache, of the dataset", ylabel="hit ratio", xlim=(0, None), ylim=(0, 1))
+    misses.set(xlabel="cache, of the dataset", ylabel="misses, of those of the first", xlim=(0, None), ylim=(0, None))
+    for axes in (hits, misses):
+        axes.grid(alpha=0.3)
+    hits.legend()
     try:
         figure.savefig(path)
     except OSError as error:

@@ -89,6 +89,8 @@ class DependencyGraph:
             name: tuple(sorted(others, key=lambda other: -others[other])) for name, others in dependents.items()
         }
         self._recent: OrderedDict[str, None] = OrderedDict()
+        self._visited: set[str] = set()
+        """In this epoch."""
         self._most_recent = max(1, min(MAX_RECENT, len(self._targets) // 2))
 
     def _add(self, name: str) -> None:
@@ -118,7 +120,10 @@ class DependencyGraph:
         return ()
 
     def read(self, path: bytes) -> tuple[Target, ...]:
-        """Of a partition that was not among those read last: the rest of it, then what depends on it."""
+        """Of a partition that was not among those read last: the rest of it, then what depends on it.
+
+        But for those that training has been through: in each epoch a partition is read once.
+        """
         name = self.partition_of(path)
         if name is None:
             return ()
@@ -129,4 +134,8 @@ class DependencyGraph:
             self._recent.popitem(last=False)
         if known:
             return ()
-        return tuple(self._targets[each] for each in (name, *self._dependents.get(name, ())))
+        if name in self._visited:  # the next epoch
+            self._visited.clear()
+        self._visited.add(name)
+        dependents = [other for other in self._dependents.get(name, ()) if other not in self._visited]
+        return tuple(self._targets[each] for each in (name, *dependents))
