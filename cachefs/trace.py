@@ -1,8 +1,9 @@
 """Traces of what a job reads, for the simulator.
 
 A file: 8 bytes `CFTRACE1`, then blocks, each of two little-endian u32 (length, number of accesses) and that many bytes
-of zlib. Unpacked, an access is 24 bytes: inode u64, directory u64, bytes u32, unit u32. The unit counts chunks of 4 MiB
-within a large file; bytes are those of the unit. A writer that is killed leaves whole blocks and perhaps a part of one.
+of zlib. Unpacked, an access is 28 bytes: inode u64, directory u64, bytes u64, unit u32. The directory is any number
+that stands for it; the unit counts pieces of a file that are read by themselves, and bytes are those of the piece. A
+writer that is killed leaves whole blocks and perhaps a part of one.
 """
 
 import struct
@@ -18,7 +19,7 @@ from policies.simulator import Trace
 MAGIC = b"CFTRACE1"
 BLOCK_ACCESSES = 32_768
 _BLOCK = struct.Struct("<2I")
-_ACCESS = struct.Struct("<2Q2I")
+_ACCESS = struct.Struct("<3QI")
 
 
 class Access(NamedTuple):

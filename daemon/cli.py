@@ -18,6 +18,7 @@ from daemon.conflict import check_daemon_package
 from daemon.graph import graph
 from daemon.parameters import Place, Seconds, Size, one_line_errors
 from daemon.simulate import simulate
+from daemon.trace import trace
 from policies import prefetch as prefetch_policies
 from policies import retention as retention_policies
 from policies.globs import Globs, InvalidGlob
@@ -340,3 +341,4 @@ def invalidate(paths: tuple[str, ...]) -> None:
 
 main.add_command(simulate)
 main.add_command(graph)
+main.add_command(trace)
