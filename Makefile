@@ -54,6 +54,9 @@ bench: $(VENV)/.run
 	mkdir -p build
 	$(BIN)/python -m benchmarks.first_epoch --rounds 3
 	$(BIN)/python -m benchmarks.fastpath --plot build/bench.svg
+	$(BIN)/python -m benchmarks.prefetch
+	$(BIN)/python -m benchmarks.graph_training
+	$(BIN)/python -m benchmarks.tracing
 
 clean:
 	rm -rf $(VENV) build *.egg-info .mypy_cache .pytest_cache .ruff_cache .import_linter_cache

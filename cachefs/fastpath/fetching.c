@@ -155,16 +155,17 @@ static struct fetch *begin_wish(struct fetcher *fetcher, const struct wish *wish
         return NULL;
     bool wanted = view_inode(view, wish->inode, &record) && !(record.flags & (STALE | UNLINKED)) &&
                   remaining_ns(view, &record) && is_immutable(view, &record) && wish->offset < record.size;
-    if (wanted) {
-        unit_of(fill->fastpath->shared, record.size, wish->offset, &start, &unit);
-        bool indexed = view_extent(view, wish->inode, start, &extent) && extent.record.version == record.version;
-        wanted = !indexed && view_path(view, wish->inode, path, sizeof path);
-    }
+    wanted = wanted && view_path(view, wish->inode, path, sizeof path);
     view_end(view);
     if (!wanted)
         return NULL;
+    unit_of(fill->fastpath->shared, record.size, wish->offset, &start, &unit);
     pthread_mutex_lock(&fill->lock);
-    if (!table_find(&fill->table, wish->inode, record.version, start) && fill_admits(fill, unit, true))
+    /* The table first: what has left it is in the index by now. */
+    wanted = !table_find(&fill->table, wish->inode, record.version, start) && !view_begin(view) &&
+             !(view_extent(view, wish->inode, start, &extent) && extent.record.version == record.version);
+    view_end(view);
+    if (wanted && fill_admits(fill, unit, true))
         fetch = fill_add(fill, &record, wish->inode, path, true, start, unit);
     if (fetch)
         fetch->state = FETCH_FETCHING;
