@@ -19,7 +19,7 @@ from cachefs.single_flight import Flight, SingleFlight, in_task, unwrap
 
 BATCH_NAMES = 16
 PARALLEL_BATCHES = 48
-POLITE_BATCHES = 8
+POLITE_BATCHES = 6
 PAUSE_S = 0.001
 CHUNK_NAMES = 64
 """How many records are looked at without letting other tasks run."""

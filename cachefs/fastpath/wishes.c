@@ -7,7 +7,7 @@
 #define CHANGE_NS 5000000u
 #define QUIET_NS 100000000u /* nobody has missed for so long: nobody minds */
 #define FIRST_LIMIT 4
-#define THREADS_A_CORE 4 /* more of them fetch no faster: what they fetch must be appended and committed, too */
+#define THREADS_A_CORE 3 /* more of them fetch no faster: what they fetch must be appended and committed, too */
 #define TOLERANCE 8 /* an eighth slower is about as good */
 
 void wishes_init(struct wishes *wishes, uint32_t fetch_threads)
