@@ -243,10 +243,11 @@ void fill_tick(struct fill *fill)
 {
     if (!fill)
         return;
-    uint64_t limit = fill->fastpath->shared->source_timeout_ns, now = monotonic_ns();
+    uint64_t limit = fill->fastpath->shared->source_timeout_ns;
     struct waiter *late = NULL;
     struct fetch *fetch;
     pthread_mutex_lock(&fill->lock);
+    uint64_t now = monotonic_ns(); /* under the lock: no fetch in the table is younger, and none seems to be ages old */
     while ((fetch = table_oldest_unfetched(&fill->table)) && now - fetch->since_ns > limit)
         abandon(fill, fetch, &late);
     pthread_mutex_unlock(&fill->lock);
