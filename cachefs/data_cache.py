@@ -16,7 +16,7 @@ durable index, in this order, in one thread. What a crash leaves behind at each 
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -157,6 +157,13 @@ class DataCache:
         start = offset // CHUNK_BYTES * CHUNK_BYTES
         return start, min(CHUNK_BYTES, inode.size - start)
 
+    def units(self, inode: Inode) -> Iterator[tuple[int, int]]:
+        """All units of a file, as `unit_of` gives them."""
+        offset = 0
+        while offset < inode.size:
+            yield (unit := self.unit_of(inode, offset))
+            offset = sum(unit)
+
     # --- hits ------------------------------------------------------------------------------------------------------
 
     async def read(
@@ -224,13 +231,7 @@ class DataCache:
 
     def holds_all(self, view: View, inode: Inode) -> bool:
         """True if every unit of the file is cached or on its way."""
-        offset = 0
-        while offset < inode.size:
-            unit = self.unit_of(inode, offset)
-            if not self.holds(view, inode, unit):
-                return False
-            offset = sum(unit)
-        return True
+        return all(self.holds(view, inode, unit) for unit in self.units(inode))
 
     # --- admission -------------------------------------------------------------------------------------------------
 

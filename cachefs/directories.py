@@ -188,10 +188,9 @@ class Directories:
             names = await self._fs.slots.run(partial(self._fs.source.readdir, path))
         started = self._clock()
         doubtful = await self._doubtful(directory, names)
-        limiter = trio.CapacityLimiter(PARALLEL_BATCHES)
+        limiter = trio.CapacityLimiter(POLITE_BATCHES if number in self._polite else PARALLEL_BATCHES)
         errors: list[OSError] = []
         async with trio.open_nursery() as nursery:
-            limiter.total_tokens = POLITE_BATCHES if number in self._polite else PARALLEL_BATCHES
             for start in range(0, len(doubtful), BATCH_NAMES):
                 await limiter.acquire_on_behalf_of(start)
                 batch = doubtful[start : start + BATCH_NAMES]

@@ -185,7 +185,6 @@ class Update(View):
         self._durable.abort()
         if error is None:
             self._session.commit()
-            self._end()
             if self._written:
                 self._dirty.update(dict.fromkeys(self._written))
                 self._on_dirty()

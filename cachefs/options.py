@@ -5,7 +5,7 @@ import math
 from dataclasses import dataclass, field
 
 from policies.globs import Globs
-from policies.prefetch import GRAPH
+from policies.prefetch import GRAPH, LISTENING
 
 MIB = 1 << 20
 
@@ -65,7 +65,7 @@ class Options:
     @property
     def logs_accesses(self) -> bool:
         """Somebody must know what is read."""
-        return self.evicts or (self.prefetch in ("directory", GRAPH) and self.cache is CacheLevel.FULL)
+        return self.evicts or (self.prefetch in LISTENING and self.cache is CacheLevel.FULL)
 
     @property
     def pins_everything(self) -> bool:

@@ -145,7 +145,7 @@ class Prefetcher:
                 if inode.is_directory and directories is not None:
                     directories.append(number)
                 elif inode.is_regular and self._fs.metadata.is_pinned(inode) and self._matches(number, target, view):
-                    units = self._units(inode)
+                    units = self._data.units(inode)
                     wishes += [Wish(number, *unit) for unit in units if not self._data.holds(view, inode, unit)]
         for wish in wishes:  # before room is made: they must not go for each other
             self._data.expected(wish.inode, wish.offset)
@@ -162,11 +162,3 @@ class Prefetcher:
 
     def _matches(self, number: int, target: Target, view: View) -> bool:
         return target.globs is None or target.globs.matches(self._fs.path_of(number, view))
-
-    def _units(self, inode: Inode) -> list[tuple[int, int]]:
-        units = []
-        offset = 0
-        while offset < inode.size:
-            units.append(self._data.unit_of(inode, offset))
-            offset = sum(units[-1])
-        return units

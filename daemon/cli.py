@@ -261,9 +261,7 @@ def umount(mountpoint: str) -> None:
       cachefs umount /data/imagenet
     """
     place = mounting.absolute(mountpoint)
-    top = mounting.top_mount(place)
-    if top is None or top.fstype != mounting.FSTYPE:
-        raise CacheFsError(f"nothing is mounted on {place} by cachefs")
+    mounting.check_mounted(place)
     try:
         daemon = os.pidfd_open(int(control.request(place, "status")["pid"]))
     except (CacheFsError, OSError):
@@ -286,9 +284,7 @@ def restart(mountpoint: str) -> None:
       pip install --upgrade cachefs && cachefs restart /data/imagenet
     """
     place = mounting.absolute(mountpoint)
-    top = mounting.top_mount(place)
-    if top is None or top.fstype != mounting.FSTYPE:
-        raise CacheFsError(f"nothing is mounted on {place} by cachefs")
+    mounting.check_mounted(place)
     mount_config = config.load(config.mount_directory(place) / config.CONFIG_NAME)
     if control.is_served(place):
         daemon = os.pidfd_open(int(control.request(place, "status")["pid"]))

@@ -68,6 +68,18 @@ def absolute(path: str) -> str:
     return joined if top_mount(joined) is not None else os.path.realpath(joined)
 
 
+def is_mounted(place: str) -> bool:
+    """Is it one of ours that is mounted there?"""
+    top = top_mount(place)
+    return top is not None and top.fstype == FSTYPE
+
+
+def check_mounted(place: str) -> None:
+    """Raises CacheFsError where none of ours is mounted."""
+    if not is_mounted(place):
+        raise CacheFsError(f"nothing is mounted on {place} by cachefs")
+
+
 def is_dead(path: str) -> bool:
     """Has the daemon behind this mountpoint gone? Asked by a child process, because the answer may never come."""
     try:

@@ -256,7 +256,8 @@ class Session:
                 self._prefetcher = Prefetcher(
                     policy, filesystem, directories, data, wishes, evicts=options.evicts_ahead
                 )
-                data.on_accessed = self._prefetcher.read
+                if options.prefetch in prefetch.LISTENING:
+                    data.on_accessed = self._prefetcher.read
                 nursery.start_soon(_forever, self._prefetcher.run)
             nursery.start_soon(self._terminate_on_signal)
             nursery.start_soon(self._announce, operations, ready)

@@ -40,8 +40,7 @@ def record(mountpoint: str, output: Path, max_size: int, seconds: float) -> None
       cachefs simulate job.trace --cache 100G,200G,500G
     """
     place = mounting.absolute(mountpoint)
-    if not _is_mounted(place):
-        raise CacheFsError(f"nothing is mounted on {place} by cachefs")
+    mounting.check_mounted(place)
     stopped = False
 
     def stop(number: int, frame: FrameType | None) -> None:
@@ -53,20 +52,12 @@ def record(mountpoint: str, output: Path, max_size: int, seconds: float) -> None
     until = time.monotonic() + seconds
     try:
         writer = TraceWriter(output, max_bytes=max_size)
-    except OSError as error:
-        raise CacheFsError(f"cannot write {output}: {error.strerror}") from error
-    with TraceRecorder(place, writer) as recorder:
-        click.echo(f"recording {place}", err=True)
-        try:
-            recorder.run(lambda: not stopped and time.monotonic() < until and _is_mounted(place))
+        with TraceRecorder(place, writer) as recorder:
+            click.echo(f"recording {place}", err=True)
+            recorder.run(lambda: not stopped and time.monotonic() < until and mounting.is_mounted(place))
             recorder.record_waiting()
             writer.close()
-        except OSError as error:
-            raise CacheFsError(f"cannot write {output}: {error.strerror}") from error
+    except OSError as error:
+        raise CacheFsError(f"cannot write {output}: {error.strerror}") from error
     lost = f"; {recorder.lost} times the kernel had more than could be recorded" if recorder.lost else ""
     click.echo(f"{writer.accesses:,} files opened, in {output}{lost}")
-
-
-def _is_mounted(place: str) -> bool:
-    top = mounting.top_mount(place)
-    return top is not None and top.fstype == mounting.FSTYPE

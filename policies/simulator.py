@@ -6,12 +6,13 @@ object that does not fit, or that nobody makes room for, nothing is kept. Ideas:
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from policies.retention import Circumstances, make
 from policies.retention.opt import OPT
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Trace:
     """Accesses to objects that are numbered from 0 on."""
 
@@ -21,10 +22,20 @@ class Trace:
     parts: Sequence[object] = field(default=())
     """The partition or directory of each object; empty: all are in one."""
 
-    @property
+    @cached_property
     def total_bytes(self) -> int:
         """Of all objects together: a cache of this size holds everything."""
         return sum(self.sizes)
+
+    @cached_property
+    def next_uses(self) -> list[int]:
+        """For each access: the position of the next one to the same object; len(accesses) if there is none."""
+        following = [len(self.accesses)] * len(self.sizes)
+        uses = [0] * len(self.accesses)
+        for position in range(len(self.accesses) - 1, -1, -1):
+            key = self.accesses[position]
+            uses[position], following[key] = following[key], position
+        return uses
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,20 +54,10 @@ class Outcome:
         return self.hit_bytes / self.bytes if self.bytes else 0.0
 
 
-def next_uses(accesses: Sequence[int], objects: int) -> list[int]:
-    """For each access: the position of the next one to the same object; len(accesses) if there is none."""
-    following = [len(accesses)] * objects
-    uses = [0] * len(accesses)
-    for position in range(len(accesses) - 1, -1, -1):
-        uses[position] = following[accesses[position]]
-        following[accesses[position]] = position
-    return uses
-
-
 def simulate(trace: Trace, retention: str, capacity_bytes: int, *, counted_from: int = 0) -> Outcome:
     """`retention`: a name of `policies.retention`. `counted_from`: accesses before this one warm the cache only."""
     sizes, accesses = trace.sizes, trace.accesses
-    uses = next_uses(accesses, len(sizes)) if retention == "opt" else ()
+    uses = trace.next_uses if retention == "opt" else ()
     part_of = trace.parts.__getitem__ if trace.parts else lambda _: 0
     policy = make(retention, Circumstances(part_of, uses))
     foreseeing = policy if isinstance(policy, OPT) else None

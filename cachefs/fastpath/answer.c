@@ -255,9 +255,9 @@ static void log_access(const struct worker *worker, uint64_t inode, uint64_t off
     struct access_log *log = worker->log;
     if (!log)
         return;
-    uint64_t count = log->written, unit = offset / CHUNK_BYTES & ((1u << ACCESS_UNIT_BITS) - 1);
+    uint64_t count = log->written, unit = offset / CHUNK_BYTES & ACCESS_UNIT_MASK;
     const struct access *last = &log->entries[(count - 1) % ACCESS_ENTRIES];
-    if (count && last->inode == inode && (last->when_and_unit & ((1u << ACCESS_UNIT_BITS) - 1)) == unit)
+    if (count && last->inode == inode && (last->when_and_unit & ACCESS_UNIT_MASK) == unit)
         return;
     log->entries[count % ACCESS_ENTRIES] = (struct access){inode, monotonic_ns() / 1000 << ACCESS_UNIT_BITS | unit};
     log->written = count + 1;

@@ -255,7 +255,7 @@ static bool wait_for_room(struct appender *appender, uint64_t bytes)
     pthread_mutex_lock(&appender->lock);
     bool room = has_room_locked(appender, bytes, 0), waited = false;
     if (!room && !appender->daemon_gone)
-        control_send(appender->control, CONTROL_ROOM, appender->queued_bytes, 0, NULL, 0);
+        control_send(appender->control, CONTROL_ROOM, 0, 0, NULL, 0);
     while (!room && !waited && !appender->daemon_gone && bytes <= appender->shared->capacity_bytes) {
         waited = pthread_cond_timedwait(&appender->changed, &appender->lock, &deadline);
         room = has_room_locked(appender, bytes, 0);

@@ -41,8 +41,8 @@ struct fetcher *fill_for_wishes(struct fill *fill)
     return now ? fill->idle[--fill->idle_count] : NULL;
 }
 
-struct fetch *fill_add(struct fill *fill, const struct inode_record *record, uint64_t inode, const char *path,
-                                bool cached, uint64_t offset, uint32_t length)
+struct fetch *fill_add(struct fill *fill, const struct inode_record *record, uint64_t inode, const char *path, bool cached,
+                       uint64_t offset, uint32_t length)
 {
     struct fetch *fetch = fetch_new(record, inode, path);
     if (!fetch)
@@ -55,6 +55,14 @@ struct fetch *fill_add(struct fill *fill, const struct inode_record *record, uin
         fill_hold(fill, length);
     table_add(&fill->table, fetch);
     return fetch;
+}
+
+bool fill_indexed(struct view *view, uint64_t inode, uint64_t version, uint64_t start)
+{
+    struct extent extent;
+    bool found = !view_begin(view) && view_extent(view, inode, start, &extent) && extent.record.version == version;
+    view_end(view);
+    return found;
 }
 
 struct fetcher *fill_start_fetch(struct fill *fill, struct fetch *fetch)
@@ -146,7 +154,6 @@ static struct fetch *begin_wish(struct fetcher *fetcher, const struct wish *wish
     struct fill *fill = fetcher->fill;
     struct view *view = &fetcher->view;
     struct inode_record record;
-    struct extent extent;
     struct fetch *fetch = NULL;
     uint64_t start;
     uint32_t unit;
@@ -162,10 +169,8 @@ static struct fetch *begin_wish(struct fetcher *fetcher, const struct wish *wish
     unit_of(fill->fastpath->shared, record.size, wish->offset, &start, &unit);
     pthread_mutex_lock(&fill->lock);
     /* The table first: what has left it is in the index by now. */
-    wanted = !table_find(&fill->table, wish->inode, record.version, start) && !view_begin(view) &&
-             !(view_extent(view, wish->inode, start, &extent) && extent.record.version == record.version);
-    view_end(view);
-    if (wanted && fill_admits(fill, unit, true))
+    if (!table_find(&fill->table, wish->inode, record.version, start) &&
+        !fill_indexed(view, wish->inode, record.version, start) && fill_admits(fill, unit, true))
         fetch = fill_add(fill, &record, wish->inode, path, true, start, unit);
     if (fetch)
         fetch->state = FETCH_FETCHING;

@@ -53,11 +53,7 @@ static enum outcome answer_fetched(struct worker *worker, struct fetch *fetch, c
 
 static bool indexed_by_now(struct worker *worker, uint64_t inode, uint64_t version, uint64_t start)
 {
-    struct extent extent;
-    bool found = !view_begin(&worker->view) && view_extent(&worker->view, inode, start, &extent) &&
-                 extent.record.version == version && !worker->distrusts;
-    view_end(&worker->view);
-    return found;
+    return !worker->distrusts && fill_indexed(&worker->view, inode, version, start);
 }
 
 /* The first READ of a chunk, of a file whose chunk before that is known: somebody reads on and on. The next one is fetched
@@ -68,7 +64,9 @@ static struct fetcher *read_ahead_locked(struct worker *worker, const struct ino
     struct fill *fill = worker->fastpath->fill;
     uint64_t next, version = record->version;
     uint32_t length;
-    if (!(fill->fastpath->shared->flags & READS_AHEAD) || start < CHUNK_BYTES || start + CHUNK_BYTES >= record->size || !fill->idle_count)
+    if (!(fill->fastpath->shared->flags & READS_AHEAD) || !fill->idle_count)
+        return NULL;
+    if (start < CHUNK_BYTES || start + CHUNK_BYTES >= record->size)
         return NULL;
     unit_of(fill->fastpath->shared, record->size, start + CHUNK_BYTES, &next, &length);
     bool sequential = table_find(&fill->table, inode, version, start - CHUNK_BYTES) ||

@@ -52,6 +52,8 @@ struct fetch *fill_add(struct fill *fill, const struct inode_record *record, uin
                        uint64_t offset, uint32_t length);
 /* Who is to run it: a thread that must be woken, or NULL if all are busy and will come to it. */
 struct fetcher *fill_start_fetch(struct fill *fill, struct fetch *fetch);
+/* Is a unit in the index by now? What has left the table is. Begins and ends the view. */
+bool fill_indexed(struct view *view, uint64_t inode, uint64_t version, uint64_t start);
 /* A thread that has nothing to do, if there is a wish that may be fetched now; to be woken. */
 struct fetcher *fill_for_wishes(struct fill *fill);
 

@@ -20,6 +20,7 @@
 #define ACCESS_LOGS 16 /* of the first serving threads */
 #define ACCESS_ENTRIES 4096
 #define ACCESS_UNIT_BITS 24
+#define ACCESS_UNIT_MASK ((1u << ACCESS_UNIT_BITS) - 1)
 
 enum shared_flag {
     PINS_EVERYTHING = 1, /* a read-only mount of a dataset that is complete */
@@ -112,7 +113,7 @@ enum control_type {
     CONTROL_FILLED = 7,   /* fast path → daemon: an array of struct filled */
     CONTROL_CORRUPT = 8,  /* fast path → daemon: of inode a, offset b, the record at the blob offset that follows */
     CONTROL_REFUSED = 9,  /* fast path → daemon: the blob cannot be written, errno a */
-    CONTROL_ROOM = 10,    /* fast path → daemon: a bytes wait to be appended, and there is no room; and back: there may be */
+    CONTROL_ROOM = 10,    /* fast path → daemon: a record has none; and back: there may be */
     CONTROL_WISH = 11,    /* daemon → fast path: an array of struct wish, to be fetched when nobody minds */
 };
 

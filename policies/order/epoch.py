@@ -45,12 +45,16 @@ class Order(ABC, Generic[Item]):
     def __iter__(self) -> Iterator[Item]:
         skipped = self._drawn if self._resumes else 0
         self._drawn, self._resumes = skipped, False
-        items = self._items(Random(f"{self.seed} {self.epoch}"))
+        items = self._items(self._random())
         for _ in range(skipped):
             next(items, None)
         for item in items:
             self._drawn += 1
             yield item
+
+    def _random(self) -> Random:
+        """The same on all ranks."""
+        return Random(f"{self.seed} {self.epoch}")
 
     @abstractmethod
     def __len__(self) -> int:

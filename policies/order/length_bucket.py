@@ -48,7 +48,7 @@ class LengthBucket(Order[list[int]]):
         """Counted by running through the epoch once."""
         key = (self.seed, self.epoch)
         if self._counted is None or self._counted[0] != key:
-            self._counted = key, sum(1 for _ in self._items(Random(f"{self.seed} {self.epoch}")))
+            self._counted = key, sum(1 for _ in self._items(self._random()))
         return self._counted[1]
 
     def _capacity(self, bucket: int) -> int:

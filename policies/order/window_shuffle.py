@@ -33,9 +33,6 @@ class WindowShuffle(Order[int]):
     def __len__(self) -> int:
         return sum(self._groups[group] for group in self._share(self._random()))
 
-    def _random(self) -> Random:
-        return Random(f"{self.seed} {self.epoch}")
-
     def _share(self, random: Random) -> list[int]:
         order = list(range(len(self._groups)))
         random.shuffle(order)  # the same on all ranks

@@ -19,6 +19,8 @@ _MAKERS: dict[str, Callable[[Sequence[Partition]], Prefetch]] = {
 NAMES = tuple(_MAKERS)
 BEYOND_FILES = ("directory", "all", GRAPH)
 """Those that fetch files which nobody has opened."""
+LISTENING = ("directory", GRAPH)
+"""Those that must know what is read."""
 
 
 def make(name: str, graph: Sequence[Partition] = ()) -> Prefetch:
