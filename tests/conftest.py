@@ -19,7 +19,6 @@ from cachefs.fastpath import launcher
 from daemon import control
 
 CLI = [sys.executable, "-m", "daemon"]
-TREES = 120
 REPOSITORY = Path(__file__).resolve().parent.parent
 
 
@@ -174,11 +173,12 @@ def contents(root: Path) -> dict[Path, bytes]:
 
 
 @pytest.fixture(scope="session")
-def trees(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+def trees(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """Small trees, one for each test that wants one, all old enough to be believed at once."""
     base = tmp_path_factory.mktemp("trees")
     roots = []
-    for index in range(TREES):
+    wanted = sum("source" in getattr(item, "fixturenames", ()) for item in request.session.items)
+    for index in range(wanted):
         root = base / f"tree{index}"
         make_files(root, 40)
         (root / "empty").write_bytes(b"")
