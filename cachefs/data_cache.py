@@ -1,13 +1,14 @@
 """Data: what is in the blob, what is on its way there, and the task that takes it there.
 
-A *unit* is what is cached as one record: a whole small file, or a chunk of 4 MiB of a larger one.
+A *unit* is what is kept, or goes, as a whole: a small file, or a chunk of 4 MiB of a larger one (what begins in it).
+What is fetched is any *range* of a file, and becomes one record in the blob and one extent in the index.
 
 `read` is the hit path: the queue first, then the index, then the blob. Bytes that are in the page cache are read and
 verified at once (RWF_NOWAIT), the rest in a thread. The LMDB transaction that found the extent lives until its bytes
 have been read, so that nobody punches a hole under it (hazard 14).
 
-`admit` queues a unit that was just fetched. Its reader has been answered by then and never waits: a queue that is
-full, a cache that is full and a disk that is broken all mean that the unit is not cached.
+`admit` queues a range that was just fetched. Its reader has been answered by then and never waits: a queue that is
+full, a cache that is full and a disk that is broken all mean that it is not cached.
 
 `run` is write-behind: it appends what is queued, syncs, and commits extents together with pinned metadata to the
 durable index, in this order, in one thread. What a crash leaves behind at each step is in docs/FORMAT.md.
@@ -31,10 +32,11 @@ from cachefs.index import Commit, Index, Key, Table, View
 from cachefs.metrics import Metrics
 from cachefs.options import MIB, CacheLevel, Options
 from policies.admission import Capacity
+from policies.prefetch.sequential import CHUNK_BYTES
 
 log = logging.getLogger(__name__)
 
-CHUNK_BYTES = record.MAX_PAYLOAD_BYTES
+assert CHUNK_BYTES <= record.MAX_PAYLOAD_BYTES
 QUEUE_BYTES = 64 * MIB
 BATCH_BYTES = 16 * MIB
 BATCH_KEYS = 4096
@@ -51,14 +53,22 @@ BLOB_THREADS = 16
 
 
 @dataclass(slots=True)
-class Unit:
-    """A fetched unit on its way to the blob."""
+class Pending:
+    """A fetched range on its way to the blob."""
 
     inode: Inode
     offset: int
     payload: bytes
     read: bool = False
     """False until the read that it was fetched for: that one was a miss."""
+
+    @property
+    def end(self) -> int:
+        return self.offset + len(self.payload)
+
+    @property
+    def key(self) -> tuple[int, int]:
+        return self.offset, self.end
 
     def header(self) -> record.Header:
         i = self.inode
@@ -70,7 +80,7 @@ class Unit:
 
 @dataclass(frozen=True, slots=True)
 class Filled:
-    """A unit that the fast path fetched and appended to the blob."""
+    """A range that the fast path fetched and appended to the blob."""
 
     report: int
     """Reports are numbered, and settled in order."""
@@ -108,8 +118,9 @@ class DataCache:
         self._batch_filled_bytes = BATCH_FILLED_BYTES if eviction is None else min(share, BATCH_FILLED_BYTES)
         self._appends = appends and options.cache is CacheLevel.FULL
         # state
-        self._pending: dict[tuple[int, int], Unit] = {}
-        self._queue: deque[Unit] = deque()
+        self._pending: dict[int, dict[tuple[int, int], Pending]] = {}
+        """By inode, then by (offset, end)."""
+        self._queue: deque[Pending] = deque()
         self._queued_bytes = 0  # of payload in `_pending`
         self._queued_record_bytes = 0
         self._filled: deque[Filled] = deque()
@@ -166,31 +177,38 @@ class DataCache:
 
     # --- hits ------------------------------------------------------------------------------------------------------
 
-    async def read(
-        self, inode: Inode, unit: tuple[int, int], start: int, length: int
-    ) -> tuple[memoryview, bool] | None:
-        """`length` bytes from `start` of a unit, and whether that was a hit. None: not cached."""
-        pending = self._pending.get((inode.number, unit[0]))
-        if pending is not None and pending.inode.version == inode.version:
+    async def read(self, inode: Inode, offset: int, length: int) -> tuple[memoryview, bool] | None:
+        """Up to `length` bytes, as many as are cached in one piece, and whether that was a hit. None: not cached."""
+        pending = self._pending_at(inode, offset)
+        if pending is not None:
             was_read, pending.read = pending.read, True
+            start = offset - pending.offset
             return memoryview(pending.payload)[start : start + length], was_read
         transaction = self._index.extent_reader()
         try:
-            extent = self._index.extent(transaction, inode.number, unit[0])
-            if extent is None or extent.version != inode.version or extent.length != unit[1]:
+            found = self._index.extents(transaction).at(inode.number, offset)
+            if found is None or found[1].version != inode.version:
                 return None
-            if (inode.number, unit[0], extent.blob_offset) in self._dropped:
+            begin, extent = found
+            if (inode.number, begin, extent.blob_offset) in self._dropped:
                 return None
             try:
-                return await self._read_blob(extent, start, length), True
+                start = offset - begin
+                return await self._read_blob(extent, start, min(length, extent.length - start)), True
             except CorruptRecord as error:
-                self.corrupt(inode.number, unit[0], extent.blob_offset, str(error))
+                self.corrupt(inode.number, begin, extent.blob_offset, str(error))
             except OSError as error:
                 self._failed("read", f"cannot read the blob: {error}")
-                self._drop(inode.number, unit[0], extent.blob_offset)
+                self._drop(inode.number, begin, extent.blob_offset)
             return None
         finally:
             transaction.abort()
+
+    def _pending_at(self, inode: Inode, offset: int) -> Pending | None:
+        for pending in self._pending.get(inode.number, {}).values():
+            if pending.offset <= offset < pending.end and pending.inode.version == inode.version:
+                return pending
+        return None
 
     def corrupt(self, inode: int, offset: int, blob_offset: int, reason: str) -> None:
         """A record is not what was written: count it, drop it."""
@@ -212,26 +230,43 @@ class DataCache:
             log.debug("no RWF_NOWAIT here: %s", error)
         return await trio.to_thread.run_sync(partial(self._blob.read, extent, start, length), limiter=self._threads)
 
-    def mark_read(self, inode: Inode, unit: tuple[int, int]) -> None:
-        """The read that a unit was fetched for has been answered; those that follow are hits."""
-        pending = self._pending.get((inode.number, unit[0]))
+    def mark_read(self, inode: Inode, offset: int) -> None:
+        """The read that a range was fetched for has been answered; those that follow are hits."""
+        pending = self._pending_at(inode, offset)
         if pending is not None:
             pending.read = True
 
     def view(self) -> View:
         return self._index.view()
 
-    def holds(self, view: View, inode: Inode, unit: tuple[int, int]) -> bool:
-        """True if the unit is cached or on its way."""
-        pending = self._pending.get((inode.number, unit[0]))
+    def range_at(self, view: View, inode: Inode, offset: int) -> tuple[int, int] | None:
+        """(start, end) of what is cached, or on its way, and holds the byte at `offset`."""
+        pending = self._pending_at(inode, offset)
         if pending is not None:
-            return pending.inode.version == inode.version
-        extent = view.extent(inode.number, unit[0])
-        return extent is not None and extent.version == inode.version
+            return pending.offset, pending.end
+        found = view.extents.at(inode.number, offset)
+        if found is None or found[1].version != inode.version:
+            return None
+        return found[0], found[0] + found[1].length
+
+    def starts_between(self, view: View, inode: Inode, first: int, last: int) -> list[int]:
+        """Where what is cached, or on its way, begins; from `first` to before `last`."""
+        pending = (p.offset for p in self._pending.get(inode.number, {}).values() if first <= p.offset < last)
+        return [*pending, *(start for start, _ in view.extents.between(inode.number, first, last))]
+
+    def holds(self, view: View, inode: Inode, unit: tuple[int, int]) -> bool:
+        """True if all of the unit is cached or on its way."""
+        offset, end = unit[0], unit[0] + unit[1]
+        while offset < end:
+            found = self.range_at(view, inode, offset)
+            if found is None:
+                return False
+            offset = found[1]
+        return True
 
     def holds_all(self, view: View, inode: Inode) -> bool:
         """True if every unit of the file is cached or on its way."""
-        return all(self.holds(view, inode, unit) for unit in self.units(inode))
+        return self.holds(view, inode, (0, inode.size))
 
     # --- admission -------------------------------------------------------------------------------------------------
 
@@ -301,14 +336,14 @@ class DataCache:
             self.wake()
 
     def admit(self, inode: Inode, offset: int, payload: bytes) -> bool:
-        """Queue a unit that was fetched. False if it will not be cached."""
+        """Queue a range that was fetched. False if it will not be cached."""
         if not self._appends:
             return False
-        if not payload or (inode.number, offset) in self._pending or not self.admits(len(payload)):
+        unit = Pending(inode, offset, payload)
+        if not payload or unit.key in self._pending.get(inode.number, ()) or not self.admits(len(payload)):
             self._metrics.skipped_admissions += 1
             return False
-        unit = Unit(inode, offset, payload)
-        self._pending[inode.number, offset] = unit
+        self._pending.setdefault(inode.number, {})[unit.key] = unit
         self._queue.append(unit)
         self._queued_bytes += len(payload)
         self._queued_record_bytes += record.record_bytes(len(payload))
@@ -377,7 +412,7 @@ class DataCache:
         return False
 
     async def _commit(self) -> None:
-        units: list[Unit] = []
+        units: list[Pending] = []
         size = 0
         while self._queue and size < BATCH_BYTES:
             units.append(self._queue.popleft())
@@ -441,9 +476,12 @@ class DataCache:
             if refused:
                 self.undone()
 
-    def _retire(self, units: list[Unit]) -> None:
+    def _retire(self, units: list[Pending]) -> None:
         for unit in units:
-            del self._pending[unit.inode.number, unit.offset]
+            ranges = self._pending[unit.inode.number]
+            del ranges[unit.key]
+            if not ranges:
+                del self._pending[unit.inode.number]
             self._queued_bytes -= len(unit.payload)
             self._queued_record_bytes -= record.record_bytes(len(unit.payload))
 
@@ -452,7 +490,7 @@ class DataCache:
         return bool(self._freed) and (oldest is None or oldest >= self._freed[0][0])
 
     def _write(
-        self, units: list[Unit], filled: list[Filled], keys: list[Key], dropped: list[tuple[int, int, int]]
+        self, units: list[Pending], filled: list[Filled], keys: list[Key], dropped: list[tuple[int, int, int]]
     ) -> tuple[Commit, OSError | None]:
         """In the write-behind thread: payload to disk, then the index, then holes for what nobody can see any more."""
         refused: OSError | None = None

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from cachefs.attributes import Extent, inode_of_key
 from cachefs.blob import SLAB_BYTES
 from cachefs.index import Index, Table
+from policies.prefetch.sequential import CHUNK_BYTES
 from policies.retention import Circumstances, make
 
 UNIT_BITS = 24
@@ -26,14 +27,11 @@ class Victim:
 
 
 class Eviction:
-    def __init__(
-        self, index: Index, retention: str, capacity_bytes: int, chunk_bytes: int, part_of: Callable[[int], object]
-    ) -> None:
+    def __init__(self, index: Index, retention: str, capacity_bytes: int, part_of: Callable[[int], object]) -> None:
         """`part_of`: the directory or partition of an inode, None if it has none."""
         # dependencies
         self._index = index
         # constants
-        self._chunk_bytes = chunk_bytes
         self.reserve_bytes = min(RESERVE_BYTES, capacity_bytes // RESERVE_SHARE)
         """This much is kept free, so that what comes need not wait."""
         # state
@@ -44,7 +42,7 @@ class Eviction:
             self._policy.inserted(key)
 
     def _key(self, inode: int, offset: int) -> int:
-        return inode << UNIT_BITS | offset // self._chunk_bytes
+        return inode << UNIT_BITS | offset // CHUNK_BYTES
 
     def _cached(self) -> list[int]:
         """What is cached already, in the order in which it was written."""
@@ -87,9 +85,8 @@ class Eviction:
         with self._index.view() as view:
             while needed_bytes > 0 and (key := self._policy.victim()) is not None:
                 self._policy.removed(key)
-                inode, offset = key >> UNIT_BITS, (key & (1 << UNIT_BITS) - 1) * self._chunk_bytes
-                extent = view.extent(inode, offset)
-                if extent is not None:
-                    found.append(Victim(inode, offset, extent))
+                inode, offset = key >> UNIT_BITS, (key & (1 << UNIT_BITS) - 1) * CHUNK_BYTES
+                for start, extent in view.extents.between(inode, offset, offset + CHUNK_BYTES):
+                    found.append(Victim(inode, start, extent))
                     needed_bytes -= extent.record_bytes
         return found

@@ -1,5 +1,8 @@
 """Misses: fetched once, however many readers wait, and given to them before anything is written.
 
+A small file is fetched whole. Of a large one a miss fetches what was asked for, in whole pages, or more if it looks as
+if the rest will be read as well (policies/prefetch/sequential.py).
+
 A fetch runs in a task of its own: a reader that goes away neither cancels nor poisons it. What is fetched is compared
 with what was pinned before and after the read; on a difference the readers get ESTALE and the owner is told, so that
 the next open sees the new version whole (hazard 11).
@@ -15,12 +18,17 @@ import trio
 from outcome import Outcome
 
 from cachefs.attributes import Inode
-from cachefs.data_cache import CHUNK_BYTES, DataCache
+from cachefs.data_cache import DataCache
 from cachefs.index import View
 from cachefs.metrics import Metrics
 from cachefs.single_flight import Flight, SingleFlight
 from cachefs.slots import SourceSlots
 from cachefs.source import Changed, Source
+from policies.prefetch.sequential import CHUNK_BYTES, MAX_PIECES, window_bytes
+
+PAGE_BYTES = 4096
+MAX_STEPS = 64
+"""So many pieces of a run are looked at."""
 
 
 @dataclass(slots=True)
@@ -60,7 +68,9 @@ class Fetcher:
         self._path_of = path_of
         self._changed = changed
         self._own_change = own_change
-        self._units: SingleFlight[tuple[int, int, int, int], bytes] = SingleFlight()
+        self._fetches: SingleFlight[tuple[int, int, int, int], bytes] = SingleFlight()
+        self._ranges: dict[tuple[int, int], dict[tuple[int, int], Flight[bytes]]] = {}
+        """What is being fetched: by (inode, version), then by (start, end)."""
         self._opens: SingleFlight[tuple[int, int], None] = SingleFlight()
 
     async def read(self, file: OpenFile, offset: int, size: int) -> bytes | memoryview:
@@ -73,12 +83,10 @@ class Fetcher:
         hit = True
         end = offset + size
         while offset < end:
-            unit = self._data.unit_of(inode, offset)
-            length = min(end, unit[0] + unit[1]) - offset
-            part, was_hit = await self._read_unit(file, unit, offset - unit[0], length)
+            part, was_hit = await self._read_part(file, offset, end - offset)
             hit = hit and was_hit
             parts.append(part)
-            offset += length
+            offset += len(part)
         if hit:
             self._metrics.hits += 1
             self._metrics.hit_bytes += size
@@ -87,13 +95,12 @@ class Fetcher:
             self._metrics.miss_bytes += size
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
-    async def _read_unit(
-        self, file: OpenFile, unit: tuple[int, int], start: int, length: int
-    ) -> tuple[bytes | memoryview, bool]:
+    async def _read_part(self, file: OpenFile, offset: int, length: int) -> tuple[bytes | memoryview, bool]:
+        """Up to `length` bytes, at least one, and whether that was a hit."""
         while True:
             inode = file.inode
             try:
-                return await self._read_version(file, inode, unit, start, length)
+                return await self._read_version(file, inode, offset, length)
             except Changed:
                 # A rename or unlink by this mount moves the ctime: not a change behind our back.
                 own_change = self._own_change(inode.number)
@@ -103,31 +110,76 @@ class Fetcher:
                     raise
 
     async def _read_version(
-        self, file: OpenFile, inode: Inode, unit: tuple[int, int], start: int, length: int
+        self, file: OpenFile, inode: Inode, offset: int, length: int
     ) -> tuple[bytes | memoryview, bool]:
-        self._data.accessed([(inode.number, unit[0] // CHUNK_BYTES)])
-        flight = self._units.flying((inode.number, inode.version, *unit))
-        if flight is None:
-            cached = await self._data.read(inode, unit, start, length)
+        self._data.accessed([(inode.number, self._data.unit_of(inode, offset)[0] // CHUNK_BYTES)])
+        opened = file.fd is not None or self._data.is_small(inode)
+        under_way = self._under_way(inode, offset)
+        if under_way is None:
+            cached = await self._data.read(inode, offset, length)
             if cached is not None:
                 return cached
-            if file.fd is None and not self._data.is_small(inode):
+            if not opened:
                 await self.open_source(file)
-            if not self._data.admits(unit[1]):
+            under_way = self._under_way(inode, offset)  # somebody else may have been faster
+        if under_way is None:
+            with self._data.view() as view:
+                start, end = self._range(view, inode, offset, offset + length)
+            if not self._data.admits(end - start):
                 self._data.skipped()
-                return await self._fetch(file, (unit[0] + start, length)).wait(), False
-            flight = self._fetch_unit(file, unit)
+                return await self._fetch(file, offset, offset + length).wait(), False
+            under_way = start, self._fetch_range(file, start, end)
+        start, flight = under_way
         payload = await flight.wait()
-        self._data.mark_read(inode, unit)
-        return memoryview(payload)[start : start + length], False
+        self._data.mark_read(inode, offset)
+        return memoryview(payload)[offset - start : offset - start + length], False
+
+    def _under_way(self, inode: Inode, offset: int) -> tuple[int, Flight[bytes]] | None:
+        """Where the range that holds the byte at `offset` and is being fetched begins, and its flight."""
+        for (start, end), flight in self._ranges.get((inode.number, inode.version), {}).items():
+            if start <= offset < end:
+                return start, flight
+        return None
+
+    def _range(self, view: View, inode: Inode, start: int, end: int) -> tuple[int, int]:
+        """What to fetch for a read from `start` to `end`, of which the first byte is neither cached nor under way."""
+        if self._data.is_small(inode):
+            return 0, inode.size
+        unit, length = self._data.unit_of(inode, start)
+        pieces = self._data.starts_between(view, inode, unit, unit + length)
+        if len(pieces) >= MAX_PIECES and end <= unit + length:
+            return unit, unit + length
+        start = start // PAGE_BYTES * PAGE_BYTES
+        end = -(-end // PAGE_BYTES) * PAGE_BYTES
+        end_known = self._known_from(view, inode, inode.size) < inode.size
+        wanted = start + window_bytes(self._run_start(view, inode, start), start, end_known=end_known)
+        if wanted > end:  # but nothing that is known already
+            under_way = (each for each, _ in self._ranges.get((inode.number, inode.version), ()))
+            known = [*self._data.starts_between(view, inode, end, wanted), *under_way]
+            end = min(each for each in (*known, wanted) if each >= end)
+        return start, min(end, inode.size)
+
+    def _known_from(self, view: View, inode: Inode, offset: int) -> int:
+        """From where on a piece that is cached or being fetched holds the bytes before `offset`; that, if none does."""
+        found = self._under_way(inode, offset - 1) or self._data.range_at(view, inode, offset - 1)
+        return offset if found is None else found[0]
+
+    def _run_start(self, view: View, inode: Inode, offset: int) -> int:
+        """From where on everything up to `offset` is known; for a long run, from somewhere in it."""
+        for _ in range(MAX_STEPS):
+            before = self._known_from(view, inode, offset) if offset else 0
+            if before == offset:
+                break
+            offset = before
+        return offset
 
     def begin(self, view: View, file: OpenFile) -> None:
         """A small file was opened: it will be read. Fetch it while the kernel makes up its mind."""
         inode = file.inode
-        if inode.size and self._data.is_small(inode):
-            unit = (0, inode.size)
-            if not self._data.holds(view, inode, unit) and self._data.admits(inode.size):
-                self._fetch_unit(file, unit, view)
+        if not inode.size or not self._data.is_small(inode):
+            return
+        if not self._data.holds_all(view, inode) and self._data.admits(inode.size):
+            self._fetch_range(file, 0, inode.size, view)
 
     async def fetch_ahead(self, file: OpenFile, unit: tuple[int, int]) -> None:
         """Before anybody asks for it, and only if there is room. Errors are left to whoever reads."""
@@ -138,22 +190,28 @@ class Fetcher:
             with contextlib.suppress(OSError, Changed):
                 if file.fd is None and not self._data.is_small(inode):
                     await self.open_source(file)
-                await self._fetch_unit(file, unit).wait()
+                await self._fetch_range(file, unit[0], sum(unit)).wait()
                 self._metrics.prefetched += 1
 
-    def _fetch_unit(self, file: OpenFile, unit: tuple[int, int], view: View | None = None) -> Flight[bytes]:
-        return self._fetch(file, unit, lambda payload: self._data.admit(file.inode, unit[0], payload), view)
+    def _fetch_range(self, file: OpenFile, start: int, end: int, view: View | None = None) -> Flight[bytes]:
+        return self._fetch(file, start, end, lambda payload: self._data.admit(file.inode, start, payload), view)
 
     def _fetch(
         self,
         file: OpenFile,
-        span: tuple[int, int],
+        start: int,
+        end: int,
         fetched: Callable[[bytes], object] = lambda _: None,
         view: View | None = None,
     ) -> Flight[bytes]:
         inode = file.inode
+        version = inode.number, inode.version
 
         def finish(answer: Outcome[bytes]) -> bytes:
+            ranges = self._ranges[version]
+            del ranges[start, end]
+            if not ranges:
+                del self._ranges[version]
             try:
                 payload = answer.unwrap()
             except Changed:
@@ -164,16 +222,18 @@ class Fetcher:
             fetched(payload)
             return payload
 
-        key = (inode.number, inode.version, *span)
-        flight = self._units.flying(key)
+        key = (*version, start, end)
+        flight = self._fetches.flying(key)
         if flight is not None:
             return flight
         path = self._path_of(inode.number, view) if file.fd is None else b""
         keep = file.held or not self._data.is_small(inode)
-        call = partial(self._source.read_version, path, inode, *span, file.fd, keep=keep)
+        call = partial(self._source.read_version, path, inode, start, end - start, file.fd, keep=keep)
         if not keep:
             file.fd = None  # read once, closed in the thread that read it
-        return self._units.begin(key, partial(self._slots.start, call), finish)
+        flight = self._fetches.begin(key, partial(self._slots.start, call), finish)
+        self._ranges.setdefault(version, {})[start, end] = flight
+        return flight
 
     async def open_source(self, file: OpenFile) -> None:
         """Open the pinned version for as long as the file has handles. Raises `Changed` if it is gone."""

@@ -28,8 +28,9 @@ from typing import Any
 
 import lmdb
 
-from cachefs.attributes import PINNED, Extent, Inode, inode_key, inode_of_key, pair_key
+from cachefs.attributes import PINNED, Extent, Inode, inode_key, inode_of_key
 from cachefs.errors import IndexUnavailable
+from cachefs.extents import Extents
 
 log = logging.getLogger(__name__)
 
@@ -154,10 +155,10 @@ class View:
             _prefixed(self._durable, self._durable_tables[table], prefix, start),
         )
 
-    def extent(self, inode: int, offset: int) -> Extent | None:
-        """For looking whether there is one. To read its bytes a transaction must be kept: see `Index.extent`."""
-        value: Any = self._durable.get(pair_key(inode, offset), db=self._durable_tables[Table.EXTENTS])
-        return Extent.unpack(value) if value is not None else None
+    @property
+    def extents(self) -> Extents:
+        """For looking what there is. To read its bytes a transaction must be kept: see `Index.extents`."""
+        return Extents(self._durable, self._durable_tables[Table.EXTENTS])
 
     def in_durable(self, table: Table, key: bytes) -> bytes | None:
         value: bytes | None = self._durable.get(key, db=self._durable_tables[table])
@@ -244,6 +245,11 @@ class Totals:
     blob_bytes: int = 0
 
     _CODEC = struct.Struct("<I4x3Q")
+
+    def count(self, extent: Extent, sign: int) -> None:
+        """An extent more, or one less."""
+        self.cached_bytes += sign * extent.length
+        self.blob_bytes += sign * extent.record_bytes
 
     def pack(self) -> bytes:
         return self._CODEC.pack(PINNED, self.cached_files, self.cached_bytes, self.blob_bytes)
@@ -335,9 +341,8 @@ class Index:
 
     # --- extents: read with a transaction that lives as long as the read of the blob (hazard 14) -------------------
 
-    def extent(self, txn: lmdb.Transaction, inode: int, offset: int) -> Extent | None:
-        value: Any = txn.get(pair_key(inode, offset), db=self.durable.tables[Table.EXTENTS])
-        return Extent.unpack(value) if value is not None else None
+    def extents(self, txn: lmdb.Transaction) -> Extents:
+        return Extents(txn, self.durable.tables[Table.EXTENTS])
 
     def extent_reader(self) -> lmdb.Transaction:
         """A read transaction of the durable index; `abort()` it when the bytes have been read."""
@@ -384,6 +389,7 @@ class Index:
         result = Commit([], {}, [], [], 0, totals)
         tables = self.durable.tables
         with self.session.lmdb.begin() as session, self.durable.lmdb.begin(write=True) as txn:
+            table_of_extents = self.extents(txn)
             for table, key in sorted(keys):
                 value = session.get(key, db=self.session.tables[table])
                 if value is None:  # deleted before it ever got here
@@ -397,10 +403,10 @@ class Index:
                     txn.delete(key, db=tables[table])
                 result.flushed.append(((table, key), value))
             for inode, offset, blob_offset in dropped:
-                extent = self.extent(txn, inode, offset)
-                if extent is not None and extent.blob_offset == blob_offset:
-                    txn.delete(pair_key(inode, offset), db=tables[Table.EXTENTS])
-                    self._free(txn, inode, [extent], result)
+                found = table_of_extents.at(inode, offset)
+                if found is not None and found[1].blob_offset == blob_offset:
+                    table_of_extents.remove(inode, offset)
+                    self._free(txn, inode, [found[1]], result)
             for inode, offset, extent in extents:
                 self._add_extent(txn, inode, offset, extent, result)
             txn.put(b"totals", totals.pack(), db=tables[Table.META])
@@ -413,19 +419,20 @@ class Index:
         if value is None or Inode.unpack(inode, value).version != extent.version:
             result.rejected.append(extent)
             return
-        older = self.extent(txn, inode, offset)
-        if older is not None and older.blob_offset == extent.blob_offset:
+        extents = self.extents(txn)
+        if (other := extents.at(inode, offset)) and other[1].blob_offset == extent.blob_offset:
             return  # reported twice: the daemon that committed it died before it said so
-        first = next(_prefixed(txn, self.durable.tables[Table.EXTENTS], inode_key(inode), None), None) is None
-        txn.put(pair_key(inode, offset), extent.pack(), db=self.durable.tables[Table.EXTENTS])
+        first = not extents.has_any(inode)
+        within = extents.add(inode, offset, extent)
+        if within is None:
+            result.rejected.append(extent)
+            return
         result.indexed[inode, offset] = extent
         result.totals.cached_files += first
-        result.totals.cached_bytes += extent.length
-        result.totals.blob_bytes += extent.record_bytes
-        if older is not None:
-            result.freed.append(older)
-            result.totals.cached_bytes -= older.length
-            result.totals.blob_bytes -= older.record_bytes
+        result.totals.count(extent, 1)
+        for each in within:
+            result.freed.append(each)
+            result.totals.count(each, -1)
 
     def _drop_other_versions(self, txn: lmdb.Transaction, key: bytes, value: bytes | None, result: Commit) -> None:
         """The inode's record is about to change: extents of a version that it no longer has are freed."""
@@ -435,17 +442,17 @@ class Index:
         number = inode_of_key(key)
         if value and value[0] & PINNED and Inode.unpack(number, value).version == Inode.unpack(number, old).version:
             return
-        found = list(_prefixed(txn, self.durable.tables[Table.EXTENTS], key, None))
-        for extent_key, _ in found:
-            txn.delete(extent_key, db=self.durable.tables[Table.EXTENTS])
-        self._free(txn, number, [Extent.unpack(v) for _, v in found], result)
+        extents = self.extents(txn)
+        found = list(extents.of(number))
+        for start, _ in found:
+            extents.remove(number, start)
+        self._free(txn, number, [extent for _, extent in found], result)
 
-    def _free(self, txn: lmdb.Transaction, inode: int, extents: list[Extent], result: Commit) -> None:
-        for extent in extents:
+    def _free(self, txn: lmdb.Transaction, inode: int, freed: list[Extent], result: Commit) -> None:
+        for extent in freed:
             result.freed.append(extent)
-            result.totals.cached_bytes -= extent.length
-            result.totals.blob_bytes -= extent.record_bytes
-        if extents and next(_prefixed(txn, self.durable.tables[Table.EXTENTS], inode_key(inode), None), None) is None:
+            result.totals.count(extent, -1)
+        if freed and not self.extents(txn).has_any(inode):
             result.totals.cached_files -= 1
 
     def forget_committed(self, flushed: Iterable[tuple[Key, bytes | None]]) -> None:

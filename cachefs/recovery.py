@@ -13,6 +13,7 @@ from cachefs import record
 from cachefs.attributes import PINNED, STALE, Extent, Inode, inode_key, pair_key
 from cachefs.blob import SLAB_BYTES, Blob
 from cachefs.errors import CorruptRecord
+from cachefs.extents import Extents
 from cachefs.index import Environment, Table, Totals
 
 log = logging.getLogger(__name__)
@@ -54,7 +55,9 @@ def rebuild(blob: Blob, durable: Environment) -> Totals:
     rows: list[tuple[record.Header, Extent]] = []
 
     def write() -> None:
+        unneeded: list[Extent] = []
         with durable.lmdb.begin(write=True) as txn:
+            extents = Extents(txn, tables[Table.EXTENTS])
             for header, extent in rows:
                 key = inode_key(header.inode)
                 if txn.put(key, _inode(header).pack(), overwrite=False, db=tables[Table.INODES]):
@@ -62,12 +65,17 @@ def rebuild(blob: Blob, durable: Environment) -> Totals:
                 if header.inode != header.source_inode or header.device:
                     alias = PINNED.to_bytes(8, "little") + key
                     txn.put(pair_key(header.device, header.source_inode), alias, db=tables[Table.ALIASES])
-                if txn.put(
-                    pair_key(header.inode, header.file_offset), extent.pack(), overwrite=False, db=tables[Table.EXTENTS]
-                ):
-                    totals.cached_bytes += extent.length
-                    totals.blob_bytes += extent.record_bytes
+                within = extents.add(header.inode, header.file_offset, extent)
+                if within is None:
+                    unneeded.append(extent)
+                    continue
+                totals.count(extent, 1)
+                for each in within:
+                    totals.count(each, -1)
+                unneeded.extend(within)
             txn.put(b"totals", totals.pack(), db=tables[Table.META])
+        for extent in unneeded:
+            blob.punch(extent)
         rows.clear()
 
     for header, extent in scan(blob):

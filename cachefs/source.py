@@ -34,10 +34,16 @@ class SourceCounters:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._counts: Counter[str] = Counter()
+        self.bytes_read = 0
+        """Of files, not of directories."""
 
     def add(self, operation: str, count: int = 1) -> None:
         with self._lock:
             self._counts[operation] += count
+
+    def add_bytes(self, count: int) -> None:
+        with self._lock:
+            self.bytes_read += count
 
     def snapshot(self) -> dict[str, int]:
         with self._lock:
@@ -229,12 +235,14 @@ class Source:
         """`length` bytes, fewer only at the end of the file."""
         self.round_trip("read")
         data = os.pread(fd, length, offset)
+        self.counters.add_bytes(len(data))
         if len(data) == length or not data:
             return data
         parts = [data]
         missing = length - len(data)
         while missing and (data := os.pread(fd, missing, offset + length - missing)):
             self.counters.add("read")
+            self.counters.add_bytes(len(data))
             parts.append(data)
             missing -= len(data)
         return b"".join(parts)

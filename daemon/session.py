@@ -21,7 +21,7 @@ import trio
 
 from cachefs.blob import Blob
 from cachefs.cache_directory import CacheDirectory, OpenedIndex
-from cachefs.data_cache import CHUNK_BYTES, DataCache
+from cachefs.data_cache import DataCache
 from cachefs.directories import Directories
 from cachefs.errors import CacheFsError
 from cachefs.eviction import Eviction
@@ -198,7 +198,7 @@ class Session:
             part_of: Callable[[int], object] = metadata.directory_of
             if isinstance(policy, DependencyGraph):
                 part_of = partial(_partition_of, policy, metadata)
-            eviction = Eviction(index, options.retention, options.cache_size_bytes, CHUNK_BYTES, part_of)
+            eviction = Eviction(index, options.retention, options.cache_size_bytes, part_of)
         data = DataCache(index, blob, options, metrics, appends=not options.fastpath, eviction=eviction)
         slots = SourceSlots(SOURCE_SLOTS, options.source_timeout_s)
         filesystem = FileSystem(source, slots, metadata, options, KernelNotifier(nursery, self._device))
@@ -343,6 +343,7 @@ class Session:
             "uncommitted": len(index.dirty) + len(index.in_flight),
             **self._metrics.as_dict(),
             "source_ops": {name: count for name, count in self._source.counters.snapshot().items() if count},
+            "source_bytes": self._source.counters.bytes_read,
             "source_timeouts": self._slots.timeouts,
             "source_stuck_calls": self._slots.stuck,
             "prefetch": self._prefetcher.state if self._prefetcher is not None else None,

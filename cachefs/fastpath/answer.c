@@ -263,48 +263,59 @@ static void log_access(const struct worker *worker, uint64_t inode, uint64_t off
     log->written = count + 1;
 }
 
-/* `scratch`: for each part as much as its bytes need. */
+/* Bytes of an extent, from `start` of it. NULL: they are not what was written. The transaction stays open until they are
+ * here: nobody punches a hole under it (hazard 14). */
+static const void *cached_bytes(struct worker *worker, uint64_t inode, const struct extent *extent, uint32_t start,
+                                uint32_t length, void *scratch)
+{
+    struct fastpath *fastpath = worker->fastpath;
+    const uint8_t *guessed = worker->has_turn ? ahead_read(&fastpath->ahead, inode, extent, start + length) : NULL;
+    if (guessed) {
+        worker->counters->guessed++;
+        return guessed + start;
+    }
+    const void *data = blob_read(&fastpath->blob, extent, start, length, scratch);
+    if (!data) { /* the daemon drops the record; here it is a miss like any other */
+        uint64_t place = extent->record.blob_offset;
+        worker->counters->corrupt++;
+        worker->distrusts = true;
+        control_send(fastpath->control, CONTROL_CORRUPT, inode, extent->start, &place, sizeof place);
+    }
+    return data;
+}
+
+/* `extent`: the one that holds the byte at `in->offset`. `scratch`: of `room` bytes, for all parts. */
 static enum outcome serve_cached(struct worker *worker, const struct request *request, const struct inode_record *record,
-                                 uint64_t end, uint8_t *const scratch[MAX_REPLY_PARTS])
+                                 struct extent *extent, uint64_t end, uint8_t *scratch, size_t room)
 {
     const struct fuse_read_in *in = request->body;
-    struct fastpath *fastpath = worker->fastpath;
     struct iovec parts[MAX_REPLY_PARTS];
     int count = 0;
     uint64_t inode = request->header->nodeid, offset = in->offset;
-    while (offset < end) {
-        uint64_t start;
-        uint32_t unit;
-        struct extent extent;
-        unit_of(fastpath->shared, record->size, offset, &start, &unit);
-        if (count == MAX_REPLY_PARTS)
-            return PASS;
-        if (!view_extent(&worker->view, inode, start, &extent) || extent.record.version != record->version ||
-            extent.record.length != unit)
+    for (;;) {
+        uint64_t extent_end = extent->start + extent->record.length;
+        uint32_t start = (uint32_t)(offset - extent->start);
+        uint32_t length = (uint32_t)((extent_end < end ? extent_end : end) - offset);
+        size_t needed = SCRATCH_BYTES((size_t)length);
+        if (count == MAX_REPLY_PARTS || needed > room)
+            return PASS; /* in many pieces: rare, so Python's */
+        const void *data = cached_bytes(worker, inode, extent, start, length, scratch);
+        if (!data)
             return fill_read(worker, record, request);
-        uint32_t from = (uint32_t)(offset - start);
-        uint32_t length = (uint32_t)(end - offset < unit - from ? end - offset : unit - from);
-        const void *data = worker->has_turn ? ahead_read(&fastpath->ahead, inode, &extent, from + length) : NULL;
-        if (data) {
-            worker->counters->guessed++;
-            data = (const uint8_t *)data + from;
-        } else { /* the transaction stays open until the bytes are here: nobody punches a hole under it (hazard 14) */
-            data = blob_read(&fastpath->blob, &extent, from, length, scratch[count]);
-        }
-        if (!data) { /* the daemon drops the record; here it is a miss like any other */
-            worker->counters->corrupt++;
-            worker->distrusts = true;
-            control_send(fastpath->control, CONTROL_CORRUPT, inode, start, &extent.record.blob_offset, sizeof(uint64_t));
-            return fill_read(worker, record, request);
-        }
         parts[count++] = (struct iovec){(void *)data, length};
         offset += length;
+        if (offset == end)
+            break;
+        needed = (needed + DIRECT_ALIGNMENT - 1) / DIRECT_ALIGNMENT * DIRECT_ALIGNMENT;
+        scratch += needed;
+        room -= needed < room ? needed : room;
+        if (!view_extent(&worker->view, inode, offset, extent) || extent->record.version != record->version)
+            return fill_read(worker, record, request);
     }
     view_end(&worker->view);
     worker->counters->hits++; /* counted before anybody can ask whether it was */
-    for (int i = 0; i < count; i++)
-        worker->counters->hit_bytes += parts[i].iov_len;
-    reply_parts(fastpath->device, request->header->unique, parts, count);
+    worker->counters->hit_bytes += end - in->offset;
+    reply_parts(worker->fastpath->device, request->header->unique, parts, count);
     return ANSWERED;
 }
 
@@ -312,29 +323,33 @@ static enum outcome serve_read(struct worker *worker, const struct request *requ
 {
     const struct fuse_read_in *in = request->body;
     struct inode_record record;
-    uint64_t end = in->offset + in->size;
-    if (!view_inode(&worker->view, request->header->nodeid, &record) || !remaining_ns(&worker->view, &record))
+    struct extent extent;
+    uint64_t inode = request->header->nodeid, end = in->offset + in->size;
+    if (!view_inode(&worker->view, inode, &record) || !remaining_ns(&worker->view, &record))
         return PASS;
     /* Who has a handle of ours may be faster than our report that the file was opened. */
     if (!is_immutable(&worker->view, &record) && !((in->fh & FAST_HANDLE) && is_freezable(&worker->view, &record)))
         return PASS;
-    log_access(worker, request->header->nodeid, in->offset);
+    log_access(worker, inode, in->offset);
     if (end > record.size)
         end = record.size;
-    bool one_unit = end <= in->offset / CHUNK_BYTES * CHUNK_BYTES + CHUNK_BYTES;
-    if (one_unit && end <= in->offset + QUICK_READ_BYTES)
-        return serve_cached(worker, request, &record, end, (uint8_t *[]){worker->scratch, NULL});
-    give_turn(worker);
-    struct extent extent;
-    uint64_t start;
-    uint32_t unit;
-    unit_of(worker->fastpath->shared, record.size, in->offset, &start, &unit);
-    if (!view_extent(&worker->view, request->header->nodeid, start, &extent))
+    if (in->offset >= end) {
+        view_end(&worker->view);
+        answer(worker, request, 0, NULL, 0);
+        return ANSWERED;
+    }
+    bool quick = end <= in->offset + QUICK_READ_BYTES;
+    if (!quick)
+        give_turn(worker);
+    if (!view_extent(&worker->view, inode, in->offset, &extent) || extent.record.version != record.version)
         return fill_read(worker, &record, request); /* which needs a buffer itself, and no second one */
+    if (quick && end <= extent.start + extent.record.length)
+        return serve_cached(worker, request, &record, &extent, end, worker->scratch, QUICK_BYTES);
+    give_turn(worker);
     uint8_t *buffer = end <= in->offset + MAX_READ_BYTES ? buffer_take() : NULL;
     if (!buffer)
         return PASS;
-    enum outcome outcome = serve_cached(worker, request, &record, end, (uint8_t *[]){buffer, buffer + BUFFER_BYTES / 2});
+    enum outcome outcome = serve_cached(worker, request, &record, &extent, end, buffer, BUFFER_BYTES);
     buffer_give(buffer);
     return outcome;
 }

@@ -1,6 +1,7 @@
 #include "append.h"
 
 #include <errno.h>
+#include <malloc.h>
 #include <pthread.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -328,6 +329,7 @@ static void wait_locked(struct appender *appender)
         appender->idle = false; /* the stage is ours */
         pthread_mutex_unlock(&appender->lock);
         stage_trim(&appender->stage);
+        malloc_trim(0); /* what a burst of misses took */
         pthread_mutex_lock(&appender->lock);
         appender->idle = true;
         pthread_cond_broadcast(&appender->changed);

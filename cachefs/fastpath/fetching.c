@@ -57,14 +57,6 @@ struct fetch *fill_add(struct fill *fill, const struct inode_record *record, uin
     return fetch;
 }
 
-bool fill_indexed(struct view *view, uint64_t inode, uint64_t version, uint64_t start)
-{
-    struct extent extent;
-    bool found = !view_begin(view) && view_extent(view, inode, start, &extent) && extent.record.version == version;
-    view_end(view);
-    return found;
-}
-
 struct fetcher *fill_start_fetch(struct fill *fill, struct fetch *fetch)
 {
     if (fill->idle_count) {
@@ -168,10 +160,10 @@ static struct fetch *begin_wish(struct fetcher *fetcher, const struct wish *wish
         return NULL;
     unit_of(fill->fastpath->shared, record.size, wish->offset, &start, &unit);
     pthread_mutex_lock(&fill->lock);
-    /* The table first: what has left it is in the index by now. */
-    if (!table_find(&fill->table, wish->inode, record.version, start) &&
-        !fill_indexed(view, wish->inode, record.version, start) && fill_admits(fill, unit, true))
+    struct known known = {&fill->table, view_begin(view) ? NULL : view, wish->inode, record.version};
+    if (known_until(&known, start, start + unit) < start + unit && fill_admits(fill, unit, true))
         fetch = fill_add(fill, &record, wish->inode, path, true, start, unit);
+    view_end(view);
     if (fetch)
         fetch->state = FETCH_FETCHING;
     pthread_mutex_unlock(&fill->lock);

@@ -51,31 +51,50 @@ static enum outcome answer_fetched(struct worker *worker, struct fetch *fetch, c
     return ANSWERED;
 }
 
-static bool indexed_by_now(struct worker *worker, uint64_t inode, uint64_t version, uint64_t start)
+/* What can be known now. The view, if there is one, is to be ended. */
+static struct known what_is_known(struct worker *worker, uint64_t inode, uint64_t version)
 {
-    return !worker->distrusts && fill_indexed(&worker->view, inode, version, start);
+    bool believed = !worker->distrusts && !view_begin(&worker->view);
+    return (struct known){&worker->fastpath->fill->table, believed ? &worker->view : NULL, inode, version};
 }
 
-/* The first READ of a chunk, of a file whose chunk before that is known: somebody reads on and on. The next one is fetched
- * meanwhile, as the kernel would have done for a direct reader. */
-static struct fetcher *read_ahead_locked(struct worker *worker, const struct inode_record *record, uint64_t inode,
-                                         const char *path, uint64_t start)
+/* The first READ of a window of a file that somebody reads on and on: the next one is fetched meanwhile, as the kernel
+ * would have done for a direct reader. Who is to be woken for it, or NULL. */
+static struct fetcher *read_ahead_locked(struct fill *fill, const struct known *known, const struct inode_record *record,
+                                         const char *path, uint64_t end)
 {
-    struct fill *fill = worker->fastpath->fill;
-    uint64_t next, version = record->version;
-    uint32_t length;
     if (!(fill->fastpath->shared->flags & READS_AHEAD) || !fill->idle_count)
         return NULL;
-    if (start < CHUNK_BYTES || start + CHUNK_BYTES >= record->size)
+    struct window next = window_after(known, record->size, end);
+    uint32_t length = (uint32_t)(next.end - next.start);
+    if (!length || !fill_admits(fill, length, true))
         return NULL;
-    unit_of(fill->fastpath->shared, record->size, start + CHUNK_BYTES, &next, &length);
-    bool sequential = table_find(&fill->table, inode, version, start - CHUNK_BYTES) ||
-                      indexed_by_now(worker, inode, version, start - CHUNK_BYTES);
-    if (!sequential || !fill_admits(fill, length, true) || table_find(&fill->table, inode, version, next) ||
-        indexed_by_now(worker, inode, version, next))
+    struct fetch *fetch = fill_add(fill, record, known->inode, path, true, next.start, length);
+    if (!fetch)
         return NULL;
-    struct fetch *fetch = fill_add(fill, record, inode, path, true, next, length);
-    return fetch ? fill_start_fetch(fill, fetch) : NULL;
+    fetch->streams = true;
+    return fill_start_fetch(fill, fetch);
+}
+
+/* A fetch of what a READ asks for, or of more. `ahead`: who is to be woken for what comes after it. NULL: no memory. */
+static struct fetch *begin_fetch(struct worker *worker, const struct inode_record *record, const char *path,
+                                 const struct known *known, uint64_t start, uint64_t end, struct fetcher **ahead)
+{
+    struct fill *fill = worker->fastpath->fill;
+    struct window window = {0, record->size, false};
+    if (!is_small(fill->fastpath->shared, record->size))
+        window = window_of(known, record->size, start, end);
+    bool cached = fill_admits(fill, (uint32_t)(window.end - window.start), false);
+    worker->counters->skipped_admissions += !cached;
+    if (!cached)
+        window = (struct window){start, end, false};
+    uint32_t length = (uint32_t)(window.end - window.start);
+    struct fetch *fetch = fill_add(fill, record, known->inode, path, cached, window.start, length);
+    if (fetch && window.streams) {
+        fetch->streams = true;
+        *ahead = read_ahead_locked(fill, known, record, path, window.end);
+    }
+    return fetch;
 }
 
 /* Every thread waits for the source: fail at once, but for one request a second that Python may try. Unlocks. */
@@ -99,44 +118,46 @@ enum outcome fill_read(struct worker *worker, const struct inode_record *record,
     struct fill *fill = worker->fastpath->fill;
     const struct shared *shared = worker->fastpath->shared;
     const struct fuse_read_in *in = request->body;
-    uint64_t inode = request->header->nodeid, start, end = in->offset + in->size;
-    uint32_t unit;
+    uint64_t inode = request->header->nodeid, end = in->offset + in->size;
     char path[MAX_PATH];
     if (!fill || (record->flags & (STALE | UNLINKED)) || !view_path(&worker->view, inode, path, sizeof path))
         return PASS;
     view_end(&worker->view);
     if (end > record->size)
         end = record->size;
-    unit_of(shared, record->size, in->offset, &start, &unit);
-    bool within = end <= start + unit;
     struct waiter reader = {
         .slot = worker->slot, .unique = request->header->unique, .offset = in->offset, .length = (uint32_t)(end - in->offset)};
 
     pthread_mutex_lock(&fill->lock);
-    struct fetch *fetch = within ? table_find(&fill->table, inode, record->version, start) : NULL;
+    struct fetch *fetch = table_find(&fill->table, inode, record->version, in->offset, end);
     struct fetcher *ahead = NULL;
-    if (within && !(fetch && fetch->touched))
-        ahead = read_ahead_locked(worker, record, inode, path, start);
+    if (fetch && fetch->streams && !fetch->touched) {
+        struct known known = what_is_known(worker, inode, record->version);
+        ahead = read_ahead_locked(fill, &known, record, path, fetch->offset + fetch->length);
+        view_end(&worker->view);
+    }
     if (fetch)
         fetch->touched = true;
     if (fetch && fetch->state >= FETCH_FETCHED) {
         fill_wake(ahead);
         return answer_fetched(worker, fetch, &reader); /* unlocks */
     }
-    /* What left the table since this request looked into the index is in the index by now. */
-    if (!fetch && within && indexed_by_now(worker, inode, record->version, start)) {
-        pthread_mutex_unlock(&fill->lock);
-        fill_wake(ahead);
-        return AGAIN;
-    }
-    if (!fetch && fill->stuck >= fill->fetchers)
-        return refuse(worker, request); /* unlocks */
     struct waiter *waiter = malloc(sizeof *waiter);
     struct fetch *new = NULL;
     if (waiter && !fetch) {
-        bool cached = within && fill_admits(fill, unit, false);
-        worker->counters->skipped_admissions += !cached;
-        fetch = new = fill_add(fill, record, inode, path, cached, cached ? start : in->offset, cached ? unit : reader.length);
+        struct known known = what_is_known(worker, inode, record->version);
+        /* What left the table since this request looked into the index is in the index by now. */
+        bool again = known.view && view_holds(known.view, inode, record->version, in->offset, end);
+        if (again || fill->stuck >= fill->fetchers) {
+            view_end(&worker->view);
+            free(waiter);
+            if (!again)
+                return refuse(worker, request); /* unlocks */
+            pthread_mutex_unlock(&fill->lock);
+            return AGAIN;
+        }
+        fetch = new = begin_fetch(worker, record, path, &known, in->offset, end, &ahead);
+        view_end(&worker->view);
     }
     if (!waiter || !fetch) {
         pthread_mutex_unlock(&fill->lock);
@@ -270,7 +291,7 @@ int fill_start(struct fastpath *fastpath, struct control_socket *control)
     /* Payload comes and goes by the megabyte: keep the memory, and few arenas. New pages cost more than the copy. */
     mallopt(M_ARENA_MAX, 2);
     mallopt(M_MMAP_THRESHOLD, CHUNK_BYTES * 2);
-    mallopt(M_TRIM_THRESHOLD, 2 * HELD_BYTES);
+    mallopt(M_TRIM_THRESHOLD, HELD_BYTES);
     struct fill *fill = calloc(1, sizeof *fill);
     if (!fill)
         return ENOMEM;

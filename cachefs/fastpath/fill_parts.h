@@ -8,10 +8,12 @@
 #include "append.h"
 #include "fill.h"
 #include "fill_table.h"
+#include "window.h"
 #include "wishes.h"
 
 #define MAX_PATH 4000 /* the kernel's 4,096 and a margin; longer ones are walked by Python */
-#define HELD_BYTES (16u << 20) /* fetched and not yet appended; beyond that nothing more is cached */
+/* Fetched and not yet appended; beyond that nothing more is cached. A parquet reader asks for 50 MB at once. */
+#define HELD_BYTES (64u << 20)
 #define HELD_SHARE 8
 
 struct fetcher {
@@ -47,13 +49,11 @@ void fill_set_stuck(struct fill *fill, uint32_t stuck);
 void fill_hold(struct fill *fill, int64_t bytes);
 /* `ahead`: nobody asks for it yet, so nothing is evicted for it. */
 bool fill_admits(struct fill *fill, uint32_t length, bool ahead);
-/* `cached`: a whole unit, for the blob. Else what one READ asks for. */
+/* `cached`: for the blob. Else what one READ asks for. */
 struct fetch *fill_add(struct fill *fill, const struct inode_record *record, uint64_t inode, const char *path, bool cached,
                        uint64_t offset, uint32_t length);
 /* Who is to run it: a thread that must be woken, or NULL if all are busy and will come to it. */
 struct fetcher *fill_start_fetch(struct fill *fill, struct fetch *fetch);
-/* Is a unit in the index by now? What has left the table is. Begins and ends the view. */
-bool fill_indexed(struct view *view, uint64_t inode, uint64_t version, uint64_t start);
 /* A thread that has nothing to do, if there is a wish that may be fetched now; to be woken. */
 struct fetcher *fill_for_wishes(struct fill *fill);
 

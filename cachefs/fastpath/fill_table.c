@@ -59,12 +59,30 @@ void queue_remove(struct fetch_queue *queue, struct fetch *fetch)
         }
 }
 
-struct fetch *table_find(struct fill_table *table, uint64_t inode, uint64_t version, uint64_t offset)
+static bool is_of(const struct fetch *fetch, uint64_t inode, uint64_t version)
 {
-    for (struct fetch *fetch = *bucket_of(table, inode, offset); fetch; fetch = fetch->bucket_next)
-        if (fetch->cached && fetch->inode == inode && fetch->record.version == version && fetch->offset == offset)
-            return fetch;
+    return fetch->cached && fetch->inode == inode && fetch->record.version == version;
+}
+
+struct fetch *table_find(struct fill_table *table, uint64_t inode, uint64_t version, uint64_t start, uint64_t end)
+{
+    /* A fetch is no longer than a chunk: it began in this one, or in the one before it. */
+    uint64_t first = start < CHUNK_BYTES ? start : start - CHUNK_BYTES;
+    for (uint64_t offset = first; offset <= start; offset += CHUNK_BYTES)
+        for (struct fetch *fetch = *bucket_of(table, inode, offset); fetch; fetch = fetch->bucket_next)
+            if (is_of(fetch, inode, version) && fetch->offset <= start && fetch->offset + fetch->length >= end)
+                return fetch;
     return NULL;
+}
+
+uint64_t table_next(struct fill_table *table, uint64_t inode, uint64_t version, uint64_t from, uint64_t to)
+{
+    uint64_t next = to;
+    for (uint64_t chunk = from / CHUNK_BYTES; chunk <= to / CHUNK_BYTES; chunk++)
+        for (struct fetch *fetch = *bucket_of(table, inode, chunk * CHUNK_BYTES); fetch; fetch = fetch->bucket_next)
+            if (is_of(fetch, inode, version) && fetch->offset >= from && fetch->offset < next)
+                next = fetch->offset;
+    return next;
 }
 
 void table_add(struct fill_table *table, struct fetch *fetch)

@@ -33,8 +33,9 @@ struct fetch {
     uint32_t length;
     enum fetch_state state;
     int references; /* of those who read `payload`, its owner included */
-    bool cached;    /* a whole unit, to be appended; else just the bytes that were asked for */
+    bool cached;    /* to be appended; else just the bytes that were asked for */
     bool in_table;
+    bool streams; /* somebody reads on and on: what follows will be wanted, too */
     bool touched; /* a READ has asked for it; else it was read ahead */
     uint8_t *payload;
     struct extent extent;
@@ -59,8 +60,10 @@ struct fill_table {
 struct fetch *fetch_new(const struct inode_record *record, uint64_t inode, const char *path);
 void fetch_release(struct fetch *fetch);
 
-/* The fetch of a unit. */
-struct fetch *table_find(struct fill_table *table, uint64_t inode, uint64_t version, uint64_t offset);
+/* The fetch, to be cached, of all bytes from `start` to `end`. */
+struct fetch *table_find(struct fill_table *table, uint64_t inode, uint64_t version, uint64_t start, uint64_t end);
+/* Where the first fetch that begins in [from, to) begins; `to` if there is none. No further than CHUNK_BYTES. */
+uint64_t table_next(struct fill_table *table, uint64_t inode, uint64_t version, uint64_t from, uint64_t to);
 void table_add(struct fill_table *table, struct fetch *fetch);
 void table_remove(struct fill_table *table, struct fetch *fetch);
 struct fetch *table_oldest_unfetched(struct fill_table *table);

@@ -10,7 +10,7 @@
 static const char *const table_names[TABLES] = {
     "meta", "aliases", "inodes", "dentries", "links", "listing", "symlinks", "xattrs", "extents",
 };
-static const enum table scanned[] = {LINKS, LISTING};
+static const enum table scanned[] = {LINKS, LISTING, EXTENTS};
 
 static int open_environment(MDB_env **env, const char *path, MDB_dbi *tables)
 {
@@ -147,16 +147,64 @@ bool view_dentry(struct view *view, uint64_t parent, const char *name, size_t le
     return true;
 }
 
+static bool parse_extent(const MDB_val *value, struct extent *out)
+{
+    if (value->mv_size < sizeof out->record || value->mv_size > offsetof(struct extent, start))
+        return false;
+    memcpy(out, value->mv_data, value->mv_size);
+    return !(out->record.flags & ~KNOWN_FLAGS) &&
+           value->mv_size == sizeof out->record + block_count(out->record.length) * sizeof(uint64_t);
+}
+
+/* The extents' cursor, ready for this transaction. */
+static MDB_cursor *extents_of(struct view *view)
+{
+    MDB_cursor *cursor = view->durable_cursors[EXTENTS];
+    return mdb_cursor_renew(view->durable, cursor) ? NULL : cursor;
+}
+
+static uint64_t second_of(const MDB_val *key)
+{
+    uint64_t number;
+    memcpy(&number, (const char *)key->mv_data + sizeof number, sizeof number);
+    return big_endian(number);
+}
+
 bool view_extent(struct view *view, uint64_t inode, uint64_t offset, struct extent *out)
 {
     uint64_t key[2] = {big_endian(inode), big_endian(offset)};
     MDB_val k = {sizeof key, key}, value;
-    if (mdb_get(view->durable, view->index->durable_tables[EXTENTS], &k, &value) ||
-        value.mv_size < sizeof out->record || value.mv_size > sizeof *out)
+    out->start = offset;
+    if (!mdb_get(view->durable, view->index->durable_tables[EXTENTS], &k, &value))
+        return parse_extent(&value, out);
+    MDB_cursor *cursor = offset ? extents_of(view) : NULL;
+    if (!cursor)
         return false;
-    memcpy(out, value.mv_data, value.mv_size);
-    return !(out->record.flags & ~KNOWN_FLAGS) &&
-           value.mv_size == sizeof out->record + block_count(out->record.length) * sizeof(uint64_t);
+    MDB_cursor_op back = mdb_cursor_get(cursor, &k, &value, MDB_SET_RANGE) ? MDB_LAST : MDB_PREV;
+    if (mdb_cursor_get(cursor, &k, &value, back) || k.mv_size != sizeof key || memcmp(k.mv_data, key, sizeof *key))
+        return false;
+    out->start = second_of(&k);
+    return parse_extent(&value, out) && offset - out->start < out->record.length;
+}
+
+bool view_holds(struct view *view, uint64_t inode, uint64_t version, uint64_t start, uint64_t end)
+{
+    struct extent extent;
+    while (start < end && view_extent(view, inode, start, &extent) && extent.record.version == version)
+        start = extent.start + extent.record.length;
+    return start >= end;
+}
+
+uint64_t view_next_extent(struct view *view, uint64_t inode, uint64_t from, uint64_t to)
+{
+    uint64_t key[2] = {big_endian(inode), big_endian(from)};
+    MDB_val k = {sizeof key, key}, value;
+    MDB_cursor *cursor = extents_of(view);
+    if (!cursor || mdb_cursor_get(cursor, &k, &value, MDB_SET_RANGE) || k.mv_size != sizeof key ||
+        memcmp(k.mv_data, key, sizeof *key))
+        return to;
+    uint64_t start = second_of(&k);
+    return start < to ? start : to;
 }
 
 static bool has_prefix(const struct scan *scan, const MDB_val *key)
@@ -280,10 +328,14 @@ bool is_immutable(const struct view *view, const struct inode_record *record)
            ((record->flags & IMMUTABLE) || (view->index->shared->flags & PINS_EVERYTHING));
 }
 
+bool is_small(const struct shared *shared, uint64_t size)
+{
+    return size <= (shared->small_file_bytes < CHUNK_BYTES ? shared->small_file_bytes : CHUNK_BYTES);
+}
+
 void unit_of(const struct shared *shared, uint64_t size, uint64_t offset, uint64_t *start, uint32_t *length)
 {
-    uint64_t small = shared->small_file_bytes < CHUNK_BYTES ? shared->small_file_bytes : CHUNK_BYTES;
-    *start = size <= small ? 0 : offset / CHUNK_BYTES * CHUNK_BYTES;
+    *start = is_small(shared, size) ? 0 : offset / CHUNK_BYTES * CHUNK_BYTES;
     uint64_t rest = size - *start;
     *length = (uint32_t)(rest < CHUNK_BYTES ? rest : CHUNK_BYTES);
 }

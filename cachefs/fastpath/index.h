@@ -37,6 +37,7 @@ struct view {
 struct extent {
     struct extent_record record;
     uint64_t checksums[MAX_CHECKSUMS];
+    uint64_t start; /* where in the file it begins */
 };
 
 /* All return 0 or an LMDB error code. */
@@ -52,7 +53,13 @@ void view_end(struct view *view);
 bool view_get(struct view *view, enum table table, const void *key, size_t key_length, MDB_val *value);
 bool view_inode(struct view *view, uint64_t inode, struct inode_record *out);
 bool view_dentry(struct view *view, uint64_t parent, const char *name, size_t length, struct dentry_record *out);
+/* The extent that holds the byte at `offset`: no extent lies within another, so it is the last one that begins there or
+ * before. */
 bool view_extent(struct view *view, uint64_t inode, uint64_t offset, struct extent *out);
+/* Is all from `start` to `end` in the blob? */
+bool view_holds(struct view *view, uint64_t inode, uint64_t version, uint64_t start, uint64_t end);
+/* Where the first of the extents that begin in [from, to) begins; `to` if there is none. */
+uint64_t view_next_extent(struct view *view, uint64_t inode, uint64_t from, uint64_t to);
 
 /* All keys with a prefix, in order, from `start` on. One scan of a table at a time. */
 struct scan {
@@ -76,7 +83,8 @@ bool is_immutable(const struct view *view, const struct inode_record *record);
 /* Does a read-only open make the file immutable, as far as the index knows? Python has the last word. */
 bool is_freezable(const struct view *view, const struct inode_record *record);
 
-/* The unit that holds the byte at `offset`: (offset, length). */
+bool is_small(const struct shared *shared, uint64_t size);
+/* The unit that holds the byte at `offset`: (offset, length). A whole small file, or a chunk. */
 void unit_of(const struct shared *shared, uint64_t size, uint64_t offset, uint64_t *start, uint32_t *length);
 
 uint64_t monotonic_ns(void);

@@ -9,7 +9,7 @@
 
 struct fuse_out_header;
 
-#define MAX_REPLY_PARTS 2
+#define MAX_REPLY_PARTS 8
 /* Answers the kernel with data that lies in pieces. */
 void reply_parts(int device, uint64_t unique, const struct iovec *parts, int count);
 /* Answers the kernel. `error`: 0 or an errno. */

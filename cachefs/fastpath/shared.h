@@ -38,7 +38,7 @@ struct counters { /* one for each thread, so that counting needs no lock */
     uint64_t hits, hit_bytes, misses, miss_bytes;
     uint64_t answered, failed, corrupt;
     uint64_t source_opens, source_reads, source_fstats;
-    uint64_t skipped_admissions, source_timeouts, guesses, guessed, prefetched, reserved;
+    uint64_t skipped_admissions, source_timeouts, guesses, guessed, prefetched, source_bytes;
 };
 static_assert(sizeof(struct counters) == 128, "two cache lines");
 

@@ -95,6 +95,7 @@ class Counters:
     """READs that found their bytes there."""
     prefetched: int = 0
     """Units that were fetched ahead because the daemon wished for them."""
+    source_bytes: int = 0
 
 
 def mount_flags(options: Options) -> int:

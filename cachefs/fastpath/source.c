@@ -82,6 +82,7 @@ static bool read_piece(int fd, uint8_t *buffer, size_t length, size_t room, uint
             return false;
         }
         done += got > 0 ? (size_t)got : 0;
+        counters->source_bytes += got > 0 ? (uint64_t)got : 0;
     }
     return true;
 }

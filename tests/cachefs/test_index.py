@@ -177,7 +177,7 @@ def test_14_a_reader_holds_back_punching(index: Index) -> None:
     put(index, inode(7, 1))
     commit(index, (7, 0, extent(1)))
     reader = index.extent_reader()
-    assert index.extent(reader, 7, 0) == extent(1)
+    assert index.extents(reader).at(7, 0) == (0, extent(1))
     put(index, inode(7, 2))
     dropped = index.commit(index.take_dirty(10), [])
     assert dropped.freed == [extent(1)]

@@ -377,8 +377,9 @@ def test_14_a_hole_is_punched_only_when_no_reader_can_see_the_extent(tmp_path: P
             nursery.start_soon(parts.data.run)
             assert await parts.data.flush(10)
             reader = parts.index.extent_reader()
-            extent = parts.index.extent(reader, 7, 0)
-            assert extent is not None
+            found = parts.index.extents(reader).at(7, 0)
+            assert found is not None
+            extent = found[1]
             parts.pin(inode(version=2))
             assert not await parts.data.flush(0.5)  # the reader holds it back
             assert parts.index.totals.cached_files == 0 and punched == []

@@ -385,26 +385,6 @@ def test_a_kill_finds_no_page_fault_under_a_request(mount: MakeMount, source: Pa
     assert resident and int(resident[1]) * 1024 >= shared.SLOT_BYTES
 
 
-def test_chunks_are_read_ahead_for_who_reads_on_and_for_nobody_else(mount: MakeMount, tmp_path: Path) -> None:
-    chunk = 4 << 20
-    source = tmp_path / "source"
-    source.mkdir()
-    (source / "large").write_bytes(random.Random(1).randbytes(8 * chunk + 1000))
-    settle()
-    m = mount(source, "--read-only", "--cache-size", "1G")
-    expected = (source / "large").read_bytes()
-    with open(m.path / "large", "rb", buffering=0) as file:
-        for number in (6, 2):
-            assert os.pread(file.fileno(), 100, number * chunk) == expected[number * chunk :][:100]
-        assert m.flush()["source_ops"]["open"] == 2
-        # Whoever reads chunk 3 has read chunk 2: chunk 4 is fetched without being asked for.
-        assert os.pread(file.fileno(), 100, 3 * chunk) == expected[3 * chunk :][:100]
-        wait_for(m.flush, lambda status: status["cached_bytes"] == 4 * chunk)
-    assert (m.path / "large").read_bytes() == expected
-    status = m.flush()
-    assert status["source_ops"]["open"] == 9 and status["cached_bytes"] == len(expected)
-
-
 def test_a_first_open_does_not_wait_for_python_and_a_later_writer_is_refused(mount: MakeMount, tmp_path: Path) -> None:
     source = tmp_path / "source"
     names = make_files(source, 40, (1000, 50_000), directories=1)
