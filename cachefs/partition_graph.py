@@ -1,6 +1,7 @@
 """The graph of partitions out of a graph of nodes: how many edges lead from each partition to each other.
 
-Streaming: edges are read a block at a time, so that memory is that of the node map and of one block. Files are `.npy`
+Streaming: edges are read a block at a time, so that memory is that of the node map, of one block and of the counts (8 bytes
+for each pair of partitions). Files are `.npy`
 arrays (edges: shape (E, 2); map: shape (N,), a partition's number for each node) or text: two node numbers a line, and
 a partition's name a line, the first for node 0.
 """
@@ -37,7 +38,11 @@ def build_graph(edges: Path, node_map: Path, prefix: str = "") -> Iterator[str]:
                 if not 0 <= extreme < len(part_of):
                     raise CacheFsError(f"{edges}: node {extreme} is not in the map")
             pairs = part_of[block[:, 1]].astype(numpy.int64) * len(names) + part_of[block[:, 0]]
-            counts += numpy.bincount(pairs, minlength=len(counts))
+            if len(counts) <= BLOCK_EDGES:
+                counts += numpy.bincount(pairs, minlength=len(counts))
+            else:  # a second array of that size would cost more than sorting
+                found, times = numpy.unique(pairs, return_counts=True)
+                counts[found] += times
     except OSError as error:
         raise CacheFsError(f"cannot read {error.filename or edges}: {error.strerror or error}") from error
     names = [prefix + name for name in names]
@@ -57,10 +62,10 @@ def _node_map(numpy: Any, path: Path) -> tuple[list[str], "numpy.ndarray[Any, An
     else:
         known: dict[str, int] = {}
         with open(path) as file:
-            numbers = [known.setdefault(line.strip(), len(known)) for line in file]
-        if not numbers:
+            part_of = numpy.fromiter((known.setdefault(line.strip(), len(known)) for line in file), dtype=numpy.int32)
+        if not known:
             raise CacheFsError(f"{path}: expected the name of a partition for each node")
-        names, part_of = list(known), numpy.array(numbers, dtype=numpy.int32)
+        names = list(known)
     if len(names) > MAX_PARTITIONS:
         raise CacheFsError(f"{path}: {len(names):,} partitions, more than {MAX_PARTITIONS:,}")
     return names, part_of
@@ -73,7 +78,8 @@ def _blocks(numpy: Any, path: Path) -> Iterator["numpy.ndarray[Any, Any]"]:
         if edges.ndim != 2 or edges.shape[1] != 2 or edges.dtype.kind not in "iu":
             raise CacheFsError(f"{path}: expected integers, two for each edge")
         for start in range(0, len(edges), BLOCK_EDGES):
-            yield numpy.asarray(edges[start : start + BLOCK_EDGES])
+            yield numpy.array(edges[start : start + BLOCK_EDGES])
+            edges = _load(numpy, path)  # a new mapping: the pages of the old one no longer count as ours
         return
     with open(path, "rb") as file:
         while block := file.read(BLOCK_BYTES):

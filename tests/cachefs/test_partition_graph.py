@@ -18,9 +18,12 @@ def build(*arguments: object) -> Result:
     return CliRunner().invoke(main, ["graph", "build", *map(str, arguments)])
 
 
+@pytest.mark.parametrize("block", [999, 40], ids=["few-partitions", "many-partitions"])
 @pytest.mark.parametrize("kind", ["npy", "txt"])
-def test_edges_are_counted_between_partitions(tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(partition_graph, "BLOCK_EDGES", 999)
+def test_edges_are_counted_between_partitions(
+    tmp_path: Path, kind: str, block: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(partition_graph, "BLOCK_EDGES", block)
     monkeypatch.setattr(partition_graph, "BLOCK_BYTES", 5000)
     draw = numpy.random.default_rng(1)
     part_of = draw.integers(0, PARTITIONS, NODES)
