@@ -1,9 +1,8 @@
 """The graph of partitions out of a graph of nodes: how many edges lead from each partition to each other.
 
-Streaming: edges are read a block at a time, so that memory is that of the node map, of one block and of the counts (8 bytes
-for each pair of partitions). Files are `.npy`
-arrays (edges: shape (E, 2); map: shape (N,), a partition's number for each node) or text: two node numbers a line, and
-a partition's name a line, the first for node 0.
+Streaming: edges are read a block at a time, so that memory is that of the node map, of one block and of the counts (8
+bytes for each pair of partitions). Files are `.npy` arrays (edges: shape (E, 2); map: shape (N,), a partition's number
+for each node) or text: two node numbers a line, and a partition's name a line, the first for node 0.
 """
 
 import json
