@@ -404,7 +404,9 @@ class MetadataCache:
     def drop(self, update: Update, number: int) -> list[tuple[int, bytes]]:
         """Forget what is known and cached of an inode; the next look-up compares it with the source.
 
-        Returns its names, for whoever tells the kernel.
+        Its names stay, pinned and doubtful: in a complete listing a name without an entry does not exist. That they
+        lead to this number is kept for this run only: later it may be another file's. Returns them, for whoever tells
+        the kernel.
         """
         record = self.inode(update, number)
         if record is None:
@@ -415,7 +417,8 @@ class MetadataCache:
         for parent, name in links:
             dentry = self.dentry(update, parent, name)
             if dentry is not None:
-                update.put(Table.DENTRIES, inode_key(parent) + name, dentry._replace(flags=0).pack())
+                update.put(Table.DENTRIES, inode_key(parent) + name, dentry._replace(stamp=0).pack())
+            update.put(Table.LINKS, inode_key(number) + inode_key(parent) + name, FLAGS_NONE)
         return links
 
     def drop_children(self, update: Update, directory: int) -> list[int]:
@@ -448,6 +451,9 @@ class MetadataCache:
             return False
         if record.is_directory:
             self._forget_names(update, number)
+        if record.flags & STALE:
+            for link in self.links(update, number):
+                update.delete(Table.LINKS, inode_key(number) + inode_key(link[0]) + link[1])
         update.delete(Table.INODES, inode_key(number))
         return True
 

@@ -241,6 +241,24 @@ def test_a_name_that_leads_to_another_inode_keeps_its_place_in_the_listing(index
         assert list(listings.rows(update, 1, 0)) == before == [(3, b"name")]
 
 
+def test_a_dropped_inode_leads_nobody_to_another_that_has_its_number_later(index: Index) -> None:
+    options = Options(read_only=True, attr_timeout_s=float("inf"))
+    metadata = MetadataCache(index, options, run=1, floor=1)
+    file = Stat(0o100644, 1, 0, 0, 0, 4096, 5, 1, 1, 1, 1, 0, 0, 11)
+    with index.update() as update:
+        root = metadata.apply_root(update, Stat(0o40755, 2, 0, 0, 0, 4096, 0, 0, 1, 1, 1, 0, 0, 10), pin=True)
+        assert metadata.apply_stat(update, 1, b"a", file, pin=True).number == 11
+        assert metadata.drop(update, 11) == [(1, b"a")]
+        assert metadata.path(update, 11) == b"a"  # for who has it open
+    index.commit(index.take_dirty(100), [])
+    with index.update() as update:
+        assert metadata.forget(update, 11, 1)
+        assert metadata.apply_stat(update, 1, b"b", file._replace(ctime_ns=99), pin=True).number == 11
+        assert metadata.path(update, 11) == b"b"
+        old = metadata.dentry(update, 1, b"a")
+        assert old is not None and not metadata.entry_holds(root, old)
+
+
 def test_a_view_that_has_ended_takes_no_readers_slot(index: Index) -> None:
     """A thousand requests may wait for the source with such a view in a variable."""
     kept: list[View] = []

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from cachefs.syscalls import set_thread_fs_ids, set_thread_groups
-from tests.conftest import Mount, cachefs, drop_caches, raises_errno, settle, wait_for
+from tests.conftest import Mount, cachefs, contents, drop_caches, raises_errno, settle, wait_for
 
 MakeMount = Callable[..., Mount]
 
@@ -53,6 +53,19 @@ def test_01_invalidation_reaches_the_kernel_and_returns_when_it_has(mount: MakeM
     assert not failures and not any(thread.is_alive() for thread in threads)
     assert "1 dropped" in cachefs("invalidate", path).stdout
     assert cachefs("invalidate", m.path / "nothing/here", check=False).returncode == 1
+
+
+@pytest.mark.parametrize("revalidate", ["never", "lazy"])
+def test_what_was_invalidated_is_still_there_after_a_restart(mount: MakeMount, source: Path, revalidate: str) -> None:
+    """In a listing that is complete, a name that nothing is known of does not exist: it must be known."""
+    m = mount(source, "--read-only")
+    expected = contents(m.path)
+    m.flush()
+    cachefs("invalidate", m.path / "d0/f00000")
+    m.flush()
+    m.remount("--read-only", "--revalidate", revalidate)
+    assert (m.path / "d0/f00000").read_bytes() == expected[Path("d0/f00000")]
+    assert contents(m.path) == expected
 
 
 def test_03_a_mutable_file_that_changes_at_equal_size_shows_its_new_bytes(mount: MakeMount, source: Path) -> None:
