@@ -134,7 +134,7 @@ class DataCache:
         self._dropped: dict[tuple[int, int, int], None] = {}
         self._evicting: dict[tuple[int, int, int], int] = {}
         """Those of `_dropped` that make room for others, and how much."""
-        self.on_accessed: Callable[[Sequence[tuple[int, int]]], None] = lambda units: None
+        self.on_accessed: list[Callable[[Sequence[tuple[int, int]]], None]] = []
         """Told of what is read, too."""
         self._evicting_bytes = 0
         self._hurried = False
@@ -309,7 +309,8 @@ class DataCache:
         """These were read: (inode, number of the chunk)."""
         if self._eviction is not None:
             self._eviction.accessed(units)
-        self.on_accessed(units)
+        for listener in self.on_accessed:
+            listener(units)
 
     def expected(self, inode: int, offset: int) -> None:
         """This is being fetched before anybody has asked for it."""

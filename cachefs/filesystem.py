@@ -21,6 +21,8 @@ from cachefs import values
 from cachefs.attributes import NANOSECONDS, ROOT_INODE, Inode, Stat
 from cachefs.index import Table, View
 from cachefs.metadata_cache import FOREVER_NS, MetadataCache
+from cachefs.metadata_retention import MetadataRetention
+from cachefs.metrics import Metrics
 from cachefs.options import Options
 from cachefs.single_flight import SingleFlight
 from cachefs.slots import SourceSlots
@@ -281,16 +283,31 @@ class FileSystem:
         dropped = 0
         while waiting:
             part, waiting = waiting[-DROP_CHUNK:], waiting[:-DROP_CHUNK]
-            numbers, links, children = self._drop(part)
+            count, children = await self._drop(part)
             waiting += children
-            dropped += len(numbers)
-            for parent, name in links:
-                await self.notifier.entry(parent, name)
-            for number in numbers:
-                await self.notifier.inode(number)
+            dropped += count
         return dropped
 
-    def _drop(self, numbers: list[int]) -> tuple[list[int], list[tuple[int, bytes]], list[int]]:
+    async def limit_metadata(self, retention: MetadataRetention, metrics: Metrics) -> None:
+        """A task, for ever: drop what is pinned beyond the limit."""
+        excess = trio.Event()
+        retention.on_excess = lambda: excess.set()
+        while True:
+            excess = trio.Event()
+            while numbers := retention.victims(DROP_CHUNK):
+                metrics.metadata_evictions += (await self._drop(numbers))[0]
+            await excess.wait()
+
+    async def _drop(self, numbers: list[int]) -> tuple[int, list[int]]:
+        """Drop inodes, in the kernel too: how many there were, and what is beneath them."""
+        dropped, links, children = self._drop_records(numbers)
+        for parent, name in links:
+            await self.notifier.entry(parent, name)
+        for number in dropped:
+            await self.notifier.inode(number)
+        return len(dropped), children
+
+    def _drop_records(self, numbers: list[int]) -> tuple[list[int], list[tuple[int, bytes]], list[int]]:
         """(what was dropped, its names, its children)"""
         dropped: list[int] = []
         links: list[tuple[int, bytes]] = []

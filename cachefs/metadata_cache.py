@@ -42,6 +42,7 @@ from cachefs.attributes import (
     pair_key,
 )
 from cachefs.index import Index, Table, Update, View
+from cachefs.metadata_retention import MetadataRetention
 from cachefs.options import Options
 
 SETTLE_NS = 2 * NANOSECONDS
@@ -66,11 +67,14 @@ class MetadataCache:
         run: int,
         floor: int,
         takeovers: int = 0,
+        retention: MetadataRetention | None = None,
         monotonic_ns: Callable[[], int] = time.monotonic_ns,
         realtime_ns: Callable[[], int] = time.time_ns,
     ) -> None:
+        """`retention`: None where as much is pinned as there is."""
         # dependencies
         self.index = index
+        self._retention = retention
         self._options = options
         self._monotonic_ns = monotonic_ns
         self._realtime_ns = realtime_ns
@@ -257,7 +261,7 @@ class MetadataCache:
             flags &= ~(LISTED | IMMUTABLE)
             if not stat.S_ISDIR(now.mode):
                 flags &= ~PINNED
-        if pin and self.index.available:
+        if pin and self.may_pin(number):
             flags |= PINNED
         changed_ns = max(now.mtime_ns, now.ctime_ns)
         young = changed_ns <= self._realtime_ns() < changed_ns + SETTLE_NS
@@ -297,8 +301,19 @@ class MetadataCache:
 
     # --- writing single records ------------------------------------------------------------------------------------
 
+    def may_pin(self, number: int) -> bool:
+        """Is there room for another inode, and an index to take it?"""
+        return self.index.available and (self._retention is None or self._retention.admits(number))
+
     def put_inode(self, update: Update, record: Inode) -> None:
         update.put(Table.INODES, inode_key(record.number), record.pack())
+        if self._retention is not None:
+            self._retention.changed(record)
+
+    def _delete_inode(self, update: Update, number: int) -> None:
+        update.delete(Table.INODES, inode_key(number))
+        if self._retention is not None:
+            self._retention.removed(number)
 
     def _put_name(self, update: Update, parent: int, name: bytes, number: int, *, pinned: bool) -> bool:
         """Let a name lead to an inode. True if it did not before."""
@@ -333,7 +348,7 @@ class MetadataCache:
             self._directory_paths.clear()
         if record is not None and not self.links(update, dentry.inode):
             if record.stamp < self.floor:  # of an earlier run: this kernel never heard of it
-                update.delete(Table.INODES, inode_key(record.number))
+                self._delete_inode(update, record.number)
                 return record
             record = record._replace(flags=record.flags | UNLINKED)
             self.put_inode(update, record)
@@ -454,7 +469,7 @@ class MetadataCache:
         if record.flags & STALE:
             for link in self.links(update, number):
                 update.delete(Table.LINKS, inode_key(number) + inode_key(link[0]) + link[1])
-        update.delete(Table.INODES, inode_key(number))
+        self._delete_inode(update, number)
         return True
 
     def _forget_names(self, update: Update, directory: int) -> None:
@@ -471,5 +486,5 @@ class MetadataCache:
     def drop_unlinked(self, update: Update) -> None:
         """At the start of a run: what had no name when the last one ended will not be asked for again."""
         for key, _ in list(update.scan(Table.META, _UNLINKED_MARK)):
-            update.delete(Table.INODES, key[len(_UNLINKED_MARK) :])
+            self._delete_inode(update, inode_of_key(key[len(_UNLINKED_MARK) :]))
             update.delete(Table.META, key)

@@ -17,6 +17,8 @@ class Metrics:
     """Fetched units that were not cached: cache full, write-behind queue full, or the disk refused them."""
     evictions: int = 0
     """Units that made room for others."""
+    metadata_evictions: int = 0
+    """Inodes that are no longer pinned, because others are."""
     prefetched: int = 0
     """Units that were fetched before anybody asked for them."""
     errors: int = 0

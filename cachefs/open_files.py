@@ -179,7 +179,7 @@ class OpenFiles:
             return False
         if record.flags & IMMUTABLE:
             return True
-        if record.flags & (WRITTEN | UNLINKED) or not self._metadata.index.available:
+        if record.flags & (WRITTEN | UNLINKED) or not self._metadata.may_pin(record.number):
             return False
         return not (self._options.mutable and self._metadata.is_mutable_path(self._fs.path_of(record.number)))
 

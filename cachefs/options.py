@@ -40,6 +40,10 @@ class Options:
     """Of the fast path: how many small files are fetched at once."""
     retention: str = "no-replacement"
     """Which cached data go when room is needed: a name of `policies.retention`."""
+    metadata_limit: int | None = None
+    """How many inodes may be pinned; None: all of them."""
+    metadata_retention: str = "no-replacement"
+    """Which of them go beyond that: a name of `cachefs.metadata_retention`."""
     prefetch: str = "sequential"
     """What is fetched before it is read: a name of `policies.prefetch`."""
     graph: tuple[str, ...] = ()
@@ -65,12 +69,19 @@ class Options:
     @property
     def logs_accesses(self) -> bool:
         """Somebody must know what is read."""
-        return self.evicts or (self.prefetch in LISTENING and self.cache is CacheLevel.FULL)
+        used = self.metadata_limit is not None and self.metadata_retention == "lru"
+        return self.evicts or used or (self.prefetch in LISTENING and self.cache is CacheLevel.FULL)
 
     @property
     def pins_everything(self) -> bool:
         """Read-only mounts take the dataset as complete: whatever was seen once is pinned."""
         return self.read_only and math.isinf(self.attr_timeout_s) and self.cache is not CacheLevel.NONE
+
+    @property
+    def is_complete(self) -> bool:
+        """Every file is pinned as soon as it is looked up, and stays immutable."""
+        full = self.metadata_limit is not None and self.metadata_retention == "no-replacement"
+        return self.pins_everything and not self.mutable and not full
 
     @property
     def pins_files(self) -> bool:

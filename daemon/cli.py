@@ -12,6 +12,7 @@ import click
 
 import cachefs
 from cachefs.errors import CacheFsError
+from cachefs.metadata_retention import NAMES as METADATA_RETENTION
 from cachefs.options import CacheLevel, Options, Revalidate
 from daemon import background, config, control, mounting
 from daemon.conflict import check_daemon_package
@@ -67,6 +68,18 @@ def main() -> None:
     type=click.Choice(retention_policies.MOUNTABLE),
     help="Which data go when the cache is full. retire: directories, or partitions of --prefetch-graph, that training "
     "is through with. [default: no-replacement; with --prefetch-graph: retire]",
+)
+@click.option(
+    "--metadata-limit",
+    type=click.IntRange(min=1),
+    metavar="N",
+    help="How many inodes may be pinned; each takes about 500 bytes of disk. [default: no limit]",
+)
+@click.option(
+    "--metadata-retention",
+    type=click.Choice(METADATA_RETENTION),
+    help="Which files' metadata go beyond the limit, and their data with them. no-replacement: what comes later is "
+    "served from the source. [default: no-replacement]",
 )
 @click.option(
     "--prefetch",
@@ -162,6 +175,8 @@ def mount(
     cache_size: int | None,
     cache: str,
     retention: str | None,
+    metadata_limit: int | None,
+    metadata_retention: str | None,
     prefetch: str | None,
     prefetch_graph: TextIO | None,
     read_only: bool,
@@ -196,6 +211,8 @@ def mount(
             DependencyGraph(parse_graph(lines))
         except (InvalidGraph, UnicodeDecodeError) as error:
             raise click.UsageError(f"--prefetch-graph: {error}") from None
+    if metadata_retention is not None and metadata_limit is None:
+        raise click.UsageError("--metadata-retention needs --metadata-limit")
     prefetch = prefetch or "sequential"
     if prefetch in prefetch_policies.BEYOND_FILES and not (read_only and cache == "full"):
         name = "--prefetch-graph" if lines else f"--prefetch {prefetch}"
@@ -208,6 +225,8 @@ def mount(
     options = Options(
         cache=CacheLevel(cache),
         retention=retention or "no-replacement",
+        metadata_limit=metadata_limit,
+        metadata_retention=metadata_retention or "no-replacement",
         prefetch=prefetch,
         graph=lines,
         read_only=read_only,

@@ -19,6 +19,7 @@ from typing import Any
 import trio
 
 from cachefs.errors import CacheFsError
+from cachefs.unix_socket import socket_address
 from daemon.config import mount_directory
 
 log = logging.getLogger(__name__)
@@ -40,7 +41,8 @@ async def serve(
     """Answer requests until cancelled. `afterwards`: what to do when the answer to a command is out."""
     path.unlink(missing_ok=True)
     listener = trio.socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    await listener.bind(str(path))
+    with socket_address(path) as address:
+        await listener.bind(address)
     os.chmod(path, 0o600)
     listener.listen(16)
     async with trio.open_nursery() as nursery:
@@ -94,7 +96,8 @@ def is_served(mountpoint: str) -> bool:
     """Is there a daemon that takes commands for this mount?"""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
         try:
-            connection.connect(str(mount_directory(mountpoint) / "control"))
+            with socket_address(mount_directory(mountpoint) / "control") as address:
+                connection.connect(address)
         except OSError:
             return False
         return True
@@ -106,7 +109,8 @@ def request(mountpoint: str, command: str, **arguments: Any) -> dict[str, Any]:
     try:
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
             connection.settimeout(CLIENT_TIMEOUT_S)
-            connection.connect(str(path))
+            with socket_address(path) as address:
+                connection.connect(address)
             connection.sendall(json.dumps({"command": command, **arguments}).encode() + b"\n")
             with connection.makefile("rb") as lines:
                 answer = json.loads(lines.readline())

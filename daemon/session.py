@@ -29,6 +29,7 @@ from cachefs.fastpath import launcher
 from cachefs.fastpath.launcher import Inheritance
 from cachefs.filesystem import FileSystem
 from cachefs.metadata_cache import MetadataCache
+from cachefs.metadata_retention import MetadataRetention
 from cachefs.metrics import Metrics
 from cachefs.mutations import Mutations
 from cachefs.notifier import KernelNotifier
@@ -189,8 +190,16 @@ class Session:
     ) -> bool:
         """Serve until the mount is gone or we are told to stop. True if everything was flushed."""
         index, metrics = opened.index, Metrics()
+        limit = None
+        if options.metadata_limit is not None:
+            limit = MetadataRetention(index, options.metadata_limit, options.metadata_retention)
         metadata = MetadataCache(
-            index, options, run=opened.state.run, floor=opened.state.floor, takeovers=opened.takeovers
+            index,
+            options,
+            run=opened.state.run,
+            floor=opened.state.floor,
+            takeovers=opened.takeovers,
+            retention=limit,
         )
         policy = prefetch.make(options.prefetch, parse_graph(options.graph) if options.graph else ())
         eviction = None
@@ -251,13 +260,16 @@ class Session:
             await nursery.start(control.serve, runtime / "control", self._commands(), {"leave": pyfuse3.terminate})
             for task in (data.run, self._check_readers):
                 nursery.start_soon(_forever, task)
+            if limit is not None:
+                data.on_accessed.append(limit.accessed)
+                nursery.start_soon(_forever, partial(filesystem.limit_metadata, limit, metrics))
             if options.prefetch in prefetch.BEYOND_FILES:
                 wishes = self._host.wishes if self._host is not None else OwnWishes(files, nursery)
                 self._prefetcher = Prefetcher(
                     policy, filesystem, directories, data, wishes, evicts=options.evicts_ahead
                 )
                 if options.prefetch in prefetch.LISTENING:
-                    data.on_accessed = self._prefetcher.read
+                    data.on_accessed.append(self._prefetcher.read)
                 nursery.start_soon(_forever, self._prefetcher.run)
             nursery.start_soon(self._terminate_on_signal)
             nursery.start_soon(self._announce, operations, ready)

@@ -25,6 +25,7 @@ import trio
 from cachefs.attributes import PINNED, Extent
 from cachefs.data_cache import Filled
 from cachefs.fastpath.shared import Shared
+from cachefs.unix_socket import socket_address
 
 log = logging.getLogger(__name__)
 
@@ -101,7 +102,8 @@ class Inheritance:
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
             connection.settimeout(_HANDOVER_TIMEOUT_S)
             try:
-                connection.connect(str(path))
+                with socket_address(path) as address:
+                    connection.connect(address)
                 _send(connection, Message.HANDOVER)
                 data, fds, _, _ = socket.recv_fds(connection, _HEAD.size, 8)
             except OSError:
@@ -128,7 +130,8 @@ class Inheritance:
 def listen(path: Path) -> socket.socket:
     path.unlink(missing_ok=True)
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    listener.bind(str(path))
+    with socket_address(path) as address:
+        listener.bind(address)
     listener.listen(4)
     return listener
 
@@ -308,7 +311,8 @@ class FastPath:
         self._connection.setblocking(False)
         while True:
             try:
-                self._connection.connect(str(self._path))
+                with socket_address(self._path) as address:
+                    self._connection.connect(address)
                 break
             except BlockingIOError:  # a predecessor died before it accepted: the queue is full until the next one does
                 await trio.sleep(0.01)

@@ -102,7 +102,7 @@ def mount_flags(options: Options) -> int:
     """What the fast path must know of how a mount was asked for. A mount keeps them for its life."""
     flags = PINS_EVERYTHING * options.pins_everything | PINS_FILES * options.pins_files
     # Only where nothing is mutable may OPEN never be sent again (hazard 3).
-    flags |= NO_OPEN * (options.pins_everything and not options.mutable)
+    flags |= NO_OPEN * options.is_complete
     flags |= LOGS_ACCESSES * options.logs_accesses | EVICTS * options.evicts | EVICTS_AHEAD * options.evicts_ahead
     flags |= READS_AHEAD * (options.prefetch != "none")
     return flags | READ_ONLY * options.read_only | KEEPS_DATA * (options.cache is CacheLevel.FULL)

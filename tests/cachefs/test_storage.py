@@ -3,6 +3,7 @@
 import errno
 import os
 import re
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from cachefs import attributes, record, recovery
 from cachefs.blob import SLAB_BYTES, Blob, BlobFull
 from cachefs.errors import CorruptRecord
 from cachefs.index import Environment, Table
+from cachefs.unix_socket import socket_address
 from tests.conftest import REPOSITORY
 
 SEED = 0x1234567890ABCDEF
@@ -178,3 +180,18 @@ def test_a_scan_stops_at_the_first_unsound_header_and_goes_on_in_the_next_slab(b
         file.write(b"\xff")
     # Not 3: it would have to be searched for. Not 666: payload is never taken for a record.
     assert rebuilt(blob, tmp_path / "index") == {(1, 0): 1, (4, 0): 1}
+
+
+def test_a_socket_at_a_path_that_no_address_can_hold(tmp_path: Path) -> None:
+    path = tmp_path / ("long" * 40) / "control"
+    path.parent.mkdir()
+    with (
+        socket.socket(socket.AF_UNIX) as listener,
+        socket.socket(socket.AF_UNIX) as client,
+    ):
+        with socket_address(path) as address:
+            listener.bind(address)
+        listener.listen()
+        with socket_address(path) as address:
+            client.connect(address)
+        assert path.is_socket()

@@ -10,7 +10,7 @@ import pytest
 from cachefs.blob import SLAB_BYTES
 from cachefs.record import record_bytes
 from policies.simulator import Trace, simulate
-from tests.conftest import Mount, cachefs, make_files, settle, wait_for
+from tests.conftest import Mount, cachefs, contents, make_files, settle, wait_for
 
 MakeMount = Callable[..., Mount]
 FILES = 4000
@@ -115,3 +115,63 @@ def test_directories_that_are_done_make_room(mount: MakeMount, dataset: tuple[Pa
 def test_an_unknown_policy_is_one_clear_line(source: Path, tmp_path: Path) -> None:
     done = cachefs("mount", source, tmp_path / "mnt", "--retention", "opt", check=False)
     assert done.returncode == 2 and "'opt' is not one of 'no-replacement', 'lru', 'fifo', 'retire'" in done.stderr
+
+
+LIMIT = 30
+
+
+@pytest.mark.parametrize("mode", [["--read-only"], []])
+@pytest.mark.parametrize("retention", ["fifo", "lru"])
+def test_metadata_beyond_the_limit_make_room_for_others(
+    mount: MakeMount, source: Path, retention: str, mode: list[str]
+) -> None:
+    """Of 41 files and 5 directories."""
+    m = mount(source, *mode, "--metadata-limit", LIMIT, "--metadata-retention", retention)
+    expected = contents(source)
+    for _ in range(3):
+        assert contents(m.path) == expected
+        status = wait_for(m.flush, lambda s: s["pinned_inodes"] <= LIMIT)
+        assert status["cached_files"] < LIMIT
+        assert status["errors"] == 0
+    assert status["metadata_evictions"] >= 3 * (46 - LIMIT)
+    m.remount(*mode, "--metadata-limit", 20, "--metadata-retention", retention)
+    wait_for(m.flush, lambda s: s["pinned_inodes"] <= 20)
+    assert contents(m.path) == expected
+    m.remount(*mode)
+    assert contents(m.path) == expected
+    assert m.flush()["metadata_evictions"] == 0
+
+
+def test_what_is_read_again_and_again_stays_pinned(mount: MakeMount, source: Path) -> None:
+    m = mount(source, "--read-only", "--metadata-limit", LIMIT, "--metadata-retention", "lru")
+    expected = contents(source)
+    kept, *others = [m.path / path for path in sorted(expected) if expected[path]]
+    kept.read_bytes()
+    for path in others:
+        path.read_bytes()
+        before = m.ops()["open"]
+        assert read_past_the_page_cache(kept) == expected[kept.relative_to(m.path)]
+        assert m.flush()["source_ops"]["open"] == before
+    assert m.status()["metadata_evictions"] > 0
+
+
+@pytest.mark.parametrize("mode", [["--read-only"], []])
+def test_without_replacement_nothing_is_pinned_beyond_the_limit(
+    mount: MakeMount, source: Path, mode: list[str]
+) -> None:
+    m = mount(source, *mode, "--metadata-limit", LIMIT)
+    expected = contents(source)
+    assert contents(m.path) == expected
+    status = m.flush()
+    assert LIMIT <= status["pinned_inodes"] <= LIMIT + 5  # a file that was read is pinned with its directories
+    assert contents(m.path) == expected
+    again = m.flush()
+    assert (again["pinned_inodes"], again["metadata_evictions"]) == (status["pinned_inodes"], 0)
+    # What is not pinned may change, and shows it.
+    for path in sorted(expected):
+        (source / path).write_bytes(b"changed " + expected[path])
+    settle()
+    now = contents(m.path)
+    kept = [path for path in expected if now[path] == expected[path]]
+    assert LIMIT - 6 <= len(kept) <= LIMIT  # the others are directories, and a link
+    assert all(now[path] == b"changed " + expected[path] for path in expected if path not in kept)
