@@ -1,4 +1,4 @@
-"""A limit to what is pinned, for those who ask for one: the index takes about 500 bytes of disk for each inode.
+"""A limit to what is pinned, for those who ask for one: the index takes about 700 bytes of disk for each inode.
 
 Without replacement nothing new is pinned beyond the limit: such files are served from the source, uncached. Else the
 policy names files that go, as `cachefs invalidate` would drop them, with what is cached of them; they are compared with

@@ -73,7 +73,7 @@ def main() -> None:
     "--metadata-limit",
     type=click.IntRange(min=1),
     metavar="N",
-    help="How many inodes may be pinned; each takes about 500 bytes of disk. [default: no limit]",
+    help="How many inodes may be pinned; each takes about 700 bytes of disk. [default: no limit]",
 )
 @click.option(
     "--metadata-retention",
