@@ -20,8 +20,9 @@ from typing import Any
 from cachefs import recovery
 from cachefs.attributes import PINNED
 from cachefs.blob import Blob
+from cachefs.environment import Environment, Table
 from cachefs.errors import CacheFsError, IndexUnavailable
-from cachefs.index import Environment, Index, Table
+from cachefs.index import Index
 from cachefs.options import Revalidate
 
 log = logging.getLogger(__name__)

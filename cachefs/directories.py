@@ -15,6 +15,7 @@ from cachefs.attributes import LISTED, ROOT_INODE, Inode, Stat
 from cachefs.filesystem import FileSystem
 from cachefs.listings import Listings
 from cachefs.open_files import FAST_HANDLE
+from cachefs.paths import links_of
 from cachefs.single_flight import Flight, SingleFlight, in_task, unwrap
 
 BATCH_NAMES = 16
@@ -116,7 +117,7 @@ class Directories:
 
     def _emit_dots(self, number: int, after: int, emit: Emit) -> bool:
         with self._metadata.index.view() as view:
-            links = self._metadata.links(view, number) if number != ROOT_INODE else []
+            links = links_of(view, number) if number != ROOT_INODE else []
         parent = links[0][0] if links else ROOT_INODE
         for position, name, inode in ((1, b".", number), (2, b"..", parent)):
             if position > after and not emit(name, self._fs.record(inode), 0.0, position):

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 
 from cachefs.attributes import Extent, inode_of_key
 from cachefs.blob import SLAB_BYTES
-from cachefs.index import Index, Table
+from cachefs.environment import Table
+from cachefs.index import Index
 from policies.prefetch.sequential import CHUNK_BYTES
 from policies.retention import Circumstances, make
 

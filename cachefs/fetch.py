@@ -19,7 +19,7 @@ from outcome import Outcome
 
 from cachefs.attributes import Inode
 from cachefs.data_cache import DataCache
-from cachefs.index import View
+from cachefs.environment import View
 from cachefs.metrics import Metrics
 from cachefs.single_flight import Flight, SingleFlight
 from cachefs.slots import SourceSlots

@@ -19,11 +19,13 @@ from outcome import Outcome
 
 from cachefs import values
 from cachefs.attributes import NANOSECONDS, ROOT_INODE, Inode, Stat
-from cachefs.index import Table, View
-from cachefs.metadata_cache import FOREVER_NS, MetadataCache
+from cachefs.belief import FOREVER_NS
+from cachefs.environment import Table, View
+from cachefs.metadata_cache import MetadataCache
 from cachefs.metadata_retention import MetadataRetention
 from cachefs.metrics import Metrics
 from cachefs.options import Options
+from cachefs.paths import links_of
 from cachefs.single_flight import SingleFlight
 from cachefs.slots import SourceSlots
 from cachefs.source import Source
@@ -81,9 +83,9 @@ class FileSystem:
     def path_of(self, number: int, view: View | None = None) -> bytes:
         """A path from the root of the source; in a `view` that is open already, where there is one."""
         if view is not None:
-            return self.metadata.path(view, number)
+            return self.metadata.paths.path(view, number)
         with self.metadata.index.view() as view:
-            return self.metadata.path(view, number)
+            return self.metadata.paths.path(view, number)
 
     def pins(self, path: bytes) -> bool:
         """Does this mount pin whatever it sees at this path?"""
@@ -108,7 +110,7 @@ class FileSystem:
             directory = await self.believed(parent, directory)
         with self.metadata.index.view() as view:
             dentry = self.metadata.dentry(view, parent, name)
-            if self.metadata.knows_absent(view, directory, name, dentry):
+            if self.metadata.knows_absent(directory, dentry):
                 return Entry(None, self.timeout_s(directory))
             if dentry is not None and dentry.inode and self.metadata.entry_holds(directory, dentry):
                 record = self.metadata.inode(view, dentry.inode)
@@ -153,7 +155,7 @@ class FileSystem:
             await self._compare_root()
             return self.record(number)
         with self.metadata.index.view() as view:
-            links = self.metadata.links(view, number)
+            links = links_of(view, number)
         for parent, name in links:
             found = await self.compare(parent, name)
             if found is not None and found.number == number:
@@ -191,7 +193,7 @@ class FileSystem:
         record = await self.believed(number)
         with self.metadata.index.view() as view:
             target = values.get(view, Table.SYMLINKS, record)
-            path = self.metadata.path(view, number) if target is None else b""
+            path = self.metadata.paths.path(view, number) if target is None else b""
         if target is None:
             target = await self.slots.run(partial(self.source.readlink, path))
             self._keep(Table.SYMLINKS, record, b"", target)
@@ -208,7 +210,7 @@ class FileSystem:
         """The cached xattr and the path to ask for it."""
         with self.metadata.index.view() as view:
             cached = values.get(view, Table.XATTRS, record, name) if self.metadata.is_pinned(record) else None
-            return cached, self.metadata.path(view, record.number) if cached is None else b""
+            return cached, self.metadata.paths.path(view, record.number) if cached is None else b""
 
     async def getxattr(self, number: int, name: bytes) -> bytes:
         """ENODATA where there is none: also where the source has no extended attributes at all (hazard 18)."""
@@ -257,7 +259,7 @@ class FileSystem:
         For a READ only: it holds no directory, so that the notification cannot wait for it (hazard 1).
         """
         with self.metadata.index.view() as view:
-            links = self.metadata.links(view, number)
+            links = links_of(view, number)
         with trio.move_on_after(NOTIFY_TIMEOUT_S):
             for parent, name in links:
                 await self.notifier.entry(parent, name)

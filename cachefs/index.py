@@ -1,4 +1,4 @@
-"""The index: two LMDB environments with the same tables, read as one. The only module that imports lmdb.
+"""The index: two LMDB environments with the same tables, read as one (environment.py).
 
 - The **durable** index lies in the cache directory and is always synced. It holds what is pinned, and the extents.
 - The **session** lies in the runtime directory and is never synced (MDB_NOSYNC: 3 µs a commit, 261 µs synced). It
@@ -16,224 +16,21 @@ INVARIANT: an extent counts only if its version is the version of its inode's re
 INVARIANT: a key is in `dirty` if the session has a pinned value or a tombstone for it, or hides a durable value.
 """
 
-import enum
 import itertools
 import logging
 import struct
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import lmdb
 
 from cachefs.attributes import PINNED, Extent, Inode, inode_key, inode_of_key
+from cachefs.environment import TOMBSTONE, Environment, Key, Table, Update, View
 from cachefs.errors import IndexUnavailable
 from cachefs.extents import Extents
 
 log = logging.getLogger(__name__)
-
-MAP_SIZE_BYTES = 1 << 40  # address space, not disk: growing a map under live readers is unsafe (hazard 16)
-MAX_READERS = 1024
-TOMBSTONE = b""
-_FLAGS = struct.Struct("<I")
-
-Key = tuple["Table", bytes]
-
-
-class Table(enum.IntEnum):
-    """The tables of both environments, in the order in which a batch writes them. docs/FORMAT.md has the rest."""
-
-    META = 0
-    ALIASES = 1
-    INODES = 2
-    DENTRIES = 3
-    LINKS = 4
-    LISTING = 5
-    SYMLINKS = 6
-    XATTRS = 7
-    EXTENTS = 8
-
-
-class Environment:
-    """One LMDB environment with all tables."""
-
-    def __init__(self, path: Path, *, sync: bool) -> None:
-        self.path = path
-        path.mkdir(mode=0o700, parents=True, exist_ok=True)
-        try:
-            self.lmdb = lmdb.open(
-                str(path),
-                map_size=MAP_SIZE_BYTES,
-                max_dbs=len(Table),
-                max_readers=MAX_READERS,
-                sync=sync,
-                metasync=sync,
-                readahead=False,
-                mode=0o600,
-            )
-            self.lmdb.reader_check()
-            self.tables = [self.lmdb.open_db(table.name.lower().encode()) for table in Table]
-        except lmdb.Error as error:
-            raise IndexUnavailable(f"cannot open the index in {path}: {error}") from error
-
-    def close(self) -> None:
-        self.lmdb.close()
-
-    def entries(self, table: Table) -> int:
-        with self.lmdb.begin() as txn:
-            return int(txn.stat(self.tables[table])["entries"])
-
-    def oldest_reader(self) -> int | None:
-        """The transaction number that the oldest reader sees; None without readers."""
-        numbers = []
-        for line in self.lmdb.readers().splitlines()[1:]:
-            fields = line.split()
-            if len(fields) == 3 and fields[2].isdigit():
-                numbers.append(int(fields[2]))
-        return min(numbers, default=None)
-
-    def last_transaction(self) -> int:
-        return int(self.lmdb.info()["last_txnid"])
-
-
-class View:
-    """Reads of one moment, through both environments. Short: nothing is awaited while one is open."""
-
-    __slots__ = ("_durable", "_durable_tables", "_session", "_session_tables")
-
-    def __init__(self, session: Environment, durable: Environment, *, write: bool = False) -> None:
-        # The session first: what leaves it is in the durable index before it leaves.
-        self._session: Any = session.lmdb.begin(write=write)
-        try:
-            self._durable: Any = durable.lmdb.begin()
-        except lmdb.Error:
-            self._session.abort()  # or no other could ever write
-            raise
-        self._session_tables = session.tables
-        self._durable_tables = durable.tables
-
-    def __enter__(self) -> "View":
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._session.abort()
-        self._durable.abort()
-        self._end()
-
-    def _end(self) -> None:
-        """LMDB gets a reader's slot back when the transaction's object goes, not when it is aborted.
-
-        Whoever awaits something may keep this view in a variable meanwhile, a thousand requests at a time.
-        """
-        self._session = self._durable = None
-
-    def get(self, table: Table, key: bytes) -> bytes | None:
-        value: bytes | None = self._session.get(key, db=self._session_tables[table])
-        if value is None:
-            value = self._durable.get(key, db=self._durable_tables[table])
-        return value or None
-
-    def first_key(self, table: Table, prefix: bytes) -> bytes | None:
-        """The first key that begins with `prefix`."""
-        session: Any = self._session.cursor(db=self._session_tables[table])
-        durable: Any = self._durable.cursor(db=self._durable_tables[table])
-        in_session = session.set_range(prefix) and session.key().startswith(prefix)
-        in_durable = durable.set_range(prefix) and durable.key().startswith(prefix)
-        if in_session and (in_durable or session.value() == TOMBSTONE):  # rare, so leave it to the merge
-            return next((key for key, _ in self.scan(table, prefix)), None)
-        cursor = session if in_session else durable
-        return bytes(cursor.key()) if in_session or in_durable else None
-
-    def scan(self, table: Table, prefix: bytes, start: bytes | None = None) -> Iterator[tuple[bytes, bytes]]:
-        """All (key, value) whose key begins with `prefix`, in order, from the key `start` on."""
-        return _merge(
-            _prefixed(self._session, self._session_tables[table], prefix, start),
-            _prefixed(self._durable, self._durable_tables[table], prefix, start),
-        )
-
-    @property
-    def extents(self) -> Extents:
-        """For looking what there is. To read its bytes a transaction must be kept: see `Index.extents`."""
-        return Extents(self._durable, self._durable_tables[Table.EXTENTS])
-
-    def in_durable(self, table: Table, key: bytes) -> bytes | None:
-        value: bytes | None = self._durable.get(key, db=self._durable_tables[table])
-        return value
-
-
-class Update(View):
-    """A View that writes to the session. Committed, unsynced, on leaving without an error."""
-
-    __slots__ = ("_dirty", "_in_flight", "_on_dirty", "_written")
-
-    def __init__(self, index: "Index") -> None:
-        super().__init__(index.session, index.durable, write=True)
-        self._dirty = index.dirty
-        self._in_flight = index.in_flight
-        self._on_dirty = index.on_dirty
-        self._written: list[Key] = []
-
-    def __enter__(self) -> "Update":
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._durable.abort()
-        if error is None:
-            self._session.commit()
-            if self._written:
-                self._dirty.update(dict.fromkeys(self._written))
-                self._on_dirty()
-        else:
-            self._session.abort()
-        self._end()
-
-    def put(self, table: Table, key: bytes, value: bytes) -> None:
-        """Every value begins with its flags; the pinned ones are on their way to the durable index."""
-        self._session.put(key, value, db=self._session_tables[table])
-        if value[0] & PINNED or self._reaches_durable(table, key):
-            self._written.append((table, key))
-
-    def _reaches_durable(self, table: Table, key: bytes) -> bool:
-        """The durable index has the key, or is just about to get it."""
-        return (table, key) in self._in_flight or self.in_durable(table, key) is not None
-
-    def delete(self, table: Table, key: bytes) -> None:
-        if self._reaches_durable(table, key):
-            self._session.put(key, TOMBSTONE, db=self._session_tables[table])
-            self._written.append((table, key))
-        else:
-            self._session.delete(key, db=self._session_tables[table])
-
-
-def _prefixed(txn: Any, table: Any, prefix: bytes, start: bytes | None) -> Iterator[tuple[bytes, bytes]]:
-    cursor = txn.cursor(db=table)
-    if cursor.set_range(start if start is not None else prefix):
-        for key, value in cursor:
-            if not key.startswith(prefix):
-                break
-            yield key, value
-
-
-def _merge(upper: Iterator[tuple[bytes, bytes]], lower: Iterator[tuple[bytes, bytes]]) -> Iterator[tuple[bytes, bytes]]:
-    """Both in key order; where both have a key the upper one counts, and its tombstones are left out."""
-    end: tuple[Any, bytes] = (None, b"")
-    above, below = next(upper, end), next(lower, end)
-    while above[0] is not None or below[0] is not None:
-        if below[0] is None or (above[0] is not None and above[0] <= below[0]):
-            if above[0] == below[0]:
-                below = next(lower, end)
-            if above[1] != TOMBSTONE:
-                yield above
-            above = next(upper, end)
-        else:
-            yield below
-            below = next(lower, end)
 
 
 @dataclass(slots=True)
@@ -294,7 +91,7 @@ class Index:
         return View(self.session, self.durable)
 
     def update(self) -> Update:
-        return Update(self)
+        return Update(self.session, self.durable, self.dirty, self.in_flight, self.on_dirty)
 
     def pinned_inodes(self) -> int:
         """Inodes that are pinned, on disk or on their way there."""

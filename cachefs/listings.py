@@ -8,7 +8,7 @@ was there all along exactly once (hazard 8).
 from collections.abc import Iterable
 
 from cachefs.attributes import Inode, inode_key, inode_of_key, pair_key
-from cachefs.index import Table, Update, View
+from cachefs.environment import Table, Update, View
 from cachefs.metadata_cache import FLAGS_NONE, FLAGS_PINNED, MetadataCache
 
 

@@ -1,15 +1,7 @@
 """Metadata: which names lead to which inodes, what is known of them, and for how long it is believed.
 
-Decisions about single records, on top of `Index`; no I/O but the index, nothing is awaited. What is believed:
-
-- Pinned and compared with the source in this run (or the floor was left where it is): for ever.
-- Pinned but *unsettled*, that is changed less than two seconds before it was looked at: for two seconds, then it is
-  compared once more (hazard 11).
-- Everything else: for `unpinned_timeout_s` from the lstat.
-
-Validation is one number: a record counts if its `stamp` is at or above the floor, so that a new run makes a whole
-index doubtful, or trusts it, in one step. A directory that has not changed vouches for its names (dentries, listing,
-absences), so each object costs exactly one lstat. Where it has changed, `entries_stamp` makes its names doubtful.
+Decisions about single records, on top of `Index`; no I/O but the index, nothing is awaited. belief.py says what is
+believed of them, and for how long.
 
 Numbers (hazard 10): an inode's number is the source's, as long as that number belongs to one identity. A known number
 with another identity, an object of another device, and a file that changed after it had been pinned get a number
@@ -17,8 +9,6 @@ above 2^62, kept in the `aliases` table. A file that changes behind our back is 
 kernel: nobody ever sees pages of two versions under one number.
 """
 
-import errno
-import os
 import stat
 import time
 from collections.abc import Callable
@@ -41,24 +31,24 @@ from cachefs.attributes import (
     inode_of_key,
     pair_key,
 )
-from cachefs.index import Index, Table, Update, View
+from cachefs.belief import Belief
+from cachefs.environment import Table, Update, View
+from cachefs.index import Index
 from cachefs.metadata_retention import MetadataRetention
 from cachefs.options import Options
+from cachefs.paths import Paths, directory_of, links_of
 
 SETTLE_NS = 2 * NANOSECONDS
 FIRST_ALIAS = 1 << 62
 RUN_BITS, TAKEOVER_BITS = 40, 28
 """Numbers of a run begin with the run; those of a daemon that took over begin 2^28 later than those of the last."""
-MAX_DEPTH = 4096
-REMEMBERED_PATHS = 4096
 FIRST_POSITION = 3  # 1 and 2 are "." and ".."
-FOREVER_NS = 1 << 63
 FLAGS_PINNED = PINNED.to_bytes(4, "little")
 FLAGS_NONE = bytes(4)
 _UNLINKED_MARK = b"unlinked:"
 
 
-class MetadataCache:
+class MetadataCache(Belief):
     def __init__(
         self,
         index: Index,
@@ -73,18 +63,15 @@ class MetadataCache:
     ) -> None:
         """`retention`: None where as much is pinned as there is."""
         # dependencies
+        super().__init__(options, run, floor, monotonic_ns)
         self.index = index
         self._retention = retention
-        self._options = options
-        self._monotonic_ns = monotonic_ns
         self._realtime_ns = realtime_ns
         # constants
-        self.run = run
-        self.floor = floor
         self._unpinned_timeout_ns = int(options.unpinned_timeout_s * NANOSECONDS)
         # state
         self._sequence = (run << RUN_BITS) + (takeovers << TAKEOVER_BITS)
-        self._directory_paths: dict[int, bytes] = {}
+        self.paths = Paths()
 
     def next_sequence(self) -> int:
         """A number that was never given out before, in any run: the run itself is its upper part."""
@@ -101,84 +88,9 @@ class MetadataCache:
         value = view.get(Table.DENTRIES, inode_key(parent) + name)
         return Dentry.unpack(value) if value else None
 
-    def links(self, view: View, number: int) -> list[tuple[int, bytes]]:
-        """All known names: (parent, name)."""
-        return [(inode_of_key(key[8:16]), key[16:]) for key, _ in view.scan(Table.LINKS, inode_key(number))]
-
     def directory_of(self, number: int) -> int | None:
-        """The parent of an inode, by one of its names."""
         with self.index.view() as view:
-            link = view.first_key(Table.LINKS, inode_key(number))
-        return inode_of_key(link[8:16]) if link is not None else None
-
-    def path(self, view: View, number: int) -> bytes:
-        """A path from the root of the source. Raises OSError ESTALE where no name leads to the inode."""
-        if number == ROOT_INODE:
-            return b""
-        known = self._directory_paths.get(number)
-        if known is not None:
-            return known
-        return self._joined(view, number, 0)
-
-    def _joined(self, view: View, number: int, depth: int) -> bytes:
-        """The path of the directory that an inode is in, and its name there."""
-        link = view.first_key(Table.LINKS, inode_key(number))
-        if link is None or depth > MAX_DEPTH:
-            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
-        return self._directory_path(view, inode_of_key(link[8:16]), depth) + link[16:]
-
-    def _directory_path(self, view: View, number: int, depth: int) -> bytes:
-        """The path of a directory with a slash behind it, empty for the root; remembered until a directory moves."""
-        if number == ROOT_INODE:
-            return b""
-        known = self._directory_paths.get(number)
-        if known is None:
-            known = self._joined(view, number, depth + 1)
-            if len(self._directory_paths) >= REMEMBERED_PATHS:
-                self._directory_paths.clear()
-            self._directory_paths[number] = known
-        return known + b"/"
-
-    def is_pinned(self, record: Inode) -> bool:
-        """Pinned in the sense of this mount: a read-write mount pins files that were read and directories only."""
-        return bool(
-            record.flags & PINNED
-            and (self._options.pins_everything or record.flags & IMMUTABLE or record.is_directory)
-            and self._options.pins_files
-        )
-
-    def remaining_ns(self, record: Inode) -> int:
-        """How long the record is believed from now on; FOREVER_NS, or 0 if it must be compared first."""
-        if record.flags & STALE:
-            return 0
-        if record.flags & UNLINKED:
-            return FOREVER_NS
-        if self.is_pinned(record):
-            if record.stamp < self.floor:
-                return 0
-            if not record.flags & UNSETTLED:
-                return FOREVER_NS
-            if record.stamp != self.run:
-                return 0  # its clock may have been another boot's
-        return max(0, record.expires_ns - self._monotonic_ns())
-
-    def entry_holds(self, parent: Inode, dentry: Dentry) -> bool:
-        """True if a pinned name (or absence) of a directory needs no comparison of its own."""
-        return bool(
-            dentry.flags & PINNED
-            and self.is_pinned(parent)
-            and dentry.stamp >= parent.entries_stamp
-            and parent.stamp >= self.floor
-            and not parent.flags & STALE
-        )
-
-    def knows_absent(self, view: View, parent: Inode, name: bytes, dentry: Dentry | None) -> bool:
-        """Only where the dataset is taken as complete: seen absent before, or not in a complete listing."""
-        if not self._options.pins_everything or self.remaining_ns(parent) == 0:
-            return False
-        if dentry is not None:
-            return dentry.inode == 0 and self.entry_holds(parent, dentry)
-        return bool(parent.flags & LISTED)
+            return directory_of(view, number)
 
     def is_mutable_path(self, path: bytes) -> bool:
         return bool(self._options.mutable) and self._options.mutable.matches(path)
@@ -230,7 +142,7 @@ class MetadataCache:
         added = self._put_name(update, parent, name, number, pinned=bool(record.flags & PINNED))
         if added and old is not None and (now.nlink == 1 or record.is_directory):
             # It can have one name only: others were renamed behind our back, and would lead fetches astray.
-            for link in self.links(update, number):
+            for link in links_of(update, number):
                 if link != (parent, name):
                     self.remove_name(update, *link)
         return record
@@ -240,7 +152,7 @@ class MetadataCache:
         options = self._options
         if not record.is_regular or record.flags & (IMMUTABLE | WRITTEN) or not options.pins_files or options.read_only:
             return False
-        return not (options.mutable and self.is_mutable_path(self._directory_path(view, parent, 0) + name))
+        return not (options.mutable and self.is_mutable_path(self.paths.beneath(view, parent, name)))
 
     def withdraw_freezable(self, number: int) -> None:
         """A file is about to be opened for writing."""
@@ -345,8 +257,8 @@ class MetadataCache:
         update.delete(Table.LINKS, inode_key(dentry.inode) + inode_key(parent) + name)
         record = self.inode(update, dentry.inode)
         if record is None or record.is_directory:
-            self._directory_paths.clear()
-        if record is not None and not self.links(update, dentry.inode):
+            self.paths.forget()
+        if record is not None and not links_of(update, dentry.inode):
             if record.stamp < self.floor:  # of an earlier run: this kernel never heard of it
                 self._delete_inode(update, record.number)
                 return record
@@ -404,7 +316,7 @@ class MetadataCache:
         self.put_inode(update, record)
         number = record.number
         while number != ROOT_INODE:
-            links = self.links(update, number)
+            links = links_of(update, number)
             for parent, name in links:
                 self._put_name(update, parent, name, number, pinned=True)
             if not links:
@@ -428,7 +340,7 @@ class MetadataCache:
             return []
         flags = (record.flags & ~(PINNED | LISTED)) | STALE
         self.put_inode(update, record._replace(flags=flags, version=self.next_sequence(), stamp=self.run, expires_ns=0))
-        links = self.links(update, number)
+        links = links_of(update, number)
         for parent, name in links:
             dentry = self.dentry(update, parent, name)
             if dentry is not None:
@@ -467,7 +379,7 @@ class MetadataCache:
         if record.is_directory:
             self._forget_names(update, number)
         if record.flags & STALE:
-            for link in self.links(update, number):
+            for link in links_of(update, number):
                 update.delete(Table.LINKS, inode_key(number) + inode_key(link[0]) + link[1])
         self._delete_inode(update, number)
         return True

@@ -10,7 +10,8 @@ What the kernel knows it does not ask for again: of all uses a policy hears of R
 from collections.abc import Callable, Iterable
 
 from cachefs.attributes import PINNED, Inode, inode_of_key
-from cachefs.index import Index, Table
+from cachefs.environment import Table
+from cachefs.index import Index
 from policies.retention import Circumstances, make
 
 NAMES = ("no-replacement", "fifo", "lru")

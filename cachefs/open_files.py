@@ -19,11 +19,12 @@ import trio
 
 from cachefs.attributes import IMMUTABLE, UNLINKED, WRITTEN, Inode, Stat, inode_key, inode_of_key
 from cachefs.data_cache import DataCache
+from cachefs.environment import Table
 from cachefs.fetch import Fetcher, OpenFile, close_quietly
 from cachefs.filesystem import Entry, FileSystem, failed
-from cachefs.index import Table
 from cachefs.metrics import Metrics
 from cachefs.options import CacheLevel
+from cachefs.paths import links_of
 from cachefs.source import Changed
 
 FAST_HANDLE = 1 << 63
@@ -410,7 +411,7 @@ class OpenFiles:
     async def compare_own_change(self, number: int) -> None:
         """A name of an inode has gone by our doing: look at what is left, by another name or by a descriptor."""
         with self._metadata.index.view() as view:
-            path = self._metadata.path(view, number) if self._metadata.links(view, number) else None
+            path = self._metadata.paths.path(view, number) if links_of(view, number) else None
         if path is not None:
             self.store_own_change(number, await self._slots.run(partial(self._source.lstat, path)))
             return

@@ -14,8 +14,8 @@ from cachefs import record
 from cachefs.attributes import ROOT_INODE, Inode
 from cachefs.data_cache import DataCache
 from cachefs.directories import Directories
+from cachefs.environment import View
 from cachefs.filesystem import FileSystem
-from cachefs.index import View
 from cachefs.open_files import OpenFiles
 from policies.prefetch.base import Prefetch, Target
 

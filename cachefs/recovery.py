@@ -12,9 +12,10 @@ from collections.abc import Iterator
 from cachefs import record
 from cachefs.attributes import PINNED, STALE, Extent, Inode, inode_key, pair_key
 from cachefs.blob import SLAB_BYTES, Blob
+from cachefs.environment import Environment, Table
 from cachefs.errors import CorruptRecord
 from cachefs.extents import Extents
-from cachefs.index import Environment, Table, Totals
+from cachefs.index import Totals
 
 log = logging.getLogger(__name__)
 

@@ -1,7 +1,7 @@
 """Symlink targets and extended attributes in the index. Each carries the version of the inode it was read of."""
 
 from cachefs.attributes import PINNED, Inode, inode_key
-from cachefs.index import Table, Update, View
+from cachefs.environment import Table, Update, View
 from cachefs.metadata_cache import FLAGS_PINNED
 
 

@@ -139,7 +139,7 @@ class FastPathHost:
             unmounted=unmounted,
         )
         self.wishes = FastWishes(held.shared, self._fastpath)
-        data.settled, data.undone, data.committed = self._settled, self._grant, self._committed
+        data.writes.settled, data.writes.undone, data.writes.committed = self._settled, self._grant, self._committed
         data.held_bytes = lambda: held.shared["held_bytes"]
         self._seen = [0] * ACCESS_LOGS
         held.shared.accesses(self._seen)  # what was read before our time
@@ -197,11 +197,11 @@ class FastPathHost:
         if message is Message.SLAB:
             self._grant()
         elif message is Message.FILLED:
-            self._data.filled(launcher.parse_filled(data))
+            self._data.writes.filled(launcher.parse_filled(data))
         elif message is Message.CORRUPT:
             self._data.corrupt(a, b, int.from_bytes(data, "little"), "payload checksum")
         elif message is Message.REFUSED:
-            self._data.refused(OSError(a, os.strerror(a)))
+            self._data.writes.refused(OSError(a, os.strerror(a)))
             self._follow()
         elif message is Message.ROOM:
             self._wants_room = True
@@ -221,7 +221,7 @@ class FastPathHost:
 
     def _committed(self) -> None:
         self._follow()
-        if self._wants_room and not self._data.is_evicting:
+        if self._wants_room and not self._data.writes.is_evicting:
             self._wants_room = False
             self._fastpath.send(Message.ROOM)
 

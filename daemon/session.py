@@ -258,7 +258,7 @@ class Session:
             self._responsible = True
             config.save(self.config, runtime / config.CONFIG_NAME)
             await nursery.start(control.serve, runtime / "control", self._commands(), {"leave": pyfuse3.terminate})
-            for task in (data.run, self._check_readers):
+            for task in (data.writes.run, self._check_readers):
                 nursery.start_soon(_forever, task)
             if limit is not None:
                 data.on_accessed.append(limit.accessed)
@@ -279,7 +279,7 @@ class Session:
                 # An aborted connection ends the loop like this; so does an unmount while a request is read.
                 log.info("the kernel closed the connection: %s", group.exceptions[0])
             if self._leaving:
-                await data.flush(FLUSH_TIMEOUT_S)
+                await data.writes.flush(FLUSH_TIMEOUT_S)
                 log.info("leaving the mount to the next daemon")
                 os._exit(0)  # the way of a daemon that dies, at a moment when nothing is under way
         finally:
@@ -289,7 +289,7 @@ class Session:
                 if self._host is not None:
                     with trio.CancelScope(shield=True):
                         await self._host.stop()
-        flushed = await data.flush(FLUSH_TIMEOUT_S)
+        flushed = await data.writes.flush(FLUSH_TIMEOUT_S)
         if not flushed:
             log.warning("not everything could be written to the index; the next mount compares with the source")
         with trio.CancelScope(shield=True, deadline=trio.current_time() + 5):
@@ -351,7 +351,7 @@ class Session:
             "cached_bytes": index.totals.cached_bytes,
             "blob_bytes": index.totals.blob_bytes,
             "cache_size_bytes": self._data.capacity_bytes,
-            "write_behind_bytes": self._data.queued_bytes,
+            "write_behind_bytes": self._data.writes.queued_bytes,
             "uncommitted": len(index.dirty) + len(index.in_flight),
             **self._metrics.as_dict(),
             "source_ops": {name: count for name, count in self._source.counters.snapshot().items() if count},
@@ -401,7 +401,7 @@ def _reason(group: BaseExceptionGroup[BaseException]) -> BaseException:
 def _partition_of(graph: DependencyGraph, metadata: MetadataCache, number: int) -> str | None:
     try:
         with metadata.index.view() as view:
-            return graph.partition_of(metadata.path(view, number))
+            return graph.partition_of(metadata.paths.path(view, number))
     except OSError:  # it has no name any more
         return None
 

@@ -1,6 +1,6 @@
 /* The index, read-only: two LMDB environments read as one, and what their records promise.
  *
- * The same rules as in index.py and metadata_cache.py: the session first, then the durable index; an empty value in the
+ * The same rules as in environment.py and belief.py: the session first, then the durable index; an empty value in the
  * session is a tombstone. Each thread has a `view` of its own, made once and renewed for each request, so that a hit
  * takes no lock and allocates nothing. */
 #ifndef CACHEFS_INDEX_H
@@ -74,7 +74,7 @@ bool scan_next(struct scan *scan, MDB_val *key, MDB_val *value);
 /* The path of an inode beneath the source, without a slash at either end, zero-terminated. False: none is known. */
 bool view_path(struct view *view, uint64_t inode, char *path, size_t size);
 
-/* What a record promises: metadata_cache.py has the same functions, and the reasons. */
+/* What a record promises: belief.py has the same functions, and the reasons. */
 bool is_pinned(const struct view *view, const struct inode_record *record);
 uint64_t remaining_ns(const struct view *view, const struct inode_record *record);
 bool entry_holds(const struct view *view, const struct inode_record *parent, const struct dentry_record *dentry);

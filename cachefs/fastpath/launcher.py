@@ -23,9 +23,9 @@ from pathlib import Path
 import trio
 
 from cachefs.attributes import PINNED, Extent
-from cachefs.data_cache import Filled
 from cachefs.fastpath.shared import Shared
 from cachefs.unix_socket import socket_address
+from cachefs.write_behind import Filled
 
 log = logging.getLogger(__name__)
 

@@ -8,8 +8,8 @@ import pytest
 from cachefs import cache_directory
 from cachefs.attributes import PINNED
 from cachefs.cache_directory import CacheDirectory, OpenedIndex, RunState, rctime_unmoved
+from cachefs.environment import Environment, Table
 from cachefs.errors import CacheFsError
-from cachefs.index import Environment, Table
 from cachefs.options import Revalidate
 
 LAZY, NEVER, RCTIME = Revalidate.LAZY, Revalidate.NEVER, Revalidate.RCTIME

@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 
 from cachefs import record
 from cachefs.attributes import PINNED, Extent, Inode, inode_key
-from cachefs.index import Environment, Index, Table
+from cachefs.environment import Environment, Table
+from cachefs.index import Index
 
 RANGES = st.lists(st.tuples(st.integers(0, 40), st.integers(1, 12)), max_size=30)
 

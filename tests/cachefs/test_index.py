@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from cachefs.attributes import PINNED, Extent, Inode, Stat, inode_key
+from cachefs.environment import MAP_SIZE_BYTES, MAX_READERS, Environment, Table, View
 from cachefs.errors import IndexUnavailable
-from cachefs.index import MAP_SIZE_BYTES, MAX_READERS, Environment, Index, Table, View
+from cachefs.index import Index
 from cachefs.listings import Listings
 from cachefs.metadata_cache import MetadataCache
 from cachefs.options import Options
@@ -191,7 +192,7 @@ def test_14_a_reader_holds_back_punching(index: Index) -> None:
 
 def test_16_a_full_index_refuses_and_the_session_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert MAP_SIZE_BYTES == 1 << 40
-    monkeypatch.setattr("cachefs.index.MAP_SIZE_BYTES", 200 << 10)
+    monkeypatch.setattr("cachefs.environment.MAP_SIZE_BYTES", 200 << 10)
     durable = Environment(tmp_path / "durable", sync=True)
     monkeypatch.undo()
     index = Index(durable, Environment(tmp_path / "session", sync=False))
@@ -249,12 +250,12 @@ def test_a_dropped_inode_leads_nobody_to_another_that_has_its_number_later(index
         root = metadata.apply_root(update, Stat(0o40755, 2, 0, 0, 0, 4096, 0, 0, 1, 1, 1, 0, 0, 10), pin=True)
         assert metadata.apply_stat(update, 1, b"a", file, pin=True).number == 11
         assert metadata.drop(update, 11) == [(1, b"a")]
-        assert metadata.path(update, 11) == b"a"  # for who has it open
+        assert metadata.paths.path(update, 11) == b"a"  # for who has it open
     index.commit(index.take_dirty(100), [])
     with index.update() as update:
         assert metadata.forget(update, 11, 1)
         assert metadata.apply_stat(update, 1, b"b", file._replace(ctime_ns=99), pin=True).number == 11
-        assert metadata.path(update, 11) == b"b"
+        assert metadata.paths.path(update, 11) == b"b"
         old = metadata.dentry(update, 1, b"a")
         assert old is not None and not metadata.entry_holds(root, old)
 

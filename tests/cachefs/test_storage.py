@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from cachefs import attributes, record, recovery
 from cachefs.blob import SLAB_BYTES, Blob, BlobFull
+from cachefs.environment import Environment, Table
 from cachefs.errors import CorruptRecord
-from cachefs.index import Environment, Table
 from cachefs.unix_socket import socket_address
 from tests.conftest import REPOSITORY
 

@@ -14,14 +14,16 @@ import trio.testing
 from cachefs import record
 from cachefs.attributes import PINNED, Inode, inode_key
 from cachefs.blob import Blob
-from cachefs.data_cache import PAUSE_S, DataCache
+from cachefs.data_cache import DataCache
+from cachefs.environment import Environment, Table
 from cachefs.fetch import Fetcher, OpenFile
-from cachefs.index import Environment, Index, Table
+from cachefs.index import Index
 from cachefs.metrics import Metrics
 from cachefs.options import Options
 from cachefs.single_flight import SingleFlight, unwrap
 from cachefs.slots import SourceSlots
 from cachefs.source import Changed
+from cachefs.write_behind import PAUSE_S
 
 SEED = 99
 
@@ -245,10 +247,10 @@ def test_a_miss_is_fetched_once_answered_before_the_append_and_a_hit_from_then_o
         assert parts.source.reads == [(0, 100_000)]
         assert (parts.metrics.misses, parts.metrics.hits, parts.index.totals.cached_files) == (4, 0, 0)
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(parts.data.run)
-            assert await parts.data.flush(10)
+            nursery.start_soon(parts.data.writes.run)
+            assert await parts.data.writes.flush(10)
             nursery.cancel_scope.cancel()
-        assert parts.index.totals.cached_files == 1 and parts.data.queued_bytes == 0
+        assert parts.index.totals.cached_files == 1 and parts.data.writes.queued_bytes == 0
         assert await parts.fetcher.read(OpenFile(inode()), 5, 10) == parts.source.payload[5:15]
         assert parts.metrics.hits == 1 and len(parts.source.reads) == 1
         parts.close()
@@ -272,7 +274,7 @@ def test_11_a_change_is_estale_for_all_who_wait_and_drops_the_entry_once(tmp_pat
             for _ in range(3):
                 nursery.start_soon(reader)
         assert errors == [errno.ESTALE] * 3
-        assert set(parts.dropped) == {7} and parts.data.queued_bytes == 0
+        assert set(parts.dropped) == {7} and parts.data.writes.queued_bytes == 0
         parts.close()
 
     run(main)
@@ -284,7 +286,7 @@ def test_a_full_queue_skips_admission_and_not_the_reader(tmp_path: Path) -> None
         for number in (7, 8, 9):
             file = OpenFile(inode(number))
             assert await parts.fetcher.read(file, 10, 20) == parts.source.payload[10:30]
-        assert parts.data.queued_bytes == 100_000
+        assert parts.data.writes.queued_bytes == 100_000
         assert parts.metrics.skipped_admissions == 2
         assert parts.source.reads == [(0, 100_000), (10, 20), (10, 20)]  # what is not cached is not fetched whole
         parts.close()
@@ -301,8 +303,8 @@ def test_capacity_is_never_exceeded_not_even_by_what_is_queued(tmp_path: Path) -
             await parts.fetcher.read(OpenFile(inode(number)), 0, 100_000)
         assert parts.data.used_bytes == 2 * one
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(parts.data.run)
-            assert await parts.data.flush(10)
+            nursery.start_soon(parts.data.writes.run)
+            assert await parts.data.writes.flush(10)
             nursery.cancel_scope.cancel()
         assert parts.index.totals.blob_bytes == 2 * one == parts.data.used_bytes
         parts.close()
@@ -322,8 +324,8 @@ def test_a_disk_that_refuses_is_left_alone_for_a_while(tmp_path: Path, monkeypat
             patch.setattr(parts.blob, "append", refuse)
             await parts.fetcher.read(OpenFile(inode()), 0, 10)
             async with trio.open_nursery() as nursery:
-                nursery.start_soon(parts.data.run)
-                assert await parts.data.flush(10)
+                nursery.start_soon(parts.data.writes.run)
+                assert await parts.data.writes.flush(10)
                 nursery.cancel_scope.cancel()
         assert (parts.metrics.errors, parts.index.totals.cached_files) == (1, 0)
         assert not parts.data.admits(10)
@@ -347,17 +349,17 @@ def test_whatever_fails_behind_the_readers_costs_hits_and_nothing_else(
             raise RuntimeError("a bug")
 
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(parts.data.run)
+            nursery.start_soon(parts.data.writes.run)
             parts.index.commit = broken  # type: ignore[method-assign, assignment]
             assert bytes(await parts.fetcher.read(OpenFile(inode()), 0, 10)) == parts.source.payload[:10]
-            assert not await parts.data.flush(10)
-            assert parts.data.queued_bytes == 0 and parts.metrics.errors >= 1 and parts.index.dirty
+            assert not await parts.data.writes.flush(10)
+            assert parts.data.writes.queued_bytes == 0 and parts.metrics.errors >= 1 and parts.index.dirty
             parts.index.commit = real  # type: ignore[method-assign]
             while not parts.index.available:
                 await trio.sleep(0.05)
-            assert await parts.data.flush(10)
+            assert await parts.data.writes.flush(10)
             assert bytes(await parts.fetcher.read(OpenFile(inode()), 0, 10)) == parts.source.payload[:10]
-            assert await parts.data.flush(10)
+            assert await parts.data.writes.flush(10)
             nursery.cancel_scope.cancel()
         assert parts.index.totals.cached_files == 1
         parts.close()
@@ -374,18 +376,18 @@ def test_14_a_hole_is_punched_only_when_no_reader_can_see_the_extent(tmp_path: P
         real = parts.blob.punch
         parts.blob.punch = lambda extent: (punched.append(extent), real(extent))[1]  # type: ignore[method-assign]
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(parts.data.run)
-            assert await parts.data.flush(10)
+            nursery.start_soon(parts.data.writes.run)
+            assert await parts.data.writes.flush(10)
             reader = parts.index.extent_reader()
             found = parts.index.extents(reader).at(7, 0)
             assert found is not None
             extent = found[1]
             parts.pin(inode(version=2))
-            assert not await parts.data.flush(0.5)  # the reader holds it back
+            assert not await parts.data.writes.flush(0.5)  # the reader holds it back
             assert parts.index.totals.cached_files == 0 and punched == []
             assert parts.blob.read(extent, 0, 10) == parts.source.payload[:10]
             reader.abort()
-            assert await parts.data.flush(10)
+            assert await parts.data.writes.flush(10)
             nursery.cancel_scope.cancel()
         assert punched == [extent]
         parts.close()

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from cachefs.attributes import inode_key
-from cachefs.index import Environment, Table
+from cachefs.environment import Environment, Table
 from tests.conftest import Mount, cachefs, contents, drop_caches, raises_errno, settle, wait_for
 
 MakeMount = Callable[..., Mount]

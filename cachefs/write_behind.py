@@ -1,0 +1,388 @@
+"""Write-behind: the task that takes what was fetched to the blob and the index, and gives back what has gone.
+
+`run` appends what is queued, syncs, and commits extents together with pinned metadata to the durable index, in this
+order, in one thread; what the fast path has appended it syncs and commits. What a crash leaves behind at each step is
+in docs/FORMAT.md. Until its commit a range is found here (`pending_at`).
+"""
+
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import partial
+
+import trio
+
+from cachefs import record
+from cachefs.attributes import Extent, Inode, inode_key
+from cachefs.blob import Blob
+from cachefs.environment import Key, Table
+from cachefs.errors import IndexUnavailable
+from cachefs.eviction import Eviction, Victim
+from cachefs.index import Commit, Index
+from cachefs.metrics import Metrics
+from cachefs.options import MIB
+
+log = logging.getLogger(__name__)
+
+QUEUE_BYTES = 64 * MIB
+BATCH_BYTES = 16 * MIB
+BATCH_KEYS = 4096
+BATCH_FILLED = 4096
+BATCH_FILLED_BYTES = 128 * MIB
+BATCH_SHARE = 32
+BATCH_DELAY_S = 0.5
+"""How long a batch may gather: each costs a few syncs, of the disk that readers wait for."""
+PUNCH_RETRY_S = 0.1
+FORGET_CHUNK = 64
+PAUSE_S = 30.0
+"""After the disk has refused a write: how long to leave it alone."""
+
+
+@dataclass(slots=True)
+class Pending:
+    """A fetched range on its way to the blob."""
+
+    inode: Inode
+    offset: int
+    payload: bytes
+    read: bool = False
+    """False until the read that it was fetched for: that one was a miss."""
+
+    @property
+    def end(self) -> int:
+        return self.offset + len(self.payload)
+
+    @property
+    def key(self) -> tuple[int, int]:
+        return self.offset, self.end
+
+    def header(self) -> record.Header:
+        i = self.inode
+        return record.Header(
+            len(self.payload), i.number, self.offset, i.version, i.size, i.mtime_ns, i.ctime_ns, i.btime_ns, i.mode,
+            i.device, i.source_inode,
+        )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Filled:
+    """A range that the fast path fetched and appended to the blob."""
+
+    report: int
+    """Reports are numbered, and settled in order."""
+    inode: int
+    offset: int
+    extent: Extent
+
+
+class WriteBehind:
+    def __init__(
+        self,
+        index: Index,
+        blob: Blob,
+        metrics: Metrics,
+        capacity_bytes: int,
+        *,
+        eviction: Eviction | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        queue_bytes: int = QUEUE_BYTES,
+    ) -> None:
+        """`eviction`: None where nothing is replaced."""
+        # dependencies
+        self._index = index
+        self._blob = blob
+        self._metrics = metrics
+        self._eviction = eviction
+        self._clock = clock
+        # constants
+        self._queue_limit = queue_bytes
+        # Where data are evicted a batch is a small part of the cache: nothing of it can go before it is committed.
+        share = capacity_bytes // BATCH_SHARE
+        self._batch_filled_bytes = BATCH_FILLED_BYTES if eviction is None else min(share, BATCH_FILLED_BYTES)
+        # state
+        self._pending: dict[int, dict[tuple[int, int], Pending]] = {}
+        """By inode, then by (offset, end)."""
+        self._queue: deque[Pending] = deque()
+        self.queued_bytes = 0
+        """Payload that has been read but is not in the index yet."""
+        self._queued_record_bytes = 0
+        self._filled: deque[Filled] = deque()
+        self._filled_bytes = 0
+        self._dropped: dict[tuple[int, int, int], None] = {}
+        """(inode, offset, blob offset) of what the next commit takes out of the index."""
+        self._evicting: dict[tuple[int, int, int], int] = {}
+        """Those of `_dropped` that make room for others, and how much."""
+        self._evicting_bytes = 0
+        self._hurried = False
+        """Somebody waits for those to go."""
+        self._stored_bytes = index.totals.blob_bytes
+        """As of the last commit that was followed up: the index counts what is in our queue before we hear of it."""
+        self._committing_bytes = 0
+        self._freed: deque[tuple[int, Extent | int]] = deque()
+        """What to give back when no reader is older than a transaction: records, and slabs by their offset."""
+        self._paused_until = 0.0
+        self._warned: set[str] = set()
+        self._wake = trio.Event()
+        self._full = trio.Event()
+        self._idle = trio.Event()
+        self._thread = trio.CapacityLimiter(1)
+        self._urgent = False
+        index.on_dirty = self.wake
+        # who wants to know
+        self.settled: Callable[[int], None] = lambda report: None
+        """Called when the reports up to this one are in the index, or never will be."""
+        self.undone: Callable[[], None] = lambda: None
+        """Called when what was appended could not be put on disk: nothing is to be built upon it."""
+        self.committed: Callable[[], None] = lambda: None
+        """Called after each commit: there may be more room."""
+        self.make_room: Callable[[], None] = lambda: None
+        """Called where data are evicted, when the policy has heard of a commit."""
+
+    # --- what is on its way ----------------------------------------------------------------------------------------
+
+    def pending_at(self, inode: Inode, offset: int) -> Pending | None:
+        for pending in self._pending.get(inode.number, {}).values():
+            if pending.offset <= offset < pending.end and pending.inode.version == inode.version:
+                return pending
+        return None
+
+    def pending_starts(self, inode: Inode, first: int, last: int) -> list[int]:
+        return [p.offset for p in self._pending.get(inode.number, {}).values() if first <= p.offset < last]
+
+    def takes(self, length: int) -> bool:
+        """Is there room in the queue, an index to write to, and a disk that lets itself be written?"""
+        return self.queued_bytes + length <= self._queue_limit and self.is_writable
+
+    @property
+    def is_writable(self) -> bool:
+        return self._index.available and self._clock() >= self._paused_until
+
+    def queue(self, unit: Pending) -> bool:
+        """False: it is on its way already."""
+        ranges = self._pending.setdefault(unit.inode.number, {})
+        if unit.key in ranges:
+            return False
+        ranges[unit.key] = unit
+        self._queue.append(unit)
+        self.queued_bytes += len(unit.payload)
+        self._queued_record_bytes += record.record_bytes(len(unit.payload))
+        self.wake()
+        return True
+
+    def filled(self, units: Iterable[Filled]) -> None:
+        """The fast path appended these: sync and commit them."""
+        for unit in units:
+            self._filled.append(unit)
+            self._filled_bytes += unit.extent.record_bytes
+        self.wake()
+
+    @property
+    def used_bytes(self) -> int:
+        """Records in the blob and on their way, but for those that are about to go."""
+        on_their_way = self._queued_record_bytes + self._filled_bytes + self._committing_bytes
+        return self._stored_bytes + on_their_way - self._evicting_bytes
+
+    # --- what is to go ---------------------------------------------------------------------------------------------
+
+    def drop(self, inode: int, offset: int, blob_offset: int) -> None:
+        self._dropped[inode, offset, blob_offset] = None
+        self.wake()
+
+    def is_dropped(self, inode: int, offset: int, blob_offset: int) -> bool:
+        return (inode, offset, blob_offset) in self._dropped
+
+    def evict(self, victims: Iterable[Victim]) -> None:
+        for victim in victims:
+            key = victim.inode, victim.offset, victim.extent.blob_offset
+            if key not in self._dropped:
+                self._evicting[key] = victim.extent.record_bytes
+                self._evicting_bytes += victim.extent.record_bytes
+                self._metrics.evictions += 1
+                self.drop(*key)
+
+    @property
+    def is_evicting(self) -> bool:
+        """Something has yet to go."""
+        return bool(self._evicting)
+
+    # --- trouble ---------------------------------------------------------------------------------------------------
+
+    def refused(self, error: OSError) -> None:
+        """The disk does not take any more: leave it alone for a while."""
+        self._paused_until = self._clock() + PAUSE_S
+        self.failed("blob", f"the blob cannot be written, trying again in {PAUSE_S:.0f} s: {error}")
+
+    def failed(self, kind: str, message: str) -> None:
+        """Count a failure of the cache; say so once for each kind."""
+        self._metrics.errors += 1
+        if kind not in self._warned:
+            self._warned.add(kind)
+            log.warning("%s (counted in `errors`, not reported again)", message)
+
+    # --- the task --------------------------------------------------------------------------------------------------
+
+    def hurry(self) -> None:
+        """Somebody waits for what is evicted."""
+        self._hurried = True
+        self.wake()
+
+    def wake(self) -> None:
+        self._wake.set()
+        full = self.queued_bytes >= BATCH_BYTES or self._filled_bytes >= self._batch_filled_bytes
+        if full or self._urgent or self._hurried or len(self._index.dirty) >= BATCH_KEYS:
+            self._full.set()
+
+    async def run(self) -> None:
+        """The task: for ever, until cancelled. `flush` first if nothing may be lost."""
+        while True:
+            await self._wake.wait()
+            with trio.move_on_after(BATCH_DELAY_S):
+                await self._full.wait()
+            self._wake = trio.Event()
+            self._full = trio.Event()
+            await self._commit()
+            if self._queue or self._filled or self._index.dirty or self._dropped:
+                self.wake()
+            elif self._freed:
+                if not self._punchable():  # a reader of the blob is under way; nobody tells when it has gone
+                    await trio.sleep(PUNCH_RETRY_S)
+                self.wake()
+            else:
+                self._idle.set()
+
+    async def flush(self, timeout_s: float = 60.0) -> bool:
+        """Everything that is queued, on disk and in the index. False if that could not be had."""
+        with trio.move_on_after(timeout_s):
+            while self._queue or self._filled or self._index.dirty or self._dropped or self._freed:
+                if not self._index.available:
+                    return False
+                self._urgent = True
+                self._idle = trio.Event()
+                self.wake()
+                await self._idle.wait()
+            return True
+        return False
+
+    async def _commit(self) -> None:
+        units: list[Pending] = []
+        size = 0
+        while self._queue and size < BATCH_BYTES:
+            units.append(self._queue.popleft())
+            size += len(units[-1].payload)
+        filled = [self._filled.popleft() for _ in range(min(len(self._filled), BATCH_FILLED))]
+        self._committing_bytes = sum(unit.extent.record_bytes for unit in filled)
+        self._filled_bytes -= self._committing_bytes
+        first = [(Table.INODES, inode_key(unit.inode.number)) for unit in units]
+        first += [(Table.INODES, inode_key(unit.inode)) for unit in filled]
+        keys = self._index.take_dirty(BATCH_KEYS, first)
+        dropped = list(self._dropped)
+        if not (units or filled or keys or dropped):
+            await trio.to_thread.run_sync(self._punch, limiter=self._thread)
+            self._follow_up()
+            return
+        try:
+            write = partial(self._write, units, filled, keys, dropped)
+            commit, refused = await trio.to_thread.run_sync(write, limiter=self._thread)
+        except Exception as error:
+            if not isinstance(error, IndexUnavailable):
+                log.exception("bug in write-behind; the batch is not cached")
+            self._index.restore_dirty(keys)
+            self._index.available = False
+            self.failed("index", f"the index cannot be written, nothing new is cached until it can: {error}")
+            self._retire(units)
+            self._settle(filled, refused=True)
+            self._follow_up()
+            self._metrics.skipped_admissions += len(units)
+            self._idle.set()
+            await trio.sleep(1.0)
+            return
+        self._index.available = True
+        if refused is not None:
+            self._metrics.skipped_admissions += len(units) + len(filled)
+            self.refused(refused)
+        for start in range(0, len(commit.flushed), FORGET_CHUNK):
+            self._index.forget_committed(commit.flushed[start : start + FORGET_CHUNK])
+            await trio.lowlevel.checkpoint()
+        for key in dropped:
+            self._dropped.pop(key, None)
+            self._evicting_bytes -= self._evicting.pop(key, 0)
+        self._retire(units)
+        self._settle(filled, refused=refused is not None)
+        self._freed.extend((commit.transaction, extent) for extent in (*commit.rejected, *commit.freed))
+        self._follow_up()
+        if self._eviction is not None:
+            self._eviction.committed(commit.indexed, commit.freed)
+            slabs = self._eviction.take_empty_slabs(self._blob.is_sealed)
+            self._freed.extend((commit.transaction, slab) for slab in slabs)
+            self.make_room()
+
+    def _follow_up(self) -> None:
+        self._stored_bytes = self._index.totals.blob_bytes
+        self._committing_bytes = 0
+        self._hurried = self._hurried and bool(self._evicting)
+        self.committed()
+
+    def _settle(self, filled: list[Filled], *, refused: bool) -> None:
+        if filled:
+            self.settled(filled[-1].report)
+            if refused:
+                self.undone()
+
+    def _retire(self, units: list[Pending]) -> None:
+        for unit in units:
+            ranges = self._pending[unit.inode.number]
+            del ranges[unit.key]
+            if not ranges:
+                del self._pending[unit.inode.number]
+            self.queued_bytes -= len(unit.payload)
+            self._queued_record_bytes -= record.record_bytes(len(unit.payload))
+
+    def _punchable(self) -> bool:
+        oldest = self._index.durable.oldest_reader()
+        return bool(self._freed) and (oldest is None or oldest >= self._freed[0][0])
+
+    def _write(
+        self, units: list[Pending], filled: list[Filled], keys: list[Key], dropped: list[tuple[int, int, int]]
+    ) -> tuple[Commit, OSError | None]:
+        """In the write-behind thread: payload to disk, then the index, then holes for what nobody can see any more."""
+        refused: OSError | None = None
+        extents: list[Extent] = []
+        if units:
+            try:
+                extents = self._blob.append([(unit.header(), unit.payload) for unit in units])
+            except OSError as error:
+                refused = error
+        rows = [(unit.inode.number, unit.offset, extent) for unit, extent in zip(units, extents, strict=False)]
+        if filled:
+            try:
+                self._blob.sync([unit.extent for unit in filled])
+                rows += [(unit.inode, unit.offset, unit.extent) for unit in filled]
+                extents += [unit.extent for unit in filled]
+            except OSError as error:  # its pages are clean but lost: never tried again (hazard 17)
+                refused = error
+                for unit in filled:
+                    self._give_back(unit.extent)
+        try:
+            commit = self._index.commit(keys, rows, dropped)
+        except IndexUnavailable:
+            for extent in extents:  # on disk, but nothing will ever point at them
+                self._give_back(extent)
+            raise
+        self._punch()
+        return commit, refused
+
+    def _punch(self) -> None:
+        """In the write-behind thread: give back what no reader can see any more."""
+        while self._punchable():
+            self._give_back(self._freed.popleft()[1])
+
+    def _give_back(self, freed: Extent | int) -> None:
+        try:
+            if isinstance(freed, int):
+                self._blob.punch_slab(freed)
+            else:
+                self._blob.punch(freed)
+        except OSError as error:  # a disk that cannot: the space is lost until the cache is made anew
+            self.failed("punch", f"cannot punch a hole into the blob: {error}")
