@@ -6,8 +6,10 @@
 
 enum outcome answer_request(struct worker *worker, const struct request *request);
 
-/* For listings, which have a file of their own. */
+/* Listings and READs have files of their own. */
 enum outcome answer_listing(struct worker *worker, const struct request *request);
+/* AGAIN: the index has changed meanwhile. */
+enum outcome answer_read(struct worker *worker, const struct request *request);
 void answer(struct worker *worker, const struct request *request, int error, const void *data, size_t length);
 bool mounted_with(const struct worker *worker, uint32_t flag);
 /* A record that may be believed without asking the source, and for how long. */
