@@ -24,7 +24,7 @@ POLITE_BATCHES = 6
 PAUSE_S = 0.001
 CHUNK_NAMES = 64
 """How many records are looked at without letting other tasks run."""
-TURN_NAMES = 4
+TURN_NAMES = 2
 """How many are written: of all batches that are back one has its turn, so that other requests wait for one only."""
 REMEMBERED_LISTINGS = 4096
 MAX_ATTEMPTS = 10

@@ -20,7 +20,7 @@ from cachefs.open_files import OpenFiles
 from policies.prefetch.base import Prefetch, Target
 
 PARALLEL = 8
-CHUNK_NAMES = 64
+CHUNK_NAMES = 16
 """How many files are looked at without letting other tasks run."""
 
 

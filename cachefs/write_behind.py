@@ -35,7 +35,7 @@ BATCH_SHARE = 32
 BATCH_DELAY_S = 0.5
 """How long a batch may gather: each costs a few syncs, of the disk that readers wait for."""
 PUNCH_RETRY_S = 0.1
-FORGET_CHUNK = 64
+FORGET_CHUNK = 16
 PAUSE_S = 30.0
 """After the disk has refused a write: how long to leave it alone."""
 

@@ -10,6 +10,7 @@ import os
 import resource
 import shutil
 import signal
+import sys
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
@@ -53,6 +54,8 @@ MAX_REQUESTS = 1000
 MIN_IDLE_REQUESTS = 16
 READER_CHECK_S = 60.0
 FLUSH_TIMEOUT_S = 60.0
+SWITCH_INTERVAL_S = 0.0005
+"""How long the trio thread waits for the interpreter that write-behind has; Python's own 5 ms are a slow look-up."""
 _PYFUSE3_OPTIONS = {"fsname=cachefs"}
 """It serves a descriptor (`/dev/fd/N`); what is mounted, and how, is no business of libfuse."""
 
@@ -95,6 +98,7 @@ class Session:
         os.umask(0)  # the kernel applies the caller's
         _tune_malloc()
         _raise_descriptor_limit()
+        sys.setswitchinterval(SWITCH_INTERVAL_S)
         trio.run(self._serve, ready, claimed)
 
     async def _serve(self, ready: Callable[[], None], claimed: Callable[[Path], None]) -> None:
