@@ -8,7 +8,7 @@ SANITIZE  := -fsanitize=address,undefined -fno-sanitize-recover=undefined -fno-o
 # Not its memory: a sanitizer keeps what was freed, and notes on the rest.
 SANITIZED := -m "not slow" -k "not memory" \
              tests/mount/test_semantics.py tests/mount/test_damage.py tests/mount/test_fastpath.py \
-             tests/mount/test_fastpath_hazards.py
+             tests/mount/test_fastpath_hazards.py tests/mount/test_large_files.py
 FUZZ_S    ?= 20
 
 .PHONY: demo test check fuzz stress format bench clean
