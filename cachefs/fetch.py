@@ -10,6 +10,7 @@ the next open sees the new version whole (hazard 11).
 
 import contextlib
 import os
+from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -27,6 +28,7 @@ from cachefs.source import Changed, Source
 from policies.prefetch.sequential import CHUNK_BYTES, MAX_PIECES, window_bytes
 
 PAGE_BYTES = 4096
+MAX_AHEAD = 64
 MAX_STEPS = 64
 """So many pieces of a run are looked at."""
 
@@ -56,6 +58,7 @@ class Fetcher:
         path_of: Callable[[int, View | None], bytes],
         changed: Callable[[Inode], None],
         own_change: Callable[[int], trio.Event | None],
+        reads_ahead: bool = False,
     ) -> None:
         """`path_of`: inode number to path, ESTALE if there is none. `changed`: told of a file that was replaced.
 
@@ -71,6 +74,9 @@ class Fetcher:
         self._fetches: SingleFlight[tuple[int, int, int, int], bytes] = SingleFlight()
         self._ranges: dict[tuple[int, int], dict[tuple[int, int], Flight[bytes]]] = {}
         """What is being fetched: by (inode, version), then by (start, end)."""
+        self._reads_ahead = reads_ahead
+        self._ahead: OrderedDict[tuple[int, int], tuple[int, int]] = OrderedDict()
+        """(inode, version) → (start, end) of what was read ahead and has not been asked for yet."""
         self._opens: SingleFlight[tuple[int, int], None] = SingleFlight()
 
     async def read(self, file: OpenFile, offset: int, size: int) -> bytes | memoryview:
@@ -113,6 +119,7 @@ class Fetcher:
         self, file: OpenFile, inode: Inode, offset: int, length: int
     ) -> tuple[bytes | memoryview, bool]:
         self._data.accessed([(inode.number, self._data.unit_of(inode, offset)[0] // CHUNK_BYTES)])
+        self._follow(file, inode, offset)
         opened = file.fd is not None or self._data.is_small(inode)
         under_way = self._under_way(inode, offset)
         if under_way is None:
@@ -124,15 +131,40 @@ class Fetcher:
             under_way = self._under_way(inode, offset)  # somebody else may have been faster
         if under_way is None:
             with self._data.view() as view:
-                start, end = self._range(view, inode, offset, offset + length)
+                start, end, streams = self._range(view, inode, offset, offset + length)
             if not self._data.admits(end - start):
                 self._data.skipped()
                 return await self._fetch(file, offset, offset + length).wait(), False
             under_way = start, self._fetch_range(file, start, end)
+            if streams:
+                self._read_ahead(file, end)
         start, flight = under_way
         payload = await flight.wait()
         self._data.mark_read(inode, offset)
         return memoryview(payload)[offset - start : offset - start + length], False
+
+    def _follow(self, file: OpenFile, inode: Inode, offset: int) -> None:
+        """The first read of what was read ahead: somebody reads on, and the next chunk will be wanted, too."""
+        version = inode.number, inode.version
+        start, end = self._ahead.get(version, (0, 0))
+        if start <= offset < end:
+            del self._ahead[version]
+            self._read_ahead(file, end)
+
+    def _read_ahead(self, file: OpenFile, start: int) -> None:
+        inode = file.inode
+        end = min(start + CHUNK_BYTES, inode.size)
+        if not self._reads_ahead or start >= end or file.fd is None or self._under_way(inode, start):
+            return
+        with self._data.view() as view:
+            if self._data.range_at(view, inode, start) is not None:
+                return
+            end = self._next_known(view, inode, start, end)
+        if self._data.admits(end - start, ahead=True):
+            self._fetch_range(file, start, end)
+            self._ahead[inode.number, inode.version] = start, end
+            if len(self._ahead) > MAX_AHEAD:
+                self._ahead.popitem(last=False)
 
     def _under_way(self, inode: Inode, offset: int) -> tuple[int, Flight[bytes]] | None:
         """Where the range that holds the byte at `offset` and is being fetched begins, and its flight."""
@@ -141,23 +173,30 @@ class Fetcher:
                 return start, flight
         return None
 
-    def _range(self, view: View, inode: Inode, start: int, end: int) -> tuple[int, int]:
-        """What to fetch for a read from `start` to `end`, of which the first byte is neither cached nor under way."""
+    def _range(self, view: View, inode: Inode, start: int, end: int) -> tuple[int, int, bool]:
+        """What to fetch for a read from `start` to `end`, of which the first byte is neither cached nor under way.
+
+        And whether somebody reads on and on.
+        """
         if self._data.is_small(inode):
-            return 0, inode.size
+            return 0, inode.size, False
         unit, length = self._data.unit_of(inode, start)
         pieces = self._data.starts_between(view, inode, unit, unit + length)
         if len(pieces) >= MAX_PIECES and end <= unit + length:
-            return unit, unit + length
+            return unit, unit + length, False
         start = start // PAGE_BYTES * PAGE_BYTES
         end = -(-end // PAGE_BYTES) * PAGE_BYTES
         end_known = self._known_from(view, inode, inode.size) < inode.size
         wanted = start + window_bytes(self._run_start(view, inode, start), start, end_known=end_known)
-        if wanted > end:  # but nothing that is known already
-            under_way = (each for each, _ in self._ranges.get((inode.number, inode.version), ()))
-            known = [*self._data.starts_between(view, inode, end, wanted), *under_way]
-            end = min(each for each in (*known, wanted) if each >= end)
-        return start, min(end, inode.size)
+        if wanted > end:
+            end = self._next_known(view, inode, end, wanted)  # but nothing that is known already
+        return start, min(end, inode.size), start > 0 and wanted - start == CHUNK_BYTES
+
+    def _next_known(self, view: View, inode: Inode, first: int, last: int) -> int:
+        """Where the first piece that begins in [first, last] begins, cached or being fetched; `last` if none does."""
+        under_way = (start for start, _ in self._ranges.get((inode.number, inode.version), ()))
+        known = [*self._data.starts_between(view, inode, first, last), *under_way, last]
+        return min(start for start in known if first <= start <= last)
 
     def _known_from(self, view: View, inode: Inode, offset: int) -> int:
         """From where on a piece that is cached or being fetched holds the bytes before `offset`; that, if none does."""

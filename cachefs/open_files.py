@@ -81,6 +81,7 @@ class OpenFiles:
             path_of=filesystem.path_of,
             changed=filesystem.changed_behind_our_back,
             own_change=lambda number: self._own_changes.get(number),
+            reads_ahead=filesystem.options.prefetch != "none",
         )
         self._data = data
         # constants

@@ -54,7 +54,6 @@ def test_what_is_read_from_end_to_end_is_fetched_once_in_large_pieces(
     assert m.ops() == before
 
 
-@pytest.mark.fastpath
 @pytest.mark.parametrize(("prefetch", "mib"), [("sequential", 21), ("none", 17)])
 def test_who_reads_on_finds_the_next_chunk_fetched(mount: MakeMount, large: Path, prefetch: str, mib: int) -> None:
     m = mount(large, "--read-only", "--prefetch", prefetch)
