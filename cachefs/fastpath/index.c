@@ -176,7 +176,7 @@ bool view_extent(struct view *view, uint64_t inode, uint64_t offset, struct exte
     MDB_val k = {sizeof key, key}, value;
     out->start = offset;
     if (!mdb_get(view->durable, view->index->durable_tables[EXTENTS], &k, &value))
-        return parse_extent(&value, out);
+        return parse_extent(&value, out) && out->record.length;
     MDB_cursor *cursor = offset ? extents_of(view) : NULL;
     if (!cursor)
         return false;
