@@ -9,6 +9,7 @@
 #include <time.h>
 #include <unistd.h>
 
+#include "buffer.h"
 #include "record.h"
 #include "stage.h"
 
@@ -329,7 +330,8 @@ static void wait_locked(struct appender *appender)
         appender->idle = false; /* the stage is ours */
         pthread_mutex_unlock(&appender->lock);
         stage_trim(&appender->stage);
-        malloc_trim(0); /* what a burst of misses took */
+        buffer_trim(); /* what a burst of misses took */
+        malloc_trim(0);
         pthread_mutex_lock(&appender->lock);
         appender->idle = true;
         pthread_cond_broadcast(&appender->changed);

@@ -44,3 +44,11 @@ void buffer_give(void *buffer)
     if (!keep)
         munmap(buffer, BUFFER_BYTES);
 }
+
+void buffer_trim(void)
+{
+    pthread_mutex_lock(&lock);
+    while (kept_count)
+        munmap(kept[--kept_count], BUFFER_BYTES);
+    pthread_mutex_unlock(&lock);
+}

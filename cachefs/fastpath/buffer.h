@@ -14,5 +14,7 @@ void *buffer_memory(size_t bytes);
 /* A buffer of BUFFER_BYTES, which costs memory only as far as it is used. Any thread. NULL: no memory. */
 void *buffer_take(void);
 void buffer_give(void *buffer);
+/* Gives back to the system what nobody has. */
+void buffer_trim(void);
 
 #endif
