@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import REPOSITORY, Mount, cachefs, mounted_on, small_disk, wait_for
+from tests.conftest import REPOSITORY, Mount, cachefs, contents, mounted_on, small_disk, wait_for
 
 MakeMount = Callable[..., Mount]
 
@@ -39,6 +39,15 @@ def test_help_reads_well() -> None:
         assert re.search(rf"^  {command} +\w", text, re.MULTILINE)
         assert "Example" in cachefs(command, "--help").stdout
     assert max(map(len, text.splitlines())) <= 100
+
+
+def test_a_configuration_file(mount: MakeMount, source: Path, tmp_path: Path) -> None:
+    file = tmp_path / "mount.toml"
+    file.write_text('read-only = true\ncache-size = "12M"\n')
+    m = mount(source, "--config", file, "--cache-size", "10M")
+    assert contents(m.path) == contents(source)
+    status = m.status()
+    assert status["read_only"] is True and status["cache_size_bytes"] == 10 << 20  # the command line wins
 
 
 def test_status(mount: MakeMount, source: Path) -> None:

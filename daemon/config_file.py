@@ -1,0 +1,78 @@
+"""The configuration file: what `cachefs mount` may be told, in TOML, by the names of its options.
+
+    source = "/ceph/imagenet"
+    mountpoint = "/data/imagenet"
+    read-only = true
+    cache-size = "500G"
+    retention = "lru"
+    mutable = ["runs/**", "*.log"]
+
+What is on the command line wins. A key that is no option, and a value that the option would refuse, are errors that
+name the line.
+"""
+
+import re
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import click
+
+_NOT_IN_FILES = frozenset({"config", "help"})
+
+
+class InvalidFile(click.UsageError):
+    def __init__(self, path: Path, line: int | None, message: str) -> None:
+        super().__init__(f"{path}{f', line {line}' if line else ''}: {message}")
+
+
+def use(context: click.Context, _: click.Parameter, path: Path | None) -> None:
+    """The callback of `--config`: the file's values take the place of the defaults."""
+    if path is not None:
+        context.default_map = {**(context.default_map or {}), **read(path, context)}
+
+
+def read(path: Path, context: click.Context) -> dict[str, Any]:
+    """The values of a file by the names of the command's parameters. Raises InvalidFile."""
+    try:
+        text = path.read_text(encoding="utf-8")
+        values = tomllib.loads(text)
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise InvalidFile(path, None, str(error)) from None
+    parameters = {_key(parameter): parameter for parameter in context.command.params}
+    found: dict[str, Any] = {}
+    for key, value in values.items():
+        parameter = parameters.get(key)
+        if parameter is None or key in _NOT_IN_FILES:
+            near = [name for name in parameters if name not in _NOT_IN_FILES]
+            raise InvalidFile(path, _line_of(text, key), f"{key!r} is no option; there are {', '.join(sorted(near))}")
+        try:
+            _check(parameter, value, context)
+        except click.BadParameter as error:
+            raise InvalidFile(path, _line_of(text, key), f"{key}: {error.message}") from None
+        found[str(parameter.name)] = value
+    return found
+
+
+def _key(parameter: click.Parameter) -> str:
+    """`--cache-size` is `cache-size`; an argument has its name."""
+    longest = max((name for name in parameter.opts if name.startswith("--")), key=len, default=f"--{parameter.name}")
+    return longest.removeprefix("--")
+
+
+def _check(parameter: click.Parameter, value: Any, context: click.Context) -> None:
+    """Raises click.BadParameter."""
+    if isinstance(parameter, click.Option) and parameter.is_flag:
+        if not isinstance(value, bool):
+            raise click.BadParameter("must be true or false")
+    elif parameter.multiple:
+        if not isinstance(value, list) or not all(isinstance(each, str) for each in value):
+            raise click.BadParameter('must be a list of strings, such as ["*.log"]')
+    elif isinstance(value, bool) or not isinstance(value, str | int | float):
+        raise click.BadParameter("must be a string or a number")
+    parameter.type_cast_value(context, value)
+
+
+def _line_of(text: str, key: str) -> int | None:
+    pattern = re.compile(rf"\s*[\"']?{re.escape(key)}[\"']?\s*(=|\.)|\s*\[+\s*{re.escape(key)}")
+    return next((number for number, line in enumerate(text.splitlines(), 1) if pattern.match(line)), None)
