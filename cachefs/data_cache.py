@@ -211,6 +211,11 @@ class DataCache:
         """Records in the blob and on their way, but for those that are about to go."""
         return self.writes.used_bytes + self.held_bytes()
 
+    @property
+    def is_under_way(self) -> bool:
+        """Something has been fetched, or has to go, and the index has not heard of it."""
+        return self.held_bytes() > 0 or not self.writes.is_settled
+
     # --- retention -------------------------------------------------------------------------------------------------
 
     def accessed(self, units: Sequence[tuple[int, int]]) -> None:

@@ -20,6 +20,7 @@ from cachefs.open_files import OpenFiles
 from policies.prefetch.base import Prefetch, Target
 
 PARALLEL = 8
+RETRY_S = 0.05
 CHUNK_NAMES = 16
 """How many files are looked at without letting other tasks run."""
 
@@ -150,15 +151,24 @@ class Prefetcher:
         for wish in wishes:  # before room is made: they must not go for each other
             self._data.expected(wish.inode, wish.offset)
         needed = sum(record.record_bytes(wish.length) for wish in wishes)
-        if self._evicts:
-            self._data.make_room(needed)
-        if self._data.used_bytes + needed > self._data.capacity_bytes:
+        if not await self._has_room(needed):
             if not self._evicts:
                 self.state = "full"
             return False
         await self._wishes.send(wishes)
         await trio.lowlevel.checkpoint()
         return True
+
+    async def _has_room(self, needed: int) -> bool:
+        while True:
+            if self._evicts:
+                self._data.make_room(needed)
+            if self._data.used_bytes + needed <= self._data.capacity_bytes:
+                return True
+            if not self._data.is_under_way:
+                return False
+            # What is on its way to the blob may count twice for a moment, and be there before it can be evicted.
+            await trio.sleep(RETRY_S)
 
     def _matches(self, number: int, target: Target, view: View) -> bool:
         return target.globs is None or target.globs.matches(self._fs.path_of(number, view))

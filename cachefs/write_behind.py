@@ -184,6 +184,11 @@ class WriteBehind:
         on_their_way = self._queued_record_bytes + self._filled_bytes + self._committing_bytes
         return self._stored_bytes + on_their_way - self._evicting_bytes
 
+    @property
+    def is_settled(self) -> bool:
+        """Nothing is on its way to the index, or out of it."""
+        return not (self.queued_bytes or self._filled_bytes or self._committing_bytes or self._dropped)
+
     # --- what is to go ---------------------------------------------------------------------------------------------
 
     def drop(self, inode: int, offset: int, blob_offset: int) -> None:
