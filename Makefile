@@ -64,7 +64,7 @@ clean:
 # pyfuse3 is compiled here: it needs libfuse's headers, a compiler and Python's headers.
 $(VENV)/bin/python: scripts/system-packages
 	scripts/system-packages $(PYTHON)
-	$(PYTHON) -m venv $(VENV)
+	$(PYTHON) -m venv --clear $(VENV)
 
 $(VENV)/.run: $(VENV)/bin/python pyproject.toml
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e .
