@@ -12,7 +12,6 @@ a queue that is full, a cache that is full and a disk that is broken all mean th
 """
 
 import logging
-import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
@@ -27,7 +26,7 @@ from cachefs.eviction import Eviction
 from cachefs.index import Index
 from cachefs.metrics import Metrics
 from cachefs.options import CacheLevel, Options
-from cachefs.write_behind import QUEUE_BYTES, Pending, WriteBehind
+from cachefs.write_behind import Pending, WriteBehind
 from policies.admission import Capacity
 from policies.prefetch.sequential import CHUNK_BYTES
 
@@ -44,11 +43,10 @@ class DataCache:
         blob: Blob,
         options: Options,
         metrics: Metrics,
+        writes: WriteBehind,
         *,
         appends: bool = True,
         eviction: Eviction | None = None,
-        clock: Callable[[], float] = time.monotonic,
-        queue_bytes: int = QUEUE_BYTES,
     ) -> None:
         """`appends`: False where the fast path is the one that appends. `eviction`: None where nothing is replaced."""
         # dependencies
@@ -57,10 +55,8 @@ class DataCache:
         self._options = options
         self._metrics = metrics
         self._eviction = eviction
-        self.writes = WriteBehind(
-            index, blob, metrics, options.cache_size_bytes, eviction=eviction, clock=clock, queue_bytes=queue_bytes
-        )
-        self.writes.make_room = self.make_room
+        self.writes = writes
+        writes.make_room = self.make_room
         # constants
         self._admission = Capacity(options.cache_size_bytes)
         self._appends = appends and options.cache is CacheLevel.FULL

@@ -227,9 +227,7 @@ class Index:
         result.indexed[inode, offset] = extent
         result.totals.cached_files += first
         result.totals.count(extent, 1)
-        for each in within:
-            result.freed.append(each)
-            result.totals.count(each, -1)
+        self._free(txn, inode, within, result)
 
     def _drop_other_versions(self, txn: lmdb.Transaction, key: bytes, value: bytes | None, result: Commit) -> None:
         """The inode's record is about to change: extents of a version that it no longer has are freed."""

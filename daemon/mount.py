@@ -171,7 +171,7 @@ def make_mount_config(
     type=Size(),
     default="1M",
     show_default=True,
-    help="Up to this size files are fetched whole, larger ones by chunks of 4M (at most 4M).",
+    help="Up to this size files are fetched whole (at most 4M); of larger ones what is read, more for who reads on.",
 )
 @click.option(
     "--attr-timeout",

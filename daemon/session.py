@@ -40,6 +40,7 @@ from cachefs.options import Options, Revalidate
 from cachefs.prefetcher import OwnWishes, Prefetcher
 from cachefs.slots import SourceSlots
 from cachefs.source import Source
+from cachefs.write_behind import WriteBehind
 from daemon import background, config, control, descriptor_store, fastpath_host, fuse_device, mounting
 from daemon.config import MountConfig
 from daemon.fastpath_host import FastPathHost
@@ -212,7 +213,8 @@ class Session:
             if isinstance(policy, DependencyGraph):
                 part_of = partial(_partition_of, policy, metadata)
             eviction = Eviction(index, options.retention, options.cache_size_bytes, part_of)
-        data = DataCache(index, blob, options, metrics, appends=not options.fastpath, eviction=eviction)
+        writes = WriteBehind(index, blob, metrics, options.cache_size_bytes, eviction=eviction)
+        data = DataCache(index, blob, options, metrics, writes, appends=not options.fastpath, eviction=eviction)
         slots = SourceSlots(SOURCE_SLOTS, options.source_timeout_s)
         filesystem = FileSystem(source, slots, metadata, options, KernelNotifier(nursery, self._device))
         files = OpenFiles(
@@ -262,7 +264,7 @@ class Session:
             self._responsible = True
             config.save(self.config, runtime / config.CONFIG_NAME)
             await nursery.start(control.serve, runtime / "control", self._commands(), {"leave": pyfuse3.terminate})
-            for task in (data.writes.run, self._check_readers):
+            for task in (writes.run, self._check_readers):
                 nursery.start_soon(_forever, task)
             if limit is not None:
                 data.on_accessed.append(limit.accessed)
@@ -283,7 +285,7 @@ class Session:
                 # An aborted connection ends the loop like this; so does an unmount while a request is read.
                 log.info("the kernel closed the connection: %s", group.exceptions[0])
             if self._leaving:
-                await data.writes.flush(FLUSH_TIMEOUT_S)
+                await writes.flush(FLUSH_TIMEOUT_S)
                 log.info("leaving the mount to the next daemon")
                 os._exit(0)  # the way of a daemon that dies, at a moment when nothing is under way
         finally:
@@ -293,7 +295,7 @@ class Session:
                 if self._host is not None:
                     with trio.CancelScope(shield=True):
                         await self._host.stop()
-        flushed = await data.writes.flush(FLUSH_TIMEOUT_S)
+        flushed = await writes.flush(FLUSH_TIMEOUT_S)
         if not flushed:
             log.warning("not everything could be written to the index; the next mount compares with the source")
         with trio.CancelScope(shield=True, deadline=trio.current_time() + 5):

@@ -23,7 +23,7 @@ from cachefs.options import Options
 from cachefs.single_flight import SingleFlight, unwrap
 from cachefs.slots import SourceSlots
 from cachefs.source import Changed
-from cachefs.write_behind import PAUSE_S
+from cachefs.write_behind import PAUSE_S, WriteBehind
 
 SEED = 99
 
@@ -196,14 +196,8 @@ class Parts:
         self.blob = Blob(path / "blob", SEED)
         self.metrics = Metrics()
         self.clock = Clock()
-        self.data = DataCache(
-            self.index,
-            self.blob,
-            Options(cache_size_bytes=capacity),
-            self.metrics,
-            clock=self.clock,
-            queue_bytes=queue_bytes,
-        )
+        writes = WriteBehind(self.index, self.blob, self.metrics, capacity, clock=self.clock, queue_bytes=queue_bytes)
+        self.data = DataCache(self.index, self.blob, Options(cache_size_bytes=capacity), self.metrics, writes)
         self.source = FakeSource()
         self.slots = SourceSlots(8, 60)
         self.dropped: list[int] = []
