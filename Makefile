@@ -62,14 +62,16 @@ clean:
 	rm -rf $(VENV) build *.egg-info .mypy_cache .pytest_cache .ruff_cache .import_linter_cache
 
 # pyfuse3 is compiled here: it needs libfuse's headers, a compiler and Python's headers.
-$(VENV)/bin/python: scripts/system-packages
+# (A stamp: bin/python is a link to a program that is older than any checkout.)
+$(VENV)/.made: scripts/system-packages
 	scripts/system-packages $(PYTHON)
 	$(PYTHON) -m venv --clear $(VENV)
+	touch $@
 
-$(VENV)/.run: $(VENV)/bin/python pyproject.toml
+$(VENV)/.run: $(VENV)/.made pyproject.toml
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e .
 	touch $@
 
-$(VENV)/.dev: $(VENV)/bin/python pyproject.toml
+$(VENV)/.dev: $(VENV)/.made pyproject.toml
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev]'
 	touch $@ $(VENV)/.run
