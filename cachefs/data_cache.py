@@ -58,9 +58,9 @@ class DataCache:
         self.writes = writes
         writes.make_room = self.make_room
         # constants
-        self._admission = Capacity(options.cache_size_bytes)
         self._appends = appends and options.cache is CacheLevel.FULL
         # state
+        self._admission = Capacity(options.cache_size_bytes)
         self.held_bytes: Callable[[], int] = lambda: 0
         """What the fast path has fetched and not reported yet."""
         self.on_accessed: list[Callable[[Sequence[tuple[int, int]]], None]] = []
@@ -192,6 +192,11 @@ class DataCache:
         """Count a read that was served without being cached because there is no room."""
         if self._appends:
             self._metrics.skipped_admissions += 1
+
+    def resize(self, capacity_bytes: int) -> None:
+        """More may be cached from now on, or less: what is there already goes only where data are evicted."""
+        self._admission = Capacity(capacity_bytes)
+        self.make_room()
 
     @property
     def capacity_bytes(self) -> int:

@@ -54,7 +54,7 @@ class SourceSlots:
     def __init__(self, slots: int, timeout_s: float, *, clock: Callable[[], float] = time.monotonic) -> None:
         # constants
         self._slots = slots
-        self._timeout_s = timeout_s
+        self.timeout_s = timeout_s
         self._clock = clock
         # state, of the trio thread
         self._token = trio.lowlevel.current_trio_token()
@@ -79,13 +79,13 @@ class SourceSlots:
         `discard` is given the result of an abandoned call, such as a descriptor to close.
         """
         call = Call(function, done, discard)
-        call.deadline = self._clock() + self._timeout_s
+        call.deadline = self._clock() + self.timeout_s
         if self.stuck >= self._slots:
-            if call.deadline - self._timeout_s < self._next_probe or self._probes >= MAX_PROBES:
+            if call.deadline - self.timeout_s < self._next_probe or self._probes >= MAX_PROBES:
                 refusal = OSError(errno.ETIMEDOUT, "the source does not answer")
                 self._token.run_sync_soon(done, outcome.Error(refusal))
                 return
-            self._next_probe = call.deadline - self._timeout_s + PROBE_INTERVAL_S
+            self._next_probe = call.deadline - self.timeout_s + PROBE_INTERVAL_S
             self._probes += 1
             call.probe = True
             self._begin(call)
@@ -121,7 +121,7 @@ class SourceSlots:
     async def watch(self) -> None:
         """The task that abandons calls that are overdue. For ever, until cancelled."""
         while True:
-            await trio.sleep(self._timeout_s / _WATCH_SHARE)
+            await trio.sleep(self.timeout_s / _WATCH_SHARE)
             self.abandon_overdue()
 
     def abandon_overdue(self) -> None:

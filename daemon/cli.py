@@ -13,6 +13,7 @@ from daemon import background, config, control, mounting
 from daemon.graph import graph
 from daemon.mount import make_mount_config, mount
 from daemon.parameters import Place, one_line_errors
+from daemon.settings import as_toml
 from daemon.simulate import simulate
 from daemon.trace import trace
 
@@ -79,10 +80,10 @@ def restart(mountpoint: str) -> None:
             raise CacheFsError(f"the daemon is still busy after {UMOUNT_TIMEOUT_S:.0f} s; try again")
     from daemon.session import Session
 
-    background.log_to_stderr()
+    background.log_to_stderr(mount_config.log_level)
     session = Session(mount_config, restart=True)
     session.prepare()
-    background.run_in_background(session.serve)
+    background.run_in_background(session.serve, mount_config.log_level)
 
 
 @main.command()
@@ -138,6 +139,26 @@ def check(file: Path) -> None:
     with mount.make_context("mount", ["--config", str(file)]) as context:
         make_mount_config(**context.params)
     click.echo(f"{file}: good")
+
+
+@configuration.command()
+@click.argument("mountpoint", type=Place())
+@click.option("--json", "as_json", is_flag=True, help="One JSON object.")
+@one_line_errors
+def show(mountpoint: str, as_json: bool) -> None:
+    """Every option of a mount, and where its value comes from: as a configuration file, defaults commented out.
+
+    \b
+    Example:
+      cachefs config show /data/imagenet
+      cachefs config show /data/imagenet > /etc/cachefs/imagenet.toml
+    """
+    answer = control.request(mounting.absolute(mountpoint), "config")["settings"]
+    if as_json:
+        click.echo(json.dumps(answer, indent=2))
+        return
+    for line in as_toml({name: config.Setting(**setting) for name, setting in answer.items()}):
+        click.echo(line)
 
 
 main.add_command(mount)

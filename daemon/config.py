@@ -5,7 +5,7 @@ import json
 import os
 import re
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from enum import Enum
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,23 @@ def parse_size(text: str) -> int:
     return int(float(match[1]) * (1 << _UNITS[match[2].upper()]))
 
 
+def format_size(size: int) -> str:
+    """What `parse_size` makes that number of: 536870912000 → "500G"."""
+    unit = max(
+        (u for u, bits in _UNITS.items() if size and size % (1 << bits) == 0), key=_UNITS.__getitem__, default=""
+    )
+    return f"{size >> _UNITS[unit]}{unit}"
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """One option of a mount, and where it comes from."""
+
+    value: Any
+    """As a configuration file would have it; None: there is none."""
+    origin: str
+
+
 @dataclass(frozen=True, slots=True)
 class MountConfig:
     """Everything `cachefs mount` was told."""
@@ -39,6 +56,10 @@ class MountConfig:
     """None: 90 % of what is free."""
     allow_other: bool = True
     foreground: bool = False
+    log_level: str = "info"
+    config_file: Path | None = None
+    settings: dict[str, Setting] = field(default_factory=dict)
+    """By the names of the options."""
 
 
 def save(mount_config: MountConfig, path: Path) -> None:
@@ -51,11 +72,16 @@ def load(path: Path) -> MountConfig:
     try:
         fields = json.loads(path.read_text())
         options = {name: _RESTORE.get(name, _as_it_is)(value) for name, value in fields.pop("options").items()}
-        directory = fields.pop("cache_dir")
+        cache_dir, config_file = (
+            Path(p) if p is not None else None for p in map(fields.pop, ("cache_dir", "config_file"))
+        )
+        settings = {name: Setting(**setting) for name, setting in fields.pop("settings").items()}
         return MountConfig(
             **fields,
-            cache_dir=Path(directory) if directory is not None else None,
+            cache_dir=Path(cache_dir) if cache_dir is not None else None,
+            config_file=Path(config_file) if config_file is not None else None,
             options=Options(**options),
+            settings=settings,
         )
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise CacheFsError(f"how it was mounted is not known ({path}: {error})") from error

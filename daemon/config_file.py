@@ -7,10 +7,11 @@
     retention = "lru"
     mutable = ["runs/**", "*.log"]
 
-What is on the command line wins. A key that is no option, and a value that the option would refuse, are errors that
-name the line.
+What is on the command line wins (settings.py). A key that is no option, and a value that the option would refuse, are
+errors that name the line.
 """
 
+import json
 import re
 import tomllib
 from pathlib import Path
@@ -19,6 +20,7 @@ from typing import Any
 import click
 
 _NOT_IN_FILES = frozenset({"config", "help"})
+_PLACE, _VALUES = f"{__name__}.place", f"{__name__}.values"
 
 
 class InvalidFile(click.UsageError):
@@ -29,7 +31,25 @@ class InvalidFile(click.UsageError):
 def use(context: click.Context, _: click.Parameter, path: Path | None) -> None:
     """The callback of `--config`: the file's values take the place of the defaults."""
     if path is not None:
-        context.default_map = {**(context.default_map or {}), **read(path, context)}
+        values = read(path, context)
+        context.meta[_PLACE] = path.absolute()
+        context.meta[_VALUES] = values
+        context.default_map = {**(context.default_map or {}), **values}
+
+
+def place(context: click.Context) -> Path | None:
+    """The file that was read."""
+    path: Path | None = context.meta.get(_PLACE)
+    return path
+
+
+def origin(context: click.Context, name: str) -> str | None:
+    """Where the file has a value for a parameter. None: it has none."""
+    if name not in context.meta.get(_VALUES, {}):
+        return None
+    path: Path = context.meta[_PLACE]
+    key = next(key_of(parameter) for parameter in context.command.params if parameter.name == name)
+    return f"{path}, line {_line_of(path.read_text(encoding='utf-8'), key)}"
 
 
 def read(path: Path, context: click.Context) -> dict[str, Any]:
@@ -39,7 +59,7 @@ def read(path: Path, context: click.Context) -> dict[str, Any]:
         values = tomllib.loads(text)
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise InvalidFile(path, None, str(error)) from None
-    parameters = {_key(parameter): parameter for parameter in context.command.params}
+    parameters = {key_of(parameter): parameter for parameter in context.command.params}
     found: dict[str, Any] = {}
     for key, value in values.items():
         parameter = parameters.get(key)
@@ -54,7 +74,7 @@ def read(path: Path, context: click.Context) -> dict[str, Any]:
     return found
 
 
-def _key(parameter: click.Parameter) -> str:
+def key_of(parameter: click.Parameter) -> str:
     """`--cache-size` is `cache-size`; an argument has its name."""
     longest = max((name for name in parameter.opts if name.startswith("--")), key=len, default=f"--{parameter.name}")
     return longest.removeprefix("--")
@@ -71,6 +91,11 @@ def _check(parameter: click.Parameter, value: Any, context: click.Context) -> No
     elif isinstance(value, bool) or not isinstance(value, str | int | float):
         raise click.BadParameter("must be a string or a number")
     parameter.type_cast_value(context, value)
+
+
+def quoted(text: str) -> str:
+    """A basic string of TOML."""
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
 def _line_of(text: str, key: str) -> int | None:

@@ -114,7 +114,7 @@ class FastPathHost:
         filesystem: FileSystem,
         nursery: trio.Nursery,
         *,
-        log_path: Path,
+        log_path: Path | None,
         died: Callable[[], None],
         unmounted: Callable[[], None],
     ) -> None:
@@ -143,7 +143,7 @@ class FastPathHost:
         data.held_bytes = lambda: held.shared["held_bytes"]
         self._seen = [0] * ACCESS_LOGS
         held.shared.accesses(self._seen)  # what was read before our time
-        self._follow()
+        self.refresh()
 
     @property
     def mountpoint_for_pyfuse3(self) -> str:
@@ -158,7 +158,7 @@ class FastPathHost:
     async def follow(self) -> None:
         """A task, for ever."""
         while True:
-            self._follow()
+            self.refresh()
             await trio.sleep(FOLLOW_S)
 
     async def collect(self) -> None:
@@ -202,7 +202,7 @@ class FastPathHost:
             self._data.corrupt(a, b, int.from_bytes(data, "little"), "payload checksum")
         elif message is Message.REFUSED:
             self._data.writes.refused(OSError(a, os.strerror(a)))
-            self._follow()
+            self.refresh()
         elif message is Message.ROOM:
             self._wants_room = True
             self._data.accessed(self._held.shared.accesses(self._seen))
@@ -215,16 +215,17 @@ class FastPathHost:
     def _grant(self) -> None:
         self._fastpath.send(Message.SLAB, self._blob.grant())
 
-    def _follow(self) -> None:
+    def refresh(self) -> None:
+        """Tell the fast path how much is cached, and how much may be."""
         self._held.shared["committed_bytes"] = self._index.totals.blob_bytes
         self._held.shared["capacity_bytes"] = self._data.admission_bytes
 
     def _committed(self) -> None:
-        self._follow()
+        self.refresh()
         if self._wants_room and not self._data.writes.is_evicting:
             self._wants_room = False
             self._fastpath.send(Message.ROOM)
 
     def _settled(self, report: int) -> None:
-        self._follow()  # before the number: what is settled must be counted by then
+        self.refresh()  # before the number: what is settled must be counted by then
         self._held.shared["settled"] = report

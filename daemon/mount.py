@@ -11,7 +11,7 @@ import click
 from cachefs.errors import CacheFsError
 from cachefs.metadata_retention import NAMES as METADATA_RETENTION
 from cachefs.options import CacheLevel, Options, Revalidate
-from daemon import background, config, config_file, mounting
+from daemon import background, config, config_file, mounting, settings
 from daemon.conflict import check_daemon_package
 from daemon.parameters import Place, Seconds, Size, one_line_errors
 from policies import prefetch as prefetch_policies
@@ -44,8 +44,14 @@ def make_mount_config(
     fetch_threads: int,
     reconnect_timeout: float,
     foreground: bool,
+    profile: str,
+    log_level: str,
 ) -> config.MountConfig:
-    """Raises click.UsageError where options contradict each other."""
+    """In the context of the command, which knows where the values come from.
+
+    Raises click.UsageError where options contradict each other.
+    """
+    context = click.get_current_context()
     if math.isinf(attr_timeout or 0.0) and not read_only:
         raise click.UsageError("--attr-timeout inf needs --read-only: other nodes' changes would never show up")
     lines: tuple[str, ...] = ()
@@ -86,14 +92,28 @@ def make_mount_config(
         fetch_threads=fetch_threads,
         reconnect_timeout_s=reconnect_timeout,
     )
+    allow_other = config.is_root() if allow_other is None else allow_other
+    source = mounting.absolute(source)
+    computed = {
+        "cache_dir": config.default_cache_dir(source),
+        "retention": options.retention,
+        "metadata_retention": options.metadata_retention if metadata_limit is not None else None,
+        "prefetch": options.prefetch if prefetch_graph is None else None,
+        "prefetch_graph": prefetch_graph.name if prefetch_graph is not None else None,
+        "attr_timeout": options.attr_timeout_s,
+        "allow_other": allow_other,
+    }
     return config.MountConfig(
-        source=mounting.absolute(source),
+        source=source,
         mountpoint=mounting.absolute(mountpoint),
         options=options,
         cache_dir=cache_dir.absolute() if cache_dir is not None else None,
         cache_size_bytes=cache_size,
-        allow_other=config.is_root() if allow_other is None else allow_other,
+        allow_other=allow_other,
         foreground=foreground,
+        log_level=log_level,
+        config_file=config_file.place(context),
+        settings=settings.settings(context, computed),
     )
 
 
@@ -109,6 +129,16 @@ def make_mount_config(
 )
 @click.argument("source", type=Place())
 @click.argument("mountpoint", type=Place())
+@click.option(
+    "--profile",
+    type=click.Choice(list(settings.PROFILES)),
+    default="training",
+    show_default=True,
+    is_eager=True,
+    callback=settings.use_profile,
+    help="training: files are immutable once read. inference: opened once, read for ever (--read-only --revalidate "
+    "never). changing: the dataset changes, nothing is pinned (--cache none --attr-timeout 1 --prefetch none).",
+)
 @click.option(
     "--cache-dir",
     type=click.Path(path_type=Path),
@@ -156,8 +186,8 @@ def make_mount_config(
     "Needs --read-only. `cachefs graph build` makes them.",
 )
 @click.option(
-    "--read-only",
-    is_flag=True,
+    "--read-only/--no-read-only",
+    default=False,
     help="The dataset is complete: pin whatever was seen, absent names included. Writes fail with EROFS.",
 )
 @click.option(
@@ -228,6 +258,13 @@ def make_mount_config(
     help="How long requests that need the daemon wait for the next one when it has died.",
 )
 @click.option("--foreground", is_flag=True, help="Stay in the foreground and log to stderr.")
+@click.option(
+    "--log-level",
+    type=click.Choice(background.LOG_LEVELS),
+    default="info",
+    show_default=True,
+    help="What is worth a line in the log: DIR/daemon.log of the cache, stderr or the journal.",
+)
 @one_line_errors
 def mount(**parameters: Any) -> None:
     """Mount SOURCE on MOUNTPOINT, which may be SOURCE itself.
@@ -244,7 +281,7 @@ def mount(**parameters: Any) -> None:
     from cachefs.fastpath import launcher
     from daemon.session import Session
 
-    background.log_to_stderr()
+    background.log_to_stderr(mount_config.log_level)
     if mount_config.options.fastpath and not launcher.is_built():
         click.echo("cachefs: the fast path is not built (compiler, liblmdb, xxhash): Python serves alone", err=True)
         mount_config = replace(mount_config, options=replace(mount_config.options, fastpath=False))
@@ -253,7 +290,7 @@ def mount(**parameters: Any) -> None:
     if mount_config.foreground:
         session.serve(lambda: None, lambda _: None)
         return
-    background.run_in_background(session.serve)
+    background.run_in_background(session.serve, mount_config.log_level)
     try:
         os.stat(mount_config.mountpoint)
     except OSError as error:

@@ -17,35 +17,26 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+import click
 import pyfuse3
 import trio
 
 from cachefs.blob import Blob
 from cachefs.cache_directory import CacheDirectory, OpenedIndex
-from cachefs.data_cache import DataCache
-from cachefs.directories import Directories
 from cachefs.errors import CacheFsError
-from cachefs.eviction import Eviction
 from cachefs.fastpath import launcher
 from cachefs.fastpath.launcher import Inheritance
-from cachefs.filesystem import FileSystem
-from cachefs.metadata_cache import MetadataCache
-from cachefs.metadata_retention import MetadataRetention
-from cachefs.metrics import Metrics
-from cachefs.mutations import Mutations
-from cachefs.notifier import KernelNotifier
-from cachefs.open_files import OpenFiles
 from cachefs.operations import Operations
 from cachefs.options import Options, Revalidate
 from cachefs.prefetcher import OwnWishes, Prefetcher
-from cachefs.slots import SourceSlots
 from cachefs.source import Source
-from cachefs.write_behind import WriteBehind
-from daemon import background, config, control, descriptor_store, fastpath_host, fuse_device, mounting
+from daemon import background, config, control, descriptor_store, fastpath_host, fuse_device, mounting, settings
+from daemon.commands import Commands
 from daemon.config import MountConfig
 from daemon.fastpath_host import FastPathHost
+from daemon.mount import mount
+from daemon.wiring import Parts, wire
 from policies import prefetch
-from policies.prefetch.dependency_graph import DependencyGraph, parse_graph
 
 log = logging.getLogger(__name__)
 
@@ -77,6 +68,9 @@ class Session:
         self._held: Inheritance | None = None
         """What the fast path and its daemons hand on. None before there is one, and without a fast path."""
         self._host: FastPathHost | None = None
+        self._parts: Parts
+        self._log_path: Path | None
+        """Of the fast path. None: our stderr."""
 
     def prepare(self) -> None:
         """Everything that can be refused without having changed anything."""
@@ -106,7 +100,7 @@ class Session:
         cache_dir = self.config.cache_dir or config.default_cache_dir(self.config.source)
         directory = CacheDirectory(cache_dir, self.config.source)
         claimed(cache_dir)
-        self._log_path = cache_dir / background.LOG_NAME
+        self._log_path = None if self.config.foreground else cache_dir / background.LOG_NAME
         try:
             blob = directory.open_blob()
             try:
@@ -194,48 +188,16 @@ class Session:
         took_over: bool,
     ) -> bool:
         """Serve until the mount is gone or we are told to stop. True if everything was flushed."""
-        index, metrics = opened.index, Metrics()
-        limit = None
-        if options.metadata_limit is not None:
-            limit = MetadataRetention(index, options.metadata_limit, options.metadata_retention)
-        metadata = MetadataCache(
-            index,
-            options,
-            run=opened.state.run,
-            floor=opened.state.floor,
-            takeovers=opened.takeovers,
-            retention=limit,
-        )
-        policy = prefetch.make(options.prefetch, parse_graph(options.graph) if options.graph else ())
-        eviction = None
-        if options.evicts:
-            part_of: Callable[[int], object] = metadata.directory_of
-            if isinstance(policy, DependencyGraph):
-                part_of = partial(_partition_of, policy, metadata)
-            eviction = Eviction(index, options.retention, options.cache_size_bytes, part_of)
-        writes = WriteBehind(index, blob, metrics, options.cache_size_bytes, eviction=eviction)
-        data = DataCache(index, blob, options, metrics, writes, appends=not options.fastpath, eviction=eviction)
-        slots = SourceSlots(SOURCE_SLOTS, options.source_timeout_s)
-        filesystem = FileSystem(source, slots, metadata, options, KernelNotifier(nursery, self._device))
-        files = OpenFiles(
-            filesystem,
-            data,
-            metrics,
-            unseen_handles=self._held is not None,
-            first_handle=(opened.takeovers << 40) + 1,
-        )
-        directories = Directories(filesystem, nursery)
-        operations = Operations(filesystem, files, directories, Mutations(filesystem, files, directories))
-        self._filesystem, self._opened, self._metrics, self._data = filesystem, opened, metrics, data
-        self._source, self._slots = source, slots
-        self._prefetcher: Prefetcher | None = None
+        parts = wire(source, opened, blob, options, nursery, self._device, unseen_handles=self._held is not None)
+        self._parts = parts
+        metadata, files, writes, data = parts.metadata, parts.files, parts.writes, parts.data
 
-        with index.update() as update:
+        with opened.index.update() as update:
             if not took_over:
                 metadata.drop_unlinked(update)
             if metadata.inode(update, pyfuse3.ROOT_INODE) is None:
-                metadata.apply_root(update, source.lstat(b""), pin=filesystem.pins(b""))
-        nursery.start_soon(_forever, slots.watch)
+                metadata.apply_root(update, source.lstat(b""), pin=parts.filesystem.pins(b""))
+        nursery.start_soon(_forever, parts.slots.watch)
         if took_over:
             await files.restore()
         if self._held is None:
@@ -247,14 +209,14 @@ class Session:
                 opened,
                 blob,
                 data,
-                filesystem,
+                parts.filesystem,
                 nursery,
                 log_path=self._log_path,
                 died=self._drop_dead_readers,
                 unmounted=pyfuse3.terminate,
             )
             served = self._host.mountpoint_for_pyfuse3
-        pyfuse3.init(operations, served, _PYFUSE3_OPTIONS)
+        pyfuse3.init(parts.operations, served, _PYFUSE3_OPTIONS)
         try:
             if self._host is not None:
                 nursery.start_soon(_forever, self._host.follow)
@@ -263,22 +225,20 @@ class Session:
                 await self._host.start(replace=self._restart)
             self._responsible = True
             config.save(self.config, runtime / config.CONFIG_NAME)
-            await nursery.start(control.serve, runtime / "control", self._commands(), {"leave": pyfuse3.terminate})
+            prefetcher = self._make_prefetcher(nursery)
+            commands = Commands(
+                lambda: self.config, parts, self._host, prefetcher, started=self.started, leave=self._leave
+            )
+            await nursery.start(control.serve, runtime / "control", commands.by_name(), {"leave": pyfuse3.terminate})
             for task in (writes.run, self._check_readers):
                 nursery.start_soon(_forever, task)
-            if limit is not None:
-                data.on_accessed.append(limit.accessed)
-                nursery.start_soon(_forever, partial(filesystem.limit_metadata, limit, metrics))
-            if options.prefetch in prefetch.BEYOND_FILES:
-                wishes = self._host.wishes if self._host is not None else OwnWishes(files, nursery)
-                self._prefetcher = Prefetcher(
-                    policy, filesystem, directories, data, wishes, evicts=options.evicts_ahead
-                )
-                if options.prefetch in prefetch.LISTENING:
-                    data.on_accessed.append(self._prefetcher.read)
-                nursery.start_soon(_forever, self._prefetcher.run)
-            nursery.start_soon(self._terminate_on_signal)
-            nursery.start_soon(self._announce, operations, ready)
+            if parts.limit is not None:
+                data.on_accessed.append(parts.limit.accessed)
+                nursery.start_soon(_forever, partial(parts.filesystem.limit_metadata, parts.limit, parts.metrics))
+            if prefetcher is not None:
+                nursery.start_soon(_forever, prefetcher.run)
+            nursery.start_soon(self._obey_signals)
+            nursery.start_soon(self._announce, parts.operations, ready)
             try:
                 await pyfuse3.main(min_tasks=MIN_IDLE_REQUESTS, max_tasks=MAX_REQUESTS)
             except* OSError as group:
@@ -300,8 +260,24 @@ class Session:
             log.warning("not everything could be written to the index; the next mount compares with the source")
         with trio.CancelScope(shield=True, deadline=trio.current_time() + 5):
             await files.close()
-        slots.close()
+        parts.slots.close()
         return flushed
+
+    def _leave(self) -> None:
+        self._leaving = True
+
+    def _make_prefetcher(self, nursery: trio.Nursery) -> Prefetcher | None:
+        parts = self._parts
+        options = parts.options
+        if options.prefetch not in prefetch.BEYOND_FILES:
+            return None
+        wishes = self._host.wishes if self._host is not None else OwnWishes(parts.files, nursery)
+        prefetcher = Prefetcher(
+            parts.prefetch, parts.filesystem, parts.directories, parts.data, wishes, evicts=options.evicts_ahead
+        )
+        if options.prefetch in prefetch.LISTENING:
+            parts.data.on_accessed.append(prefetcher.read)
+        return prefetcher
 
     # --- the kernel's side -----------------------------------------------------------------------------------------
 
@@ -322,11 +298,33 @@ class Session:
             except CacheFsError as error:
                 log.warning("%s", error)
 
-    async def _terminate_on_signal(self) -> None:
-        with trio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals:
+    async def _obey_signals(self) -> None:
+        with trio.open_signal_receiver(signal.SIGTERM, signal.SIGINT, signal.SIGHUP) as signals:
             async for number in signals:
+                if number == signal.SIGHUP:
+                    self._reload()
+                    continue
                 log.info("signal %d: unmounting", number)
                 pyfuse3.terminate()
+
+    def _reload(self) -> None:
+        """Read the configuration file again. What may change while mounted does; for the rest see its documentation."""
+        try:
+            now = settings.reread(mount, self.config)
+        except click.ClickException as error:
+            log.error("nothing is changed: %s", error.format_message())
+            return
+        self.config = now
+        background.set_log_level(now.log_level)
+        self._parts.slots.timeout_s = now.options.source_timeout_s
+        if now.cache_size_bytes is not None:
+            self._parts.data.resize(now.cache_size_bytes)
+        if self._held is not None:
+            self._held.shared.set_timeouts(now.options)
+        if self._host is not None:
+            self._host.refresh()
+        config.save(now, config.mount_directory(now.mountpoint) / config.CONFIG_NAME)
+        log.info("the configuration was read again")
 
     async def _check_readers(self) -> None:
         """A reader that was killed inside a transaction would keep old pages for ever (hazard 16)."""
@@ -335,55 +333,9 @@ class Session:
             self._drop_dead_readers()
 
     def _drop_dead_readers(self) -> None:
-        self._opened.index.durable.lmdb.reader_check()
-        self._opened.index.session.lmdb.reader_check()
-
-    # --- commands --------------------------------------------------------------------------------------------------
-
-    def _commands(self) -> control.Commands:
-        return {"status": self._status, "invalidate": self._invalidate, "leave": self._leave}
-
-    async def _status(self, _: dict[str, object]) -> dict[str, object]:
-        index = self._opened.index
-        status: dict[str, object] = {
-            "source": self.config.source,
-            "mountpoint": self.config.mountpoint,
-            "cache": self.config.options.cache.value,
-            "read_only": self.config.options.read_only,
-            "pid": os.getpid(),
-            "uptime_s": round(time.monotonic() - self.started, 3),
-            "pinned_inodes": index.pinned_inodes(),
-            "cached_files": index.totals.cached_files,
-            "cached_bytes": index.totals.cached_bytes,
-            "blob_bytes": index.totals.blob_bytes,
-            "cache_size_bytes": self._data.capacity_bytes,
-            "write_behind_bytes": self._data.writes.queued_bytes,
-            "uncommitted": len(index.dirty) + len(index.in_flight),
-            **self._metrics.as_dict(),
-            "source_ops": {name: count for name, count in self._source.counters.snapshot().items() if count},
-            "source_bytes": self._source.counters.bytes_read,
-            "source_timeouts": self._slots.timeouts,
-            "source_stuck_calls": self._slots.stuck,
-            "prefetch": self._prefetcher.state if self._prefetcher is not None else None,
-            "fastpath": None,
-            "run": self._opened.state.run,
-        }
-        if self._host is not None:
-            self._host.add_to(status)
-        return status
-
-    async def _leave(self, _: dict[str, object]) -> dict[str, object]:
-        """No more requests are taken; those that were are answered, and then the process ends."""
-        if self._host is None:
-            raise OSError("without a fast path a mount ends with its daemon: umount it, and mount it again")
-        if self.config.foreground:
-            raise OSError("it runs in the foreground: whoever started it may start it again")
-        self._leaving = True
-        return {}
-
-    async def _invalidate(self, request: dict[str, object]) -> dict[str, object]:
-        path = os.fsencode(str(request["path"])).strip(b"/")
-        return {"dropped": await self._filesystem.invalidate(path)}
+        index = self._parts.opened.index
+        index.durable.lmdb.reader_check()
+        index.session.lmdb.reader_check()
 
 
 async def _forever(task: Callable[[], Awaitable[None]]) -> None:
@@ -402,14 +354,6 @@ def _reason(group: BaseExceptionGroup[BaseException]) -> BaseException:
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return error or group
-
-
-def _partition_of(graph: DependencyGraph, metadata: MetadataCache, number: int) -> str | None:
-    try:
-        with metadata.index.view() as view:
-            return graph.partition_of(metadata.paths.path(view, number))
-    except OSError:  # it has no name any more
-        return None
 
 
 def _rctime(source: Source, options: Options) -> bytes:

@@ -161,7 +161,7 @@ class FastPath:
         *,
         session: Path,
         durable: Path,
-        log_path: Path,
+        log_path: Path | None,
         received: Callable[[Message, int, int, bytes], None],
         attached: Callable[[], None],
         died: Callable[[], None],
@@ -290,7 +290,7 @@ class FastPath:
         for name, fd in fds.items():
             command += (name, str(fd))
         command += ("--session", str(self._session), "--durable", str(self._durable))
-        with open(self._log_path, "ab") as log_file:
+        with open(self._log_path, "ab") if self._log_path else contextlib.nullcontext() as log_file:
             self._process = subprocess.Popen(
                 command,
                 pass_fds=tuple(fds.values()),

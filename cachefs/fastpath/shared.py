@@ -145,10 +145,13 @@ class Shared:
         self["fetch_threads"] = options.fetch_threads
         self["seed"] = seed
         self["small_file_bytes"] = options.small_file_bytes
-        self["reconnect_timeout_ns"] = int(options.reconnect_timeout_s * NANOSECONDS)
-        self["source_timeout_ns"] = int(options.source_timeout_s * NANOSECONDS)
+        self.set_timeouts(options)
         self["simulate_latency_ns"] = int(options.simulate_latency_s * NANOSECONDS)
         self["root_device"] = root_device
+
+    def set_timeouts(self, options: Options) -> None:
+        self["reconnect_timeout_ns"] = int(options.reconnect_timeout_s * NANOSECONDS)
+        self["source_timeout_ns"] = int(options.source_timeout_s * NANOSECONDS)
 
     def counters(self) -> Counters:
         words = self._words["Q"][COUNTERS_OFFSET // 8 :][: MAX_THREADS * COUNTER_BYTES // 8].tolist()

@@ -1,14 +1,17 @@
 """Configuration files: options by their names, and errors that name the line."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import click
 import pytest
 from click.testing import CliRunner, Result
 
+from cachefs.options import CacheLevel, Revalidate
 from daemon import config
 from daemon.cli import main
 from daemon.mount import make_mount_config, mount
+from daemon.settings import as_toml, reread
 from policies.globs import Globs
 
 EVERYTHING = """
@@ -47,9 +50,69 @@ def test_a_file_says_what_options_say(tmp_path: Path) -> None:
         "--small-file 65536"
     )
     expected = mount_config("/ceph/imagenet", "/data/imagenet", *arguments.split())
-    config.save(expected, tmp_path / "expected")
-    config.save(mount_config("--config", str(file)), tmp_path / "made")
+    made = mount_config("--config", str(file))
+    assert {name: s.value for name, s in made.settings.items()} == {n: s.value for n, s in expected.settings.items()}
+    origins = {"source": 2, "read-only": 5, "cache-size": 6, "mutable": 11, "small-file": 14}
+    assert {name: made.settings[name].origin for name in origins} == {
+        name: f"{file}, line {line}" for name, line in origins.items()
+    }
+    assert {expected.settings[name].origin for name in origins} == {"command line"}
+    assert made.settings["revalidate"] == config.Setting("lazy", "default")
+    config.save(replace(expected, settings={}), tmp_path / "expected")
+    config.save(replace(made, settings={}, config_file=None), tmp_path / "made")
     assert (tmp_path / "made").read_text() == (tmp_path / "expected").read_text()
+    config.save(made, tmp_path / "made")
+    again = config.load(tmp_path / "made")
+    assert again.settings == made.settings and again.config_file == file
+
+
+def test_what_is_shown_is_a_file_that_says_the_same(tmp_path: Path) -> None:
+    file = tmp_path / "imagenet.toml"
+    file.write_text(EVERYTHING + 'attr-timeout = inf\nprefetch = "none"\n')
+    made = mount_config("--config", str(file), "--fetch-threads", "7", "--mutable", 'it"s\\n*')
+    (tmp_path / "shown.toml").write_text("\n".join(as_toml(made.settings)))
+    again = mount_config("--config", str(tmp_path / "shown.toml"))
+    assert {n: s.value for n, s in again.settings.items()} == {n: s.value for n, s in made.settings.items()}
+    assert replace(again, settings={}, config_file=None, options=None) == replace(
+        made, settings={}, config_file=None, options=None
+    )
+
+
+def test_profiles(tmp_path: Path) -> None:
+    file = tmp_path / "model.toml"
+    file.write_text('profile = "inference"\nrevalidate = "lazy"\n')
+    made = mount_config("/ceph", "/data", "--config", str(file))
+    assert made.options.read_only and made.options.revalidate is Revalidate.LAZY
+    assert made.settings["read-only"].origin == "profile inference"
+    assert made.settings["revalidate"].origin == f"{file}, line 2"
+    assert not mount_config("/ceph", "/data", "--config", str(file), "--no-read-only").options.read_only
+    made = mount_config("/ceph", "/data", "--config", str(file), "--profile", "changing", "--read-only")
+    assert made.options.cache is CacheLevel.NONE and made.options.attr_timeout_s == 1.0
+    assert not made.options.pins_everything
+    plain, training = mount_config("/ceph", "/data"), mount_config("/ceph", "/data", "--profile", "training")
+    assert {n: s.value for n, s in plain.settings.items()} == {n: s.value for n, s in training.settings.items()}
+    done = CliRunner().invoke(main, ["mount", "/ceph", "/data", "--profile", "fast"])
+    assert done.exit_code == 2 and "'training', 'inference', 'changing'" in done.output
+
+
+@pytest.mark.parametrize("size", [0, 1, 1023, 1024, 500 << 30, 3 << 19, (5 << 40) + 1])
+def test_sizes_are_shown_as_they_are_read(size: int) -> None:
+    assert config.parse_size(config.format_size(size)) == size
+
+
+def test_what_may_change_while_mounted(tmp_path: Path) -> None:
+    file = tmp_path / "imagenet.toml"
+    file.write_text(EVERYTHING)
+    running = mount_config("--config", str(file), "--source-timeout", "3")
+    file.write_text(EVERYTHING.replace("500G", "20G").replace("12.5", "40").replace('"lru"', '"fifo"'))
+    now = reread(mount, running)
+    assert now.cache_size_bytes == 20 << 30 and now.settings["cache-size"].value == "20G"
+    assert now.options == running.options and now.settings["retention"] == running.settings["retention"]
+    file.write_text(EVERYTHING.replace("500G", "20 bananas"))
+    with pytest.raises(click.UsageError, match="line 6: cache-size"):
+        reread(mount, running)
+    without = mount_config("/ceph", "/data")
+    assert reread(mount, without) is without
 
 
 def test_the_command_line_wins(tmp_path: Path) -> None:

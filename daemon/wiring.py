@@ -1,0 +1,112 @@
+"""The filesystem's objects and what each of them is given."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import trio
+
+from cachefs.blob import Blob
+from cachefs.cache_directory import OpenedIndex
+from cachefs.data_cache import DataCache
+from cachefs.directories import Directories
+from cachefs.eviction import Eviction
+from cachefs.filesystem import FileSystem
+from cachefs.metadata_cache import MetadataCache
+from cachefs.metadata_retention import MetadataRetention
+from cachefs.metrics import Metrics
+from cachefs.mutations import Mutations
+from cachefs.notifier import KernelNotifier
+from cachefs.open_files import OpenFiles
+from cachefs.operations import Operations
+from cachefs.options import Options
+from cachefs.slots import SourceSlots
+from cachefs.source import Source
+from cachefs.write_behind import WriteBehind
+from policies import prefetch
+from policies.prefetch.base import Prefetch
+from policies.prefetch.dependency_graph import DependencyGraph, parse_graph
+
+SOURCE_SLOTS = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """One mount's filesystem."""
+
+    options: Options
+    source: Source
+    slots: SourceSlots
+    opened: OpenedIndex
+    blob: Blob
+    metrics: Metrics
+    metadata: MetadataCache
+    writes: WriteBehind
+    data: DataCache
+    filesystem: FileSystem
+    files: OpenFiles
+    directories: Directories
+    operations: Operations
+    prefetch: Prefetch
+    limit: MetadataRetention | None
+    """None where as much metadata is pinned as there are."""
+
+
+def wire(
+    source: Source,
+    opened: OpenedIndex,
+    blob: Blob,
+    options: Options,
+    nursery: trio.Nursery,
+    device: int,
+    *,
+    unseen_handles: bool,
+) -> Parts:
+    """`device`: /dev/fuse. `unseen_handles`: a fast path answers OPEN."""
+    index, metrics = opened.index, Metrics()
+    limit = None
+    if options.metadata_limit is not None:
+        limit = MetadataRetention(index, options.metadata_limit, options.metadata_retention)
+    metadata = MetadataCache(
+        index, options, run=opened.state.run, floor=opened.state.floor, takeovers=opened.takeovers, retention=limit
+    )
+    policy = prefetch.make(options.prefetch, parse_graph(options.graph) if options.graph else ())
+    eviction = None
+    if options.evicts:
+        part_of: Callable[[int], object] = metadata.directory_of
+        if isinstance(policy, DependencyGraph):
+            part_of = partial(_partition_of, policy, metadata)
+        eviction = Eviction(index, options.retention, options.cache_size_bytes, part_of)
+    writes = WriteBehind(index, blob, metrics, options.cache_size_bytes, eviction=eviction)
+    data = DataCache(index, blob, options, metrics, writes, appends=not options.fastpath, eviction=eviction)
+    slots = SourceSlots(SOURCE_SLOTS, options.source_timeout_s)
+    filesystem = FileSystem(source, slots, metadata, options, KernelNotifier(nursery, device))
+    files = OpenFiles(
+        filesystem, data, metrics, unseen_handles=unseen_handles, first_handle=(opened.takeovers << 40) + 1
+    )
+    directories = Directories(filesystem, nursery)
+    return Parts(
+        options=options,
+        source=source,
+        slots=slots,
+        opened=opened,
+        blob=blob,
+        metrics=metrics,
+        metadata=metadata,
+        writes=writes,
+        data=data,
+        filesystem=filesystem,
+        files=files,
+        directories=directories,
+        operations=Operations(filesystem, files, directories, Mutations(filesystem, files, directories)),
+        prefetch=policy,
+        limit=limit,
+    )
+
+
+def _partition_of(graph: DependencyGraph, metadata: MetadataCache, number: int) -> str | None:
+    try:
+        with metadata.index.view() as view:
+            return graph.partition_of(metadata.paths.path(view, number))
+    except OSError:  # it has no name any more
+        return None

@@ -1,0 +1,45 @@
+"""What a mount says of its configuration, and what it takes up while mounted."""
+
+import json
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+from tests.conftest import Mount, cachefs, wait_for
+
+MakeMount = Callable[..., Mount]
+
+
+def test_every_value_and_where_it_comes_from(mount: MakeMount, source: Path, tmp_path: Path) -> None:
+    file = tmp_path / "set.toml"
+    file.write_text('cache-size = "64M"\nprofile = "inference"\n')
+    m = mount(source, "--config", file, "--fetch-threads", 3)
+    shown = json.loads(cachefs("config", "show", m.path, "--json").stdout)
+    assert shown["cache-size"] == {"value": "64M", "origin": f"{file}, line 1"}
+    assert shown["fetch-threads"] == {"value": 3, "origin": "command line"}
+    assert shown["revalidate"] == {"value": "never", "origin": "profile inference"}
+    assert shown["attr-timeout"] == {"value": float("inf"), "origin": "default"}
+    lines = cachefs("config", "show", m.path).stdout.splitlines()
+    assert len(lines) == len(shown)
+    assert any(line.split("#")[0].strip() == 'cache-size = "64M"' for line in lines)
+    done = cachefs("config", "show", tmp_path, check=False)
+    assert done.returncode == 1 and done.stderr.count("\n") == 1
+
+
+def test_sighup_reads_the_file_again(mount: MakeMount, source: Path, tmp_path: Path) -> None:
+    file = tmp_path / "set.toml"
+    file.write_text('cache-size = "64M"\nlog-level = "info"\n')
+    m = mount(source, "--config", file, "--read-only")
+    file.write_text('cache-size = "10 bananas"\n')
+    os.kill(m.pid, signal.SIGHUP)
+    wait_for(m.log, lambda log: "line 1: cache-size: '10 bananas' is not a size" in log)
+    assert m.status()["cache_size_bytes"] == 64 << 20
+    file.write_text('cache-size = "0"\nlog-level = "warning"\nretention = "lru"\n')
+    os.kill(m.pid, signal.SIGHUP)
+    wait_for(m.status, lambda status: status["cache_size_bytes"] == 0)
+    shown = json.loads(cachefs("config", "show", m.path, "--json").stdout)
+    assert shown["log-level"] == {"value": "warning", "origin": f"{file}, line 2"}
+    assert shown["retention"]["value"] == "no-replacement"
+    assert (m.path / "d0/f00000").read_bytes() == (source / "d0/f00000").read_bytes()
+    assert wait_for(m.status, lambda s: s["skipped_admissions"] > 0)["cached_files"] == 0
