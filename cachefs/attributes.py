@@ -96,6 +96,10 @@ class Inode(NamedTuple):
     def is_regular(self) -> bool:
         return stat.S_ISREG(self.mode)
 
+    @property
+    def is_symlink(self) -> bool:
+        return stat.S_ISLNK(self.mode)
+
     def pack(self) -> bytes:
         return _INODE.pack(*self[1:7], 0, *self[7:])
 

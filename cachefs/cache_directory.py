@@ -224,6 +224,7 @@ class OpenedIndex:
             value = _SESSION.pack(0, self.state.run, self.takeovers)
             txn.put(_SESSION_KEY, value, db=self._meta(self.index.session))
         self._store()
+        self.index.note_run(self.state.run, time.time_ns())
 
     @staticmethod
     def _takeovers(path: Path, before: RunState, now: bytes) -> int | None:

@@ -115,6 +115,16 @@ class Directories:
             after = rows[-1][0]
             await trio.lowlevel.checkpoint()
 
+    async def believed_entries(self, number: int) -> list[int]:
+        """The same, all of them compared with the source where they must be."""
+        found = await self.entries(number)
+        with self._metadata.index.view() as view:
+            records = [self._metadata.inode(view, inode) for inode in found]
+        if any(r is None or (self._metadata.is_pinned(r) and not self._metadata.remaining_ns(r)) for r in records):
+            await self._listing(number)
+            found = await self.entries(number)
+        return found
+
     def _emit_dots(self, number: int, after: int, emit: Emit) -> bool:
         with self._metadata.index.view() as view:
             links = links_of(view, number) if number != ROOT_INODE else []

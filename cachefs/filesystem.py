@@ -18,7 +18,7 @@ import trio
 from outcome import Outcome
 
 from cachefs import values
-from cachefs.attributes import NANOSECONDS, ROOT_INODE, Inode, Stat
+from cachefs.attributes import IMMUTABLE, NANOSECONDS, ROOT_INODE, WRITTEN, Inode, Stat
 from cachefs.belief import FOREVER_NS
 from cachefs.environment import Table, View
 from cachefs.metadata_cache import MetadataCache
@@ -145,6 +145,16 @@ class FileSystem:
 
         start = partial(self.slots.start, partial(self.source.lstat, path))
         return await self._lstats.begin((parent, name), start, finish).wait()
+
+    async def resolve(self, path: bytes) -> Inode:
+        """What lies at a path. Symlinks on the way are not followed. ENOENT where there is nothing."""
+        inode = await self.believed(ROOT_INODE)
+        for name in path.split(b"/") if path else ():
+            found = (await self.lookup(inode.number, name)).inode
+            if found is None:
+                raise failed(errno.ENOENT)
+            inode = found
+        return inode
 
     async def believed(self, number: int, record: Inode | None = None) -> Inode:
         """The record of an inode, compared with the source first if it must be. ESTALE if it is another one now."""
@@ -280,8 +290,7 @@ class FileSystem:
 
     async def invalidate(self, path: bytes) -> int:
         """Drop a file or a subtree, in the kernel too; returns when it has. The number of inodes dropped."""
-        with self.metadata.index.view() as view:
-            waiting = [self._number_of(view, path)]
+        waiting = [self.known(path)]
         dropped = 0
         while waiting:
             part, waiting = waiting[-DROP_CHUNK:], waiting[:-DROP_CHUNK]
@@ -289,6 +298,22 @@ class FileSystem:
             waiting += children
             dropped += count
         return dropped
+
+    def known(self, path: bytes) -> int:
+        """The inode at a path, as far as the index knows. ENOENT where it knows none."""
+        with self.metadata.index.view() as view:
+            return self._number_of(view, path)
+
+    async def make_mutable(self, numbers: Iterable[int]) -> int:
+        """Those of these files that are immutable may be written to. How many there were."""
+        immutable = []
+        with self.metadata.index.update() as update:
+            for number in numbers:
+                record = self.metadata.inode(update, number)
+                if record is not None and record.flags & IMMUTABLE:
+                    immutable.append(number)
+                    self.metadata.put_inode(update, record._replace(flags=record.flags & ~IMMUTABLE | WRITTEN))
+        return (await self._drop(immutable))[0]
 
     async def limit_metadata(self, retention: MetadataRetention, metrics: Metrics) -> None:
         """A task, for ever: drop what is pinned beyond the limit."""

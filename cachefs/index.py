@@ -32,6 +32,9 @@ from cachefs.extents import Extents
 
 log = logging.getLogger(__name__)
 
+_STARTED = b"started:"
+_STARTED_CODEC = struct.Struct("<I4xQ")
+
 
 @dataclass(slots=True)
 class Totals:
@@ -92,6 +95,18 @@ class Index:
 
     def update(self) -> Update:
         return Update(self.session, self.durable, self.dirty, self.in_flight, self.on_dirty)
+
+    def run_started_ns(self, run: int) -> int:
+        """When a run began, in nanoseconds since 1970; 0 where nobody knows."""
+        with self.durable.lmdb.begin() as txn:
+            value: Any = txn.get(_STARTED + inode_key(run), db=self.durable.tables[Table.META])
+        return int(_STARTED_CODEC.unpack(value)[1]) if value else 0
+
+    def note_run(self, run: int, now_ns: int) -> None:
+        """A run begins."""
+        key = _STARTED + inode_key(run)
+        with self.durable.lmdb.begin(write=True) as txn:
+            txn.put(key, _STARTED_CODEC.pack(PINNED, now_ns), db=self.durable.tables[Table.META], overwrite=False)
 
     def pinned_inodes(self) -> int:
         """Inodes that are pinned, on disk or on their way there."""

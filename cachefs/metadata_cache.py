@@ -348,6 +348,11 @@ class MetadataCache(Belief):
             update.put(Table.LINKS, inode_key(number) + inode_key(parent) + name, FLAGS_NONE)
         return links
 
+    def children(self, view: View, directory: int) -> list[int]:
+        """The inodes that its names are known to lead to."""
+        dentries = (Dentry.unpack(value) for _, value in view.scan(Table.DENTRIES, inode_key(directory)))
+        return [dentry.inode for dentry in dentries if dentry.inode]
+
     def drop_children(self, update: Update, directory: int) -> list[int]:
         """Forget absences and the listing of a directory. The inodes that its names lead to."""
         children = []

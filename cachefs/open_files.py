@@ -141,7 +141,7 @@ class OpenFiles:
                 return self._add_handle(Handle(number, file=file)), True
         if self._metadata.is_pinned(record):
             record = await self._fs.believed(number, record)
-        if not self._may_be_immutable(record):
+        if not self.may_be_immutable(record):
             fd = await self._open_source(number)
             return self._add_handle(Handle(number, fd=fd)), False
         file = self._shared(record) if self._is_immutable(record) else await self._pin(record)
@@ -151,7 +151,7 @@ class OpenFiles:
         return self._add_handle(Handle(number, file=file)), True
 
     async def opened_unseen(self, number: int) -> bool:
-        """The fast path has opened a file for reading: immutable from now on, unless somebody was faster. Is it?
+        """A file was opened for reading, or as good as: immutable from now on, unless somebody was faster. Is it?
 
         Nothing is awaited before it is decided where the record counts: an open for writing may be next in line.
         """
@@ -160,11 +160,20 @@ class OpenFiles:
             record = await self._fs.believed(number, record)
         if self._is_immutable(record):
             return True
-        if not self._may_be_immutable(record):
+        if not self.may_be_immutable(record):
             return False  # its reads are passed on, and read from the source
         with self._metadata.index.update() as update:
             self._metadata.pin_file(update, record)
         return True
+
+    async def pin(self, number: int) -> bool:
+        """Make a file immutable even if it was written here. Is it now?"""
+        record = self._fs.record(number)
+        if record.flags & WRITTEN and not self.writers[number]:
+            with self._metadata.index.update() as update:
+                self._metadata.put_inode(update, record._replace(flags=record.flags & ~WRITTEN, expires_ns=0))
+            await self._fs.believed(number)
+        return await self.opened_unseen(number)
 
     def _is_immutable(self, record: Inode) -> bool:
         """Immutable already; on a mount that pins everything every regular file that is pinned is."""
@@ -176,7 +185,8 @@ class OpenFiles:
             and not self.writers[record.number]
         )
 
-    def _may_be_immutable(self, record: Inode) -> bool:
+    def may_be_immutable(self, record: Inode) -> bool:
+        """Is it, or would it be if it were opened for reading now?"""
         if not self._options.pins_files or not record.is_regular or self.writers[record.number]:
             return False
         if record.flags & IMMUTABLE:

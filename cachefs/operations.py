@@ -15,6 +15,7 @@ import trio
 
 from cachefs.attributes import Inode
 from cachefs.caller import Caller
+from cachefs.contents import VIRTUAL, Contents
 from cachefs.directories import Directories
 from cachefs.errors import errno_of
 from cachefs.filesystem import Entry, FileSystem
@@ -78,13 +79,19 @@ class Operations(pyfuse3.Operations):
     enable_writeback_cache = False
 
     def __init__(
-        self, filesystem: FileSystem, files: OpenFiles, directories: Directories, mutations: Mutations
+        self,
+        filesystem: FileSystem,
+        files: OpenFiles,
+        directories: Directories,
+        mutations: Mutations,
+        contents: Contents,
     ) -> None:
         super().__init__()
         self._fs = filesystem
         self._files = files
         self._directories = directories
         self._mutations = mutations
+        self._contents = contents
         self.initialized = trio.Event()
         """Set when the kernel has negotiated the connection."""
 
@@ -164,6 +171,8 @@ class Operations(pyfuse3.Operations):
 
     @_handler
     async def getxattr(self, inode, name, ctx):  # type: ignore[no-untyped-def]
+        if name.startswith(VIRTUAL):
+            return await self._contents.attribute(inode, name)
         return await self._fs.getxattr(inode, name)
 
     @_handler
@@ -235,6 +244,8 @@ class Operations(pyfuse3.Operations):
 
     @_handler
     async def setxattr(self, inode, name, value, ctx):  # type: ignore[no-untyped-def]
+        if name.startswith(VIRTUAL):
+            raise OSError(errno.EPERM, "it is no attribute of the source")
         await self._mutations.setxattr(inode, name, value, _caller(ctx))
 
     @_handler

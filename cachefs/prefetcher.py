@@ -1,59 +1,21 @@
-"""Prefetching: lists what the policy names, and wishes for what is not cached yet.
-
-A wish is a unit of a file. Who fetches it, and when that does not disturb readers, is the business of `Wishes`: with a
-fast path its threads, else a few tasks of this process. Nothing here waits for a reader, and no reader for this.
-"""
+"""Prefetching: lists what the policy names, and wishes for what is not cached yet (wishes.py)."""
 
 from collections import deque
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple, Protocol
 
 import trio
 
 from cachefs import record
-from cachefs.attributes import ROOT_INODE, Inode
 from cachefs.data_cache import DataCache
 from cachefs.directories import Directories
 from cachefs.environment import View
 from cachefs.filesystem import FileSystem
-from cachefs.open_files import OpenFiles
+from cachefs.wishes import Wish, Wishes
 from policies.prefetch.base import Prefetch, Target
 
-PARALLEL = 8
 RETRY_S = 0.05
 CHUNK_NAMES = 16
 """How many files are looked at without letting other tasks run."""
-
-
-class Wish(NamedTuple):
-    inode: int
-    offset: int
-    length: int
-
-
-class Wishes(Protocol):
-    async def send(self, wishes: Sequence[Wish]) -> None:
-        """Have these fetched, some time; returns when there may be more."""
-
-
-class OwnWishes:
-    """Fetched by this process, a few at a time."""
-
-    def __init__(self, files: OpenFiles, nursery: trio.Nursery) -> None:
-        self._files = files
-        self._nursery = nursery
-        self._free = trio.Semaphore(PARALLEL)
-
-    async def send(self, wishes: Sequence[Wish]) -> None:
-        for wish in wishes:
-            await self._free.acquire()
-            self._nursery.start_soon(self._fetch, wish)
-
-    async def _fetch(self, wish: Wish) -> None:
-        try:
-            await self._files.fetch_ahead(wish.inode, wish.offset)
-        finally:
-            self._free.release()
 
 
 class Prefetcher:
@@ -110,7 +72,7 @@ class Prefetcher:
 
     async def _fetch(self, target: Target) -> None:
         try:
-            inode = await self._inode_of(target.path)
+            inode = await self._fs.resolve(target.path)
             if not inode.is_directory:
                 await self._wish([inode.number], target)
                 return
@@ -125,15 +87,6 @@ class Prefetcher:
                     waiting += reversed(found)
         except OSError:
             pass  # it has gone, or the source has: whoever reads will hear of it
-
-    async def _inode_of(self, path: bytes) -> Inode:
-        inode = await self._fs.believed(ROOT_INODE)
-        for name in path.split(b"/") if path else ():
-            found = (await self._fs.lookup(inode.number, name)).inode
-            if found is None:
-                raise FileNotFoundError
-            inode = found
-        return inode
 
     async def _wish(self, numbers: Sequence[int], target: Target, directories: list[int] | None = None) -> bool:
         """Wish for the files among these, and tell the directories. False: there is no room for them."""

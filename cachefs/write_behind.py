@@ -259,16 +259,19 @@ class WriteBehind:
 
     async def flush(self, timeout_s: float = 60.0) -> bool:
         """Everything that is queued, on disk and in the index. False if that could not be had."""
-        with trio.move_on_after(timeout_s):
-            while self._queue or self._filled or self._index.dirty or self._dropped or self._freed:
-                if not self._index.available:
-                    return False
-                self._urgent = True
-                self._idle = trio.Event()
-                self.wake()
-                await self._idle.wait()
-            return True
-        return False
+        self._urgent = True
+        try:
+            with trio.move_on_after(timeout_s):
+                while self._queue or self._filled or self._index.dirty or self._dropped or self._freed:
+                    if not self._index.available:
+                        return False
+                    self._idle = trio.Event()
+                    self.wake()
+                    await self._idle.wait()
+                return True
+            return False
+        finally:
+            self._urgent = False
 
     async def _commit(self) -> None:
         units: list[Pending] = []

@@ -8,14 +8,17 @@ from pathlib import Path
 import click
 
 import cachefs
+from cachefs import mount_table, places
+from cachefs.client import Client, is_served
 from cachefs.errors import CacheFsError
-from daemon import background, config, control, mounting
+from daemon import background, config, mounting
 from daemon.graph import graph
 from daemon.mount import make_mount_config, mount
 from daemon.parameters import Place, one_line_errors
 from daemon.settings import as_toml
 from daemon.simulate import simulate
 from daemon.trace import trace
+from daemon.warmup import evict, info, invalidate, pin, unpin, warmup
 
 UMOUNT_TIMEOUT_S = 90.0
 
@@ -47,13 +50,13 @@ def umount(mountpoint: str) -> None:
     Example:
       cachefs umount /data/imagenet
     """
-    place = mounting.absolute(mountpoint)
+    place = mount_table.absolute(mountpoint)
     mounting.check_mounted(place)
     try:
-        daemon = os.pidfd_open(int(control.request(place, "status")["pid"]))
+        daemon = os.pidfd_open(Client(place).status()["pid"])
     except (CacheFsError, OSError):
         mounting.unmount(place, lazy=True)  # its daemon is dead: nothing to wait for
-        mounting.remove_remains(config.mount_directory(place))
+        mounting.remove_remains(places.mount_directory(place))
         return
     mounting.unmount(place)
     if not select.select([daemon], [], [], UMOUNT_TIMEOUT_S)[0]:
@@ -70,12 +73,13 @@ def restart(mountpoint: str) -> None:
     Example (an upgrade):
       pip install --upgrade cachefs && cachefs restart /data/imagenet
     """
-    place = mounting.absolute(mountpoint)
+    place = mount_table.absolute(mountpoint)
     mounting.check_mounted(place)
-    mount_config = config.load(config.mount_directory(place) / config.CONFIG_NAME)
-    if control.is_served(place):
-        daemon = os.pidfd_open(int(control.request(place, "status")["pid"]))
-        control.request(place, "leave")
+    mount_config = config.load(places.mount_directory(place) / config.CONFIG_NAME)
+    if is_served(place):
+        client = Client(place)
+        daemon = os.pidfd_open(client.status()["pid"])
+        client.leave()
         if not select.select([daemon], [], [], UMOUNT_TIMEOUT_S)[0]:
             raise CacheFsError(f"the daemon is still busy after {UMOUNT_TIMEOUT_S:.0f} s; try again")
     from daemon.session import Session
@@ -97,29 +101,13 @@ def status(mountpoint: str, as_json: bool) -> None:
     Example:
       cachefs status /data/imagenet --json
     """
-    answer = control.request(mounting.absolute(mountpoint), "status")
+    answer = Client(mountpoint).status()
     if as_json:
         click.echo(json.dumps(answer, indent=2))
         return
     from daemon.display import print_status
 
     print_status(answer)
-
-
-@main.command()
-@click.argument("paths", nargs=-1, required=True, type=Place())
-@one_line_errors
-def invalidate(paths: tuple[str, ...]) -> None:
-    """Forget what is cached of files or directories, in the kernel too; the next use asks the source.
-
-    \b
-    Example:
-      cachefs invalidate /data/imagenet/train/n01440764
-    """
-    for path in paths:
-        place, inside = mounting.split(mounting.absolute(path))
-        dropped = control.request(place, "invalidate", path=inside)["dropped"]
-        click.echo(f"{path}: {dropped} dropped")
 
 
 @main.group("config")
@@ -153,7 +141,7 @@ def show(mountpoint: str, as_json: bool) -> None:
       cachefs config show /data/imagenet
       cachefs config show /data/imagenet > /etc/cachefs/imagenet.toml
     """
-    answer = control.request(mounting.absolute(mountpoint), "config")["settings"]
+    answer = Client(mountpoint).settings()
     if as_json:
         click.echo(json.dumps(answer, indent=2))
         return
@@ -161,7 +149,5 @@ def show(mountpoint: str, as_json: bool) -> None:
         click.echo(line)
 
 
-main.add_command(mount)
-main.add_command(simulate)
-main.add_command(graph)
-main.add_command(trace)
+for command in (mount, warmup, evict, invalidate, pin, unpin, info, simulate, graph, trace):
+    main.add_command(command)

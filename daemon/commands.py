@@ -1,19 +1,30 @@
 """What the daemon answers on its control socket. docs/CONTROL.md has the requests and the answers."""
 
+import logging
 import os
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
-from typing import Any
 
+import trio
+
+from cachefs.errors import CacheFsError
+from cachefs.hints import Hints
+from cachefs.options import CacheLevel
 from cachefs.prefetcher import Prefetcher
+from cachefs.warm_up import WarmUp
+from cachefs.wishes import Wishes
 from daemon import control
 from daemon.config import MountConfig, format_size
+from daemon.control import Answer, BadRequest, Request, Tell, argument
 from daemon.fastpath_host import FastPathHost
 from daemon.wiring import Parts
 
-Request = dict[str, Any]
-Answer = dict[str, Any]
+log = logging.getLogger(__name__)
+
+DEFAULT_JOBS = 16
+MAX_JOBS = 1024
+PROGRESS_S = 0.5
 
 
 class Commands:
@@ -23,6 +34,9 @@ class Commands:
         parts: Parts,
         host: FastPathHost | None,
         prefetcher: Prefetcher | None,
+        wishes: Wishes,
+        hints: Hints,
+        nursery: trio.Nursery,
         *,
         started: float,
         leave: Callable[[], None],
@@ -32,13 +46,30 @@ class Commands:
         self._parts = parts
         self._host = host
         self._prefetcher = prefetcher
+        self._wishes = wishes
+        self._hints = hints
+        self._nursery = nursery
         self._started = started
         self._leave = leave
+        self._warm_ups: list[WarmUp] = []
+        """In the background."""
 
     def by_name(self) -> control.Commands:
-        return {"status": self.status, "config": self.config, "invalidate": self.invalidate, "leave": self.leave}
+        return {
+            "status": self.status,
+            "config": self.config,
+            "invalidate": self.invalidate,
+            "warmup": self.warm_up,
+            "check": self.check,
+            "will_read": self.will_read,
+            "evict": self.evict,
+            "pin": self.pin,
+            "unpin": self.unpin,
+            "info": self.info,
+            "leave": self.leave,
+        }
 
-    async def status(self, _: Request) -> Answer:
+    async def status(self, _: Request, tell: Tell) -> Answer:
         parts, config = self._parts, self._configuration()
         index = parts.opened.index
         status: Answer = {
@@ -60,6 +91,8 @@ class Commands:
             "source_bytes": parts.source.counters.bytes_read,
             "source_timeouts": parts.slots.timeouts,
             "source_stuck_calls": parts.slots.stuck,
+            "warm_ups": [asdict(warm_up.progress()) for warm_up in self._warm_ups],
+            "hints_waiting": self._hints.waiting,
             "prefetch": self._prefetcher.state if self._prefetcher is not None else None,
             "fastpath": None,
             "run": parts.opened.state.run,
@@ -68,13 +101,13 @@ class Commands:
             self._host.add_to(status)
         return status
 
-    async def config(self, _: Request) -> Answer:
+    async def config(self, _: Request, tell: Tell) -> Answer:
         settings = {name: asdict(setting) for name, setting in self._configuration().settings.items()}
         if settings["cache-size"]["value"] is None:
             settings["cache-size"]["value"] = format_size(self._parts.data.capacity_bytes)
         return {"settings": settings}
 
-    async def leave(self, _: Request) -> Answer:
+    async def leave(self, _: Request, tell: Tell) -> Answer:
         """No more requests are taken; those that were are answered, and then the process ends."""
         if self._host is None:
             raise OSError("without a fast path a mount ends with its daemon: umount it, and mount it again")
@@ -83,9 +116,95 @@ class Commands:
         self._leave()
         return {}
 
-    async def invalidate(self, request: Request) -> Answer:
-        path = os.fsencode(str(request["path"])).strip(b"/")
-        return {"dropped": await self._parts.filesystem.invalidate(path)}
+    async def invalidate(self, request: Request, tell: Tell) -> Answer:
+        return {"dropped": await self._parts.filesystem.invalidate(control.path(request))}
 
+    async def warm_up(self, request: Request, tell: Tell) -> Answer:
+        jobs = request.get("jobs")
+        if jobs is None:
+            jobs = DEFAULT_JOBS
+        if not isinstance(jobs, int) or not 0 < jobs <= MAX_JOBS:
+            raise BadRequest(f"warmup: 'jobs' must be a number from 1 to {MAX_JOBS}")
+        metadata_only = argument(request, "metadata_only", bool)
+        self._check_level(metadata_only)
+        warm_up = self._make(jobs=jobs, metadata_only=metadata_only)
+        paths = control.paths(request)
+        if not request.get("background"):
+            return await self._report(warm_up, paths, tell)
+        self._nursery.start_soon(self._in_background, warm_up, paths)
+        return {}
 
-Command = Callable[[Request], Awaitable[Answer]]
+    async def check(self, request: Request, tell: Tell) -> Answer:
+        metadata_only = argument(request, "metadata_only", bool)
+        self._check_level(metadata_only)
+        return await self._report(self._make(fetches=False, metadata_only=metadata_only), control.paths(request), tell)
+
+    def _check_level(self, metadata_only: bool) -> None:
+        level = self._parts.options.cache
+        if level is CacheLevel.NONE or (level is CacheLevel.METADATA and not metadata_only):
+            hint = "" if level is CacheLevel.NONE else " but metadata (--metadata-only)"
+            raise CacheFsError(f"mounted with --cache {level.value}: nothing is kept{hint}")
+
+    async def evict(self, request: Request, tell: Tell) -> Answer:
+        files, size = await self._parts.contents.evict(control.paths(request))
+        return {"files": files, "bytes": size}
+
+    async def pin(self, request: Request, tell: Tell) -> Answer:
+        self._check_level(metadata_only=True)
+        warm_up = self._make(metadata_only=True, pins_written=True)
+        return await self._report(warm_up, control.paths(request), tell)
+
+    async def unpin(self, request: Request, tell: Tell) -> Answer:
+        return {"files": await self._parts.contents.unpin(control.paths(request))}
+
+    async def info(self, request: Request, tell: Tell) -> Answer:
+        return await self._parts.contents.info(control.path(request))
+
+    def _make(self, *, jobs: int = 0, fetches: bool = True, metadata_only: bool, pins_written: bool = False) -> WarmUp:
+        parts = self._parts
+        return WarmUp(
+            parts.filesystem,
+            parts.directories,
+            parts.files,
+            parts.data,
+            self._wishes,
+            jobs=jobs,
+            fetches=fetches,
+            metadata_only=metadata_only,
+            pins_written=pins_written,
+        )
+
+    async def _report(self, warm_up: WarmUp, paths: Sequence[bytes], tell: Tell) -> Answer:
+        """Ended when the client hangs up."""
+        answer: Answer = {}
+
+        async def run() -> None:
+            answer.update(asdict(await warm_up.run(paths)))
+            nursery.cancel_scope.cancel()
+
+        try:
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(run)
+                while True:
+                    await trio.sleep(PROGRESS_S)
+                    await tell(asdict(warm_up.progress()))
+        except* (trio.BrokenResourceError, trio.TooSlowError):
+            raise trio.BrokenResourceError from None
+        return answer
+
+    async def _in_background(self, warm_up: WarmUp, paths: Sequence[bytes]) -> None:
+        self._warm_ups.append(warm_up)
+        try:
+            report = await warm_up.run(paths)
+        except Exception:  # a mount does not end for that
+            log.exception("bug in a warm-up")
+            return
+        finally:
+            self._warm_ups.remove(warm_up)
+        log.info("warmed up: %d of %d files are cached", report.cached_files, report.files)
+        for problem in report.problems:
+            log.warning("warm-up: %s", problem)
+
+    async def will_read(self, request: Request, tell: Tell) -> Answer:
+        self._check_level(metadata_only=False)
+        return {"noted": self._hints.note(control.paths(request), anew=argument(request, "anew", bool))}

@@ -1,8 +1,6 @@
-"""Values that users write: sizes, durations, paths; and where things lie by default."""
+"""What a mount was told: the values that users write, and the file that keeps them for the next daemon."""
 
-import hashlib
 import json
-import os
 import re
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
@@ -105,51 +103,3 @@ _RESTORE: dict[str, Callable[[Any], Any]] = {
     "revalidate": Revalidate,
     "mutable": Globs,
 }
-
-
-def path_id(path: str) -> str:
-    """A name for a path, readable and unique: its last component and a digest of the whole."""
-    name = re.sub(r"[^A-Za-z0-9._-]+", "-", os.path.basename(path.rstrip("/"))).strip("-.") or "root"
-    return f"{name[:24]}-{hashlib.sha256(os.fsencode(path)).hexdigest()[:12]}"
-
-
-def is_root() -> bool:
-    return os.geteuid() == 0
-
-
-def default_cache_dir(source: str) -> Path:
-    if is_root():
-        return Path("/var/cache/cachefs") / path_id(source)
-    base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    return Path(base) / "cachefs" / path_id(source)
-
-
-def runtime_root() -> Path:
-    """Where sockets and sessions lie: /run/cachefs, or the user's own runtime directory."""
-    if is_root():
-        return Path("/run/cachefs")
-    base = os.environ.get("XDG_RUNTIME_DIR")
-    return Path(base) / "cachefs" if base else Path(f"/tmp/cachefs-{os.geteuid()}")
-
-
-def make_runtime_root() -> Path:
-    root = runtime_root()
-    try:
-        root.mkdir(mode=0o700, parents=True, exist_ok=True)
-        found = root.lstat()
-        if found.st_uid != os.geteuid() or found.st_mode & 0o077:
-            raise CacheFsError(f"{root} must belong to you and be closed to others (mode 0700)")
-    except OSError as error:
-        raise CacheFsError(f"cannot make the runtime directory {root}: {error.strerror or error}") from error
-    return root
-
-
-def mount_directory(mountpoint: str) -> Path:
-    """The runtime directory of one mount: `control` (the socket), `source` (the bind of what is underneath),
-    `mount.json` (how it was mounted), `fastpath` (where that listens for the next daemon)."""
-    return runtime_root() / f"mount-{path_id(mountpoint)}"
-
-
-def session_directory(cache_dir: Path) -> Path:
-    """The session index belongs to a cache directory, wherever that is mounted."""
-    return runtime_root() / f"session-{path_id(str(cache_dir.resolve()))}"

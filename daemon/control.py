@@ -1,49 +1,77 @@
-"""The control socket of a mount: one request, one answer, each a line of JSON.
-
-    {"command": "status"}                     → {"ok": true, …}
-    {"command": "invalidate", "path": "a/b"}  → {"ok": true, "dropped": 3}
-    {"command": "leave"}                      → {"ok": true}, and then the daemon ends; the mount stays
-    anything that fails                       → {"ok": false, "error": "one line"}
-
-The socket lies in a directory of mode 0700: only root and the mounting user reach it.
-"""
+"""The server of a mount's control socket. docs/CONTROL.md has the protocol, cachefs/client.py the other end."""
 
 import json
 import logging
 import os
 import socket
+import struct
 from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import trio
 
+import cachefs
+from cachefs.client import PROTOCOL
 from cachefs.errors import CacheFsError
 from cachefs.unix_socket import socket_address
-from daemon.config import mount_directory
 
 log = logging.getLogger(__name__)
 
-Commands = Mapping[str, Callable[[dict[str, Any]], Awaitable[dict[str, Any]]]]
-MAX_LINE = 1 << 20
-CLIENT_TIMEOUT_S = 120.0
-
-
+Request = dict[str, Any]
+Answer = dict[str, Any]
+Tell = Callable[[Answer], Awaitable[None]]
+"""Tell the client how far it is. Raises trio.BrokenResourceError when nobody listens any more."""
+Commands = Mapping[str, Callable[[Request, Tell], Awaitable[Answer]]]
 Afterwards = Mapping[str, Callable[[], None]]
+MAX_LINE = 16 << 20
+IDLE_TIMEOUT_S = 60.0
+SEND_TIMEOUT_S = 60.0
+_PEER = struct.Struct("3i")  # pid, uid, gid
+
+
+class BadRequest(Exception):
+    """What was asked makes no sense; the message says why."""
+
+
+def argument(request: Request, name: str, kind: type) -> Any:
+    """An argument of a request. Raises BadRequest where it is missing or of another type."""
+    value = request.get(name)
+    if not isinstance(value, kind):
+        raise BadRequest(f"{request['command']}: {name!r} must be a {kind.__name__}")
+    return value
+
+
+def paths(request: Request) -> list[bytes]:
+    """The argument `paths`: relative to the mountpoint. Raises BadRequest."""
+    return [_path(path) for path in argument(request, "paths", list)]
+
+
+def path(request: Request) -> bytes:
+    return _path(argument(request, "path", str))
+
+
+def _path(value: object) -> bytes:
+    if not isinstance(value, str) or "\0" in value:
+        raise BadRequest("a path must be a string without zeros")
+    found = os.fsencode(value).strip(b"/")
+    if any(part in (b"", b".", b"..") for part in found.split(b"/")) and found:
+        raise BadRequest(f"not a plain path: {value}")
+    return found
 
 
 async def serve(
-    path: Path,
+    place: Path,
     commands: Commands,
     afterwards: Afterwards,
     task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED,
 ) -> None:
     """Answer requests until cancelled. `afterwards`: what to do when the answer to a command is out."""
-    path.unlink(missing_ok=True)
+    place.unlink(missing_ok=True)
     listener = trio.socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    with socket_address(path) as address:
+    with socket_address(place) as address:
         await listener.bind(address)
-    os.chmod(path, 0o600)
+    os.chmod(place, 0o600)
     listener.listen(16)
     async with trio.open_nursery() as nursery:
         task_status.started()
@@ -54,72 +82,74 @@ async def serve(
                 log.warning("cannot accept a connection: %s", error)
                 await trio.sleep(0.1)
                 continue
-            nursery.start_soon(_answer, trio.SocketStream(connection), commands, afterwards)
+            nursery.start_soon(_converse, trio.SocketStream(connection), commands, afterwards)
 
 
-async def _answer(stream: trio.SocketStream, commands: Commands, afterwards: Afterwards) -> None:
-    with trio.move_on_after(CLIENT_TIMEOUT_S):
-        async with stream:
-            try:
-                line = b""
-                while not line.endswith(b"\n") and len(line) < MAX_LINE:
-                    data = await stream.receive_some(65536)
-                    if not data:
-                        return
-                    line += data
-                command, answer = await _execute(line, commands)
-                await stream.send_all(json.dumps(answer).encode() + b"\n")
+async def _converse(stream: trio.SocketStream, commands: Commands, afterwards: Afterwards) -> None:
+    """One client: a request after the other, until it hangs up or has nothing to say for too long."""
+    async with stream:
+        if not _is_welcome(stream):
+            return
+        waiting = bytearray()
+        try:
+            while (line := await _next_line(stream, waiting)) is not None:
+                command, answer = await _execute(line, commands, lambda said: _send(stream, {"progress": said}))
+                await _send(stream, answer)
                 if answer["ok"] and command in afterwards:
                     afterwards[command]()
-            except trio.BrokenResourceError:
-                pass  # the client has gone
+        except (trio.BrokenResourceError, trio.TooSlowError):
+            pass  # the client has gone
 
 
-async def _execute(line: bytes, commands: Commands) -> tuple[str, dict[str, Any]]:
+def _is_welcome(stream: trio.SocketStream) -> bool:
+    """Root, or whoever mounted. The directory is closed to others already; its mode may have been changed."""
+    peer = stream.socket.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size)
+    _, uid, _ = _PEER.unpack(peer)
+    return uid in (0, os.geteuid())
+
+
+async def _next_line(stream: trio.SocketStream, waiting: bytearray) -> bytes | None:
+    searched = 0
+    with trio.fail_after(IDLE_TIMEOUT_S):
+        while (end := waiting.find(b"\n", searched)) < 0:
+            searched = len(waiting)
+            data = await stream.receive_some(1 << 16)
+            if not data or len(waiting) > MAX_LINE:
+                return None
+            waiting += data
+    line = bytes(waiting[:end])
+    del waiting[: end + 1]
+    return line
+
+
+async def _send(stream: trio.SocketStream, answer: Answer) -> None:
+    with trio.fail_after(SEND_TIMEOUT_S):
+        await stream.send_all(json.dumps(answer).encode() + b"\n")
+
+
+async def _execute(line: bytes, commands: Commands, tell: Tell) -> tuple[str, Answer]:
     """The command's name and its answer."""
     try:
         request = json.loads(line)
         name = request["command"]
-        command = commands[name]
-    except (ValueError, KeyError, TypeError):
-        return "", {"ok": False, "error": "unknown request: the daemon and this command are of different versions"}
+        version = request.get("protocol", PROTOCOL)
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return "", _failed("that is no request")
+    if version != PROTOCOL or name not in commands:
+        what = f"{name!r}" if version == PROTOCOL else f"protocol {version}"
+        return "", _failed(f"the daemon, cachefs {cachefs.__version__}, does not know {what}: cachefs restart it")
     try:
-        return name, {"ok": True, **await command(request)}
+        return name, {"ok": True, **await commands[name](request, tell)}
     except OSError as error:
-        return name, {"ok": False, "error": error.strerror or str(error)}
+        return name, _failed(error.strerror or str(error))
+    except (BadRequest, CacheFsError) as error:
+        return name, _failed(str(error))
+    except (trio.BrokenResourceError, trio.TooSlowError):
+        raise
     except Exception:
         log.exception("bug in the command %s", name)
-        return name, {"ok": False, "error": "internal error; the daemon's log has the details"}
+        return name, _failed("internal error; the daemon's log has the details")
 
 
-def is_served(mountpoint: str) -> bool:
-    """Is there a daemon that takes commands for this mount?"""
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
-        try:
-            with socket_address(mount_directory(mountpoint) / "control") as address:
-                connection.connect(address)
-        except OSError:
-            return False
-        return True
-
-
-def request(mountpoint: str, command: str, **arguments: Any) -> dict[str, Any]:
-    """Ask the daemon of a mount. Raises CacheFsError where there is none, or with the error that it reports."""
-    path = mount_directory(mountpoint) / "control"
-    try:
-        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
-            connection.settimeout(CLIENT_TIMEOUT_S)
-            with socket_address(path) as address:
-                connection.connect(address)
-            connection.sendall(json.dumps({"command": command, **arguments}).encode() + b"\n")
-            with connection.makefile("rb") as lines:
-                answer = json.loads(lines.readline())
-    except FileNotFoundError:
-        raise CacheFsError(f"nothing is mounted on {mountpoint} by cachefs") from None
-    except ConnectionRefusedError:
-        raise CacheFsError(f"the daemon of {mountpoint} has died: mount it again, or umount -l {mountpoint}") from None
-    except (OSError, ValueError) as error:
-        raise CacheFsError(f"the daemon of {mountpoint} does not answer: {error}") from None
-    if not answer.pop("ok", False):
-        raise CacheFsError(str(answer.get("error", "unknown error")))
-    return dict(answer)
+def _failed(reason: str) -> Answer:
+    return {"ok": False, "error": reason}

@@ -1,5 +1,6 @@
 """Tables for people, at 80 columns."""
 
+from collections.abc import Iterable
 from typing import Any
 
 from rich.console import Console
@@ -12,9 +13,6 @@ from policies.simulator import Outcome
 def print_status(status: dict[str, Any]) -> None:
     asked = status["hits"] + status["misses"]
     ratio = f"{100 * status['hits'] / asked:.1f} %" if asked else "nothing read yet"
-    table = Table(show_header=False, box=None, pad_edge=False)
-    table.add_column(style="bold")
-    table.add_column(overflow="fold")
     rows = [
         ("source", status["source"]),
         ("mountpoint", status["mountpoint"]),
@@ -29,8 +27,18 @@ def print_status(status: dict[str, Any]) -> None:
         ("errors", f"{status['errors']:,} in the cache, {status['stale_reads']:,} stale reads"),
         ("source calls", ", ".join(f"{k} {v:,}" for k, v in sorted(status["source_ops"].items())) or "none"),
     ]
+    for warm_up in status["warm_ups"]:
+        of = f"{warm_up['files']:,}" + ("" if warm_up["scanned"] else " found so far")
+        rows.append(("warm-up", f"{warm_up['cached_files']:,} of {of} files, {decimal(warm_up['cached_bytes'])}"))
+    print_rows(rows)
+
+
+def print_rows(rows: Iterable[tuple[str, str]]) -> None:
+    table = Table(show_header=False, box=None, pad_edge=False)
+    table.add_column(style="bold")
+    table.add_column(overflow="fold")
     for name, value in rows:
-        table.add_row(name, str(value))
+        table.add_row(name, value)
     Console(highlight=False).print(table)
 
 

@@ -13,8 +13,10 @@ from typing import Any
 
 import trio
 
+from cachefs import mount_table, places
 from cachefs.blob import Blob
 from cachefs.cache_directory import OpenedIndex
+from cachefs.client import is_served
 from cachefs.data_cache import DataCache
 from cachefs.errors import CacheFsError
 from cachefs.fastpath import launcher
@@ -23,8 +25,8 @@ from cachefs.fastpath.launcher import FastPath, Inheritance, Message
 from cachefs.fastpath.shared import ACCESS_LOGS, Shared, mount_flags
 from cachefs.filesystem import FileSystem
 from cachefs.options import Options
-from cachefs.prefetcher import Wish
-from daemon import config, control, descriptor_store, mounting
+from cachefs.wishes import Wish, Wishes
+from daemon import descriptor_store
 from daemon.config import MountConfig
 
 log = logging.getLogger(__name__)
@@ -44,12 +46,12 @@ _WISH = struct.Struct("<2Q")
 def take_over(mount_config: MountConfig) -> Inheritance | None:
     """A mount whose daemon has died and whose fast path, or descriptor store, has not. None: there is none."""
     place = mount_config.mountpoint
-    top = mounting.top_mount(place)
-    if not mount_config.options.fastpath or top is None or top.fstype != mounting.FSTYPE or control.is_served(place):
+    top = mount_table.top_mount(place)
+    if not mount_config.options.fastpath or top is None or top.fstype != mount_table.FSTYPE or is_served(place):
         return None
     held = descriptor_store.take()
     if held is None or launcher.is_running(held.shared["pid"]):
-        held = Inheritance.ask(config.mount_directory(place) / _SOCKET) or held
+        held = Inheritance.ask(places.mount_directory(place) / _SOCKET) or held
     if held is None or launcher.is_unmounted(held.device):
         return None
     if top.source != mount_config.source:
@@ -72,35 +74,46 @@ def set_up(
     return held
 
 
-class FastWishes:
-    """Fetched by the threads of the fast path, when no reader minds."""
+class FastWishes(Wishes):
+    """Fetched by the threads of the fast path."""
 
     def __init__(self, shared: Shared, fastpath: FastPath) -> None:
+        super().__init__()
         self._shared = shared
         self._fastpath = fastpath
-        self._sent: deque[Wish] = deque(maxlen=MAX_WISHES)
-        self._outstanding_from = shared["wishes_done"]
+        self._unfinished: deque[Wish] = deque(maxlen=MAX_WISHES)
+        """The last that were sent."""
+        self._done_when = shared["wishes_done"]
+        """What the fast path will have counted when all are done."""
+        self._limit(0)
+
+    @property
+    def done(self) -> int:
+        return self.sent - (self._done_when - self._shared["wishes_done"])
 
     async def send(self, wishes: Sequence[Wish]) -> None:
         for start in range(0, len(wishes), WISHES_A_MESSAGE):
             part = wishes[start : start + WISHES_A_MESSAGE]
-            while self._outstanding_from - self._shared["wishes_done"] > MAX_WISHES - len(part):  # noqa: ASYNC110
+            while self.sent - self.done > MAX_WISHES - len(part):  # noqa: ASYNC110
                 await trio.sleep(WISH_POLL_S)
+            self.sent += len(part)
+            self._unfinished.extend(part)
             self._send(part)
 
     def _send(self, wishes: Sequence[Wish]) -> None:
         data = b"".join(_WISH.pack(wish.inode, wish.offset) for wish in wishes)
-        self._sent.extend(wishes)
-        self._outstanding_from += len(wishes)
+        self._done_when += len(wishes)
         self._fastpath.send(Message.WISH, data=data)
 
     def again(self) -> None:
         """Another fast path is there, and knows of none."""
-        lost = list(self._sent)
-        self._sent.clear()
-        self._outstanding_from = self._shared["wishes_done"]
+        lost = list(self._unfinished)
+        self._done_when = self._shared["wishes_done"]
         for start in range(0, len(lost), WISHES_A_MESSAGE):
             self._send(lost[start : start + WISHES_A_MESSAGE])
+
+    def _limit(self, jobs: int) -> None:
+        self._shared["wish_jobs"] = jobs
 
 
 class FastPathHost:

@@ -10,7 +10,7 @@ import subprocess
 
 from cachefs import syscalls
 from cachefs.errors import CacheFsError
-from daemon.config import is_root
+from cachefs.places import is_root
 
 MAX_READ_BYTES = 1 << 20
 _MS_RDONLY, _MS_NOSUID, _MS_NODEV = 1, 2, 4

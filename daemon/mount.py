@@ -8,10 +8,11 @@ from typing import Any, TextIO
 
 import click
 
+from cachefs import mount_table, places
 from cachefs.errors import CacheFsError
 from cachefs.metadata_retention import NAMES as METADATA_RETENTION
 from cachefs.options import CacheLevel, Options, Revalidate
-from daemon import background, config, config_file, mounting, settings
+from daemon import background, config, config_file, settings
 from daemon.conflict import check_daemon_package
 from daemon.parameters import Place, Seconds, Size, one_line_errors
 from policies import prefetch as prefetch_policies
@@ -92,10 +93,10 @@ def make_mount_config(
         fetch_threads=fetch_threads,
         reconnect_timeout_s=reconnect_timeout,
     )
-    allow_other = config.is_root() if allow_other is None else allow_other
-    source = mounting.absolute(source)
+    allow_other = places.is_root() if allow_other is None else allow_other
+    source = mount_table.absolute(source)
     computed = {
-        "cache_dir": config.default_cache_dir(source),
+        "cache_dir": places.default_cache_dir(source),
         "retention": options.retention,
         "metadata_retention": options.metadata_retention if metadata_limit is not None else None,
         "prefetch": options.prefetch if prefetch_graph is None else None,
@@ -105,7 +106,7 @@ def make_mount_config(
     }
     return config.MountConfig(
         source=source,
-        mountpoint=mounting.absolute(mountpoint),
+        mountpoint=mount_table.absolute(mountpoint),
         options=options,
         cache_dir=cache_dir.absolute() if cache_dir is not None else None,
         cache_size_bytes=cache_size,

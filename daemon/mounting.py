@@ -8,70 +8,21 @@ propagate into it. Nothing here touches a mount of ours but by the mount table: 
 import errno
 import logging
 import os
-import re
 import shutil
 import stat
 import subprocess
-from dataclasses import dataclass
 from pathlib import Path
 
 from cachefs import syscalls
 from cachefs.errors import CacheFsError
-from daemon.config import is_root
+from cachefs.mount_table import FSTYPE, is_mounted, mounts, top_mount
+from cachefs.places import is_root
 
 log = logging.getLogger(__name__)
 
-FSTYPE = "fuse.cachefs"
 READ_AHEAD_KIB = 1024
 MAX_BACKGROUND = 64
 _PROBE_TIMEOUT_S = 10
-
-
-@dataclass(frozen=True, slots=True)
-class Mount:
-    device: str  # major:minor
-    mountpoint: str
-    fstype: str
-    source: str
-
-
-def _unescape(field: str) -> str:
-    raw = re.sub(rb"\\([0-7]{3})", lambda m: bytes([int(m[1], 8)]), os.fsencode(field))
-    return os.fsdecode(raw)
-
-
-def mounts() -> list[Mount]:
-    """The mount table of this namespace, in the order of mounting."""
-    found = []
-    with open("/proc/self/mountinfo", encoding="utf-8", errors="surrogateescape") as table:
-        for line in table:
-            fields = line.split(" ")
-            separator = fields.index("-")
-            found.append(
-                Mount(fields[2], _unescape(fields[4]), fields[separator + 1], _unescape(fields[separator + 2]))
-            )
-    return found
-
-
-def top_mount(path: str) -> Mount | None:
-    """What is mounted at exactly this path, the uppermost."""
-    return next((m for m in reversed(mounts()) if m.mountpoint == path), None)
-
-
-def absolute(path: str) -> str:
-    """A canonical path, without touching what is mounted at the path itself, which may be dead or hung."""
-    plain = os.path.abspath(path)
-    if top_mount(plain) is not None:
-        return plain
-    parent, name = os.path.split(plain)
-    joined = os.path.join(os.path.realpath(parent), name)
-    return joined if top_mount(joined) is not None else os.path.realpath(joined)
-
-
-def is_mounted(place: str) -> bool:
-    """Is it one of ours that is mounted there?"""
-    top = top_mount(place)
-    return top is not None and top.fstype == FSTYPE
 
 
 def check_mounted(place: str) -> None:
@@ -223,12 +174,3 @@ def tune_kernel(mountpoint: str) -> None:
             Path(path).write_text(str(value))
         except OSError as error:
             log.info("cannot set %s: %s", path, error.strerror)
-
-
-def split(path: str) -> tuple[str, str]:
-    """The cachefs mount that a path lies on, and the path within it. Raises CacheFsError if there is none."""
-    places = [m.mountpoint for m in mounts() if m.fstype == FSTYPE]
-    for place in sorted(places, key=len, reverse=True):
-        if path == place or path.startswith(place.rstrip("/") + "/"):
-            return place, path[len(place) :].strip("/")
-    raise CacheFsError(f"{path} is not on a cachefs mount")

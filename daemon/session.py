@@ -21,15 +21,18 @@ import click
 import pyfuse3
 import trio
 
+from cachefs import mount_table, places
 from cachefs.blob import Blob
 from cachefs.cache_directory import CacheDirectory, OpenedIndex
 from cachefs.errors import CacheFsError
 from cachefs.fastpath import launcher
 from cachefs.fastpath.launcher import Inheritance
+from cachefs.hints import Hints
 from cachefs.operations import Operations
 from cachefs.options import Options, Revalidate
-from cachefs.prefetcher import OwnWishes, Prefetcher
+from cachefs.prefetcher import Prefetcher
 from cachefs.source import Source
+from cachefs.wishes import OwnWishes, Wishes
 from daemon import background, config, control, descriptor_store, fastpath_host, fuse_device, mounting, settings
 from daemon.commands import Commands
 from daemon.config import MountConfig
@@ -75,7 +78,7 @@ class Session:
     def prepare(self) -> None:
         """Everything that can be refused without having changed anything."""
         mounting.check_fuse()
-        config.make_runtime_root()
+        places.make_runtime_root()
         self._held = fastpath_host.take_over(self.config)
         if self._held is not None:
             self._source_fd = self._held.source
@@ -97,7 +100,7 @@ class Session:
         trio.run(self._serve, ready, claimed)
 
     async def _serve(self, ready: Callable[[], None], claimed: Callable[[Path], None]) -> None:
-        cache_dir = self.config.cache_dir or config.default_cache_dir(self.config.source)
+        cache_dir = self.config.cache_dir or places.default_cache_dir(self.config.source)
         directory = CacheDirectory(cache_dir, self.config.source)
         claimed(cache_dir)
         self._log_path = None if self.config.foreground else cache_dir / background.LOG_NAME
@@ -112,7 +115,7 @@ class Session:
                 source = Source(self._source_fd, simulate_latency_s=options.simulate_latency_s)
                 opened = OpenedIndex(
                     durable,
-                    config.session_directory(cache_dir),
+                    places.session_directory(cache_dir),
                     options.revalidate,
                     _rctime(source, options),
                     same_mount=self._held is not None,
@@ -133,7 +136,7 @@ class Session:
         self, source: Source, opened: OpenedIndex, blob: Blob, options: Options, ready: Callable[[], None]
     ) -> bool:
         """True if everything was flushed at the end."""
-        runtime = config.mount_directory(self.config.mountpoint)
+        runtime = places.mount_directory(self.config.mountpoint)
         runtime.mkdir(mode=0o700, exist_ok=True)
         took_over = self._held is not None
         self._responsible = not took_over
@@ -225,12 +228,22 @@ class Session:
                 await self._host.start(replace=self._restart)
             self._responsible = True
             config.save(self.config, runtime / config.CONFIG_NAME)
-            prefetcher = self._make_prefetcher(nursery)
+            wishes = self._host.wishes if self._host is not None else OwnWishes(files, nursery)
+            prefetcher = self._make_prefetcher(wishes)
+            hints = Hints(parts.filesystem, files, data, wishes)
             commands = Commands(
-                lambda: self.config, parts, self._host, prefetcher, started=self.started, leave=self._leave
+                lambda: self.config,
+                parts,
+                self._host,
+                prefetcher,
+                wishes,
+                hints,
+                nursery,
+                started=self.started,
+                leave=self._leave,
             )
             await nursery.start(control.serve, runtime / "control", commands.by_name(), {"leave": pyfuse3.terminate})
-            for task in (writes.run, self._check_readers):
+            for task in (writes.run, hints.run, self._check_readers):
                 nursery.start_soon(_forever, task)
             if parts.limit is not None:
                 data.on_accessed.append(parts.limit.accessed)
@@ -266,12 +279,11 @@ class Session:
     def _leave(self) -> None:
         self._leaving = True
 
-    def _make_prefetcher(self, nursery: trio.Nursery) -> Prefetcher | None:
+    def _make_prefetcher(self, wishes: Wishes) -> Prefetcher | None:
         parts = self._parts
         options = parts.options
         if options.prefetch not in prefetch.BEYOND_FILES:
             return None
-        wishes = self._host.wishes if self._host is not None else OwnWishes(parts.files, nursery)
         prefetcher = Prefetcher(
             parts.prefetch, parts.filesystem, parts.directories, parts.data, wishes, evicts=options.evicts_ahead
         )
@@ -291,8 +303,8 @@ class Session:
         """Take the mount down if it is still there; another one at its place is none of our business."""
         if self._device < 0 or launcher.is_unmounted(self._device):
             return
-        top = mounting.top_mount(self.config.mountpoint)
-        if top is not None and top.fstype == mounting.FSTYPE and top.source == self.config.source:
+        top = mount_table.top_mount(self.config.mountpoint)
+        if top is not None and top.fstype == mount_table.FSTYPE and top.source == self.config.source:
             try:
                 mounting.unmount(self.config.mountpoint, lazy=True)
             except CacheFsError as error:
@@ -323,7 +335,7 @@ class Session:
             self._held.shared.set_timeouts(now.options)
         if self._host is not None:
             self._host.refresh()
-        config.save(now, config.mount_directory(now.mountpoint) / config.CONFIG_NAME)
+        config.save(now, places.mount_directory(now.mountpoint) / config.CONFIG_NAME)
         log.info("the configuration was read again")
 
     async def _check_readers(self) -> None:

@@ -7,6 +7,7 @@ from types import FrameType
 
 import click
 
+from cachefs import mount_table
 from cachefs.errors import CacheFsError
 from cachefs.trace import TraceWriter
 from cachefs.trace_recorder import TraceRecorder
@@ -39,7 +40,7 @@ def record(mountpoint: str, output: Path, max_size: int, seconds: float) -> None
       cachefs trace record /data/imagenet --output job.trace
       cachefs simulate job.trace --cache 100G,200G,500G
     """
-    place = mounting.absolute(mountpoint)
+    place = mount_table.absolute(mountpoint)
     mounting.check_mounted(place)
     stopped = False
 
@@ -54,7 +55,7 @@ def record(mountpoint: str, output: Path, max_size: int, seconds: float) -> None
         writer = TraceWriter(output, max_bytes=max_size)
         with TraceRecorder(place, writer) as recorder:
             click.echo(f"recording {place}", err=True)
-            recorder.run(lambda: not stopped and time.monotonic() < until and mounting.is_mounted(place))
+            recorder.run(lambda: not stopped and time.monotonic() < until and mount_table.is_mounted(place))
             recorder.record_waiting()
             writer.close()
     except OSError as error:

@@ -8,6 +8,7 @@ import trio
 
 from cachefs.blob import Blob
 from cachefs.cache_directory import OpenedIndex
+from cachefs.contents import Contents
 from cachefs.data_cache import DataCache
 from cachefs.directories import Directories
 from cachefs.eviction import Eviction
@@ -46,6 +47,7 @@ class Parts:
     filesystem: FileSystem
     files: OpenFiles
     directories: Directories
+    contents: Contents
     operations: Operations
     prefetch: Prefetch
     limit: MetadataRetention | None
@@ -85,6 +87,7 @@ def wire(
         filesystem, data, metrics, unseen_handles=unseen_handles, first_handle=(opened.takeovers << 40) + 1
     )
     directories = Directories(filesystem, nursery)
+    contents = Contents(filesystem, data)
     return Parts(
         options=options,
         source=source,
@@ -98,7 +101,8 @@ def wire(
         filesystem=filesystem,
         files=files,
         directories=directories,
-        operations=Operations(filesystem, files, directories, Mutations(filesystem, files, directories)),
+        contents=contents,
+        operations=Operations(filesystem, files, directories, Mutations(filesystem, files, directories), contents),
         prefetch=policy,
         limit=limit,
     )

@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 
+from cachefs.client import Client
 from cachefs.fastpath import launcher
-from daemon import control
 
 CLI = [sys.executable, "-m", "daemon"]
 REPOSITORY = Path(__file__).resolve().parent.parent
@@ -67,7 +67,7 @@ class Mount:
         self.pid = int(self.status()["pid"])
 
     def status(self) -> dict[str, Any]:
-        return control.request(str(self.path), "status")  # as `cachefs status --json` does
+        return Client(self.path).status()  # as `cachefs status --json` does
 
     def ops(self) -> dict[str, int]:
         return dict(self.status()["source_ops"])

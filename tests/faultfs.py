@@ -2,7 +2,8 @@
 
     python -m tests.faultfs ROOT MOUNTPOINT FAULTS
 
-While FAULTS/hang exists, READ, OPEN and LOOKUP do not answer; while FAULTS/edquot exists, FLUSH fails with EDQUOT.
+While FAULTS/hang exists, READ, OPEN and LOOKUP do not answer; while FAULTS/edquot exists, FLUSH fails with EDQUOT;
+while FAULTS/eio exists, READ of the file whose path it contains fails with EIO.
 """
 
 import errno
@@ -71,7 +72,12 @@ class FaultFs(pyfuse3.Operations):
 
     async def read(self, fh, off, size):
         await self.fault()
+        if (FAULTS / "eio").exists() and os.readlink(f"/proc/self/fd/{fh}").endswith((FAULTS / "eio").read_text()):
+            raise pyfuse3.FUSEError(errno.EIO)
         return os.pread(fh, size, off)
+
+    async def readlink(self, inode, ctx):
+        return os.readlink(self.paths[inode])
 
     async def write(self, fh, off, buf):
         return os.pwrite(fh, buf, off)

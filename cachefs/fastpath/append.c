@@ -81,7 +81,7 @@ static bool has_room_locked(struct appender *appender, uint64_t bytes, uint64_t 
 
 static bool admits_locked(struct appender *appender, uint64_t bytes, bool evicts)
 {
-    if (appender->daemon_gone || appender->unsettled_count + appender->queued_count >= MAX_UNSETTLED)
+    if (appender->unsettled_count + appender->queued_count >= MAX_UNSETTLED)
         return false;
     return evicts ? bytes <= appender->shared->capacity_bytes : has_room_locked(appender, bytes, appender->queued_bytes);
 }
@@ -89,7 +89,9 @@ static bool admits_locked(struct appender *appender, uint64_t bytes, bool evicts
 bool append_admits(struct appender *appender, uint32_t length, bool ahead)
 {
     pthread_mutex_lock(&appender->lock);
-    bool admitted = admits_locked(appender, record_bytes(length), appender->shared->flags & (ahead ? EVICTS_AHEAD : EVICTS));
+    uint32_t evicts = appender->shared->flags & (ahead ? EVICTS_AHEAD : EVICTS);
+    /* What was begun before the daemon died waits for the next one; nothing more is begun until then. */
+    bool admitted = !appender->daemon_gone && admits_locked(appender, record_bytes(length), evicts);
     pthread_mutex_unlock(&appender->lock);
     return admitted;
 }

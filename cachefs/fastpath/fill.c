@@ -297,7 +297,7 @@ int fill_start(struct fastpath *fastpath, struct control_socket *control)
         return ENOMEM;
     fill->fastpath = fastpath;
     fill_set_stuck(fill, 0);
-    wishes_init(&fill->wishes, shared->fetch_threads);
+    wishes_init(&fill->wishes, shared);
     pthread_mutex_init(&fill->lock, NULL);
     fill->appender = append_start(shared, control, control->blob_fd, &fill_append_events, fill);
     if (!fill->appender)

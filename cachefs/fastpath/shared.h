@@ -82,7 +82,7 @@ struct shared {
     _Atomic uint64_t capacity_bytes;  /* of the blob */
     _Atomic uint64_t committed_bytes; /* records of the blob that the index has */
     _Atomic uint64_t settled;         /* reports up to this number are in the index, or will never be */
-    /* Written by the fast path. */
+    /* Written by the fast path, but for the last one. */
     uint32_t init_length;             /* of the kernel's INIT, 0: not arrived */
     uint32_t init_passed;             /* to the Python that is there now */
     uint8_t init[INIT_BYTES];
@@ -94,6 +94,7 @@ struct shared {
     _Atomic uint64_t pid;             /* of the fast path that ran last */
     _Atomic uint64_t passed[OPERATIONS]; /* requests that were passed on, by opcode; the last: all others */
     _Atomic uint64_t wishes_done;     /* of those that the daemon sent: fetched, or not wanted any more */
+    _Atomic uint64_t wish_jobs;       /* the daemon's: how many are fetched at once; 0: as many as readers do not mind */
     _Alignas(4096) struct counters counters[MAX_THREADS];
     struct access_log accesses[ACCESS_LOGS];
     struct slot_head slots[SLOT_COUNT];

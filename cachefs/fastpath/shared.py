@@ -67,6 +67,7 @@ FIELDS = {
     "stuck": (296, "Q"),
     "pid": (304, "Q"),
     "wishes_done": (824, "Q"),
+    "wish_jobs": (832, "Q"),
 }
 """Name → (byte offset, struct format)."""
 

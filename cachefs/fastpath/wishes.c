@@ -10,11 +10,13 @@
 #define THREADS_A_CORE 3 /* more of them fetch no faster: what they fetch must be appended and committed, too */
 #define TOLERANCE 8 /* an eighth slower is about as good */
 
-void wishes_init(struct wishes *wishes, uint32_t fetch_threads)
+void wishes_init(struct wishes *wishes, const struct shared *shared)
 {
+    uint32_t fetch_threads = shared->fetch_threads;
     uint32_t spare = fetch_threads > 2 * THREADS_FOR_MISSES ? fetch_threads - THREADS_FOR_MISSES : (fetch_threads + 1) / 2;
     uint32_t cores = (uint32_t)sysconf(_SC_NPROCESSORS_ONLN);
-    *wishes = (struct wishes){.most = spare < THREADS_A_CORE * cores ? spare : THREADS_A_CORE * cores};
+    *wishes = (struct wishes){.spare = spare, .jobs = &shared->wish_jobs};
+    wishes->most = spare < THREADS_A_CORE * cores ? spare : THREADS_A_CORE * cores;
     wishes->limit = wishes->most < FIRST_LIMIT ? wishes->most : FIRST_LIMIT;
     wishes->base_ns = UINT64_MAX;
 }
@@ -29,7 +31,10 @@ bool wishes_add(struct wishes *wishes, const struct wish *wish)
 
 uint32_t wishes_ready(const struct wishes *wishes, uint64_t now_ns)
 {
+    uint64_t jobs = *wishes->jobs;
     uint32_t limit = now_ns - wishes->last_miss_ns > QUIET_NS ? wishes->most : wishes->limit;
+    if (jobs)
+        limit = jobs < wishes->spare ? (uint32_t)jobs : wishes->spare;
     uint32_t free = wishes->active < limit ? limit - wishes->active : 0;
     return free < wishes->count ? free : wishes->count;
 }

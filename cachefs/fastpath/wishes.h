@@ -18,11 +18,13 @@ struct wishes {
     struct wish waiting[MAX_WISHES]; /* a ring */
     uint32_t first, count;
     uint32_t active;           /* are being fetched */
-    uint32_t limit, most;      /* how many may be */
+    uint32_t limit, most;      /* how many may be, while nobody says how many */
+    uint32_t spare;            /* threads there are for them */
+    const _Atomic uint64_t *jobs; /* so many, whatever that costs readers, unless it is 0 */
     uint64_t smoothed_ns, base_ns, next_base_ns, next_change_ns, last_miss_ns;
 };
 
-void wishes_init(struct wishes *wishes, uint32_t fetch_threads);
+void wishes_init(struct wishes *wishes, const struct shared *shared);
 /* False: there are too many already. */
 bool wishes_add(struct wishes *wishes, const struct wish *wish);
 /* The next one, if it may be fetched now; `wishes_end` when it was. */

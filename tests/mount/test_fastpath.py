@@ -20,9 +20,9 @@ from typing import Any
 
 import pytest
 
+from cachefs.client import Client
 from cachefs.errors import CacheFsError
 from cachefs.fastpath import launcher, shared
-from daemon import control
 from tests.conftest import CLI, REPOSITORY, Mount, cachefs, contents, drop_caches, make_files, settle, wait_for
 
 MakeMount = Callable[..., Mount]
@@ -237,7 +237,7 @@ def test_both_killed_at_once_with_a_descriptor_store(tmp_path: Path, request: py
 
     def status() -> dict[str, Any]:
         try:
-            return control.request(str(place), "status")
+            return Client(place).status()
         except CacheFsError:
             return {}
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from daemon import config
+from cachefs import places
 from tests.conftest import Mount, cachefs, make_files, mounted_on, settle
 
 MakeMount = Callable[..., Mount]
@@ -56,7 +56,7 @@ def test_over_the_source_itself_and_again_after_restarts_and_a_kill(mount: MakeM
     check_over_itself(m, expected)
     m.umount()
     assert "fuse.cachefs" not in mounted_on(m.path)
-    place = str(config.mount_directory(str(m.path)))  # of the bind of what is underneath
+    place = str(places.mount_directory(str(m.path)))  # of the bind of what is underneath
     assert not [line for line in Path("/proc/self/mountinfo").read_text().splitlines() if place in line]
 
 

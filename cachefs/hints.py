@@ -1,0 +1,88 @@
+"""Hints: files that somebody says will be read, in that order. Fetched ahead of the reader as long as there is room."""
+
+from collections import deque
+from collections.abc import Iterable
+
+import trio
+
+from cachefs import record
+from cachefs.data_cache import DataCache
+from cachefs.errors import CacheFsError
+from cachefs.filesystem import FileSystem
+from cachefs.open_files import OpenFiles
+from cachefs.wishes import Wish, Wishes
+
+JOBS = 16
+"""How many are fetched at once: readers wait for these very files."""
+CHUNK_NAMES = 32
+"""How many names are looked up at once."""
+MAX_WAITING = 1 << 20
+
+
+class Hints:
+    def __init__(self, filesystem: FileSystem, files: OpenFiles, data: DataCache, wishes: Wishes) -> None:
+        # dependencies
+        self._fs = filesystem
+        self._files = files
+        self._data = data
+        self._wishes = wishes
+        # state
+        self._waiting: deque[bytes] = deque()
+        self._wake = trio.Event()
+
+    @property
+    def waiting(self) -> int:
+        """How many have not been looked at."""
+        return len(self._waiting)
+
+    def note(self, paths: Iterable[bytes], *, anew: bool) -> int:
+        """How many were noted. `anew`: what was noted before does not count any more. Raises CacheFsError."""
+        if anew:
+            self._waiting.clear()
+        before = len(self._waiting)
+        self._waiting.extend(paths)
+        if len(self._waiting) > MAX_WAITING:
+            while len(self._waiting) > before:
+                self._waiting.pop()
+            raise CacheFsError(f"{before:,} files wait to be fetched: not more than {MAX_WAITING:,} may")
+        self._wake.set()
+        return len(self._waiting) - before
+
+    async def run(self) -> None:
+        """The task: for ever, until cancelled."""
+        while True:
+            await self._wake.wait()
+            with self._wishes.at_once(JOBS):
+                while self._waiting:
+                    await self._fetch([self._waiting.popleft() for _ in range(min(CHUNK_NAMES, len(self._waiting)))])
+                while self._wishes.done < self._wishes.sent and not self._waiting:  # noqa: ASYNC110
+                    await trio.sleep(0.05)
+            if not self._waiting:
+                self._wake = trio.Event()
+
+    async def _fetch(self, paths: list[bytes]) -> None:
+        numbers = [0] * len(paths)
+
+        async def look_up(place: int) -> None:
+            try:
+                inode = await self._fs.resolve(paths[place])
+                if inode.is_regular and await self._files.opened_unseen(inode.number):
+                    numbers[place] = inode.number
+            except OSError:
+                pass  # whoever reads it will hear of it
+
+        async with trio.open_nursery() as nursery:
+            for place in range(len(paths)):
+                nursery.start_soon(look_up, place)
+        wishes: list[Wish] = []
+        with self._fs.metadata.index.view() as view:
+            for number in filter(None, numbers):
+                inode = self._fs.metadata.inode(view, number)
+                if inode is not None:
+                    units = self._data.units(inode)
+                    wishes += [Wish(number, *unit) for unit in units if not self._data.holds(view, inode, unit)]
+        for wish in wishes:
+            self._data.expected(wish.inode, wish.offset)
+        needed = sum(record.record_bytes(wish.length) for wish in wishes)
+        if self._data.used_bytes + needed <= self._data.capacity_bytes:
+            await self._wishes.send(wishes)

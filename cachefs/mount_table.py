@@ -1,0 +1,72 @@
+"""What is mounted where on this machine. Read from the mount table alone: to touch a mount could hang."""
+
+import os
+import re
+from dataclasses import dataclass
+
+from cachefs.errors import CacheFsError
+
+FSTYPE = "fuse.cachefs"
+
+
+@dataclass(frozen=True, slots=True)
+class Mount:
+    device: str  # major:minor
+    mountpoint: str
+    fstype: str
+    source: str
+
+
+def _unescape(field: str) -> str:
+    raw = re.sub(rb"\\([0-7]{3})", lambda m: bytes([int(m[1], 8)]), os.fsencode(field))
+    return os.fsdecode(raw)
+
+
+def mounts() -> list[Mount]:
+    """The mount table of this namespace, in the order of mounting."""
+    found = []
+    with open("/proc/self/mountinfo", encoding="utf-8", errors="surrogateescape") as table:
+        for line in table:
+            fields = line.split(" ")
+            separator = fields.index("-")
+            found.append(
+                Mount(fields[2], _unescape(fields[4]), fields[separator + 1], _unescape(fields[separator + 2]))
+            )
+    return found
+
+
+def top_mount(path: str) -> Mount | None:
+    """What is mounted at exactly this path, the uppermost."""
+    return next((m for m in reversed(mounts()) if m.mountpoint == path), None)
+
+
+def absolute(path: str) -> str:
+    """A canonical path, without touching what is mounted at the path itself, which may be dead or hung."""
+    plain = os.path.abspath(path)
+    if top_mount(plain) is not None:
+        return plain
+    parent, name = os.path.split(plain)
+    joined = os.path.join(os.path.realpath(parent), name)
+    return joined if top_mount(joined) is not None else os.path.realpath(joined)
+
+
+def is_mounted(place: str) -> bool:
+    """Is it one of ours that is mounted there?"""
+    top = top_mount(place)
+    return top is not None and top.fstype == FSTYPE
+
+
+def split(path: str) -> tuple[str, str]:
+    """The cachefs mount that an absolute path lies on, and the path within it. Raises CacheFsError if there is none."""
+    places = [m.mountpoint for m in mounts() if m.fstype == FSTYPE]
+    for place in sorted(places, key=len, reverse=True):
+        if (inside := beneath(place, path)) is not None:
+            return place, inside
+    raise CacheFsError(f"{path} is not on a cachefs mount")
+
+
+def beneath(place: str, path: str) -> str | None:
+    """The path relative to `place`; "" for that itself, None for what lies elsewhere."""
+    if path == place:
+        return ""
+    return path[len(place) :].strip("/") if path.startswith(place.rstrip("/") + "/") else None
