@@ -55,6 +55,7 @@ bench: $(VENV)/.run
 	$(BIN)/python -m benchmarks.first_epoch --rounds 3
 	$(BIN)/python -m benchmarks.fastpath --plot build/bench.svg
 	$(BIN)/python -m benchmarks.prefetch
+	$(BIN)/python -m benchmarks.warm_up
 	$(BIN)/python -m benchmarks.graph_training
 	$(BIN)/python -m benchmarks.tracing
 

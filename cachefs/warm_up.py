@@ -300,14 +300,14 @@ class WarmUp:
     async def _confirm(self) -> None:
         """Look at what was fetched a while ago, as long as more is being fetched."""
         marks: deque[int] = deque(maxlen=CONFIRM_LATER)
-        while not self._all_wished or self._expected:
+        while not self._all_wished:
+            await trio.sleep(CONFIRM_S)
             marks.append(self._wishes.done)
-            stuck = self._all_wished and marks[0] == marks[-1] and not self._data.is_under_way
             due = []
-            while self._expected and len(marks) == CONFIRM_LATER and (stuck or self._expected[0][0] <= marks[0]):
+            while self._expected and len(marks) == CONFIRM_LATER and self._expected[0][0] <= marks[0]:
                 due.append(self._expected.popleft()[1])
             self._late.extend(await self._sort_out(due))
-            await trio.sleep(CONFIRM_S)
+        self._late.extend(number for _, number in self._expected)
 
     async def _sort_out(self, numbers: Sequence[int]) -> "array[int]":
         """Count those that are cached. The others."""
@@ -338,13 +338,13 @@ class WarmUp:
 
     async def _await_late(self) -> None:
         """Returns when nothing is under way any more."""
-        last, quiet_since = self._wishes.sent, trio.current_time()
+        last, quiet_since, before = self._wishes.sent, trio.current_time(), (-1, -1)
         while self._late:
             settled = self._wishes.done >= last and not self._data.is_under_way
-            before = len(self._late)
             self._late = await self._sort_out(self._late)
-            if len(self._late) < before:
-                quiet_since = trio.current_time()
+            now = len(self._late), self._wishes.done
+            if now != before:
+                before, quiet_since = now, trio.current_time()
             if settled or trio.current_time() - quiet_since > PATIENCE_S:
                 return
             await trio.sleep(POLL_S)
