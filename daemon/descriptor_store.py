@@ -4,40 +4,27 @@ sd_notify(3): FDSTORE=1 hands descriptors over, with FDPOLL=0: they are not to b
 They come back to the next start as LISTEN_FDS, with their names.
 """
 
-import array
-import contextlib
 import os
 import socket
 
 from cachefs.fastpath.launcher import Inheritance
 from cachefs.fastpath.shared import Shared
+from daemon.service_manager import notify
 
 _FIRST = 3
 _NAMES = ("device", "shared", "source", "listener")
 
 
-def _notify(message: str, fds: tuple[int, ...] = ()) -> None:
-    address = os.environ.get("NOTIFY_SOCKET")
-    if not address:
-        return
-    if address.startswith("@"):
-        address = "\0" + address[1:]
-    ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
-    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as manager, contextlib.suppress(OSError):
-        manager.connect(address)
-        manager.sendmsg([message.encode()], ancillary)
-
-
 def put(held: Inheritance) -> None:
     """Store everything but the blob, which is a file."""
     for name, fd in zip(_NAMES, (held.device, held.shared.fd, held.source, held.listener.fileno()), strict=True):
-        _notify(f"FDSTORE=1\nFDPOLL=0\nFDNAME=cachefs-{name}", (fd,))
+        notify("FDSTORE=1", "FDPOLL=0", f"FDNAME=cachefs-{name}", fds=(fd,))
 
 
 def remove() -> None:
     """The mount is gone."""
     for name in _NAMES:
-        _notify(f"FDSTOREREMOVE=1\nFDNAME=cachefs-{name}")
+        notify("FDSTOREREMOVE=1", f"FDNAME=cachefs-{name}")
 
 
 def take(blob: int = -1) -> Inheritance | None:

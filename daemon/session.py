@@ -20,6 +20,7 @@ from pathlib import Path
 import click
 import pyfuse3
 import trio
+from rich.filesize import decimal
 
 from cachefs import mount_table, places
 from cachefs.blob import Blob
@@ -33,11 +34,22 @@ from cachefs.options import Options, Revalidate
 from cachefs.prefetcher import Prefetcher
 from cachefs.source import Source
 from cachefs.wishes import OwnWishes, Wishes
-from daemon import background, config, control, descriptor_store, fastpath_host, fuse_device, mounting, settings
+from daemon import (
+    background,
+    config,
+    control,
+    descriptor_store,
+    fastpath_host,
+    fuse_device,
+    mounting,
+    service_manager,
+    settings,
+)
 from daemon.commands import Commands
 from daemon.config import MountConfig
 from daemon.fastpath_host import FastPathHost
 from daemon.mount import mount
+from daemon.probe import Probe
 from daemon.wiring import Parts, wire
 from policies import prefetch
 
@@ -51,6 +63,9 @@ READER_CHECK_S = 60.0
 FLUSH_TIMEOUT_S = 60.0
 SWITCH_INTERVAL_S = 0.0005
 """How long the trio thread waits for the interpreter that write-behind has; Python's own 5 ms are a slow look-up."""
+STATUS_LINE_S = 10.0
+ANSWER_TIMEOUT_S = 10.0
+_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 _PYFUSE3_OPTIONS = {"fsname=cachefs"}
 """It serves a descriptor (`/dev/fd/N`); what is mounted, and how, is no business of libfuse."""
 
@@ -297,7 +312,30 @@ class Session:
         await operations.initialized.wait()
         # Only now: what the kernel negotiates would override it.
         mounting.tune_kernel(self.config.mountpoint)
+        if not service_manager.is_there():
+            ready()
+            return
+        probe = Probe(self.config.mountpoint)
+        while not await probe.answers(ANSWER_TIMEOUT_S):
+            log.warning("%s does not answer yet", self.config.mountpoint)
+            await trio.sleep(1)
         ready()
+        service_manager.notify("READY=1", f"STATUS={self._status_line()}")
+        watchdog_s = service_manager.watchdog_s()
+        pause_s = min(STATUS_LINE_S, watchdog_s / 3) if watchdog_s else STATUS_LINE_S
+        while True:
+            await trio.sleep(pause_s)
+            alive = "WATCHDOG=1" if watchdog_s is None or await probe.answers(watchdog_s) else ""
+            if not alive:
+                log.error("%s does not answer: the service manager will replace this process", self.config.mountpoint)
+            service_manager.notify(*filter(None, (alive, f"STATUS={self._status_line()}")))
+
+    def _status_line(self) -> str:
+        data, totals = self._parts.data, self._parts.opened.index.totals
+        return (
+            f"{self.config.source} on {self.config.mountpoint}: {totals.cached_files:,} files cached, "
+            f"{decimal(totals.blob_bytes)} of {decimal(data.capacity_bytes)}"
+        )
 
     def _unmount(self) -> None:
         """Take the mount down if it is still there; another one at its place is none of our business."""
@@ -311,13 +349,20 @@ class Session:
                 log.warning("%s", error)
 
     async def _obey_signals(self) -> None:
-        with trio.open_signal_receiver(signal.SIGTERM, signal.SIGINT, signal.SIGHUP) as signals:
+        with trio.open_signal_receiver(*_SIGNALS) as signals:
             async for number in signals:
                 if number == signal.SIGHUP:
+                    service_manager.reloading()
                     self._reload()
-                    continue
-                log.info("signal %d: unmounting", number)
-                pyfuse3.terminate()
+                    service_manager.notify("READY=1")
+                elif number == signal.SIGUSR1 and self._host is not None:
+                    log.info("another daemon is to go on with this mount")
+                    self._leaving = True
+                    pyfuse3.terminate()
+                else:
+                    log.info("signal %d: unmounting", number)
+                    service_manager.notify("STOPPING=1")
+                    pyfuse3.terminate()
 
     def _reload(self) -> None:
         """Read the configuration file again. What may change while mounted does; for the rest see its documentation."""

@@ -1,15 +1,10 @@
 """Either side may die: SIGKILL of the fast path, of the daemon, of both in turn, in the middle of an epoch."""
 
-import contextlib
 import errno
-import fcntl
-import hashlib
-import multiprocessing
 import os
 import random
 import re
 import signal
-import socket
 import subprocess
 import threading
 import time
@@ -23,12 +18,11 @@ import pytest
 from cachefs.client import Client
 from cachefs.errors import CacheFsError
 from cachefs.fastpath import launcher, shared
-from tests.conftest import CLI, REPOSITORY, Mount, cachefs, contents, drop_caches, make_files, settle, wait_for
+from tests.conftest import Mount, cachefs, contents, drop_caches, make_files, settle, wait_for
+from tests.load import KILLS, Load, fork, sums_of
+from tests.service_manager import ServiceManager
 
 MakeMount = Callable[..., Mount]
-KILLS = 20
-READERS = 4
-fork = multiprocessing.get_context("fork")
 
 pytestmark = pytest.mark.fastpath
 
@@ -47,101 +41,6 @@ def kill_fastpath(m: Mount) -> None:
 def kill_daemon(m: Mount) -> None:
     m.kill()
     m.start()
-
-
-def read_epochs(root: Path, sums: dict[str, bytes], seed: int, stop: Event, results: Any) -> None:
-    """Read files in random order until told to stop; (files, seconds of the longest wait, what went wrong)."""
-    draw = random.Random(seed)
-    paths = list(sums)
-    files, longest, wrong = 0, 0.0, ""
-    try:
-        while not stop.is_set():
-            path = draw.choice(paths)
-            started = time.monotonic()
-            fd = os.open(root / path, os.O_RDONLY)
-            size = os.fstat(fd).st_size
-            data = os.read(fd, size)
-            os.close(fd)
-            longest = max(longest, time.monotonic() - started)
-            files += 1
-            if hashlib.sha256(data).digest() != sums[path]:
-                wrong = f"wrong bytes in {path}"
-                break
-    except OSError as error:
-        wrong = repr(error)
-    results.put(("reader", files, longest, wrong))
-
-
-def write_files(root: Path, doubts: int, stop: Event, results: Any) -> None:
-    """Write, close, read back what was written before. What returned must be there; EIO may be said of new names,
-    `doubts` times."""
-    written: dict[Path, bytes] = {}
-    in_doubt = 0
-    longest, wrong = 0.0, ""
-    log = os.open(root / "log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-    lines = b""
-    number = 0
-    while not stop.is_set() and not wrong:
-        number += 1
-        path, data = root / f"w{number:05}", os.urandom(20_000)
-        started = time.monotonic()
-        try:
-            fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
-        except OSError as error:
-            if "Input/output" not in str(error):
-                wrong = repr(error)
-            in_doubt += 1
-            continue
-        try:
-            os.write(fd, data)
-            os.fsync(fd)
-            os.close(fd)
-            line = f"{number}\n".encode()
-            os.write(log, line)
-            lines += line
-        except OSError as error:
-            wrong = f"{error!r} while writing {path}"
-        longest = max(longest, time.monotonic() - started)
-        written[path] = data
-    os.close(log)
-    for path, data in written.items():
-        if not wrong and path.read_bytes() != data:
-            wrong = f"{path} is not what was written"
-    if not wrong and (root / "log").read_bytes() != lines:
-        wrong = "the log is not what was written"
-    results.put(("writer", len(written), longest, wrong or f"{in_doubt} in doubt" * (in_doubt > doubts)))
-
-
-class Load:
-    """Four readers and a writer, as processes."""
-
-    def __init__(
-        self, readers_root: Path, sums: dict[str, bytes], writer_root: Path | None, doubts: int = KILLS
-    ) -> None:
-        self.stop = fork.Event()
-        self.results: Any = fork.Queue()
-        self.processes = [
-            fork.Process(target=read_epochs, args=(readers_root, sums, seed, self.stop, self.results))
-            for seed in range(READERS)
-        ]
-        if writer_root is not None:
-            self.processes.append(fork.Process(target=write_files, args=(writer_root, doubts, self.stop, self.results)))
-        for process in self.processes:
-            process.start()
-
-    def finish(self) -> float:
-        """The longest wait of all, in seconds. Fails with whatever went wrong."""
-        self.stop.set()
-        found = [self.results.get(timeout=60) for _ in self.processes]
-        for process in self.processes:
-            process.join(20)
-        assert not [wrong for _, _, _, wrong in found if wrong], found
-        assert all(count > 0 for _, count, _, _ in found), found
-        return max(longest for _, _, longest, _ in found)
-
-
-def sums_of(root: Path) -> dict[str, bytes]:
-    return {str(path): hashlib.sha256(data).digest() for path, data in contents(root).items()}
 
 
 @pytest.mark.slow
@@ -173,53 +72,6 @@ def test_twenty_kills_in_mid_epoch(
     drop_caches()
     assert sums_of(m.path).items() >= sums.items()
     assert m.status()["errors"] == 0
-
-
-class ServiceManager:
-    """Plays systemd: keeps the descriptors that the daemon stores, and starts it with them again."""
-
-    def __init__(self, directory: Path, command: list[object]) -> None:
-        self.command = [str(part) for part in command]
-        self.path = directory / "notify"
-        self.socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
-        self.socket.bind(str(self.path))
-        self.socket.settimeout(0.0)
-        self.stored: dict[str, int] = {}
-        self.process: subprocess.Popen[bytes] | None = None
-
-    def collect(self) -> None:
-        with contextlib.suppress(BlockingIOError):
-            while True:
-                data, fds, _, _ = socket.recv_fds(self.socket, 4096, 4)
-                name = re.search(rb"FDNAME=(.*)", data)
-                if fds and name:
-                    self.stored[name[1].decode()] = fds[0]
-
-    def start(self) -> None:
-        self.collect()
-        fds = list(self.stored.values())
-
-        def give() -> None:
-            high = [fcntl.fcntl(fd, fcntl.F_DUPFD, 100) for fd in fds]
-            for index, fd in enumerate(high):
-                os.dup2(fd, 3 + index)
-            os.environ["NOTIFY_SOCKET"] = str(self.path)
-            os.environ["LISTEN_PID"] = str(os.getpid())
-            os.environ["LISTEN_FDS"] = str(len(fds))
-            os.environ["LISTEN_FDNAMES"] = ":".join(self.stored)
-
-        self.process = subprocess.Popen(
-            [*CLI, *self.command], cwd=REPOSITORY, preexec_fn=give, pass_fds=range(3, 3 + len(fds))
-        )
-
-    def close(self) -> None:
-        self.collect()
-        self.socket.close()
-        for fd in self.stored.values():
-            os.close(fd)
-        if self.process is not None and self.process.poll() is None:
-            self.process.terminate()
-            self.process.wait(30)
 
 
 @pytest.mark.slow

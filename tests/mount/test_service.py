@@ -1,0 +1,350 @@
+"""A mount as a service: what it says to the service manager, and what becomes of jobs when it is started again."""
+
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cachefs.client import Client
+from cachefs.errors import CacheFsError
+from daemon import mount_helper
+from tests.conftest import CLI, REPOSITORY, Mount, cachefs, contents, make_files, mounted_on, settle, wait_for
+from tests.load import Load, sums_of
+from tests.service_manager import ServiceManager
+
+MakeMount = Callable[..., Mount]
+UNIT = REPOSITORY / "systemd/cachefs@.service"
+
+
+def status(place: Path) -> dict[str, Any]:
+    try:
+        return Client(place).status()
+    except CacheFsError:
+        return {}
+
+
+@pytest.fixture
+def service(tmp_path: Path) -> Iterator[Callable[..., ServiceManager]]:
+    """`service(source, *arguments)`: a mount on tmp_path/mnt whose manager is this test; ready."""
+    made: list[ServiceManager] = []
+
+    def start(source: Path, *arguments: object, watchdog_s: float | None = None) -> ServiceManager:
+        place = tmp_path / "mnt"
+        place.mkdir()
+        without = ["--no-fastpath"] if Mount.no_fastpath else []
+        command = ["mount", source, place, "--cache-dir", tmp_path / "cache", "--foreground", *without, *arguments]
+        manager = ServiceManager(tmp_path, command, watchdog_s=watchdog_s)
+        made.append(manager)
+        manager.start()
+        wait_for(lambda: manager.heard("READY=1"), bool)
+        return manager
+
+    yield start
+    for manager in made:
+        manager.close()
+    assert not mounted_on(tmp_path / "mnt")
+
+
+def test_ready_when_it_answers_and_gone_when_it_ends(
+    service: Callable[..., ServiceManager], source: Path, tmp_path: Path
+) -> None:
+    manager = service(source, "--read-only")
+    assert contents(tmp_path / "mnt") == contents(source)  # at once
+    assert any(line.startswith(f"STATUS={source} on {tmp_path}/mnt: ") for line in manager.said)
+    assert manager.kill_and_wait(signal.SIGTERM) == 0
+    assert manager.heard("STOPPING=1") and not manager.stored
+    assert not mounted_on(tmp_path / "mnt")
+    manager.said.clear()
+    manager.start()
+    wait_for(lambda: manager.heard("READY=1"), bool)
+    assert status(tmp_path / "mnt")["cached_files"] == 40  # flushed before it ended
+
+
+def test_reload(service: Callable[..., ServiceManager], source: Path, tmp_path: Path) -> None:
+    file = tmp_path / "set.toml"
+    file.write_text('cache-size = "20M"\n')
+    manager = service(source, "--config", file)
+    file.write_text('cache-size = "30M"\n')
+    before = len(manager.said)
+    assert manager.process is not None
+    manager.process.send_signal(signal.SIGHUP)
+    wait_for(lambda: manager.heard("READY=1", since=before), bool)
+    assert "RELOADING=1" in manager.said[before:]
+    assert any(line.startswith("MONOTONIC_USEC=") for line in manager.said[before:])
+    assert status(tmp_path / "mnt")["cache_size_bytes"] == 30 << 20
+
+
+@pytest.mark.fastpath
+@pytest.mark.slow
+def test_a_restart_keeps_the_mount(service: Callable[..., ServiceManager], tmp_path: Path) -> None:
+    source = tmp_path / "dataset"
+    make_files(source, 500, (1, 60_000), directories=8)
+    settle()
+    sums = sums_of(source)
+    manager = service(source, "--read-only")
+    load = Load(tmp_path / "mnt", sums, None)
+    for _ in range(4):
+        before = status(tmp_path / "mnt")
+        assert manager.kill_and_wait(signal.SIGUSR1) == 0  # what ExecStop= sends when it is a restart
+        manager.start()
+        after = wait_for(lambda: status(tmp_path / "mnt"), bool)
+        assert after["pid"] != before["pid"] and after["fastpath"]["pid"] == before["fastpath"]["pid"]
+    longest = load.finish()
+    print(f"4 restarts: longest stall {longest:.3f} s")
+
+
+def test_the_watchdog_is_fed_as_long_as_the_mount_answers(
+    service: Callable[..., ServiceManager], source: Path, tmp_path: Path
+) -> None:
+    manager = service(source, "--read-only", watchdog_s=1.5)
+    wait_for(lambda: manager.heard("WATCHDOG=1"), bool)
+    before = status(tmp_path / "mnt")["source_ops"]
+    seen = len(manager.said)
+    wait_for(lambda: manager.heard("WATCHDOG=1", since=seen), bool)
+    assert status(tmp_path / "mnt")["source_ops"] == before  # the source is not asked
+    assert manager.process is not None
+    # With a fast path the daemon itself is well, and notices.
+    stopped = manager.process.pid if Mount.no_fastpath else status(tmp_path / "mnt")["fastpath"]["pid"]
+    os.kill(stopped, signal.SIGSTOP)
+    try:
+        manager.collect()
+        seen = len(manager.said) + 1  # one may be on its way
+        with pytest.raises(AssertionError):
+            wait_for(lambda: manager.heard("WATCHDOG=1", since=seen), bool, timeout_s=4)
+        assert Mount.no_fastpath or len(manager.said) > seen
+    finally:
+        os.kill(stopped, signal.SIGCONT)
+    seen = len(manager.said)
+    wait_for(lambda: manager.heard("WATCHDOG=1", since=seen), bool)
+
+
+# --- the unit itself -------------------------------------------------------------------------------------------------
+
+MAKES_A_NAMESPACE = """
+    BindPaths BindReadOnlyPaths DynamicUser ExecPaths ExtensionDirectories ExtensionImages InaccessiblePaths
+    IPCNamespacePath LogNamespace MountAPIVFS MountFlags MountImages NetworkNamespacePath NoExecPaths PrivateDevices
+    PrivateIPC PrivateMounts PrivateNetwork PrivateTmp ProcSubset ProtectControlGroups ProtectHome ProtectKernelLogs
+    ProtectKernelModules ProtectKernelTunables ProtectProc ProtectSystem ReadOnlyPaths ReadWritePaths RootDirectory
+    RootEphemeral RootHash RootImage TemporaryFileSystem
+"""
+
+
+def test_no_option_hides_the_mount_from_the_jobs() -> None:
+    used = set(re.findall(r"^(\w+)=", UNIT.read_text(), re.MULTILINE))
+    assert {"Type", "ExecStart", "KillMode", "FileDescriptorStoreMax", "WatchdogSec"} <= used
+    assert not used & set(MAKES_A_NAMESPACE.split())
+
+
+@pytest.fixture
+def unit(tmp_path: Path) -> Path:
+    """The unit, with a program that is there."""
+    if shutil.which("systemd-analyze") is None:
+        pytest.skip("no systemd-analyze")
+    path = tmp_path / "cachefs@.service"
+    path.write_text(UNIT.read_text().replace("/opt/cachefs/bin/cachefs", "/bin/true"))
+    return path
+
+
+def test_the_unit_is_sound(unit: Path) -> None:
+    done = subprocess.run(["systemd-analyze", "verify", unit], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+def test_the_unit_is_hardened(unit: Path) -> None:
+    done = subprocess.run(
+        ["systemd-analyze", "security", "--offline=true", unit], capture_output=True, text=True, check=False
+    )
+    score = re.search(r"Overall exposure level for \S+: (\d+\.\d+)", done.stdout)
+    assert score is not None, done
+    assert float(score[1]) <= 4.5
+
+
+# --- a real systemd, in namespaces of its own ------------------------------------------------------------------------
+
+INIT = """
+set -e
+mount --make-rprivate /
+mount -t tmpfs tmpfs /run
+mkdir /run/lock
+umount -R /sys/fs/cgroup
+mount -t cgroup2 cgroup2 /sys/fs/cgroup
+exec env -i container=other PATH="$PATH" SYSTEMD_UNIT_PATH="$1" /lib/systemd/systemd --system --unit=idle.target \
+    --log-target=console --show-status=no
+"""
+IDLE = "[Unit]\nDescription=Nothing\nDefaultDependencies=no\n"
+
+
+class Machine:
+    """A machine that only systemd runs on; it shares this one's files."""
+
+    def __init__(self, directory: Path) -> None:
+        self.units = directory / "units"
+        self.units.mkdir()
+        for name in ("idle", "sysinit", "basic", "shutdown", "umount", "network-online", "remote-fs", "multi-user"):
+            (self.units / f"{name}.target").write_text(IDLE)
+        self.log = directory / "systemd.log"
+        with open(self.log, "wb") as log:
+            self.process = subprocess.Popen(
+                ["unshare", "--mount", "--pid", "--fork", "--mount-proc", "--cgroup", "--ipc", "--uts",
+                 "bash", "-c", INIT, "init", self.units],
+                stdout=log, stderr=log,
+            )  # fmt: skip
+        self.pid = 0
+
+    def start(self) -> bool:
+        """False where it cannot be had."""
+        children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children")
+        try:
+            self.pid = int(wait_for(lambda: self.process.poll() is not None or children.read_text().split(), bool)[0])
+            wait_for(
+                lambda: self.systemctl("is-system-running"), lambda state: state.strip() in ("running", "degraded")
+            )
+        except (AssertionError, TypeError, OSError):
+            return False
+        return True
+
+    def run(self, *command: object) -> subprocess.CompletedProcess[str]:
+        enter = ["nsenter", "-t", str(self.pid), "-m", "-p", "-C", "-i", "-u"]
+        return subprocess.run([*enter, *map(str, command)], capture_output=True, text=True, timeout=90, check=False)
+
+    def systemctl(self, *arguments: str) -> str:
+        done = self.run("systemctl", *arguments)
+        return done.stdout or done.stderr
+
+    def show(self, name: str, unit: str = "cachefs@set") -> str:
+        return self.systemctl("show", "--property", name, "--value", unit).strip()
+
+    def close(self) -> None:
+        if self.pid:
+            os.kill(self.pid, signal.SIGKILL)  # and everything in it
+        self.process.kill()
+        self.process.wait(20)
+
+
+@contextmanager
+def machine(directory: Path) -> Iterator[Machine]:
+    made = Machine(directory)
+    try:
+        if not os.path.exists("/lib/systemd/systemd") or not made.start():
+            pytest.skip(f"no systemd can be run here: {made.log.read_text()[-300:]}")
+        yield made
+    finally:
+        made.close()
+
+
+READ = """
+import hashlib, os, random, sys, time
+root, stop = sys.argv[1:]
+paths = [os.path.join(d, f) for d, _, files in os.walk(root) for f in files]
+sums = {path: hashlib.sha256(open(path, "rb").read()).digest() for path in paths}
+open(stop + ".started", "w").close()
+count = 0
+while not os.path.exists(stop):
+    path = random.choice(paths)
+    assert hashlib.sha256(open(path, "rb").read()).digest() == sums[path]
+    count += 1
+print(count)
+"""
+
+
+@pytest.mark.fastpath
+@pytest.mark.slow
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
+def test_under_a_real_systemd(tmp_path: Path) -> None:
+    source, place, config = tmp_path / "dataset", tmp_path / "mnt", tmp_path / "set.toml"
+    make_files(source, 300, (1, 60_000), directories=4)
+    settle()
+    place.mkdir()
+    config.write_text(
+        f'source = "{source}"\nmountpoint = "{place}"\ncache-dir = "{tmp_path}/cache"\n'
+        'read-only = true\ncache-size = "1G"\n'
+    )
+    with machine(tmp_path) as m:
+        unit = UNIT.read_text().replace("/etc/cachefs/%i.toml", str(config))
+        unit = unit.replace("/opt/cachefs/bin/cachefs", " ".join(CLI)).replace("WatchdogSec=60", "WatchdogSec=3")
+        unit += f"\n[Service]\nWorkingDirectory={REPOSITORY}\nStandardError=append:{tmp_path}/service.log\n"
+        (m.units / "cachefs@.service").write_text(unit)
+        m.systemctl("daemon-reload")
+        said = m.systemctl("start", "cachefs@set")
+        assert m.show("ActiveState") == "active", (said, m.log.read_text())
+        assert f"{source} on {place}: 0 files cached" in m.show("StatusText")
+        assert m.run("stat", "-f", "-c", "%T", place).stdout.strip() == "fuseblk"  # in the machine's own namespace
+        assert m.show("NFileDescriptorStore") == "4"
+        stop = tmp_path / "stop"
+        enter = ["nsenter", "-t", str(m.pid), "-m", "-p"]
+        reader = subprocess.Popen(
+            [*enter, sys.executable, "-c", READ, place, stop], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+        wait_for(Path(f"{stop}.started").exists, bool)
+        pids = [m.show("MainPID")]
+        for action in ("restart", "kill", "watchdog"):
+            if action == "restart":
+                m.systemctl("restart", "cachefs@set")
+            elif action == "kill":
+                m.systemctl("kill", "--kill-who=main", "--signal=KILL", "cachefs@set")
+            else:
+                m.systemctl("kill", "--kill-who=main", "--signal=STOP", "cachefs@set")
+            wait_for(lambda: m.show("MainPID"), lambda now: now not in ("0", pids[-1]), timeout_s=60)
+            wait_for(lambda: m.show("ActiveState"), lambda state: state == "active")
+            pids.append(m.show("MainPID"))
+        config.write_text(config.read_text().replace("1G", "2G"))
+        m.systemctl("reload", "cachefs@set")
+        wait_for(lambda: m.show("StatusText"), lambda text: "of 2.1 GB" in text)
+        stop.touch()
+        read, wrong = reader.communicate(timeout=90)
+        assert reader.returncode == 0 and int(read) > 300, (wrong, (tmp_path / "service.log").read_text())
+        m.systemctl("stop", "cachefs@set")
+        assert m.show("ActiveState") == "inactive" and m.show("Result") == "success"
+        assert str(place) not in m.run("cat", "/proc/self/mountinfo").stdout
+        assert m.run("pgrep", "-f", "cachefs-fastpath").stdout == ""
+
+
+# --- mount(8) --------------------------------------------------------------------------------------------------------
+
+
+def test_options_of_mount_8() -> None:
+    given = [
+        "/ceph/a b",
+        "/data",
+        "-o",
+        "ro,cache-size=5G,mutable=*.log,mutable=runs/**,allow_other,_netdev,x-systemd.automount",
+    ]
+    assert mount_helper.arguments(given) == [
+        "--read-only", "--cache-size", "5G", "--mutable", "*.log", "--mutable", "runs/**", "--allow-other",
+        "--", "/ceph/a b", "/data",
+    ]  # fmt: skip
+    assert mount_helper.arguments(["-n", "-o", "rw,noatime,nofail", "/a", "/b"]) == ["--", "/a", "/b"]
+
+
+def test_mount_8(source: Path, tmp_path: Path) -> None:
+    place = tmp_path / "mnt"
+    place.mkdir()
+    helper = [sys.executable, "-c", "from daemon.mount_helper import main; main()"]
+    options = f"ro,cache-dir={tmp_path}/cache,cache-size=1G,_netdev"
+    if Mount.no_fastpath:
+        options += ",no-fastpath"
+    done = subprocess.run(
+        [*helper, source, place, "-o", options], cwd=REPOSITORY, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert contents(place) == contents(source)
+    cachefs("umount", place)
+    for bad, code in (("cache-sise=5G", 1), ("cache-size=5 bananas", 1)):
+        done = subprocess.run(
+            [*helper, source, place, "-o", bad], cwd=REPOSITORY, capture_output=True, text=True, check=False
+        )
+        assert (done.returncode, done.stderr.count("\n")) == (code, 1) and done.stderr.startswith(
+            "mount.fuse.cachefs: "
+        )
+    done = subprocess.run(
+        [*helper, tmp_path / "no", place], cwd=REPOSITORY, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 32 and done.stderr.count("\n") == 1
