@@ -56,6 +56,8 @@ bench: $(VENV)/.run
 	$(BIN)/python -m benchmarks.fastpath --plot build/bench.svg
 	$(BIN)/python -m benchmarks.prefetch
 	$(BIN)/python -m benchmarks.warm_up
+	$(BIN)/python -m benchmarks.snapshot
+	$(BIN)/python -m benchmarks.observing
 	$(BIN)/python -m benchmarks.graph_training
 	$(BIN)/python -m benchmarks.tracing
 

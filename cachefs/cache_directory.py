@@ -12,6 +12,8 @@ import os
 import secrets
 import shutil
 import struct
+import subprocess
+import sys
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -33,7 +35,7 @@ FREE_SHARE = 0.9
 RCTIME_GRACE_S = 60
 _SESSION_KEY = b"session"
 _SESSION = struct.Struct("<I4x2Q")  # flags, run, how often it was taken over
-_OWN_NAMES = {"cache.json", "secret", "lock", "blob", "index", "daemon.log", "lost+found"}
+_OWN_NAMES = {"cache.json", "secret", "lock", "blob", "index", "index.new", "daemon.log", "lost+found"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,6 +152,21 @@ class CacheDirectory:
             return Blob(self.path / "blob", self._seed())
         except OSError as error:
             raise CacheFsError(f"cannot open the blob in {self.path}: {error.strerror or error}") from error
+
+    def import_snapshot(self, file: Path, blob: Blob, root_inode: int) -> None:
+        """Make the index of a new cache from a metadata snapshot. Raises CacheFsError where that cannot be done."""
+        index = self.path / "index"
+        if (index / "data.mdb").exists() or blob.size():
+            log.info("%s is not new: the snapshot %s is left alone", self.path, file)
+            return
+        for place in (index, index.with_name("index.new")):
+            shutil.rmtree(place, ignore_errors=True)
+        command = [sys.executable, "-m", "cachefs.snapshot", str(file), str(index), str(root_inode)]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode:
+            said = done.stderr.strip().splitlines()
+            raise CacheFsError(said[-1] if said else f"the snapshot {file} could not be imported")
+        log.info("started from the snapshot %s: %s names", file, done.stdout.strip())
 
     def open_durable(self, blob: Blob) -> Environment:
         """The durable index; rebuilt from the blob if it is lost or cannot be read."""

@@ -173,6 +173,10 @@ class Client:
         (inside,) = self._inside([path])
         return self._ask("info", path=inside)
 
+    def flush(self) -> None:
+        """Returns when everything that is pinned and cached by now is in the index."""
+        self._ask("flush")
+
     def leave(self) -> None:
         """Have the daemon end and leave the mount to the next one."""
         self._ask("leave")

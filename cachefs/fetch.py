@@ -10,6 +10,7 @@ the next open sees the new version whole (hazard 11).
 
 import contextlib
 import os
+import time
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -81,6 +82,7 @@ class Fetcher:
 
     async def read(self, file: OpenFile, offset: int, size: int) -> bytes | memoryview:
         """Up to `size` bytes from `offset`; fewer at the end of the file."""
+        began_ns = time.monotonic_ns()
         inode = file.inode
         size = min(size, inode.size - offset)
         if size <= 0:
@@ -99,6 +101,7 @@ class Fetcher:
         else:
             self._metrics.misses += 1
             self._metrics.miss_bytes += size
+        self._metrics.latencies.note("read_hit" if hit else "read_miss", time.monotonic_ns() - began_ns)
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
     async def _read_part(self, file: OpenFile, offset: int, length: int) -> tuple[bytes | memoryview, bool]:

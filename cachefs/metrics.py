@@ -1,6 +1,8 @@
 """Every counter of the filesystem: its name, its unit and its meaning. Incremented on the trio thread alone."""
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, field, fields
+
+from cachefs.latency import Latencies
 
 
 @dataclass(slots=True)
@@ -28,5 +30,9 @@ class Metrics:
     stale_reads: int = 0
     """Reads answered ESTALE because the source had changed."""
 
+    latencies: Latencies = field(default_factory=Latencies)
+    """Of requests that Python answered, from when it heard of them."""
+
     def as_dict(self) -> dict[str, int]:
-        return asdict(self)
+        """The counters."""
+        return {each.name: getattr(self, each.name) for each in fields(self) if each.name != "latencies"}

@@ -7,6 +7,7 @@ ours: logged with its traceback, answered EIO, and the mount goes on.
 import errno
 import functools
 import logging
+import time
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any, ParamSpec, TypeVar
 
@@ -19,6 +20,7 @@ from cachefs.contents import VIRTUAL, Contents
 from cachefs.directories import Directories
 from cachefs.errors import errno_of
 from cachefs.filesystem import Entry, FileSystem
+from cachefs.latency import Latencies
 from cachefs.mutations import Changes, Mutations
 from cachefs.open_files import FAST_HANDLE, OpenFiles
 
@@ -27,16 +29,32 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
+_KINDS = {
+    "lookup": "lookup", "getattr": "getattr", "open": "open", "opendir": "open", "create": "open",
+    "readdir": "readdir", "write": "write", "setattr": "write", "fsync": "write", "flush": "write",
+}  # fmt: skip
+_READ = "read"
+"""Whether that is a hit is known elsewhere (fetch.py)."""
+
+
 def _handler(function: Callable[P, Awaitable[R]]) -> Callable[P, Coroutine[Any, Any, R]]:
+    name = function.__name__
+    kind = _KINDS.get(name, "other")
+
     @functools.wraps(function)
     async def wrapped(*args: P.args, **kwargs: P.kwargs) -> R:
+        began_ns = time.monotonic_ns()
         try:
             return await function(*args, **kwargs)
         except OSError as error:
             raise pyfuse3.FUSEError(errno_of(error)) from None
         except Exception:
-            log.exception("bug in %s, answered EIO", function.__name__)
+            log.exception("bug in %s, answered EIO", name)
             raise pyfuse3.FUSEError(errno.EIO) from None
+        finally:
+            if name != _READ:
+                operations: Any = args[0]
+                operations.latencies.note(kind, time.monotonic_ns() - began_ns)
 
     return wrapped
 
@@ -85,6 +103,7 @@ class Operations(pyfuse3.Operations):
         directories: Directories,
         mutations: Mutations,
         contents: Contents,
+        latencies: Latencies,
     ) -> None:
         super().__init__()
         self._fs = filesystem
@@ -92,6 +111,7 @@ class Operations(pyfuse3.Operations):
         self._directories = directories
         self._mutations = mutations
         self._contents = contents
+        self.latencies = latencies
         self.initialized = trio.Event()
         """Set when the kernel has negotiated the connection."""
 

@@ -3,6 +3,7 @@
 import json
 import os
 import select
+from contextlib import suppress
 from pathlib import Path
 
 import click
@@ -17,6 +18,7 @@ from daemon.mount import make_mount_config, mount
 from daemon.parameters import Place, one_line_errors
 from daemon.settings import as_toml
 from daemon.simulate import simulate
+from daemon.snapshot import snapshot
 from daemon.trace import trace
 from daemon.warmup import evict, info, invalidate, pin, unpin, warmup
 
@@ -93,15 +95,25 @@ def restart(mountpoint: str) -> None:
 @main.command()
 @click.argument("mountpoint", type=Place())
 @click.option("--json", "as_json", is_flag=True, help="One JSON object.")
+@click.option("--watch", "watched", is_flag=True, help="A live screen, until Ctrl-C.")
+@click.option("--interval", type=click.FloatRange(0.1), default=2.0, show_default=True, metavar="S", help="Of --watch.")
 @one_line_errors
-def status(mountpoint: str, as_json: bool) -> None:
+def status(mountpoint: str, as_json: bool, watched: bool, interval: float) -> None:
     """What a mount is doing: hits, misses, what is cached, what went to the source.
 
     \b
-    Example:
+    Examples:
+      cachefs status /data/imagenet --watch
       cachefs status /data/imagenet --json
     """
-    answer = Client(mountpoint).status()
+    client = Client(mountpoint)
+    if watched:
+        from daemon.watch import watch
+
+        with suppress(KeyboardInterrupt):
+            watch(client, interval)
+        return
+    answer = client.status()
     if as_json:
         click.echo(json.dumps(answer, indent=2))
         return
@@ -149,5 +161,5 @@ def show(mountpoint: str, as_json: bool) -> None:
         click.echo(line)
 
 
-for command in (mount, warmup, evict, invalidate, pin, unpin, info, simulate, graph, trace):
+for command in (mount, warmup, evict, invalidate, pin, unpin, info, snapshot, simulate, graph, trace):
     main.add_command(command)

@@ -6,10 +6,12 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 
+import psutil
 import trio
 
 from cachefs.errors import CacheFsError
 from cachefs.hints import Hints
+from cachefs.latency import Histogram, added, quantile_s
 from cachefs.options import CacheLevel
 from cachefs.prefetcher import Prefetcher
 from cachefs.warm_up import WarmUp
@@ -25,6 +27,7 @@ log = logging.getLogger(__name__)
 DEFAULT_JOBS = 16
 MAX_JOBS = 1024
 PROGRESS_S = 0.5
+FLUSH_TIMEOUT_S = 60.0
 
 
 class Commands:
@@ -66,10 +69,14 @@ class Commands:
             "pin": self.pin,
             "unpin": self.unpin,
             "info": self.info,
+            "flush": self.flush,
             "leave": self.leave,
         }
 
     async def status(self, _: Request, tell: Tell) -> Answer:
+        return self.status_now()
+
+    def status_now(self) -> Answer:
         parts, config = self._parts, self._configuration()
         index = parts.opened.index
         status: Answer = {
@@ -93,19 +100,31 @@ class Commands:
             "source_stuck_calls": parts.slots.stuck,
             "warm_ups": [asdict(warm_up.progress()) for warm_up in self._warm_ups],
             "hints_waiting": self._hints.waiting,
+            "latencies": {kind: _latency(histogram) for kind, histogram in self._latencies().items()},
             "prefetch": self._prefetcher.state if self._prefetcher is not None else None,
             "fastpath": None,
             "run": parts.opened.state.run,
+            "memory_bytes": {"daemon": _memory_bytes(os.getpid())},
         }
         if self._host is not None:
             self._host.add_to(status)
+            status["memory_bytes"]["fast path"] = _memory_bytes(status["fastpath"]["pid"])
         return status
+
+    def _latencies(self) -> dict[str, Histogram]:
+        own = self._parts.metrics.latencies.by_kind
+        return added([own, self._host.latencies()]) if self._host is not None else own
 
     async def config(self, _: Request, tell: Tell) -> Answer:
         settings = {name: asdict(setting) for name, setting in self._configuration().settings.items()}
         if settings["cache-size"]["value"] is None:
             settings["cache-size"]["value"] = format_size(self._parts.data.capacity_bytes)
         return {"settings": settings}
+
+    async def flush(self, _: Request, tell: Tell) -> Answer:
+        if not await self._parts.writes.flush(FLUSH_TIMEOUT_S):
+            raise CacheFsError(f"not everything could be written within {FLUSH_TIMEOUT_S:.0f} s")
+        return {}
 
     async def leave(self, _: Request, tell: Tell) -> Answer:
         """No more requests are taken; those that were are answered, and then the process ends."""
@@ -208,3 +227,23 @@ class Commands:
     async def will_read(self, request: Request, tell: Tell) -> Answer:
         self._check_level(metadata_only=False)
         return {"noted": self._hints.note(control.paths(request), anew=argument(request, "anew", bool))}
+
+
+def _memory_bytes(pid: int) -> int:
+    """What a process has that is not page cache; 0 where there is none."""
+    try:
+        found = psutil.Process(pid).memory_info()
+    except psutil.Error:
+        return 0
+    return int(found.rss - found.shared)
+
+
+def _latency(histogram: Histogram) -> Answer:
+    """`buckets`: how many requests there were in each (latency.py), but for the empty ones."""
+    return {
+        "count": sum(histogram[1:]),
+        "sum_s": histogram[0] / 1e9,
+        "p50_s": quantile_s(histogram, 0.5),
+        "p99_s": quantile_s(histogram, 0.99),
+        "buckets": {number: count for number, count in enumerate(histogram[1:]) if count},
+    }

@@ -50,11 +50,15 @@ class MountConfig:
     mountpoint: str
     options: Options
     cache_dir: Path | None = None
+    metadata_snapshot: Path | None = None
+    """What a new cache starts from."""
     cache_size_bytes: int | None = None
     """None: 90 % of what is free."""
     allow_other: bool = True
     foreground: bool = False
     log_level: str = "info"
+    metrics: str | None = None
+    """Where they are served: see `exporter.parse_address`."""
     config_file: Path | None = None
     settings: dict[str, Setting] = field(default_factory=dict)
     """By the names of the options."""
@@ -70,14 +74,14 @@ def load(path: Path) -> MountConfig:
     try:
         fields = json.loads(path.read_text())
         options = {name: _RESTORE.get(name, _as_it_is)(value) for name, value in fields.pop("options").items()}
-        cache_dir, config_file = (
-            Path(p) if p is not None else None for p in map(fields.pop, ("cache_dir", "config_file"))
-        )
-        settings = {name: Setting(**setting) for name, setting in fields.pop("settings").items()}
+        places = [fields.pop(name, None) for name in ("cache_dir", "config_file", "metadata_snapshot")]
+        cache_dir, config_file, snapshot = (Path(place) if place is not None else None for place in places)
+        settings = {name: Setting(**setting) for name, setting in fields.pop("settings", {}).items()}
         return MountConfig(
             **fields,
-            cache_dir=Path(cache_dir) if cache_dir is not None else None,
-            config_file=Path(config_file) if config_file is not None else None,
+            cache_dir=cache_dir,
+            config_file=config_file,
+            metadata_snapshot=snapshot,
             options=Options(**options),
             settings=settings,
         )

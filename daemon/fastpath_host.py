@@ -24,6 +24,7 @@ from cachefs.fastpath.in_doubt import touched
 from cachefs.fastpath.launcher import FastPath, Inheritance, Message
 from cachefs.fastpath.shared import ACCESS_LOGS, Shared, mount_flags
 from cachefs.filesystem import FileSystem
+from cachefs.latency import Histogram
 from cachefs.options import Options
 from cachefs.wishes import Wish, Wishes
 from daemon import descriptor_store
@@ -185,6 +186,9 @@ class FastPathHost:
 
     def close(self) -> None:
         self._fastpath.close()
+
+    def latencies(self) -> dict[str, Histogram]:
+        return self._held.shared.latencies()
 
     def add_to(self, status: dict[str, Any]) -> None:
         """Complete the daemon's own counts with those of the fast path."""

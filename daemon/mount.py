@@ -14,7 +14,7 @@ from cachefs.metadata_retention import NAMES as METADATA_RETENTION
 from cachefs.options import CacheLevel, Options, Revalidate
 from daemon import background, config, config_file, settings
 from daemon.conflict import check_daemon_package
-from daemon.parameters import Place, Seconds, Size, one_line_errors
+from daemon.parameters import MetricsAddress, Place, Seconds, Size, one_line_errors
 from policies import prefetch as prefetch_policies
 from policies import retention as retention_policies
 from policies.globs import Globs, InvalidGlob
@@ -27,6 +27,7 @@ def make_mount_config(
     mountpoint: str,
     cache_dir: Path | None,
     cache_size: int | None,
+    metadata_snapshot: Path | None,
     cache: str,
     retention: str | None,
     metadata_limit: int | None,
@@ -47,6 +48,7 @@ def make_mount_config(
     foreground: bool,
     profile: str,
     log_level: str,
+    metrics: str | None,
 ) -> config.MountConfig:
     """In the context of the command, which knows where the values come from.
 
@@ -65,6 +67,8 @@ def make_mount_config(
             DependencyGraph(parse_graph(lines))
         except (InvalidGraph, UnicodeDecodeError) as error:
             raise click.UsageError(f"--prefetch-graph: {error}") from None
+    if metadata_snapshot is not None and (not read_only or cache == "none"):
+        raise click.UsageError("--metadata-snapshot needs --read-only: elsewhere names and listings are not pinned")
     if metadata_retention is not None and metadata_limit is None:
         raise click.UsageError("--metadata-retention needs --metadata-limit")
     prefetch = prefetch or "sequential"
@@ -110,9 +114,11 @@ def make_mount_config(
         options=options,
         cache_dir=cache_dir.absolute() if cache_dir is not None else None,
         cache_size_bytes=cache_size,
+        metadata_snapshot=metadata_snapshot.absolute() if metadata_snapshot is not None else None,
         allow_other=allow_other,
         foreground=foreground,
         log_level=log_level,
+        metrics=metrics,
         config_file=config_file.place(context),
         settings=settings.settings(context, computed),
     )
@@ -148,6 +154,13 @@ def make_mount_config(
     "for users $XDG_CACHE_HOME/cachefs/ID]",
 )
 @click.option("--cache-size", type=Size(), help="How much may be cached, such as 500G. [default: 90 % of what is free]")
+@click.option(
+    "--metadata-snapshot",
+    type=click.Path(dir_okay=False, path_type=Path),
+    metavar="FILE",
+    help="What a new cache starts from instead of walking the tree: a file that `cachefs snapshot export` made on "
+    "another node. Needs --read-only.",
+)
 @click.option(
     "--cache",
     type=click.Choice([level.value for level in CacheLevel]),
@@ -265,6 +278,12 @@ def make_mount_config(
     default="info",
     show_default=True,
     help="What is worth a line in the log: DIR/daemon.log of the cache, stderr or the journal.",
+)
+@click.option(
+    "--metrics",
+    type=MetricsAddress(),
+    help="Serve metrics for Prometheus there: a Unix socket (/run/imagenet.sock) or a loopback port (9123). "
+    "[default: no]",
 )
 @one_line_errors
 def mount(**parameters: Any) -> None:

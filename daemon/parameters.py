@@ -2,6 +2,7 @@
 
 import math
 import os
+import re
 import sys
 from collections.abc import Callable
 from functools import wraps
@@ -32,6 +33,20 @@ class Place(click.ParamType[str]):
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
         return os.fsdecode(value)
+
+
+class MetricsAddress(click.ParamType[str]):
+    name = "ADDRESS"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        text = str(value)
+        if not text.startswith("/") and LOOPBACK.fullmatch(text) is None:
+            self.fail(f"{text!r} is neither the path of a socket nor a port of the loopback interface", param, ctx)
+        return text
+
+
+LOOPBACK = re.compile(r"(?:(127(?:\.\d+){3}|localhost|\[::1\]):)?(\d{1,5})")
+"""A port of this machine alone: 9123, 127.0.0.1:9123, [::1]:9123."""
 
 
 class Seconds(click.ParamType[float]):

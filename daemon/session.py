@@ -122,6 +122,9 @@ class Session:
         try:
             blob = directory.open_blob()
             try:
+                if self.config.metadata_snapshot is not None:
+                    root_inode = os.fstat(self._source_fd).st_ino
+                    directory.import_snapshot(self.config.metadata_snapshot, blob, root_inode)
                 durable = directory.open_durable(blob)
                 size = self.config.cache_size_bytes
                 options = replace(
@@ -258,6 +261,8 @@ class Session:
                 leave=self._leave,
             )
             await nursery.start(control.serve, runtime / "control", commands.by_name(), {"leave": pyfuse3.terminate})
+            if self.config.metrics is not None:
+                await self._serve_metrics(nursery, self.config.metrics, commands, must=not took_over)
             for task in (writes.run, hints.run, self._check_readers):
                 nursery.start_soon(_forever, task)
             if parts.limit is not None:
@@ -290,6 +295,19 @@ class Session:
             await files.close()
         parts.slots.close()
         return flushed
+
+    async def _serve_metrics(self, nursery: trio.Nursery, address: str, commands: Commands, *, must: bool) -> None:
+        """`must`: raise CacheFsError where it cannot be; a mount with jobs on it does not end for that."""
+        from daemon import exporter  # prometheus_client is of no use to those who do not ask for it
+
+        try:
+            listener = await exporter.listen(exporter.parse_address(address))
+        except CacheFsError as error:
+            if must:
+                raise
+            log.error("%s", error)
+            return
+        nursery.start_soon(_forever, partial(exporter.serve, listener, commands.status_now))
 
     def _leave(self) -> None:
         self._leaving = True

@@ -103,31 +103,32 @@ def warmup(
         for client, _ in wanted:
             click.echo(f"in the background: cachefs status {client.mountpoint}")
         return
-    finish(total, time.monotonic() - started, as_json=as_json)
+    finish(total, time.monotonic() - started, as_json=as_json, metadata_only=metadata_only)
 
 
-def finish(report: Report, seconds: float, *, as_json: bool = False) -> None:
+def finish(report: Report, seconds: float, *, as_json: bool, metadata_only: bool) -> None:
     """Say what came of it; exit status 1 if anything is missing."""
     if as_json:
         click.echo(json.dumps({**asdict(report), "is_complete": report.is_complete, "seconds": round(seconds, 3)}))
     else:
         for problem in report.problems:
             click.echo(f"cachefs: {problem}", err=True)
-        click.echo(summary(report, seconds))
+        click.echo(summary(report, seconds, metadata_only=metadata_only))
     if not report.is_complete:
         sys.exit(1)
 
 
-def summary(report: Report, seconds: float) -> str:
+def summary(report: Report, seconds: float, *, metadata_only: bool) -> str:
     from rich.filesize import decimal
 
     share = 100 * report.cached_files / report.files if report.files else 100.0
     # Never 100 % when something is missing.
     share = min(share, 99.9) if report.cached_files < report.files else share
     parts = [
-        f"{report.cached_files:,} of {report.files:,} files cached ({share:.1f} %), "
-        f"{decimal(report.cached_bytes)} of {decimal(report.bytes)}"
+        f"{report.cached_files:,} of {report.files:,} files {'pinned' if metadata_only else 'cached'} ({share:.1f} %)"
     ]
+    if not metadata_only:
+        parts[0] += f", {decimal(report.cached_bytes)} of {decimal(report.bytes)}"
     if report.fetched_files:
         parts.append(f"{report.fetched_files:,} fetched in {seconds:.1f} s")
     if report.mutable_files:

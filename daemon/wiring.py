@@ -87,6 +87,7 @@ def wire(
         filesystem, data, metrics, unseen_handles=unseen_handles, first_handle=(opened.takeovers << 40) + 1
     )
     directories = Directories(filesystem, nursery)
+    mutations = Mutations(filesystem, files, directories)
     contents = Contents(filesystem, data)
     return Parts(
         options=options,
@@ -102,7 +103,7 @@ def wire(
         files=files,
         directories=directories,
         contents=contents,
-        operations=Operations(filesystem, files, directories, Mutations(filesystem, files, directories), contents),
+        operations=Operations(filesystem, files, directories, mutations, contents, metrics.latencies),
         prefetch=policy,
         limit=limit,
     )

@@ -92,6 +92,7 @@ static void finish_waiters(struct fill *fill, struct waiter *waiters, const stru
             counters->misses++;
             counters->miss_bytes += waiter->length;
             fill_answer(fill, waiter, fetch);
+            latency_note(latencies_of(fill->fastpath->shared, counters), LATENCY_READ_MISS, monotonic_ns() - waiter->since_ns);
             relay_free_slot(&fill->fastpath->relay, waiter->slot);
         } else {
             relay_pass(&fill->fastpath->relay, waiter->slot); /* Python sees for itself what is wrong */

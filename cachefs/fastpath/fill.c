@@ -126,7 +126,8 @@ enum outcome fill_read(struct worker *worker, const struct inode_record *record,
     if (end > record->size)
         end = record->size;
     struct waiter reader = {
-        .slot = worker->slot, .unique = request->header->unique, .offset = in->offset, .length = (uint32_t)(end - in->offset)};
+        .slot = worker->slot, .unique = request->header->unique, .offset = in->offset,
+        .since_ns = worker->begun_ns, .length = (uint32_t)(end - in->offset)};
 
     pthread_mutex_lock(&fill->lock);
     struct fetch *fetch = table_find(&fill->table, inode, record->version, in->offset, end);

@@ -12,7 +12,7 @@
 
 struct waiter { /* a READ that waits for a fetch; its slot is ours */
     struct waiter *next;
-    uint64_t unique, offset;
+    uint64_t unique, offset, since_ns;
     uint32_t slot, length;
 };
 

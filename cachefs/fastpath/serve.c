@@ -24,11 +24,24 @@ static void clamp_listing(const struct request *request)
         in->size = PART_BYTES;
 }
 
+static enum latency_kind kind_of(uint32_t opcode)
+{
+    switch (opcode) {
+    case FUSE_LOOKUP: return LATENCY_LOOKUP;
+    case FUSE_GETATTR: return LATENCY_GETATTR;
+    case FUSE_OPEN: case FUSE_OPENDIR: return LATENCY_OPEN;
+    case FUSE_READ: return LATENCY_READ_HIT;
+    case FUSE_READDIR: case FUSE_READDIRPLUS: return LATENCY_READDIR;
+    default: return LATENCY_OTHER;
+    }
+}
+
 void serve(struct worker *worker)
 {
     struct relay *relay = &worker->fastpath->relay;
     struct slot_head *head = &worker->fastpath->shared->slots[worker->slot];
     struct request request;
+    worker->begun_ns = monotonic_ns();
     if (!request_parse(slot_data(relay, worker->slot), head->length, &request)) {
         reply(worker->fastpath->device, head->unique, EIO, NULL, 0);
         worker->counters->failed++;
@@ -38,6 +51,8 @@ void serve(struct worker *worker)
     view_end(&worker->view);
     if (outcome == ANSWERED) {
         worker->counters->answered++;
+        latency_note(latencies_of(worker->fastpath->shared, worker->counters), kind_of(request.header->opcode),
+                     monotonic_ns() - worker->begun_ns);
         return;
     }
     if (outcome == PASS) {

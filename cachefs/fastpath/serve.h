@@ -49,6 +49,7 @@ struct worker {
     struct view view;
     struct counters *counters;
     uint32_t slot;
+    uint64_t begun_ns; /* when the request of the moment was read */
     bool distrusts; /* the request of the moment found a corrupt record: what the index has will not do */
     uint8_t *scratch; /* of QUICK_BYTES */
     bool has_turn;

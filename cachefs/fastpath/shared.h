@@ -10,8 +10,10 @@
 #include <stddef.h>
 #include <stdint.h>
 
+#include "latency.h"
+
 #define SHARED_MAGIC 0x48505443u /* "CTPH" */
-#define SHARED_VERSION 2
+#define SHARED_VERSION 3
 #define MAX_THREADS 192
 #define SLOT_COUNT 2048
 #define SLOT_BYTES (140u << 10) /* of one request: a WRITE of 128 KiB and what surrounds it */
@@ -98,8 +100,16 @@ struct shared {
     _Alignas(4096) struct counters counters[MAX_THREADS];
     struct access_log accesses[ACCESS_LOGS];
     struct slot_head slots[SLOT_COUNT];
+    struct latencies latencies[LATENCY_COPIES];
 };
 static_assert(offsetof(struct shared, counters) == 4096, "shared page");
+
+/* Those of the thread that counts in `counters`. */
+static inline struct latencies *latencies_of(struct shared *shared, const struct counters *counters)
+{
+    return &shared->latencies[(size_t)(counters - shared->counters) % LATENCY_COPIES];
+}
+
 #define SHARED_HEAD_BYTES ((sizeof(struct shared) + 4095) & ~(size_t)4095)
 #define SHARED_BYTES (SHARED_HEAD_BYTES + (size_t)SLOT_COUNT * SLOT_BYTES)
 

@@ -11,20 +11,23 @@ from collections import Counter
 from dataclasses import dataclass, fields
 
 from cachefs.attributes import NANOSECONDS
+from cachefs.latency import BUCKETS, KINDS, Histogram
 from cachefs.options import CacheLevel, Options
 
 MAGIC = 0x48505443
-VERSION = 2
+VERSION = 3
 SLOT_COUNT = 2048
 SLOT_BYTES = 140 << 10
 MAX_THREADS = 192
 COUNTERS_OFFSET = 4096
 COUNTER_BYTES = 128
-SHARED_BYTES = 294748160
+SHARED_BYTES = 294854656
 ACCESSES_OFFSET = 28672
 ACCESS_LOGS = 16
 ACCESS_ENTRIES = 4096
 ACCESS_UNIT_BITS = 24
+LATENCIES_OFFSET = 1143808
+LATENCY_COPIES = 16
 _LOG_WORDS = 8 + 2 * ACCESS_ENTRIES
 _MARGIN = 256
 """So many of the oldest entries of a log may be overwritten while it is read."""
@@ -115,7 +118,7 @@ class Shared:
     def __init__(self, fd: int) -> None:
         """Raises ValueError where it is not of this version."""
         self.fd = fd
-        self._map = mmap.mmap(fd, ACCESSES_OFFSET + ACCESS_LOGS * _LOG_WORDS * 8)
+        self._map = mmap.mmap(fd, LATENCIES_OFFSET + LATENCY_COPIES * len(KINDS) * (1 + BUCKETS) * 8)
         with memoryview(self._map) as whole:
             self._words = {"I": whole.cast("I"), "Q": whole.cast("Q")}
         if (self["magic"], self["version"]) != (MAGIC, VERSION):
@@ -157,6 +160,15 @@ class Shared:
     def counters(self) -> Counters:
         words = self._words["Q"][COUNTERS_OFFSET // 8 :][: MAX_THREADS * COUNTER_BYTES // 8].tolist()
         return Counters(*(sum(words[number :: COUNTER_BYTES // 8]) for number in range(len(fields(Counters)))))
+
+    def latencies(self) -> dict[str, Histogram]:
+        """Of requests that the fast path answered, from when it read them."""
+        row = 1 + BUCKETS
+        words = self._words["Q"][LATENCIES_OFFSET // 8 :][: LATENCY_COPIES * len(KINDS) * row].tolist()
+        size = len(KINDS) * row
+        copies = [words[start : start + size] for start in range(0, len(words), size)]
+        together = list(map(sum, zip(*copies, strict=True)))
+        return {kind: together[number * row : (number + 1) * row] for number, kind in enumerate(KINDS)}
 
     def passed(self) -> dict[str, int]:
         """How many requests were passed on to Python, by operation."""

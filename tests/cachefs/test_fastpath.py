@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from cachefs import attributes
+from cachefs import attributes, latency
 from cachefs.attributes import Dentry, Extent, Inode
 from cachefs.fastpath import in_doubt, launcher, shared
 from cachefs.options import CacheLevel, Options
@@ -54,6 +54,8 @@ def test_the_shared_memory_has_one_layout(layout) -> None:  # type: ignore[no-un
         assert by_field["shared", field] == (offset, struct.calcsize(code)), field
     assert by_field["shared", "passed"] == (shared.PASSED_OFFSET, 8 * shared.OPERATIONS)
     assert by_field["shared", "counters"][0] == shared.COUNTERS_OFFSET
+    histograms = shared.LATENCY_COPIES * len(latency.KINDS) * (1 + latency.BUCKETS)
+    assert by_field["shared", "latencies"] == (shared.LATENCIES_OFFSET, 8 * histograms)
     assert sizes == {
         "shared_bytes": shared.SHARED_BYTES,
         "counters": shared.COUNTER_BYTES,

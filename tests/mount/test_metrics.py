@@ -1,0 +1,166 @@
+"""What a mount tells of itself: metrics for Prometheus, and the live screen."""
+
+import json
+import re
+import socket
+import subprocess
+import urllib.request
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from cachefs.latency import KINDS, bound_s, bucket
+from daemon.exporter import METRICS
+from tests.conftest import CLI, REPOSITORY, Mount, cachefs, contents, wait_for
+
+MakeMount = Callable[..., Mount]
+
+
+def scrape(address: Path | str) -> str:
+    if isinstance(address, str):
+        with urllib.request.urlopen(f"http://{address}/metrics", timeout=10) as answer:
+            assert answer.headers["Content-Type"].startswith("text/plain; version=")
+            return str(answer.read().decode())
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
+        connection.connect(str(address))
+        connection.sendall(b"GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n")
+        data = b""
+        while part := connection.recv(65536):
+            data += part
+    head, _, body = data.partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 200 OK\r\n")
+    return body.decode()
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@pytest.mark.parametrize("kind", ["socket", "port"])
+def test_a_scrape(mount: MakeMount, source: Path, tmp_path: Path, kind: str) -> None:
+    address: Path | str = tmp_path / "metrics.sock" if kind == "socket" else f"127.0.0.1:{free_port()}"
+    m = mount(source, "--read-only", "--metrics", str(address).removeprefix("127.0.0.1:"))
+    contents(m.path)
+    status = m.flush()
+    families = {family.name: family for family in text_string_to_metric_families(scrape(address))}
+    assert all(family.documentation for family in families.values())
+    values = {
+        (sample.name, sample.labels.get("operation", "")): sample.value
+        for family in families.values() for sample in family.samples
+        if not sample.name.endswith("_bucket")
+    }  # fmt: skip
+    for described in METRICS:
+        if described.key not in ("uptime_s",):
+            name = described.name + ("_total" if described.counter else "")
+            assert values[name, ""] == status[described.key], name
+    for name, count in status["source_ops"].items():
+        assert values["cachefs_source_operations_total", name] == count
+    assert all(s.labels["mountpoint"] == str(m.path) for f in families.values() for s in f.samples)
+    latency = families["cachefs_request_duration_seconds"]
+    misses = [s for s in latency.samples if s.labels["request"] == "read_miss"]
+    counts = [s.value for s in misses if s.name.endswith("_bucket")]
+    assert counts == sorted(counts) and counts[-1] == status["misses"] == 40
+    # The dashboard and the alerts ask for what there is.
+    used = set()
+    for page in ("docs/grafana-dashboard.json", "docs/prometheus-alerts.yml"):
+        text = (REPOSITORY / page).read_text()
+        used |= set(re.findall(r"\bcachefs_[a-z_]+", text))
+    told = {sample.name for family in families.values() for sample in family.samples} | set(families)
+    assert used and used <= told, used - told
+    json.loads((REPOSITORY / "docs/grafana-dashboard.json").read_text())
+
+
+def test_what_is_no_scrape(mount: MakeMount, source: Path, tmp_path: Path) -> None:
+    address = tmp_path / "metrics.sock"
+    m = mount(source, "--metrics", address)
+    for request in (b"GET / HTTP/1.1\r\n\r\n", b"\r\n\r\n", b"POST /metrics HTTP/1.1\r\n\r\n"):
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
+            connection.connect(str(address))
+            connection.sendall(request)
+            assert connection.recv(100).startswith(b"HTTP/1.1 404 ")
+    assert contents(m.path) == contents(source)
+    place = tmp_path / "other"
+    place.mkdir()
+    for bad, code in (("0.0.0.0:9000", 2), ("nine", 2), (str(tmp_path / "no/where"), 1)):
+        done = cachefs("mount", source, place, "--cache-dir", tmp_path / "o", "--metrics", bad, check=False)
+        assert done.returncode == code and "Traceback" not in done.stderr
+        assert "metrics" in done.stderr
+
+
+def test_buckets_are_told_apart() -> None:
+    for ns in (1, 1023, 1024, 1279, 1280, 5_000, 10**6, 12_345_678, 10**9, 10**12):
+        number = bucket(ns)
+        assert number == 0 or bound_s(number - 1) <= ns / 1e9
+        assert ns / 1e9 < bound_s(number) or number == 103
+
+
+def test_latencies_are_what_a_reader_sees(mount: MakeMount, source: Path) -> None:
+    m = mount(source, "--read-only", "--simulate-latency", "20")
+    contents(m.path)
+    latencies = m.status()["latencies"]
+    assert set(latencies) == set(KINDS)
+    misses = latencies["read_miss"]
+    assert misses["count"] == 40 and 0.035 < misses["p50_s"] < 0.2 and misses["p50_s"] <= misses["p99_s"]
+    assert misses["sum_s"] > 40 * 0.04
+    hits = latencies["read_hit"]
+    Path("/proc/sys/vm/drop_caches").write_text("3")
+    m.flush()
+    contents(m.path)
+    now = m.status()["latencies"]["read_hit"]
+    assert now["count"] >= hits["count"] + 40 and now["p50_s"] < 0.02
+    assert m.status()["latencies"]["read_miss"]["count"] == 40
+
+
+class Terminal:
+    """A terminal of 80 by 24 that a program runs in, in tmux."""
+
+    def __init__(self, tmp_path: Path, command: list[object]) -> None:
+        self._socket = str(tmp_path / "tmux")
+        line = " ".join(f"'{part}'" for part in command)
+        self._tmux("new-session", "-d", "-x", "80", "-y", "30", f"cd {REPOSITORY} && {line}; sleep 60")
+
+    def _tmux(self, *arguments: str) -> str:
+        return subprocess.run(
+            ["tmux", "-S", self._socket, *arguments], capture_output=True, text=True, check=True
+        ).stdout
+
+    def screen(self) -> str:
+        return self._tmux("capture-pane", "-p")
+
+    def press(self, key: str) -> None:
+        self._tmux("send-keys", key)
+
+    def close(self) -> None:
+        self._tmux("kill-server")
+
+
+def test_the_live_screen(mount: MakeMount, source: Path, tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    m = mount(source, "--read-only", "--simulate-latency", "2")
+    terminal = Terminal(tmp_path, [*CLI, "status", m.path, "--watch", "--interval", "0.5"])
+    request.addfinalizer(terminal.close)
+    wait_for(terminal.screen, lambda screen: "since the start" in screen)
+    contents(m.path)
+    screen = wait_for(terminal.screen, lambda screen: "read miss" in screen)
+    assert max(map(len, screen.splitlines())) <= 80
+    for words in ("hit ratio", "from cache", "from source", "cache", "pinned", "p50", "p99", "calls to the source"):
+        assert words in screen, screen
+    wait_for(terminal.screen, lambda screen: "idle" in screen)
+    terminal.press("C-c")
+    wait_for(terminal.screen, lambda screen: "hit ratio" not in screen and "Traceback" not in screen)
+
+
+def test_status_costs_little(mount: MakeMount, source: Path) -> None:
+    """Counted, not timed: no status asks the source, and none takes the index more than a look."""
+    m = mount(source, "--read-only")
+    contents(m.path)
+    m.flush()
+    before = m.status()
+    for _ in range(50):
+        m.status()
+    after = m.status()
+    for name in ("source_ops", "hits", "misses", "uncommitted", "pinned_inodes"):
+        assert after[name] == before[name]

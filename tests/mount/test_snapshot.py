@@ -1,0 +1,138 @@
+"""Metadata snapshots: what a node that starts with one knows, and what it refuses."""
+
+import os
+import shutil
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import Mount, cachefs, contents, make_files, settle
+
+MakeMount = Callable[..., Mount]
+
+
+def everything(root: Path, *but: str) -> list[object]:
+    """What can be seen of a tree but the data, in the order of its listings."""
+    seen: list[object] = []
+    for path, directories, files in os.walk(root):
+        for name in [*directories, *files]:
+            place = os.path.join(path, name)
+            found = os.lstat(place)
+            target = os.readlink(place) if os.path.islink(place) else ""
+            seen.append(
+                (
+                    os.path.relpath(place, root),
+                    target,
+                    *[getattr(found, f"st_{field}") for field in FIELDS if field not in but],
+                )
+            )
+    return seen
+
+
+FIELDS = ("mode", "nlink", "uid", "gid", "rdev", "size", "blocks", "blksize", "mtime_ns", "ctime_ns", "atime_ns", "ino")
+
+
+@pytest.fixture
+def tree(tmp_path: Path) -> Path:
+    root = tmp_path / "tree"
+    make_files(root, 300, directories=7)
+    (root / "deep/er/still").mkdir(parents=True)
+    (root / "empty").mkdir()
+    (root / "odd \n\xff name").write_bytes(b"x")
+    (root / "deep/link").symlink_to("../d0/f00000")
+    os.link(root / "d0/f00000", root / "deep/er/hard")
+    os.setxattr(root / "d1/f00001", "user.colour", b"green")
+    os.mkfifo(root / "pipe")
+    os.chmod(root / "d2", 0o2750)
+    settle()
+    return root
+
+
+@pytest.fixture
+def snapshot(mount: MakeMount, tree: Path, tmp_path: Path) -> Path:
+    m = mount(tree, "--read-only", name="first")
+    cachefs("warmup", m.path, "--metadata-only")
+    os.getxattr(m.path / "d1/f00001", "user.colour")
+    said = cachefs("snapshot", "export", m.path, tmp_path / "snap").stdout
+    assert said.startswith(f"{tmp_path}/snap: 315 names")
+    return tmp_path / "snap"
+
+
+def test_a_new_node_asks_for_nothing(mount: MakeMount, snapshot: Path, tree: Path) -> None:
+    m = mount(tree, "--read-only", "--metadata-snapshot", snapshot)
+    assert m.status()["pinned_inodes"] == 315  # one file has two names, and the root has none
+    assert everything(m.path) == everything(m.path.parent / "first")
+    # Listing the source has moved the times of access of its directories.
+    assert sorted(map(str, everything(m.path, "atime_ns"))) == sorted(map(str, everything(tree, "atime_ns")))
+    assert os.getxattr(m.path / "d1/f00001", "user.colour") == b"green"
+    assert not (m.path / "d1/nobody").exists()
+    assert m.ops() == {}
+    assert contents(m.path) == contents(tree)
+    assert set(m.ops()) <= {"open", "read", "fstat", "close"}
+    log = m.log()
+    m.umount()
+    m.start()  # the cache is not new any more
+    assert "is left alone" in m.log().removeprefix(log)
+    before = m.status()
+    assert before["cached_files"] > 300 and contents(m.path) == contents(tree)
+    assert m.ops().get("read", 0) == 0
+
+
+def test_what_changed_since_is_never_mixed(mount: MakeMount, snapshot: Path, tree: Path) -> None:
+    (tree / "d0/f00007").write_bytes(b"another")
+    settle()
+    m = mount(tree, "--read-only", "--metadata-snapshot", snapshot)
+    with pytest.raises(OSError, match="Stale"):
+        (m.path / "d0/f00007").read_bytes()
+    assert (m.path / "d0/f00007").read_bytes() == b"another"
+
+
+def test_what_is_not_known_is_left_out(mount: MakeMount, tree: Path, tmp_path: Path) -> None:
+    m = mount(tree, "--read-only", name="first")
+    list((m.path / "d0").iterdir())
+    (m.path / "d1/f00001").read_bytes()
+    assert "4" in cachefs("snapshot", "export", m.path, tmp_path / "snap").stdout
+    n = mount(tree, "--read-only", "--metadata-snapshot", tmp_path / "snap")
+    assert sorted(os.listdir(n.path / "d0")) == sorted(os.listdir(tree / "d0"))
+    assert n.ops() == {}
+    assert contents(n.path) == contents(tree)
+    assert sorted(map(str, everything(n.path, "atime_ns"))) == sorted(map(str, everything(tree, "atime_ns")))
+
+
+def test_what_is_refused(mount: MakeMount, snapshot: Path, tree: Path, tmp_path: Path) -> None:
+    good, bad = snapshot.read_bytes(), tmp_path / "bad"
+    (tmp_path / "place").mkdir()
+    arguments = ("--cache-dir", tmp_path / "new", "--read-only", "--metadata-snapshot", bad)
+    for spoilt, message in (
+        (good[:-100], "is damaged"),
+        (good[:200] + bytes([good[200] ^ 1]) + good[201:], "is damaged"),
+        (good[:12], "is damaged"),
+        (b"", "is no metadata snapshot"),
+        (b"hello" * 100, "is no metadata snapshot"),
+    ):
+        bad.write_bytes(spoilt)
+        done = cachefs("mount", tree, tmp_path / "place", *arguments, check=False)
+        assert done.returncode == 1 and done.stderr.count("\n") == 1 and message in done.stderr
+    m = mount(tree, "--read-only", cache=tmp_path / "new")  # nothing of it was left behind
+    assert contents(m.path) == contents(tree)
+
+
+def test_another_tree_and_bad_places(mount: MakeMount, snapshot: Path, source: Path, tmp_path: Path) -> None:
+    (tmp_path / "place").mkdir()
+
+    def refused(*arguments: object) -> str:
+        command = ("mount", source, tmp_path / "place", "--cache-dir", tmp_path / "new", *arguments)
+        done: subprocess.CompletedProcess[str] = cachefs(*command, check=False)
+        assert done.returncode in (1, 2) and "Traceback" not in done.stderr
+        return done.stderr
+
+    assert "is a snapshot of another tree" in refused("--read-only", "--metadata-snapshot", snapshot)
+    assert "No such file" in refused("--read-only", "--metadata-snapshot", tmp_path / "nobody")
+    assert "needs --read-only" in refused("--metadata-snapshot", snapshot)
+    done = cachefs("snapshot", "export", tmp_path / "place", tmp_path / "x", check=False)
+    assert done.returncode == 1 and "nothing is mounted" in done.stderr
+    done = cachefs("snapshot", "export", tmp_path / "first", tmp_path / "no/where", check=False)
+    assert done.returncode == 1 and done.stderr.count("\n") == 1 and "cannot write" in done.stderr
+    shutil.rmtree(tmp_path / "new", ignore_errors=True)
