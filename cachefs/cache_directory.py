@@ -71,6 +71,15 @@ def rctime_unmoved(before: bytes, now: bytes, now_s: float) -> bool:
     return now_s - float(now) > RCTIME_GRACE_S
 
 
+def read_seed(directory: Path) -> int | None:
+    """What all checksums of a cache begin with. None: it is lost, or never was."""
+    try:
+        secret = bytes.fromhex((directory / "secret").read_text().strip())
+    except (OSError, ValueError):
+        return None
+    return int.from_bytes(secret[:8], "little") if len(secret) == 16 else None
+
+
 class CacheDirectory:
     """An opened and locked cache directory."""
 
@@ -135,17 +144,15 @@ class CacheDirectory:
 
     def _seed(self) -> int:
         """The secret of this cache. Without it the blob cannot be checked, so a lost one empties the cache."""
-        path = self.path / "secret"
-        try:
-            secret = bytes.fromhex(path.read_text().strip())
-        except (OSError, ValueError):
-            secret = b""
-        if len(secret) != 16:
-            secret = secrets.token_bytes(16)
+        seed = read_seed(self.path)
+        if seed is None:
             (self.path / "blob").unlink(missing_ok=True)
             shutil.rmtree(self.path / "index", ignore_errors=True)
-            self._write(path, secret.hex().encode())
-        return int.from_bytes(secret[:8], "little")
+            self._write(self.path / "secret", secrets.token_bytes(16).hex().encode())
+            seed = read_seed(self.path)
+        if seed is None:
+            raise CacheFsError(f"cannot read {self.path}/secret")
+        return seed
 
     def open_blob(self) -> Blob:
         try:

@@ -173,6 +173,11 @@ class Client:
         (inside,) = self._inside([path])
         return self._ask("info", path=inside)
 
+    def drop(self, records: Iterable[tuple[int, int, int]]) -> None:
+        """Take corrupt records out of the index: (inode, offset in the file, offset in the blob)."""
+        self._ask("drop", records=list(records))
+        self.flush()
+
     def flush(self) -> None:
         """Returns when everything that is pinned and cached by now is in the index."""
         self._ask("flush")

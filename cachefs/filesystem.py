@@ -76,6 +76,7 @@ class FileSystem:
         # state
         self.lookups = 0
         """How many there were: whoever works in the background sees that others wait."""
+        self.pinned_statfs: os.statvfs_result | None = None
         self._lstats: SingleFlight[tuple[int, bytes], Inode | None] = SingleFlight()
 
     # --- names -----------------------------------------------------------------------------------------------------
@@ -362,4 +363,9 @@ class FileSystem:
     # --- the whole -------------------------------------------------------------------------------------------------
 
     async def statfs(self) -> os.statvfs_result:
-        return await self.slots.run(self.source.statfs)
+        """Pinned on mounts that pin whatever they see: nobody writes there, and `find` asks for it first thing."""
+        found = self.pinned_statfs
+        if found is None:
+            found = await self.slots.run(self.source.statfs)
+            self.pinned_statfs = found if self.options.pins_everything else None
+        return found

@@ -18,11 +18,16 @@ def is_root() -> bool:
     return os.geteuid() == 0
 
 
-def default_cache_dir(source: str) -> Path:
+def cache_root() -> Path:
+    """Where caches lie that nobody put elsewhere."""
     if is_root():
-        return Path("/var/cache/cachefs") / path_id(source)
+        return Path("/var/cache/cachefs")
     base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    return Path(base) / "cachefs" / path_id(source)
+    return Path(base) / "cachefs"
+
+
+def default_cache_dir(source: str) -> Path:
+    return cache_root() / path_id(source)
 
 
 def runtime_root() -> Path:

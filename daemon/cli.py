@@ -13,7 +13,9 @@ from cachefs import mount_table, places
 from cachefs.client import Client, is_served
 from cachefs.errors import CacheFsError
 from daemon import background, config, mounting
+from daemon.doctor import doctor
 from daemon.graph import graph
+from daemon.maintenance import gc, verify
 from daemon.mount import make_mount_config, mount
 from daemon.parameters import Place, one_line_errors
 from daemon.settings import as_toml
@@ -161,5 +163,20 @@ def show(mountpoint: str, as_json: bool) -> None:
         click.echo(line)
 
 
-for command in (mount, warmup, evict, invalidate, pin, unpin, info, snapshot, simulate, graph, trace):
+for command in (
+    mount,
+    warmup,
+    evict,
+    invalidate,
+    pin,
+    unpin,
+    info,
+    snapshot,
+    verify,
+    gc,
+    doctor,
+    simulate,
+    graph,
+    trace,
+):
     main.add_command(command)

@@ -69,6 +69,7 @@ class Commands:
             "pin": self.pin,
             "unpin": self.unpin,
             "info": self.info,
+            "drop": self.drop,
             "flush": self.flush,
             "leave": self.leave,
         }
@@ -120,6 +121,15 @@ class Commands:
         if settings["cache-size"]["value"] is None:
             settings["cache-size"]["value"] = format_size(self._parts.data.capacity_bytes)
         return {"settings": settings}
+
+    async def drop(self, request: Request, tell: Tell) -> Answer:
+        records = argument(request, "records", list)
+        for record in records:
+            if not isinstance(record, list) or [type(each) for each in record] != [int, int, int]:
+                raise BadRequest("drop: a record is [inode, offset, blob offset]")
+            inode, offset, blob_offset = record
+            self._parts.data.corrupt(inode, offset, blob_offset, "found by cachefs verify")
+        return {}
 
     async def flush(self, _: Request, tell: Tell) -> Answer:
         if not await self._parts.writes.flush(FLUSH_TIMEOUT_S):

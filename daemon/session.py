@@ -87,6 +87,8 @@ class Session:
         """What the fast path and its daemons hand on. None before there is one, and without a fast path."""
         self._host: FastPathHost | None = None
         self._parts: Parts
+        self._statfs: os.statvfs_result | None = None
+        """Of the source, when it was opened. A source that hangs must not keep us from taking over."""
         self._log_path: Path | None
         """Of the fast path. None: our stderr."""
 
@@ -102,6 +104,7 @@ class Session:
             raise CacheFsError(f"the fast path of {self.config.mountpoint} is dead: umount it, and mount it again")
         mounting.check_places(self.config.source, self.config.mountpoint)
         self._source_fd = mounting.open_source(self.config.source)
+        self._statfs = os.fstatvfs(self._source_fd)
 
     def serve(self, ready: Callable[[], None], claimed: Callable[[Path], None]) -> None:
         """Mount and serve until unmounted.
@@ -211,6 +214,7 @@ class Session:
         """Serve until the mount is gone or we are told to stop. True if everything was flushed."""
         parts = wire(source, opened, blob, options, nursery, self._device, unseen_handles=self._held is not None)
         self._parts = parts
+        parts.filesystem.pinned_statfs = self._statfs if options.pins_everything else None
         metadata, files, writes, data = parts.metadata, parts.files, parts.writes, parts.data
 
         with opened.index.update() as update:
