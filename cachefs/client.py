@@ -18,7 +18,7 @@ import socket
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, BinaryIO
 
 from cachefs import mount_table
 from cachefs.errors import CacheFsError
@@ -256,14 +256,15 @@ class Client:
                 ) from None
             except OSError as error:
                 raise CacheFsError(f"the daemon of {self.mountpoint} does not answer: {error}") from None
-            yield _Connection(self.mountpoint, connection)
+            with connection.makefile("rb") as lines:
+                yield _Connection(self.mountpoint, connection, lines)
 
 
 class _Connection:
-    def __init__(self, mountpoint: str, connection: socket.socket) -> None:
+    def __init__(self, mountpoint: str, connection: socket.socket, lines: BinaryIO) -> None:
         self._mountpoint = mountpoint
         self._connection = connection
-        self._lines = connection.makefile("rb")
+        self._lines = lines
 
     def ask(
         self, command: str, on_progress: Callable[[dict[str, Any]], None] = lambda progress: None, **arguments: Any

@@ -38,9 +38,14 @@ def main() -> None:
     \b
     Example:
       cachefs mount /ceph/imagenet /data/imagenet --read-only
+      cachefs warmup /data/imagenet
       python train.py --data /data/imagenet
-      cachefs status /data/imagenet
+      cachefs status /data/imagenet --watch
       cachefs umount /data/imagenet
+
+    \b
+    Completion (zsh and fish alike):
+      eval "$(_CACHEFS_COMPLETE=bash_source cachefs)"
     """
 
 
@@ -75,7 +80,8 @@ def restart(mountpoint: str) -> None:
 
     \b
     Example (an upgrade):
-      pip install --upgrade cachefs && cachefs restart /data/imagenet
+      pip install --upgrade cachefs
+      cachefs restart /data/imagenet
     """
     place = mount_table.absolute(mountpoint)
     mounting.check_mounted(place)
@@ -126,7 +132,13 @@ def status(mountpoint: str, as_json: bool, watched: bool, interval: float) -> No
 
 @main.group("config")
 def configuration() -> None:
-    """Configuration files, as `cachefs mount --config` reads them."""
+    """Configuration files, as `cachefs mount --config` reads them.
+
+    \b
+    Example:
+      cachefs config check /etc/cachefs/imagenet.toml
+      cachefs config show /data/imagenet
+    """
 
 
 @configuration.command()

@@ -10,7 +10,12 @@ from daemon.parameters import one_line_errors
 
 @click.group()
 def graph() -> None:
-    """Partitions of a dataset, and what they depend on."""
+    """Partitions of a dataset, and what they depend on.
+
+    \b
+    Example:
+      cachefs graph build edges.npy parts.npy > graph.jsonl
+    """
 
 
 @graph.command()

@@ -13,7 +13,12 @@ from daemon.parameters import Place, one_line_errors
 
 @click.group()
 def snapshot() -> None:
-    """Metadata of a mount as one file: a thousand nodes read that instead of asking the metadata server each."""
+    """Metadata of a mount as one file: a thousand nodes read that instead of asking the metadata server each.
+
+    \b
+    Example:
+      cachefs snapshot export /data/imagenet /ceph/imagenet.snapshot
+    """
 
 
 @snapshot.command()

@@ -17,7 +17,12 @@ from daemon.parameters import Place, Seconds, Size, one_line_errors
 
 @click.group()
 def trace() -> None:
-    """Traces of what jobs read: what would a cache of another size, or another policy, have done for them?"""
+    """Traces of what jobs read: what would a cache of another size, or another policy, have done for them?
+
+    \b
+    Example:
+      cachefs trace record /data/imagenet --output job.trace
+    """
 
 
 @trace.command()
