@@ -129,7 +129,9 @@ class DataCache:
             pass
         except OSError as error:
             log.debug("no RWF_NOWAIT here: %s", error)
-        return await trio.to_thread.run_sync(partial(self._blob.read, extent, start, length), limiter=self._threads)
+        data = await trio.to_thread.run_sync(partial(self._blob.read, extent, start, length), limiter=self._threads)
+        self._metrics.disk_bytes += len(data)
+        return data
 
     def mark_read(self, inode: Inode, offset: int) -> None:
         """The read that a range was fetched for has been answered; those that follow are hits."""

@@ -13,6 +13,8 @@ class Metrics:
     """READ requests that had to wait for the source."""
     hit_bytes: int = 0
     """Bytes of the replies that were hits."""
+    disk_bytes: int = 0
+    """Of those: read from the local disk. The others were in memory."""
     miss_bytes: int = 0
     """Bytes of the replies that were misses."""
     skipped_admissions: int = 0

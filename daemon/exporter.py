@@ -46,6 +46,7 @@ METRICS = (
     Described("hits", "cachefs_read_hits", "READ requests answered without the source"),
     Described("misses", "cachefs_read_misses", "READ requests that waited for the source"),
     Described("hit_bytes", "cachefs_read_hit_bytes", "Bytes of the replies that were hits"),
+    Described("disk_bytes", "cachefs_read_disk_bytes", "Of those, from the local disk; the others were in memory"),
     Described("miss_bytes", "cachefs_read_miss_bytes", "Bytes of the replies that were misses"),
     Described("source_bytes", "cachefs_source_read_bytes", "Bytes of files read from the source"),
     Described("source_timeouts", "cachefs_source_timeouts", "Calls that the source did not answer in time"),

@@ -164,8 +164,11 @@ class FastPathHost:
         return self._fastpath.mountpoint_for_pyfuse3()
 
     async def start(self, *, replace: bool) -> None:
-        """Returns when a fast path is attached. `replace`: not the one that runs, but the one that is installed."""
-        if replace:
+        """Returns when a fast path is attached. `replace`: not the one that runs, but the one that is installed.
+
+        One that is not installed any more, after an upgrade, is replaced as well.
+        """
+        if replace or (self._fastpath.pid and not launcher.is_installed(self._fastpath.pid)):
             await self._fastpath.replace()
         await self._nursery.start(self._fastpath.run)
 

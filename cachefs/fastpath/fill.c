@@ -41,6 +41,7 @@ static enum outcome answer_fetched(struct worker *worker, struct fetch *fetch, c
         const void *data = buffer ? blob_read(&fill->fastpath->blob, &extent, start, waiter->length, buffer) : NULL;
         if (data) {
             count_hit(worker, waiter);
+            worker->counters->disk_bytes += waiter->length;
             reply(fill->fastpath->device, waiter->unique, 0, data, waiter->length);
         }
         if (buffer && buffer != worker->scratch)

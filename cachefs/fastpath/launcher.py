@@ -144,6 +144,14 @@ def is_running(pid: int) -> bool:
         return False
 
 
+def is_installed(pid: int) -> bool:
+    """Is what this process runs the program that is installed now? An upgrade has put another one in its place."""
+    try:
+        return os.path.samefile(f"/proc/{pid}/exe", PROGRAM)
+    except OSError:
+        return False
+
+
 def is_unmounted(device: int) -> bool:
     """Has the kernel closed this /dev/fuse connection?"""
     poll = select.poll()

@@ -73,6 +73,7 @@ static enum outcome serve_cached(struct worker *worker, const struct request *re
     view_end(&worker->view);
     worker->counters->hits++; /* counted before anybody can ask whether it was */
     worker->counters->hit_bytes += end - in->offset;
+    worker->counters->disk_bytes += end - in->offset;
     reply_parts(worker->fastpath->device, request->header->unique, parts, count);
     return ANSWERED;
 }

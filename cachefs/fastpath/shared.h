@@ -41,8 +41,9 @@ struct counters { /* one for each thread, so that counting needs no lock */
     uint64_t answered, failed, corrupt;
     uint64_t source_opens, source_reads, source_fstats;
     uint64_t skipped_admissions, source_timeouts, guesses, guessed, prefetched, source_bytes;
+    uint64_t disk_bytes, reserved[7];
 };
-static_assert(sizeof(struct counters) == 128, "two cache lines");
+static_assert(sizeof(struct counters) == 192, "three cache lines");
 
 /* READs of cached files, in a ring with one writer; the daemon looks at it now and then. */
 struct access_log {

@@ -20,13 +20,13 @@ SLOT_COUNT = 2048
 SLOT_BYTES = 140 << 10
 MAX_THREADS = 192
 COUNTERS_OFFSET = 4096
-COUNTER_BYTES = 128
-SHARED_BYTES = 294854656
-ACCESSES_OFFSET = 28672
+COUNTER_BYTES = 192
+SHARED_BYTES = 294866944
+ACCESSES_OFFSET = 40960
 ACCESS_LOGS = 16
 ACCESS_ENTRIES = 4096
 ACCESS_UNIT_BITS = 24
-LATENCIES_OFFSET = 1143808
+LATENCIES_OFFSET = 1156096
 LATENCY_COPIES = 16
 _LOG_WORDS = 8 + 2 * ACCESS_ENTRIES
 _MARGIN = 256
@@ -100,6 +100,8 @@ class Counters:
     prefetched: int = 0
     """Units that were fetched ahead because the daemon wished for them."""
     source_bytes: int = 0
+    disk_bytes: int = 0
+    """Of the replies that were hits: read from the local disk."""
 
 
 def mount_flags(options: Options) -> int:

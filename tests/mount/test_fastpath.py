@@ -4,6 +4,7 @@ import errno
 import os
 import random
 import re
+import shutil
 import signal
 import subprocess
 import threading
@@ -140,6 +141,22 @@ def test_a_restart_replaces_both_and_nobody_notices(mount: MakeMount, tmp_path: 
     cachefs("restart", m.path)  # one whose daemon has died as well
     m.pid = m.status()["pid"]
     assert sums_of(m.path).items() >= sums.items()
+
+
+def test_after_an_upgrade_the_fast_path_is_replaced_with_its_daemon(mount: MakeMount, source: Path) -> None:
+    m = mount(source, "--read-only")
+    expected = contents(m.path)
+    before = fastpath_pid(m)
+    m.kill()
+    m.start()
+    assert fastpath_pid(m) == before
+    copy = launcher.PROGRAM.with_suffix(".new")
+    shutil.copy2(launcher.PROGRAM, copy)
+    os.replace(copy, launcher.PROGRAM)
+    m.kill()
+    m.start()
+    assert fastpath_pid(m) != before and not launcher.is_running(before)
+    assert contents(m.path) == expected
 
 
 def test_a_restart_that_cannot_be(mount: MakeMount, source: Path, tmp_path: Path) -> None:

@@ -3,7 +3,6 @@
 import json
 import re
 import socket
-import subprocess
 import urllib.request
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from cachefs.latency import KINDS, bound_s, bucket
 from daemon.exporter import METRICS
 from tests.conftest import CLI, REPOSITORY, Mount, cachefs, contents, wait_for
+from tests.terminal import Terminal
 
 MakeMount = Callable[..., Mount]
 
@@ -115,29 +115,6 @@ def test_latencies_are_what_a_reader_sees(mount: MakeMount, source: Path) -> Non
     assert m.status()["latencies"]["read_miss"]["count"] == 40
 
 
-class Terminal:
-    """A terminal of 80 by 24 that a program runs in, in tmux."""
-
-    def __init__(self, tmp_path: Path, command: list[object]) -> None:
-        self._socket = str(tmp_path / "tmux")
-        line = " ".join(f"'{part}'" for part in command)
-        self._tmux("new-session", "-d", "-x", "80", "-y", "30", f"cd {REPOSITORY} && {line}; sleep 60")
-
-    def _tmux(self, *arguments: str) -> str:
-        return subprocess.run(
-            ["tmux", "-S", self._socket, *arguments], capture_output=True, text=True, check=True
-        ).stdout
-
-    def screen(self) -> str:
-        return self._tmux("capture-pane", "-p")
-
-    def press(self, key: str) -> None:
-        self._tmux("send-keys", key)
-
-    def close(self) -> None:
-        self._tmux("kill-server")
-
-
 def test_the_live_screen(mount: MakeMount, source: Path, tmp_path: Path, request: pytest.FixtureRequest) -> None:
     m = mount(source, "--read-only", "--simulate-latency", "2")
     terminal = Terminal(tmp_path, [*CLI, "status", m.path, "--watch", "--interval", "0.5"])
@@ -146,7 +123,17 @@ def test_the_live_screen(mount: MakeMount, source: Path, tmp_path: Path, request
     contents(m.path)
     screen = wait_for(terminal.screen, lambda screen: "read miss" in screen)
     assert max(map(len, screen.splitlines())) <= 80
-    for words in ("hit ratio", "from cache", "from source", "cache", "pinned", "p50", "p99", "calls to the source"):
+    for words in (
+        "hit ratio",
+        "from memory",
+        "from SSD",
+        "from source",
+        "cache",
+        "pinned",
+        "p50",
+        "p99",
+        "calls to the source",
+    ):
         assert words in screen, screen
     wait_for(terminal.screen, lambda screen: "idle" in screen)
     terminal.press("C-c")

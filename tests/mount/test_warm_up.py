@@ -24,6 +24,7 @@ from tests.conftest import (
     settle,
     wait_for,
 )
+from tests.terminal import Terminal
 
 MakeMount = Callable[..., Mount]
 
@@ -318,3 +319,14 @@ def test_signals_end_a_warm_up_at_once(mount: MakeMount, tmp_path: Path) -> None
     warming.send_signal(signal.SIGINT)
     _, said = warming.communicate(timeout=10)
     assert warming.returncode == 1 and "Traceback" not in said
+
+
+def test_a_bar_on_a_terminal(mount: MakeMount, tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    make_files(tmp_path / "source", 400)
+    settle()
+    m = mount(tmp_path / "source", "--read-only", "--simulate-latency", "10")
+    terminal = Terminal(tmp_path, [*CLI, "warmup", m.path, "--jobs", "1"])
+    request.addfinalizer(terminal.close)
+    screen = wait_for(terminal.screen, lambda screen: "/400 files" in screen and "/s" in screen)
+    assert "warming up" in screen and max(map(len, screen.splitlines())) <= 80
+    wait_for(terminal.screen, lambda screen: "400 of 400 files cached (100.0 %)" in screen, timeout_s=60)
