@@ -141,7 +141,7 @@ class OpenFiles:
                 return self._add_handle(Handle(number, file=file)), True
         if self._metadata.is_pinned(record):
             record = await self._fs.believed(number, record)
-        if not self.may_be_immutable(record):
+        if not self._may_be_immutable(record):
             fd = await self._open_source(number)
             return self._add_handle(Handle(number, fd=fd)), False
         file = self._shared(record) if self._is_immutable(record) else await self._pin(record)
@@ -160,7 +160,7 @@ class OpenFiles:
             record = await self._fs.believed(number, record)
         if self._is_immutable(record):
             return True
-        if not self.may_be_immutable(record):
+        if not self._may_be_immutable(record):
             return False  # its reads are passed on, and read from the source
         with self._metadata.index.update() as update:
             self._metadata.pin_file(update, record)
@@ -185,15 +185,21 @@ class OpenFiles:
             and not self.writers[record.number]
         )
 
-    def may_be_immutable(self, record: Inode) -> bool:
+    def _may_be_immutable(self, record: Inode) -> bool:
         """Is it, or would it be if it were opened for reading now?"""
         if not self._options.pins_files or not record.is_regular or self.writers[record.number]:
             return False
         if record.flags & IMMUTABLE:
             return True
-        if record.flags & (WRITTEN | UNLINKED) or not self._metadata.may_pin(record.number):
+        if record.flags & UNLINKED or not self._metadata.may_pin(record.number):
             return False
-        return not (self._options.mutable and self._metadata.is_mutable_path(self._fs.path_of(record.number)))
+        return not self.is_mutable(record)
+
+    def is_mutable(self, record: Inode) -> bool:
+        """Is it never to be immutable in this run: open for writing, written here, or named by --mutable?"""
+        if record.flags & WRITTEN or self.writers[record.number]:
+            return True
+        return bool(self._options.mutable) and self._metadata.is_mutable_path(self._fs.path_of(record.number))
 
     def _shared(self, record: Inode) -> OpenFile:
         file = self._files.get((record.number, record.version))

@@ -201,19 +201,23 @@ class WarmUp:
             if inode.number in self._linked:
                 return
             self._linked.add(inode.number)
-        if not await self._becomes_immutable(inode):
+        pinned = await self._pin(inode.number) if self._fetches else self._fs.metadata.is_pinned(inode)
+        if not pinned and self._files.is_mutable(self._fs.record(inode.number)):
             self._mutable += 1
             return
         self._found.add(inode.size)
-        if self._wants_data:
+        if not pinned:
+            self._unpinned(inode.number)
+        elif self._wants_data:
             self._files_of_interest.append(inode.number)
-        elif self._fs.metadata.is_pinned(self._fs.record(inode.number)):
+        else:
             self._held.add(inode.size)
 
-    async def _becomes_immutable(self, inode: Inode) -> bool:
-        if not self._fetches:
-            return self._files.may_be_immutable(inode)
-        return await self._pin(inode.number)
+    def _unpinned(self, number: int) -> None:
+        """It may not be cached either."""
+        with suppress(OSError):  # it has gone
+            reason = "not pinned: beyond --metadata-limit, or the index cannot be written"
+            self._problem(self._fs.path_of(number), reason if self._fetches else "not cached")
 
     # --- fetching them ---------------------------------------------------------------------------------------------
 

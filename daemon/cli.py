@@ -115,13 +115,15 @@ def status(mountpoint: str, as_json: bool, watched: bool, interval: float) -> No
       cachefs status /data/imagenet --json
     """
     client = Client(mountpoint)
+    answer = client.status()
+    if "latencies" not in answer:
+        raise CacheFsError(f"the daemon of {mountpoint} is of an older version: cachefs restart {mountpoint}")
     if watched:
         from daemon.watch import watch
 
         with suppress(KeyboardInterrupt):
             watch(client, interval)
         return
-    answer = client.status()
     if as_json:
         click.echo(json.dumps(answer, indent=2))
         return

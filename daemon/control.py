@@ -99,6 +99,8 @@ async def _converse(stream: trio.SocketStream, commands: Commands, afterwards: A
                     afterwards[command]()
         except (trio.BrokenResourceError, trio.TooSlowError):
             pass  # the client has gone
+        except Exception:  # a mount does not end for that
+            log.exception("bug in the control socket")
 
 
 def _is_welcome(stream: trio.SocketStream) -> bool:
@@ -133,7 +135,7 @@ async def _execute(line: bytes, commands: Commands, tell: Tell) -> tuple[str, An
         request = json.loads(line)
         name = request["command"]
         version = request.get("protocol", PROTOCOL)
-    except (ValueError, KeyError, TypeError, AttributeError):
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return "", _failed("that is no request")
     if version != PROTOCOL or name not in commands:
         what = f"{name!r}" if version == PROTOCOL else f"protocol {version}"

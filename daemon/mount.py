@@ -69,6 +69,8 @@ def make_mount_config(
             raise click.UsageError(f"--prefetch-graph: {error}") from None
     if metadata_snapshot is not None and (not read_only or cache == "none"):
         raise click.UsageError("--metadata-snapshot needs --read-only: elsewhere names and listings are not pinned")
+    if metadata_snapshot is not None and metadata_limit is not None:
+        raise click.UsageError("--metadata-snapshot pins what is in it: leave out --metadata-limit")
     if metadata_retention is not None and metadata_limit is None:
         raise click.UsageError("--metadata-retention needs --metadata-limit")
     prefetch = prefetch or "sequential"

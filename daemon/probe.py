@@ -32,15 +32,15 @@ class Probe:
     async def answers(self, timeout_s: float) -> bool:
         """Within so many seconds. A question that was not answered is not asked again while it waits."""
         with trio.move_on_after(timeout_s):
-            if self._process is None or self._process.poll() is not None:
-                self._process, self._asked = await self._start(), False
-            assert self._process.stdin is not None and self._process.stdout is not None
             try:
+                if self._process is None or self._process.poll() is not None:
+                    self._process, self._asked = await self._start(), False
+                assert self._process.stdin is not None and self._process.stdout is not None
                 if not self._asked:
                     self._asked = True
                     await self._process.stdin.send_all(b"?")
                 answer = await self._process.stdout.receive_some(1)
-            except trio.BrokenResourceError:
+            except (OSError, trio.BrokenResourceError):  # no room for another process; or it was killed
                 answer = b""
             self._asked = False
             return bytes(answer) == b"1"

@@ -55,6 +55,7 @@ def test_many_requests_on_one_connection(mount: MakeMount, source: Path) -> None
     [
         (b"hello\n", "that is no request"),
         (b"[]\n", "that is no request"),
+        (b"[" * 100_000 + b"\n", "that is no request"),
         (b'{"command": 7}\n', "does not know"),
         (b"\xff\n", "that is no request"),
         (b'{"protocol": 1, "command": "fly"}\n', f"cachefs {package.__version__}, does not know 'fly'"),

@@ -299,6 +299,13 @@ def test_a_daemon_that_has_died(mount: MakeMount, source: Path) -> None:
     assert not mounted_on(m.path)
 
 
+def test_what_may_not_be_pinned_is_missing(mount: MakeMount, source: Path) -> None:
+    m = mount(source, "--read-only", "--metadata-limit", "20")
+    done = cachefs("warmup", m.path, check=False)
+    assert done.returncode == 1 and "beyond --metadata-limit" in done.stderr and "of 41 files cached" in done.stdout
+    assert contents(m.path) == contents(source)
+
+
 def test_levels_that_keep_nothing(mount: MakeMount, source: Path) -> None:
     m = mount(source, "--cache", "metadata")
     done = cachefs("warmup", m.path, check=False)
