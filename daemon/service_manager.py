@@ -2,10 +2,20 @@
 
 import array
 import contextlib
+import logging
 import os
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+
+import trio
+
+from daemon.probe import Probe
+
+log = logging.getLogger(__name__)
+
+STATUS_LINE_S = 10.0
+ANSWER_TIMEOUT_S = 10.0
 
 
 def is_there() -> bool:
@@ -35,3 +45,22 @@ def watchdog_s() -> float | None:
         return None
     microseconds = os.environ.get("WATCHDOG_USEC", "")
     return int(microseconds) / 1e6 if microseconds.isdigit() and int(microseconds) else None
+
+
+async def announce(probe: Probe, status_line: Callable[[], str], ready: Callable[[], None]) -> None:
+    """Say that the mount is ready when it answers, then that it still does. For ever, until cancelled."""
+    while not await probe.answers(ANSWER_TIMEOUT_S):
+        log.warning("the mount does not answer yet")
+        await trio.sleep(1)
+    ready()
+    notify("READY=1", f"STATUS={status_line()}")
+    limit_s = watchdog_s()
+    while True:
+        await trio.sleep(min(STATUS_LINE_S, limit_s / 3) if limit_s else STATUS_LINE_S)
+        if limit_s is None:
+            notify(f"STATUS={status_line()}")
+        elif await probe.answers(limit_s):
+            notify("WATCHDOG=1", f"STATUS={status_line()}")
+        else:
+            log.error("the mount does not answer: the service manager will replace this process")
+            notify(f"STATUS={status_line()}, which does not answer")

@@ -4,13 +4,11 @@ check places → open the source → (caller daemonizes) → lock the cache, ope
 mount → serve → unmounted, or told to stop → flush → mark the index clean → remove what was put up
 """
 
-import ctypes
+import contextlib
 import logging
 import os
-import resource
 import shutil
 import signal
-import sys
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
@@ -42,6 +40,7 @@ from daemon import (
     fastpath_host,
     fuse_device,
     mounting,
+    process,
     service_manager,
     settings,
 )
@@ -61,10 +60,6 @@ MAX_REQUESTS = 1000
 MIN_IDLE_REQUESTS = 16
 READER_CHECK_S = 60.0
 FLUSH_TIMEOUT_S = 60.0
-SWITCH_INTERVAL_S = 0.0005
-"""How long the trio thread waits for the interpreter that write-behind has; Python's own 5 ms are a slow look-up."""
-STATUS_LINE_S = 10.0
-ANSWER_TIMEOUT_S = 10.0
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 _PYFUSE3_OPTIONS = {"fsname=cachefs"}
 """It serves a descriptor (`/dev/fd/N`); what is mounted, and how, is no business of libfuse."""
@@ -104,7 +99,8 @@ class Session:
             raise CacheFsError(f"the fast path of {self.config.mountpoint} is dead: umount it, and mount it again")
         mounting.check_places(self.config.source, self.config.mountpoint)
         self._source_fd = mounting.open_source(self.config.source)
-        self._statfs = os.fstatvfs(self._source_fd)
+        with contextlib.suppress(OSError):  # a source may not know
+            self._statfs = os.fstatvfs(self._source_fd)
 
     def serve(self, ready: Callable[[], None], claimed: Callable[[Path], None]) -> None:
         """Mount and serve until unmounted.
@@ -112,9 +108,7 @@ class Session:
         `claimed` is called with the cache directory when that is locked, `ready` when requests are being answered.
         """
         os.umask(0)  # the kernel applies the caller's
-        _tune_malloc()
-        _raise_descriptor_limit()
-        sys.setswitchinterval(SWITCH_INTERVAL_S)
+        process.prepare()
         trio.run(self._serve, ready, claimed)
 
     async def _serve(self, ready: Callable[[], None], claimed: Callable[[Path], None]) -> None:
@@ -334,23 +328,10 @@ class Session:
         await operations.initialized.wait()
         # Only now: what the kernel negotiates would override it.
         mounting.tune_kernel(self.config.mountpoint)
-        if not service_manager.is_there():
+        if service_manager.is_there():
+            await service_manager.announce(Probe(self.config.mountpoint), self._status_line, ready)
+        else:
             ready()
-            return
-        probe = Probe(self.config.mountpoint)
-        while not await probe.answers(ANSWER_TIMEOUT_S):
-            log.warning("%s does not answer yet", self.config.mountpoint)
-            await trio.sleep(1)
-        ready()
-        service_manager.notify("READY=1", f"STATUS={self._status_line()}")
-        watchdog_s = service_manager.watchdog_s()
-        pause_s = min(STATUS_LINE_S, watchdog_s / 3) if watchdog_s else STATUS_LINE_S
-        while True:
-            await trio.sleep(pause_s)
-            alive = "WATCHDOG=1" if watchdog_s is None or await probe.answers(watchdog_s) else ""
-            if not alive:
-                log.error("%s does not answer: the service manager will replace this process", self.config.mountpoint)
-            service_manager.notify(*filter(None, (alive, f"STATUS={self._status_line()}")))
 
     def _status_line(self) -> str:
         data, totals = self._parts.data, self._parts.opened.index.totals
@@ -443,21 +424,3 @@ def _rctime(source: Source, options: Options) -> bytes:
     except OSError as error:
         log.warning("the source has no ceph.dir.rctime (%s): revalidating lazily", error.strerror)
         return b""
-
-
-def _raise_descriptor_limit() -> None:
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-
-
-def _tune_malloc() -> None:
-    """Keep freed memory. File contents come and go by the megabyte, and touching new pages costs more than the copy.
-
-    One arena more than the main one: the payload that a fetch thread allocates is freed by the trio thread.
-    """
-    libc = ctypes.CDLL(None)
-    for parameter, value in ((_M_ARENA_MAX, 2), (_M_MMAP_THRESHOLD, 2 << 20), (_M_TRIM_THRESHOLD, 64 << 20)):
-        libc.mallopt(parameter, value)
-
-
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8
