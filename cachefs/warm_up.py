@@ -117,7 +117,7 @@ class WarmUp:
                 nursery.start_soon(self._confirm)
             await self._chase()
         if self._fetches:
-            await self._data.writes.flush(FLUSH_TIMEOUT_S)
+            await self._data.writes.settle(FLUSH_TIMEOUT_S)
         return Report(
             files=self._found.files,
             bytes=self._found.bytes,

@@ -126,9 +126,12 @@ class WriteBehind:
         self._warned: set[str] = set()
         self._wake = trio.Event()
         self._full = trio.Event()
-        self._idle = trio.Event()
+        self._round = trio.Event()
+        """Set at the end of a round of the task; then there is another."""
+        self._rounds = 0
         self._thread = trio.CapacityLimiter(1)
-        self._urgent = False
+        self._urgent = 0
+        """How many wait for what there is to be written."""
         index.on_dirty = self.wake
         # who wants to know
         self.settled: Callable[[int], None] = lambda report: None
@@ -254,24 +257,43 @@ class WriteBehind:
                 if not self._punchable():  # a reader of the blob is under way; nobody tells when it has gone
                     await trio.sleep(PUNCH_RETRY_S)
                 self.wake()
-            else:
-                self._idle.set()
+            self._end_round()
+
+    def _end_round(self) -> None:
+        self._rounds += 1
+        self._round.set()
+        self._round = trio.Event()
+
+    @property
+    def is_idle(self) -> bool:
+        """There is nothing to be written, and nothing to be given back."""
+        return not (self._queue or self._filled or self._index.dirty or self._dropped or self._freed)
 
     async def flush(self, timeout_s: float = 60.0) -> bool:
-        """Everything that is queued, on disk and in the index. False if that could not be had."""
-        self._urgent = True
+        """Everything, on disk and in the index, when nothing more comes. False if that could not be had."""
+        return await self._until(lambda: self.is_idle, timeout_s)
+
+    async def settle(self, timeout_s: float = 60.0) -> bool:
+        """What there is by now, on disk and in the index, whatever comes meanwhile. False if that could not be had."""
+        queued, filled, keys = self.queued_bytes // BATCH_BYTES, len(self._filled), len(self._index.dirty)
+        # One round may be under way and knows of none of it, and what one drops the next gives back.
+        last = self._rounds + 3 + max(queued, filled // BATCH_FILLED, keys // BATCH_KEYS)
+        return await self._until(lambda: self.is_idle or self._rounds >= last, timeout_s)
+
+    async def _until(self, done: Callable[[], bool], timeout_s: float) -> bool:
+        self._urgent += 1
         try:
             with trio.move_on_after(timeout_s):
-                while self._queue or self._filled or self._index.dirty or self._dropped or self._freed:
+                while not done():
                     if not self._index.available:
                         return False
-                    self._idle = trio.Event()
+                    ended = self._round
                     self.wake()
-                    await self._idle.wait()
+                    await ended.wait()
                 return True
             return False
         finally:
-            self._urgent = False
+            self._urgent -= 1
 
     async def _commit(self) -> None:
         units: list[Pending] = []
@@ -303,7 +325,7 @@ class WriteBehind:
             self._settle(filled, refused=True)
             self._follow_up()
             self._metrics.skipped_admissions += len(units)
-            self._idle.set()
+            self._end_round()
             await trio.sleep(1.0)
             return
         self._index.available = True

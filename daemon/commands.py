@@ -132,7 +132,7 @@ class Commands:
         return {}
 
     async def flush(self, _: Request, tell: Tell) -> Answer:
-        if not await self._parts.writes.flush(FLUSH_TIMEOUT_S):
+        if not await self._parts.writes.settle(FLUSH_TIMEOUT_S):
             raise CacheFsError(f"not everything could be written within {FLUSH_TIMEOUT_S:.0f} s")
         return {}
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from tests.conftest import REPOSITORY
 
 SCRIPT = """
+import logging
 from daemon import background
 background.log_to_stderr("info")
 log = logging.getLogger("x")

@@ -405,3 +405,35 @@ def test_opening_begins_the_fetch(tmp_path: Path) -> None:
         parts.close()
 
     run(main)
+
+
+def test_what_there_is_gets_settled_while_more_keeps_coming(tmp_path: Path) -> None:
+    async def main() -> None:
+        parts = Parts(tmp_path)
+        done: list[bool] = []
+
+        async def feed() -> None:
+            number = 1000
+            while True:
+                number += 1
+                parts.pin(inode()._replace(number=number))
+                await trio.sleep(0.001)
+
+        async def settle() -> None:
+            done.append(await parts.data.writes.settle(15))
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(feed)
+            nursery.start_soon(parts.data.writes.run)
+            await trio.sleep(0.05)
+            parts.pin(inode())
+            async with trio.open_nursery() as waiting:  # and neither keeps the other from hearing of it
+                waiting.start_soon(settle)
+                waiting.start_soon(settle)
+            assert done == [True, True]
+            with parts.index.view() as view:
+                assert view.in_durable(Table.INODES, inode_key(inode().number)) is not None
+            nursery.cancel_scope.cancel()
+        parts.close()
+
+    run(main)
