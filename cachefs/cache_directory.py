@@ -169,7 +169,9 @@ class CacheDirectory:
         for place in (index, index.with_name("index.new")):
             shutil.rmtree(place, ignore_errors=True)
         command = [sys.executable, "-m", "cachefs.snapshot", str(file), str(index), str(root_inode)]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        # Our own package, wherever that is: a daemon's directory is the root.
+        package = Path(__file__).resolve().parent.parent
+        done = subprocess.run(command, cwd=package, capture_output=True, text=True, check=False)
         if done.returncode:
             said = done.stderr.strip().splitlines()
             raise CacheFsError(said[-1] if said else f"the snapshot {file} could not be imported")

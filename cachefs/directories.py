@@ -118,11 +118,13 @@ class Directories:
     async def believed_entries(self, number: int) -> list[int]:
         """The same, all of them compared with the source where they must be."""
         found = await self.entries(number)
-        with self._metadata.index.view() as view:
-            records = [self._metadata.inode(view, inode) for inode in found]
-        if any(r is None or (self._metadata.is_pinned(r) and not self._metadata.remaining_ns(r)) for r in records):
-            await self._listing(number)
-            found = await self.entries(number)
+        for start in range(0, len(found), CHUNK_NAMES):
+            with self._metadata.index.view() as view:
+                records = [self._metadata.inode(view, inode) for inode in found[start : start + CHUNK_NAMES]]
+            if any(r is None or (self._metadata.is_pinned(r) and not self._metadata.remaining_ns(r)) for r in records):
+                await self._listing(number)
+                return await self.entries(number)
+            await trio.lowlevel.checkpoint()
         return found
 
     def _emit_dots(self, number: int, after: int, emit: Emit) -> bool:

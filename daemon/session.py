@@ -54,7 +54,6 @@ from policies import prefetch
 
 log = logging.getLogger(__name__)
 
-SOURCE_SLOTS = 64
 MAX_REQUESTS = 1000
 """Tasks of pyfuse3. More than slots, so that hits are answered while all slots wait for the source."""
 MIN_IDLE_REQUESTS = 16
