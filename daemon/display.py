@@ -27,10 +27,25 @@ def print_status(status: dict[str, Any]) -> None:
         ("errors", f"{status['errors']:,} in the cache, {status['stale_reads']:,} stale reads"),
         ("source calls", ", ".join(f"{k} {v:,}" for k, v in sorted(status["source_ops"].items())) or "none"),
     ]
+    memory = ", ".join(f"{name} {decimal(size)}" for name, size in status["memory_bytes"].items())
+    rows.append(("memory", f"{memory}, without page cache"))
+    for kind in ("read_hit", "read_miss"):
+        found = status["latencies"][kind]
+        if found["count"]:
+            rows.append((kind.replace("_", " "), f"p50 {duration(found['p50_s'])}, p99 {duration(found['p99_s'])}"))
     for warm_up in status["warm_ups"]:
         of = f"{warm_up['files']:,}" + ("" if warm_up["scanned"] else " found so far")
         rows.append(("warm-up", f"{warm_up['cached_files']:,} of {of} files, {decimal(warm_up['cached_bytes'])}"))
     print_rows(rows)
+
+
+def duration(value_s: float) -> str:
+    if not value_s:
+        return "-"
+    for unit, size in (("s", 1.0), ("ms", 1e-3)):
+        if value_s >= size:
+            return f"{value_s / size:.3g} {unit}"
+    return f"{value_s / 1e-6:.3g} µs"
 
 
 def print_rows(rows: Iterable[tuple[str, str]]) -> None:

@@ -14,6 +14,7 @@ from rich.text import Text
 from cachefs.client import Client
 from cachefs.errors import CacheFsError
 from cachefs.latency import BUCKETS, KINDS, quantile_s
+from daemon.display import duration
 
 STEADY_MISS_SHARE = 0.01
 """Fewer misses than this among the reads of the moment: the first epoch is over."""
@@ -62,15 +63,6 @@ class Rates:
 
 def share(part: float, whole: float) -> str:
     return f"{100 * part / whole:.1f} %" if whole else "-"
-
-
-def seconds(value: float) -> str:
-    if not value:
-        return "-"
-    for unit, size in (("s", 1.0), ("ms", 1e-3)):
-        if value >= size:
-            return f"{value / size:.3g} {unit}"
-    return f"{value / 1e-6:.3g} µs"
 
 
 def phase(rates: Rates, status: dict[str, Any]) -> str:
@@ -137,11 +129,11 @@ def latency_rows(rates: Rates, status: dict[str, Any], interval_s: float) -> Ite
             yield (
                 kind.replace("_", " "),
                 f"{count / max(interval_s, 1e-6):,.0f}",
-                seconds(p50),
-                seconds(p99),
+                duration(p50),
+                duration(p99),
                 f"{total['count']:,}",
-                seconds(total["p50_s"]),
-                seconds(total["p99_s"]),
+                duration(total["p50_s"]),
+                duration(total["p99_s"]),
             )
 
 
