@@ -136,8 +136,8 @@ def test_large_files_and_links(mount: MakeMount, tmp_path: Path) -> None:
 
 
 def test_in_the_background(mount: MakeMount, source: Path) -> None:
-    m = mount(source, "--read-only", "--simulate-latency", "2")
-    done = cachefs("warmup", m.path, "--background", "--jobs", "2")
+    m = mount(source, "--read-only", "--simulate-latency", "30")
+    done = cachefs("warmup", m.path, "--background", "--jobs", "1")
     assert done.stdout == f"in the background: cachefs status {m.path}\n"
     assert "warm-up" in cachefs("status", m.path).stdout
     wait_for(m.status, lambda status: not status["warm_ups"])
