@@ -218,7 +218,9 @@ class Commands:
                     await trio.sleep(PROGRESS_S)
                     await tell(asdict(warm_up.progress()))
         except* (trio.BrokenResourceError, trio.TooSlowError):
-            raise trio.BrokenResourceError from None
+            answer.clear()
+        if not answer:  # raised here, and not there: that would make a group of it again
+            raise trio.BrokenResourceError
         return answer
 
     async def _in_background(self, warm_up: WarmUp, paths: Sequence[bytes]) -> None:
