@@ -1,4 +1,4 @@
-"""`cachefs status --watch`: what a mount does now, beside what it has done since it started. Readable at 80 columns."""
+"""`cachefs status --watch`: what a mount does now, beside what it has done since it started. Fits 80 columns and 24 lines."""
 
 import time
 from collections.abc import Iterator
@@ -99,8 +99,8 @@ def screen(before: Moment, now: Moment) -> RenderableType:
     cache.add_row(
         "cache", f"{decimal(used)} of {decimal(size)} ({share(used, size)}), {status['cached_files']:,} files"
     )
-    cache.add_row("pinned", f"{status['pinned_inodes']:,} inodes")
-    cache.add_row("write-behind", f"{decimal(status['write_behind_bytes'])}, {status['uncommitted']:,} records")
+    on_their_way = f"{decimal(status['write_behind_bytes'])} and {status['uncommitted']:,} records on their way"
+    cache.add_row("pinned", f"{status['pinned_inodes']:,} inodes; {on_their_way}")
     memory = ", ".join(f"{name} {decimal(size)}" for name, size in status["memory_bytes"].items())
     cache.add_row("memory", memory)
     if status["errors"] or status["stale_reads"] or status["source_stuck_calls"]:
@@ -118,7 +118,8 @@ def screen(before: Moment, now: Moment) -> RenderableType:
 
     operations = rates.operations()
     calls = ", ".join(f"{name} {rate:,.0f}" for name, rate in sorted(operations.items())) or "none"
-    return Group(head, "", figures, "", cache, "", latencies, "", Text(f"calls to the source, a second: {calls}"))
+    # 23 lines at most, and one of trouble: that is a terminal.
+    return Group(head, figures, cache, latencies, Text(f"calls to the source, a second: {calls}"))
 
 
 def latency_rows(rates: Rates, status: dict[str, Any], interval_s: float) -> Iterator[tuple[str, ...]]:

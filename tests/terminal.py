@@ -1,4 +1,4 @@
-"""A real terminal, of 80 columns, for programs that draw on one."""
+"""A real terminal, of 80 columns and 24 lines, for programs that draw on one."""
 
 import subprocess
 from pathlib import Path
@@ -12,7 +12,7 @@ class Terminal:
     def __init__(self, tmp_path: Path, command: list[object]) -> None:
         self._socket = str(tmp_path / "tmux")
         line = " ".join(f"'{part}'" for part in command)
-        self._tmux("new-session", "-d", "-x", "80", "-y", "30", f"cd {REPOSITORY} && {line}; sleep 60")
+        self._tmux("new-session", "-d", "-x", "80", "-y", "24", f"cd {REPOSITORY} && {line}; sleep 60")
 
     def _tmux(self, *arguments: str) -> str:
         return subprocess.run(
