@@ -1,4 +1,4 @@
-"""`cachefs status --watch`: what a mount does now, beside what it has done since the start. Fits 80 columns, 24 lines."""
+"""`cachefs status --watch`: what a mount does now, and what it has done since the start. Fits 80 columns, 24 lines."""
 
 import time
 from collections.abc import Iterator
