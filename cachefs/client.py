@@ -91,11 +91,6 @@ class Client:
         self.mountpoint = mount_table.absolute(os.fspath(mountpoint))
         self._timeout_s = timeout_s
 
-    @classmethod
-    def at(cls, path: Path) -> "Client":
-        """The client of the mount that a path lies on."""
-        return cls(mount_table.split(os.path.abspath(path))[0])
-
     def status(self) -> dict[str, Any]:
         """Counters and sizes; docs/CONTROL.md lists them."""
         return self._ask("status")

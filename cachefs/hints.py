@@ -10,7 +10,7 @@ from cachefs.data_cache import DataCache
 from cachefs.errors import CacheFsError
 from cachefs.filesystem import FileSystem
 from cachefs.open_files import OpenFiles
-from cachefs.wishes import Wish, Wishes
+from cachefs.wishes import Wish, Wishes, lacking
 
 JOBS = 16
 """How many are fetched at once: readers wait for these very files."""
@@ -79,8 +79,7 @@ class Hints:
             for number in filter(None, numbers):
                 inode = self._fs.metadata.inode(view, number)
                 if inode is not None:
-                    units = self._data.units(inode)
-                    wishes += [Wish(number, *unit) for unit in units if not self._data.holds(view, inode, unit)]
+                    wishes += lacking(self._data, view, inode)
         for wish in wishes:
             self._data.expected(wish.inode, wish.offset)
         needed = sum(record.record_bytes(wish.length) for wish in wishes)

@@ -10,7 +10,7 @@ from cachefs.data_cache import DataCache
 from cachefs.directories import Directories
 from cachefs.environment import View
 from cachefs.filesystem import FileSystem
-from cachefs.wishes import Wish, Wishes
+from cachefs.wishes import Wish, Wishes, lacking
 from policies.prefetch.base import Prefetch, Target
 
 RETRY_S = 0.05
@@ -99,8 +99,7 @@ class Prefetcher:
                 if inode.is_directory and directories is not None:
                     directories.append(number)
                 elif inode.is_regular and self._fs.metadata.is_pinned(inode) and self._matches(number, target, view):
-                    units = self._data.units(inode)
-                    wishes += [Wish(number, *unit) for unit in units if not self._data.holds(view, inode, unit)]
+                    wishes += lacking(self._data, view, inode)
         for wish in wishes:  # before room is made: they must not go for each other
             self._data.expected(wish.inode, wish.offset)
         needed = sum(record.record_bytes(wish.length) for wish in wishes)

@@ -20,11 +20,10 @@ from cachefs.attributes import Inode
 from cachefs.client import Progress, Report
 from cachefs.data_cache import DataCache
 from cachefs.directories import Directories
-from cachefs.environment import View
 from cachefs.filesystem import FileSystem
 from cachefs.open_files import OpenFiles
 from cachefs.options import CacheLevel
-from cachefs.wishes import Wish, Wishes
+from cachefs.wishes import Wish, Wishes, lacking
 from policies.prefetch.sequential import CHUNK_BYTES
 
 WALKERS = 8
@@ -231,10 +230,10 @@ class WarmUp:
             at += len(part)
             wishes: list[Wish] = []
             numbers = []
-            for inode, lacking in await self._look(part):
-                if lacking:
+            for inode, missing in await self._look(part):
+                if missing:
                     numbers.append(inode.number)
-                    wishes += lacking
+                    wishes += missing
                 else:
                     self._held.add(inode.size)
                     self._claimed_bytes += record.record_bytes(inode.size)
@@ -254,20 +253,17 @@ class WarmUp:
                 if inode.size > CHUNK_UNITS * CHUNK_BYTES:
                     large.append(inode)
                 else:
-                    found.append((inode, self._lacking(view, inode, self._data.units(inode))))
+                    found.append((inode, lacking(self._data, view, inode)))
         for inode in large:
             units = self._data.units(inode)
             wishes: list[Wish] = []
             while part := list(itertools.islice(units, CHUNK_UNITS)):
                 with self._fs.metadata.index.view() as view:
-                    wishes += self._lacking(view, inode, part)
+                    wishes += lacking(self._data, view, inode, part)
                 await trio.lowlevel.checkpoint()
             found.append((inode, wishes))
         await trio.lowlevel.checkpoint()
         return found
-
-    def _lacking(self, view: View, inode: Inode, units: Iterable[tuple[int, int]]) -> list[Wish]:
-        return [Wish(inode.number, *unit) for unit in units if not self._data.holds(view, inode, unit)]
 
     async def _send(self, wishes: Iterable[Wish]) -> None:
         """Wish for these, or for as many as there is room for."""
@@ -317,8 +313,8 @@ class WarmUp:
         """Count those that are cached. The others."""
         late = array("Q")
         for start in range(0, len(numbers), CHUNK_NAMES):
-            for inode, lacking in await self._look(numbers[start : start + CHUNK_NAMES]):
-                if lacking:
+            for inode, missing in await self._look(numbers[start : start + CHUNK_NAMES]):
+                if missing:
                     late.append(inode.number)
                 else:
                     self._fetched.add(inode.size)
@@ -330,8 +326,8 @@ class WarmUp:
             if not self._late or self._full:
                 break
             if again:
-                for _, lacking in await self._look(self._late):
-                    await self._send(lacking)
+                for _, missing in await self._look(self._late):
+                    await self._send(missing)
             await self._await_late()
         for number in self._late[:MAX_PROBLEMS]:
             try:

@@ -5,12 +5,15 @@ else a few tasks of this process. Nothing here waits for a reader, and no reader
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
 
 import trio
 
+from cachefs.attributes import Inode
+from cachefs.data_cache import DataCache
+from cachefs.environment import View
 from cachefs.open_files import OpenFiles
 
 PARALLEL = 8
@@ -20,6 +23,12 @@ class Wish(NamedTuple):
     inode: int
     offset: int
     length: int
+
+
+def lacking(data: DataCache, view: View, inode: Inode, units: Iterable[tuple[int, int]] | None = None) -> list[Wish]:
+    """What is neither cached nor on its way of a file, or of these units of it."""
+    wanted = data.units(inode) if units is None else units
+    return [Wish(inode.number, *unit) for unit in wanted if not data.holds(view, inode, unit)]
 
 
 class Wishes(ABC):

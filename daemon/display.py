@@ -27,8 +27,7 @@ def print_status(status: dict[str, Any]) -> None:
         ("errors", f"{status['errors']:,} in the cache, {status['stale_reads']:,} stale reads"),
         ("source calls", ", ".join(f"{k} {v:,}" for k, v in sorted(status["source_ops"].items())) or "none"),
     ]
-    memory = ", ".join(f"{name} {decimal(size)}" for name, size in status["memory_bytes"].items())
-    rows.append(("memory", f"{memory}, without page cache"))
+    rows.append(("memory", f"{memory(status)}, without page cache"))
     for kind in ("read_hit", "read_miss"):
         found = status["latencies"][kind]
         if found["count"]:
@@ -37,6 +36,11 @@ def print_status(status: dict[str, Any]) -> None:
         of = f"{warm_up['files']:,}" + ("" if warm_up["scanned"] else " found so far")
         rows.append(("warm-up", f"{warm_up['cached_files']:,} of {of} files, {decimal(warm_up['cached_bytes'])}"))
     print_rows(rows)
+
+
+def memory(status: dict[str, Any]) -> str:
+    """Of each process."""
+    return ", ".join(f"{name} {decimal(size)}" for name, size in status["memory_bytes"].items())
 
 
 def duration(value_s: float) -> str:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import click
 import psutil
@@ -188,9 +189,9 @@ def caps() -> Iterator[Finding]:
         yield Finding("CephFS caps", f"{held:,} held", advice)
 
 
-def mounted(client: Client) -> Iterator[Finding]:
+def mounted(mountpoint: str, status: dict[str, Any]) -> Iterator[Finding]:
     """A mount of ours: limits of the kernel, and what it counted."""
-    top = mount_table.top_mount(client.mountpoint)
+    top = mount_table.top_mount(mountpoint)
     if top is None:
         return
     minor = top.device.partition(":")[2]
@@ -204,7 +205,6 @@ def mounted(client: Client) -> Iterator[Finding]:
             continue
         advice = f"echo {wanted} > {path}, as root: large reads come in small pieces" if value < wanted else ""
         yield Finding(name, f"{value:,}", advice)
-    status = client.status()
     if not status["fastpath"]:
         yield Finding("fast path of the mount", "none", "Python answers alone: 4 times slower")
     for key, name, advice in (
@@ -245,9 +245,9 @@ def doctor(path: str | None, as_json: bool) -> None:
         place = mount_table.absolute(path)
         if mount_table.is_mounted(place):
             client = Client(place)
-            settings = client.settings()
-            findings += mounted(client)
-            findings += disk(Path(settings["cache-dir"]["value"]), client.status()["cache_size_bytes"])
+            settings, status = client.settings(), client.status()
+            findings += mounted(place, status)
+            findings += disk(Path(settings["cache-dir"]["value"]), status["cache_size_bytes"])
             if settings["source"]["value"] != place:  # else only the daemon can reach it
                 findings += source(settings["source"]["value"])
         elif os.path.isdir(place):

@@ -14,7 +14,7 @@ from rich.text import Text
 from cachefs.client import Client
 from cachefs.errors import CacheFsError
 from cachefs.latency import BUCKETS, KINDS, quantile_s
-from daemon.display import duration
+from daemon.display import duration, memory
 
 STEADY_MISS_SHARE = 0.01
 """Fewer misses than this among the reads of the moment: the first epoch is over."""
@@ -101,8 +101,7 @@ def screen(before: Moment, now: Moment) -> RenderableType:
     )
     on_their_way = f"{decimal(status['write_behind_bytes'])} and {status['uncommitted']:,} records on their way"
     cache.add_row("pinned", f"{status['pinned_inodes']:,} inodes; {on_their_way}")
-    memory = ", ".join(f"{name} {decimal(size)}" for name, size in status["memory_bytes"].items())
-    cache.add_row("memory", memory)
+    cache.add_row("memory", memory(status))
     if status["errors"] or status["stale_reads"] or status["source_stuck_calls"]:
         trouble = (
             f"{status['errors']:,} errors in the cache, {status['stale_reads']:,} stale reads, "
