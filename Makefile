@@ -52,14 +52,7 @@ format: $(VENV)/.dev
 bench: $(VENV)/.run
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[tools]'
 	mkdir -p build
-	$(BIN)/python -m benchmarks.first_epoch --rounds 3
-	$(BIN)/python -m benchmarks.fastpath --plot build/bench.svg
-	$(BIN)/python -m benchmarks.prefetch
-	$(BIN)/python -m benchmarks.warm_up
-	$(BIN)/python -m benchmarks.snapshot
-	$(BIN)/python -m benchmarks.observing
-	$(BIN)/python -m benchmarks.graph_training
-	$(BIN)/python -m benchmarks.tracing
+	$(BIN)/python -m benchmarks.all
 
 clean:
 	rm -rf $(VENV) build *.egg-info .mypy_cache .pytest_cache .ruff_cache .import_linter_cache

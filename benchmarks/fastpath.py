@@ -12,7 +12,7 @@ import shutil
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
@@ -46,15 +46,34 @@ Rate = Callable[[], float]
 Status = Callable[[], dict[str, Any]]
 
 
+def alternate(index: int, ours: Rate, theirs: Rate) -> tuple[float, float]:
+    """Both rates of one round. Which side runs first alternates from round to round."""
+    if index % 2:
+        second = theirs()
+        return ours(), second
+    return ours(), theirs()
+
+
 def interleave(name: str, bound: float, ours: Rate, theirs: Rate, rounds: int) -> Comparison:
     comparison = Comparison(name, bound)
     for index in range(rounds):
-        if index % 2:
-            second = theirs()
-            comparison.add(ours(), second)
-        else:
-            comparison.add(ours(), theirs())
+        comparison.add(*alternate(index, ours, theirs))
     return comparison
+
+
+def rate_of(readers: int, paths: list[str], read: Callable[[Sequence[str]], None]) -> Rate:
+    """Files per second of so many readers over these files."""
+    return lambda: len(paths) / timed_readers(readers, paths, read)
+
+
+def after_drop(rate: Rate) -> Rate:
+    """The same, with all caches of the machine dropped before."""
+
+    def run() -> float:
+        drop_caches()
+        return rate()
+
+    return run
 
 
 def epoch(root: Path, paths: list[str], readers: int, *, cold: bool = False) -> Rate:
@@ -165,24 +184,21 @@ def first_epochs(base: Path, source: Path, paths: list[str], rounds: int) -> lis
         subprocess.run(["find", str(base / "first"), "-ls"], check=True, capture_output=True)
         for readers, bound in ((1, 0.9), (8, 0.95), (32, 0.45)):
             comparison = Comparison(f"first epoch, 1 ms a call, {readers} readers: direct", bound)
-            for _ in range(rounds):
+            direct = partial(read_source, str(source), latency_s=LATENCY_MS / 1000)
+            through = partial(read_files, str(base / "first"))
+            for index in range(rounds):
                 share = [next(unread) for _ in range(min(150 * readers, 4000 // rounds))]
-                direct = partial(read_source, str(source), latency_s=LATENCY_MS / 1000)
-                theirs = len(share) / timed_readers(readers, share, direct)
-                ours = len(share) / timed_readers(readers, share, partial(read_files, str(base / "first")))
-                comparison.add(ours, theirs)
+                read_files(str(source), share)  # both sides find the source in memory
+                comparison.add(*alternate(index, *(rate_of(readers, share, read) for read in (through, direct))))
             results.append(comparison)
     unread = iter(random.Random(4).sample(paths, len(paths)))
     with mounted(source, base / "disk", base / "cache-disk", "--read-only"):
         subprocess.run(["find", str(base / "disk"), "-ls"], check=True, capture_output=True)
         comparison = Comparison("first epoch, local disk, 4 readers: direct", 0.5)
-        for _ in range(rounds):
+        for index in range(rounds):
             share = [next(unread) for _ in range(2000)]
-            drop_caches()
-            theirs = len(share) / timed_readers(4, share, partial(read_files, str(source)))
-            drop_caches()
-            ours = len(share) / timed_readers(4, share, partial(read_files, str(base / "disk")))
-            comparison.add(ours, theirs)
+            ours, theirs = (rate_of(4, share, partial(read_files, str(root))) for root in (base / "disk", source))
+            comparison.add(*alternate(index, after_drop(ours), after_drop(theirs)))
         results.append(comparison)
     return results
 
@@ -200,8 +216,7 @@ def large_file(base: Path, rounds: int) -> list[Comparison]:
     first = Comparison("first read of a 4 GB file: direct", 0.9)
     for index in range(rounds):
         with mounted(source, base / "large-mnt", base / f"cache-large{index}", "--read-only") as status:
-            theirs = sequential(source / "file")()
-            first.add(sequential(base / "large-mnt" / "file")(), theirs)
+            first.add(*alternate(index, sequential(base / "large-mnt" / "file"), sequential(source / "file")))
             if index < rounds - 1:
                 continue
             for _ in range(2):  # what was not admitted the first time

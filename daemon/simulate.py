@@ -101,6 +101,7 @@ class Capacities(click.ParamType[tuple[float | int, ...]]):
     show_default=True,
     help=f"With --random: {', '.join(ORDERS)}.",
 )
+@click.option("--count-first-epoch", is_flag=True, help="With --random: count the first epoch, which only misses, too.")
 @click.option(
     "--bundle-ratio",
     type=click.FloatRange(0, 1, min_open=True),
@@ -124,6 +125,7 @@ def simulate(
     random_epochs: tuple[int, int, int] | None,
     policies: tuple[str, ...],
     orders: tuple[str, ...],
+    count_first_epoch: bool,
     bundle_ratio: float,
     capacities: tuple[float | int, ...],
     plot: Path | None,
@@ -131,7 +133,7 @@ def simulate(
 ) -> None:
     """What would a cache of this size have hit? Replays TRACE, or random epochs, through the policies of a mount.
 
-    With --random the first epoch only warms the cache; of a trace every access counts.
+    With --random the first epoch only warms the cache, unless --count-first-epoch; of a trace every access counts.
 
     \b
     Examples:
@@ -151,7 +153,8 @@ def simulate(
     else:
         assert random_epochs is not None
         for order in orders:
-            traces[order] = _epochs(order, *random_epochs, bundle_ratio), random_epochs[0] * (random_epochs[2] > 1)
+            warming = 0 if count_first_epoch or random_epochs[2] == 1 else random_epochs[0]
+            traces[order] = _epochs(order, *random_epochs, bundle_ratio), warming
     rows = []
     for name, (accesses, counted_from) in traces.items():
         for capacity in capacities:

@@ -88,6 +88,18 @@ def test_window_shuffle_has_no_more_groups_open_than_it_may(groups: list[int], w
             open_groups.remove(group)
 
 
+def test_window_shuffle_shuffles_groups_and_samples() -> None:
+    groups = [20] * 30
+    alone = list(WindowShuffle(groups, window=1, seed=5))  # one group after the other
+    order = list(dict.fromkeys(index // 20 for index in alone))
+    assert order != sorted(order)
+    runs = [alone[start : start + 20] for start in range(0, 600, 20)]
+    assert all(len({index // 20 for index in run}) == 1 for run in runs)
+    assert sum(run == sorted(run) or run == sorted(run, reverse=True) for run in runs) == 0
+    # A wider window mixes the samples of several groups, from its first samples on.
+    assert len({index // 20 for index in list(WindowShuffle(groups, window=4, seed=5))[:20]}) == 4
+
+
 @given(length_lists, st.integers(200, 1000), st.integers(1, 64), worlds, epochs, seeds)
 def test_length_bucket_covers_everything_once_within_the_budget(
     lengths: list[int], budget: int, interval: int, world: int, epoch: int, seed: int
@@ -138,6 +150,15 @@ def test_it_goes_on_where_it_was_interrupted(name: str) -> None:
     assert list(other) == whole  # an epoch that is iterated again begins at its beginning
     other.set_epoch(3)
     assert len(list(other)) == len(other)
+
+
+def test_a_state_brings_its_seed_along() -> None:
+    order = BundleRandom(100, seed=7)
+    drawn = iter(order)
+    before = [next(drawn) for _ in range(30)]
+    other = BundleRandom(100, seed=8)
+    other.load_state_dict(order.state_dict())
+    assert before + list(other) == list(BundleRandom(100, seed=7))
 
 
 @pytest.mark.parametrize("name", ORDERS)

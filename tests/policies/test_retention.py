@@ -10,7 +10,6 @@ from policies.simulator import Trace, simulate
 
 FILES = 5000
 FRACTIONS = [x / 10 for x in range(1, 10)]
-RECOMMENDED_RATIO = 0.1
 
 
 def epochs(count: int, *, bundle_ratio: float = 1.0, alternate: bool = False) -> Trace:
@@ -39,12 +38,24 @@ def test_random_permutations_hit_what_the_formulas_say(permutations: Trace, x: f
     assert opt >= max(lru, none)
 
 
-def test_bundle_random_misses_less_than_lru_on_random_permutations(permutations: Trace) -> None:
-    """16 % less on average, 33 % at best: for the ratio that docs/POLICIES.md recommends."""
-    bundled = epochs(6, bundle_ratio=RECOMMENDED_RATIO, alternate=True)
-    saved = [1 - (1 - hit_ratio(bundled, "lru", x)) / (1 - hit_ratio(permutations, "lru", x)) for x in FRACTIONS]
-    assert sum(saved) / len(saved) >= 0.16
-    assert max(saved) >= 0.33
+@pytest.mark.parametrize(("ratio", "mean", "best"), [(0.5, 0.155, 0.331), (0.2, 0.260, 0.444), (0.1, 0.304, 0.444)])
+def test_bundle_random_misses_less_than_random_permutations(
+    permutations: Trace, ratio: float, mean: float, best: float
+) -> None:
+    """The table of docs/POLICIES.md: all six epochs count, the first, which only misses, among them.
+
+    The authors' 16.2 % on average and 33.6 % at best are what a ratio of 0.5 gives.
+    """
+    bundled = epochs(6, bundle_ratio=ratio, alternate=True)
+    saved = []
+    for x in FRACTIONS:
+        capacity = int(x * FILES)
+        misses = [1 - simulate(trace, "lru", capacity).hit_ratio for trace in (bundled, permutations)]
+        saved.append(1 - misses[0] / misses[1])
+    assert sum(saved) / len(saved) == pytest.approx(mean, abs=0.001)
+    assert max(saved) == pytest.approx(best, abs=0.001)
+    if ratio == 0.5:
+        assert (mean, best) == (pytest.approx(0.162, abs=0.01), pytest.approx(0.336, abs=0.01))
 
 
 def fixed_trace() -> Trace:
