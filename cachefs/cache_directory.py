@@ -15,17 +15,17 @@ import struct
 import subprocess
 import sys
 import time
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from cachefs import recovery
-from cachefs.attributes import PINNED
+from cachefs import recovery, runs
 from cachefs.blob import Blob
 from cachefs.environment import Environment, Table
 from cachefs.errors import CacheFsError, IndexUnavailable
 from cachefs.index import Index
 from cachefs.options import Revalidate
+from cachefs.runs import RunState
 
 log = logging.getLogger(__name__)
 
@@ -36,28 +36,6 @@ RCTIME_GRACE_S = 60
 _SESSION_KEY = b"session"
 _SESSION = struct.Struct("<I4x2Q")  # flags, run, how often it was taken over
 _OWN_NAMES = {"cache.json", "secret", "lock", "blob", "index", "index.new", "daemon.log", "lost+found"}
-
-
-@dataclass(frozen=True, slots=True)
-class RunState:
-    """META "run": the number of the run, and what the next one may believe."""
-
-    run: int = 0
-    floor: int = 0
-    clean: bool = True
-    boot_id: bytes = bytes(16)
-    rctime: bytes = b""
-    """`ceph.dir.rctime` of the root when the records at or above the floor began to be made; empty: unknown."""
-
-    _CODEC = struct.Struct("<II2Q16s40s")
-
-    def pack(self) -> bytes:
-        return self._CODEC.pack(PINNED, self.clean, self.run, self.floor, self.boot_id, self.rctime)
-
-    @classmethod
-    def unpack(cls, value: bytes) -> "RunState":
-        _, clean, run, floor, boot_id, rctime = cls._CODEC.unpack(value)
-        return cls(run, floor, bool(clean), boot_id, rctime.rstrip(b"\0"))
 
 
 def boot_id() -> bytes:
@@ -222,9 +200,8 @@ class OpenedIndex:
         """
         self.session_path = session_path
         self.durable_path = durable.path
-        with durable.lmdb.begin() as txn:
-            value = txn.get(b"run", db=durable.tables[Table.META])
-        before = RunState.unpack(value) if value else RunState()
+        last = runs.last_run(durable)
+        before = last or RunState()
         now = boot_id()
         takeovers = self._takeovers(session_path, before, now)
         survived = takeovers is not None
@@ -233,7 +210,7 @@ class OpenedIndex:
         if not survived:
             shutil.rmtree(session_path, ignore_errors=True)
         # After a crash of the machine the last changes may be lost: nothing is taken on trust.
-        trusted = bool(value) and (before.clean or survived)
+        trusted = last is not None and (before.clean or survived)
         unmoved = revalidate is Revalidate.RCTIME and rctime_unmoved(before.rctime, rctime, time.time())
         keep = trusted and (revalidate is Revalidate.NEVER or unmoved)
         run = before.run + 1
@@ -273,8 +250,7 @@ class OpenedIndex:
         return environment.tables[Table.META]
 
     def _store(self) -> None:
-        with self._durable.lmdb.begin(write=True) as txn:
-            txn.put(b"run", self.state.pack(), db=self._durable.tables[Table.META])
+        self.state.store(self._durable)
 
     def close(self, *, flushed: bool) -> None:
         """`flushed`: everything that is pinned is in the durable index, so that the next run may trust it."""

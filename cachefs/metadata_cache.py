@@ -37,11 +37,9 @@ from cachefs.index import Index
 from cachefs.metadata_retention import MetadataRetention
 from cachefs.options import Options
 from cachefs.paths import Paths, directory_of, links_of
+from cachefs.runs import FIRST_ALIAS, Numbers
 
 SETTLE_NS = 2 * NANOSECONDS
-FIRST_ALIAS = 1 << 62
-RUN_BITS, TAKEOVER_BITS = 40, 28
-"""Numbers of a run begin with the run; those of a daemon that took over begin 2^28 later than those of the last."""
 FIRST_POSITION = 3  # 1 and 2 are "." and ".."
 FLAGS_PINNED = PINNED.to_bytes(4, "little")
 FLAGS_NONE = bytes(4)
@@ -70,13 +68,23 @@ class MetadataCache(Belief):
         # constants
         self._unpinned_timeout_ns = int(options.unpinned_timeout_s * NANOSECONDS)
         # state
-        self._sequence = (run << RUN_BITS) + (takeovers << TAKEOVER_BITS)
+        self._numbers = Numbers(run, takeovers)
         self.paths = Paths()
 
     def next_sequence(self) -> int:
-        """A number that was never given out before, in any run: the run itself is its upper part."""
-        self._sequence += 1
-        return self._sequence
+        """A number that was never given out before, in any run (runs.py)."""
+        return self._numbers.next()
+
+    def _next_alias(self, update: Update) -> int:
+        def is_free(number: int) -> bool:
+            key = inode_key(number)
+            return (
+                update.get(Table.INODES, key) is None
+                and update.first_key(Table.LINKS, key) is None
+                and not update.extents.has_any(number)
+            )
+
+        return self._numbers.next_alias(is_free)
 
     # --- reading ---------------------------------------------------------------------------------------------------
 
@@ -113,7 +121,7 @@ class MetadataCache(Belief):
                 return number, None
             if record.same_identity(now) and not (self._kernel_has_data(record) and not record.same_version(now)):
                 return number, record
-        number = FIRST_ALIAS | self.next_sequence()
+        number = self._next_alias(update)
         update.put(Table.ALIASES, key, FLAGS_PINNED + bytes(4) + inode_key(number))
         return number, None
 

@@ -3,19 +3,21 @@
 A scan begins at each slab, whose place is known, follows the lengths of the records, and stops at the first header
 that is not sound: it never searches for a magic number, which the payload of a dataset file could forge. Of several
 records of one inode the highest sequence number counts. Names are not in the blob: a rebuilt inode has no dentry and
-stamp 0, and counts again when a look-up finds the very same version (docs/FORMAT.md, recovery).
+stamp 0, and counts again when a look-up finds the very same version (docs/FORMAT.md, recovery). The run is above that
+of every record, dead ones too (runs.py).
 """
 
 import logging
 from collections.abc import Iterator
 
-from cachefs import record
+from cachefs import record, runs
 from cachefs.attributes import PINNED, STALE, Extent, Inode, inode_key, pair_key
 from cachefs.blob import SLAB_BYTES, Blob
 from cachefs.environment import Environment, Table
 from cachefs.errors import CorruptRecord
 from cachefs.extents import Extents
 from cachefs.index import Totals
+from cachefs.runs import run_of, run_of_inode
 
 log = logging.getLogger(__name__)
 
@@ -24,6 +26,11 @@ BATCH = 10_000
 
 def scan(blob: Blob) -> Iterator[tuple[record.Header, Extent]]:
     """Every record that is sound and not dead, in the order of the blob. Payload is not read: readers verify it."""
+    return ((header, extent) for header, extent in _headers(blob) if extent is not None)
+
+
+def _headers(blob: Blob) -> Iterator[tuple[record.Header, Extent | None]]:
+    """Every record that is sound. Dead ones have no extent."""
     size = blob.size()
     for slab in range(0, size, SLAB_BYTES):
         offset = slab
@@ -33,7 +40,9 @@ def scan(blob: Blob) -> Iterator[tuple[record.Header, Extent]]:
                 if decoded is None:
                     break
                 header, kind, table_checksum = decoded
-                if kind == record.TYPE_DATA:
+                if kind != record.TYPE_DATA:
+                    yield header, None
+                else:
                     table = blob.pread(8 * header.blocks, offset + record.HEADER_BYTES)
                     checksums = record.decode_checksums(table, table_checksum, blob.seed)
                     start = offset + record.payload_start(header.length)
@@ -50,8 +59,18 @@ def rebuild(blob: Blob, durable: Environment) -> Totals:
     """Fill an empty durable index with what the blob holds."""
     tables = durable.tables
     newest: dict[int, int] = {}
-    for header, _ in scan(blob):
-        newest[header.inode] = max(header.version, newest.get(header.inode, 0))
+    """Inode → the version that counts."""
+    owners: dict[tuple[int, int], tuple[int, int]] = {}
+    """Object of the source (device, inode number) → the last (version, number) that it had here."""
+    highest = 0
+    for header, live in _headers(blob):
+        highest = max(highest, run_of(header.version), run_of_inode(header.inode))
+        if live is not None:
+            newest[header.inode] = max(header.version, newest.get(header.inode, 0))
+            place, owner = (header.device, header.source_inode), (header.version, header.inode)
+            owners[place] = max(owner, owners.get(place, owner))
+    # Before any record: a rebuild that is interrupted must not give their numbers out again.
+    runs.ended(highest).store(durable)
     totals = Totals()
     rows: list[tuple[record.Header, Extent]] = []
 
@@ -63,9 +82,10 @@ def rebuild(blob: Blob, durable: Environment) -> Totals:
                 key = inode_key(header.inode)
                 if txn.put(key, _inode(header).pack(), overwrite=False, db=tables[Table.INODES]):
                     totals.cached_files += 1
-                if header.inode != header.source_inode or header.device:
+                place = header.device, header.source_inode
+                if (header.inode != header.source_inode or header.device) and owners[place][1] == header.inode:
                     alias = PINNED.to_bytes(8, "little") + key
-                    txn.put(pair_key(header.device, header.source_inode), alias, db=tables[Table.ALIASES])
+                    txn.put(pair_key(*place), alias, db=tables[Table.ALIASES])
                 within = extents.add(header.inode, header.file_offset, extent)
                 if within is None:
                     unneeded.append(extent)

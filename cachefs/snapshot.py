@@ -27,14 +27,11 @@ from numpy.typing import NDArray
 from cachefs.attributes import IMMUTABLE, LISTED, PINNED, ROOT_INODE, STALE, UNLINKED, UNSETTLED
 from cachefs.environment import Environment, Table
 from cachefs.errors import CacheFsError
+from cachefs.runs import FIRST_ALIAS, RUN_BITS, RunState, ended, run_of
 
 MAGIC = b"CHFSNAP\n"
 FORMAT_VERSION = 1
 LEVEL = 6
-FIRST_RUN = 1
-"""A new index begins with this run; what is imported was compared in it."""
-_VERSION_OF_ALL = FIRST_RUN << 40
-"""Never given out by the run itself, whose first is one higher."""
 _LENGTHS = struct.Struct("<II")  # format version, bytes of the header
 _DIGEST = struct.Struct("<Q")
 _KEPT_FLAGS = PINNED | IMMUTABLE | LISTED
@@ -265,8 +262,14 @@ def load(path: Path, index: Path, root_inode: int) -> int:
     for name in ("atime", "ctime", "btime"):
         records[name] = _unshuffled(columns[name]) + records["mtime"]
     records["source_inode"] = _unshuffled(columns["source_inode"]).view(np.uint64) + numbers
-    records["version"] = _VERSION_OF_ALL
-    records["stamp"] = records["entries_stamp"] = FIRST_RUN
+    aliases = columns["aliases"]
+    last = _last_run(numbers, aliases)
+    run = last.run + 1
+    """The first of the new index; what is imported was compared in it."""
+    version = run << RUN_BITS
+    """Never given out by the run itself, whose first is one higher."""
+    records["version"] = version
+    records["stamp"] = records["entries_stamp"] = run
     at_root = records["source_inode"][numbers == ROOT_INODE]
     if len(at_root) != 1 or int(at_root[0]) != root_inode:
         raise CacheFsError(f"{path} is a snapshot of another tree: {header['source']}")
@@ -284,15 +287,15 @@ def load(path: Path, index: Path, root_inode: int) -> int:
                 """In the order of the keys: pages are filled one after the other."""
                 txn.cursor(db=environment.tables[table]).putmulti(rows, append=True)
 
-            _put_all(put, numbers, records, parents, children, positions, names)
+            _put_all(put, numbers, records, parents, children, positions, names, run)
             pinned = PINNED.to_bytes(4, "little")
-            head = struct.pack("<I4xQ", PINNED, _VERSION_OF_ALL)
+            head = struct.pack("<I4xQ", PINNED, version)
             for table in (Table.SYMLINKS, Table.XATTRS):
                 keys, values = _parts(columns, f"{table.name}_key"), _parts(columns, f"{table.name}_value")
                 put(table, ((key, head + value) for key, value in zip(keys, values, strict=True)))
-            aliases = columns["aliases"]
             rows = (aliases[start : start + 24] for start in range(0, len(aliases), 24))
             put(Table.ALIASES, ((row[:16], pinned + bytes(4) + row[16:]) for row in rows))
+        last.store(environment)
         environment.lmdb.sync(True)
     finally:
         environment.close()
@@ -300,14 +303,22 @@ def load(path: Path, index: Path, root_inode: int) -> int:
     return len(names)
 
 
+def _last_run(numbers: NDArray[np.uint64], aliases: bytes) -> RunState:
+    """The last run whose numbers are in the snapshot: the exporter's, whose inode numbers come along."""
+    given = np.concatenate([numbers, np.frombuffer(aliases, ">u8")[2::3].astype(np.uint64)])
+    ours = given[given >= np.uint64(FIRST_ALIAS)].tolist()
+    return ended(max(map(run_of, ours), default=0))
+
+
 def _put_all(
     put: Callable[[Table, Iterable[tuple[bytes, bytes]]], None],
     numbers: Any, records: Any, parents: Any, children: Any, positions: Any, names: list[bytes],
+    run: int,
 ) -> None:  # fmt: skip
     pinned = PINNED.to_bytes(4, "little")
     put(Table.INODES, zip(_cut(numbers.astype(">u8"), 8), _cut(records, _INODE.itemsize), strict=True))
     dentries = np.zeros(len(names), _DENTRY)
-    dentries["flags"], dentries["inode"], dentries["stamp"] = PINNED, children, FIRST_RUN
+    dentries["flags"], dentries["inode"], dentries["stamp"] = PINNED, children, run
     dentries["position"] = positions
     parent_keys = list(_cut(parents.astype(">u8"), 8))
     keys = list(map(bytes.__add__, parent_keys, names))

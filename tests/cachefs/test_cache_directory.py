@@ -7,10 +7,11 @@ import pytest
 
 from cachefs import cache_directory
 from cachefs.attributes import PINNED
-from cachefs.cache_directory import CacheDirectory, OpenedIndex, RunState, rctime_unmoved
+from cachefs.cache_directory import CacheDirectory, OpenedIndex, rctime_unmoved
 from cachefs.environment import Environment, Table
 from cachefs.errors import CacheFsError
 from cachefs.options import Revalidate
+from cachefs.runs import RunState
 
 LAZY, NEVER, RCTIME = Revalidate.LAZY, Revalidate.NEVER, Revalidate.RCTIME
 OLD_RCTIME = b"1000000000.09123"

@@ -1,0 +1,136 @@
+"""Numbers are never used twice: not after a lost index, and not after a snapshot was imported (hazard 26)."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from cachefs import record, recovery, runs
+from cachefs.attributes import PINNED, Inode, Stat, inode_key, pair_key
+from cachefs.blob import Blob
+from cachefs.cache_directory import OpenedIndex
+from cachefs.environment import Environment, Table
+from cachefs.errors import CacheFsError
+from cachefs.index import Index
+from cachefs.metadata_cache import MetadataCache
+from cachefs.options import Options, Revalidate
+from cachefs.runs import FIRST_ALIAS, RUN_BITS, Numbers, RunState, run_of, run_of_inode
+
+SEED = 7
+
+
+def header(inode: int, version: int, *, source_inode: int | None = None, offset: int = 0) -> record.Header:
+    return record.Header(4, inode, offset, version, 4, 1, 2, 3, 0o100644, 0, source_inode or inode)
+
+
+def in_run(run: int, n: int) -> int:
+    return (run << RUN_BITS) + n
+
+
+@pytest.fixture
+def blob(tmp_path: Path) -> Iterator[Blob]:
+    made = Blob(tmp_path / "blob", SEED)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def durable(tmp_path: Path) -> Iterator[Environment]:
+    made = Environment(tmp_path / "index", sync=False)
+    yield made
+    made.close()
+
+
+def first_run(durable: Environment, tmp_path: Path) -> RunState:
+    """The state of the run that begins on this index."""
+    opened = OpenedIndex(durable, tmp_path / "session", Revalidate.NEVER, b"")
+    state = opened.state
+    opened.index.session.close()
+    return state
+
+
+def test_after_a_rebuild_the_run_is_above_every_record_of_the_blob(
+    blob: Blob, durable: Environment, tmp_path: Path
+) -> None:
+    blob.append([(header(5, in_run(3, 9)), b"abcd"), (header(6, in_run(2, 1)), b"abcd")])
+    recovery.rebuild(blob, durable)
+    state = first_run(durable, tmp_path)
+    assert state.run == 4 and state.floor == 4  # and nothing of the blob is taken on trust
+
+
+def test_after_a_rebuild_the_run_is_above_the_aliases_of_the_blob(
+    blob: Blob, durable: Environment, tmp_path: Path
+) -> None:
+    blob.append([(header(FIRST_ALIAS | in_run(6, 2), in_run(1, 5), source_inode=40), b"abcd")])
+    recovery.rebuild(blob, durable)
+    assert first_run(durable, tmp_path).run == 7
+
+
+def test_after_a_rebuild_the_run_is_above_dead_records(blob: Blob, durable: Environment, tmp_path: Path) -> None:
+    live, dead = blob.append([(header(5, in_run(1, 9)), b"abcd"), (header(6, in_run(8, 1)), b"abcd")])
+    blob.punch(dead)
+    recovery.rebuild(blob, durable)
+    assert first_run(durable, tmp_path).run == 9
+    assert [extent for _, extent in recovery.scan(blob)] == [live]
+
+
+def test_a_rebuild_that_is_interrupted_has_stored_the_run(
+    blob: Blob, durable: Environment, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    blob.append([(header(5, in_run(3, 9)), b"abcd")])
+    monkeypatch.setattr(recovery, "_inode", lambda header: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        recovery.rebuild(blob, durable)
+    assert first_run(durable, tmp_path).run == 4
+
+
+@pytest.mark.parametrize("order", [1, -1], ids=["oldest first", "newest first"])
+def test_of_several_numbers_of_one_object_the_last_is_restored(blob: Blob, durable: Environment, order: int) -> None:
+    """A file that was replaced twice: its aliases are in the blob, in any order."""
+    numbers = [40, FIRST_ALIAS | in_run(1, 5), FIRST_ALIAS | in_run(1, 8)]
+    records = [(header(number, in_run(1, 4 + n), source_inode=40), b"abcd") for n, number in enumerate(numbers)]
+    blob.append(records[::order])
+    recovery.rebuild(blob, durable)
+    with durable.lmdb.begin() as txn:
+        found = {key: value[8:16] for key, value in txn.cursor(db=durable.tables[Table.ALIASES])}
+    assert found == {pair_key(0, 40): inode_key(numbers[-1])}
+
+
+def test_an_index_that_lost_its_run_is_searched_for_the_highest(durable: Environment, tmp_path: Path) -> None:
+    with durable.lmdb.begin(write=True) as txn:
+        row = Inode(9, PINNED, *(0,) * 20)._replace(version=in_run(4, 1))
+        txn.put(inode_key(9), row.pack(), db=durable.tables[Table.INODES])
+        alias = PINNED.to_bytes(8, "little") + inode_key(FIRST_ALIAS | in_run(5, 2))
+        txn.put(pair_key(0, 77), alias, db=durable.tables[Table.ALIASES])
+    assert first_run(durable, tmp_path).run == 6
+
+
+def test_an_empty_index_begins_with_run_1(durable: Environment, tmp_path: Path) -> None:
+    assert first_run(durable, tmp_path).run == 1
+
+
+def test_a_run_that_would_reach_the_bit_of_the_aliases_is_refused() -> None:
+    assert runs.ended(runs.MAX_RUN - 1).run == runs.MAX_RUN - 1
+    with pytest.raises(CacheFsError):
+        runs.ended(runs.MAX_RUN)
+
+
+def test_the_run_of_a_number() -> None:
+    numbers = Numbers(3, takeovers=2)
+    version, alias = numbers.next(), numbers.next_alias(lambda number: True)
+    assert run_of(version) == run_of(alias) == run_of_inode(alias) == 3
+    assert run_of_inode(1 << 41) == 0  # a number of the source, as CephFS has them
+
+
+def test_a_fresh_number_is_free(durable: Environment, tmp_path: Path) -> None:
+    """The index holds numbers of this very run: those of a snapshot that an older cachefs imported."""
+    index = Index(durable, Environment(tmp_path / "session", sync=False))
+    metadata = MetadataCache(index, Options(read_only=True), run=1, floor=1)
+    taken = {FIRST_ALIAS | in_run(1, n) for n in range(1, 30)}
+    now = Stat(0o100644, 1, 0, 0, 0, 4096, 10, 8, 1, 2, 3, 4, 9, 99)  # of another device: it gets an alias
+    with index.update() as update:
+        for number in taken:
+            update.put(Table.INODES, inode_key(number), Inode(number, PINNED, *(0,) * 20).pack())
+        made = metadata.apply_stat(update, 1, b"name", now, pin=True)
+    assert made.number not in taken and made.number & FIRST_ALIAS
+    index.close()
