@@ -11,11 +11,13 @@ from functools import partial
 
 import trio
 
+from cachefs import shares
 from cachefs.attributes import LISTED, ROOT_INODE, Inode, Stat
 from cachefs.filesystem import FileSystem
 from cachefs.listings import Listings
 from cachefs.open_files import FAST_HANDLE
 from cachefs.paths import links_of
+from cachefs.shares import UNKNOWN
 from cachefs.single_flight import Flight, SingleFlight, in_task, unwrap
 
 BATCH_NAMES = 16
@@ -52,16 +54,20 @@ class Directories:
         self._polite: set[int] = set()
         """Listings that only background work waits for."""
         self._lookups_seen = 0
-        self._handles: dict[int, int] = {}
+        self._handles: dict[int, tuple[int, int]] = {}
+        """Handle → (inode, owner)."""
         self._next_handle = 1
 
     def opendir(self, number: int) -> int:
         self._next_handle += 1
-        self._handles[self._next_handle] = number
+        self._handles[self._next_handle] = number, shares.owner()
         return self._next_handle
 
     def number_of(self, handle: int) -> int:
-        return handle & ~FAST_HANDLE if handle & FAST_HANDLE else self._handles[handle]
+        return handle & ~FAST_HANDLE if handle & FAST_HANDLE else self._handles[handle][0]
+
+    def owner_of(self, handle: int) -> int:
+        return self._handles.get(handle, (0, UNKNOWN))[1]
 
     def releasedir(self, handle: int) -> None:
         del self._handles[handle]

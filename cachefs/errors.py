@@ -1,6 +1,7 @@
 """The errors of the filesystem, and the only translation of errors to errno."""
 
 import errno
+import os
 
 
 class CacheFsError(Exception):
@@ -13,6 +14,16 @@ class CorruptRecord(Exception):
 
 class IndexUnavailable(Exception):
     """The index cannot take a commit (disk full, I/O error). New metadata is then not pinned; nothing else fails."""
+
+
+class Busy(BlockingIOError):
+    """A file cannot be opened at the moment: another process holds a lease on it, or renames on its way.
+
+    Raised by whatever opens at the source; `SourceSlots` pauses and calls again, and gives up at the call's deadline.
+    """
+
+    def __init__(self, *_: object) -> None:  # a copy is made with the arguments of the original
+        super().__init__(errno.EAGAIN, os.strerror(errno.EAGAIN))
 
 
 def errno_of(error: BaseException) -> int:

@@ -8,15 +8,17 @@ files go on with the new one (`own_change`).
 import errno
 import logging
 import os
+import resource
 import struct
 from collections import Counter, OrderedDict
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 import trio
 
+from cachefs import shares
 from cachefs.attributes import IMMUTABLE, UNLINKED, WRITTEN, Inode, Stat, inode_key, inode_of_key
 from cachefs.data_cache import DataCache
 from cachefs.environment import Table
@@ -25,13 +27,17 @@ from cachefs.filesystem import Entry, FileSystem, failed
 from cachefs.metrics import Metrics
 from cachefs.options import CacheLevel
 from cachefs.paths import links_of
+from cachefs.shares import UNKNOWN, Shares
 from cachefs.source import Changed
 
 FAST_HANDLE = 1 << 63
 """In a handle: the fast path gave it out, or nobody did; the rest is the inode (hazard 2)."""
 RECENT_FILES = 64
+RESERVED_DESCRIPTORS = 1536
+"""Of the process: for calls to the source, directories, the index and connections. A quarter where there are few."""
 _HANDLE = b"handle:"
-_SAVED = struct.Struct("<2IQ")  # flags of the value, flags of open(2), inode
+_SAVED = struct.Struct("<2IQq")  # flags of the value, flags of open(2), inode, owner
+_SAVED_BEFORE = struct.Struct("<2IQ")  # of a daemon that knew no owners
 
 log = logging.getLogger(__name__)
 
@@ -50,6 +56,8 @@ class Handle:
     """Who uses `fd` besides requests on this very handle."""
     released: bool = False
     """Closed by its owner; the last borrower closes `fd`."""
+    owner: int = field(default_factory=shares.owner)
+    """Whose place among the descriptors it takes (shares.py)."""
 
 
 class OpenFiles:
@@ -97,6 +105,26 @@ class OpenFiles:
         """Inode → a file that lost its name and may be open: until the kernel forgets it."""
         self.writers: Counter[int] = Counter()
         """How many writable handles an inode has."""
+        self._descriptors = Shares(_descriptors_for_handles())
+        """By owner: handles, those that are being opened included. Each may need a descriptor."""
+
+    @contextmanager
+    def opening(self) -> Iterator[None]:
+        """Around what makes one handle. EMFILE where its owner has too many; what fails gives its place back."""
+        owner = shares.owner()
+        if self._descriptors.is_full(owner):
+            raise failed(errno.EMFILE)
+        self._descriptors.take(owner)
+        try:
+            yield
+        except BaseException:
+            self._descriptors.give(owner)
+            raise
+
+    def owner_of(self, handle: int) -> int:
+        """Who opened it; UNKNOWN where Python has not seen that."""
+        opened = self.handles.get(handle)
+        return UNKNOWN if opened is None else opened.owner
 
     async def getattr(self, number: int) -> Entry:
         async with self.writable_descriptor(number) as fd:
@@ -249,11 +277,13 @@ class OpenFiles:
         self.handles[number] = handle
         if self._unseen_handles:
             with self._metadata.index.update() as update:
-                update.put(Table.META, _HANDLE + inode_key(number), _SAVED.pack(0, handle.flags, handle.number))
+                update.put(
+                    Table.META, _HANDLE + inode_key(number), _SAVED.pack(0, handle.flags, handle.number, handle.owner)
+                )
         return number
 
     def add_source_handle(self, number: int, fd: int, flags: int) -> int:
-        """`flags`: of open(2)."""
+        """`flags`: of open(2). Within `opening`."""
         writable = flags & os.O_ACCMODE != os.O_RDONLY
         if writable:
             self.writers[number] += 1
@@ -264,20 +294,25 @@ class OpenFiles:
         with self._metadata.index.view() as view:
             saved = [(inode_of_key(key[len(_HANDLE) :]), value) for key, value in view.scan(Table.META, _HANDLE)]
         for handle, value in saved:
-            _, flags, number = _SAVED.unpack(value)
+            known = len(value) == _SAVED.size
+            _, flags, number, owner = _SAVED.unpack(value) if known else (*_SAVED_BEFORE.unpack(value), UNKNOWN)
             writable = flags & os.O_ACCMODE != os.O_RDONLY
             try:
                 record = self._fs.record(number)
                 if not writable and self._is_immutable(record):
-                    self.handles[handle] = Handle(number, file=self._shared(record))
+                    self._restored(handle, Handle(number, file=self._shared(record), owner=owner))
                     continue
                 call = partial(self._source.open_file, self._fs.path_of(number), flags | os.O_NONBLOCK)
                 fd = await self._slots.run(call, discard=close_quietly)
             except OSError as error:
                 log.warning("a handle of inode %d is lost with the daemon that had it: %s", number, error.strerror)
                 continue
-            self.handles[handle] = Handle(number, fd=fd, writable=writable, flags=flags)
+            self._restored(handle, Handle(number, fd=fd, writable=writable, flags=flags, owner=owner))
             self.writers[number] += writable
+
+    def _restored(self, number: int, handle: Handle) -> None:
+        self.handles[number] = handle
+        self._descriptors.take(handle.owner)
 
     def handle(self, number: int) -> Handle:
         try:
@@ -353,6 +388,7 @@ class OpenFiles:
         if self._unseen_handles:
             with self._metadata.index.update() as update:
                 update.delete(Table.META, _HANDLE + inode_key(handle))
+        self._descriptors.give(opened.owner)
         opened.released = True
         fd: int | None = opened.fd if opened.file is None and not opened.borrowers else None
         if opened.writable:
@@ -442,3 +478,8 @@ class OpenFiles:
             await self.release(handle)
         for file in (*self._recent.values(), *self._held.values()):
             await self._let_go(file)
+
+
+def _descriptors_for_handles() -> int:
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    return limit - min(RESERVED_DESCRIPTORS, limit // 4)

@@ -14,6 +14,7 @@ from typing import Any, ParamSpec, TypeVar
 import pyfuse3
 import trio
 
+from cachefs import shares
 from cachefs.attributes import Inode
 from cachefs.caller import Caller
 from cachefs.contents import VIRTUAL, Contents
@@ -23,6 +24,7 @@ from cachefs.filesystem import Entry, FileSystem
 from cachefs.latency import Latencies
 from cachefs.mutations import Changes, Mutations
 from cachefs.open_files import FAST_HANDLE, OpenFiles
+from cachefs.shares import UNKNOWN, Shares
 
 log = logging.getLogger(__name__)
 P = ParamSpec("P")
@@ -35,14 +37,29 @@ _KINDS = {
 }  # fmt: skip
 _READ = "read"
 """Whether that is a hit is known elsewhere (fetch.py)."""
+_OF_FILES = frozenset({"read", "write", "fsync", "flush", "release"})
+"""Requests that name a handle, and not their caller: they count as their opener's."""
+_OF_DIRECTORIES = frozenset({"readdir", "fsyncdir", "releasedir"})
+_RELEASES = frozenset({"release", "releasedir"})
+"""Never refused: they give something back."""
+MAX_REQUESTS = 16384
+"""Tasks of pyfuse3. A task that waits for the source costs memory and nothing else, and hits need one, too."""
 
 
 def _handler(function: Callable[P, Awaitable[R]]) -> Callable[P, Coroutine[Any, Any, R]]:
     name = function.__name__
     kind = _KINDS.get(name, "other")
+    refusable = name not in _RELEASES
 
     @functools.wraps(function)
     async def wrapped(*args: P.args, **kwargs: P.kwargs) -> R:
+        operations: Any = args[0]
+        owner = _owner_of(operations, name, args)
+        requests = operations.requests
+        if refusable and requests.is_full(owner):
+            raise pyfuse3.FUSEError(errno.EAGAIN)
+        shares.act_for(owner)
+        requests.take(owner)
         began_ns = time.monotonic_ns()
         try:
             return await function(*args, **kwargs)
@@ -52,11 +69,22 @@ def _handler(function: Callable[P, Awaitable[R]]) -> Callable[P, Coroutine[Any, 
             log.exception("bug in %s, answered EIO", name)
             raise pyfuse3.FUSEError(errno.EIO) from None
         finally:
+            requests.give(owner)
             if name != _READ:
-                operations: Any = args[0]
                 operations.latencies.note(kind, time.monotonic_ns() - began_ns)
 
     return wrapped
+
+
+def _owner_of(operations: "Operations", name: str, args: tuple[Any, ...]) -> int:
+    """The uid that a request counts as."""
+    if isinstance(args[-1], pyfuse3.RequestContext):
+        return int(args[-1].uid)
+    if name in _OF_FILES:
+        return operations.files.owner_of(args[1])
+    if name in _OF_DIRECTORIES:
+        return operations.directories.owner_of(args[1])
+    return UNKNOWN
 
 
 def _attributes(record: Inode, timeout_s: float) -> pyfuse3.EntryAttributes:
@@ -107,11 +135,13 @@ class Operations(pyfuse3.Operations):
     ) -> None:
         super().__init__()
         self._fs = filesystem
-        self._files = files
-        self._directories = directories
+        self.files = files
+        self.directories = directories
         self._mutations = mutations
         self._contents = contents
         self.latencies = latencies
+        # state
+        self.requests = Shares(MAX_REQUESTS)
         self.initialized = trio.Event()
         """Set when the kernel has negotiated the connection."""
 
@@ -129,11 +159,11 @@ class Operations(pyfuse3.Operations):
 
     @_handler
     async def getattr(self, inode, ctx):  # type: ignore[no-untyped-def]
-        return _entry(await self._files.getattr(inode))
+        return _entry(await self.files.getattr(inode))
 
     async def forget(self, inode_list: Sequence[tuple[int, int]]) -> None:
         try:
-            await self._files.forget(inode_list)
+            await self.files.forget(inode_list)
         except Exception:  # nobody waits for an answer
             log.exception("bug in forget")
 
@@ -144,42 +174,44 @@ class Operations(pyfuse3.Operations):
     @_handler
     async def open(self, inode, flags, ctx):  # type: ignore[no-untyped-def]
         if flags & (_ACCESS_MODE | _TRUNCATE):
-            handle = await self._mutations.open_for_writing(inode, flags, _caller(ctx))
+            with self.files.opening():
+                handle = await self._mutations.open_for_writing(inode, flags, _caller(ctx))
             return pyfuse3.FileInfo(fh=handle, keep_cache=False)
         if flags & _REPORT:
-            frozen = await self._files.opened_unseen(inode)
+            frozen = await self.files.opened_unseen(inode)
             return pyfuse3.FileInfo(fh=FAST_HANDLE | inode, keep_cache=frozen)
-        handle, keep_cache = await self._files.open_for_reading(inode)
+        with self.files.opening():
+            handle, keep_cache = await self.files.open_for_reading(inode)
         return pyfuse3.FileInfo(fh=handle, keep_cache=keep_cache)
 
     @_handler
     async def read(self, fh, off, size):  # type: ignore[no-untyped-def]
-        return await self._files.read(fh, off, size)
+        return await self.files.read(fh, off, size)
 
     @_handler
     async def flush(self, fh):  # type: ignore[no-untyped-def]
         if self._fs.options.read_only:
             raise OSError(errno.ENOSYS, "nothing to flush")  # the kernel does not ask again (hazard 4)
-        await self._files.flush(fh)
+        await self.files.flush(fh)
 
     @_handler
     async def release(self, fh):  # type: ignore[no-untyped-def]
-        await self._files.release(fh)
+        await self.files.release(fh)
 
     @_handler
     async def opendir(self, inode, ctx):  # type: ignore[no-untyped-def]
-        return self._directories.opendir(inode)
+        return self.directories.opendir(inode)
 
     @_handler
     async def readdir(self, fh, start_id, token):  # type: ignore[no-untyped-def]
         def emit(name: bytes, record: Inode, timeout_s: float, position: int) -> bool:
             return pyfuse3.readdir_reply(token, name, _attributes(record, timeout_s), position)
 
-        await self._directories.readdir(fh, start_id, emit)
+        await self.directories.readdir(fh, start_id, emit)
 
     @_handler
     async def releasedir(self, fh):  # type: ignore[no-untyped-def]
-        self._directories.releasedir(fh)
+        self.directories.releasedir(fh)
 
     @_handler
     async def statfs(self, ctx):  # type: ignore[no-untyped-def]
@@ -207,7 +239,8 @@ class Operations(pyfuse3.Operations):
 
     @_handler
     async def create(self, parent_inode, name, mode, flags, ctx):  # type: ignore[no-untyped-def]
-        handle, record = await self._mutations.create(parent_inode, name, mode, flags, _caller(ctx))
+        with self.files.opening():
+            handle, record = await self._mutations.create(parent_inode, name, mode, flags, _caller(ctx))
         return pyfuse3.FileInfo(fh=handle, keep_cache=False), self._made(record)
 
     @_handler
@@ -220,7 +253,7 @@ class Operations(pyfuse3.Operations):
 
     @_handler
     async def fsyncdir(self, fh, datasync):  # type: ignore[no-untyped-def]
-        await self._mutations.fsync_directory(self._directories.number_of(fh))
+        await self._mutations.fsync_directory(self.directories.number_of(fh))
 
     @_handler
     async def setattr(self, inode, attr, fields, fh, ctx):  # type: ignore[no-untyped-def]

@@ -2,8 +2,11 @@
 
 A parallel filesystem that hangs must not take the mount with it (hazard 20). A call that outlives its deadline is
 abandoned: its request is answered ETIMEDOUT, its thread goes on and keeps its slot until the call returns. When all
-slots are held by such calls new ones fail at once, but for one probe a second, so that the mount notices when the
-source is back. A hit never comes here.
+slots of an owner are held by such calls, its new ones fail at once, but for one probe a second, so that the mount
+notices when the source is back. A hit never comes here.
+
+Slots are shared by owner (shares.py): what one user is blocked in blocks no other. A file that another process holds a
+lease on cannot be opened yet (`Busy`): the call gives its slot back, pauses, and is made again until its deadline.
 
 Why not `trio.to_thread`: a fetch begins in the middle of the OPEN that announces it, before that is answered, and a
 first epoch is made of such fetches. `start` costs a queue and a wake-up where a nursery task, a limiter, a cancel
@@ -11,27 +14,36 @@ scope and a worker of trio's cost five times as much. One task looks after all d
 """
 
 import errno
+import heapq
+import itertools
+import math
 import os
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from typing import Any, Generic, TypeVar
 
 import outcome
 import trio
 
+from cachefs import shares
+from cachefs.errors import Busy
+from cachefs.shares import Shares
+
 T = TypeVar("T")
 
 PROBE_INTERVAL_S = 1.0
 MAX_PROBES = 4
+FIRST_PAUSE_S = 0.001
+MAX_PAUSE_S = 0.1
 _WATCH_SHARE = 20  # deadlines are looked at this often within a timeout
 
 
 class Call(Generic[T]):
     """One call. Its state changes on the trio thread only, but for `returned`, which its own thread sets."""
 
-    __slots__ = ("abandoned", "deadline", "discard", "done", "function", "probe", "running")
+    __slots__ = ("abandoned", "deadline", "discard", "done", "function", "owner", "pause_s", "probe", "running")
 
     def __init__(
         self,
@@ -42,7 +54,9 @@ class Call(Generic[T]):
         self.function = function
         self.done = done
         self.discard = discard
+        self.owner = shares.owner()
         self.deadline = 0.0
+        self.pause_s = FIRST_PAUSE_S
         self.running = False
         self.abandoned = False
         self.probe = False
@@ -52,17 +66,25 @@ class SourceSlots:
     """`await slots.run(function)`: the result, the function's error, or OSError ETIMEDOUT."""
 
     def __init__(self, slots: int, timeout_s: float, *, clock: Callable[[], float] = time.monotonic) -> None:
+        """`slots`: of one owner. There are a third more, so that one owner never has all of them."""
         # constants
-        self._slots = slots
         self.timeout_s = timeout_s
         self._clock = clock
         # state, of the trio thread
         self._token = trio.lowlevel.current_trio_token()
+        self._shares = Shares.for_each(slots)
         self._idle: list[_Worker] = []
-        self._running: dict[Call[Any], None] = {}  # in the order of their deadlines
-        self._waiting: deque[Call[Any]] = deque()
-        self._probes = 0
-        self._next_probe = 0.0
+        self._running: dict[Call[Any], None] = {}
+        self._waiting: dict[int, deque[Call[Any]]] = {}
+        """Owner → calls that wait for a slot. The owner whose turn it is comes first."""
+        self._pausing: dict[Call[Any], None] = {}
+        self._retries: list[tuple[float, int, Call[Any]]] = []
+        """A heap: when calls that pause are made again."""
+        self._numbers = itertools.count()
+        self._pause_begun = trio.Event()
+        self._probes: Counter[int] = Counter()
+        self._next_probe: dict[int, float] = {}
+        self._stuck: Counter[int] = Counter()
         self.stuck = 0
         """How many calls were abandoned and have not returned."""
         self.timeouts = 0
@@ -79,25 +101,28 @@ class SourceSlots:
         `discard` is given the result of an abandoned call, such as a descriptor to close.
         """
         call = Call(function, done, discard)
-        call.deadline = self._clock() + self.timeout_s
-        if self.stuck >= self._slots:
-            if call.deadline - self.timeout_s < self._next_probe or self._probes >= MAX_PROBES:
-                refusal = OSError(errno.ETIMEDOUT, "the source does not answer")
-                self._token.run_sync_soon(done, outcome.Error(refusal))
-                return
-            self._next_probe = call.deadline - self.timeout_s + PROBE_INTERVAL_S
-            self._probes += 1
+        now = self._clock()
+        call.deadline = now + self.timeout_s
+        if self.stuck < self._shares.total and self._stuck[call.owner] < self._shares.most:
+            self._begin_or_wait(call)
+        elif now < self._next_probe.get(call.owner, -math.inf) or self._probes[call.owner] >= MAX_PROBES:
+            refusal = OSError(errno.ETIMEDOUT, "the source does not answer")
+            self._token.run_sync_soon(done, outcome.Error(refusal))
+        else:
+            self._next_probe[call.owner] = now + PROBE_INTERVAL_S
+            self._probes[call.owner] += 1
             call.probe = True
             self._begin(call)
-        elif self._occupied() < self._slots:
+
+    def _begin_or_wait(self, call: Call[Any]) -> None:
+        if call.probe or not self._shares.is_full(call.owner):
             self._begin(call)
         else:
-            self._waiting.append(call)
-
-    def _occupied(self) -> int:
-        return len(self._running) + self.stuck - self._probes
+            self._waiting.setdefault(call.owner, deque()).append(call)
 
     def _begin(self, call: Call[Any]) -> None:
+        if not call.probe:
+            self._shares.take(call.owner)
         call.running = True
         self._running[call] = None
         # The one that was idle last: its stack and its memory are still in the processor's caches.
@@ -106,34 +131,88 @@ class SourceSlots:
 
     def _returned(self, worker: "_Worker", call: Call[Any], answer: outcome.Outcome[Any]) -> None:
         self._idle.append(worker)
-        if call.probe:
-            self._probes -= 1
+        if not call.probe:
+            self._shares.give(call.owner)
         if call.abandoned:
+            self._end_probe(call)
             self.stuck -= 1
+            self._stuck[call.owner] -= 1
             if call.discard is not None and isinstance(answer, outcome.Value):
                 call.discard(answer.value)
+        elif isinstance(answer, outcome.Error) and isinstance(answer.error, Busy):
+            del self._running[call]
+            self._pause(call)
         else:
+            self._end_probe(call)
             del self._running[call]
             call.done(answer)
-        while self._waiting and self._occupied() < self._slots:
-            self._begin(self._waiting.popleft())
+        self._begin_waiting()
+
+    def _end_probe(self, call: Call[Any]) -> None:
+        if call.probe:
+            self._probes[call.owner] -= 1
+
+    def _begin_waiting(self) -> None:
+        """Give free slots to calls that wait, one owner after the other."""
+        found = True
+        while found:
+            found = False
+            for owner in list(self._waiting):
+                if self._shares.is_full(owner):
+                    continue
+                calls = self._waiting.pop(owner)
+                self._begin(calls.popleft())
+                found = True
+                if calls:
+                    self._waiting[owner] = calls  # behind the others
+
+    def _pause(self, call: Call[Any]) -> None:
+        call.running = False
+        self._pausing[call] = None
+        heapq.heappush(self._retries, (self._clock() + call.pause_s, next(self._numbers), call))
+        call.pause_s = min(2 * call.pause_s, MAX_PAUSE_S)
+        self._pause_begun.set()
+
+    def retry_due(self) -> None:
+        """Make the calls again whose pause is over."""
+        now = self._clock()
+        while self._retries and self._retries[0][0] <= now:
+            call = heapq.heappop(self._retries)[2]
+            if call in self._pausing:  # not abandoned meanwhile
+                del self._pausing[call]
+                self._begin_or_wait(call)
 
     async def watch(self) -> None:
-        """The task that abandons calls that are overdue. For ever, until cancelled."""
+        """The task that abandons overdue calls and repeats those that pause. For ever, until cancelled."""
+        next_look = -math.inf
         while True:
-            await trio.sleep(self.timeout_s / _WATCH_SHARE)
-            self.abandon_overdue()
+            self.retry_due()
+            now = self._clock()
+            if now >= next_look:
+                self.abandon_overdue()
+                next_look = now + self.timeout_s / _WATCH_SHARE
+            self._pause_begun = trio.Event()
+            until = min(next_look, self._retries[0][0]) if self._retries else next_look
+            with trio.move_on_after(max(0.0, until - now)):
+                await self._pause_begun.wait()
 
     def abandon_overdue(self) -> None:
         now = self._clock()
-        overdue = [call for call in (*self._running, *self._waiting) if call.deadline <= now]
+        waiting = itertools.chain.from_iterable(self._waiting.values())
+        overdue = [call for call in (*self._running, *waiting, *self._pausing) if call.deadline <= now]
         for call in overdue:
             if call.running:
                 del self._running[call]
                 call.abandoned = True
                 self.stuck += 1
+                self._stuck[call.owner] += 1
+            elif call in self._pausing:
+                del self._pausing[call]
+                self._end_probe(call)
             else:
-                self._waiting.remove(call)
+                self._waiting[call.owner].remove(call)
+                if not self._waiting[call.owner]:
+                    del self._waiting[call.owner]
             self.timeouts += 1
             call.done(outcome.Error(OSError(errno.ETIMEDOUT, os.strerror(errno.ETIMEDOUT))))
 

@@ -9,6 +9,7 @@ import os
 import struct
 
 from cachefs.attributes import NANOSECONDS, Stat
+from cachefs.errors import Busy
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.syscall.restype = ctypes.c_long
@@ -27,6 +28,7 @@ _RESOLVE_NO_MAGICLINKS = 0x02
 _RESOLVE_NO_SYMLINKS = 0x04
 _RESOLVE_BENEATH = 0x08
 _HOW = struct.Struct("=QQQ")
+_OPEN_TRIES = 4
 _HOW_FLAGS = _RESOLVE_BENEATH | _RESOLVE_NO_SYMLINKS | _RESOLVE_NO_MAGICLINKS
 
 # Numbers of the generic and the x86-64 tables; openat2 has the same number everywhere.
@@ -72,13 +74,15 @@ def statx(directory_fd: int, path: bytes, root_device: int = -1) -> Stat:
 def openat2(directory_fd: int, path: bytes, flags: int, mode: int = 0) -> int:
     """Open beneath `directory_fd`: no symlink is followed, nothing outside is reached."""
     how = _HOW.pack(flags | os.O_CLOEXEC, mode, _HOW_FLAGS)
-    while True:
+    # EAGAIN: a rename elsewhere raced with the walk, and the next try succeeds; or another process holds a lease on the
+    # file, which takes as long as that process likes (hazard 30). Whoever called us pauses then.
+    for _ in range(_OPEN_TRIES):
         fd: int = _openat2(_SYS_OPENAT2, directory_fd, path, how, _HOW.size)
         if fd >= 0:
             return fd
-        # EAGAIN: a rename elsewhere raced with the walk; the kernel asks to try again.
         if ctypes.get_errno() not in (errno.EAGAIN, errno.EINTR):
             raise _fail(path)
+    raise Busy
 
 
 def set_thread_groups(groups: list[int]) -> None:

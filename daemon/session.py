@@ -27,7 +27,7 @@ from cachefs.errors import CacheFsError
 from cachefs.fastpath import launcher
 from cachefs.fastpath.launcher import Inheritance
 from cachefs.hints import Hints
-from cachefs.operations import Operations
+from cachefs.operations import MAX_REQUESTS, Operations
 from cachefs.options import Options, Revalidate
 from cachefs.prefetcher import Prefetcher
 from cachefs.source import Source
@@ -54,8 +54,6 @@ from policies import prefetch
 
 log = logging.getLogger(__name__)
 
-MAX_REQUESTS = 1000
-"""Tasks of pyfuse3. More than slots, so that hits are answered while all slots wait for the source."""
 MIN_IDLE_REQUESTS = 16
 READER_CHECK_S = 60.0
 FLUSH_TIMEOUT_S = 60.0

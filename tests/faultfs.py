@@ -2,7 +2,8 @@
 
     python -m tests.faultfs ROOT MOUNTPOINT FAULTS
 
-While FAULTS/hang exists, READ, OPEN and LOOKUP do not answer; while FAULTS/edquot exists, FLUSH fails with EDQUOT;
+While FAULTS/hang exists, READ, OPEN and LOOKUP of paths that contain what is in it do not answer;
+while FAULTS/edquot exists, FLUSH fails with EDQUOT;
 while FAULTS/eio exists, READ of the file whose path it contains fails with EIO.
 """
 
@@ -22,9 +23,15 @@ class FaultFs(pyfuse3.Operations):
         super().__init__()
         self.paths = {pyfuse3.ROOT_INODE: os.fsencode(ROOT)}
 
-    async def fault(self) -> None:
-        while (FAULTS / "hang").exists():
+    async def fault(self, path: bytes) -> None:
+        while self.hangs(path):
             await trio.sleep(0.02)
+
+    def hangs(self, path: bytes) -> bool:
+        try:
+            return (FAULTS / "hang").read_bytes() in path
+        except FileNotFoundError:
+            return False
 
     def attributes(self, path, inode=None):
         try:
@@ -41,7 +48,7 @@ class FaultFs(pyfuse3.Operations):
         return entry
 
     async def lookup(self, parent_inode, name, ctx):
-        await self.fault()
+        await self.fault(self.paths[parent_inode] + b"/" + name)
         return self.attributes(self.paths[parent_inode] + b"/" + name)
 
     async def getattr(self, inode, ctx):
@@ -62,7 +69,7 @@ class FaultFs(pyfuse3.Operations):
                 return
 
     async def open(self, inode, flags, ctx):
-        await self.fault()
+        await self.fault(self.paths[inode])
         return pyfuse3.FileInfo(fh=os.open(self.paths[inode], flags), keep_cache=False)
 
     async def create(self, parent_inode, name, mode, flags, ctx):
@@ -71,7 +78,7 @@ class FaultFs(pyfuse3.Operations):
         return pyfuse3.FileInfo(fh=fd), self.attributes(path)
 
     async def read(self, fh, off, size):
-        await self.fault()
+        await self.fault(os.readlink(f"/proc/self/fd/{fh}".encode()))
         if (FAULTS / "eio").exists() and os.readlink(f"/proc/self/fd/{fh}").endswith((FAULTS / "eio").read_text()):
             raise pyfuse3.FUSEError(errno.EIO)
         return os.pread(fh, size, off)
@@ -95,5 +102,5 @@ class FaultFs(pyfuse3.Operations):
 
 if __name__ == "__main__":
     pyfuse3.init(FaultFs(), str(MOUNTPOINT), {"fsname=faultfs", "default_permissions"})
-    trio.run(pyfuse3.main)
+    trio.run(pyfuse3.main, 1, 2000)
     pyfuse3.close(unmount=False)

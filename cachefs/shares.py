@@ -1,0 +1,67 @@
+"""What all users need is shared by uid: calls to the source, requests under way, descriptors.
+
+No owner gets more than three quarters of anything, so that a quarter is left whatever one user does (hazard 31). The
+fast path has the same rule (shares.h). The owner of a piece of work is the uid of the request it serves; work that the
+daemon does for itself (prefetch, warm-up) is `DAEMON`'s, an owner like any other.
+
+The owner travels in a context variable: each request sets it, tasks inherit it, and whoever takes something from a
+share asks for it. That keeps a uid out of every signature between a request and the call to the source.
+"""
+
+from collections import Counter
+from contextvars import ContextVar
+
+DAEMON = -1
+UNKNOWN = -2
+"""Requests on a handle whose opener nobody knows. They share one share."""
+
+_owner: ContextVar[int] = ContextVar("owner", default=DAEMON)
+
+
+def act_for(uid: int) -> None:
+    """What this task does from now on, and the tasks that it starts, is done for this user."""
+    _owner.set(uid)
+
+
+def owner() -> int:
+    return _owner.get()
+
+
+class Shares:
+    """How many of a bounded number of places each owner has."""
+
+    __slots__ = ("_held", "held", "most", "total")
+
+    def __init__(self, total: int) -> None:
+        # constants
+        self.total = total
+        self.most = max(1, total * 3 // 4)
+        """Of one owner."""
+        # state
+        self.held = 0
+        self._held: Counter[int] = Counter()
+
+    @classmethod
+    def for_each(cls, most: int) -> "Shares":
+        """So many places that one owner may have `most` of them."""
+        return cls(-(-most * 4 // 3))
+
+    def held_by(self, owner: int) -> int:
+        return self._held.get(owner, 0)
+
+    def is_full(self, owner: int) -> bool:
+        """May this owner have no more?"""
+        return self.held >= self.total or self._held.get(owner, 0) >= self.most
+
+    def take(self, owner: int) -> None:
+        self._held[owner] += 1
+        self.held += 1
+
+    def give(self, owner: int) -> None:
+        left = self._held[owner] - 1
+        assert left >= 0, "given back twice"
+        self.held -= 1
+        if left:
+            self._held[owner] = left
+        else:
+            del self._held[owner]

@@ -1,0 +1,169 @@
+"""Shares by owner: nobody has more than three quarters of what all need."""
+
+import errno
+import threading
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import outcome
+import pytest
+import trio
+import trio.testing
+
+from cachefs import shares
+from cachefs.errors import Busy
+from cachefs.shares import DAEMON, Shares
+from cachefs.slots import SourceSlots
+from tests.cachefs.test_tasks import Clock, run
+
+
+def test_nobody_has_more_than_three_quarters() -> None:
+    places = Shares(100)
+    for _ in range(75):
+        assert not places.is_full(1)
+        places.take(1)
+    assert places.is_full(1) and not places.is_full(2) and places.held_by(1) == 75
+    for _ in range(25):
+        assert not places.is_full(2)
+        places.take(2)
+    assert places.is_full(2) and places.is_full(3) and places.held == 100
+    places.give(1)
+    assert not places.is_full(1) and not places.is_full(3)
+    with pytest.raises(AssertionError):
+        places.give(3)
+
+
+def test_shares_for_each_leave_a_quarter() -> None:
+    for most in (1, 2, 3, 12, 64):
+        places = Shares.for_each(most)
+        assert places.most >= most and places.total > places.most
+
+
+def test_tasks_inherit_their_owner() -> None:
+    async def main() -> None:
+        seen: dict[int, int] = {}
+
+        async def child(uid: int) -> None:
+            seen[uid] = shares.owner()
+
+        async def request(uid: int, nursery: trio.Nursery) -> None:
+            shares.act_for(uid)
+            await trio.lowlevel.checkpoint()
+            nursery.start_soon(child, uid)
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(request, 1000, nursery)
+            nursery.start_soon(request, 2000, nursery)
+        assert seen == {1000: 1000, 2000: 2000} and shares.owner() == DAEMON
+
+    run(main)
+
+
+def started(
+    slots: SourceSlots, uid: int, function: Callable[[], Any], done: Callable[[outcome.Outcome[Any]], None]
+) -> None:
+    before = shares.owner()
+    shares.act_for(uid)
+    slots.start(function, done)
+    shares.act_for(before)
+
+
+@pytest.mark.parametrize("abandoned", [False, True])
+def test_b5_calls_of_one_user_that_block_do_not_block_another(abandoned: bool) -> None:
+    """Before: 64 calls that hang held all slots, and every other call waited, or failed at once."""
+
+    async def main() -> None:
+        clock = Clock()
+        slots = SourceSlots(64, 5, clock=clock)
+        gate = threading.Event()
+        answers: list[outcome.Outcome[Any]] = []
+        for _ in range(200):
+            started(slots, 1, lambda: gate.wait(15), answers.append)
+        if abandoned:
+            clock.now += 6
+            slots.abandon_overdue()
+            assert slots.stuck == 64 and len(answers) == 200
+        shares.act_for(2)
+        for number in range(40):
+            assert await slots.run(lambda number=number: number) == number
+        shares.act_for(DAEMON)
+        assert await slots.run(lambda: "of the daemon") == "of the daemon"
+        gate.set()
+        with trio.fail_after(10):
+            while slots.stuck or len(answers) < 200:
+                await trio.sleep(0.001)
+        slots.close()
+
+    run(main)
+
+
+def test_owners_that_wait_take_turns() -> None:
+    async def main() -> None:
+        slots = SourceSlots(1, 60)  # two slots in all
+        gate = threading.Event()
+        order: list[int] = []
+        for uid in (1, 2):
+            started(slots, uid, lambda: gate.wait(15), lambda _: None)
+        for uid in (1, 1, 1, 2, 2, 3):
+            started(slots, uid, lambda: None, lambda _, uid=uid: order.append(uid))
+        gate.set()
+        while len(order) < 6:
+            await trio.sleep(0.001)
+        assert Counter(order[:3]) == {1: 1, 2: 1, 3: 1}
+        slots.close()
+
+    run(main)
+
+
+def test_b7_a_file_that_is_leased_is_tried_again_with_pauses_and_without_a_slot() -> None:
+    """Before: each call looked at the file again and again, as fast as it could, in its slot."""
+
+    async def main() -> None:
+        slots = SourceSlots(1, 5)
+        free = threading.Event()
+        tries = 0
+
+        def leased() -> str:
+            nonlocal tries
+            tries += 1
+            if not free.is_set():
+                raise Busy
+            return "opened"
+
+        answers: list[outcome.Outcome[str]] = []
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(slots.watch)
+            slots.start(leased, answers.append)
+            for number in range(20):  # they would wait for a slot for ever
+                assert await slots.run(lambda number=number: number) == number
+            while tries < 5:
+                await trio.sleep(0.001)
+            assert not answers and tries < 1000
+            free.set()
+            while not answers:
+                await trio.sleep(0.001)
+            assert answers[0].unwrap() == "opened"
+            nursery.cancel_scope.cancel()
+        slots.close()
+
+    run(main)
+
+
+def test_b7_a_lease_that_is_never_given_up_ends_in_a_time_out() -> None:
+    async def main() -> None:
+        slots = SourceSlots(1, 0.3)
+
+        def leased() -> None:
+            raise Busy
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(slots.watch)
+            with pytest.raises(OSError, match="timed out") as caught:
+                await slots.run(leased)
+            assert caught.value.errno == errno.ETIMEDOUT
+            assert await slots.run(lambda: 1) == 1 and slots.stuck == 0
+            nursery.cancel_scope.cancel()
+        slots.close()
+
+    run(main)
