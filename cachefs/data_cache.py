@@ -191,8 +191,8 @@ class DataCache:
         return admitted
 
     def skipped(self) -> None:
-        """Count a read that was served without being cached because there is no room."""
-        if self._appends:
+        """Count a read that was served without being cached: there is no room, or the fast path has left it to us."""
+        if self._options.cache is CacheLevel.FULL:
             self._metrics.skipped_admissions += 1
 
     def resize(self, capacity_bytes: int) -> None:

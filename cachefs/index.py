@@ -71,6 +71,8 @@ class Commit:
     freed: list[Extent]
     transaction: int
     totals: Totals
+    unclaimed: int = 0
+    """How many of the rejected belong to no record: what was fetched is not cached."""
 
 
 class Index:
@@ -230,6 +232,7 @@ class Index:
         value: Any = txn.get(inode_key(inode), db=self.durable.tables[Table.INODES])
         if value is None or Inode.unpack(inode, value).version != extent.version:
             result.rejected.append(extent)
+            result.unclaimed += 1
             return
         extents = self.extents(txn)
         if (other := extents.at(inode, offset)) and other[1].blob_offset == extent.blob_offset:

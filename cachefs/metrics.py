@@ -18,7 +18,8 @@ class Metrics:
     miss_bytes: int = 0
     """Bytes of the replies that were misses."""
     skipped_admissions: int = 0
-    """Fetched units that were not cached: cache full, write-behind queue full, or the disk refused them."""
+    """Fetched units that were not cached: cache full, write-behind queue full, the disk refused them, their file is
+    not pinned any more, or the fast path left a read to Python."""
     evictions: int = 0
     """Units that made room for others."""
     metadata_evictions: int = 0

@@ -11,7 +11,7 @@ import os
 import resource
 import struct
 from collections import Counter, OrderedDict
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -19,9 +19,9 @@ from functools import partial
 import trio
 
 from cachefs import shares
-from cachefs.attributes import IMMUTABLE, UNLINKED, WRITTEN, Inode, Stat, inode_key, inode_of_key
+from cachefs.attributes import FREEZABLE, IMMUTABLE, STALE, UNLINKED, WRITTEN, Inode, Stat, inode_key, inode_of_key
 from cachefs.data_cache import DataCache
-from cachefs.environment import Table
+from cachefs.environment import Table, Update
 from cachefs.fetch import Fetcher, OpenFile, close_quietly
 from cachefs.filesystem import Entry, FileSystem, failed
 from cachefs.metrics import Metrics
@@ -194,6 +194,25 @@ class OpenFiles:
             self._metadata.pin_file(update, record)
         return True
 
+    def fetched_unseen(self, fetched: Iterable[tuple[int, int]]) -> None:
+        """The fast path fetched data of these files: (inode, version). It did so because it had answered an OPEN.
+
+        The report of that OPEN may still be on its way to us. The file becomes immutable here and now, because data of
+        a file that is not pinned are not cached. A record that has expired still counts: the fast path has compared the
+        source with it. An open for writing that came first has withdrawn FREEZABLE.
+        """
+        with self._metadata.index.update() as update:
+            for number, version in fetched:
+                record = self._metadata.inode(update, number)
+                if record is not None and record.version == version:
+                    self._pin_freezable(update, record)
+
+    def _pin_freezable(self, update: Update, record: Inode) -> Inode:
+        """A file that the fast path has opened for reading becomes immutable, unless it may not be any more."""
+        if record.flags & (FREEZABLE | STALE) != FREEZABLE or not self._may_be_immutable(record):
+            return record
+        return self._metadata.pin_file(update, record)
+
     async def pin(self, number: int) -> bool:
         """Make a file immutable even if it was written here. Is it now?"""
         record = self._fs.record(number)
@@ -337,6 +356,9 @@ class OpenFiles:
         if held is not None:
             return await self._fetcher.read(held, offset, size)
         record = await self._fs.believed(number)
+        if not self._is_immutable(record):
+            with self._metadata.index.update() as update:  # its OPEN may wait behind us
+                record = self._pin_freezable(update, record)
         if not self._is_immutable(record):
             path = self._fs.path_of(number)
             data = await self._slots.run(partial(self._source.read_path, path, size, offset))

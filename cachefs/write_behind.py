@@ -340,6 +340,7 @@ class WriteBehind:
             self._evicting_bytes -= self._evicting.pop(key, 0)
         self._retire(units)
         self._settle(filled, refused=refused is not None)
+        self._metrics.skipped_admissions += commit.unclaimed
         self._freed.extend((commit.transaction, extent) for extent in (*commit.rejected, *commit.freed))
         self._follow_up()
         if self._eviction is not None:

@@ -6,7 +6,7 @@ import logging
 import os
 import struct
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -129,11 +129,14 @@ class FastPathHost:
         nursery: trio.Nursery,
         *,
         log_path: Path | None,
+        fetched_unseen: Callable[[Iterable[tuple[int, int]]], None],
         died: Callable[[], None],
         unmounted: Callable[[], None],
     ) -> None:
+        """`fetched_unseen`: told of files, (inode, version), of which the fast path reports data."""
         # dependencies
         self._held = held
+        self._fetched_unseen = fetched_unseen
         self._index = opened.index
         self._blob = blob
         self._data = data
@@ -217,7 +220,9 @@ class FastPathHost:
         if message is Message.SLAB:
             self._grant()
         elif message is Message.FILLED:
-            self._data.writes.filled(launcher.parse_filled(data))
+            filled = list(launcher.parse_filled(data))
+            self._fetched_unseen((unit.inode, unit.extent.version) for unit in filled)
+            self._data.writes.filled(filled)
         elif message is Message.CORRUPT:
             self._data.corrupt(a, b, int.from_bytes(data, "little"), "payload checksum")
         elif message is Message.REFUSED:

@@ -228,6 +228,7 @@ class Session:
                 parts.filesystem,
                 nursery,
                 log_path=self._log_path,
+                fetched_unseen=parts.files.fetched_unseen,
                 died=self._drop_dead_readers,
                 unmounted=pyfuse3.terminate,
             )

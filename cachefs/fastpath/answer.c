@@ -195,7 +195,7 @@ static enum outcome serve_open(struct worker *worker, const struct request *requ
     }
     if (!view_inode(&worker->view, request->header->nodeid, &record))
         return PASS;
-    if (opens_for_reading(in) && is_freezable(&worker->view, &record)) {
+    if (opens_for_reading(in) && is_freezable(&record) && remaining_ns(&worker->view, &record)) {
         /* Python hears of it before the kernel has our answer: whoever opens the file for writing next arrives behind
          * it, and is refused. Python answers too, for the case that we are killed in between. */
         view_end(&worker->view);

@@ -284,9 +284,9 @@ bool is_pinned(const struct view *view, const struct inode_record *record)
            ((mount & PINS_EVERYTHING) || (record->flags & IMMUTABLE) || S_ISDIR(record->mode));
 }
 
-bool is_freezable(const struct view *view, const struct inode_record *record)
+bool is_freezable(const struct inode_record *record)
 {
-    return (record->flags & (FREEZABLE | IMMUTABLE | WRITTEN | STALE | UNLINKED)) == FREEZABLE && remaining_ns(view, record);
+    return (record->flags & (FREEZABLE | IMMUTABLE | WRITTEN | STALE | UNLINKED)) == FREEZABLE;
 }
 
 uint64_t remaining_ns(const struct view *view, const struct inode_record *record)

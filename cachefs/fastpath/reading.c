@@ -84,10 +84,12 @@ enum outcome answer_read(struct worker *worker, const struct request *request)
     struct inode_record record;
     struct extent extent;
     uint64_t inode = request->header->nodeid, end = in->offset + in->size;
-    if (!view_inode(&worker->view, inode, &record) || !remaining_ns(&worker->view, &record))
+    if (!view_inode(&worker->view, inode, &record))
         return PASS;
-    /* Who has a handle of ours may be faster than our report that the file was opened. */
-    if (!is_immutable(&worker->view, &record) && !((in->fh & FAST_HANDLE) && is_freezable(&worker->view, &record)))
+    /* A reader with a handle of ours may be faster than our report that the file was opened. The record held at that OPEN;
+     * that it has expired since does not matter, because a fetch compares it with the source. */
+    bool opened = (in->fh & FAST_HANDLE) && is_freezable(&record);
+    if (!opened && !(remaining_ns(&worker->view, &record) && is_immutable(&worker->view, &record)))
         return PASS;
     log_access(worker, inode, in->offset);
     if (end > record.size)
