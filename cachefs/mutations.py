@@ -12,14 +12,15 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
 
-from cachefs import values
-from cachefs.attributes import IMMUTABLE, WRITTEN, Inode, Stat
-from cachefs.caller import Caller
+from cachefs import syscalls, values
+from cachefs.attributes import IMMUTABLE, NANOSECONDS, WRITTEN, Inode, Stat
+from cachefs.caller import Caller, unknown_writer
 from cachefs.directories import Directories
 from cachefs.fetch import close_quietly
 from cachefs.filesystem import FileSystem, failed
 from cachefs.open_files import OpenFiles
 from cachefs.source_writes import SourceWriter
+from cachefs.syscalls import UTIME_NOW, UTIME_OMIT
 
 T = TypeVar("T")
 RENAME_EXCHANGE = 2
@@ -27,7 +28,10 @@ RENAME_EXCHANGE = 2
 
 @dataclass(frozen=True, slots=True)
 class Changes:
-    """The attributes that a setattr wants; None: leave it. Times in nanoseconds."""
+    """The attributes that a setattr wants; None: leave it. Times in nanoseconds.
+
+    `now`: which of atime and mtime are to be the time of the source. None: that is not known.
+    """
 
     size: int | None = None
     mode: int | None = None
@@ -35,6 +39,7 @@ class Changes:
     gid: int | None = None
     atime_ns: int | None = None
     mtime_ns: int | None = None
+    now: tuple[bool, bool] | None = None
 
 
 class Mutations:
@@ -53,10 +58,8 @@ class Mutations:
             if record.flags & IMMUTABLE and self._metadata.is_pinned(record):
                 raise failed(errno.EPERM)
 
-    async def _run(
-        self, caller: Caller, function: Callable[[], T], *, discard: Callable[[T], object] | None = None
-    ) -> T:
-        return await self._fs.slots.run(partial(caller.run, function), discard=discard)
+    async def _run(self, function: Callable[[], T], *, discard: Callable[[T], object] | None = None) -> T:
+        return await self._fs.slots.run(function, discard=discard)
 
     def _own_change(self, *changed: tuple[int, Stat]) -> None:
         """Store the new attributes of directories and inodes that this mount has just changed."""
@@ -80,21 +83,20 @@ class Mutations:
         """A handle of the new file and its record."""
         self._check_writable()
         path = self._fs.path_of(parent)
-        call = partial(self._source.create, path, name, flags & ~os.O_APPEND, stat.S_IMODE(mode))
-        fd, now, directory = await self._run(caller, call, discard=lambda made: close_quietly(made[0]))
+        call = partial(self._source.create, path, name, flags, stat.S_IMODE(mode), caller)
+        fd, now, directory = await self._run(call, discard=lambda made: close_quietly(made[0]))
         record = self._added(parent, name, now, directory, written=True)
-        return self._files.add_source_handle(record.number, fd, flags), record
+        return self._files.add_source_handle(record.number, fd, flags, caller.identity()), record
 
     async def open_for_writing(self, number: int, flags: int, caller: Caller) -> int:
         self._check_writable(number)
         path = self._fs.path_of(number)
-        # The kernel computes the offsets of appends itself; O_APPEND on our descriptor would override them.
-        call = partial(self._fs.source.open_file, path, flags & ~(os.O_APPEND | os.O_CREAT | os.O_EXCL) | os.O_NONBLOCK)
+        call = partial(self._source.open_file, path, flags, caller)
         # A reader must not make the file immutable while we wait for the source.
         self._files.writers[number] += 1
         try:
             self._metadata.withdraw_freezable(number)
-            fd = await self._run(caller, call, discard=close_quietly)
+            fd = await self._run(call, discard=close_quietly)
         finally:
             self._files.writers[number] -= 1
         try:
@@ -103,7 +105,7 @@ class Mutations:
             close_quietly(fd)
             raise
         self._mark_written(number)
-        return self._files.add_source_handle(number, fd, flags)
+        return self._files.add_source_handle(number, fd, flags, caller.identity())
 
     def _mark_written(self, number: int) -> None:
         with self._metadata.index.update() as update:
@@ -115,7 +117,8 @@ class Mutations:
         opened = self._files.handle(handle)
         if not opened.writable:
             raise failed(errno.EBADF)
-        return await self._fs.slots.run(partial(self._source.pwrite, opened.fd, data, offset))
+        writer = opened.writer or unknown_writer()
+        return await self._fs.slots.run(partial(self._source.pwrite, opened.fd, data, offset, writer))
 
     async def fsync(self, handle: int, data_only: bool) -> None:
         opened = self._files.handle(handle)
@@ -133,11 +136,11 @@ class Mutations:
         opened = self._files.handles.get(handle) if handle is not None else None
         if changes.size is not None:
             if opened is not None and opened.writable:
-                call = partial(self._source.ftruncate, opened.fd, changes.size)
+                call = partial(self._source.ftruncate, opened.fd, changes.size, caller)
             else:
-                call = partial(self._source.truncate, self._fs.path_of(number), changes.size)
-            self._changed(number, await self._run(caller, call), written=True)
-        if changes.mode is not None:
+                call = partial(self._source.truncate, self._fs.path_of(number), changes.size, caller)
+            self._changed(number, await self._run(call), written=True)
+        if changes.mode is not None and not self._comes_with_a_write(number, changes.mode, caller):
             mode = stat.S_IMODE(changes.mode)
             await self._change(caller, "chmod", number, lambda name: os.chmod(name, mode))
         if changes.uid is not None or changes.gid is not None:
@@ -145,18 +148,48 @@ class Mutations:
             gid = -1 if changes.gid is None else changes.gid
             await self._change(caller, "chown", number, lambda name: os.chown(name, uid, gid))
         if changes.atime_ns is not None or changes.mtime_ns is not None:
-            record = self._fs.record(number)
-            atime_ns = record.atime_ns if changes.atime_ns is None else changes.atime_ns
-            mtime_ns = record.mtime_ns if changes.mtime_ns is None else changes.mtime_ns
-            await self._change(caller, "utimens", number, lambda name: os.utime(name, ns=(atime_ns, mtime_ns)))
+            atime, mtime = self._times(number, changes, caller)
+            await self._change(caller, "utimens", number, lambda name: syscalls.utimensat(name.encode(), atime, mtime))
         return self._fs.record(number)
+
+    def _owns(self, caller: Caller, record: Inode) -> bool:
+        """May it do what only owners may?"""
+        identity = caller.identity()
+        return identity.uid == record.uid or identity.overrides_owner
+
+    def _comes_with_a_write(self, number: int, mode: int, caller: Caller) -> bool:
+        """Without the fast path the kernel clears set-user-ID bits itself before a write or truncation, as the writer.
+
+        The kernel lets nobody but the owner ask for a chmod. The source clears the bits with the write itself, which is
+        made without CAP_FSETID.
+        """
+        record = self._fs.record(number)
+        before, after = stat.S_IMODE(record.mode), stat.S_IMODE(mode)
+        only_clears = after & ~before == 0 and before & ~after & ~(stat.S_ISUID | stat.S_ISGID) == 0
+        return only_clears and not self._owns(caller, record)
+
+    def _times(self, number: int, changes: Changes, caller: Caller) -> tuple[tuple[int, int], tuple[int, int]]:
+        """What utimensat is to be told for atime and mtime.
+
+        pyfuse3 does not pass on whether a time is "now"; the fast path does. Without it a caller that neither owns the
+        file nor has CAP_FOWNER means "now": the kernel allows it nothing else.
+        """
+        now = changes.now
+        if now is None:
+            now = (not self._owns(caller, self._fs.record(number)),) * 2
+        atime, mtime = (
+            (0, UTIME_OMIT) if time_ns is None else (0, UTIME_NOW) if is_now else divmod(time_ns, NANOSECONDS)
+            for time_ns, is_now in zip((changes.atime_ns, changes.mtime_ns), now, strict=True)
+        )
+        return atime, mtime
 
     async def _change(self, caller: Caller, operation: str, number: int, make: Callable[[str], None]) -> None:
         async with self._files.writable_descriptor(number) as fd:
             if fd is not None:  # it may have no name any more
-                now = await self._run(caller, partial(self._source.change_open, operation, fd, make))
+                call = partial(self._source.change_open, operation, fd, make, caller)
             else:
-                now = await self._run(caller, partial(self._source.change, operation, self._fs.path_of(number), make))
+                call = partial(self._source.change, operation, self._fs.path_of(number), make, caller)
+            now = await self._run(call)
         self._changed(number, now, written=False)
 
     def _changed(self, number: int, now: Stat, *, written: bool) -> None:
@@ -185,8 +218,8 @@ class Mutations:
         self, caller: Caller, operation: str, parent: int, name: bytes, make: Callable[[int], None], *, written: bool
     ) -> Inode:
         self._check_writable()
-        call = partial(self._source.add, operation, self._fs.path_of(parent), name, make)
-        now, directory = await self._run(caller, call)
+        call = partial(self._source.add, operation, self._fs.path_of(parent), name, make, caller)
+        now, directory = await self._run(call)
         return self._added(parent, name, now, directory, written=written)
 
     async def mkdir(self, parent: int, name: bytes, mode: int, caller: Caller) -> Inode:
@@ -206,8 +239,8 @@ class Mutations:
     async def link(self, number: int, parent: int, name: bytes, caller: Caller) -> Inode:
         self._check_writable()
         with self._files.own_change(number):
-            call = partial(self._source.link, self._fs.path_of(number), self._fs.path_of(parent), name)
-            now, directory = await self._run(caller, call)
+            call = partial(self._source.link, self._fs.path_of(number), self._fs.path_of(parent), name, caller)
+            now, directory = await self._run(call)
             self._own_change((number, now), (parent, directory))
         with self._metadata.index.update() as update:
             return self._metadata.apply_stat(update, parent, name, now, pin=False)
@@ -219,8 +252,8 @@ class Mutations:
         if number:
             await self._files.hold_data(number)
         with self._files.own_change(number):
-            call = partial(self._source.remove, self._fs.path_of(parent), name, is_directory=is_directory)
-            directory = await self._run(caller, call)
+            call = partial(self._source.remove, self._fs.path_of(parent), name, caller, is_directory=is_directory)
+            directory = await self._run(call)
             with self._metadata.index.update() as update:
                 self._metadata.remove_name(update, parent, name)
             self._own_change((parent, directory))
@@ -242,8 +275,8 @@ class Mutations:
             await self._files.hold_data(replaced)
         with self._files.own_change(moved, replaced):
             paths = self._fs.path_of(parent), self._fs.path_of(new_parent)
-            call = partial(self._source.rename, paths[0], name, paths[1], new_name, flags)
-            now, old_directory, new_directory = await self._run(caller, call)
+            call = partial(self._source.rename, paths[0], name, paths[1], new_name, flags, caller)
+            now, old_directory, new_directory = await self._run(call)
             with self._metadata.index.update() as update:
                 if flags & RENAME_EXCHANGE:
                     self._metadata.swap_names(update, parent, name, new_parent, new_name)

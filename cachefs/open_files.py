@@ -20,6 +20,7 @@ import trio
 
 from cachefs import shares
 from cachefs.attributes import FREEZABLE, IMMUTABLE, STALE, UNLINKED, WRITTEN, Inode, Stat, inode_key, inode_of_key
+from cachefs.caller import Identity
 from cachefs.data_cache import DataCache
 from cachefs.environment import Table, Update
 from cachefs.fetch import Fetcher, OpenFile, close_quietly
@@ -36,7 +37,7 @@ RECENT_FILES = 64
 RESERVED_DESCRIPTORS = 1536
 """Of the process: for calls to the source, directories, the index and connections. A quarter where there are few."""
 _HANDLE = b"handle:"
-_SAVED = struct.Struct("<2IQq")  # flags of the value, flags of open(2), inode, owner
+_SAVED = struct.Struct("<2IQq")  # flags of the value, flags of open(2), inode, owner; then who writes
 _SAVED_BEFORE = struct.Struct("<2IQ")  # of a daemon that knew no owners
 
 log = logging.getLogger(__name__)
@@ -52,6 +53,8 @@ class Handle:
     writable: bool = False
     flags: int = os.O_RDONLY
     """O_RDONLY, O_WRONLY or O_RDWR: how to open it again."""
+    writer: Identity | None = None
+    """Who opened it for writing, and makes its writes. None: not known."""
     borrowers: int = 0
     """Who uses `fd` besides requests on this very handle."""
     released: bool = False
@@ -295,26 +298,28 @@ class OpenFiles:
         self._next_handle += 1
         self.handles[number] = handle
         if self._unseen_handles:
+            saved = _SAVED.pack(0, handle.flags, handle.number, handle.owner) + (
+                handle.writer.pack() if handle.writer else b""
+            )
             with self._metadata.index.update() as update:
-                update.put(
-                    Table.META, _HANDLE + inode_key(number), _SAVED.pack(0, handle.flags, handle.number, handle.owner)
-                )
+                update.put(Table.META, _HANDLE + inode_key(number), saved)
         return number
 
-    def add_source_handle(self, number: int, fd: int, flags: int) -> int:
+    def add_source_handle(self, number: int, fd: int, flags: int, writer: Identity) -> int:
         """`flags`: of open(2). Within `opening`."""
         writable = flags & os.O_ACCMODE != os.O_RDONLY
         if writable:
             self.writers[number] += 1
-        return self._add_handle(Handle(number, fd=fd, writable=writable, flags=flags & os.O_ACCMODE))
+        return self._add_handle(Handle(number, fd=fd, writable=writable, flags=flags & os.O_ACCMODE, writer=writer))
 
     async def restore(self) -> None:
         """Open again what a daemon that died had open: the kernel still has those handles."""
         with self._metadata.index.view() as view:
             saved = [(inode_of_key(key[len(_HANDLE) :]), value) for key, value in view.scan(Table.META, _HANDLE)]
         for handle, value in saved:
-            known = len(value) == _SAVED.size
-            _, flags, number, owner = _SAVED.unpack(value) if known else (*_SAVED_BEFORE.unpack(value), UNKNOWN)
+            known = len(value) >= _SAVED.size
+            _, flags, number, owner = _SAVED.unpack_from(value) if known else (*_SAVED_BEFORE.unpack(value), UNKNOWN)
+            writer = Identity.unpack(value[_SAVED.size :]) if len(value) > _SAVED.size else None
             writable = flags & os.O_ACCMODE != os.O_RDONLY
             try:
                 record = self._fs.record(number)
@@ -326,7 +331,7 @@ class OpenFiles:
             except OSError as error:
                 log.warning("a handle of inode %d is lost with the daemon that had it: %s", number, error.strerror)
                 continue
-            self._restored(handle, Handle(number, fd=fd, writable=writable, flags=flags, owner=owner))
+            self._restored(handle, Handle(number, fd=fd, writable=writable, flags=flags, owner=owner, writer=writer))
             self.writers[number] += writable
 
     def _restored(self, number: int, handle: Handle) -> None:

@@ -15,7 +15,7 @@ import pyfuse3
 import trio
 
 from cachefs import shares
-from cachefs.attributes import Inode
+from cachefs.attributes import NANOSECONDS, Inode
 from cachefs.caller import Caller
 from cachefs.contents import VIRTUAL, Contents
 from cachefs.directories import Directories
@@ -264,6 +264,7 @@ class Operations(pyfuse3.Operations):
             gid=attr.st_gid if fields.update_gid else None,
             atime_ns=attr.st_atime_ns if fields.update_atime else None,
             mtime_ns=attr.st_mtime_ns if fields.update_mtime else None,
+            now=_now(attr.st_ctime_ns) if fields.update_ctime else None,
         )
         return self._made(await self._mutations.setattr(inode, changes, fh, _caller(ctx)))
 
@@ -304,6 +305,13 @@ class Operations(pyfuse3.Operations):
     @_handler
     async def removexattr(self, inode, name, ctx):  # type: ignore[no-untyped-def]
         await self._mutations.removexattr(inode, name, _caller(ctx))
+
+
+def _now(mark_ns: int) -> tuple[bool, bool]:
+    """Which of atime and mtime a SETATTR wants to be "now". The fast path marks it in the ctime, which the kernel never
+    sets (no writeback cache): relay.c."""
+    mark = mark_ns // NANOSECONDS
+    return bool(mark & 1), bool(mark & 2)
 
 
 _ACCESS_MODE = 0o3

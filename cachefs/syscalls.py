@@ -103,6 +103,43 @@ def set_thread_fs_ids(uid: int, gid: int) -> None:
         raise PermissionError(errno.EPERM, "cannot take the caller's identity")
 
 
+_CAPABILITY_VERSION_3 = 0x20080522
+_CAPABILITY_HEAD = struct.Struct("=Ii")
+_CAPABILITY_SETS = struct.Struct("=6I")  # effective, permitted, inheritable; twice, the lower half first
+
+
+def thread_capabilities() -> tuple[int, int]:
+    """(effective, permitted) of the calling thread."""
+    sets = ctypes.create_string_buffer(_CAPABILITY_SETS.size)
+    if _libc.capget(_CAPABILITY_HEAD.pack(_CAPABILITY_VERSION_3, 0), sets) != 0:
+        raise _fail()
+    low = _CAPABILITY_SETS.unpack(sets.raw)
+    return low[0] | low[3] << 32, low[1] | low[4] << 32
+
+
+def set_thread_capabilities(effective: int) -> None:
+    """Replace the effective set of the calling thread. The permitted set stays, so that the old one can come back."""
+    head = _CAPABILITY_HEAD.pack(_CAPABILITY_VERSION_3, 0)
+    buffer = ctypes.create_string_buffer(_CAPABILITY_SETS.size)
+    if _libc.capget(head, buffer) != 0:
+        raise _fail()
+    sets = list(_CAPABILITY_SETS.unpack(buffer.raw))
+    sets[0], sets[3] = effective & 0xFFFFFFFF, effective >> 32
+    if _libc.capset(head, _CAPABILITY_SETS.pack(*sets)) != 0:
+        raise _fail()
+
+
+UTIME_NOW = (1 << 30) - 1
+UTIME_OMIT = (1 << 30) - 2
+_TIMES = struct.Struct("=4q")
+
+
+def utimensat(path: bytes, atime: tuple[int, int], mtime: tuple[int, int]) -> None:
+    """Times as (seconds, nanoseconds); nanoseconds may be UTIME_NOW or UTIME_OMIT. Follows symlinks."""
+    if _libc.utimensat(-100, path, _TIMES.pack(*atime, *mtime), 0) != 0:
+        raise _fail(path)
+
+
 def mount(source: str, target: str, filesystem: str, flags: int, data: str = "") -> None:
     if _libc.mount(os.fsencode(source), os.fsencode(target), filesystem.encode(), ctypes.c_ulong(flags), data.encode()):
         raise _fail(os.fsencode(target))

@@ -31,6 +31,16 @@ static void doubt_locked(struct relay *relay, uint32_t slot)
     set_state(relay, slot, SLOT_IN_DOUBT);
 }
 
+/* libfuse does not hand pyfuse3 which times are to be "now" (bit 0: atime, 1: mtime). The ctime of a SETATTR is free: the
+   kernel fills it in only with a writeback cache, which is never asked for. Doing this twice is doing it once. */
+static void mark_now(const struct request *request)
+{
+    struct fuse_setattr_in *wanted = request->body;
+    wanted->ctime = (wanted->valid & FATTR_ATIME_NOW ? 1 : 0) | (wanted->valid & FATTR_MTIME_NOW ? 2 : 0);
+    wanted->ctimensec = 0;
+    wanted->valid |= FATTR_CTIME;
+}
+
 /* False: not now. errno EAGAIN: its queue is full; else it is gone. */
 static bool send_locked(struct relay *relay, uint32_t slot)
 {
@@ -44,6 +54,8 @@ static bool send_locked(struct relay *relay, uint32_t slot)
         fail_locked(relay, slot, EIO);
         return true;
     }
+    if (opcode == FUSE_SETATTR)
+        mark_now(&request);
     set_state(relay, slot, SLOT_PASSING);
     bool sent;
     if (relay->splits[slot]) {

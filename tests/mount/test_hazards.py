@@ -1,6 +1,5 @@
 """One test for each hazard that a mount can show. The hazard's number is in each name."""
 
-import ctypes
 import errno
 import os
 import random
@@ -12,8 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from cachefs.syscalls import set_thread_fs_ids, set_thread_groups
+from cachefs.syscalls import set_thread_fs_ids
 from tests.conftest import Mount, cachefs, contents, drop_caches, raises_errno, settle, wait_for
+from tests.users import as_user, open_to_all
 
 MakeMount = Callable[..., Mount]
 
@@ -212,34 +212,6 @@ def _acl(*entries: tuple[int, int, int]) -> bytes:
     )
 
 
-def _as_user(uid: int, gid: int, groups: list[int], function: Callable[[], object]) -> object:
-    """Call a function in a thread with another identity, its capabilities dropped."""
-    result: list[object] = []
-
-    def run() -> None:
-        libc = ctypes.CDLL(None, use_errno=True)
-        set_thread_groups(groups)
-        # Raw system calls: glibc would change all threads of the process.
-        libc.syscall(119, gid, gid, gid)
-        libc.syscall(117, uid, uid, uid)
-        try:
-            result.append(function())
-        except OSError as error:
-            result.append(error.errno)
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    thread.join()
-    return result[0]
-
-
-def _open_to_all(path: Path) -> None:
-    """Let other users walk to a path."""
-    for parent in path.parents:
-        if parent != Path("/") and parent.stat().st_uid == os.geteuid():
-            parent.chmod(parent.stat().st_mode | 0o011)
-
-
 def test_18_acls_are_honoured_and_pinned(mount: MakeMount, source: Path) -> None:
     path = source / "d0/f00000"
     path.chmod(0o660)
@@ -259,20 +231,20 @@ def test_18_acls_are_honoured_and_pinned(mount: MakeMount, source: Path) -> None
         pytest.skip("no ACLs on this filesystem")
     settle()
     m = mount(source, "--read-only", "--allow-other")
-    _open_to_all(source)
-    _open_to_all(m.path)
+    open_to_all(source)
+    open_to_all(m.path)
 
     def look(root: Path) -> Callable[[], object]:
         return lambda: len((root / "d0/f00000").read_bytes())
 
     for uid, gid in ((1234, 4321), (5555, 5555), (1234, 1234)):
-        expected = _as_user(uid, gid, [], look(source))
-        assert _as_user(uid, gid, [], look(m.path)) == expected
-    assert _as_user(1234, 4321, [], look(m.path)) == errno.EACCES
+        expected = as_user(uid, gid, [], look(source))
+        assert as_user(uid, gid, [], look(m.path)) == expected
+    assert as_user(1234, 4321, [], look(m.path)) == errno.EACCES
     assert os.getxattr(m.path / "d0/f00000", "system.posix_acl_access") == acl
     before = m.ops()
     drop_caches()
-    assert _as_user(1234, 4321, [], look(m.path)) == errno.EACCES
+    assert as_user(1234, 4321, [], look(m.path)) == errno.EACCES
     assert m.ops() == before
 
 
@@ -282,16 +254,16 @@ def test_19_files_are_made_by_whoever_asks_with_all_groups_and_umask(mount: Make
     os.chown(shared, 0, 7777)
     shared.chmod(0o770)
     m = mount(source, "--allow-other")
-    _open_to_all(source)
-    _open_to_all(m.path)
+    open_to_all(source)
+    open_to_all(m.path)
 
     def create(name: str) -> Callable[[], object]:
         return lambda: os.close(os.open(m.path / "shared" / name, os.O_WRONLY | os.O_CREAT, 0o666))
 
     before = os.umask(0o027)
     try:
-        assert _as_user(1234, 1234, [7777], create("mine")) is None
-        assert _as_user(1234, 1234, [], create("not-mine")) == errno.EACCES
+        assert as_user(1234, 1234, [7777], create("mine")) is None
+        assert as_user(1234, 1234, [], create("not-mine")) == errno.EACCES
     finally:
         os.umask(before)
     found = (shared / "mine").stat()

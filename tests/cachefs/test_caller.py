@@ -1,0 +1,96 @@
+"""Identities: what is read of a process, and that a thread gets its own back."""
+
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from cachefs import syscalls
+from cachefs.caller import CAP_SYS_RESOURCE, Caller, Identity, own_identity, unknown_writer
+
+root_only = pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
+_WAITS = "import sys; print(flush=True); sys.stdin.read()"
+
+
+def identity_of(command: list[str], uid: int = 0) -> Identity:
+    """Of a process that runs `command` and then waits."""
+    with subprocess.Popen(
+        [*command, sys.executable, "-c", _WAITS], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"\n"
+        return Caller(uid, uid, process.pid).identity()
+
+
+def in_a_thread(function: Callable[[], object]) -> object:
+    results: list[object] = []
+    thread = threading.Thread(target=lambda: results.append(function()))
+    thread.start()
+    thread.join()
+    return results[0]
+
+
+def test_identities_survive_packing() -> None:
+    for groups in ((), (1, 2, 4_000_000_000)):
+        identity = Identity(1234, 4_000_000_001, groups, 1 << 40 | 1)
+        assert Identity.unpack(identity.pack()) == identity
+
+
+def test_our_own_process_has_our_own_identity() -> None:
+    assert Caller(os.geteuid(), os.getegid(), os.getpid()).identity() == own_identity()
+
+
+@root_only
+def test_a_user_has_no_capabilities_but_its_groups() -> None:
+    command = ["setpriv", "--reuid", "1234", "--regid", "4321", "--groups", "7,8", "--"]
+    assert identity_of(command, 1234) == Identity(1234, 1234, (7, 8), 0)
+
+
+@root_only
+def test_root_with_fewer_capabilities_keeps_fewer() -> None:
+    found = identity_of(["setpriv", "--bounding-set", "-fsetid", "--inh-caps", "-fsetid", "--"])
+    assert own_identity().capabilities & ~found.capabilities == 1 << 4
+
+
+@root_only
+def test_capabilities_of_another_user_namespace_do_not_count() -> None:
+    assert identity_of(["unshare", "--user", "--map-root-user", "--"], 1234).capabilities == 0
+
+
+def test_a_process_that_is_gone_has_none() -> None:
+    process = subprocess.Popen(["true"])
+    process.wait()
+    assert Caller(1234, 1234, process.pid).identity() == Identity(1234, 1234, (1234,), 0)
+    assert not Caller(0, 0, process.pid).identity().capabilities & CAP_SYS_RESOURCE
+
+
+@root_only
+def test_a_thread_acts_as_the_caller_and_gets_its_own_identity_back() -> None:
+    def now() -> tuple[object, ...]:
+        lines = Path("/proc/thread-self/status").read_text().splitlines()
+        return tuple(line for line in lines if line.split(":")[0] in ("Uid", "Gid", "Groups", "CapEff"))
+
+    def check() -> object:
+        before = now()
+        there = Identity(1234, 4321, (7, 8), 0).run(now)
+        with pytest.raises(ZeroDivisionError):
+            Identity(1234, 4321, (), 0).run(lambda: 1 // 0)
+        assert now() == before
+        return there
+
+    assert in_a_thread(check) == (
+        "Uid:\t0\t0\t0\t1234",
+        "Gid:\t0\t0\t0\t4321",
+        "Groups:\t7 8 ",
+        "CapEff:\t0000000000000000",
+    )
+
+
+def test_an_unknown_writer_has_no_exemptions() -> None:
+    assert unknown_writer().capabilities & (1 << 4 | CAP_SYS_RESOURCE) == 0
+    assert syscalls.thread_capabilities()[0] == own_identity().capabilities

@@ -1,0 +1,265 @@
+"""Changes are made with the caller's identity and capabilities, as on a local disk (B3, B4, D; hazards 19, 29, 36)."""
+
+import errno
+import mmap
+import os
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from cachefs.syscalls import UTIME_NOW, UTIME_OMIT, utimensat
+from tests.conftest import Mount, raises_errno
+from tests.users import as_user, open_to_all
+
+MakeMount = Callable[..., Mount]
+USER, OTHER = 1234, 4321
+MODES = pytest.mark.parametrize("arguments", [(), ("--mutable", "**"), ("--cache", "none")], ids=lambda a: "-".join(a))
+
+
+def a_file(path: Path, mode: int, owner: int = 0, content: bytes = b"content") -> Path:
+    path.write_bytes(content)
+    os.chown(path, owner, owner)
+    path.chmod(mode)  # after chown, which clears set-user-ID bits
+    return path
+
+
+def mode_of(path: Path) -> int:
+    return path.stat().st_mode & 0o7777
+
+
+def mounted(mount: MakeMount, source: Path, *arguments: object) -> Mount:
+    m = mount(source, "--allow-other", *arguments)
+    open_to_all(source)
+    open_to_all(m.path)
+    return m
+
+
+# --- set-user-ID bits (B3) -------------------------------------------------------------------------------------------
+
+
+def _write(path: Path) -> int:
+    fd = os.open(path, os.O_WRONLY)
+    try:
+        os.write(fd, b"x")
+        return os.fstat(fd).st_mode & 0o7777
+    finally:
+        os.close(fd)
+
+
+@MODES
+def test_set_user_id_bits_clear_when_another_user_writes(
+    mount: MakeMount, source: Path, arguments: tuple[str, ...]
+) -> None:
+    m = mounted(mount, source, *arguments)
+    for before in (0o4777, 0o2777, 0o6777):
+        name = f"d0/{before:o}"
+        a_file(source / name, before)
+        assert mode_of(m.path / name) == before
+        assert as_user(USER, USER, [], lambda path=m.path / name: _write(path)) == 0o777
+        assert mode_of(source / name) == 0o777
+        assert mode_of(m.path / name) == 0o777
+
+
+def test_set_user_id_bits_clear_when_another_user_truncates(mount: MakeMount, source: Path) -> None:
+    m = mounted(mount, source)
+
+    def truncate(path: Path, by: str) -> None:
+        if by == "truncate":
+            os.truncate(path, 3)
+            return
+        fd = os.open(path, os.O_WRONLY | (os.O_TRUNC if by == "open" else 0))
+        if by == "ftruncate":
+            os.ftruncate(fd, 3)
+        os.close(fd)
+
+    for by in ("truncate", "ftruncate", "open"):
+        a_file(source / by, 0o6777)
+        assert as_user(USER, USER, [], lambda by=by: truncate(m.path / by, by)) is None
+        assert mode_of(source / by) == 0o777
+        assert mode_of(m.path / by) == 0o777
+
+
+def test_set_user_id_bits_stay_when_root_writes(mount: MakeMount, source: Path) -> None:
+    m = mounted(mount, source)
+    a_file(source / "d0/program", 0o4755, owner=USER)
+    (m.path / "d0/program").write_bytes(b"new content")
+    assert mode_of(source / "d0/program") == 0o4755
+
+
+def test_a_chmod_by_another_user_is_refused(mount: MakeMount, source: Path) -> None:
+    m = mounted(mount, source)
+    a_file(source / "d0/program", 0o4777)
+    for mode in (0o777, 0o666):
+        assert as_user(USER, USER, [], lambda mode=mode: (m.path / "d0/program").chmod(mode)) == errno.EPERM
+    assert mode_of(source / "d0/program") == 0o4777
+
+
+@pytest.mark.fastpath
+def test_a_file_that_was_open_when_the_daemon_died_is_written_by_its_opener(mount: MakeMount, source: Path) -> None:
+    m = mounted(mount, source)
+    a_file(source / "d0/program", 0o4777)
+    opened = as_user(USER, USER, [], lambda: os.open(m.path / "d0/program", os.O_WRONLY))
+    assert isinstance(opened, int)
+    m.kill()
+    m.start()
+    assert as_user(USER, USER, [], lambda: os.write(opened, b"x")) == 1
+    as_user(USER, USER, [], lambda: os.close(opened))
+    assert mode_of(source / "d0/program") == 0o777
+
+
+# --- reserved blocks (B4) --------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def reserved_disk(tmp_path: Path) -> Iterator[Path]:
+    """A disk of 16 MiB, 40 % of which is reserved for root."""
+    image, place = tmp_path / "image", tmp_path / "disk"
+    place.mkdir()
+    with image.open("wb") as file:
+        file.truncate(16 << 20)
+    subprocess.run(["mkfs.ext4", "-q", "-O", "^has_journal", "-m", "40", image], check=True)
+    done = subprocess.run(["mount", "-o", "loop", image, place], capture_output=True, check=False)
+    if done.returncode:
+        pytest.skip(f"no loop devices: {done.stderr!r}")
+    place.chmod(0o777)
+    yield place
+    subprocess.run(["umount", "-l", place], check=True)
+
+
+def fill(path: Path) -> int:
+    """Write until there is no room; how many bytes that took."""
+    piece, written = b"x" * (128 << 10), 0
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT, 0o644)
+    try:
+        while True:
+            written += os.write(fd, piece)
+    except OSError as error:
+        assert error.errno == errno.ENOSPC, error
+        return written
+    finally:
+        os.close(fd)
+
+
+def test_blocks_reserved_for_root_are_not_for_users(mount: MakeMount, reserved_disk: Path) -> None:
+    m = mounted(mount, reserved_disk)
+    directly = as_user(USER, USER, [], lambda: fill(reserved_disk / "direct"))
+    (reserved_disk / "direct").unlink()
+    os.sync()
+    through = as_user(USER, USER, [], lambda: fill(m.path / "through"))
+    assert isinstance(directly, int)
+    assert isinstance(through, int)
+    assert 4 << 20 < directly < 9 << 20, "the reservation does not work"
+    assert abs(through - directly) <= 1 << 20
+    assert (m.path / "through").stat().st_uid == USER
+
+
+# --- O_DIRECT and times (D) ------------------------------------------------------------------------------------------
+
+
+@MODES
+def test_direct_writes_and_reads_work(mount: MakeMount, source: Path, arguments: tuple[str, ...]) -> None:
+    m = mounted(mount, source, *arguments)
+    memory = mmap.mmap(-1, 8192)
+    memory.write(os.urandom(8192))
+    fd = os.open(m.path / "d0/direct", os.O_RDWR | os.O_CREAT | os.O_DIRECT, 0o600)
+    try:
+        assert os.pwritev(fd, [memory], 0) == 8192
+        assert os.pwritev(fd, [memory[:512]], 8192) == 512
+    finally:
+        os.close(fd)
+    expected = memory[:] + memory[:512]
+    assert (source / "d0/direct").read_bytes() == expected
+    fd = os.open(m.path / "d0/direct", os.O_RDWR | os.O_DIRECT)  # an existing file
+    try:
+        again = mmap.mmap(-1, 8192)
+        assert os.preadv(fd, [again], 0) == 8192
+        assert again[:] == memory[:]
+        assert os.pwrite(fd, b"unaligned", 3) == 9
+    finally:
+        os.close(fd)
+    assert (source / "d0/direct").read_bytes() == expected[:3] + b"unaligned" + expected[12:]
+
+
+@MODES
+def test_touch_by_a_user_who_may_write_but_does_not_own(
+    mount: MakeMount, source: Path, arguments: tuple[str, ...]
+) -> None:
+    m = mounted(mount, source, *arguments)
+    path = m.path / "d0/shared"
+    a_file(source / "d0/shared", 0o666)
+    a_file(source / "d0/private", 0o644)
+    os.utime(source / "d0/shared", (1, 1))
+    assert as_user(USER, USER, [], lambda: os.utime(path)) is None
+    found = (source / "d0/shared").stat()
+    assert found.st_mtime > 1_000_000_000
+    assert found.st_atime > 1_000_000_000
+    assert path.stat().st_mtime_ns == found.st_mtime_ns
+    assert as_user(USER, USER, [], lambda: os.utime(path, (1, 1))) == errno.EPERM
+    assert as_user(USER, USER, [], lambda: os.utime(m.path / "d0/private")) == errno.EACCES
+    assert (source / "d0/shared").stat().st_mtime_ns == found.st_mtime_ns
+
+
+@MODES
+def test_a_time_that_is_left_out_is_left_alone(mount: MakeMount, source: Path, arguments: tuple[str, ...]) -> None:
+    m = mounted(mount, source, *arguments)
+    path = m.path / "d0/log"
+    a_file(source / "d0/log", 0o644)
+    path.stat()
+    os.utime(source / "d0/log", (1_000, 2_000))  # another writer
+    utimensat(os.fsencode(path), (3_000, 5), (0, UTIME_OMIT))
+    found = (source / "d0/log").stat()
+    assert (found.st_atime_ns, found.st_mtime_ns) == (3_000_000_000_005, 2_000 * 10**9)
+    os.utime(source / "d0/log", (1_000, 2_000))
+    utimensat(os.fsencode(path), (0, UTIME_OMIT), (4_000, 7))
+    found = (source / "d0/log").stat()
+    assert (found.st_atime_ns, found.st_mtime_ns) == (1_000 * 10**9, 4_000_000_000_007)
+    utimensat(os.fsencode(path), (0, UTIME_OMIT), (0, UTIME_NOW))
+    found = (source / "d0/log").stat()
+    assert found.st_atime_ns == 1_000 * 10**9
+    assert found.st_mtime > 1_000_000_000
+    os.utime(path, ns=(-1_500_000_000, -1))  # before 1970
+    found = (source / "d0/log").stat()
+    assert (found.st_atime_ns, found.st_mtime_ns) == (-1_500_000_000, -1)
+
+
+# --- everything else is made as the caller (hazard 19) ---------------------------------------------------------------
+
+
+def test_a_directory_that_is_open_can_be_changed_although_its_parents_are_closed(
+    mount: MakeMount, source: Path
+) -> None:
+    """As on a local disk: the walk was checked when the directory was opened."""
+    (source / "closed/mine").mkdir(parents=True)
+    os.chown(source / "closed/mine", USER, USER)
+    m = mounted(mount, source)
+    directory = as_user(USER, USER, [], lambda: os.open(m.path / "closed/mine", os.O_RDONLY))
+    assert isinstance(directory, int)
+    (m.path / "closed").chmod(0o700)
+    try:
+
+        def change() -> None:
+            os.close(os.open("file", os.O_WRONLY | os.O_CREAT, 0o600, dir_fd=directory))
+            os.mkdir("directory", 0o700, dir_fd=directory)
+            os.rename("file", "renamed", src_dir_fd=directory, dst_dir_fd=directory)
+            os.chmod("renamed", 0o640, dir_fd=directory)
+            os.truncate(f"/proc/self/fd/{directory}/renamed", 5)
+
+        assert as_user(USER, USER, [], change) is None
+    finally:
+        os.close(directory)
+    found = (source / "closed/mine/renamed").stat()
+    assert (found.st_uid, found.st_gid, found.st_mode & 0o777, found.st_size) == (USER, USER, 0o640, 5)
+    assert (source / "closed/mine/directory").stat().st_uid == USER
+
+
+def test_a_file_made_read_only_at_the_source_is_not_written(mount: MakeMount, source: Path) -> None:
+    """The source checks as well: what the mount believes for a second gives no right."""
+    m = mounted(mount, source, "--attr-timeout", "60")
+    a_file(source / "d0/open", 0o666)
+    assert mode_of(m.path / "d0/open") == 0o666
+    (source / "d0/open").chmod(0o600)
+    assert as_user(USER, USER, [], lambda: os.truncate(m.path / "d0/open", 0)) == errno.EACCES
+    raises_errno(errno.ENOENT, lambda: (m.path / "d0/absent").stat())
+    assert (source / "d0/open").read_bytes() == b"content"
