@@ -39,6 +39,8 @@ stress: $(VENV)/.dev
 	scripts/build-fastpath
 	$(BIN)/python -m pytest tests/mount/test_stress.py -s --stress-seconds 600
 	$(BIN)/python -m pytest tests/mount/test_stress.py -s --stress-seconds 600 --no-fastpath
+	$(BIN)/python -m pytest tests/mount/test_space.py --sequences 30
+	$(BIN)/python -m pytest tests/mount/test_space.py --sequences 30 --no-fastpath
 
 # What arrives from the kernel, from a blob or from a predecessor's memory may be anything.
 fuzz:

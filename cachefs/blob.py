@@ -2,12 +2,13 @@
 
 Space is granted in slabs of 64 MiB, aligned, each with one writer; a record never crosses the end of a slab, and the
 unused rest of a slab stays a hole. A new run begins a new slab, and so does whoever has seen an append fail: what
-half a write left behind is never built upon. Nothing is ever moved; space comes back by punching holes.
+half a write left behind is never built upon. Nothing is ever moved; space comes back by punching holes (space.py).
 
 `append` and `punch` are called from the write-behind thread alone, `read` from anywhere.
 """
 
 import errno
+import logging
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,8 +17,10 @@ from cachefs import record, syscalls
 from cachefs.attributes import PINNED, Extent
 from cachefs.errors import CorruptRecord
 
+log = logging.getLogger(__name__)
+
 SLAB_BYTES = 64 << 20
-_PAGE = 4096
+PAGE_BYTES = 4096
 _IOV_MAX = 1024
 _MAX_OFFSET = 1 << 62
 
@@ -37,8 +40,7 @@ class Blob:
 
     def grant(self) -> int:
         """The offset of a new slab, for one writer."""
-        end = max(os.fstat(self._fd).st_size, self._frontier)
-        offset = -(-end // SLAB_BYTES) * SLAB_BYTES
+        offset = self.frontier
         self._frontier = offset + SLAB_BYTES
         return offset
 
@@ -112,30 +114,35 @@ class Blob:
             record.verify_block(view[at : at + record.BLOCK_BYTES], extent.checksums[block], self.seed)
         return view[start - begin : start - begin + length]
 
-    def punch(self, extent: Extent) -> None:
-        """Give the space of a record back and mark its header dead. Whole pages only: its neighbours' bytes stay."""
-        start = extent.blob_offset - record.payload_start(extent.length)
-        try:
-            decoded = record.decode_header(os.pread(self._fd, record.HEADER_BYTES, start), self.seed)
-        except CorruptRecord:
-            decoded = None  # a rebuild stops here too
-        if decoded is not None:
-            os.pwrite(self._fd, record.encode_dead(decoded[0], self.seed), start)
-        first = -(-extent.blob_offset // _PAGE) * _PAGE
-        last = (start + extent.record_bytes) // _PAGE * _PAGE
+    # --- giving space back: space.py says what ---------------------------------------------------------------------
+
+    def punch(self, start: int, end: int) -> None:
+        """Give the whole pages between two offsets back."""
+        first, last = -(-start // PAGE_BYTES) * PAGE_BYTES, end // PAGE_BYTES * PAGE_BYTES
         if last > first:
             syscalls.punch_hole(self._fd, first, last - first)
 
-    def is_sealed(self, slab: int) -> bool:
-        """Nobody writes to the slab at this offset any more, and what was written to it has been committed.
+    def mark_gap(self, start: int, end: int, version: int) -> None:
+        """Begin a range without records with a header that leads a rebuild to the next record.
 
-        A writer asks for the next slab before its own is full, and a batch is no larger than two.
+        `version`: not below that of any record that was there.
         """
-        return slab + 5 * SLAB_BYTES <= self._frontier
+        if end - start < record.HEADER_BYTES:  # the end of a slab
+            return
+        try:
+            os.pwrite(self._fd, record.encode_gap(end - start, version, self.seed), start)
+        except OSError as error:  # a disk that is full: a rebuild stops here
+            log.debug("cannot mark a gap of the blob: %s", error)
 
-    def punch_slab(self, slab: int) -> None:
-        """Give back what is left of a slab without records: the pages that two neighbours shared."""
-        syscalls.punch_hole(self._fd, slab, SLAB_BYTES)
+    def allocated_bytes(self) -> int:
+        """What the file takes from its disk."""
+        return os.fstat(self._fd).st_blocks * 512
+
+    @property
+    def frontier(self) -> int:
+        """Where the next slab begins."""
+        end = max(os.fstat(self._fd).st_size, self._frontier)
+        return -(-end // SLAB_BYTES) * SLAB_BYTES
 
     # --- rebuild ---------------------------------------------------------------------------------------------------
 

@@ -18,11 +18,11 @@ from functools import partial
 import trio
 
 from cachefs import record
-from cachefs.attributes import Extent, Inode
+from cachefs.attributes import Extent, Inode, inode_of_key
 from cachefs.blob import Blob
 from cachefs.environment import View
 from cachefs.errors import CorruptRecord
-from cachefs.eviction import Eviction
+from cachefs.eviction import Eviction, Victim
 from cachefs.index import Index
 from cachefs.metrics import Metrics
 from cachefs.options import CacheLevel, Options
@@ -34,6 +34,10 @@ log = logging.getLogger(__name__)
 
 assert CHUNK_BYTES <= record.MAX_PAYLOAD_BYTES
 BLOB_THREADS = 16
+RESERVE_BYTES = 64 << 20
+RESERVE_SHARE = 100
+BATCH_OUT = 4096
+"""So many extents go at once where the cache has become too small."""
 
 
 class DataCache:
@@ -60,7 +64,8 @@ class DataCache:
         # constants
         self._appends = appends and options.cache is CacheLevel.FULL
         # state
-        self._admission = Capacity(options.cache_size_bytes)
+        self.size_bytes = options.cache_size_bytes
+        """What the cache may take from its disk."""
         self.held_bytes: Callable[[], int] = lambda: 0
         """What the fast path has fetched and not reported yet."""
         self.on_accessed: list[Callable[[Sequence[tuple[int, int]]], None]] = []
@@ -178,9 +183,12 @@ class DataCache:
         return self._appends and self.writes.takes(length) and self._has_room(record.record_bytes(length), ahead)
 
     def _has_room(self, record_bytes: int, ahead: bool) -> bool:
-        if (not ahead or self._options.evicts_ahead) and not self._admission.admits(record_bytes, self.used_bytes):
+        if (not ahead or self._options.evicts_ahead) and not self._fits(record_bytes):
             self.make_room(record_bytes)
-        return self._admission.admits(record_bytes, self.used_bytes)
+        return self._fits(record_bytes)
+
+    def _fits(self, record_bytes: int) -> bool:
+        return Capacity(self.capacity_bytes).admits(record_bytes, self.used_bytes)
 
     def admit(self, inode: Inode, offset: int, payload: bytes) -> bool:
         """Queue a range that was fetched. False if it will not be cached."""
@@ -195,14 +203,21 @@ class DataCache:
         if self._options.cache is CacheLevel.FULL:
             self._metrics.skipped_admissions += 1
 
-    def resize(self, capacity_bytes: int) -> None:
-        """More may be cached from now on, or less: what is there already goes only where data are evicted."""
-        self._admission = Capacity(capacity_bytes)
+    def resize(self, size_bytes: int) -> None:
+        """More may be cached from now on, or less: what is too much goes."""
+        self.size_bytes = size_bytes
+        self.writes.resize(size_bytes)
         self.make_room()
 
     @property
     def capacity_bytes(self) -> int:
-        return self._admission.capacity_bytes
+        """What there may be of records: all that may be taken but for what is taken otherwise."""
+        return max(0, self.size_bytes - self.writes.space.charge_bytes)
+
+    @property
+    def _reserve_bytes(self) -> int:
+        """This much is kept free where data are evicted, so that what comes need not wait."""
+        return min(RESERVE_BYTES, self.size_bytes // RESERVE_SHARE)
 
     @property
     def admission_bytes(self) -> int:
@@ -236,11 +251,28 @@ class DataCache:
     def make_room(self, wanted_bytes: int = 0, *, urgent: bool = False) -> None:
         """Evict until so much fits, and the reserve besides, if the policy gives so much away.
 
-        `urgent`: somebody waits for it; else it goes with the next commit.
+        Where nothing is replaced only what is beyond the size of a cache that has become smaller goes. `urgent`:
+        somebody waits for it; else it goes with the next commit.
         """
         if self._eviction is None:
+            self.writes.evict(self._beyond(self.writes.stored_bytes - self.capacity_bytes))
             return
-        needed = self.used_bytes + wanted_bytes + self._eviction.reserve_bytes - self.capacity_bytes
+        needed = self.used_bytes + wanted_bytes + self._reserve_bytes - self.capacity_bytes
         self.writes.evict(self._eviction.victims(needed))
         if urgent:
             self.writes.hurry()
+
+    def _beyond(self, excess_bytes: int) -> list[Victim]:
+        """Extents that take so many bytes together: those of the files that were seen last."""
+        found: list[Victim] = []
+        if excess_bytes <= 0:
+            return found
+        with self._index.view() as view:
+            for key, value in view.last_extents():
+                inode, offset, extent = inode_of_key(key[:8]), int.from_bytes(key[8:16], "big"), Extent.unpack(value)
+                if excess_bytes <= 0 or len(found) == BATCH_OUT:
+                    break
+                if not self.writes.is_dropped(inode, offset, extent.blob_offset):
+                    found.append(Victim(inode, offset, extent))
+                    excess_bytes -= extent.record_bytes
+        return found

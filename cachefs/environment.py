@@ -143,6 +143,12 @@ class View:
         """For looking what there is. To read its bytes a transaction must be kept: see `Index.extents`."""
         return Extents(self._durable, self._durable_tables[Table.EXTENTS])
 
+    def last_extents(self) -> Iterator[tuple[bytes, bytes]]:
+        """All extents from the last one backwards."""
+        cursor = self._durable.cursor(db=self._durable_tables[Table.EXTENTS])
+        if cursor.last():
+            yield from cursor.iterprev()
+
     def in_durable(self, table: Table, key: bytes) -> bytes | None:
         value: bytes | None = self._durable.get(key, db=self._durable_tables[table])
         return value

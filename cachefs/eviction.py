@@ -4,20 +4,16 @@ A unit is known to the policy by one integer, so that a million of them cost no 
 policy knows may be out of date (a unit may have gone for another reason); the index has the last word.
 """
 
-from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from cachefs.attributes import Extent, inode_of_key
-from cachefs.blob import SLAB_BYTES
 from cachefs.environment import Table
 from cachefs.index import Index
 from policies.prefetch.sequential import CHUNK_BYTES
 from policies.retention import Circumstances, make
 
 UNIT_BITS = 24
-RESERVE_BYTES = 64 << 20
-RESERVE_SHARE = 100
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,17 +24,12 @@ class Victim:
 
 
 class Eviction:
-    def __init__(self, index: Index, retention: str, capacity_bytes: int, part_of: Callable[[int], object]) -> None:
+    def __init__(self, index: Index, retention: str, part_of: Callable[[int], object]) -> None:
         """`part_of`: the directory or partition of an inode, None if it has none."""
         # dependencies
         self._index = index
-        # constants
-        self.reserve_bytes = min(RESERVE_BYTES, capacity_bytes // RESERVE_SHARE)
-        """This much is kept free, so that what comes need not wait."""
         # state
         self._policy = make(retention, Circumstances(lambda key: part_of(key >> UNIT_BITS)))
-        self._live: Counter[int] = Counter()
-        """Records in each slab of the blob."""
         for key in self._cached():
             self._policy.inserted(key)
 
@@ -52,7 +43,6 @@ class Eviction:
             for key, value in view.scan(Table.EXTENTS, b""):
                 offset = int.from_bytes(key[8:16], "big")
                 blob_offset = Extent.unpack(value).blob_offset
-                self._live[blob_offset // SLAB_BYTES] += 1
                 found.append((blob_offset, self._key(inode_of_key(key[:8]), offset)))
         return [key for _, key in sorted(found)]
 
@@ -65,20 +55,10 @@ class Eviction:
         """It is being fetched before anybody has asked for it."""
         self._policy.expected(self._key(inode, offset))
 
-    def committed(self, indexed: Mapping[tuple[int, int], Extent], freed: Iterable[Extent]) -> None:
-        """What the index has and has not from now on."""
-        for (inode, offset), extent in indexed.items():
+    def committed(self, indexed: Iterable[tuple[int, int]]) -> None:
+        """(inode, file offset) of what the index has from now on."""
+        for inode, offset in indexed:
             self._policy.inserted(self._key(inode, offset))
-            self._live[extent.blob_offset // SLAB_BYTES] += 1
-        for extent in freed:
-            self._live[extent.blob_offset // SLAB_BYTES] -= 1
-
-    def take_empty_slabs(self, is_sealed: Callable[[int], bool]) -> list[int]:
-        """The offsets of slabs that have had records, have none any more, and will have none."""
-        empty = [n for n, count in self._live.items() if count == 0 and is_sealed(n * SLAB_BYTES)]
-        for number in empty:
-            del self._live[number]
-        return [number * SLAB_BYTES for number in empty]
 
     def victims(self, needed_bytes: int) -> list[Victim]:
         """Who goes so that `needed_bytes` are free; fewer if the policy keeps the rest. They count as gone."""

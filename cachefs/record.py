@@ -17,6 +17,7 @@ MAGIC = 0x53464843  # "CHFS"
 FORMAT_VERSION = 1
 TYPE_DATA = 1  # 0 is reserved: space that was never written reads as zeros
 TYPE_DEAD = 2  # dropped: its length leads to the next record, its payload is a hole
+TYPE_GAP = 3  # no record: its length, header included, leads to the next one
 BLOCK_BYTES = 128 << 10
 ALIGNMENT = 8
 MAX_PAYLOAD_BYTES = 4 << 20
@@ -80,9 +81,17 @@ def encode_prefix(header: Header, checksums: Sequence[int], seed: int) -> bytes:
     return _encode_header(header, TYPE_DATA, xxhash.xxh3_64_intdigest(table, seed), seed) + table
 
 
-def encode_dead(header: Header, seed: int) -> bytes:
-    """The header that takes the place of a dropped record's, so that no rebuild brings it back to life."""
-    return _encode_header(header, TYPE_DEAD, 0, seed)
+def encode_gap(length: int, version: int, seed: int) -> bytes:
+    """The header of a range that holds no record that counts: no rebuild brings back to life what was there.
+
+    `version`: not below that of any of those. Numbers are never used twice (runs.py).
+    """
+    return _encode_header(Header(length, 0, 0, version, *(0,) * 7), TYPE_GAP, 0, seed)
+
+
+def bytes_to_next(header: Header, kind: int) -> int:
+    """How far the next header is from the beginning of this one."""
+    return header.length if kind == TYPE_GAP else header.record_bytes
 
 
 def _encode_header(header: Header, kind: int, table_checksum: int, seed: int) -> bytes:
@@ -120,9 +129,10 @@ def decode_header(data: bytes, seed: int) -> tuple[Header, int, int] | None:
     (checksum,) = struct.unpack_from("<Q", data, _CHECKED_BYTES)
     if checksum != xxhash.xxh3_64_intdigest(data[:_CHECKED_BYTES], seed):
         raise CorruptRecord("header checksum")
-    if magic != MAGIC or version != FORMAT_VERSION or kind not in (TYPE_DATA, TYPE_DEAD):
+    if magic != MAGIC or version != FORMAT_VERSION or kind not in (TYPE_DATA, TYPE_DEAD, TYPE_GAP):
         raise CorruptRecord(f"not a record of this format: magic {magic:#x}, version {version}, type {kind}")
-    if length > MAX_PAYLOAD_BYTES or blocks != block_count(length):
+    possible = length >= HEADER_BYTES if kind == TYPE_GAP else length <= MAX_PAYLOAD_BYTES
+    if not possible or blocks != block_count(length):
         raise CorruptRecord("impossible length")
     header = Header(
         length, inode, file_offset, sequence, size, mtime_ns, ctime_ns, btime_ns, mode, device, source_inode

@@ -18,6 +18,7 @@ from cachefs.errors import CorruptRecord
 from cachefs.extents import Extents
 from cachefs.index import Totals
 from cachefs.runs import run_of, run_of_inode
+from cachefs.space import place_of
 
 log = logging.getLogger(__name__)
 
@@ -30,7 +31,7 @@ def scan(blob: Blob) -> Iterator[tuple[record.Header, Extent]]:
 
 
 def _headers(blob: Blob) -> Iterator[tuple[record.Header, Extent | None]]:
-    """Every record that is sound. Dead ones have no extent."""
+    """Every record that is sound. Dead ones and gaps have no extent; a gap's version is not below those it had."""
     size = blob.size()
     for slab in range(0, size, SLAB_BYTES):
         offset = slab
@@ -52,7 +53,7 @@ def _headers(blob: Blob) -> Iterator[tuple[record.Header, Extent | None]]:
             except CorruptRecord as error:
                 log.warning("rebuilding the index: rest of the slab at %d skipped: %s", slab, error)
                 break
-            offset += header.record_bytes
+            offset += record.bytes_to_next(header, kind)
 
 
 def rebuild(blob: Blob, durable: Environment) -> Totals:
@@ -73,6 +74,11 @@ def rebuild(blob: Blob, durable: Environment) -> Totals:
     runs.ended(highest).store(durable)
     totals = Totals()
     rows: list[tuple[record.Header, Extent]] = []
+
+    def forget(extent: Extent) -> None:
+        start, end = place_of(extent)
+        blob.mark_gap(start, end, highest << runs.RUN_BITS)
+        blob.punch(start + record.HEADER_BYTES, end)
 
     def write() -> None:
         unneeded: list[Extent] = []
@@ -96,12 +102,12 @@ def rebuild(blob: Blob, durable: Environment) -> Totals:
                 unneeded.extend(within)
             txn.put(b"totals", totals.pack(), db=tables[Table.META])
         for extent in unneeded:
-            blob.punch(extent)
+            forget(extent)
         rows.clear()
 
     for header, extent in scan(blob):
         if header.version != newest[header.inode]:
-            blob.punch(extent)
+            forget(extent)
             continue
         rows.append((header, extent))
         if len(rows) >= BATCH:

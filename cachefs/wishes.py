@@ -77,11 +77,12 @@ class OwnWishes(Wishes):
 
     async def send(self, wishes: Sequence[Wish]) -> None:
         for wish in wishes:
-            await self._free.acquire_on_behalf_of(self.sent)
-            self._nursery.start_soon(self._fetch, wish, self.sent)
+            borrower = object()  # of its own: several may be sending
+            await self._free.acquire_on_behalf_of(borrower)
             self.sent += 1
+            self._nursery.start_soon(self._fetch, wish, borrower)
 
-    async def _fetch(self, wish: Wish, borrower: int) -> None:
+    async def _fetch(self, wish: Wish, borrower: object) -> None:
         try:
             await self._files.fetch_ahead(wish.inode, wish.offset)
         finally:

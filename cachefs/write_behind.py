@@ -23,6 +23,7 @@ from cachefs.eviction import Eviction, Victim
 from cachefs.index import Commit, Index
 from cachefs.metrics import Metrics
 from cachefs.options import MIB
+from cachefs.space import Space
 
 log = logging.getLogger(__name__)
 
@@ -98,10 +99,10 @@ class WriteBehind:
         self._clock = clock
         # constants
         self._queue_limit = queue_bytes
-        # Where data are evicted a batch is a small part of the cache: nothing of it can go before it is committed.
-        share = capacity_bytes // BATCH_SHARE
-        self._batch_filled_bytes = BATCH_FILLED_BYTES if eviction is None else min(share, BATCH_FILLED_BYTES)
+        self._batch_filled_bytes = BATCH_FILLED_BYTES
+        self.resize(capacity_bytes)
         # state
+        self.space = Space(index, blob)
         self._pending: dict[int, dict[tuple[int, int], Pending]] = {}
         """By inode, then by (offset, end)."""
         self._queue: deque[Pending] = deque()
@@ -120,8 +121,12 @@ class WriteBehind:
         self._stored_bytes = index.totals.blob_bytes
         """As of the last commit that was followed up: the index counts what is in our queue before we hear of it."""
         self._committing_bytes = 0
-        self._freed: deque[tuple[int, Extent | int]] = deque()
-        """What to give back when no reader is older than a transaction: records, and slabs by their offset."""
+        self._freed: deque[tuple[int, Extent]] = deque()
+        """Records to give back when no reader is older than a transaction."""
+        self._reported = self._handled = 0
+        """How many records the fast path has reported, and how many of those have been committed or refused."""
+        self._gone: deque[tuple[int, int]] = deque()
+        """(`_handled` when its last report has been, the end of its slabs) of writers that have gone."""
         self._paused_until = 0.0
         self._warned: set[str] = set()
         self._wake = trio.Event()
@@ -142,6 +147,11 @@ class WriteBehind:
         """Called after each commit: there may be more room."""
         self.make_room: Callable[[], None] = lambda: None
         """Called where data are evicted, when the policy has heard of a commit."""
+
+    def resize(self, capacity_bytes: int) -> None:
+        """The size of the cache has changed."""
+        if self._eviction is not None:  # a batch is a small part of the cache: none of it can go before it is committed
+            self._batch_filled_bytes = min(capacity_bytes // BATCH_SHARE, BATCH_FILLED_BYTES)
 
     # --- what is on its way ----------------------------------------------------------------------------------------
 
@@ -178,7 +188,13 @@ class WriteBehind:
         """The fast path appended these: sync and commit them."""
         for unit in units:
             self._filled.append(unit)
+            self._reported += 1
             self._filled_bytes += unit.extent.record_bytes
+        self.wake()
+
+    def writer_has_gone(self, frontier: int) -> None:
+        """Nothing more will be written to slabs before this offset, nor reported of them."""
+        self._gone.append((self._reported, frontier))
         self.wake()
 
     @property
@@ -186,6 +202,11 @@ class WriteBehind:
         """Records in the blob and on their way, but for those that are about to go."""
         on_their_way = self._queued_record_bytes + self._filled_bytes + self._committing_bytes
         return self._stored_bytes + on_their_way - self._evicting_bytes
+
+    @property
+    def stored_bytes(self) -> int:
+        """Records that the index has, but for those that are about to go."""
+        return self._index.totals.blob_bytes - self._evicting_bytes
 
     @property
     def is_settled(self) -> bool:
@@ -244,6 +265,7 @@ class WriteBehind:
 
     async def run(self) -> None:
         """The task: for ever, until cancelled. `flush` first if nothing may be lost."""
+        self.wake()  # what others left behind is given back
         while True:
             await self._wake.wait()
             with trio.move_on_after(BATCH_DELAY_S):
@@ -309,7 +331,7 @@ class WriteBehind:
         keys = self._index.take_dirty(BATCH_KEYS, first)
         dropped = list(self._dropped)
         if not (units or filled or keys or dropped):
-            await trio.to_thread.run_sync(self._punch, limiter=self._thread)
+            await self._account()
             self._follow_up()
             return
         try:
@@ -323,6 +345,7 @@ class WriteBehind:
             self.failed("index", f"the index cannot be written, nothing new is cached until it can: {error}")
             self._retire(units)
             self._settle(filled, refused=True)
+            await self._account()
             self._follow_up()
             self._metrics.skipped_admissions += len(units)
             self._end_round()
@@ -342,12 +365,27 @@ class WriteBehind:
         self._settle(filled, refused=refused is not None)
         self._metrics.skipped_admissions += commit.unclaimed
         self._freed.extend((commit.transaction, extent) for extent in (*commit.rejected, *commit.freed))
+        await self._account()
         self._follow_up()
         if self._eviction is not None:
-            self._eviction.committed(commit.indexed, commit.freed)
-            slabs = self._eviction.take_empty_slabs(self._blob.is_sealed)
-            self._freed.extend((commit.transaction, slab) for slab in slabs)
-            self.make_room()
+            self._eviction.committed(commit.indexed)
+        self.make_room()
+
+    async def _account(self) -> None:
+        """Give back what can be, and account for the rest."""
+        closed = 0
+        while self._gone and self._gone[0][0] <= self._handled:
+            closed = self._gone.popleft()[1]
+        filled_bytes = self._filled_bytes
+
+        def account() -> None:
+            if closed:
+                self._quietly(partial(self.space.writer_has_gone, closed))
+            self._punch()
+            written = self._index.totals.blob_bytes + filled_bytes + sum(e.record_bytes for _, e in self._freed)
+            self._quietly(partial(self.space.measure, written, [extent for _, extent in self._freed]))
+
+        await trio.to_thread.run_sync(account, limiter=self._thread)
 
     def _follow_up(self) -> None:
         self._stored_bytes = self._index.totals.blob_bytes
@@ -356,6 +394,7 @@ class WriteBehind:
         self.committed()
 
     def _settle(self, filled: list[Filled], *, refused: bool) -> None:
+        self._handled += len(filled)
         if filled:
             self.settled(filled[-1].report)
             if refused:
@@ -386,6 +425,7 @@ class WriteBehind:
             except OSError as error:
                 refused = error
         rows = [(unit.inode.number, unit.offset, extent) for unit, extent in zip(units, extents, strict=False)]
+        self._quietly(partial(self.space.written, [*extents, *(unit.extent for unit in filled)]))
         if filled:
             try:
                 self._blob.sync([unit.extent for unit in filled])
@@ -401,7 +441,6 @@ class WriteBehind:
             for extent in extents:  # on disk, but nothing will ever point at them
                 self._give_back(extent)
             raise
-        self._punch()
         return commit, refused
 
     def _punch(self) -> None:
@@ -409,11 +448,11 @@ class WriteBehind:
         while self._punchable():
             self._give_back(self._freed.popleft()[1])
 
-    def _give_back(self, freed: Extent | int) -> None:
+    def _give_back(self, freed: Extent) -> None:
+        self._quietly(partial(self.space.free, freed))
+
+    def _quietly(self, call: Callable[[], None]) -> None:
         try:
-            if isinstance(freed, int):
-                self._blob.punch_slab(freed)
-            else:
-                self._blob.punch(freed)
-        except OSError as error:  # a disk that cannot: the space is lost until the cache is made anew
+            call()
+        except OSError as error:  # a disk that cannot: the space is lost, and counts as taken
             self.failed("punch", f"cannot punch a hole into the blob: {error}")

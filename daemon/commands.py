@@ -91,7 +91,7 @@ class Commands:
             "cached_files": index.totals.cached_files,
             "cached_bytes": index.totals.cached_bytes,
             "blob_bytes": index.totals.blob_bytes,
-            "cache_size_bytes": parts.data.capacity_bytes,
+            "cache_size_bytes": parts.data.size_bytes,
             "write_behind_bytes": parts.writes.queued_bytes,
             "uncommitted": len(index.dirty) + len(index.in_flight),
             **parts.metrics.as_dict(),
@@ -119,7 +119,7 @@ class Commands:
     async def config(self, _: Request, tell: Tell) -> Answer:
         settings = {name: asdict(setting) for name, setting in self._configuration().settings.items()}
         if settings["cache-size"]["value"] is None:
-            settings["cache-size"]["value"] = format_size(self._parts.data.capacity_bytes)
+            settings["cache-size"]["value"] = format_size(self._parts.data.size_bytes)
         return {"settings": settings}
 
     async def drop(self, request: Request, tell: Tell) -> Answer:

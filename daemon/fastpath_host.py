@@ -144,6 +144,13 @@ class FastPathHost:
         self._nursery = nursery
         # state
         self._wants_room = False
+        self._first_slab = blob.frontier
+        """Those before it were granted by earlier daemons."""
+
+        def has_died() -> None:
+            data.writes.writer_has_gone(blob.frontier)
+            died()
+
         self._fastpath = FastPath(
             held,
             runtime / _SOCKET,
@@ -152,7 +159,7 @@ class FastPathHost:
             log_path=log_path,
             received=self._received,
             attached=lambda: self.wishes.again(),
-            died=died,
+            died=has_died,
             unmounted=unmounted,
         )
         self.wishes = FastWishes(held.shared, self._fastpath)
@@ -223,6 +230,8 @@ class FastPathHost:
             filled = list(launcher.parse_filled(data))
             self._fetched_unseen((unit.inode, unit.extent.version) for unit in filled)
             self._data.writes.filled(filled)
+        elif message is Message.TOLD:
+            self._data.writes.writer_has_gone(self._first_slab)
         elif message is Message.CORRUPT:
             self._data.corrupt(a, b, int.from_bytes(data, "little"), "payload checksum")
         elif message is Message.REFUSED:

@@ -335,7 +335,7 @@ class Session:
         data, totals = self._parts.data, self._parts.opened.index.totals
         return (
             f"{self.config.source} on {self.config.mountpoint}: {totals.cached_files:,} files cached, "
-            f"{decimal(totals.blob_bytes)} of {decimal(data.capacity_bytes)}"
+            f"{decimal(totals.blob_bytes)} of {decimal(data.size_bytes)}"
         )
 
     def _unmount(self) -> None:

@@ -20,7 +20,7 @@ from cachefs.mutations import Mutations
 from cachefs.notifier import KernelNotifier
 from cachefs.open_files import OpenFiles
 from cachefs.operations import Operations
-from cachefs.options import Options
+from cachefs.options import CacheLevel, Options
 from cachefs.slots import SourceSlots
 from cachefs.source import Source
 from cachefs.write_behind import WriteBehind
@@ -78,9 +78,11 @@ def wire(
         part_of: Callable[[int], object] = metadata.directory_of
         if isinstance(policy, DependencyGraph):
             part_of = partial(_partition_of, policy, metadata)
-        eviction = Eviction(index, options.retention, options.cache_size_bytes, part_of)
+        eviction = Eviction(index, options.retention, part_of)
     writes = WriteBehind(index, blob, metrics, options.cache_size_bytes, eviction=eviction)
     data = DataCache(index, blob, options, metrics, writes, appends=not options.fastpath, eviction=eviction)
+    if not options.fastpath or options.cache is not CacheLevel.FULL:  # else it says when it is through with old slabs
+        writes.writer_has_gone(blob.frontier)
     slots = SourceSlots(SOURCE_SLOTS, options.source_timeout_s)
     filesystem = FileSystem(source, slots, metadata, options, KernelNotifier(nursery, device))
     files = OpenFiles(

@@ -225,6 +225,10 @@ def raises_errno(number: int, function: Callable[[], object]) -> None:
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--no-fastpath", action="store_true", help="mount without the fast path: Python serves alone")
 
+    parser.addoption(
+        "--sequences", type=int, default=3, help="how many random sequences tests/mount/test_space.py runs"
+    )
+
     parser.addoption("--stress-seconds", type=int, default=25, help="how long tests/mount/test_stress.py lasts")
 
 

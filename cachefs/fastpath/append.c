@@ -165,15 +165,20 @@ static bool place_locked(struct appender *appender, uint64_t bytes, uint64_t *at
     return room;
 }
 
-bool append_tell(struct appender *appender, const uint8_t *reports, uint32_t length)
+static bool tell(struct appender *appender, enum control_type type, const uint8_t *data, uint32_t length)
 {
     bool sent = false;
     while (!sent && !appender->daemon_gone) {
-        sent = control_send(appender->control, CONTROL_FILLED, 0, 0, reports, length);
+        sent = control_send(appender->control, type, 0, 0, data, length);
         if (!sent)
             usleep(RETRY_US);
     }
     return sent;
+}
+
+bool append_tell(struct appender *appender, const uint8_t *reports, uint32_t length)
+{
+    return tell(appender, CONTROL_FILLED, reports, length);
 }
 
 static void flush_reports(struct appender *appender)
@@ -365,6 +370,7 @@ static void *run(void *context)
                 appender->tell_again = false;
                 pthread_mutex_unlock(&appender->lock);
                 appender->events.tell_again(appender->context);
+                tell(appender, CONTROL_TOLD, NULL, 0);
                 pthread_mutex_lock(&appender->lock);
             }
             while ((fetch = queue_pop(&appender->queue))) {

@@ -53,6 +53,7 @@ class Message(enum.IntEnum):
     REFUSED = 9
     ROOM = 10
     WISH = 11
+    TOLD = 12
 
 
 def is_built() -> bool:

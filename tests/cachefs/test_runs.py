@@ -15,6 +15,7 @@ from cachefs.index import Index
 from cachefs.metadata_cache import MetadataCache
 from cachefs.options import Options, Revalidate
 from cachefs.runs import FIRST_ALIAS, RUN_BITS, Numbers, RunState, run_of, run_of_inode
+from cachefs.space import place_of
 
 SEED = 7
 
@@ -68,7 +69,9 @@ def test_after_a_rebuild_the_run_is_above_the_aliases_of_the_blob(
 
 def test_after_a_rebuild_the_run_is_above_dead_records(blob: Blob, durable: Environment, tmp_path: Path) -> None:
     live, dead = blob.append([(header(5, in_run(1, 9)), b"abcd"), (header(6, in_run(8, 1)), b"abcd")])
-    blob.punch(dead)
+    start, end = place_of(dead)
+    blob.mark_gap(start, end, in_run(8, 1))
+    blob.punch(start + record.HEADER_BYTES, end)
     recovery.rebuild(blob, durable)
     assert first_run(durable, tmp_path).run == 9
     assert [extent for _, extent in recovery.scan(blob)] == [live]

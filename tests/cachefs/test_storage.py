@@ -15,6 +15,7 @@ from cachefs import attributes, record, recovery
 from cachefs.blob import SLAB_BYTES, Blob, BlobFull
 from cachefs.environment import Environment, Table
 from cachefs.errors import CorruptRecord
+from cachefs.space import place_of
 from cachefs.unix_socket import socket_address
 from tests.conftest import REPOSITORY
 
@@ -138,7 +139,9 @@ def test_after_a_failed_sync_the_batch_is_dropped_and_a_new_slab_begun(
 def test_a_punched_record_is_dead_and_its_neighbours_live(blob: Blob) -> None:
     payloads = [os.urandom(50_000) for _ in range(3)]
     extents = blob.append([(header(50_000, inode), p) for inode, p in enumerate(payloads, 1)])
-    blob.punch(extents[1])
+    start, end = place_of(extents[1])
+    blob.mark_gap(start, end, 1)
+    blob.punch(start + record.HEADER_BYTES, end)
     assert blob.read(extents[0], 0, 50_000) == payloads[0]
     assert blob.read(extents[2], 0, 50_000) == payloads[2]
     with pytest.raises(CorruptRecord):

@@ -367,8 +367,8 @@ def test_14_a_hole_is_punched_only_when_no_reader_can_see_the_extent(tmp_path: P
         parts.pin(inode())
         await parts.fetcher.read(OpenFile(inode()), 0, 10)
         punched: list[Any] = []
-        real = parts.blob.punch
-        parts.blob.punch = lambda extent: (punched.append(extent), real(extent))[1]  # type: ignore[method-assign]
+        real = parts.data.writes.space.free
+        parts.data.writes.space.free = lambda extent: (punched.append(extent), real(extent))[1]  # type: ignore[method-assign]
         async with trio.open_nursery() as nursery:
             nursery.start_soon(parts.data.writes.run)
             assert await parts.data.writes.flush(10)

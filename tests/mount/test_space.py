@@ -1,0 +1,199 @@
+"""What the cache directory takes from its disk: its size and 64 MiB at most, whatever happens to the mount."""
+
+import errno
+import os
+import random
+import signal
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import Mount, cachefs, contents, make_files, mounted_on, settle, wait_for
+
+MakeMount = Callable[..., Mount]
+MIB = 1 << 20
+MARGIN_BYTES = 64 * MIB
+STEPS = 8
+
+
+def allocated(directory: Path) -> int:
+    """What all files of the directory take from its disk."""
+    return sum(path.lstat().st_blocks * 512 for path in [directory, *directory.rglob("*")])
+
+
+def assert_within(m: Mount, size_bytes: int) -> None:
+    """In the end: what goes leaves the disk with the next commit, or when its readers have gone."""
+    wait_for(lambda: allocated(m.cache), lambda taken: taken <= size_bytes + MARGIN_BYTES)
+
+
+@pytest.fixture(scope="module")
+def dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """60 MB: small files that share pages, and larger ones."""
+    root = tmp_path_factory.mktemp("dataset") / "source"
+    make_files(root / "small", 200, (1, 9000), 2, seed=1)
+    make_files(root / "large", 40, (100_000, 2_900_000), 3, seed=2)
+    settle()
+    return root
+
+
+def read_all(root: Path, draw: random.Random | None = None) -> int:
+    """Read every file; the number of bytes."""
+    paths = [path for path in sorted(root.rglob("*")) if path.is_file()]
+    if draw is not None:
+        draw.shuffle(paths)
+    size = 0
+    for path in paths:
+        try:
+            size += read(path)
+        except OSError as error:
+            if error.errno != errno.ESTALE:  # replaced at the source: the next open sees the new version
+                raise
+            size += read(path)
+    return size
+
+
+def read(path: Path) -> int:
+    size = 0
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        while part := os.read(fd, 1 << 20):
+            size += len(part)
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)  # the next read is one that the mount sees
+    finally:
+        os.close(fd)
+    return size
+
+
+def kill_everything(m: Mount) -> None:
+    """Both processes at once, and the mount they leave behind."""
+    fast = m.status()["fastpath"]
+    os.kill(m.pid, signal.SIGSTOP)  # it must not start another fast path
+    if fast:
+        os.kill(fast["pid"], signal.SIGKILL)
+    m.kill()
+    while mounted_on(m.path):
+        subprocess.run(["umount", "-l", m.path], check=True)
+
+
+@pytest.mark.parametrize(("retention", "size"), [("no-replacement", 50 * MIB), ("lru", 10 * MIB)])
+def test_what_killed_runs_leave_behind_is_given_back(
+    mount: MakeMount, dataset: Path, retention: str, size: int
+) -> None:
+    """Each run is killed before it has committed all that it has cached."""
+    m = mount(dataset, "--cache-size", size, "--retention", retention)
+    for _ in range(4):
+        read_all(m.path / "large")
+        kill_everything(m)
+        m.start()
+    read_all(m.path)
+    status = m.flush()
+    assert_within(m, size)
+    assert status["blob_bytes"] > 0.7 * size, "the room is not lost"
+    assert status["corrupt_records"] == 0 and contents(m.path) == contents(dataset)
+
+
+def test_a_cache_that_has_become_smaller_gives_back_what_is_too_much(
+    mount: MakeMount, dataset: Path, tmp_path: Path
+) -> None:
+    """Also where nothing is replaced; by a remount, and by a reload."""
+    file = tmp_path / "cachefs.toml"
+    file.write_text('cache-size = "200M"\n')
+    m = mount(dataset, "--config", file)
+    read_all(m.path)
+    assert m.flush()["blob_bytes"] > 50 * MIB
+    file.write_text('cache-size = "30M"\n')
+    os.kill(m.pid, signal.SIGHUP)
+    wait_for(m.status, lambda status: 20 * MIB < status["blob_bytes"] <= 30 * MIB)
+    m.umount()
+    file.write_text('cache-size = "5M"\n')
+    m.start()
+    wait_for(m.status, lambda status: MIB < status["blob_bytes"] <= 5 * MIB)
+    wait_for(lambda: allocated(m.cache), lambda taken: taken < 30 * MIB)
+    assert read_all(m.path) == read_all(dataset)
+
+
+class Sequence:
+    """A mount, and things that happen to it."""
+
+    def __init__(self, make: MakeMount, source: Path, draw: random.Random, config: Path) -> None:
+        self.draw, self.source, self.config = draw, source, config
+        self.choose()
+        self.mount = make(source, "--config", config)
+
+    def choose(self, *, reload: bool = False) -> None:
+        self.size = self.draw.choice([2, 10, 30, 80]) * MIB
+        if not reload:
+            self.retention = self.draw.choice(["no-replacement", "lru", "fifo", "retire"])
+        self.config.write_text(f'cache-size = "{self.size}"\nretention = "{self.retention}"\n')
+
+    def read(self) -> None:
+        root = self.draw.choice(["", "small", "large", "large/d0", "large/d1"])
+        read_all(self.mount.path / root, self.draw)
+
+    def rewrite(self) -> None:
+        """At the source, some of the files."""
+        paths = [path for path in sorted(self.source.rglob("*")) if path.is_file()]
+        for path in self.draw.sample(paths, 60):
+            path.write_bytes(self.draw.randbytes(path.stat().st_size))
+
+    def evict(self) -> None:
+        cachefs("evict", self.mount.path / self.draw.choice(["small", "large/d2"]))
+
+    def remount(self) -> None:
+        self.mount.umount()
+        self.choose()
+        self.mount.start()
+
+    def reload(self) -> None:
+        self.choose(reload=True)
+        os.kill(self.mount.pid, signal.SIGHUP)
+        wait_for(lambda: self.mount.status()["cache_size_bytes"], lambda size: size == self.size)
+
+    def kill_both(self) -> None:
+        kill_everything(self.mount)
+        self.choose()
+        self.mount.start()
+
+    def kill_daemon(self) -> None:
+        """With a fast path the mount goes on, and another daemon takes it over."""
+        self.mount.kill()
+        if Mount.no_fastpath:
+            subprocess.run(["umount", "-l", self.mount.path], check=True)
+        self.mount.start()
+
+    def kill_fastpath(self) -> None:
+        if fast := self.mount.status()["fastpath"]:
+            pid = fast["pid"]
+            self.mount.killed_fastpaths += 1
+            os.kill(pid, signal.SIGKILL)
+            wait_for(lambda: self.mount.status()["fastpath"]["pid"], lambda now: now not in (0, pid))
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "sequence" in metafunc.fixturenames:
+        metafunc.parametrize("sequence", range(metafunc.config.getoption("--sequences")))
+
+
+def test_a_random_sequence(mount: MakeMount, dataset: Path, tmp_path: Path, sequence: int) -> None:
+    seed = sequence if sequence < 3 else int.from_bytes(os.urandom(4))
+    draw = random.Random(seed)
+    source = tmp_path / "source"
+    subprocess.run(["cp", "-a", dataset, source], check=True)
+    steps: list[str] = []
+    one = Sequence(mount, source, draw, tmp_path / "config.toml")
+    try:
+        for _ in range(STEPS):
+            step = draw.choice([one.read, one.read, one.read, one.rewrite, one.evict, one.remount, one.reload,
+                                one.kill_both, one.kill_both, one.kill_daemon, one.kill_fastpath])  # fmt: skip
+            steps.append(step.__name__)
+            step()
+            assert_within(one.mount, one.size)
+        one.mount.flush()
+        assert one.mount.status()["corrupt_records"] == 0
+        one.mount.umount()
+        assert_within(one.mount, one.size)
+    except BaseException:
+        print(f"seed {seed}: {', '.join(steps)}")
+        raise
