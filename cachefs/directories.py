@@ -157,6 +157,9 @@ class Directories:
                 if directory is None or dentry is None or record is None:
                     complete, after = False, position - 1
                     break
+                if dentry.position not in (0, position):  # the name is listed elsewhere
+                    after = position
+                    continue
                 pinned = self._metadata.is_pinned(record)
                 holds = self._metadata.entry_holds(directory, dentry)
                 if pinned and not (holds and self._metadata.remaining_ns(record)) and position != compared:
@@ -176,8 +179,8 @@ class Directories:
         return complete, after
 
     def _is_listed(self, record: Inode) -> bool:
-        if self._fs.options.pins_everything and self._metadata.is_pinned(record):
-            return bool(record.flags & LISTED)
+        if self._fs.options.pins_everything and self._metadata.is_pinned(record) and record.flags & LISTED:
+            return True
         version, until = self._fresh.get(record.number, (0, 0.0))
         return version == record.version and self._clock() < until
 
@@ -209,17 +212,19 @@ class Directories:
         doubtful = await self._doubtful(directory, names)
         limiter = trio.CapacityLimiter(POLITE_BATCHES if number in self._polite else PARALLEL_BATCHES)
         errors: list[OSError] = []
+        gone: set[bytes] = set()
+        """Names that did not exist any more when they were looked at."""
         async with trio.open_nursery() as nursery:
             for start in range(0, len(doubtful), BATCH_NAMES):
                 await limiter.acquire_on_behalf_of(start)
                 batch = doubtful[start : start + BATCH_NAMES]
-                nursery.start_soon(self._stat_batch, number, path, batch, limiter, start, errors)
+                nursery.start_soon(self._stat_batch, number, path, batch, limiter, start, errors, gone)
         if errors:
             raise errors[0]
         if known:
             return
-        await self._write_rows(number, names, pin)
-        if not pin:
+        listed = await self._write_rows(directory, [name for name in names if name not in gone], pin)
+        if not listed:
             if len(self._fresh) >= REMEMBERED_LISTINGS:
                 self._fresh.clear()
             self._fresh[number] = directory.version, started + self._fs.options.unpinned_timeout_s
@@ -248,10 +253,12 @@ class Directories:
         limiter: trio.CapacityLimiter,
         token: int,
         errors: list[OSError],
+        gone: set[bytes],
     ) -> None:
         try:
             stats = await self._fs.slots.run(partial(self._fs.source.lstat_names, path, names))
             found = list(zip(names, stats, strict=True))
+            gone.update(name for name, now in found if now is None)
             for start in range(0, len(found), TURN_NAMES):
                 async with self._turn:
                     self._write_stats(number, path, found[start : start + TURN_NAMES])
@@ -271,18 +278,29 @@ class Directories:
                     pin = self._fs.pins(prefix + name)
                     self._metadata.apply_stat(update, number, name, now, pin=pin, counted=False)
 
-    async def _write_rows(self, number: int, names: list[bytes], pin: bool) -> None:
+    async def _write_rows(self, before: Inode, names: list[bytes], pin: bool) -> bool:
+        """Store a listing that was read when the directory's record was `before`. True if it is complete for good.
+
+        That is: all of its names are pinned, and the directory was not dropped or changed meanwhile. A name that has
+        no entry in such a directory does not exist.
+        """
+        number = before.number
         with self._metadata.index.update() as update:
             self._listings.remove_rows(update, number, set(names))
+        wanting: list[bytes] = []
         for start in range(0, len(names), CHUNK_NAMES):
             with self._metadata.index.update() as update:
                 directory = self._metadata.inode(update, number)
                 if directory is None:
-                    return
-                self._listings.add_rows(update, directory, names[start : start + CHUNK_NAMES], pin=pin)
+                    return False
+                _, without = self._listings.add_rows(update, directory, names[start : start + CHUNK_NAMES], pin=pin)
+            wanting += without
             await trio.lowlevel.checkpoint()
-        if pin:
-            with self._metadata.index.update() as update:
-                directory = self._metadata.inode(update, number)
-                if directory is not None and self._metadata.is_pinned(directory):
-                    self._metadata.put_inode(update, directory._replace(flags=directory.flags | LISTED))
+        if not pin or wanting:
+            return False
+        with self._metadata.index.update() as update:
+            directory = self._metadata.inode(update, number)
+            if directory is None or not self._metadata.is_pinned(directory) or directory.version != before.version:
+                return False
+            self._metadata.put_inode(update, directory._replace(flags=directory.flags | LISTED))
+        return True

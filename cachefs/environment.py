@@ -131,6 +131,17 @@ class View:
         cursor = session if in_session else durable
         return bytes(cursor.key()) if in_session or in_durable else None
 
+    def last_key(self, table: Table, prefix: bytes) -> bytes | None:
+        """The last key that begins with `prefix`, or did before it was deleted: a tombstone counts."""
+        found: list[bytes] = []
+        for txn, tables in ((self._session, self._session_tables), (self._durable, self._durable_tables)):
+            cursor = txn.cursor(db=tables[table])
+            beyond = (int.from_bytes(prefix, "big") + 1).to_bytes(len(prefix) + 1, "big")[-len(prefix) :]
+            at_end = beyond == bytes(len(prefix)) or not cursor.set_range(beyond)
+            if (cursor.last() if at_end else cursor.prev()) and cursor.key().startswith(prefix):
+                found.append(bytes(cursor.key()))
+        return max(found, default=None)
+
     def scan(self, table: Table, prefix: bytes, start: bytes | None = None) -> Iterator[tuple[bytes, bytes]]:
         """All (key, value) whose key begins with `prefix`, in order, from the key `start` on."""
         return _merge(

@@ -111,12 +111,18 @@ class FileSystem:
             directory = await self.believed(parent, directory)
         with self.metadata.index.view() as view:
             dentry = self.metadata.dentry(view, parent, name)
-            if self.metadata.knows_absent(directory, dentry):
+            absent = self.metadata.knows_absent(directory, dentry)
+            if absent and not (dentry is None and parent == ROOT_INODE):
                 return Entry(None, self.timeout_s(directory))
             if dentry is not None and dentry.inode and self.metadata.entry_holds(directory, dentry):
                 record = self.metadata.inode(view, dentry.inode)
                 if record is not None and self.metadata.is_pinned(record) and self.metadata.remaining_ns(record):
                     return Entry(record, self.timeout_s(record))
+        if absent:
+            # What the kernel believes missing in the root is written down: `invalidate` must tell it each name.
+            with self.metadata.index.update() as update:
+                self.metadata.apply_absence(update, parent, name, pin=True)
+            return Entry(None, self.timeout_s(directory))
         found = await self.compare(parent, name)
         if found is None:
             pinned = self.pins(self._join(parent, name))
@@ -290,8 +296,18 @@ class FileSystem:
             await self.notifier.inode(number)
 
     async def invalidate(self, path: bytes) -> int:
-        """Drop a file or a subtree, in the kernel too; returns when it has. The number of inodes dropped."""
-        waiting = [self.known(path)]
+        """Drop a file or a subtree, in the kernel too; returns when it has. The number of inodes dropped.
+
+        A name that is missing, or not known, is forgotten to be missing: the next look-up asks the source.
+        """
+        number, missing = self._known(path)
+        if missing is not None:
+            with self.metadata.index.update() as update:
+                self.metadata.drop_absence(update, number, missing)
+            await self.notifier.entry(number, missing)
+            await self.notifier.inode(number)
+            return 0
+        waiting = [number]
         dropped = 0
         while waiting:
             part, waiting = waiting[-DROP_CHUNK:], waiting[:-DROP_CHUNK]
@@ -302,8 +318,10 @@ class FileSystem:
 
     def known(self, path: bytes) -> int:
         """The inode at a path, as far as the index knows. ENOENT where it knows none."""
-        with self.metadata.index.view() as view:
-            return self._number_of(view, path)
+        number, missing = self._known(path)
+        if missing is not None:
+            raise failed(errno.ENOENT)
+        return number
 
     async def make_mutable(self, numbers: Iterable[int]) -> int:
         """Those of these files that are immutable may be written to. How many there were."""
@@ -346,19 +364,24 @@ class FileSystem:
                 if record is None:
                     continue
                 if record.is_directory:
-                    children += self.metadata.drop_children(update, number)
+                    beneath, absent = self.metadata.drop_children(update, number)
+                    children += beneath
+                    if number == ROOT_INODE:  # other directories lose them with their own entry
+                        links += [(number, name) for name in absent]
                 dropped.append(number)
                 links += self.metadata.drop(update, number)
         return dropped, links, children
 
-    def _number_of(self, view: View, path: bytes) -> int:
+    def _known(self, path: bytes) -> tuple[int, bytes | None]:
+        """The inode at a path, as far as the index knows; or the last one on the way, and the name that is unknown."""
         number = ROOT_INODE
-        for component in path.split(b"/") if path else ():
-            dentry = self.metadata.dentry(view, number, component)
-            if dentry is None or dentry.inode == 0:
-                raise failed(errno.ENOENT)
-            number = dentry.inode
-        return number
+        with self.metadata.index.view() as view:
+            for component in path.split(b"/") if path else ():
+                dentry = self.metadata.dentry(view, number, component)
+                if dentry is None or dentry.inode == 0:
+                    return number, component
+                number = dentry.inode
+        return number, None
 
     # --- the whole -------------------------------------------------------------------------------------------------
 

@@ -3,11 +3,15 @@
 Positions are what readdir resumes from (d_off): 64 bits, given out in order, never used twice within a directory, and
 kept by a name for as long as it is listed. So a listing that is read while names come and go shows every name that
 was there all along exactly once (hazard 8).
+
+A record of a directory that is made anew, because the kernel forgot the directory or a restart followed an
+invalidation, knows nothing of the positions that were given out before. So new positions begin behind every row that
+there is (hazard 27). A row counts only if its name's dentry has no other position.
 """
 
 from collections.abc import Iterable
 
-from cachefs.attributes import Inode, inode_key, inode_of_key, pair_key
+from cachefs.attributes import PINNED, Inode, inode_key, inode_of_key, pair_key
 from cachefs.environment import Table, Update, View
 from cachefs.metadata_cache import FLAGS_NONE, FLAGS_PINNED, MetadataCache
 
@@ -21,26 +25,41 @@ class Listings:
         for key, value in view.scan(Table.LISTING, inode_key(directory), pair_key(directory, after + 1)):
             yield inode_of_key(key[8:16]), value[4:]
 
-    def add_rows(self, update: Update, directory: Inode, names: Iterable[bytes], *, pin: bool) -> Inode:
-        """Give each name that has a dentry its place in the listing, if it has none. Returns the directory's record."""
+    def add_rows(
+        self, update: Update, directory: Inode, names: Iterable[bytes], *, pin: bool
+    ) -> tuple[Inode, list[bytes]]:
+        """Give each name that has a dentry its place in the listing, if it has none.
+
+        Returns the directory's record, and the names that have no dentry, or one that is not pinned though `pin` is.
+        """
         flags = FLAGS_PINNED if pin else FLAGS_NONE
-        position = directory.next_position
+        position = max(directory.next_position, self._behind_all(update, directory.number))
+        wanting = []
         for name in names:
             dentry = self._metadata.dentry(update, directory.number, name)
+            if dentry is None or (pin and not dentry.flags & PINNED):
+                wanting.append(name)
             if dentry is None:
                 continue
             if dentry.position:
                 # The dentry may have outlived its row: a pinned file's is durable, a read-write mount's row is not.
                 key = pair_key(directory.number, dentry.position)
-                if update.get(Table.LISTING, key) is None:
+                row = update.get(Table.LISTING, key)
+                if row is None:
                     update.put(Table.LISTING, key, flags + name)
-                continue
+                if row is None or row[4:] == name:
+                    continue
             update.put(Table.LISTING, pair_key(directory.number, position), flags + name)
             update.put(Table.DENTRIES, inode_key(directory.number) + name, dentry._replace(position=position).pack())
             position += 1
         directory = directory._replace(next_position=position)
         self._metadata.put_inode(update, directory)
-        return directory
+        return directory, wanting
+
+    def _behind_all(self, view: View, directory: int) -> int:
+        """A position behind all that rows have."""
+        last = view.last_key(Table.LISTING, inode_key(directory))
+        return inode_of_key(last[8:16]) + 1 if last is not None else 0
 
     def remove_rows(self, update: Update, directory: int, keep: set[bytes]) -> None:
         """Names that are no longer listed: gone, unless they are pinned files, which are served all the same."""
@@ -48,6 +67,8 @@ class Listings:
             if name in keep:
                 continue
             dentry = self._metadata.dentry(update, directory, name)
+            if dentry is None or dentry.position != position:  # the row is left over
+                update.delete(Table.LISTING, pair_key(directory, position))
             record = self._metadata.inode(update, dentry.inode) if dentry is not None else None
             if (
                 dentry is not None

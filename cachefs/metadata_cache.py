@@ -276,14 +276,26 @@ class MetadataCache(Belief):
                 update.put(Table.META, _UNLINKED_MARK + inode_key(record.number), FLAGS_PINNED)
         return record
 
-    def apply_own_change(self, update: Update, number: int, now: Stat) -> Inode | None:
-        """This mount itself changed an inode: store what it looks like now; what is pinned or cached of it stays."""
+    def apply_own_change(self, update: Update, number: int, now: Stat) -> tuple[Inode | None, list[tuple[int, bytes]]]:
+        """This mount itself changed an inode: store what it looks like now.
+
+        Our change moves the change time, and so may a rewrite by another node at the same time (hazard 24). What is
+        pinned or cached of the inode stays only if size and mtime are still the recorded ones. Else it is dropped,
+        with the attributes that it had: the next look-up finds another version, and makes another inode of it.
+        Returns the record, None if it is not the same inode or was dropped, and the names that the kernel must drop.
+        A directory keeps its version: its mtime is what our change moves.
+        """
         record = self.inode(update, number)
         if record is None or record.source_inode != now.inode or record.device != now.device:
-            return None
+            return None, []
+        unchanged = record.size == now.size and record.mtime_ns == now.mtime_ns
+        if not unchanged and not record.is_directory:
+            if record.flags & IMMUTABLE or self.is_pinned(record):
+                return None, self.drop(update, number)
+            record = record._replace(version=self.next_sequence())
         record = record.with_stat(now)
         self.put_inode(update, record)
-        return record
+        return record, []
 
     def _linked(self, update: Update, record: Inode) -> Inode:
         """The inode has a name (again)."""
@@ -361,16 +373,26 @@ class MetadataCache(Belief):
         dentries = (Dentry.unpack(value) for _, value in view.scan(Table.DENTRIES, inode_key(directory)))
         return [dentry.inode for dentry in dentries if dentry.inode]
 
-    def drop_children(self, update: Update, directory: int) -> list[int]:
-        """Forget absences and the listing of a directory. The inodes that its names lead to."""
-        children = []
+    def drop_children(self, update: Update, directory: int) -> tuple[list[int], list[bytes]]:
+        """Forget the absences of a directory. The inodes that its names lead to, and the names that were absent."""
+        children, absent = [], []
         for key, value in list(update.scan(Table.DENTRIES, inode_key(directory))):
             dentry = Dentry.unpack(value)
             if dentry.inode:
                 children.append(dentry.inode)
             else:
                 update.delete(Table.DENTRIES, key)
-        return children
+                absent.append(key[8:])
+        return children, absent
+
+    def drop_absence(self, update: Update, directory: int, name: bytes) -> None:
+        """Forget that a name does not exist: the next look-up asks the source, and so does the next listing."""
+        dentry = self.dentry(update, directory, name)
+        if dentry is not None and dentry.inode == 0:
+            update.delete(Table.DENTRIES, inode_key(directory) + name)
+        record = self.inode(update, directory)
+        if record is not None and record.flags & LISTED:
+            self.put_inode(update, record._replace(flags=record.flags & ~LISTED))
 
     def forget(self, update: Update, number: int, count: int) -> bool:
         """The kernel forgot an inode. True if its record is gone now.
@@ -404,6 +426,8 @@ class MetadataCache(Belief):
             if not dentry.flags & PINNED:
                 update.delete(Table.DENTRIES, key)
                 update.delete(Table.LINKS, inode_key(dentry.inode) + key)
+                if dentry.position:
+                    update.delete(Table.LISTING, pair_key(directory, dentry.position))
         for key, value in list(update.scan(Table.LISTING, inode_key(directory))):
             if not value[0] & PINNED:
                 update.delete(Table.LISTING, key)

@@ -139,7 +139,7 @@ class Mutations:
                 call = partial(self._source.ftruncate, opened.fd, changes.size, caller)
             else:
                 call = partial(self._source.truncate, self._fs.path_of(number), changes.size, caller)
-            self._changed(number, await self._run(call), written=True)
+            self._files.store_own_change(number, await self._run(call), written=True)
         if changes.mode is not None and not self._comes_with_a_write(number, changes.mode, caller):
             mode = stat.S_IMODE(changes.mode)
             await self._change(caller, "chmod", number, lambda name: os.chmod(name, mode))
@@ -190,13 +190,7 @@ class Mutations:
             else:
                 call = partial(self._source.change, operation, self._fs.path_of(number), make, caller)
             now = await self._run(call)
-        self._changed(number, now, written=False)
-
-    def _changed(self, number: int, now: Stat, *, written: bool) -> None:
-        with self._metadata.index.update() as update:
-            record = self._metadata.apply_own_change(update, number, now)
-            if record is not None and written:
-                self._metadata.put_inode(update, record._replace(flags=record.flags | WRITTEN))
+        self._files.store_own_change(number, now)
 
     async def setxattr(self, number: int, name: bytes, value: bytes, caller: Caller) -> None:
         self._check_writable(number)

@@ -477,15 +477,21 @@ class OpenFiles:
                 except Changed:
                     pass  # and the entry was dropped
 
-    def store_own_change(self, number: int, now: Stat) -> None:
-        """What an inode looks like after our own change; open files of it go on with that."""
+    def store_own_change(self, number: int, now: Stat, *, written: bool = False) -> None:
+        """What an inode looks like after our own change; open files of it go on with that, if they are unchanged.
+
+        `written`: the file stays mutable in this run.
+        """
         with self._metadata.index.update() as update:
-            before = self._metadata.inode(update, number)
-            after = self._metadata.apply_own_change(update, number, now)
-        if before is None or after is None:
+            after, dropped = self._metadata.apply_own_change(update, number, now)
+            if after is not None and written:
+                self._metadata.put_inode(update, after._replace(flags=after.flags | WRITTEN))
+        for parent, name in dropped:
+            self._fs.notifier.entry_soon(parent, name)
+        if after is None:
             return
         file = self._files.get((number, after.version))
-        if file is not None and file.inode.size == now.size and file.inode.mtime_ns == now.mtime_ns:
+        if file is not None:
             file.inode = after
 
     async def compare_own_change(self, number: int) -> None:

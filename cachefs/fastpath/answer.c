@@ -87,6 +87,8 @@ static enum outcome serve_lookup(struct worker *worker, const struct request *re
     if (!believed(worker, request->header->nodeid, &parent, &remaining))
         return PASS;
     bool known = view_dentry(view, request->header->nodeid, request->name, request->name_length, &dentry);
+    if (!known && request->header->nodeid == ROOT_INODE)
+        return PASS; /* Python writes down what is missing in the root: filesystem.py */
     if (knows_absent(view, &parent, known ? &dentry : NULL)) {
         split_timeout(remaining, &out.entry_valid, &out.entry_valid_nsec);
     } else if (known && dentry.inode && entry_holds(view, &parent, &dentry) &&

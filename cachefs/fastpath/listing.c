@@ -86,6 +86,8 @@ enum outcome answer_listing(struct worker *worker, const struct request *request
                 return PASS;
             break; /* what we have is an answer; the rest is asked for again, and passed on then */
         }
+        if (dentry.position && dentry.position != big_endian(position))
+            continue; /* the name is listed elsewhere */
         fill_entry(&entry, dentry.inode, &record, remaining);
         more = list_entry(&listing, name, length, big_endian(position), dentry.inode, record.mode, &entry);
     }

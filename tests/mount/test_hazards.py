@@ -52,7 +52,7 @@ def test_01_invalidation_reaches_the_kernel_and_returns_when_it_has(mount: MakeM
             thread.join(20)
     assert not failures and not any(thread.is_alive() for thread in threads)
     assert "1 dropped" in cachefs("invalidate", path).stdout
-    assert cachefs("invalidate", m.path / "nothing/here", check=False).returncode == 1
+    assert "0 dropped" in cachefs("invalidate", m.path / "nothing/here").stdout
 
 
 @pytest.mark.parametrize("revalidate", ["never", "lazy"])

@@ -1,0 +1,124 @@
+"""What this mount changes itself moves the change time of a file, and so may a rewrite by another node at the same
+time (hazard 24): a file keeps its version only if size and mtime are still the recorded ones."""
+
+import errno
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import Mount, settle
+
+MakeMount = Callable[..., Mount]
+SIZE, PART = 8 << 20, 1 << 20
+
+
+def rename(m: Mount) -> str:
+    os.rename(m.path / "file", m.path / "renamed")
+    return "renamed"
+
+
+def rename_over(m: Mount) -> str:
+    os.rename(m.path / "file", m.path / "victim")
+    return "victim"
+
+
+def link(m: Mount) -> str:
+    os.link(m.path / "file", m.path / "linked")
+    return "linked"
+
+
+def link_and_old_name(m: Mount) -> str:
+    os.link(m.path / "file", m.path / "linked")
+    return "file"
+
+
+def unlink(m: Mount) -> str:
+    os.unlink(m.path / "other")
+    return "file"
+
+
+CHANGES = pytest.mark.parametrize("change", [rename, rename_over, link, link_and_old_name, unlink])
+
+
+@pytest.fixture
+def tree(tmp_path: Path) -> Path:
+    root = tmp_path / "tree"
+    root.mkdir()
+    (root / "file").write_bytes(b"o" * SIZE)
+    (root / "victim").write_bytes(b"v")
+    os.link(root / "file", root / "other")
+    settle()
+    return root
+
+
+def rewrite(root: Path, content: bytes) -> None:
+    """In place, as another node does."""
+    with open(root / "file", "r+b") as file:
+        file.write(content)
+
+
+def read_again(path: Path) -> bytes:
+    """What a job reads that opens the file anew after ESTALE."""
+    for _ in range(5):
+        try:
+            return path.read_bytes()
+        except OSError as error:
+            assert error.errno == errno.ESTALE
+    raise AssertionError("ESTALE five times")
+
+
+@CHANGES
+def test_a_file_that_was_rewritten_before_our_own_change_is_read_whole(
+    mount: MakeMount, tree: Path, change: Callable[[Mount], str]
+) -> None:
+    m = mount(tree)
+    os.stat(m.path / "other")
+    with open(m.path / "file", "rb", buffering=0) as before:
+        assert before.read(PART) == b"o" * PART
+        m.flush()
+        rewrite(tree, b"n" * SIZE)
+        name = change(m)
+        assert read_again(m.path / name) == b"n" * SIZE
+        # Who has it open sees the old version, or an error.
+        seen = b""
+        try:
+            while data := before.read(PART):
+                seen += data
+        except OSError as error:
+            assert error.errno == errno.ESTALE
+        assert set(seen) <= {ord("o")}
+    m.umount()
+    m.start("--revalidate", "never")
+    assert (m.path / name).read_bytes() == b"n" * SIZE
+
+
+@CHANGES
+def test_a_file_whose_content_is_the_same_keeps_its_data(
+    mount: MakeMount, tree: Path, change: Callable[[Mount], str]
+) -> None:
+    m = mount(tree)
+    os.stat(m.path / "other")
+    with open(m.path / "file", "rb", buffering=0) as before:
+        assert before.read(PART) == b"o" * PART
+        m.flush()
+        name = change(m)
+        number = os.stat(m.path / name).st_ino
+        assert number == os.fstat(before.fileno()).st_ino
+        assert before.read(SIZE) == b"o" * (SIZE - PART)
+        assert (m.path / name).read_bytes() == b"o" * SIZE
+    before_bytes = m.flush()["source_bytes"]
+    Path("/proc/sys/vm/drop_caches").write_text("1")
+    assert (m.path / name).read_bytes() == b"o" * SIZE
+    assert m.status()["source_bytes"] == before_bytes
+
+
+def test_a_file_that_grew_before_our_own_change_is_read_whole(mount: MakeMount, tree: Path) -> None:
+    m = mount(tree)
+    assert (m.path / "file").read_bytes() == b"o" * SIZE
+    with open(tree / "file", "ab") as file:
+        file.write(b"more")
+    os.rename(m.path / "file", m.path / "renamed")
+    assert read_again(m.path / "renamed") == b"o" * SIZE + b"more"
+    assert os.stat(m.path / "renamed").st_size == SIZE + 4
