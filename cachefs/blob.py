@@ -13,7 +13,7 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from cachefs import record, syscalls
+from cachefs import private_files, record, syscalls
 from cachefs.attributes import PINNED, Extent
 from cachefs.errors import CorruptRecord
 
@@ -32,7 +32,7 @@ class BlobFull(OSError):
 class Blob:
     def __init__(self, path: Path, seed: int) -> None:
         """Opens or creates the file. `seed`: the secret that all checksums begin with."""
-        self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        self._fd = private_files.open_file(path, os.O_RDWR | os.O_CREAT)
         self.seed = seed
         self._frontier = 0
         """Where the last slab ends that was granted to anybody."""

@@ -19,7 +19,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from cachefs import recovery, runs
+from cachefs import private_files, recovery, runs
 from cachefs.blob import Blob
 from cachefs.environment import Environment, Table
 from cachefs.errors import CacheFsError, IndexUnavailable
@@ -65,7 +65,7 @@ class CacheDirectory:
         """Create or open, lock. Raises CacheFsError with one line that says what is wrong."""
         self.path = path
         try:
-            path.mkdir(mode=0o700, parents=True, exist_ok=True)
+            private_files.make_directory(path)
             self._claim(source)
         except OSError as error:
             raise CacheFsError(f"cannot use the cache directory {path}: {error.strerror or error}") from error
@@ -74,8 +74,10 @@ class CacheDirectory:
         names = {entry.name for entry in self.path.iterdir()}
         if names - _OWN_NAMES and "cache.json" not in names:
             raise CacheFsError(f"{self.path} is not empty and not a cache directory of cachefs")
-        os.chmod(self.path, 0o700)
-        self._lock = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        private_files.check_contents(self.path)
+        if "index" in names:
+            private_files.check_contents(self.path / "index")
+        self._lock = private_files.open_file(self.path / "lock", os.O_RDWR | os.O_CREAT)
         try:
             try:
                 fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -97,7 +99,7 @@ class CacheDirectory:
             found = json.loads(identity.read_text())
             version, owner = int(found["format"]), str(found["source"])
         except FileNotFoundError:
-            self._write(identity, json.dumps({"format": FORMAT_VERSION, "source": source}).encode())
+            private_files.write_file(identity, json.dumps({"format": FORMAT_VERSION, "source": source}).encode())
             return
         except (ValueError, KeyError, TypeError):
             raise CacheFsError(f"{identity} cannot be read: remove {self.path} to start with an empty cache") from None
@@ -105,14 +107,6 @@ class CacheDirectory:
             raise CacheFsError(f"{self.path} has format {version}, this cachefs knows {FORMAT_VERSION}: it is too old")
         if owner != source:
             raise CacheFsError(f"the cache directory {self.path} was made for {owner}, not for {source}")
-
-    def _write(self, path: Path, content: bytes) -> None:
-        temporary = path.with_suffix(".new")
-        with open(temporary, "wb", opener=lambda p, f: os.open(p, f, 0o600)) as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
 
     def default_size_bytes(self) -> int:
         stat = os.statvfs(self.path)
@@ -126,7 +120,7 @@ class CacheDirectory:
         if seed is None:
             (self.path / "blob").unlink(missing_ok=True)
             shutil.rmtree(self.path / "index", ignore_errors=True)
-            self._write(self.path / "secret", secrets.token_bytes(16).hex().encode())
+            private_files.write_file(self.path / "secret", secrets.token_bytes(16).hex().encode())
             seed = read_seed(self.path)
         if seed is None:
             raise CacheFsError(f"cannot read {self.path}/secret")

@@ -13,6 +13,7 @@ from typing import Any
 
 import lmdb
 
+from cachefs import private_files
 from cachefs.attributes import PINNED
 from cachefs.errors import IndexUnavailable
 from cachefs.extents import Extents
@@ -44,7 +45,7 @@ class Environment:
 
     def __init__(self, path: Path, *, sync: bool) -> None:
         self.path = path
-        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        private_files.make_directory(path)
         try:
             self.lmdb = lmdb.open(
                 str(path),

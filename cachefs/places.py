@@ -1,10 +1,12 @@
 """Where things lie by default: caches, runtime directories, sockets."""
 
+import contextlib
 import hashlib
 import os
 import re
 from pathlib import Path
 
+from cachefs import private_files
 from cachefs.errors import CacheFsError
 
 
@@ -41,10 +43,10 @@ def runtime_root() -> Path:
 def make_runtime_root() -> Path:
     root = runtime_root()
     try:
-        root.mkdir(mode=0o700, parents=True, exist_ok=True)
-        found = root.lstat()
-        if found.st_uid != os.geteuid() or found.st_mode & 0o077:
-            raise CacheFsError(f"{root} must belong to you and be closed to others (mode 0700)")
+        with contextlib.suppress(FileNotFoundError):
+            if root.lstat().st_mode & 0o077:
+                raise CacheFsError(f"{root} must be closed to others (mode 0700)")
+        private_files.make_directory(root)
     except OSError as error:
         raise CacheFsError(f"cannot make the runtime directory {root}: {error.strerror or error}") from error
     return root

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
 from cachefs.errors import CacheFsError
+from cachefs.private_files import opener
 from policies.simulator import Trace
 
 MAGIC = b"CFTRACE1"
@@ -40,7 +41,7 @@ class TraceWriter:
         self.accesses = 0
 
     def _begin(self) -> BinaryIO:
-        file = open(self._path, "wb")  # noqa: SIM115 - closed by `close` or when it is full
+        file = open(self._path, "wb", opener=opener)  # noqa: SIM115 - closed by `close` or when it is full
         file.write(MAGIC)
         return file
 

@@ -8,8 +8,10 @@ import logging.handlers
 import os
 import sys
 from collections.abc import Callable
+from io import TextIOWrapper
 from pathlib import Path
 
+from cachefs import private_files
 from cachefs.errors import CacheFsError
 
 _READY = b"\n"
@@ -30,8 +32,13 @@ def log_to_stderr(level: str) -> None:
 
 def log_to_file(path: Path, level: str) -> None:
     logging.raiseExceptions = False  # a log that cannot be written must not break what it reports
-    handler = logging.handlers.RotatingFileHandler(path, maxBytes=LOG_BYTES, backupCount=LOG_FILES - 1, delay=True)
+    handler = _PrivateLog(path, maxBytes=LOG_BYTES, backupCount=LOG_FILES - 1, delay=True)
     logging.basicConfig(handlers=[handler], level=level.upper(), format=LOG_FORMAT, force=True)
+
+
+class _PrivateLog(logging.handlers.RotatingFileHandler):
+    def _open(self) -> TextIOWrapper:
+        return open(self.baseFilename, "a", encoding=self.encoding, opener=private_files.opener)
 
 
 def set_log_level(level: str) -> None:

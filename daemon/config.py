@@ -8,6 +8,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
+from cachefs import private_files
 from cachefs.errors import CacheFsError
 from cachefs.options import CacheLevel, Options, Revalidate
 from policies.globs import Globs
@@ -66,7 +67,7 @@ class MountConfig:
 
 def save(mount_config: MountConfig, path: Path) -> None:
     """For whoever starts the mount's daemon again."""
-    path.write_text(json.dumps(asdict(mount_config), default=_plain, indent=2))
+    private_files.write_file(path, json.dumps(asdict(mount_config), default=_plain, indent=2).encode())
 
 
 def load(path: Path) -> MountConfig:

@@ -12,9 +12,9 @@ from typing import Any
 import trio
 
 import cachefs
+from cachefs import private_files
 from cachefs.client import PROTOCOL
 from cachefs.errors import CacheFsError
-from cachefs.unix_socket import socket_address
 
 log = logging.getLogger(__name__)
 
@@ -67,11 +67,9 @@ async def serve(
     task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED,
 ) -> None:
     """Answer requests until cancelled. `afterwards`: what to do when the answer to a command is out."""
-    place.unlink(missing_ok=True)
-    listener = trio.socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    with socket_address(place) as address:
-        await listener.bind(address)
-    os.chmod(place, 0o600)
+    bound = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    private_files.bind_socket(bound, place)
+    listener = trio.socket.from_stdlib_socket(bound)
     listener.listen(16)
     async with trio.open_nursery() as nursery:
         task_status.started()

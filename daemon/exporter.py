@@ -5,7 +5,6 @@ a dashboard and alerts made of them.
 """
 
 import logging
-import os
 import socket
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from prometheus_client.registry import Collector
 
+from cachefs import private_files
 from cachefs.errors import CacheFsError
 from cachefs.latency import BUCKETS, bound_s
 from daemon.parameters import LOOPBACK
@@ -134,20 +134,18 @@ def parse_address(text: str) -> Path | tuple[str, int]:
 async def listen(address: Path | tuple[str, int]) -> trio.SocketListener:
     """Raises CacheFsError."""
     family = socket.AF_UNIX if isinstance(address, Path) else socket.AF_INET6 if ":" in address[0] else socket.AF_INET
-    listener = trio.socket.socket(family, socket.SOCK_STREAM)
+    listener = socket.socket(family, socket.SOCK_STREAM)
     try:
         if isinstance(address, Path):
-            address.unlink(missing_ok=True)
-            await listener.bind(os.fspath(address))
-            os.chmod(address, 0o660)
+            private_files.bind_socket(listener, address, mode=0o660)
         else:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            await listener.bind(address)
+            listener.bind(address)
     except OSError as error:
         listener.close()
         raise CacheFsError(f"cannot serve metrics on {address}: {error.strerror or error}") from error
     listener.listen(16)
-    return trio.SocketListener(listener)
+    return trio.SocketListener(trio.socket.from_stdlib_socket(listener))
 
 
 async def serve(listener: trio.SocketListener, status: Callable[[], Status]) -> None:

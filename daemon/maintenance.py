@@ -76,7 +76,7 @@ def caches(root: Path) -> Iterator[Cache]:
 
 def is_in_use(path: Path) -> bool:
     try:
-        lock = os.open(path / "lock", os.O_RDWR | os.O_CLOEXEC)
+        lock = os.open(path / "lock", os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
     except FileNotFoundError:
         return False
     try:

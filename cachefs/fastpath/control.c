@@ -85,7 +85,11 @@ static void daemon_came(struct control_socket *control, int daemon)
 {
     struct ucred peer = {0};
     socklen_t length = sizeof peer;
-    getsockopt(daemon, SOL_SOCKET, SO_PEERCRED, &peer, &length);
+    /* It is given every descriptor of the mount. Its directory is closed to others already; its mode may have changed. */
+    if (getsockopt(daemon, SOL_SOCKET, SO_PEERCRED, &peer, &length) || (peer.uid != 0 && peer.uid != geteuid())) {
+        close(daemon);
+        return;
+    }
     if (control->process >= 0 && peer.pid != control->pid)
         process_gone(control);
     else if (control->process >= 0)

@@ -24,6 +24,7 @@ import trio
 
 from cachefs.attributes import PINNED, Extent
 from cachefs.fastpath.shared import Shared
+from cachefs.private_files import bind_socket, opener
 from cachefs.unix_socket import socket_address
 from cachefs.write_behind import Filled
 
@@ -129,10 +130,8 @@ class Inheritance:
 
 
 def listen(path: Path) -> socket.socket:
-    path.unlink(missing_ok=True)
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    with socket_address(path) as address:
-        listener.bind(address)
+    bind_socket(listener, path)
     listener.listen(4)
     return listener
 
@@ -299,7 +298,7 @@ class FastPath:
         for name, fd in fds.items():
             command += (name, str(fd))
         command += ("--session", str(self._session), "--durable", str(self._durable))
-        with open(self._log_path, "ab") if self._log_path else contextlib.nullcontext() as log_file:
+        with open(self._log_path, "ab", opener=opener) if self._log_path else contextlib.nullcontext() as log_file:
             self._process = subprocess.Popen(
                 command,
                 pass_fds=tuple(fds.values()),

@@ -1,0 +1,136 @@
+"""Files of the daemon: closed to others whatever the umask, and nothing that another user planted is used (B1)."""
+
+import os
+import socket
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from cachefs import private_files
+from cachefs.errors import CacheFsError
+
+OTHER = 1234
+root_only = pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
+
+
+@pytest.fixture(autouse=True, params=[0o000, 0o077, 0o777], ids=lambda u: f"umask-{u:03o}")
+def umask(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[None]:
+    before = os.umask(request.param)
+    yield
+    os.umask(before)
+
+
+def mode(path: Path) -> int:
+    return stat.S_IMODE(path.lstat().st_mode)
+
+
+def test_directories_are_closed_and_their_parents_are_not_writable(tmp_path: Path) -> None:
+    path = tmp_path / "a/b/cache"
+    private_files.make_directory(path)
+    assert (mode(path), mode(path.parent), mode(path.parent.parent)) == (0o700, 0o755, 0o755)
+    path.chmod(0o755)
+    private_files.make_directory(path)
+    assert mode(path) == 0o700
+
+
+def test_files_are_closed(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    os.close(private_files.open_file(path, os.O_RDWR | os.O_CREAT))
+    assert mode(path) == 0o600
+    path.chmod(0o666)
+    os.close(private_files.open_file(path, os.O_RDWR))
+    assert mode(path) == 0o600
+    private_files.write_file(path, b"content")
+    private_files.write_file(path, b"other")
+    assert (mode(path), path.read_bytes(), os.listdir(tmp_path)) == (0o600, b"other", ["file"])
+
+
+def test_sockets_are_closed(tmp_path: Path) -> None:
+    for name, wanted in (("control", 0o600), ("metrics", 0o660)):
+        with socket.socket(socket.AF_UNIX) as listener:
+            private_files.bind_socket(listener, tmp_path / name, wanted)
+            assert mode(tmp_path / name) == wanted
+
+
+def test_symlinks_and_second_names_are_refused(tmp_path: Path) -> None:
+    victim = tmp_path / "victim"
+    victim.write_bytes(b"precious")
+    (tmp_path / "symlink").symlink_to(victim)
+    (tmp_path / "link").hardlink_to(victim)
+    os.mkfifo(tmp_path / "fifo")
+    for name in ("symlink", "link", "fifo"):
+        with pytest.raises(CacheFsError, match=name):
+            private_files.open_file(tmp_path / name, os.O_RDWR | os.O_CREAT)
+    with pytest.raises(CacheFsError, match="symbolic link"):
+        private_files.check_contents(tmp_path)
+    assert victim.read_bytes() == b"precious"
+
+
+@pytest.mark.parametrize("bits", [0o777, 0o757])
+def test_a_parent_that_others_may_write_to_is_refused_unless_it_is_sticky(tmp_path: Path, bits: int) -> None:
+    open_to_all = tmp_path / "open"
+    open_to_all.mkdir()
+    open_to_all.chmod(bits)
+    with pytest.raises(CacheFsError, match="may be written to by everybody") as caught:
+        private_files.make_directory(open_to_all / "x/cache")
+    assert "\n" not in str(caught.value)
+    assert not (open_to_all / "x").exists()
+    open_to_all.chmod(bits | stat.S_ISVTX)
+    private_files.make_directory(open_to_all / "x/cache")
+
+
+def test_our_own_symlinks_are_followed(tmp_path: Path) -> None:
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "disk").chmod(0o755)
+    (tmp_path / "relative").symlink_to("disk")
+    (tmp_path / "absolute").symlink_to(tmp_path / "relative/../relative")
+    private_files.make_directory(tmp_path / "absolute/cache")
+    private_files.make_directory(tmp_path / "absolute/cache")
+    assert mode(tmp_path / "disk/cache") == 0o700
+    (tmp_path / "loop").symlink_to("loop")
+    with pytest.raises(CacheFsError, match="symbolic link"):
+        private_files.make_directory(tmp_path / "loop/cache")
+    with pytest.raises(NotADirectoryError):
+        (tmp_path / "file").touch()
+        private_files.make_directory(tmp_path / "file")
+
+
+@root_only
+def test_what_belongs_to_another_user_is_refused(tmp_path: Path) -> None:
+    theirs = tmp_path / "theirs"
+    theirs.mkdir(mode=0o700)
+    theirs.chmod(0o700)
+    os.chown(theirs, OTHER, OTHER)
+    for path in (theirs, theirs / "cache"):
+        with pytest.raises(CacheFsError, match=f"{theirs} belongs to user {OTHER}"):
+            private_files.make_directory(path)
+    assert not (theirs / "cache").exists()
+    ours = tmp_path / "ours"
+    private_files.make_directory(ours)
+    (ours / "file").touch()
+    (ours / "file").chmod(0o600)
+    private_files.check_contents(ours)
+    os.chown(ours / "file", OTHER, OTHER)
+    with pytest.raises(CacheFsError, match=f"belongs to user {OTHER}"):
+        private_files.check_contents(ours)
+    with pytest.raises(CacheFsError, match="not a regular file of your own"):
+        private_files.open_file(ours / "file", os.O_RDWR)
+    sticky = tmp_path / "sticky"
+    sticky.mkdir()
+    sticky.chmod(0o1777)
+    (sticky / "symlink").symlink_to(ours)
+    os.lchown(sticky / "symlink", OTHER, OTHER)
+    with pytest.raises(CacheFsError, match="symbolic link of user"):
+        private_files.make_directory(sticky / "symlink/cache")
+
+
+@root_only
+def test_a_group_of_other_users_may_not_write_to_a_parent(tmp_path: Path) -> None:
+    shared = tmp_path / "shared"
+    shared.mkdir()
+    os.chown(shared, 0, OTHER)
+    shared.chmod(0o775)
+    with pytest.raises(CacheFsError, match=f"by group {OTHER}"):
+        private_files.make_directory(shared / "cache")

@@ -1,0 +1,103 @@
+"""What the daemon creates is closed to others, and what others planted is not used (B1, hazard 28)."""
+
+import os
+import socket
+import stat
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from cachefs.places import mount_directory
+from tests.conftest import Mount, cachefs
+from tests.users import as_user, open_to_all
+
+MakeMount = Callable[..., Mount]
+OTHER = 1234
+
+
+def modes(root: Path) -> dict[str, str]:
+    """Of everything that others could use, but for the source."""
+    found = {}
+    for directory, names, files in os.walk(root):
+        if "source" in names:
+            names.remove("source")
+        for name in (".", *names, *files):
+            path = Path(directory, name)
+            mode = stat.S_IMODE(path.lstat().st_mode)
+            if mode & 0o077:
+                found[str(path)] = f"{mode:o}"
+    return found
+
+
+def test_everything_the_daemon_creates_is_closed_to_others(mount: MakeMount, source: Path, tmp_path: Path) -> None:
+    before = os.umask(0)
+    try:
+        m = mount(source, cache=tmp_path / "missing/parents/cache")
+    finally:
+        os.umask(before)
+    (m.path / "d0/f00000").read_bytes()
+    m.flush()
+    assert modes(m.cache) == {}
+    place = mount_directory(str(m.path))
+    assert modes(place) == {}
+    assert (place / "mount.json").exists()
+    assert (m.cache / "blob").exists()
+    for parent in (tmp_path / "missing", tmp_path / "missing/parents"):
+        assert stat.S_IMODE(parent.stat().st_mode) == 0o755
+
+
+def test_a_cache_directory_that_another_user_made_is_refused(source: Path, tmp_path: Path) -> None:
+    """It was renamed away where everybody could write, and another one planted."""
+    victim, mountpoint = tmp_path / "victim", tmp_path / "mnt"
+    victim.write_bytes(b"precious")
+    mountpoint.mkdir()
+    everybody = tmp_path / "everybody"
+    everybody.mkdir()
+    everybody.chmod(0o1777)
+    open_to_all(everybody / "x")
+
+    def plant() -> None:
+        (everybody / "cache").mkdir(mode=0o777)
+        (everybody / "cache/lock").symlink_to(victim)
+
+    def refused() -> str:
+        done = cachefs("mount", source, mountpoint, "--cache-dir", everybody / "cache", check=False)
+        assert done.returncode != 0
+        assert done.stderr.count("\n") == 1, done.stderr
+        assert victim.read_bytes() == b"precious"
+        return done.stderr
+
+    assert as_user(OTHER, OTHER, [], plant) is None
+    assert f"belongs to user {OTHER}" in refused()
+    os.chown(everybody / "cache", 0, 0)
+    assert "lock is a symbolic link" in refused()
+    everybody.chmod(0o777)
+    assert "may be written to by everybody" in refused()
+
+
+@pytest.mark.fastpath
+def test_the_fast_path_hands_its_descriptors_to_its_own_user_only(mount: MakeMount, source: Path) -> None:
+    m = mount(source)
+    place = mount_directory(str(m.path)) / "fastpath"
+    m.kill()
+
+    def ask() -> bytes:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
+            connection.settimeout(20)
+            connection.connect(f"/proc/self/fd/{directory}/{place.name}")
+            return connection.recv(64)
+
+    directory = os.open(place.parent, os.O_PATH)  # past the runtime directory of all mounts, which stays closed
+    opened = [place, place.parent]
+    before = [path.stat().st_mode for path in opened]
+    try:
+        for path in opened:
+            path.chmod(0o777)
+        assert as_user(OTHER, OTHER, [], ask) == b"", "it did not hang up"
+    finally:
+        for path, mode in zip(opened, before, strict=True):
+            path.chmod(mode)
+        os.close(directory)
+    m.start()
+    assert (m.path / "d0/f00000").read_bytes() == (source / "d0/f00000").read_bytes()
