@@ -57,6 +57,8 @@ class Directories:
         self._handles: dict[int, tuple[int, int]] = {}
         """Handle → (inode, owner)."""
         self._next_handle = 1
+        self.reader_of: Callable[[int], int] = lambda _: UNKNOWN
+        """Whom the fast path lists a directory for."""
 
     def opendir(self, number: int) -> int:
         self._next_handle += 1
@@ -67,6 +69,8 @@ class Directories:
         return handle & ~FAST_HANDLE if handle & FAST_HANDLE else self._handles[handle][0]
 
     def owner_of(self, handle: int) -> int:
+        if handle & FAST_HANDLE:
+            return self.reader_of(handle & ~FAST_HANDLE)
         return self._handles.get(handle, (0, UNKNOWN))[1]
 
     def releasedir(self, handle: int) -> None:

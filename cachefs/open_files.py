@@ -11,7 +11,7 @@ import os
 import resource
 import struct
 from collections import Counter, OrderedDict
-from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -108,6 +108,8 @@ class OpenFiles:
         """Inode → a file that lost its name and may be open: until the kernel forgets it."""
         self.writers: Counter[int] = Counter()
         """How many writable handles an inode has."""
+        self.reader_of: Callable[[int], int] = lambda _: UNKNOWN
+        """Whom the fast path reads an inode for."""
         self._descriptors = Shares(_descriptors_for_handles())
         """By owner: handles, those that are being opened included. Each may need a descriptor."""
 
@@ -125,7 +127,9 @@ class OpenFiles:
             raise
 
     def owner_of(self, handle: int) -> int:
-        """Who opened it; UNKNOWN where Python has not seen that."""
+        """Who opened it, or reads by it now; UNKNOWN where Python cannot see that."""
+        if handle & FAST_HANDLE:
+            return self.reader_of(handle & ~FAST_HANDLE)
         opened = self.handles.get(handle)
         return UNKNOWN if opened is None else opened.owner
 

@@ -1,8 +1,9 @@
 """What all users need is shared by uid: calls to the source, requests under way, descriptors.
 
-No owner gets more than three quarters of anything, so that a quarter is left whatever one user does (hazard 31). The
-fast path has the same rule (shares.h). The owner of a piece of work is the uid of the request it serves; work that the
-daemon does for itself (prefetch, warm-up) is `DAEMON`'s, an owner like any other.
+After taking a place an owner has at most three times what is left free: one owner alone gets three quarters of all
+places, the next one three quarters of the rest, and so on. So there is always something left for whoever comes next
+(hazard 31). The fast path has the same rule (shares.h). The owner of a piece of work is the uid of the request it
+serves; work that the daemon does for itself (prefetch, warm-up) is `DAEMON`'s, an owner like any other.
 
 The owner travels in a context variable: each request sets it, tasks inherit it, and whoever takes something from a
 share asks for it. That keeps a uid out of every signature between a request and the call to the source.
@@ -30,20 +31,18 @@ def owner() -> int:
 class Shares:
     """How many of a bounded number of places each owner has."""
 
-    __slots__ = ("_held", "held", "most", "total")
+    __slots__ = ("_held", "held", "total")
 
     def __init__(self, total: int) -> None:
         # constants
         self.total = total
-        self.most = max(1, total * 3 // 4)
-        """Of one owner."""
         # state
         self.held = 0
         self._held: Counter[int] = Counter()
 
     @classmethod
     def for_each(cls, most: int) -> "Shares":
-        """So many places that one owner may have `most` of them."""
+        """So many places that one owner alone may have `most` of them."""
         return cls(-(-most * 4 // 3))
 
     def held_by(self, owner: int) -> int:
@@ -51,7 +50,7 @@ class Shares:
 
     def is_full(self, owner: int) -> bool:
         """May this owner have no more?"""
-        return self.held >= self.total or self._held.get(owner, 0) >= self.most
+        return self._held.get(owner, 0) + 1 > 3 * (self.total - self.held - 1)
 
     def take(self, owner: int) -> None:
         self._held[owner] += 1

@@ -15,22 +15,29 @@ T = TypeVar("T")
 V = TypeVar("V")
 
 Done = Callable[[outcome.Outcome[T]], None]
-Start = Callable[[Done[T]], None]
-"""Starts something that will call its argument, on the trio thread and not before this has returned."""
+Join = Callable[[], None] | None
+Start = Callable[[Done[T]], Join]
+"""Starts something that will call its argument, on the trio thread and not before this has returned.
+
+It returns what is called by each who waits, if that makes a difference (SourceSlots.start).
+"""
 
 
 class Flight(Generic[V]):
-    __slots__ = ("_done", "_outcome")
+    __slots__ = ("_done", "_outcome", "join")
 
     def __init__(self) -> None:
         self._done = trio.Event()
         self._outcome: outcome.Outcome[V] | None = None
+        self.join: Join = None
 
     def land(self, result: outcome.Outcome[V]) -> None:
         self._outcome = result
         self._done.set()
 
     async def wait(self) -> V:
+        if self.join is not None and self._outcome is None:
+            self.join()
         await self._done.wait()
         if isinstance(self._outcome, outcome.Value):  # not unwrap(): that may be called once only
             value: V = self._outcome.value
@@ -56,7 +63,7 @@ class SingleFlight(Generic[K, V]):
                 del self._flights[key]
                 flight.land(outcome.capture(finish, answer))
 
-            start(done)
+            flight.join = start(done)
         return flight
 
 

@@ -22,6 +22,7 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Generic, TypeVar
 
 import outcome
@@ -95,15 +96,17 @@ class SourceSlots:
         done: Callable[[outcome.Outcome[T]], None],
         *,
         discard: Callable[[T], object] | None = None,
-    ) -> None:
+    ) -> Callable[[], None]:
         """Call `function` in a thread, later `done` with its outcome on the trio thread. Never blocks.
+
+        Returns what is to be called by another owner that waits for the same call.
 
         `discard` is given the result of an abandoned call, such as a descriptor to close.
         """
         call = Call(function, done, discard)
         now = self._clock()
         call.deadline = now + self.timeout_s
-        if self.stuck < self._shares.total and self._stuck[call.owner] < self._shares.most:
+        if not self._is_stuck(call.owner):
             self._begin_or_wait(call)
         elif now < self._next_probe.get(call.owner, -math.inf) or self._probes[call.owner] >= MAX_PROBES:
             refusal = OSError(errno.ETIMEDOUT, "the source does not answer")
@@ -112,6 +115,23 @@ class SourceSlots:
             self._next_probe[call.owner] = now + PROBE_INTERVAL_S
             self._probes[call.owner] += 1
             call.probe = True
+            self._begin(call)
+        return partial(self._join, call)
+
+    def _is_stuck(self, owner: int) -> bool:
+        """May this owner make no more calls, and is all that it has stuck?"""
+        full = self._shares.is_full(owner)
+        return full and self.stuck > 0 and self._stuck[owner] == self._shares.held_by(owner)
+
+    def _join(self, call: Call[Any]) -> None:
+        """Another owner wants the same: it need not wait for the share of whoever was first."""
+        owner = shares.owner()
+        waiting = self._waiting.get(call.owner)
+        if owner != call.owner and waiting and call in waiting and not self._shares.is_full(owner):
+            waiting.remove(call)
+            if not waiting:
+                del self._waiting[call.owner]
+            call.owner = owner
             self._begin(call)
 
     def _begin_or_wait(self, call: Call[Any]) -> None:

@@ -21,7 +21,9 @@ from cachefs.places import is_root
 log = logging.getLogger(__name__)
 
 READ_AHEAD_KIB = 1024
-MAX_BACKGROUND = 64
+MAX_BACKGROUND = 1024
+"""READs of one user that wait for the source must not keep those of others in the kernel."""
+CONGESTION = 48
 _PROBE_TIMEOUT_S = 10
 
 
@@ -168,7 +170,7 @@ def tune_kernel(mountpoint: str) -> None:
     for path, value in (
         (f"/sys/class/bdi/{top.device}/read_ahead_kb", READ_AHEAD_KIB),
         (f"{connection}/max_background", MAX_BACKGROUND),
-        (f"{connection}/congestion_threshold", MAX_BACKGROUND * 3 // 4),
+        (f"{connection}/congestion_threshold", CONGESTION),
     ):
         try:
             Path(path).write_text(str(value))

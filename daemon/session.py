@@ -233,6 +233,7 @@ class Session:
                 unmounted=pyfuse3.terminate,
             )
             served = self._host.mountpoint_for_pyfuse3
+            files.reader_of = parts.directories.reader_of = self._held.shared.reader_of
         pyfuse3.init(parts.operations, served, _PYFUSE3_OPTIONS)
         try:
             if self._host is not None:

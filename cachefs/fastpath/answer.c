@@ -10,7 +10,8 @@
 #define SECOND_NS 1000000000
 #define MAX_READAHEAD (1u << 20)
 #define MAX_WRITE (128u << 10)
-#define MAX_BACKGROUND 64
+#define MAX_BACKGROUND 1024 /* READs of one user that wait for the source must not keep those of others in the kernel */
+#define CONGESTION 48
 #define OPEN_NOFLUSH (1u << 5) /* FOPEN_NOFLUSH, Linux 5.18 */
 #define OPEN_REPORT (1u << 30) /* in the flags of an OPEN that is passed on and answered: no O_* flag */
 
@@ -201,6 +202,8 @@ static enum outcome serve_open(struct worker *worker, const struct request *requ
         /* Python hears of it before the kernel has our answer: whoever opens the file for writing next arrives behind
          * it, and is refused. Python answers too, for the case that we are killed in between. */
         view_end(&worker->view);
+        if (!relay_claim(&worker->fastpath->relay, worker->slot))
+            return PASS; /* it waits for its share, and comes here again */
         in->flags |= OPEN_REPORT;
         worker->counters->answered++;
         relay_pass(&worker->fastpath->relay, worker->slot);
@@ -273,7 +276,7 @@ static enum outcome serve_init(struct worker *worker, const struct request *requ
         .max_readahead = MAX_READAHEAD,
         .flags = in->flags & (INIT_FLAGS | (mounted_with(worker, NO_OPEN) ? 0 : FUSE_AUTO_INVAL_DATA)),
         .max_background = MAX_BACKGROUND,
-        .congestion_threshold = MAX_BACKGROUND * 3 / 4,
+        .congestion_threshold = CONGESTION,
         .max_write = MAX_WRITE,
         .time_gran = 1,
         .max_pages = MAX_READ_BYTES / 4096,

@@ -11,9 +11,24 @@ void fill_hold(struct fill *fill, int64_t bytes)
     fill->fastpath->shared->held_bytes = fill->held_bytes;
 }
 
-void fill_set_stuck(struct fill *fill, uint32_t stuck)
+void fill_stuck(struct fill *fill, const struct fetch *fetch, bool more)
 {
-    fill->fastpath->shared->stuck = fill->stuck = stuck;
+    (more ? shares_take : shares_give)(&fill->stuck_shares, fetch->owner);
+    fill->fastpath->shared->stuck = fill->stuck_shares.held;
+}
+
+bool fill_is_stuck(const struct fill *fill, uint32_t owner)
+{
+    uint32_t stuck = shares_held(&fill->stuck_shares, owner);
+    if (fill->stuck_shares.held >= fill->fetchers)
+        return true;
+    return stuck && stuck == shares_held(&fill->shares, owner) && shares_full(&fill->shares, owner);
+}
+
+void fill_begin(struct fill *fill, struct fetch *fetch)
+{
+    fetch->state = FETCH_FETCHING;
+    shares_take(&fill->shares, fetch->owner);
 }
 
 /* Where data are evicted, what waits in memory is a small part of the cache: else memory would be the cache. */
@@ -37,12 +52,12 @@ static bool has_room(const struct fill *fill)
 
 struct fetcher *fill_for_wishes(struct fill *fill)
 {
-    bool now = fill->idle_count && has_room(fill) && wishes_ready(&fill->wishes, monotonic_ns());
+    bool now = fill->idle_count && !shares_full(&fill->shares, DAEMON_OWNER) && has_room(fill) && wishes_ready(&fill->wishes, monotonic_ns());
     return now ? fill->idle[--fill->idle_count] : NULL;
 }
 
 struct fetch *fill_add(struct fill *fill, const struct inode_record *record, uint64_t inode, const char *path, bool cached,
-                       uint64_t offset, uint32_t length)
+                       uint64_t offset, uint32_t length, uint32_t owner)
 {
     struct fetch *fetch = fetch_new(record, inode, path);
     if (!fetch)
@@ -50,6 +65,7 @@ struct fetch *fill_add(struct fill *fill, const struct inode_record *record, uin
     fetch->cached = cached;
     fetch->offset = offset;
     fetch->length = length;
+    fetch->owner = owner;
     fetch->since_ns = monotonic_ns();
     if (cached)
         fill_hold(fill, length);
@@ -57,16 +73,27 @@ struct fetch *fill_add(struct fill *fill, const struct inode_record *record, uin
     return fetch;
 }
 
+static struct fetcher *give_job(struct fill *fill, struct fetch *fetch)
+{
+    struct fetcher *fetcher = fill->idle[--fill->idle_count]; /* idle last: its stack is still in the caches */
+    fetcher->job = fetch;
+    fill_begin(fill, fetch);
+    return fetcher;
+}
+
 struct fetcher *fill_start_fetch(struct fill *fill, struct fetch *fetch)
 {
-    if (fill->idle_count) {
-        struct fetcher *fetcher = fill->idle[--fill->idle_count]; /* idle last: its stack is still in the caches */
-        fetcher->job = fetch;
-        fetch->state = FETCH_FETCHING;
-        return fetcher;
-    }
+    if (fill->idle_count && !shares_full(&fill->shares, fetch->owner))
+        return give_job(fill, fetch);
     queue_push(&fill->queue, fetch);
     return NULL;
+}
+
+/* A fetch has ended: its owner may have one more, and a thread that is idle may be for that. */
+static struct fetcher *start_queued(struct fill *fill)
+{
+    struct fetch *fetch = fill->idle_count ? queue_pop_fair(&fill->queue, &fill->shares) : NULL;
+    return fetch ? give_job(fill, fetch) : NULL;
 }
 
 void fill_wake(struct fetcher *fetcher)
@@ -115,8 +142,10 @@ void fill_run(struct fill *fill, struct fetch *fetch, struct counters *counters)
         wishes_missed(&fill->wishes, now_ns, now_ns - begun_ns);
     fetch->waiters = NULL;
     bool abandoned = fetch->state == FETCH_ABANDONED;
+    shares_give(&fill->shares, fetch->owner);
+    struct fetcher *next = start_queued(fill);
     if (abandoned) {
-        fill_set_stuck(fill, fill->stuck - 1);
+        fill_stuck(fill, fetch, false);
     } else {
         fetch->state = FETCH_FETCHED;
         if (!good || !fetch->cached) /* nobody else will find it */
@@ -127,6 +156,7 @@ void fill_run(struct fill *fill, struct fetch *fetch, struct counters *counters)
         fill_hold(fill, -(int64_t)fetch->length);
     fetch->references = 1;
     pthread_mutex_unlock(&fill->lock);
+    fill_wake(next);
 
     finish_waiters(fill, waiters, fetch, good, counters);
     if (append && append_queue(fill->appender, fetch))
@@ -163,10 +193,10 @@ static struct fetch *begin_wish(struct fetcher *fetcher, const struct wish *wish
     pthread_mutex_lock(&fill->lock);
     struct known known = {&fill->table, view_begin(view) ? NULL : view, wish->inode, record.version};
     if (known_until(&known, start, start + unit) < start + unit && fill_admits(fill, unit, true))
-        fetch = fill_add(fill, &record, wish->inode, path, true, start, unit);
+        fetch = fill_add(fill, &record, wish->inode, path, true, start, unit, DAEMON_OWNER);
     view_end(view);
     if (fetch)
-        fetch->state = FETCH_FETCHING;
+        fill_begin(fill, fetch);
     pthread_mutex_unlock(&fill->lock);
     return fetch;
 }
@@ -199,11 +229,12 @@ static void *run_fetcher(void *context)
             if (fetcher->job)
                 fill_run(fill, fetcher->job, fetcher->counters);
             pthread_mutex_lock(&fill->lock);
-            fetcher->job = queue_pop(&fill->queue);
-            bool wished = !fetcher->job && has_room(fill) && wishes_begin(&fill->wishes, monotonic_ns(), &wish);
+            fetcher->job = queue_pop_fair(&fill->queue, &fill->shares);
+            bool may_wish = !fetcher->job && !shares_full(&fill->shares, DAEMON_OWNER);
+            bool wished = may_wish && has_room(fill) && wishes_begin(&fill->wishes, monotonic_ns(), &wish);
             idle = !fetcher->job && !wished;
             if (fetcher->job)
-                fetcher->job->state = FETCH_FETCHING;
+                fill_begin(fill, fetcher->job);
             else if (idle)
                 fill->idle[fill->idle_count++] = fetcher;
             pthread_mutex_unlock(&fill->lock);
@@ -289,7 +320,7 @@ int fill_start_threads(struct fill *fill, const struct shared *shared)
     pthread_attr_t attributes;
     pthread_attr_init(&attributes);
     pthread_attr_setstacksize(&attributes, 128u << 10);
-    for (uint32_t i = 0; i < shared->fetch_threads; i++) {
+    for (uint32_t i = 0; i < FETCH_THREADS(shared); i++) {
         struct fetcher *fetcher = &fill->all[i];
         *fetcher = (struct fetcher){.fill = fill, .counters = &fill->fastpath->shared->counters[shared->threads + i]};
         sem_init(&fetcher->wake, 0, 0);

@@ -62,7 +62,7 @@ static struct known what_is_known(struct worker *worker, uint64_t inode, uint64_
 /* The first READ of a window of a file that somebody reads on and on: the next one is fetched meanwhile, as the kernel
  * would have done for a direct reader. Who is to be woken for it, or NULL. */
 static struct fetcher *read_ahead_locked(struct fill *fill, const struct known *known, const struct inode_record *record,
-                                         const char *path, uint64_t end)
+                                         const char *path, uint64_t end, uint32_t owner)
 {
     if (!(fill->fastpath->shared->flags & READS_AHEAD) || !fill->idle_count)
         return NULL;
@@ -70,7 +70,7 @@ static struct fetcher *read_ahead_locked(struct fill *fill, const struct known *
     uint32_t length = (uint32_t)(next.end - next.start);
     if (!length || !fill_admits(fill, length, true))
         return NULL;
-    struct fetch *fetch = fill_add(fill, record, known->inode, path, true, next.start, length);
+    struct fetch *fetch = fill_add(fill, record, known->inode, path, true, next.start, length, owner);
     if (!fetch)
         return NULL;
     fetch->streams = true;
@@ -79,7 +79,8 @@ static struct fetcher *read_ahead_locked(struct fill *fill, const struct known *
 
 /* A fetch of what a READ asks for, or of more. `ahead`: who is to be woken for what comes after it. NULL: no memory. */
 static struct fetch *begin_fetch(struct worker *worker, const struct inode_record *record, const char *path,
-                                 const struct known *known, uint64_t start, uint64_t end, struct fetcher **ahead)
+                                 const struct known *known, uint64_t start, uint64_t end, uint32_t owner,
+                                 struct fetcher **ahead)
 {
     struct fill *fill = worker->fastpath->fill;
     struct window window = {0, record->size, false};
@@ -90,10 +91,10 @@ static struct fetch *begin_fetch(struct worker *worker, const struct inode_recor
     if (!cached)
         window = (struct window){start, end, false};
     uint32_t length = (uint32_t)(window.end - window.start);
-    struct fetch *fetch = fill_add(fill, record, known->inode, path, cached, window.start, length);
+    struct fetch *fetch = fill_add(fill, record, known->inode, path, cached, window.start, length, owner);
     if (fetch && window.streams) {
         fetch->streams = true;
-        *ahead = read_ahead_locked(fill, known, record, path, window.end);
+        *ahead = read_ahead_locked(fill, known, record, path, window.end, owner);
     }
     return fetch;
 }
@@ -114,12 +115,23 @@ static enum outcome refuse(struct worker *worker, const struct request *request)
     return ANSWERED;
 }
 
+/* A fetch of another owner that waits for that one's share: it becomes ours, if we may have one more. */
+static struct fetcher *take_over_queued(struct fill *fill, struct fetch *fetch, uint32_t owner)
+{
+    if (fetch->state != FETCH_QUEUED || fetch->owner == owner || shares_full(&fill->shares, owner))
+        return NULL;
+    queue_remove(&fill->queue, fetch);
+    fetch->owner = owner;
+    return fill_start_fetch(fill, fetch);
+}
+
 enum outcome fill_read(struct worker *worker, const struct inode_record *record, const struct request *request)
 {
     struct fill *fill = worker->fastpath->fill;
     const struct shared *shared = worker->fastpath->shared;
     const struct fuse_read_in *in = request->body;
     uint64_t inode = request->header->nodeid, end = in->offset + in->size;
+    uint32_t owner = request->header->uid;
     char path[MAX_PATH];
     if (!fill || (record->flags & (STALE | UNLINKED)) || !view_path(&worker->view, inode, path, sizeof path))
         return PASS;
@@ -135,7 +147,7 @@ enum outcome fill_read(struct worker *worker, const struct inode_record *record,
     struct fetcher *ahead = NULL;
     if (fetch && fetch->streams && !fetch->touched) {
         struct known known = what_is_known(worker, inode, record->version);
-        ahead = read_ahead_locked(fill, &known, record, path, fetch->offset + fetch->length);
+        ahead = read_ahead_locked(fill, &known, record, path, fetch->offset + fetch->length, owner);
         view_end(&worker->view);
     }
     if (fetch)
@@ -144,13 +156,18 @@ enum outcome fill_read(struct worker *worker, const struct inode_record *record,
         fill_wake(ahead);
         return answer_fetched(worker, fetch, &reader); /* unlocks */
     }
+    if (!relay_claim(&worker->fastpath->relay, worker->slot)) { /* it waits for its share, and is looked at again */
+        pthread_mutex_unlock(&fill->lock);
+        fill_wake(ahead);
+        return PASS;
+    }
     struct waiter *waiter = malloc(sizeof *waiter);
     struct fetch *new = NULL;
     if (waiter && !fetch) {
         struct known known = what_is_known(worker, inode, record->version);
         /* What left the table since this request looked into the index is in the index by now. */
         bool again = known.view && view_holds(known.view, inode, record->version, in->offset, end);
-        if (again || fill->stuck >= fill->fetchers) {
+        if (again || fill_is_stuck(fill, owner)) {
             view_end(&worker->view);
             free(waiter);
             if (!again)
@@ -158,7 +175,7 @@ enum outcome fill_read(struct worker *worker, const struct inode_record *record,
             pthread_mutex_unlock(&fill->lock);
             return AGAIN;
         }
-        fetch = new = begin_fetch(worker, record, path, &known, in->offset, end, &ahead);
+        fetch = new = begin_fetch(worker, record, path, &known, in->offset, end, owner, &ahead);
         view_end(&worker->view);
     }
     if (!waiter || !fetch) {
@@ -169,12 +186,12 @@ enum outcome fill_read(struct worker *worker, const struct inode_record *record,
     }
     *waiter = reader;
     add_waiter(fetch, waiter);
+    struct fetcher *fetcher = new ? NULL : take_over_queued(fill, fetch, owner);
     /* Most serving threads may fetch themselves: that saves a wake-up. The others are there for hits. */
-    bool ourselves = new && fill->inline_count + THREADS_FOR_HITS < shared->threads;
-    struct fetcher *fetcher = NULL;
+    bool ourselves = new && fill->inline_count + THREADS_FOR_HITS < shared->threads && !shares_full(&fill->shares, owner);
     if (ourselves) {
         fill->inline_count++;
-        fetch->state = FETCH_FETCHING;
+        fill_begin(fill, fetch);
     } else if (new) {
         fetcher = fill_start_fetch(fill, fetch);
     }
@@ -250,7 +267,7 @@ static void abandon(struct fill *fill, struct fetch *fetch, struct waiter **late
     table_remove(&fill->table, fetch);
     if (fetch->state == FETCH_FETCHING) { /* its thread finds out when the source answers */
         fetch->state = FETCH_ABANDONED;
-        fill_set_stuck(fill, fill->stuck + 1);
+        fill_stuck(fill, fetch, true);
         return;
     }
     queue_remove(&fill->queue, fetch);
@@ -288,7 +305,7 @@ int fill_start(struct fastpath *fastpath, struct control_socket *control)
     struct shared *shared = fastpath->shared;
     if (!(shared->flags & KEEPS_DATA))
         return 0;
-    if (!shared->fetch_threads || shared->threads + shared->fetch_threads > MAX_THREADS)
+    if (!shared->fetch_threads || shared->threads + FETCH_THREADS(shared) > MAX_THREADS)
         return EINVAL;
     /* Payload comes and goes by the megabyte: keep the memory, and few arenas. New pages cost more than the copy. */
     mallopt(M_ARENA_MAX, 2);
@@ -298,7 +315,10 @@ int fill_start(struct fastpath *fastpath, struct control_socket *control)
     if (!fill)
         return ENOMEM;
     fill->fastpath = fastpath;
-    fill_set_stuck(fill, 0);
+    shared->stuck = 0;
+    uint32_t most = FETCH_THREADS(shared) + shared->threads - THREADS_FOR_HITS;
+    if (!shares_init(&fill->shares, most) || !shares_init(&fill->stuck_shares, most))
+        return ENOMEM;
     wishes_init(&fill->wishes, shared);
     pthread_mutex_init(&fill->lock, NULL);
     fill->appender = append_start(shared, control, control->blob_fd, &fill_append_events, fill);

@@ -15,6 +15,8 @@
 /* Fetched and not yet appended; beyond that nothing more is cached. A parquet reader asks for 50 MB at once. */
 #define HELD_BYTES (64u << 20)
 #define HELD_SHARE 8
+/* As many as were asked for, for one owner; the rest is for others (shares.h). */
+#define FETCH_THREADS(shared) (((shared)->fetch_threads * 4 + 2) / 3)
 
 struct fetcher {
     struct fill *fill;
@@ -33,7 +35,9 @@ struct fill {
     struct fetch_queue queue; /* wait for a thread */
     struct wishes wishes;
     size_t held_bytes;
-    uint32_t fetchers, idle_count, stuck, inline_count;
+    uint32_t fetchers, idle_count, inline_count;
+    struct shares shares; /* of fetches at once */
+    struct shares stuck_shares;
     uint64_t next_probe_ns;
     struct fetcher *idle[MAX_THREADS];
     struct fetcher all[MAX_THREADS];
@@ -43,7 +47,10 @@ void fill_answer(struct fill *fill, const struct waiter *waiter, const struct fe
 /* Fetch, answer whoever waits, and hand over to the appender. */
 void fill_run(struct fill *fill, struct fetch *fetch, struct counters *counters);
 int fill_start_threads(struct fill *fill, const struct shared *shared);
-void fill_set_stuck(struct fill *fill, uint32_t stuck);
+/* One more, or one less. */
+void fill_stuck(struct fill *fill, const struct fetch *fetch, bool more);
+/* Are all threads that its owner may have stuck? */
+bool fill_is_stuck(const struct fill *fill, uint32_t owner);
 
 /* The caller holds the lock for these. */
 void fill_hold(struct fill *fill, int64_t bytes);
@@ -51,7 +58,9 @@ void fill_hold(struct fill *fill, int64_t bytes);
 bool fill_admits(struct fill *fill, uint32_t length, bool ahead);
 /* `cached`: for the blob. Else what one READ asks for. */
 struct fetch *fill_add(struct fill *fill, const struct inode_record *record, uint64_t inode, const char *path, bool cached,
-                       uint64_t offset, uint32_t length);
+                       uint64_t offset, uint32_t length, uint32_t owner);
+/* A thread begins to fetch it. */
+void fill_begin(struct fill *fill, struct fetch *fetch);
 /* Who is to run it: a thread that must be woken, or NULL if all are busy and will come to it. */
 struct fetcher *fill_start_fetch(struct fill *fill, struct fetch *fetch);
 /* A thread that has nothing to do, if there is a wish that may be fetched now; to be woken. */

@@ -47,6 +47,19 @@ struct fetch *queue_pop(struct fetch_queue *queue)
     return fetch;
 }
 
+struct fetch *queue_pop_fair(struct fetch_queue *queue, const struct shares *shares)
+{
+    struct fetch *fetch = queue->first;
+    for (; fetch; fetch = fetch->queue_next) {
+        bool same = fetch != queue->first && fetch->owner == queue->first->owner; /* most are of one who has too many */
+        if (!same && !shares_full(shares, fetch->owner))
+            break;
+    }
+    if (fetch)
+        queue_remove(queue, fetch);
+    return fetch;
+}
+
 void queue_remove(struct fetch_queue *queue, struct fetch *fetch)
 {
     struct fetch *before = NULL;

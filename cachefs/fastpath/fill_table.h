@@ -7,6 +7,7 @@
 #include <stdint.h>
 
 #include "index.h"
+#include "shares.h"
 
 #define TABLE_BUCKETS 4096
 
@@ -30,7 +31,7 @@ struct fetch {
     struct waiter *waiters;
     struct inode_record record;
     uint64_t inode, offset, since_ns, report;
-    uint32_t length;
+    uint32_t length, owner; /* `owner`: who asked first (shares.h) */
     enum fetch_state state;
     int references; /* of those who read `payload`, its owner included */
     bool cached;    /* to be appended; else just the bytes that were asked for */
@@ -49,6 +50,8 @@ struct fetch_queue { /* linked by `queue_next`; a fetch is in one at most */
 void queue_push(struct fetch_queue *queue, struct fetch *fetch);
 /* NULL: it is empty. */
 struct fetch *queue_pop(struct fetch_queue *queue);
+/* The first whose owner may have one more. NULL: there is none. */
+struct fetch *queue_pop_fair(struct fetch_queue *queue, const struct shares *shares);
 void queue_remove(struct fetch_queue *queue, struct fetch *fetch);
 
 struct fill_table {

@@ -14,15 +14,15 @@ static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static uint64_t interrupted[MAX_INTERRUPTED];
 static uint32_t count;
 
-/* The caller of a request that is still in a slot, 0: there is none. */
-static uint32_t caller_of(const struct fastpath *fastpath, uint64_t unique)
+/* The caller of a request that has no answer yet, 0: there is none. */
+static uint32_t caller_of(struct fastpath *fastpath, uint64_t unique)
 {
     for (uint32_t slot = 0; slot < SLOT_COUNT; slot++) {
         const struct slot_head *head = &fastpath->shared->slots[slot];
         if (head->unique == unique && (head->word & 0xff) != SLOT_FREE)
             return ((const struct fuse_in_header *)slot_data(&fastpath->relay, slot))->pid;
     }
-    return 0;
+    return relay_parked_caller(&fastpath->relay, unique);
 }
 
 /* Has it been sent SIGKILL? The kernel adds that to whatever else ends a process (complete_signal). */

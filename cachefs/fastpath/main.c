@@ -50,7 +50,7 @@ static int print_layout(void)
     FIELD(shared, simulate_latency_ns); FIELD(shared, root_device); FIELD(shared, run); FIELD(shared, floor);
     FIELD(shared, serving); FIELD(shared, capacity_bytes); FIELD(shared, committed_bytes); FIELD(shared, settled);
     FIELD(shared, pending_bytes); FIELD(shared, held_bytes); FIELD(shared, stuck); FIELD(shared, pid); FIELD(shared, passed); FIELD(shared, counters);
-    FIELD(shared, wishes_done); FIELD(shared, wish_jobs); FIELD(shared, accesses); FIELD(shared, latencies); FIELD(access_log, entries); FIELD(access, when_and_unit);
+    FIELD(shared, wishes_done); FIELD(shared, wish_jobs); FIELD(shared, accesses); FIELD(shared, latencies); FIELD(shared, readers); FIELD(access_log, entries); FIELD(access, when_and_unit);
     FIELD(wish, inode); FIELD(wish, offset);
     FIELD(filled, report); FIELD(filled, inode); FIELD(filled, offset); FIELD(filled, version);
     FIELD(filled, blob_offset); FIELD(filled, record_bytes); FIELD(filled, length); FIELD(filled, checksums);
@@ -144,7 +144,8 @@ int main(int count, char **values)
     fastpath.shared->pid = (uint64_t)getpid();
 
     pthread_mutex_init(&fastpath.turn, NULL);
-    relay_init(&fastpath.relay, fastpath.shared, fastpath.device);
+    if (!relay_init(&fastpath.relay, fastpath.shared, fastpath.device))
+        return fail("requests cannot be taken over", strerror(errno));
     control_init(&control, &fastpath, arguments.listener, arguments.shared, arguments.blob);
     uint32_t threads = fastpath.shared->threads;
     if (!threads || threads > MAX_THREADS)
@@ -166,12 +167,6 @@ int main(int count, char **values)
             return fail("a thread cannot be set up", mdb_strerror(error));
         if ((fastpath.shared->flags & LOGS_ACCESSES) && i < ACCESS_LOGS)
             workers[i].log = &fastpath.shared->accesses[i];
-    }
-    /* What a predecessor had read and not answered. */
-    while ((workers[0].slot = relay_next_orphan(&fastpath.relay)) != NO_SLOT) {
-        serve(&workers[0]);
-        if (workers[0].slot != NO_SLOT)
-            relay_free_slot(&fastpath.relay, workers[0].slot);
     }
     for (uint32_t i = 0; i < threads; i++)
         if ((error = pthread_create(&workers[i].thread, &attributes, work, &workers[i])))

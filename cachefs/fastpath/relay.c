@@ -3,6 +3,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/eventfd.h>
 #include <sys/socket.h>
 #include <unistd.h>
 
@@ -41,6 +42,21 @@ static void mark_now(const struct request *request)
     wanted->valid |= FATTR_CTIME;
 }
 
+/* Python is told of a handle, and of no caller. */
+static void note_reader(struct relay *relay, const struct request *request)
+{
+    uint32_t opcode = request->header->opcode;
+    if (opcode != FUSE_READ && opcode != FUSE_READDIR && opcode != FUSE_READDIRPLUS)
+        return;
+    uint64_t handle = ((const struct fuse_read_in *)request->body)->fh, inode = handle & ~FAST_HANDLE;
+    if (!(handle & FAST_HANDLE))
+        return;
+    struct reader *reader = &relay->shared->readers[inode % READERS];
+    reader->inode = 0;
+    reader->uid = request->header->uid;
+    reader->inode = inode;
+}
+
 /* False: not now. errno EAGAIN: its queue is full; else it is gone. */
 static bool send_locked(struct relay *relay, uint32_t slot)
 {
@@ -50,6 +66,7 @@ static bool send_locked(struct relay *relay, uint32_t slot)
         return true;
     }
     uint32_t opcode = request.header->opcode;
+    note_reader(relay, &request);
     if (must_split(&request) && !split_begin(relay, slot, &request)) {
         fail_locked(relay, slot, EIO);
         return true;
@@ -122,19 +139,24 @@ static void repeat_locked(struct relay *relay, uint32_t slot, bool unseen)
     }
 }
 
-void relay_pass(struct relay *relay, uint32_t slot)
+bool relay_pass(struct relay *relay, uint32_t slot)
 {
+    bool given = true;
     pthread_mutex_lock(&relay->lock);
     uint32_t opcode = ((struct fuse_in_header *)slot_data(relay, slot))->opcode;
-    relay->shared->passed[opcode < OPERATIONS ? opcode : OPERATIONS - 1]++;
     bool forget = opcode == FUSE_FORGET || opcode == FUSE_BATCH_FORGET;
     if (relay->python < 0 && forget)
         free_locked(relay, slot); /* a record too many in the session; a slot would cost more */
     else if (relay->given_up)
         fail_locked(relay, slot, EIO);
+    else if (!(given = claim_locked(relay, slot)))
+        park_locked(relay, slot);
     else if (relay->python < 0 || relay->queue_count || !send_locked(relay, slot))
         enqueue_locked(relay, slot);
+    if (given)
+        relay->shared->passed[opcode < OPERATIONS ? opcode : OPERATIONS - 1]++;
     pthread_mutex_unlock(&relay->lock);
+    return given;
 }
 
 /* A thread of its own: what could not be sent at once. */
@@ -206,6 +228,7 @@ bool relay_interrupt(struct relay *relay, uint64_t unique)
             set_state(relay, slot, SLOT_ANSWERED);
         }
     }
+    found = found || interrupt_parked_locked(relay, unique);
     pthread_mutex_unlock(&relay->lock);
     return found;
 }
@@ -299,7 +322,7 @@ static void *run_receiver(void *context)
 
 /* --- coming and going --------------------------------------------------------------------------------------------- */
 
-void relay_init(struct relay *relay, struct shared *shared, int device)
+bool relay_init(struct relay *relay, struct shared *shared, int device)
 {
     *relay = (struct relay){
         .shared = shared,
@@ -308,12 +331,18 @@ void relay_init(struct relay *relay, struct shared *shared, int device)
         .python = -1,
         .python_end = -1,
         .absent_since_ns = monotonic_ns(),
+        .work_ready = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK),
+        .lot = {.first = NO_SLOT, .last = NO_SLOT},
     };
+    if (relay->work_ready < 0 || !shares_init(&relay->slot_shares, SLOT_COUNT - SLOTS_FOR_THREADS))
+        return false;
     pthread_mutex_init(&relay->lock, NULL);
     pthread_cond_init(&relay->changed, NULL);
     for (uint32_t slot = SLOT_COUNT; slot-- > 0;) {
         struct fuse_in_header *message = slot_data(relay, slot);
         struct slot_head *head = head_of(relay, slot);
+        if (state_of(relay, slot) != SLOT_FREE)
+            count_locked(relay, slot);
         switch (state_of(relay, slot)) {
         case SLOT_FREE:
             free_locked(relay, slot);
@@ -322,7 +351,7 @@ void relay_init(struct relay *relay, struct shared *shared, int device)
             if (!message->unique || message->len < sizeof *message || message->len > SLOT_BYTES)
                 free_locked(relay, slot);
             else if (head->attempts++ == 0)
-                head->unique = message->unique, head->length = message->len;
+                head->unique = message->unique, head->length = message->len, add_work_locked(relay, slot);
             else /* it may be what the last ones died of: Python's */
                 enqueue_locked(relay, slot);
             break;
@@ -341,14 +370,7 @@ void relay_init(struct relay *relay, struct shared *shared, int device)
             break;
         }
     }
-}
-
-uint32_t relay_next_orphan(struct relay *relay)
-{
-    for (uint32_t slot = 0; slot < SLOT_COUNT; slot++)
-        if (state_of(relay, slot) == SLOT_READING && head_of(relay, slot)->length)
-            return slot;
-    return NO_SLOT;
+    return lot_init(relay);
 }
 
 int relay_start(struct relay *relay)

@@ -17,13 +17,24 @@
 #include "protocol.h"
 #include "reply.h"
 #include "shared.h"
+#include "shares.h"
 
 #define PART_BYTES (128u << 10) /* of a READ that is passed on: libfuse's reply is one message (hazard 5) */
 #define MAX_PARTS 16
 #define FAST_HANDLE ((uint64_t)1 << 63) /* in fh: ours; the rest is the inode (hazard 2) */
 #define NO_SLOT UINT32_MAX
 
+/* What nobody may take: for requests that arrive, of which nobody knows yet whether they are hits. */
+#define SLOTS_FOR_THREADS MAX_THREADS
+
 struct split;
+
+struct lot { /* relay_lot.c; its requests are in the shared memory */
+    struct shares shares;
+    uint32_t first, last; /* from oldest to newest; NO_SLOT: none */
+    uint32_t next[PARKED_COUNT], previous[PARKED_COUNT], owners[PARKED_COUNT];
+    uint32_t free_count, free[PARKED_COUNT];
+};
 
 struct relay {
     struct shared *shared;
@@ -41,16 +52,26 @@ struct relay {
     uint32_t free[SLOT_COUNT];
     struct { uint32_t slot; uint64_t word; } queue[SLOT_COUNT];
     struct split *splits[SLOT_COUNT];
+    /* Of slots that no thread has as its own: they count as their owner's (shares.h). */
+    struct shares slot_shares;
+    bool counted[SLOT_COUNT];
+    uint32_t owners[SLOT_COUNT];
+    struct lot lot;
+    /* Requests in slots that no thread has taken yet: left by a predecessor, or out of the lot. */
+    _Atomic uint32_t work_count;
+    uint32_t work_head, work[SLOT_COUNT];
+    int work_ready; /* an eventfd: readable while there are any */
     /* Slots whose memory this process has touched. A kill in a page fault, while the kernel copies a request to us, makes
      * it answer that request EIO (fuse_dev_do_read): so there must be none. */
     bool mapped[SLOT_COUNT];
     pthread_t receiver, sender;
 };
 
-/* Before any thread: takes stock of what a predecessor left. Requests that it had only read are in SLOT_READING with a
- * length; `relay_next_orphan` gives them out one by one, NO_SLOT when there are no more. */
-void relay_init(struct relay *relay, struct shared *shared, int device);
-uint32_t relay_next_orphan(struct relay *relay);
+/* Before any thread: takes stock of what a predecessor left. Requests that it had only read are work like any other. False: no memory
+ * or no descriptor. */
+bool relay_init(struct relay *relay, struct shared *shared, int device);
+/* A request that is to be served, in a slot that is the caller's now; NO_SLOT: there is none. */
+uint32_t relay_next_work(struct relay *relay);
 int relay_start(struct relay *relay);
 
 /* A Python is there. `same`: the one that has what is SLOT_PASSED. Takes both descriptors. */
@@ -73,11 +94,18 @@ void *slot_data(const struct relay *relay, uint32_t slot);
 void relay_ready_slot(struct relay *relay, uint32_t slot);
 void relay_fill_slot(struct relay *relay, uint32_t slot, uint32_t length, uint64_t unique);
 
-/* Gives a slot away to Python; its answer goes to the kernel. */
-void relay_pass(struct relay *relay, uint32_t slot);
+/* May the caller's slot be kept by a request, beyond the moment? It counts as its owner's then, until it is freed. */
+bool relay_claim(struct relay *relay, uint32_t slot);
+/* The request was answered after all; the slot is the caller's own again. */
+void relay_unclaim(struct relay *relay, uint32_t slot);
+/* Gives a slot away to Python; its answer goes to the kernel. False: the owner has too many; the request waits elsewhere for its
+ * share, or was refused, and the slot is the caller's again. A slot that is claimed is always given away. */
+bool relay_pass(struct relay *relay, uint32_t slot);
 /* The kernel sent its INIT, which is in `shared`. */
 void relay_pass_init(struct relay *relay);
 /* A caller stops waiting. True if it was found and answered. */
 bool relay_interrupt(struct relay *relay, uint64_t unique);
+/* The process of a request that waits for its share. 0: there is none. */
+uint32_t relay_parked_caller(struct relay *relay, uint64_t unique);
 
 #endif

@@ -17,6 +17,20 @@ bool parse_slot(const struct relay *relay, uint32_t slot, struct request *reques
 /* What Python is told instead of the kernel's unique: of this life of the slot, and of a part of its READ. */
 uint64_t unique_of(const struct relay *relay, uint32_t slot, uint32_t part);
 
+/* --- shares of slots, and requests that wait for one: relay_lot.c --- */
+
+void count_locked(struct relay *relay, uint32_t slot);
+void uncount_locked(struct relay *relay, uint32_t slot);
+bool claim_locked(struct relay *relay, uint32_t slot);
+void add_work_locked(struct relay *relay, uint32_t slot);
+/* Takes the request out of a slot whose owner has too many, or refuses it. The slot is empty then. */
+void park_locked(struct relay *relay, uint32_t slot);
+/* Slots have become free. */
+void unpark_locked(struct relay *relay);
+/* After the slots were looked through. False: no memory. */
+bool lot_init(struct relay *relay);
+bool interrupt_parked_locked(struct relay *relay, uint64_t unique);
+
 /* --- READs that are passed on in parts: relay_split.c --- */
 
 /* False: no memory, or too long. */

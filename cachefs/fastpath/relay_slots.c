@@ -36,6 +36,10 @@ void free_locked(struct relay *relay, uint32_t slot)
     split_drop(relay, slot);
     renew(relay, slot, SLOT_FREE);
     relay->free[relay->free_count++] = slot;
+    if (relay->counted[slot]) {
+        uncount_locked(relay, slot);
+        unpark_locked(relay);
+    }
 }
 
 void fail_locked(struct relay *relay, uint32_t slot, int error)

@@ -50,6 +50,7 @@ void serve(struct worker *worker)
     enum outcome outcome = answer_request(worker, &request);
     view_end(&worker->view);
     if (outcome == ANSWERED) {
+        relay_unclaim(relay, worker->slot);
         worker->counters->answered++;
         latency_note(latencies_of(worker->fastpath->shared, worker->counters), kind_of(request.header->opcode),
                      monotonic_ns() - worker->begun_ns);
@@ -57,9 +58,24 @@ void serve(struct worker *worker)
     }
     if (outcome == PASS) {
         clamp_listing(&request);
-        relay_pass(relay, worker->slot);
+        if (!relay_pass(relay, worker->slot))
+            return;
     }
     worker->slot = NO_SLOT;
+}
+
+/* A request that did not come from /dev/fuse just now. It may take long: the next thread listens meanwhile. */
+static void serve_work(struct worker *worker, uint32_t slot)
+{
+    struct relay *relay = &worker->fastpath->relay;
+    uint32_t own = worker->slot;
+    relay_ready_slot(relay, own); /* what it holds has been answered */
+    worker->slot = slot;
+    give_turn(worker);
+    serve(worker);
+    if (worker->slot != NO_SLOT)
+        relay_free_slot(relay, worker->slot);
+    worker->slot = own;
 }
 
 int worker_init(struct worker *worker, struct fastpath *fastpath, struct counters *counters, uint8_t *scratch)
@@ -84,16 +100,17 @@ static bool in_crowd(struct fastpath *fastpath, uint32_t pid)
     return fastpath->crowd;
 }
 
-/* The next request. Looks for one without sleeping, for a little while after the last, as long as most come so soon: being
+/* The next request; EAGAIN where there is work instead. Looks for one without sleeping, for a little while after the last, as long as most come so soon: being
  * woken costs more than most answers. Whoever has work to do for a job goes first. */
 static ssize_t next_request(struct fastpath *fastpath, void *message, uint64_t since_ns)
 {
     ssize_t length;
-    while ((length = read(fastpath->device, message, SLOT_BYTES)) < 0 && errno == EAGAIN) {
+    struct pollfd wait[] = {{fastpath->device, POLLIN, 0}, {fastpath->relay.work_ready, POLLIN, 0}};
+    while ((length = read(fastpath->device, message, SLOT_BYTES)) < 0 && errno == EAGAIN && !fastpath->relay.work_count) {
         if (fastpath->eager && monotonic_ns() - since_ns < SPIN_NS)
             sched_yield();
         else
-            poll(&(struct pollfd){fastpath->device, POLLIN, 0}, 1, -1);
+            poll(wait, 2, -1);
     }
     if (monotonic_ns() - since_ns >= SPIN_NS)
         fastpath->eager /= 2;
@@ -124,7 +141,15 @@ void *worker_run(void *context)
     take_turn(worker);
     for (;;) {
         if (worker->slot == NO_SLOT && (worker->slot = relay_take_slot(&fastpath->relay)) == NO_SLOT) {
-            usleep(1000); /* 2,048 requests wait for Python: the kernel keeps the next one for us */
+            usleep(1000); /* cannot be: SLOTS_FOR_THREADS */
+            continue;
+        }
+        /* By turns with what arrives: neither waits for the end of the other. */
+        worker->worked = !worker->worked;
+        uint32_t work = worker->worked ? relay_next_work(&fastpath->relay) : NO_SLOT;
+        if (work != NO_SLOT) {
+            serve_work(worker, work);
+            take_turn(worker);
             continue;
         }
         relay_ready_slot(&fastpath->relay, worker->slot);

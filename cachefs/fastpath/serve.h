@@ -53,6 +53,7 @@ struct worker {
     bool distrusts; /* the request of the moment found a corrupt record: what the index has will not do */
     uint8_t *scratch; /* of QUICK_BYTES */
     bool has_turn;
+    bool worked; /* on a request that waited, last time */
     struct access_log *log; /* NULL: nobody wants to know */
     pthread_t thread;
 };

@@ -13,10 +13,13 @@
 #include "latency.h"
 
 #define SHARED_MAGIC 0x48505443u /* "CTPH" */
-#define SHARED_VERSION 3
+#define SHARED_VERSION 4
 #define MAX_THREADS 192
 #define SLOT_COUNT 2048
 #define SLOT_BYTES (140u << 10) /* of one request: a WRITE of 128 KiB and what surrounds it */
+#define PARKED_COUNT 8192
+#define PARKED_BYTES 1016 /* of one request that waits for its share of slots */
+#define READERS 4096
 #define INIT_BYTES 128
 #define OPERATIONS 64
 #define ACCESS_LOGS 16 /* of the first serving threads */
@@ -74,6 +77,18 @@ enum slot_state {
     SLOT_ANSWERED, /* the kernel was answered (EINTR), Python's answer is still to come */
 };
 
+struct parked { /* a request that waits for its owner's share of slots (relay_lot.c) */
+    _Atomic uint32_t length; /* 0: none */
+    uint32_t reserved;
+    uint8_t message[PARKED_BYTES];
+};
+static_assert(sizeof(struct parked) == 1024, "parked request");
+
+/* Who reads a file by a handle of ours, of which Python sees no opener: the last one, at inode % READERS. */
+struct reader {
+    _Atomic uint64_t inode, uid;
+};
+
 struct shared {
     uint32_t magic, version, slot_count, slot_bytes;
     /* How the mount was set up: written by the daemon before the fast path starts. */
@@ -102,6 +117,8 @@ struct shared {
     struct access_log accesses[ACCESS_LOGS];
     struct slot_head slots[SLOT_COUNT];
     struct latencies latencies[LATENCY_COPIES];
+    struct reader readers[READERS];
+    struct parked parked[PARKED_COUNT];
 };
 static_assert(offsetof(struct shared, counters) == 4096, "shared page");
 

@@ -13,6 +13,7 @@
 #include "blob.h"
 #include "buffer.h"
 
+#define OPEN_TRIES 4
 #define DIRECT_BYTES (2u << 20) /* from this size on a read goes past the page cache; below it read-ahead is worth more */
 
 static void simulate_latency(const struct shared *shared)
@@ -32,10 +33,14 @@ static int open_beneath(int directory, const char *path)
         .flags = O_RDONLY | O_NONBLOCK | O_NOFOLLOW | O_NOCTTY | O_CLOEXEC, /* hazard 21 */
         .resolve = RESOLVE_BENEATH | RESOLVE_NO_SYMLINKS | RESOLVE_NO_MAGICLINKS,
     };
-    int fd;
-    do
+    /* EAGAIN: a rename raced with the walk, and the next try succeeds; or another process holds a lease on the file
+     * (hazard 30). That is Python's, whose slots.py tries again with pauses, and without a thread that waits. */
+    int fd = -1;
+    for (int tries = 0; tries < OPEN_TRIES && fd < 0; tries++) {
         fd = (int)syscall(SYS_openat2, directory, path, &how, sizeof how);
-    while (fd < 0 && (errno == EAGAIN || errno == EINTR)); /* EAGAIN: a rename raced with the walk */
+        if (fd < 0 && errno != EAGAIN && errno != EINTR)
+            break;
+    }
     return fd;
 }
 

@@ -56,6 +56,7 @@ def test_the_shared_memory_has_one_layout(layout) -> None:  # type: ignore[no-un
     assert by_field["shared", "counters"][0] == shared.COUNTERS_OFFSET
     histograms = shared.LATENCY_COPIES * len(latency.KINDS) * (1 + latency.BUCKETS)
     assert by_field["shared", "latencies"] == (shared.LATENCIES_OFFSET, 8 * histograms)
+    assert by_field["shared", "readers"] == (shared.READERS_OFFSET, 16 * shared.READERS)
     assert sizes == {
         "shared_bytes": shared.SHARED_BYTES,
         "counters": shared.COUNTER_BYTES,

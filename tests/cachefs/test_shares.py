@@ -4,6 +4,7 @@ import errno
 import threading
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import outcome
@@ -14,30 +15,32 @@ import trio.testing
 from cachefs import shares
 from cachefs.errors import Busy
 from cachefs.shares import DAEMON, Shares
+from cachefs.single_flight import SingleFlight, unwrap
 from cachefs.slots import SourceSlots
 from tests.cachefs.test_tasks import Clock, run
 
 
 def test_nobody_has_more_than_three_quarters() -> None:
     places = Shares(100)
-    for _ in range(75):
-        assert not places.is_full(1)
-        places.take(1)
-    assert places.is_full(1) and not places.is_full(2) and places.held_by(1) == 75
-    for _ in range(25):
-        assert not places.is_full(2)
-        places.take(2)
-    assert places.is_full(2) and places.is_full(3) and places.held == 100
-    places.give(1)
-    assert not places.is_full(1) and not places.is_full(3)
+    counts = []
+    for owner in range(4):  # each takes what it gets
+        while not places.is_full(owner):
+            places.take(owner)
+        counts.append(places.held_by(owner))
+    assert counts == [75, 18, 5, 1] and places.held == 99
+    for _ in range(10):
+        places.give(0)
+    assert places.is_full(0) and not places.is_full(1) and not places.is_full(4)
     with pytest.raises(AssertionError):
-        places.give(3)
+        places.give(5)
 
 
 def test_shares_for_each_leave_a_quarter() -> None:
     for most in (1, 2, 3, 12, 64):
         places = Shares.for_each(most)
-        assert places.most >= most and places.total > places.most
+        while not places.is_full(7):
+            places.take(7)
+        assert places.held == most < places.total
 
 
 def test_tasks_inherit_their_owner() -> None:
@@ -93,6 +96,23 @@ def test_b5_calls_of_one_user_that_block_do_not_block_another(abandoned: bool) -
         with trio.fail_after(10):
             while slots.stuck or len(answers) < 200:
                 await trio.sleep(0.001)
+        slots.close()
+
+    run(main)
+
+
+def test_who_wants_what_another_user_waits_for_does_not_wait_for_that_users_share() -> None:
+    async def main() -> None:
+        slots = SourceSlots(1, 60)
+        flights: SingleFlight[str, str] = SingleFlight()
+        gate = threading.Event()
+        started(slots, 1, lambda: gate.wait(15), lambda _: None)
+        shares.act_for(1)
+        flight = flights.begin("name", partial(slots.start, lambda: "found"), unwrap)
+        shares.act_for(2)
+        assert await flights.begin("name", partial(slots.start, lambda: "again"), unwrap).wait() == "found"
+        assert await flight.wait() == "found" and not gate.is_set()
+        gate.set()
         slots.close()
 
     run(main)

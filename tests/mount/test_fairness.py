@@ -4,29 +4,37 @@ The greedy user is threads of this process with another filesystem uid: that is 
 """
 
 import errno
+import fcntl
+import multiprocessing
 import os
 import resource
+import signal
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from cachefs import mount_table
 from cachefs.syscalls import set_thread_fs_ids
 from tests import conftest
-from tests.conftest import Mount, settle, wait_for
+from tests.conftest import Mount, contents, drop_caches, make_files, settle, wait_for
 
+fork = multiprocessing.get_context("fork")
 MakeMount = Callable[..., Mount]
 Waiting = Callable[[Mount], int]
 GREEDY, OTHER = 12345, 23456
 PROMPT_S = 2.0
 """Coarse, because machines are loaded. What is tested took much longer, or for ever."""
 THREADS = 2300
+WITHOUT_FASTPATH = 1100
+"""More than there were tasks."""
 
 
 class Crowd:
@@ -91,6 +99,129 @@ def directory(path: Path) -> Iterator[int]:
 def read_at(fd: int, name: str) -> bytes:
     with open(os.open(name, os.O_RDONLY, dir_fd=fd), "rb") as file:
         return file.read()
+
+
+def cpu_s(pids: list[int]) -> float:
+    ticks = 0
+    for pid in pids:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        ticks += int(fields[11]) + int(fields[12])
+    return ticks / os.sysconf("SC_CLK_TCK")
+
+
+def pids_of(m: Mount) -> list[int]:
+    fastpath = m.status().get("fastpath")
+    return [m.pid] + ([int(fastpath["pid"])] if fastpath else [])
+
+
+def test_b6_a_crowd_that_looks_up_missing_names_delays_no_hit_and_no_miss_of_another_user(
+    mount: MakeMount, source: Path, waiting: Waiting
+) -> None:
+    """Before: all slots were the crowd's, and another user's hit took as long as the source took for all of them."""
+    m = mount(source, "--read-only")
+    expected = contents(m.path)
+    m.flush()
+    m.remount("--read-only", "--revalidate", "never", "--simulate-latency", "1000", "--source-timeout", "5")
+    threads = WITHOUT_FASTPATH if Mount.no_fastpath else THREADS
+    with directory(m.path / "d3") as fd:
+
+        def look_up(number: int) -> object:
+            if Mount.no_fastpath:  # the kernel makes one look-up of a directory at a time there
+                return os.getxattr(fd, f"user.missing-{number}")
+            return os.stat(f"missing-{number}", dir_fd=fd)
+
+        crowd = Crowd(GREEDY, [partial(look_up, number) for number in range(threads)])
+        wait_for(lambda: waiting(m), lambda count: count > threads - 200)
+        for path, content in list(expected.items())[:15]:
+            with prompt():
+                assert (m.path / path).read_bytes() == content
+        with prompt(1 + PROMPT_S):
+            assert not (m.path / "d1/missing").exists()
+        assert waiting(m) > threads // 4  # the crowd was there all the time
+        answers = crowd.join()
+    assert set(answers) <= {errno.ENOENT, errno.ENODATA, errno.ETIMEDOUT} and set(answers) != {errno.ETIMEDOUT}
+    with prompt(1 + PROMPT_S):
+        assert not (m.path / "d1/missing-too").exists()
+
+
+@pytest.mark.fastpath
+def test_b6_requests_beyond_a_share_survive_the_fast_path(mount: MakeMount, source: Path, waiting: Waiting) -> None:
+    m = mount(source, "--read-only", "--simulate-latency", "500", "--source-timeout", "4")
+    os.stat(m.path / "d3")
+    with directory(m.path / "d3") as fd:
+        crowd = Crowd(GREEDY, [lambda n=n: os.stat(f"missing-{n}", dir_fd=fd) for n in range(1700)])  # type: ignore[misc]
+        wait_for(lambda: waiting(m), lambda count: count > 1600)
+        for _ in range(2):
+            pid = int(m.status()["fastpath"]["pid"])
+            os.kill(pid, signal.SIGKILL)
+            m.killed_fastpaths += 1
+            with prompt(5):
+                assert (m.path / "d0/f00000").read_bytes() == (source / "d0/f00000").read_bytes()
+            wait_for(lambda: m.status()["fastpath"]["pid"], lambda now, pid=pid: now not in (0, pid))
+        answers = crowd.join(40)
+    assert set(answers) <= {errno.ENOENT, errno.ETIMEDOUT} and answers.count(errno.ENOENT) > 50
+    assert waiting(m) == 0
+
+
+def ask_for_attributes(path: Path, count: int) -> None:
+    fd = os.open(path, os.O_RDONLY)
+    Crowd(GREEDY, [partial(os.getxattr, fd, f"user.missing-{number}") for number in range(count)]).join(120)
+
+
+@pytest.mark.fastpath
+def test_b6_a_crowd_that_is_killed_dies_also_beyond_its_share(
+    mount: MakeMount, source: Path, faulty: tuple[Path, Path], waiting: Waiting
+) -> None:
+    served, faults = faulty
+    m = mount(served, "--read-only", "--source-timeout", "60")
+    (m.path / "d0/f00000").read_bytes()
+    m.flush()
+    (faults / "hang").touch()
+    process = fork.Process(target=ask_for_attributes, args=(m.path / "d0/f00000", 1700))
+    process.start()
+    wait_for(lambda: waiting(m), lambda count: count > 1600)
+    assert process.pid
+    os.kill(process.pid, signal.SIGKILL)
+    process.join(20)
+    assert process.exitcode == -signal.SIGKILL
+    wait_for(lambda: waiting(m), lambda count: count == 0)
+    assert (m.path / "d0/f00000").read_bytes() == (source / "d0/f00000").read_bytes()
+
+
+def test_b7_leased_files_cost_no_time_of_the_processor_and_no_places(
+    mount: MakeMount, tmp_path: Path, waiting: Waiting
+) -> None:
+    """Before: both processes tried again and again, as fast as they could, each call in its slot."""
+    source = tmp_path / "source"
+    files = make_files(source, 110, directories=1)
+    expected = {path: (source / path).read_bytes() for path in files}
+    settle()
+    m = mount(source, "--read-only", "--source-timeout", "20")
+    os.listdir(m.path / "d0")
+    leased, free = files[:90], files[90:]
+    before = signal.signal(signal.SIGIO, signal.SIG_IGN)  # how a holder is told that somebody wants the file
+    holders = [os.open(source / path, os.O_RDWR) for path in leased]
+    try:
+        for holder in holders:
+            fcntl.fcntl(holder, fcntl.F_SETLEASE, fcntl.F_WRLCK)
+        with directory(m.path) as fd:
+            crowd = Crowd(GREEDY, [lambda path=path: read_at(fd, str(path)) for path in leased])  # type: ignore[misc]
+            wait_for(lambda: waiting(m), lambda count: count >= 90)
+            pids, began, used = pids_of(m), time.monotonic(), 0.0
+            used = cpu_s(pids)
+            for path in free:
+                with prompt():
+                    assert (m.path / path).read_bytes() == expected[path]
+            time.sleep(max(0.0, began + 2 - time.monotonic()))  # a while of which the time that is used is measured
+            assert cpu_s(pids) - used < 0.5 * (time.monotonic() - began)
+            for holder in holders:
+                fcntl.fcntl(holder, fcntl.F_SETLEASE, fcntl.F_UNLCK)
+            answers = crowd.join()
+        assert sorted(answers, key=repr) == sorted((expected[path] for path in leased), key=repr)
+    finally:
+        for holder in holders:
+            os.close(holder)
+        signal.signal(signal.SIGIO, before)
 
 
 def test_c7_who_opens_very_many_files_leaves_descriptors_for_others(
@@ -162,3 +293,32 @@ def test_b5_calls_that_hang_block_only_whoever_made_them(
         assert len(crowd.results) < 150
         (faults / "hang").unlink()
         crowd.join()
+
+
+@pytest.mark.fastpath
+def test_c3_a_fast_path_that_is_killed_while_a_miss_hangs_serves_hits_at_once(
+    mount: MakeMount, faulty: tuple[Path, Path], waiting: Waiting
+) -> None:
+    """Before: its successor finished the miss first, on its main thread, and served nothing meanwhile."""
+    source, faults = faulty
+    m = mount(source, "--read-only", "--source-timeout", "25")
+    cached = {path: path.read_bytes() for path in sorted((m.path / "d0").iterdir())}
+    missing = sorted((m.path / "d1").iterdir())
+    m.flush()
+    (faults / "hang").write_text("d1/")
+    with directory(m.path / "d1") as fd:
+        crowd = Crowd(GREEDY, [lambda path=path: read_at(fd, path.name) for path in missing])  # type: ignore[misc]
+        wait_for(lambda: waiting(m), lambda count: count >= len(missing))
+        for _ in range(3):
+            pid = int(m.status()["fastpath"]["pid"])
+            os.kill(pid, signal.SIGKILL)
+            m.killed_fastpaths += 1
+            drop_caches()
+            with prompt(5):
+                for path, content in cached.items():
+                    assert path.read_bytes() == content
+            wait_for(lambda: m.status()["fastpath"]["pid"], lambda now, pid=pid: now not in (0, pid))
+        assert not crowd.results
+        (faults / "hang").unlink()
+        answers: list[Any] = crowd.join()
+    assert sorted(answers) == sorted(os.fsencode(b) for b in ((source / "d1" / p.name).read_bytes() for p in missing))

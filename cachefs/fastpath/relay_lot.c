@@ -1,0 +1,236 @@
+/* Requests that wait for their owner's share of slots: the lot.
+ *
+ * A request must be read from /dev/fuse before anybody knows whose it is, and cannot be put back. So a request that would take
+ * its owner beyond the share (shares.h) is copied from its slot into the lot, which is made of smaller pieces of the shared
+ * memory, and the thread reads the next request into the same slot: whoever comes next finds a thread and a slot. When the
+ * owner gives a slot back, the oldest request of the lot that may have one is copied into it, and served like one that
+ * has just arrived: it may be a hit by now. */
+#include <errno.h>
+#include <string.h>
+#include <unistd.h>
+
+#include "relay_parts.h"
+
+static struct fuse_in_header *parked_header(const struct relay *relay, uint32_t place)
+{
+    return (struct fuse_in_header *)relay->shared->parked[place].message;
+}
+
+static uint32_t owner_of(const struct relay *relay, uint32_t slot)
+{
+    return ((const struct fuse_in_header *)slot_data(relay, slot))->uid;
+}
+
+/* --- shares of slots ---------------------------------------------------------------------------------------------- */
+
+void count_locked(struct relay *relay, uint32_t slot)
+{
+    if (relay->counted[slot])
+        return;
+    relay->owners[slot] = owner_of(relay, slot);
+    relay->counted[slot] = true;
+    shares_take(&relay->slot_shares, relay->owners[slot]);
+}
+
+void uncount_locked(struct relay *relay, uint32_t slot)
+{
+    if (!relay->counted[slot])
+        return;
+    relay->counted[slot] = false;
+    shares_give(&relay->slot_shares, relay->owners[slot]);
+}
+
+bool claim_locked(struct relay *relay, uint32_t slot)
+{
+    if (!relay->counted[slot] && shares_full(&relay->slot_shares, owner_of(relay, slot)))
+        return false;
+    count_locked(relay, slot);
+    return true;
+}
+
+bool relay_claim(struct relay *relay, uint32_t slot)
+{
+    pthread_mutex_lock(&relay->lock);
+    bool claimed = claim_locked(relay, slot);
+    pthread_mutex_unlock(&relay->lock);
+    return claimed;
+}
+
+void relay_unclaim(struct relay *relay, uint32_t slot)
+{
+    if (!relay->counted[slot]) /* the slot is the caller's own: nobody else changes this */
+        return;
+    pthread_mutex_lock(&relay->lock);
+    uncount_locked(relay, slot);
+    unpark_locked(relay);
+    pthread_mutex_unlock(&relay->lock);
+}
+
+/* --- work: requests in slots that no thread has yet ---------------------------------------------------------------- */
+
+void add_work_locked(struct relay *relay, uint32_t slot)
+{
+    relay->work[(relay->work_head + relay->work_count) % SLOT_COUNT] = slot;
+    if (relay->work_count++ == 0) {
+        uint64_t one = 1;
+        if (write(relay->work_ready, &one, sizeof one) < 0)
+            return; /* it is readable already */
+    }
+}
+
+uint32_t relay_next_work(struct relay *relay)
+{
+    if (!relay->work_count)
+        return NO_SLOT;
+    pthread_mutex_lock(&relay->lock);
+    uint32_t slot = NO_SLOT;
+    if (relay->work_count) {
+        slot = relay->work[relay->work_head];
+        relay->work_head = (relay->work_head + 1) % SLOT_COUNT;
+        if (--relay->work_count == 0) {
+            uint64_t ready;
+            if (read(relay->work_ready, &ready, sizeof ready) < 0)
+                ready = 0; /* nobody had been told */
+        }
+    }
+    pthread_mutex_unlock(&relay->lock);
+    return slot;
+}
+
+/* --- the lot ------------------------------------------------------------------------------------------------------- */
+
+static void link_last(struct relay *relay, uint32_t place)
+{
+    struct lot *lot = &relay->lot;
+    lot->next[place] = NO_SLOT;
+    lot->previous[place] = lot->last;
+    *(lot->last == NO_SLOT ? &lot->first : &lot->next[lot->last]) = place;
+    lot->last = place;
+    lot->owners[place] = parked_header(relay, place)->uid;
+    shares_take(&lot->shares, lot->owners[place]);
+}
+
+static void leave(struct relay *relay, uint32_t place)
+{
+    struct lot *lot = &relay->lot;
+    shares_give(&lot->shares, lot->owners[place]);
+    *(lot->previous[place] == NO_SLOT ? &lot->first : &lot->next[lot->previous[place]]) = lot->next[place];
+    *(lot->next[place] == NO_SLOT ? &lot->last : &lot->previous[lot->next[place]]) = lot->previous[place];
+    relay->shared->parked[place].length = 0;
+    lot->free[lot->free_count++] = place;
+}
+
+void park_locked(struct relay *relay, uint32_t slot)
+{
+    struct lot *lot = &relay->lot;
+    const struct fuse_in_header *header = slot_data(relay, slot);
+    uint32_t length = head_of(relay, slot)->length;
+    if (length <= PARKED_BYTES && lot->free_count && !shares_full(&lot->shares, header->uid)) {
+        uint32_t place = lot->free[--lot->free_count];
+        memcpy(relay->shared->parked[place].message, header, length);
+        relay->shared->parked[place].length = length; /* from here on it is owed twice, until the slot is emptied */
+        link_last(relay, place);
+    } else if (header->opcode != FUSE_FORGET && header->opcode != FUSE_BATCH_FORGET) { /* nobody waits for those */
+        reply(relay->device, head_of(relay, slot)->unique, EAGAIN, NULL, 0);
+    }
+    relay_ready_slot(relay, slot);
+}
+
+/* The oldest request whose owner may have a slot. */
+static uint32_t next_parked(const struct relay *relay)
+{
+    uint32_t full = 0;
+    bool any_full = false;
+    for (uint32_t place = relay->lot.first; place != NO_SLOT; place = relay->lot.next[place]) {
+        uint32_t owner = relay->lot.owners[place];
+        if (any_full && owner == full)
+            continue; /* one owner has most of them */
+        if (!shares_full(&relay->slot_shares, owner))
+            return place;
+        full = owner;
+        any_full = true;
+    }
+    return NO_SLOT;
+}
+
+void unpark_locked(struct relay *relay)
+{
+    uint32_t place;
+    while (relay->lot.first != NO_SLOT && relay->free_count && (place = next_parked(relay)) != NO_SLOT) {
+        struct parked *parked = &relay->shared->parked[place];
+        uint32_t slot = relay->free[--relay->free_count], length = parked->length;
+        struct fuse_in_header *header = slot_data(relay, slot);
+        relay_ready_slot(relay, slot);
+        renew(relay, slot, SLOT_READING);
+        uint64_t unique = parked_header(relay, place)->unique;
+        /* Its number last: a successor that finds it in the slot finds the rest, too. */
+        memcpy(header + 1, parked->message + sizeof *header, length - sizeof *header);
+        struct fuse_in_header copy = *parked_header(relay, place);
+        copy.unique = 0;
+        *header = copy;
+        *(volatile uint64_t *)&header->unique = unique;
+        relay_fill_slot(relay, slot, length, unique);
+        leave(relay, place);
+        count_locked(relay, slot);
+        add_work_locked(relay, slot);
+    }
+}
+
+static bool is_owed(const struct relay *relay, uint64_t unique)
+{
+    for (uint32_t slot = 0; slot < SLOT_COUNT; slot++)
+        if (head_of(relay, slot)->unique == unique && state_of(relay, slot) != SLOT_FREE)
+            return true;
+    return false;
+}
+
+bool lot_init(struct relay *relay)
+{
+    struct lot *lot = &relay->lot;
+    lot->first = lot->last = NO_SLOT;
+    lot->free_count = 0;
+    if (!shares_init(&lot->shares, PARKED_COUNT))
+        return false;
+    for (uint32_t place = PARKED_COUNT; place-- > 0;) {
+        struct parked *parked = &relay->shared->parked[place];
+        const struct fuse_in_header *header = parked_header(relay, place);
+        bool good = parked->length >= sizeof *header && parked->length <= PARKED_BYTES && header->len == parked->length;
+        if (good && !is_owed(relay, header->unique)) {
+            link_last(relay, place);
+        } else {
+            parked->length = 0;
+            lot->free[lot->free_count++] = place;
+        }
+    }
+    unpark_locked(relay);
+    return true;
+}
+
+/* --- callers that stop waiting ------------------------------------------------------------------------------------- */
+
+static uint32_t find_parked(const struct relay *relay, uint64_t unique)
+{
+    uint32_t place = relay->lot.first;
+    while (place != NO_SLOT && parked_header(relay, place)->unique != unique)
+        place = relay->lot.next[place];
+    return place;
+}
+
+uint32_t relay_parked_caller(struct relay *relay, uint64_t unique)
+{
+    pthread_mutex_lock(&relay->lock);
+    uint32_t place = find_parked(relay, unique);
+    uint32_t pid = place == NO_SLOT ? 0 : parked_header(relay, place)->pid;
+    pthread_mutex_unlock(&relay->lock);
+    return pid;
+}
+
+bool interrupt_parked_locked(struct relay *relay, uint64_t unique)
+{
+    uint32_t place = find_parked(relay, unique);
+    if (place == NO_SLOT || !request_interruptible(parked_header(relay, place)->opcode))
+        return false;
+    reply(relay->device, unique, EINTR, NULL, 0);
+    leave(relay, place);
+    return true;
+}
