@@ -6,7 +6,7 @@ tombstone, and hides what the durable index says. `Update` writes to the session
 
 import enum
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -169,21 +169,19 @@ class View:
 class Update(View):
     """A View that writes to the session. Committed, unsynced, on leaving without an error."""
 
-    __slots__ = ("_dirty", "_in_flight", "_on_dirty", "_written")
+    __slots__ = ("_in_flight", "_on_written", "_written")
 
     def __init__(
         self,
         session: Environment,
         durable: Environment,
-        dirty: dict[Key, None],
         in_flight: set[Key],
-        on_dirty: Callable[[], None],
+        on_written: Callable[[Sequence[Key]], None],
     ) -> None:
-        """`dirty`: where keys are put that the durable index must hear of; `in_flight`: those it is just hearing of."""
+        """`on_written`: given the keys that the durable index must hear of; `in_flight`: it is just hearing of them."""
         super().__init__(session, durable, write=True)
-        self._dirty = dirty
         self._in_flight = in_flight
-        self._on_dirty = on_dirty
+        self._on_written = on_written
         self._written: list[Key] = []
 
     def __enter__(self) -> "Update":
@@ -196,8 +194,7 @@ class Update(View):
         if error is None:
             self._session.commit()
             if self._written:
-                self._dirty.update(dict.fromkeys(self._written))
-                self._on_dirty()
+                self._on_written(self._written)
         else:
             self._session.abort()
         self._end()

@@ -13,19 +13,20 @@ Who may write: the session, the trio thread alone; the durable index, the write-
 Because `forget_committed` runs on the trio thread too, a reader there can never miss a record that is on its way.
 
 INVARIANT: an extent counts only if its version is the version of its inode's record.
+INVARIANT: a directory that is LISTED in the durable index has all its names there (dirty.py).
 INVARIANT: a key is in `dirty` if the session has a pinned value or a tombstone for it, or hides a durable value.
 """
 
-import itertools
 import logging
 import struct
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import lmdb
 
-from cachefs.attributes import PINNED, Extent, Inode, inode_key, inode_of_key
+from cachefs.attributes import LISTED, PINNED, Extent, Inode, inode_key, inode_of_key
+from cachefs.dirty import Batch, Dirty
 from cachefs.environment import TOMBSTONE, Environment, Key, Table, Update, View
 from cachefs.errors import IndexUnavailable
 from cachefs.extents import Extents
@@ -34,6 +35,8 @@ log = logging.getLogger(__name__)
 
 _STARTED = b"started:"
 _STARTED_CODEC = struct.Struct("<I4xQ")
+_NUMBERS = 1 << 64
+"""Inodes and offsets are below."""
 
 
 @dataclass(slots=True)
@@ -81,7 +84,7 @@ class Index:
     def __init__(self, durable: Environment, session: Environment) -> None:
         self.durable = durable
         self.session = session
-        self.dirty: dict[Key, None] = {}
+        self.dirty = Dirty()
         self.in_flight: set[Key] = set()
         """Taken off `dirty` by a commit that has not ended."""
         self.available = True
@@ -96,7 +99,12 @@ class Index:
         return View(self.session, self.durable)
 
     def update(self) -> Update:
-        return Update(self.session, self.durable, self.dirty, self.in_flight, self.on_dirty)
+        return Update(self.session, self.durable, self.in_flight, self._written)
+
+    def _written(self, keys: Sequence[Key]) -> None:
+        for key in keys:
+            self.dirty.add(key)
+        self.on_dirty()
 
     def run_started_ns(self, run: int) -> int:
         """When a run began, in nanoseconds since 1970; 0 where nobody knows."""
@@ -126,6 +134,8 @@ class Index:
 
         `same_mount`: the kernel's mount outlived the daemon, so that the rest is still known to it, and kept too.
         """
+        listed: list[Key] = []
+        """Directories that are marked so: they go behind their names (dirty.py)."""
         with self.session.lmdb.begin(write=True) as txn:
             for table in Table:
                 database = self.session.tables[table]
@@ -133,20 +143,25 @@ class Index:
                 cursor.first()
                 while key := cursor.key():  # empty behind the last one
                     value = cursor.value()
-                    if value == TOMBSTONE or value[0] & PINNED:
-                        self.dirty[table, key] = None
+                    if table is Table.INODES and value and value[0] & PINNED and value[0] & LISTED:
+                        listed.append((table, key))
+                        cursor.next()
+                    elif value == TOMBSTONE or value[0] & PINNED:
+                        self.dirty.add((table, key))
                         cursor.next()
                     elif same_mount:
                         if self._durable_get(table, key) is not None:
-                            self.dirty[table, key] = None
+                            self.dirty.add((table, key))
                         cursor.next()
                     elif self._durable_get(table, key) is not None:
                         # It hid a durable value: that must go, and the value itself was of the old mount's kernel.
                         cursor.put(key, TOMBSTONE)
-                        self.dirty[table, key] = None
+                        self.dirty.add((table, key))
                         cursor.next()
                     else:
                         cursor.delete()  # and moves on
+        for each in listed:
+            self.dirty.add(each)
 
     def _durable_get(self, table: Table, key: bytes) -> bytes | None:
         with self.durable.lmdb.begin() as txn:
@@ -164,48 +179,61 @@ class Index:
 
     # --- commit: in the write-behind thread -----------------------------------------------------------------------
 
-    def take_dirty(self, limit: int, first: Iterable[Key] = ()) -> list[Key]:
-        """Up to `limit` keys to commit, and those of `first`, taken off the list; `restore_dirty` if that fails."""
-        wanted = dict.fromkeys(key for key in first if key in self.dirty)
-        wanted.update(dict.fromkeys(itertools.islice(self.dirty, limit)))
-        keys = list(wanted)
-        for key in keys:
-            del self.dirty[key]
-        self.in_flight.update(keys)
-        return keys
+    def take_dirty(self, limit: int, first: Iterable[Key] = ()) -> Batch:
+        """About `limit` keys to commit, and those of `first`, taken off the list, with the values that they have now.
 
-    def restore_dirty(self, keys: Iterable[Key]) -> None:
-        for key in keys:
-            self.dirty[key] = None
-            self.in_flight.discard(key)
+        On the trio thread. `restore_dirty` if the commit fails.
+        """
+        keys = self.dirty.take(limit, first)
+        batch = Batch(keys, self.session.lmdb.begin() if keys else None)
+        self.in_flight.update(keys)
+        for table, key in keys:
+            if table is Table.INODES and self.dirty.has_names_of(key):
+                batch.incomplete.add(key)
+                value = batch.moment.get(key, db=self.session.tables[table])
+                if value and value[0] & LISTED:
+                    self.dirty.add((table, key))  # once more, with the last of its names
+        return batch
+
+    def restore_dirty(self, batch: Batch) -> None:
+        batch.end()
+        self.dirty.put_first(batch.keys)
+        self.in_flight.difference_update(batch.keys)
 
     def commit(
         self,
-        keys: Iterable[Key],
+        batch: Batch | None,
         extents: Iterable[tuple[int, int, Extent]],
         dropped: Iterable[tuple[int, int, int]] = (),
     ) -> Commit:
         """Write a batch to the durable index, synced. Raises IndexUnavailable; then nothing was written.
 
+        `batch`: of `take_dirty`; None: extents alone.
         `extents`: (inode, file offset, extent), whose payload is on disk. An extent whose inode the durable index
         does not have in that very version (after this batch) is not indexed but freed.
         `dropped`: (inode, file offset, blob offset) of extents that turned out corrupt.
         """
         try:
-            return self._commit(keys, extents, dropped)
+            return self._commit(batch, extents, dropped)
         except lmdb.Error as error:
             raise IndexUnavailable(str(error)) from error
+        finally:
+            if batch is not None:
+                batch.end()
 
     def _commit(
-        self, keys: Iterable[Key], extents: Iterable[tuple[int, int, Extent]], dropped: Iterable[tuple[int, int, int]]
+        self,
+        batch: Batch | None,
+        extents: Iterable[tuple[int, int, Extent]],
+        dropped: Iterable[tuple[int, int, int]],
     ) -> Commit:
         totals = Totals(self.totals.cached_files, self.totals.cached_bytes, self.totals.blob_bytes)
         result = Commit([], {}, [], [], 0, totals)
         tables = self.durable.tables
-        with self.session.lmdb.begin() as session, self.durable.lmdb.begin(write=True) as txn:
+        with self.durable.lmdb.begin(write=True) as txn:
             table_of_extents = self.extents(txn)
-            for table, key in sorted(keys):
-                value = session.get(key, db=self.session.tables[table])
+            for table, key in sorted(batch.keys if batch is not None else ()):
+                value = self._value(batch, table, key)
                 if value is None:  # deleted before it ever got here
                     result.flushed.append(((table, key), None))
                     continue
@@ -217,6 +245,8 @@ class Index:
                     txn.delete(key, db=tables[table])
                 result.flushed.append(((table, key), value))
             for inode, offset, blob_offset in dropped:
+                if not (0 <= inode < _NUMBERS and 0 <= offset < _NUMBERS):
+                    continue  # no such place; one bad row must not stop all others
                 found = table_of_extents.at(inode, offset)
                 if found is not None and found[1].blob_offset == blob_offset:
                     table_of_extents.remove(inode, offset)
@@ -227,6 +257,14 @@ class Index:
         result.transaction = self.durable.last_transaction()
         self.totals = totals
         return result
+
+    def _value(self, batch: Batch | None, table: Table, key: bytes) -> bytes | None:
+        """What a batch writes under a key."""
+        assert batch is not None
+        value: bytes | None = batch.moment.get(key, db=self.session.tables[table])
+        if value and table is Table.INODES and value[0] & LISTED and key in batch.incomplete:
+            value = bytes([value[0] & ~LISTED]) + value[1:]
+        return value
 
     def _add_extent(self, txn: lmdb.Transaction, inode: int, offset: int, extent: Extent, result: Commit) -> None:
         value: Any = txn.get(inode_key(inode), db=self.durable.tables[Table.INODES])
@@ -273,11 +311,10 @@ class Index:
         with self.session.lmdb.begin(write=True) as txn:
             for (table, key), value in flushed:
                 self.in_flight.discard((table, key))
-                if value is None or (value and not value[0] & PINNED) or (table, key) in self.dirty:
+                if value is None or (value and not value[0] & PINNED):
                     continue  # not pinned: the session is where it lives
-                database = self.session.tables[table]
-                if txn.get(key, db=database) == value:
-                    txn.delete(key, db=database)
+                if (table, key) not in self.dirty:  # else it was written again meanwhile
+                    txn.delete(key, db=self.session.tables[table])
 
     def close(self) -> None:
         self.session.close()

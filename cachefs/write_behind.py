@@ -17,7 +17,8 @@ import trio
 from cachefs import record
 from cachefs.attributes import Extent, Inode, inode_key
 from cachefs.blob import Blob
-from cachefs.environment import Key, Table
+from cachefs.dirty import Batch
+from cachefs.environment import Table
 from cachefs.errors import IndexUnavailable
 from cachefs.eviction import Eviction, Victim
 from cachefs.index import Commit, Index
@@ -328,19 +329,19 @@ class WriteBehind:
         self._filled_bytes -= self._committing_bytes
         first = [(Table.INODES, inode_key(unit.inode.number)) for unit in units]
         first += [(Table.INODES, inode_key(unit.inode)) for unit in filled]
-        keys = self._index.take_dirty(BATCH_KEYS, first)
+        batch = self._index.take_dirty(BATCH_KEYS, first)
         dropped = list(self._dropped)
-        if not (units or filled or keys or dropped):
+        if not (units or filled or batch or dropped):
             await self._account()
             self._follow_up()
             return
         try:
-            write = partial(self._write, units, filled, keys, dropped)
+            write = partial(self._write, units, filled, batch, dropped)
             commit, refused = await trio.to_thread.run_sync(write, limiter=self._thread)
         except Exception as error:
             if not isinstance(error, IndexUnavailable):
                 log.exception("bug in write-behind; the batch is not cached")
-            self._index.restore_dirty(keys)
+            self._index.restore_dirty(batch)
             self._index.available = False
             self.failed("index", f"the index cannot be written, nothing new is cached until it can: {error}")
             self._retire(units)
@@ -414,7 +415,7 @@ class WriteBehind:
         return bool(self._freed) and (oldest is None or oldest >= self._freed[0][0])
 
     def _write(
-        self, units: list[Pending], filled: list[Filled], keys: list[Key], dropped: list[tuple[int, int, int]]
+        self, units: list[Pending], filled: list[Filled], batch: Batch, dropped: list[tuple[int, int, int]]
     ) -> tuple[Commit, OSError | None]:
         """In the write-behind thread: payload to disk, then the index, then holes for what nobody can see any more."""
         refused: OSError | None = None
@@ -436,7 +437,7 @@ class WriteBehind:
                 for unit in filled:
                     self._give_back(unit.extent)
         try:
-            commit = self._index.commit(keys, rows, dropped)
+            commit = self._index.commit(batch, rows, dropped)
         except IndexUnavailable:
             for extent in extents:  # on disk, but nothing will ever point at them
                 self._give_back(extent)

@@ -127,6 +127,9 @@ class Commands:
         for record in records:
             if not isinstance(record, list) or [type(each) for each in record] != [int, int, int]:
                 raise BadRequest("drop: a record is [inode, offset, blob offset]")
+            if any(not 0 <= each < 1 << 64 for each in record):
+                raise BadRequest("drop: inodes and offsets are numbers from 0 to 2^64 - 1")
+        for record in records:
             inode, offset, blob_offset = record
             self._parts.data.corrupt(inode, offset, blob_offset, "found by cachefs verify")
         return {}

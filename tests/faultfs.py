@@ -4,6 +4,7 @@
 
 While FAULTS/hang exists, READ, OPEN and LOOKUP of paths that contain what is in it do not answer;
 while FAULTS/edquot exists, FLUSH fails with EDQUOT;
+while FAULTS/fsync exists, FSYNC and FSYNCDIR fail with EIO;
 while FAULTS/eio exists, READ of the file whose path it contains fails with EIO.
 """
 
@@ -92,6 +93,14 @@ class FaultFs(pyfuse3.Operations):
     async def flush(self, fh):
         if (FAULTS / "edquot").exists():
             raise pyfuse3.FUSEError(errno.EDQUOT)
+
+    async def fsync(self, fh, datasync):
+        if (FAULTS / "fsync").exists():
+            raise pyfuse3.FUSEError(errno.EIO)
+
+    async def fsyncdir(self, fh, datasync):
+        if (FAULTS / "fsync").exists():
+            raise pyfuse3.FUSEError(errno.EIO)
 
     async def release(self, fh):
         os.close(fh)

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from cachefs.attributes import PINNED, Extent, Inode, Stat, inode_key
+from cachefs.dirty import Batch
 from cachefs.environment import MAP_SIZE_BYTES, MAX_READERS, Environment, Table, View
 from cachefs.errors import IndexUnavailable
 from cachefs.index import Index
@@ -32,7 +33,7 @@ class IndexMachine(RuleBasedStateMachine):
         base = Path(self.directory.name)
         self.index = Index(Environment(base / "durable", sync=False), Environment(base / "session", sync=False))
         self.model: dict[bytes, bytes] = {}
-        self.taken: list[tuple[Table, bytes]] = []
+        self.taken: Batch | None = None
 
     @rule(key=st.integers(0, 5), pinned=st.booleans(), content=st.binary(max_size=3))
     def put(self, key: int, pinned: bool, content: bytes) -> None:
@@ -61,23 +62,26 @@ class IndexMachine(RuleBasedStateMachine):
 
     @rule(fails=st.booleans())
     def commit(self, fails: bool) -> None:
-        if fails:
+        if fails and self.taken:
             self.index.restore_dirty(self.taken)
         else:
             self.index.forget_committed(self.index.commit(self.taken, []).flushed)
-        self.taken = []
+        self.taken = None
 
     @rule()
     def commit_without_the_last_step_then_crash(self) -> None:
         if self.taken:
             self.index.commit(self.taken, [])
+            self.taken = None
         self.crash()
 
     @rule()
     def crash(self) -> None:
         """A kill of the daemon: what was pinned or deleted stays so, the rest was of a kernel that is gone."""
+        if self.taken:
+            self.taken.end()
         self.index.close()
-        self.taken = []
+        self.taken = None
         base = Path(self.directory.name)
         self.index = Index(Environment(base / "durable", sync=False), Environment(base / "session", sync=False))
         self.index.recover_session(same_mount=False)
@@ -169,8 +173,8 @@ def test_an_inode_that_is_not_pinned_any_more_frees_its_extents(index: Index) ->
 def test_a_corrupt_extent_is_dropped_unless_it_was_replaced_meanwhile(index: Index) -> None:
     put(index, inode(7, 1))
     commit(index, (7, 0, extent(1, 1000)))
-    assert index.commit([], [], [(7, 0, 999)]).freed == []
-    assert index.commit([], [], [(7, 0, 1000)]).freed == [extent(1, 1000)]
+    assert index.commit(None, [], [(7, 0, 999)]).freed == []
+    assert index.commit(None, [], [(7, 0, 1000)]).freed == [extent(1, 1000)]
     assert index.totals.cached_files == 0
 
 
