@@ -11,7 +11,7 @@ SANITIZED := -m "not slow" -k "not memory" \
              tests/mount/test_fastpath_hazards.py tests/mount/test_large_files.py
 FUZZ_S    ?= 20
 
-.PHONY: demo test check fuzz stress format bench clean
+.PHONY: demo test check fuzz stress posix format bench clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.run
@@ -41,6 +41,11 @@ stress: $(VENV)/.dev
 	$(BIN)/python -m pytest tests/mount/test_stress.py -s --stress-seconds 600 --no-fastpath
 	$(BIN)/python -m pytest tests/mount/test_space.py --sequences 30
 	$(BIN)/python -m pytest tests/mount/test_space.py --sequences 30 --no-fastpath
+
+# pjdfstest on mounts, next to the disk underneath: make posix PJDFSTEST=directory-with-its-sources
+posix: $(VENV)/.dev
+	scripts/build-fastpath
+	PJDFSTEST="$(PJDFSTEST)" $(BIN)/python -m tests.posix
 
 # What arrives from the kernel, from a blob or from a predecessor's memory may be anything.
 fuzz:
