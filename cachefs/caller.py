@@ -118,18 +118,19 @@ class Caller:
 
     def _status(self) -> tuple[tuple[int, ...], int | None]:
         """(supplementary groups, effective capabilities); without /proc the primary group alone, and None."""
-        groups: tuple[int, ...] = (self.gid,)
-        effective: int | None = None
+        found: dict[bytes, list[bytes]] = {}
         try:
             with open(f"/proc/{self.pid}/status", "rb") as status:
                 for line in status:
-                    if line.startswith(b"Groups:"):
-                        groups = tuple(int(group) for group in line.split()[1:])
-                    elif line.startswith(b"CapEff:"):
-                        effective = int(line.split()[1], 16)
-        except OSError:
+                    name, _, value = line.partition(b":")
+                    found[name] = value.split()
+            ids = int(found[b"Uid"][3]), int(found[b"Gid"][3])
+            groups, effective = [int(group) for group in found[b"Groups"]], int(found[b"CapEff"][0], 16)
+        except (OSError, LookupError, ValueError):
             return (self.gid,), None
-        return groups, effective
+        if ids != (self.uid, self.gid):  # the caller is gone, and its number is another process's
+            return (self.gid,), None
+        return tuple(groups), effective
 
     def _shares_our_users(self) -> bool:
         """Is it in our user namespace? Its link in /proc needs CAP_SYS_PTRACE; the map needs nothing."""

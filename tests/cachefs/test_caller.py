@@ -16,7 +16,7 @@ root_only = pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
 _WAITS = "import sys; print(flush=True); sys.stdin.read()"
 
 
-def identity_of(command: list[str], uid: int = 0) -> Identity:
+def identity_of(command: list[str], uid: int = 0, gid: int = 0) -> Identity:
     """Of a process that runs `command` and then waits."""
     with subprocess.Popen(
         [*command, sys.executable, "-c", _WAITS], stdin=subprocess.PIPE, stdout=subprocess.PIPE
@@ -24,7 +24,7 @@ def identity_of(command: list[str], uid: int = 0) -> Identity:
         assert process.stdin is not None
         assert process.stdout is not None
         assert process.stdout.readline() == b"\n"
-        return Caller(uid, uid, process.pid).identity()
+        return Caller(uid, gid, process.pid).identity()
 
 
 def in_a_thread(function: Callable[[], object]) -> object:
@@ -48,7 +48,7 @@ def test_our_own_process_has_our_own_identity() -> None:
 @root_only
 def test_a_user_has_no_capabilities_but_its_groups() -> None:
     command = ["setpriv", "--reuid", "1234", "--regid", "4321", "--groups", "7,8", "--"]
-    assert identity_of(command, 1234) == Identity(1234, 1234, (7, 8), 0)
+    assert identity_of(command, 1234, 4321) == Identity(1234, 4321, (7, 8), 0)
 
 
 @root_only
@@ -59,7 +59,12 @@ def test_root_with_fewer_capabilities_keeps_fewer() -> None:
 
 @root_only
 def test_capabilities_of_another_user_namespace_do_not_count() -> None:
-    assert identity_of(["unshare", "--user", "--map-root-user", "--"], 1234).capabilities == 0
+    assert identity_of(["unshare", "--user", "--map-root-user", "--"]).capabilities == 0
+
+
+@root_only
+def test_a_process_that_got_the_number_of_another_lends_it_nothing() -> None:
+    assert Caller(1234, 4321, os.getpid()).identity() == Identity(1234, 4321, (4321,), 0)
 
 
 def test_a_process_that_is_gone_has_none() -> None:
