@@ -13,7 +13,7 @@ import os
 import time
 from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 import trio
@@ -25,7 +25,7 @@ from cachefs.environment import View
 from cachefs.metrics import Metrics
 from cachefs.single_flight import Flight, SingleFlight
 from cachefs.slots import SourceSlots
-from cachefs.source import Changed, Source
+from cachefs.source import Changed, Source, may_be_lost
 from policies.prefetch.sequential import CHUNK_BYTES, MAX_PIECES, window_bytes
 
 PAGE_BYTES = 4096
@@ -44,6 +44,19 @@ class OpenFile:
     handles: int = 0
     held: bool = False
     """The name has gone: `fd` is the only way to the data, and stays open."""
+    generation: int = 0
+    """Of the source that `fd` was opened in."""
+    stale: list[int] = field(default_factory=list)
+    """Descriptors of a source that has gone: calls may still use them. Closed with the last handle."""
+
+    def set_fd(self, fd: int, generation: int) -> None:
+        self.fd, self.generation = fd, generation
+
+    def drop_stale(self, generation: int) -> None:
+        """The source was mounted anew: what was opened before is dead."""
+        if self.fd is not None and self.generation != generation and not self.held:
+            self.stale.append(self.fd)
+            self.fd = None
 
 
 class Fetcher:
@@ -107,16 +120,28 @@ class Fetcher:
     async def _read_part(self, file: OpenFile, offset: int, length: int) -> tuple[bytes | memoryview, bool]:
         """Up to `length` bytes, at least one, and whether that was a hit."""
         while True:
-            inode = file.inode
+            inode, generation = file.inode, self._source.generation
+            file.drop_stale(generation)
             try:
                 return await self._read_version(file, inode, offset, length)
-            except Changed:
+            except OSError as error:
+                if not isinstance(error, Changed):
+                    if not await self.is_anew(error, generation):
+                        raise
+                    continue
                 # A rename or unlink by this mount moves the ctime: not a change behind our back.
                 own_change = self._own_change(inode.number)
                 if own_change is not None:
                     await own_change.wait()
                 if file.inode is inode:
                     raise
+
+    async def is_anew(self, error: OSError, generation: int) -> bool:
+        """After an error of a call by a descriptor: was the source mounted anew since then? Waits until it is known."""
+        if not may_be_lost(error):
+            return False
+        await self._slots.run(self._source.ask)
+        return self._source.generation != generation
 
     async def _read_version(
         self, file: OpenFile, inode: Inode, offset: int, length: int
@@ -271,18 +296,21 @@ class Fetcher:
         path = self._path_of(inode.number, view) if file.fd is None else b""
         keep = file.held or not self._data.is_small(inode)
         call = partial(self._source.read_version, path, inode, start, end - start, file.fd, keep=keep)
+        once = file.fd is not None  # another time that descriptor is closed, or dead
         if not keep:
             file.fd = None  # read once, closed in the thread that read it
-        flight = self._fetches.begin(key, partial(self._slots.start, call), finish)
+        flight = self._fetches.begin(key, partial(self._slots.start, call, once=once), finish)
         self._ranges.setdefault(version, {})[start, end] = flight
         return flight
 
     async def open_source(self, file: OpenFile) -> None:
         """Open the pinned version for as long as the file has handles. Raises `Changed` if it is gone."""
 
+        generation = self._source.generation
+
         def finish(answer: Outcome[int]) -> None:
             try:
-                file.fd = answer.unwrap()
+                file.set_fd(answer.unwrap(), generation)
             except Changed:
                 self._metrics.stale_reads += 1
                 self._changed(file.inode)

@@ -11,6 +11,8 @@ FSTYPE = "fuse.cachefs"
 
 @dataclass(frozen=True, slots=True)
 class Mount:
+    number: int
+    """Of the mount, not of its filesystem."""
     device: str  # major:minor
     mountpoint: str
     fstype: str
@@ -30,7 +32,13 @@ def mounts() -> list[Mount]:
             fields = line.split(" ")
             separator = fields.index("-")
             found.append(
-                Mount(fields[2], _unescape(fields[4]), fields[separator + 1], _unescape(fields[separator + 2]))
+                Mount(
+                    int(fields[0]),
+                    fields[2],
+                    _unescape(fields[4]),
+                    fields[separator + 1],
+                    _unescape(fields[separator + 2]),
+                )
             )
     return found
 
@@ -40,10 +48,31 @@ def top_mount(path: str) -> Mount | None:
     return next((m for m in reversed(mounts()) if m.mountpoint == path), None)
 
 
+def covering(path: str) -> Mount | None:
+    """The mount that an absolute path leads to; None where it cannot be told."""
+    found = None
+    for mount in mounts():
+        if beneath(mount.mountpoint, path) is not None and (
+            found is None or len(mount.mountpoint) >= len(found.mountpoint)
+        ):
+            found = mount
+    return found
+
+
+def fstype_of(fd: int) -> str:
+    """Of the mount that a descriptor belongs to, without asking it. Empty where that is not mounted anywhere."""
+    with open(f"/proc/self/fdinfo/{fd}") as lines:
+        numbers = [int(line.split()[1]) for line in lines if line.startswith("mnt_id:")]
+    return next((mount.fstype for mount in mounts() if mount.number in numbers), "")
+
+
 def absolute(path: str) -> str:
-    """A canonical path, without touching what is mounted at the path itself, which may be dead or hung."""
+    """A canonical path, without touching what is mounted at the path itself, which may be dead or hung.
+
+    Nor is the source of a mount of ours touched: its path in the mount table is canonical.
+    """
     plain = os.path.abspath(path)
-    if top_mount(plain) is not None:
+    if top_mount(plain) is not None or any(mount.fstype == FSTYPE and mount.source == plain for mount in mounts()):
         return plain
     parent, name = os.path.split(plain)
     joined = os.path.join(os.path.realpath(parent), name)

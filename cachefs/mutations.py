@@ -59,7 +59,7 @@ class Mutations:
                 raise failed(errno.EPERM)
 
     async def _run(self, function: Callable[[], T], *, discard: Callable[[T], object] | None = None) -> T:
-        return await self._fs.slots.run(function, discard=discard)
+        return await self._fs.slots.run(function, discard=discard, once=True)
 
     def _own_change(self, *changed: tuple[int, Stat]) -> None:
         """Store the new attributes of directories and inodes that this mount has just changed."""
@@ -83,10 +83,11 @@ class Mutations:
         """A handle of the new file and its record."""
         self._check_writable()
         path = self._fs.path_of(parent)
+        generation = self._fs.source.generation
         call = partial(self._source.create, path, name, flags, stat.S_IMODE(mode), caller)
         fd, now, directory = await self._run(call, discard=lambda made: close_quietly(made[0]))
         record = self._added(parent, name, now, directory, written=True)
-        return self._files.add_source_handle(record.number, fd, flags, caller.identity()), record
+        return self._files.add_source_handle(record.number, fd, flags, caller.identity(), generation), record
 
     async def open_for_writing(self, number: int, flags: int, caller: Caller) -> int:
         self._check_writable(number)
@@ -94,6 +95,7 @@ class Mutations:
         call = partial(self._source.open_file, path, flags, caller)
         # A reader must not make the file immutable while we wait for the source.
         self._files.writers[number] += 1
+        generation = self._fs.source.generation
         try:
             self._metadata.withdraw_freezable(number)
             fd = await self._run(call, discard=close_quietly)
@@ -105,7 +107,7 @@ class Mutations:
             close_quietly(fd)
             raise
         self._mark_written(number)
-        return self._files.add_source_handle(number, fd, flags, caller.identity())
+        return self._files.add_source_handle(number, fd, flags, caller.identity(), generation)
 
     def _mark_written(self, number: int) -> None:
         with self._metadata.index.update() as update:
@@ -114,16 +116,11 @@ class Mutations:
                 self._metadata.put_inode(update, record._replace(flags=record.flags | WRITTEN, expires_ns=0))
 
     async def write(self, handle: int, offset: int, data: bytes) -> int:
-        opened = self._files.handle(handle)
-        if not opened.writable:
-            raise failed(errno.EBADF)
-        writer = opened.writer or unknown_writer()
-        return await self._fs.slots.run(partial(self._source.pwrite, opened.fd, data, offset, writer))
+        writer = self._files.handle(handle).writer or unknown_writer()
+        return await self._files.write(handle, lambda fd: self._source.pwrite(fd, data, offset, writer))
 
     async def fsync(self, handle: int, data_only: bool) -> None:
-        opened = self._files.handle(handle)
-        if opened.writable:
-            await self._fs.slots.run(partial(self._source.fsync, opened.fd, data_only=data_only))
+        await self._files.fsync(handle, lambda fd: self._source.fsync(fd, data_only=data_only))
 
     async def fsync_directory(self, number: int) -> None:
         if not self._fs.options.read_only:
@@ -135,11 +132,12 @@ class Mutations:
         self._check_writable(number)
         opened = self._files.handles.get(handle) if handle is not None else None
         if changes.size is not None:
+            size = changes.size
             if opened is not None and opened.writable:
-                call = partial(self._source.ftruncate, opened.fd, changes.size, caller)
+                now = await self._files.use(opened, lambda fd: self._source.ftruncate(fd, size, caller))
             else:
-                call = partial(self._source.truncate, self._fs.path_of(number), changes.size, caller)
-            self._files.store_own_change(number, await self._run(call), written=True)
+                now = await self._run(partial(self._source.truncate, self._fs.path_of(number), size, caller))
+            self._files.store_own_change(number, now, written=True)
         if changes.mode is not None and not self._comes_with_a_write(number, changes.mode, caller):
             mode = stat.S_IMODE(changes.mode)
             await self._change(caller, "chmod", number, lambda name: os.chmod(name, mode))
@@ -184,12 +182,11 @@ class Mutations:
         return atime, mtime
 
     async def _change(self, caller: Caller, operation: str, number: int, make: Callable[[str], None]) -> None:
-        async with self._files.writable_descriptor(number) as fd:
-            if fd is not None:  # it may have no name any more
-                call = partial(self._source.change_open, operation, fd, make, caller)
+        async with self._files.writable_handle(number) as opened:
+            if opened is not None:  # it may have no name any more
+                now = await self._files.use(opened, lambda fd: self._source.change_open(operation, fd, make, caller))
             else:
-                call = partial(self._source.change, operation, self._fs.path_of(number), make, caller)
-            now = await self._run(call)
+                now = await self._run(partial(self._source.change, operation, self._fs.path_of(number), make, caller))
         self._files.store_own_change(number, now)
 
     async def setxattr(self, number: int, name: bytes, value: bytes, caller: Caller) -> None:

@@ -15,8 +15,10 @@ from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequenc
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from typing import TypeVar
 
 import trio
+from outcome import Outcome
 
 from cachefs import shares
 from cachefs.attributes import FREEZABLE, IMMUTABLE, STALE, UNLINKED, WRITTEN, Inode, Stat, inode_key, inode_of_key
@@ -29,7 +31,10 @@ from cachefs.metrics import Metrics
 from cachefs.options import CacheLevel
 from cachefs.paths import links_of
 from cachefs.shares import UNKNOWN, Shares
+from cachefs.single_flight import SingleFlight
 from cachefs.source import Changed
+
+T = TypeVar("T")
 
 FAST_HANDLE = 1 << 63
 """In a handle: the fast path gave it out, or nobody did; the rest is the inode (hazard 2)."""
@@ -37,8 +42,9 @@ RECENT_FILES = 64
 RESERVED_DESCRIPTORS = 1536
 """Of the process: for calls to the source, directories, the index and connections. A quarter where there are few."""
 _HANDLE = b"handle:"
-_SAVED = struct.Struct("<2IQq")  # flags of the value, flags of open(2), inode, owner; then who writes
+_SAVED = struct.Struct("<2IQq")  # flags of the value, flags of open(2) and those below, inode, owner; then who writes
 _SAVED_BEFORE = struct.Struct("<2IQ")  # of a daemon that knew no owners
+_UNSYNCED, _DAMAGED = 1 << 31, 1 << 30
 
 log = logging.getLogger(__name__)
 
@@ -48,19 +54,36 @@ class Handle:
     """An open file: either an immutable one, served from the cache, or a descriptor of the source."""
 
     number: int
+    """Of the inode."""
     file: OpenFile | None = None
     fd: int = -1
+    """-1: it is still to be opened by this daemon. Asked for by `OpenFiles.use`."""
     writable: bool = False
     flags: int = os.O_RDONLY
     """O_RDONLY, O_WRONLY or O_RDWR: how to open it again."""
     writer: Identity | None = None
     """Who opened it for writing, and makes its writes. None: not known."""
+    handle: int = 0
+    """What the kernel knows it by."""
     borrowers: int = 0
     """Who uses `fd` besides requests on this very handle."""
     released: bool = False
     """Closed by its owner; the last borrower closes `fd`."""
     owner: int = field(default_factory=shares.owner)
     """Whose place among the descriptors it takes (shares.py)."""
+    generation: int = 0
+    """Of the source that `fd` was opened in."""
+    writes: int = 0
+    unsynced: bool = False
+    """Something was written and not synced: it may be lost with the source."""
+    damaged: bool = False
+    """It may have been lost; the next write, fsync or close says so."""
+    stale: list[int] = field(default_factory=list)
+    """Descriptors of a source that has gone: calls may still use them."""
+
+    def close(self) -> None:
+        """In a thread."""
+        close_all([fd for fd in (self.fd, *self.stale) if fd >= 0])
 
 
 class OpenFiles:
@@ -110,6 +133,8 @@ class OpenFiles:
         """How many writable handles an inode has."""
         self.reader_of: Callable[[int], int] = lambda _: UNKNOWN
         """Whom the fast path reads an inode for."""
+        self._reopens: SingleFlight[int, None] = SingleFlight()
+        """By the identity of the handle."""
         self._descriptors = Shares(_descriptors_for_handles())
         """By owner: handles, those that are being opened included. Each may need a descriptor."""
 
@@ -134,19 +159,88 @@ class OpenFiles:
         return UNKNOWN if opened is None else opened.owner
 
     async def getattr(self, number: int) -> Entry:
-        async with self.writable_descriptor(number) as fd:
-            if fd is None:
+        async with self.writable_handle(number) as opened:
+            if opened is None:
                 return await self._fs.getattr(number)
             # The name may be gone, or lead to another file by now; the descriptor cannot.
-            now = await self._slots.run(partial(self._source.fstat, fd))
+            now = await self.use(opened, self._source.fstat)
         record = self._fs.record(number).with_stat(now)
         with self._metadata.index.update() as update:
             self._metadata.put_inode(update, record)
         return Entry(record, 0.0 if record.flags & UNLINKED else min(1.0, self._options.unpinned_timeout_s))
 
+    # --- descriptors of the source ---------------------------------------------------------------------------------
+
+    async def use(self, opened: Handle, function: Callable[[int], T], *, tells: bool = False) -> T:
+        """Call `function` in a thread with a descriptor of the handle, again if the source is mounted anew meanwhile.
+
+        `tells`: the caller must hear of writes that may be lost. EIO, once, as fsync(2) does it.
+        """
+        while True:
+            fd = await self._descriptor(opened)
+            if tells and opened.damaged:
+                opened.damaged = False
+                self._save(opened)
+                raise failed(errno.EIO)
+            generation = opened.generation
+            try:
+                return await self._slots.run(partial(function, fd), once=True)
+            except OSError as error:
+                if not await self._fetcher.is_anew(error, generation):
+                    raise
+
+    async def _descriptor(self, opened: Handle) -> int:
+        if opened.generation != self._source.generation and opened.unsynced:
+            opened.unsynced, opened.damaged = False, True
+            self._save(opened)
+        if opened.fd < 0 or opened.generation != self._source.generation:
+            await self._reopen(opened)
+        return opened.fd
+
+    async def _reopen(self, opened: Handle) -> None:
+        """Open again what another daemon had open, or what was open in a source that has gone."""
+        generation = self._source.generation
+
+        def finish(answer: Outcome[int]) -> None:
+            fd = answer.unwrap()
+            if opened.fd >= 0:
+                opened.stale.append(opened.fd)
+            opened.fd, opened.generation = fd, generation
+            if opened.released and not opened.borrowers:
+                self._slots.start(opened.close, lambda _: None, once=True)
+
+        if opened.released:
+            raise failed(errno.EBADF)
+        record = self._fs.record(opened.number)
+        call = partial(self._source.open_again, self._fs.path_of(opened.number), opened.flags, record)
+        start = partial(self._slots.start, call, discard=close_quietly)
+        await self._reopens.begin(id(opened), start, finish).wait()
+
+    async def write(self, handle: int, function: Callable[[int], T]) -> T:
+        """`function` writes to the descriptor that it is given."""
+        opened = self.handle(handle)
+        if not opened.writable:
+            raise failed(errno.EBADF)
+        result = await self.use(opened, function, tells=True)
+        opened.writes += 1
+        if not opened.unsynced:
+            opened.unsynced = True
+            self._save(opened)
+        return result
+
+    async def fsync(self, handle: int, function: Callable[[int], T]) -> None:
+        """`function` syncs the descriptor that it is given."""
+        opened = self.handle(handle)
+        if opened.writable:
+            writes = opened.writes
+            await self.use(opened, function, tells=True)
+            if opened.unsynced and opened.writes == writes:
+                opened.unsynced = False
+                self._save(opened)
+
     @asynccontextmanager
-    async def writable_descriptor(self, number: int) -> AsyncIterator[int | None]:
-        """A descriptor of the source by which a mutable file is open for writing; open while the block runs."""
+    async def writable_handle(self, number: int) -> AsyncIterator[Handle | None]:
+        """A handle by which a mutable file is open for writing; its descriptor is open while the block runs."""
         opened = None
         if self.writers[number]:
             opened = next((h for h in self.handles.values() if h.number == number and h.writable), None)
@@ -155,11 +249,13 @@ class OpenFiles:
             return
         opened.borrowers += 1
         try:
-            yield opened.fd
+            yield opened
         finally:
             opened.borrowers -= 1
             if opened.released and not opened.borrowers:
-                await self._slots.run(partial(close_quietly, opened.fd))
+                await self._slots.run(opened.close, once=True)
+
+    # --- opening ---------------------------------------------------------------------------------------------------
 
     async def open_for_reading(self, number: int) -> tuple[int, bool]:
         """A handle, and whether the kernel may keep the pages it has. Makes the file immutable, unless it may not."""
@@ -177,8 +273,9 @@ class OpenFiles:
         if self._metadata.is_pinned(record):
             record = await self._fs.believed(number, record)
         if not self._may_be_immutable(record):
+            generation = self._source.generation
             fd = await self._open_source(number)
-            return self._add_handle(Handle(number, fd=fd)), False
+            return self._add_handle(Handle(number, fd=fd, generation=generation)), False
         file = self._shared(record) if self._is_immutable(record) else await self._pin(record)
         if fetch_at_once:
             with self._metadata.index.view() as view:
@@ -276,6 +373,7 @@ class OpenFiles:
             # The fast path compares what it fetches; a record that still counts is as good as another look.
             with self._metadata.index.update() as update:
                 return self._shared(self._metadata.pin_file(update, record))
+        generation = self._source.generation
         call = partial(self._source.open_and_stat, self._fs.path_of(number))
         fd, now = await self._slots.run(call, discard=lambda opened: close_quietly(opened[0]))
         try:
@@ -292,55 +390,79 @@ class OpenFiles:
             raise
         file = self._shared(current)
         if file.fd is None:
-            file.fd = fd
+            file.set_fd(fd, generation)
         else:
             close_quietly(fd)
         return file
 
     def _add_handle(self, handle: Handle) -> int:
-        number = self._next_handle
+        handle.handle = self._next_handle
         self._next_handle += 1
-        self.handles[number] = handle
-        if self._unseen_handles:
-            saved = _SAVED.pack(0, handle.flags, handle.number, handle.owner) + (
-                handle.writer.pack() if handle.writer else b""
-            )
-            with self._metadata.index.update() as update:
-                update.put(Table.META, _HANDLE + inode_key(number), saved)
-        return number
+        self.handles[handle.handle] = handle
+        self._save(handle)
+        return handle.handle
 
-    def add_source_handle(self, number: int, fd: int, flags: int, writer: Identity) -> int:
-        """`flags`: of open(2). Within `opening`."""
+    def _save(self, opened: Handle) -> None:
+        """Write a handle down for the next daemon."""
+        if self._unseen_handles and not opened.released:
+            flags = opened.flags | _UNSYNCED * opened.unsynced | _DAMAGED * opened.damaged
+            value = _SAVED.pack(0, flags, opened.number, opened.owner)
+            value += opened.writer.pack() if opened.writer else b""
+            with self._metadata.index.update() as update:
+                update.put(Table.META, _HANDLE + inode_key(opened.handle), value)
+
+    def add_source_handle(self, number: int, fd: int, flags: int, writer: Identity, generation: int) -> int:
+        """`flags`: of open(2). `generation`: of the source, before `fd` was opened. Within `opening`."""
         writable = flags & os.O_ACCMODE != os.O_RDONLY
         if writable:
             self.writers[number] += 1
-        return self._add_handle(Handle(number, fd=fd, writable=writable, flags=flags & os.O_ACCMODE, writer=writer))
+        flags &= os.O_ACCMODE
+        opened = Handle(number, fd=fd, writable=writable, flags=flags, writer=writer, generation=generation)
+        return self._add_handle(opened)
 
-    async def restore(self) -> None:
-        """Open again what a daemon that died had open: the kernel still has those handles."""
+    def restore(self) -> list[Handle]:
+        """Take over what a daemon that died had open: the kernel still has those handles.
+
+        The source is not asked for anything: see `reopen`. What it is to open again.
+        """
         with self._metadata.index.view() as view:
             saved = [(inode_of_key(key[len(_HANDLE) :]), value) for key, value in view.scan(Table.META, _HANDLE)]
+        found = []
         for handle, value in saved:
             known = len(value) >= _SAVED.size
             _, flags, number, owner = _SAVED.unpack_from(value) if known else (*_SAVED_BEFORE.unpack(value), UNKNOWN)
             writer = Identity.unpack(value[_SAVED.size :]) if len(value) > _SAVED.size else None
-            writable = flags & os.O_ACCMODE != os.O_RDONLY
-            try:
-                record = self._fs.record(number)
-                if not writable and self._is_immutable(record):
-                    self._restored(handle, Handle(number, file=self._shared(record), owner=owner))
-                    continue
-                call = partial(self._source.open_file, self._fs.path_of(number), flags | os.O_NONBLOCK)
-                fd = await self._slots.run(call, discard=close_quietly)
-            except OSError as error:
-                log.warning("a handle of inode %d is lost with the daemon that had it: %s", number, error.strerror)
+            mode = flags & os.O_ACCMODE
+            writable = mode != os.O_RDONLY
+            opened = Handle(number, writable=writable, flags=mode, handle=handle, owner=owner, writer=writer)
+            opened.unsynced, opened.damaged = bool(flags & _UNSYNCED), bool(flags & _DAMAGED)
+            with self._metadata.index.view() as view:
+                record = self._metadata.inode(view, number)
+            if record is None:
+                log.warning("a handle of inode %d is lost with the daemon that had it", number)
                 continue
-            self._restored(handle, Handle(number, fd=fd, writable=writable, flags=flags, owner=owner, writer=writer))
+            if not writable and self._is_immutable(record):
+                opened.file = self._shared(record)
+            else:
+                found.append(opened)
+            self.handles[handle] = opened
+            self._descriptors.take(owner)
             self.writers[number] += writable
+        return found
 
-    def _restored(self, number: int, handle: Handle) -> None:
-        self.handles[number] = handle
-        self._descriptors.take(handle.owner)
+    async def reopen(self, restored: Iterable[Handle]) -> None:
+        """Before the names of these files go. A source that does not answer now is asked again when they are used."""
+
+        async def one(opened: Handle) -> None:
+            try:
+                await self._descriptor(opened)
+            except OSError as error:
+                if not opened.released:
+                    log.warning("inode %d, which is open, cannot be opened now: %s", opened.number, error.strerror)
+
+        async with trio.open_nursery() as nursery:
+            for opened in restored:
+                nursery.start_soon(one, opened)
 
     def handle(self, number: int) -> Handle:
         try:
@@ -354,7 +476,7 @@ class OpenFiles:
         opened = self.handle(handle)
         if opened.file is not None:
             return await self._fetcher.read(opened.file, offset, size)
-        data = await self._slots.run(partial(self._source.pread, opened.fd, size, offset))
+        data = await self.use(opened, lambda fd: self._source.pread(fd, size, offset))
         self._metrics.misses += 1
         self._metrics.miss_bytes += len(data)
         return data
@@ -409,7 +531,7 @@ class OpenFiles:
         opened = self.handle(handle)
         if opened.writable:
             self._source.counters.add("close")
-            await self._slots.run(lambda: os.close(os.dup(opened.fd)))
+            await self.use(opened, lambda fd: os.close(os.dup(fd)), tells=True)
             self._fs.expire(opened.number)
 
     async def release(self, handle: int) -> None:
@@ -421,7 +543,6 @@ class OpenFiles:
                 update.delete(Table.META, _HANDLE + inode_key(handle))
         self._descriptors.give(opened.owner)
         opened.released = True
-        fd: int | None = opened.fd if opened.file is None and not opened.borrowers else None
         if opened.writable:
             self.writers[opened.number] -= 1
             if self.writers[opened.number] == 0:
@@ -429,16 +550,16 @@ class OpenFiles:
                 self._fs.expire(opened.number)
         if opened.file is not None:
             await self._let_go(opened.file)
-        if fd is not None:
-            await self._slots.run(partial(close_quietly, fd))
+        elif not opened.borrowers and opened.fd >= 0:
+            await self._slots.run(opened.close, once=True)
 
     async def _let_go(self, file: OpenFile) -> None:
         file.handles -= 1
         if file.handles == 0:
             self._files.pop((file.inode.number, file.inode.version), None)
-            fd, file.fd = file.fd, None
-            if fd is not None:
-                await self._slots.run(partial(close_quietly, fd))
+            fds, file.fd, file.stale = [fd for fd in (file.fd, *file.stale) if fd is not None], None, []
+            if fds:
+                await self._slots.run(partial(close_all, fds), once=True)
 
     async def forget(self, forgotten: Sequence[tuple[int, int]]) -> None:
         """The kernel forgot inodes: (number, count). Nobody can have them open any more."""
@@ -473,9 +594,11 @@ class OpenFiles:
                 wanted = record is not None and self._is_immutable(record) and not self._data.holds_all(view, record)
             if record is not None and wanted:
                 self._held[number] = self._shared(record)
+        await self.reopen(h for h in list(self.handles.values()) if h.number == number and h.file is None and h.fd < 0)
         for (inode, _), file in list(self._files.items()):
             if inode == number:
                 try:
+                    file.drop_stale(self._source.generation)
                     await self._fetcher.open_source(file)
                     file.held = True
                 except Changed:
@@ -506,7 +629,7 @@ class OpenFiles:
             self.store_own_change(number, await self._slots.run(partial(self._source.lstat, path)))
             return
         for (inode, _), file in list(self._files.items()):
-            if inode == number and file.fd is not None:
+            if inode == number and file.fd is not None and file.generation == self._source.generation:
                 self.store_own_change(number, await self._slots.run(partial(self._source.fstat, file.fd)))
 
     async def close(self) -> None:
@@ -520,3 +643,8 @@ class OpenFiles:
 def _descriptors_for_handles() -> int:
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     return limit - min(RESERVED_DESCRIPTORS, limit // 4)
+
+
+def close_all(fds: Iterable[int]) -> None:
+    for fd in fds:
+        close_quietly(fd)

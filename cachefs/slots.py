@@ -8,6 +8,11 @@ notices when the source is back. A hit never comes here.
 Slots are shared by owner (shares.py): what one user is blocked in blocks no other. A file that another process holds a
 lease on cannot be opened yet (`Busy`): the call gives its slot back, pauses, and is made again until its deadline.
 
+A source that was mounted anew answers ENOTCONN to whoever has its old root. A call that fails like that is kept, and
+`on_doubt` is told, until `resume` says what is true of the root; between `suspend` and `resume` new calls are kept as
+well. A kept call runs again with what is left of its time. Calls that cannot be made twice, or that use a descriptor of
+their own, are made `once`: they fail with the error that they got.
+
 Why not `trio.to_thread`: a fetch begins in the middle of the OPEN that announces it, before that is answered, and a
 first epoch is made of such fetches. `start` costs a queue and a wake-up where a nursery task, a limiter, a cancel
 scope and a worker of trio's cost five times as much. One task looks after all deadlines.
@@ -31,9 +36,28 @@ import trio
 from cachefs import shares
 from cachefs.errors import Busy
 from cachefs.shares import Shares
+from cachefs.source import may_be_lost
 
 T = TypeVar("T")
 
+MAX_KEPT = 512
+"""Calls that wait for a source that has gone; more fail at once."""
+FAILURES = frozenset(
+    {
+        errno.ECONNABORTED,
+        errno.ECONNRESET,
+        errno.EHOSTDOWN,
+        errno.EHOSTUNREACH,
+        errno.EIO,
+        errno.ENETDOWN,
+        errno.ENETUNREACH,
+        errno.ENOTCONN,
+        errno.EREMOTEIO,
+        errno.ESHUTDOWN,
+        errno.ETIMEDOUT,
+    }
+)
+"""Errors of the source itself, not of what was asked for. ESTALE counts where no comparison said so."""
 PROBE_INTERVAL_S = 1.0
 MAX_PROBES = 4
 FIRST_PAUSE_S = 0.001
@@ -44,17 +68,33 @@ _WATCH_SHARE = 20  # deadlines are looked at this often within a timeout
 class Call(Generic[T]):
     """One call. Its state changes on the trio thread only, but for `returned`, which its own thread sets."""
 
-    __slots__ = ("abandoned", "deadline", "discard", "done", "function", "owner", "pause_s", "probe", "running")
+    __slots__ = (
+        "abandoned",
+        "checked",
+        "deadline",
+        "discard",
+        "done",
+        "function",
+        "once",
+        "owner",
+        "pause_s",
+        "probe",
+        "running",
+    )
 
     def __init__(
         self,
         function: Callable[[], T],
         done: Callable[[outcome.Outcome[T]], None],
         discard: Callable[[T], object] | None,
+        once: bool,
     ) -> None:
         self.function = function
         self.done = done
         self.discard = discard
+        self.once = once
+        self.checked = False
+        """It failed as if the source were lost, and the source was not."""
         self.owner = shares.owner()
         self.deadline = 0.0
         self.pause_s = FIRST_PAUSE_S
@@ -81,6 +121,11 @@ class SourceSlots:
         self._pausing: dict[Call[Any], None] = {}
         self._retries: list[tuple[float, int, Call[Any]]] = []
         """A heap: when calls that pause are made again."""
+        self._kept: dict[Call[Any], None] = {}
+        """Until `resume`."""
+        self._places = Shares(MAX_KEPT)
+        """Of calls that are kept."""
+        self._suspended = False
         self._numbers = itertools.count()
         self._pause_begun = trio.Event()
         self._probes: Counter[int] = Counter()
@@ -89,6 +134,10 @@ class SourceSlots:
         self.stuck = 0
         """How many calls were abandoned and have not returned."""
         self.timeouts = 0
+        self.failures = 0
+        """Calls that failed for want of the source."""
+        self.on_doubt: Callable[[OSError], None] | None = None
+        """Told of errors that a source gives which has gone. None: no call is kept for that."""
 
     def start(
         self,
@@ -96,6 +145,7 @@ class SourceSlots:
         done: Callable[[outcome.Outcome[T]], None],
         *,
         discard: Callable[[T], object] | None = None,
+        once: bool = False,
     ) -> Callable[[], None]:
         """Call `function` in a thread, later `done` with its outcome on the trio thread. Never blocks.
 
@@ -103,10 +153,12 @@ class SourceSlots:
 
         `discard` is given the result of an abandoned call, such as a descriptor to close.
         """
-        call = Call(function, done, discard)
+        call = Call(function, done, discard, once)
         now = self._clock()
         call.deadline = now + self.timeout_s
-        if not self._is_stuck(call.owner):
+        if self._suspended:
+            self._keep(call)
+        elif not self._is_stuck(call.owner):
             self._begin_or_wait(call)
         elif now < self._next_probe.get(call.owner, -math.inf) or self._probes[call.owner] >= MAX_PROBES:
             refusal = OSError(errno.ETIMEDOUT, "the source does not answer")
@@ -165,12 +217,16 @@ class SourceSlots:
         else:
             self._end_probe(call)
             del self._running[call]
-            call.done(answer)
+            if isinstance(answer, outcome.Error) and isinstance(answer.error, OSError):
+                self._failed(call, answer, answer.error)
+            else:
+                call.done(answer)
         self._begin_waiting()
 
     def _end_probe(self, call: Call[Any]) -> None:
         if call.probe:
             self._probes[call.owner] -= 1
+            call.probe = False
 
     def _begin_waiting(self) -> None:
         """Give free slots to calls that wait, one owner after the other."""
@@ -202,6 +258,40 @@ class SourceSlots:
                 del self._pausing[call]
                 self._begin_or_wait(call)
 
+    def _failed(self, call: Call[Any], answer: outcome.Error, error: OSError) -> None:
+        doubtful = may_be_lost(error)
+        self.failures += error.errno in FAILURES or doubtful
+        if not doubtful or call.checked or self.on_doubt is None:
+            call.done(answer)
+            return
+        if call.once:
+            call.done(answer)
+        else:
+            call.running = False
+            self._keep(call)
+        self.on_doubt(error)
+
+    def _keep(self, call: Call[Any]) -> None:
+        if self._places.is_full(call.owner):
+            self.timeouts += 1
+            self._token.run_sync_soon(call.done, outcome.Error(OSError(errno.ETIMEDOUT, "the source has gone")))
+        else:
+            self._places.take(call.owner)
+            self._kept[call] = None
+
+    def suspend(self) -> None:
+        """The source has gone: keep all calls until `resume`."""
+        self._suspended = True
+
+    def resume(self, *, anew: bool) -> None:
+        """Make the calls that were kept. `anew`: the source was mounted anew; else nothing was wrong with it."""
+        self._suspended = False
+        kept, self._kept = self._kept, {}
+        for call in kept:
+            self._places.give(call.owner)
+            call.checked = not anew
+            self._begin_or_wait(call)
+
     async def watch(self) -> None:
         """The task that abandons overdue calls and repeats those that pause. For ever, until cancelled."""
         next_look = -math.inf
@@ -219,7 +309,8 @@ class SourceSlots:
     def abandon_overdue(self) -> None:
         now = self._clock()
         waiting = itertools.chain.from_iterable(self._waiting.values())
-        overdue = [call for call in (*self._running, *waiting, *self._pausing) if call.deadline <= now]
+        calls = (*self._running, *waiting, *self._pausing, *self._kept)
+        overdue = [call for call in calls if call.deadline <= now]
         for call in overdue:
             if call.running:
                 del self._running[call]
@@ -229,6 +320,9 @@ class SourceSlots:
             elif call in self._pausing:
                 del self._pausing[call]
                 self._end_probe(call)
+            elif call in self._kept:
+                del self._kept[call]
+                self._places.give(call.owner)
             else:
                 self._waiting[call.owner].remove(call)
                 if not self._waiting[call.owner]:
@@ -236,7 +330,9 @@ class SourceSlots:
             self.timeouts += 1
             call.done(outcome.Error(OSError(errno.ETIMEDOUT, os.strerror(errno.ETIMEDOUT))))
 
-    async def run(self, function: Callable[[], T], *, discard: Callable[[T], object] | None = None) -> T:
+    async def run(
+        self, function: Callable[[], T], *, discard: Callable[[T], object] | None = None, once: bool = False
+    ) -> T:
         task = trio.lowlevel.current_task()
         gone = False
 
@@ -251,7 +347,7 @@ class SourceSlots:
             gone = True
             return trio.lowlevel.Abort.SUCCEEDED
 
-        self.start(function, done, discard=discard)
+        self.start(function, done, discard=discard, once=once)
         result: T = await trio.lowlevel.wait_task_rescheduled(cancelled)
         return result
 

@@ -57,21 +57,51 @@ class Changed(OSError):
         super().__init__(errno.ESTALE, os.strerror(errno.ESTALE))
 
 
-class Source:
-    """The source behind `root_fd`, a descriptor opened O_RDONLY | O_DIRECTORY before anything is mounted."""
+LOST_ERRORS = frozenset({errno.ENOTCONN, errno.ESTALE, errno.ESHUTDOWN, errno.ECONNABORTED})
+"""What the kernel says when the mount behind a descriptor has gone; ECONNABORTED to calls that were under way."""
 
-    def __init__(self, root_fd: int, *, simulate_latency_s: float = 0.0) -> None:
+
+def may_be_lost(error: BaseException) -> bool:
+    """Does this error of a call mean that the source may have gone? Its root knows (daemon/source_connection.py)."""
+    return isinstance(error, OSError) and error.errno in LOST_ERRORS and not isinstance(error, Changed)
+
+
+class Source:
+    """The source behind `root_fd`, a descriptor opened O_RDONLY | O_DIRECTORY before anything is mounted.
+
+    The number of the descriptor stays the same when the source is mounted anew (`reconnect`). To make a `Source` asks
+    the source for nothing: a successor does so while the source hangs.
+    """
+
+    def __init__(self, root_fd: int, *, root_device: int | None = None, simulate_latency_s: float = 0.0) -> None:
+        """`root_device`: st_dev of `root_fd`, which is asked for where it is not given."""
         self.root_fd = root_fd
-        self.root_device = os.fstat(root_fd).st_dev
+        self.root_devices: tuple[int, ...] = (os.fstat(root_fd).st_dev if root_device is None else root_device,)
+        """The one of now, and the one before, by which calls that are under way may have been answered."""
+        self.generation = 0
+        """How often the source was mounted anew. Descriptors of an earlier generation are dead."""
         self.counters = SourceCounters()
         self._latency_s = simulate_latency_s
-        self._has_openat2 = True
-        try:
-            os.close(syscalls.openat2(root_fd, b".", os.O_PATH | os.O_DIRECTORY))
-        except OSError as error:
-            if error.errno not in (errno.ENOSYS, errno.EPERM):  # EPERM: an old seccomp profile
-                raise
-            self._has_openat2 = False
+        self._has_openat2 = _has_openat2()
+
+    @property
+    def root_device(self) -> int:
+        return self.root_devices[0]
+
+    def reconnect(self, fd: int) -> None:
+        """Go on with another root, which was compared with the one of before. Closes `fd`. From any thread."""
+        self.root_devices = (os.fstat(fd).st_dev, self.root_devices[0])
+        os.dup2(fd, self.root_fd, inheritable=False)
+        os.close(fd)
+        self.generation += 1
+
+    def ask(self) -> None:
+        """Does the root answer? Raises what it says; the kernel's memory of it does not count. Not counted."""
+        syscalls.statx(self.root_fd, b"", ask=True)
+
+    def stat(self, fd: int, name: bytes = b"") -> Stat:
+        """lstat of a name in a directory, or of `fd` itself. Not counted."""
+        return syscalls.statx(fd, name, self.root_devices)
 
     def round_trip(self, operation: str) -> None:
         """Count one system call that asks the source; wait as long as a parallel filesystem would take."""
@@ -119,10 +149,10 @@ class Source:
     def lstat(self, path: bytes) -> Stat:
         self.round_trip("lstat")
         if not path:
-            return syscalls.statx(self.root_fd, b"", self.root_device)
+            return self.stat(self.root_fd)
         fd = self._open(path, os.O_PATH | os.O_NOFOLLOW)
         try:
-            return syscalls.statx(fd, b"", self.root_device)
+            return self.stat(fd)
         finally:
             os.close(fd)
 
@@ -133,7 +163,7 @@ class Source:
             for name in names:
                 self.round_trip("lstat")
                 try:
-                    results.append(syscalls.statx(fd, name, self.root_device))
+                    results.append(self.stat(fd, name))
                 except FileNotFoundError:
                     results.append(None)
         return results
@@ -188,7 +218,7 @@ class Source:
 
     def fstat(self, fd: int) -> Stat:
         self.counters.add("fstat")
-        return syscalls.statx(fd, b"", self.root_device)
+        return self.stat(fd)
 
     def open_version(self, path: bytes, expected: Inode) -> int:
         """Open a regular file that must be the version that was pinned. Raises `Changed` if it is not."""
@@ -217,7 +247,7 @@ class Source:
             or now.st_mtime_ns != expected.mtime_ns
             or now.st_size != expected.size
             or now.st_ino != expected.source_inode
-            or now.st_dev != (expected.device or self.root_device)
+            or (expected.device and now.st_dev != expected.device)
             or not stat.S_ISREG(now.st_mode)
         ):
             raise Changed
@@ -230,6 +260,17 @@ class Source:
         except BaseException:
             os.close(fd)
             raise
+
+    def open_again(self, path: bytes, flags: int, expected: Inode) -> int:
+        """Open what had been open. Raises `Changed` where its name leads to another file."""
+        fd = self.open_file(path, flags | os.O_NONBLOCK)
+        try:
+            if self.fstat(fd).inode != expected.source_inode:
+                raise Changed
+        except BaseException:
+            os.close(fd)
+            raise
+        return fd
 
     def pread(self, fd: int, length: int, offset: int) -> bytes:
         """`length` bytes, fewer only at the end of the file."""
@@ -274,3 +315,17 @@ class Source:
         finally:
             if not keep:
                 os.close(fd)
+
+
+def _has_openat2() -> bool:
+    """Asked of the root directory of this machine, not of the source, which may hang."""
+    root = os.open("/", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.close(syscalls.openat2(root, b".", os.O_PATH | os.O_DIRECTORY))
+    except OSError as error:
+        if error.errno not in (errno.ENOSYS, errno.EPERM):  # EPERM: an old seccomp profile
+            raise
+        return False
+    finally:
+        os.close(root)
+    return True

@@ -26,7 +26,7 @@ class SourceWriter:
 
     def _stat(self, fd: int, name: bytes = b"") -> Stat:
         self._source.counters.add("lstat")
-        return syscalls.statx(fd, name, self._source.root_device)
+        return self._source.stat(fd, name)
 
     def create(self, directory: bytes, name: bytes, flags: int, mode: int, caller: Caller) -> tuple[int, Stat, Stat]:
         """(descriptor, the file, its directory)"""

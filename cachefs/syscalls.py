@@ -7,6 +7,7 @@ import ctypes
 import errno
 import os
 import struct
+from collections.abc import Container
 
 from cachefs.attributes import NANOSECONDS, Stat
 from cachefs.errors import Busy
@@ -20,6 +21,7 @@ _libc.statx.argtypes = [ctypes.c_int, ctypes.c_char_p, ctypes.c_int, ctypes.c_ui
 
 AT_SYMLINK_NOFOLLOW = 0x100
 AT_EMPTY_PATH = 0x1000
+_AT_STATX_FORCE_SYNC = 0x2000
 _STATX_BASIC_AND_BTIME = 0x7FF | 0x800
 _STATX_BTIME = 0x800
 _STATX = struct.Struct("=IIQIIIHxxQQQQ" + "qI4x" * 4 + "IIII")
@@ -41,10 +43,13 @@ def _fail(path: bytes | None = None) -> OSError:
     return OSError(number, os.strerror(number), os.fsdecode(path) if path is not None else None)
 
 
-def statx(directory_fd: int, path: bytes, root_device: int = -1) -> Stat:
-    """lstat of `path` in `directory_fd`, or of the descriptor itself for an empty path. Follows no symlink."""
+def statx(directory_fd: int, path: bytes, root_devices: Container[int] = (), *, ask: bool = False) -> Stat:
+    """lstat of `path` in `directory_fd`, or of the descriptor itself for an empty path. Follows no symlink.
+
+    `root_devices`: device numbers that become 0. `ask`: what the kernel remembers does not count.
+    """
     buffer = ctypes.create_string_buffer(256)
-    flags = AT_SYMLINK_NOFOLLOW | (0 if path else AT_EMPTY_PATH)
+    flags = AT_SYMLINK_NOFOLLOW | (0 if path else AT_EMPTY_PATH) | (_AT_STATX_FORCE_SYNC if ask else 0)
     if _libc.statx(directory_fd, path, flags, _STATX_BASIC_AND_BTIME, buffer) != 0:
         raise _fail(path)
     (
@@ -66,7 +71,7 @@ def statx(directory_fd: int, path: bytes, root_device: int = -1) -> Stat:
         mtime * NANOSECONDS + mtime_ns,
         ctime * NANOSECONDS + ctime_ns,
         btime * NANOSECONDS + btime_ns if mask & _STATX_BTIME else 0,
-        0 if device == root_device else device,
+        0 if device in root_devices else device,
         inode,
     )
 

@@ -20,6 +20,7 @@ from daemon import control
 from daemon.config import MountConfig, format_size
 from daemon.control import Answer, BadRequest, Request, Tell, argument
 from daemon.fastpath_host import FastPathHost
+from daemon.source_connection import SourceConnection
 from daemon.wiring import Parts
 
 log = logging.getLogger(__name__)
@@ -39,6 +40,7 @@ class Commands:
         prefetcher: Prefetcher | None,
         wishes: Wishes,
         hints: Hints,
+        connection: SourceConnection,
         nursery: trio.Nursery,
         *,
         started: float,
@@ -51,6 +53,7 @@ class Commands:
         self._prefetcher = prefetcher
         self._wishes = wishes
         self._hints = hints
+        self._connection = connection
         self._nursery = nursery
         self._started = started
         self._leave = leave
@@ -98,6 +101,10 @@ class Commands:
             "source_ops": {name: count for name, count in parts.source.counters.snapshot().items() if count},
             "source_bytes": parts.source.counters.bytes_read,
             "source_timeouts": parts.slots.timeouts,
+            "source_failures": parts.slots.failures,
+            "source_lost": self._connection.lost is not None,
+            "source_problem": self._connection.lost,
+            "source_reconnects": self._connection.reconnects,
             "source_stuck_calls": parts.slots.stuck,
             "warm_ups": [asdict(warm_up.progress()) for warm_up in self._warm_ups],
             "hints_waiting": self._hints.waiting,
@@ -110,6 +117,7 @@ class Commands:
         if self._host is not None:
             self._host.add_to(status)
             status["memory_bytes"]["fast path"] = _memory_bytes(status["fastpath"]["pid"])
+        status["source_errors"] = status.pop("source_failures") + status["source_timeouts"]
         return status
 
     def _latencies(self) -> dict[str, Histogram]:

@@ -21,6 +21,12 @@ def put(held: Inheritance) -> None:
         notify("FDSTORE=1", "FDPOLL=0", f"FDNAME=cachefs-{name}", fds=(fd,))
 
 
+def put_source(held: Inheritance) -> None:
+    """It is another one now."""
+    notify("FDSTOREREMOVE=1", "FDNAME=cachefs-source")
+    notify("FDSTORE=1", "FDPOLL=0", "FDNAME=cachefs-source", fds=(held.source,))
+
+
 def remove() -> None:
     """The mount is gone."""
     for name in _NAMES:

@@ -50,6 +50,11 @@ METRICS = (
     Described("miss_bytes", "cachefs_read_miss_bytes", "Bytes of the replies that were misses"),
     Described("source_bytes", "cachefs_source_read_bytes", "Bytes of files read from the source"),
     Described("source_timeouts", "cachefs_source_timeouts", "Calls that the source did not answer in time"),
+    Described(
+        "source_errors", "cachefs_source_errors", "Calls to the source that failed, or were not answered in time"
+    ),
+    Described("source_reconnects", "cachefs_source_reconnects", "How often the source was mounted anew"),
+    Described("source_lost", "cachefs_source_lost", "1 while the source is not mounted any more", counter=False),
     Described("prefetched", "cachefs_prefetched_units", "Files, or chunks of large ones, fetched before anybody asked"),
     Described("skipped_admissions", "cachefs_skipped_admissions", "Fetched, but not cached for want of room or time"),
     Described("evictions", "cachefs_evicted_units", "Files, or chunks of large ones, that made room for others"),

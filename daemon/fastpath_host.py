@@ -151,6 +151,7 @@ class FastPathHost:
             data.writes.writer_has_gone(blob.frontier)
             died()
 
+        self._source_is_anew = False
         self._fastpath = FastPath(
             held,
             runtime / _SOCKET,
@@ -158,7 +159,7 @@ class FastPathHost:
             durable=opened.durable_path,
             log_path=log_path,
             received=self._received,
-            attached=lambda: self.wishes.again(),
+            attached=self._attached,
             died=has_died,
             unmounted=unmounted,
         )
@@ -181,6 +182,21 @@ class FastPathHost:
         if replace or (self._fastpath.pid and not launcher.is_installed(self._fastpath.pid)):
             await self._fastpath.replace()
         await self._nursery.start(self._fastpath.run)
+
+    def source_changed(self, root_device: int) -> None:
+        """The source's root descriptor leads to another mount now."""
+        self._source_is_anew = True
+        self._held.shared["root_device"] = root_device
+        self._send_source()
+        descriptor_store.put_source(self._held)
+
+    def _send_source(self) -> None:
+        self._fastpath.send(Message.SOURCE, fds=(self._held.source,))
+
+    def _attached(self) -> None:
+        if self._source_is_anew:  # it may have been started before that
+            self._send_source()
+        self.wishes.again()
 
     async def follow(self) -> None:
         """A task, for ever."""

@@ -313,6 +313,8 @@ def mount(**parameters: Any) -> None:
         session.serve(lambda: None, lambda _: None)
         return
     background.run_in_background(session.serve, mount_config.log_level)
+    if session.took_over:  # it was answering before, and its source may not
+        return
     try:
         os.stat(mount_config.mountpoint)
     except OSError as error:

@@ -49,6 +49,7 @@ from daemon.config import MountConfig
 from daemon.fastpath_host import FastPathHost
 from daemon.mount import mount
 from daemon.probe import Probe
+from daemon.source_connection import Root, SourceConnection
 from daemon.wiring import Parts, wire
 from policies import prefetch
 
@@ -72,6 +73,9 @@ class Session:
         self._leaving = False
         self.started = time.monotonic()
         self._source_fd = -1
+        self._source_device: int | None = None
+        self._root: Root | None = None
+        """What the source's root was when it was mounted. None: a predecessor has written it down."""
         self._device = -1
         self._responsible = False
         """For the mount's end. Who could not take over leaves everything to the next one who tries."""
@@ -84,6 +88,11 @@ class Session:
         self._log_path: Path | None
         """Of the fast path. None: our stderr."""
 
+    @property
+    def took_over(self) -> bool:
+        """After `prepare`: is this a mount that there was?"""
+        return self._source_device is not None
+
     def prepare(self) -> None:
         """Everything that can be refused without having changed anything."""
         mounting.check_fuse()
@@ -91,11 +100,13 @@ class Session:
         self._held = fastpath_host.take_over(self.config)
         if self._held is not None:
             self._source_fd = self._held.source
-            return
+            self._source_device = self._held.shared["root_device"]
+            return  # the source may have gone, or hang: nothing is asked of it on the way
         if self._restart:
             raise CacheFsError(f"the fast path of {self.config.mountpoint} is dead: umount it, and mount it again")
         mounting.check_places(self.config.source, self.config.mountpoint)
         self._source_fd = mounting.open_source(self.config.source)
+        self._root = Root.of(self._source_fd)
         with contextlib.suppress(OSError):  # a source may not know
             self._statfs = os.fstatvfs(self._source_fd)
 
@@ -116,7 +127,8 @@ class Session:
         try:
             blob = directory.open_blob()
             try:
-                if self.config.metadata_snapshot is not None:
+                took_over = self._held is not None
+                if self.config.metadata_snapshot is not None and not took_over:
                     root_inode = os.fstat(self._source_fd).st_ino
                     directory.import_snapshot(self.config.metadata_snapshot, blob, root_inode)
                 durable = directory.open_durable(blob)
@@ -124,13 +136,15 @@ class Session:
                 options = replace(
                     self.config.options, cache_size_bytes=directory.default_size_bytes() if size is None else size
                 )
-                source = Source(self._source_fd, simulate_latency_s=options.simulate_latency_s)
+                source = Source(
+                    self._source_fd, root_device=self._source_device, simulate_latency_s=options.simulate_latency_s
+                )
                 opened = OpenedIndex(
                     durable,
                     places.session_directory(cache_dir),
                     options.revalidate,
-                    _rctime(source, options),
-                    same_mount=self._held is not None,
+                    b"" if took_over else _rctime(source, options),
+                    same_mount=took_over,
                 )
                 flushed = False
                 try:
@@ -208,14 +222,17 @@ class Session:
         parts.filesystem.pinned_statfs = self._statfs if options.pins_everything else None
         metadata, files, writes, data = parts.metadata, parts.files, parts.writes, parts.data
 
+        connection = self._connect(parts)
+        nursery.start_soon(_forever, parts.slots.watch)
+        with opened.index.view() as view:
+            root = metadata.inode(view, pyfuse3.ROOT_INODE)
+        now = await parts.slots.run(partial(source.lstat, b"")) if root is None else None
         with opened.index.update() as update:
             if not took_over:
                 metadata.drop_unlinked(update)
-            if metadata.inode(update, pyfuse3.ROOT_INODE) is None:
-                metadata.apply_root(update, source.lstat(b""), pin=parts.filesystem.pins(b""))
-        nursery.start_soon(_forever, parts.slots.watch)
-        if took_over:
-            await files.restore()
+            if now is not None:
+                metadata.apply_root(update, now, pin=parts.filesystem.pins(b""))
+        restored = files.restore() if took_over else []
         if self._held is None:
             served = f"/dev/fd/{os.dup(self._device)}"
         else:
@@ -253,6 +270,7 @@ class Session:
                 prefetcher,
                 wishes,
                 hints,
+                connection,
                 nursery,
                 started=self.started,
                 leave=self._leave,
@@ -260,7 +278,8 @@ class Session:
             await nursery.start(control.serve, runtime / "control", commands.by_name(), {"leave": pyfuse3.terminate})
             if self.config.metrics is not None:
                 await self._serve_metrics(nursery, self.config.metrics, commands, must=not took_over)
-            for task in (writes.run, hints.run, self._check_readers):
+            nursery.start_soon(files.reopen, restored)
+            for task in (connection.run, writes.run, hints.run, self._check_readers):
                 nursery.start_soon(_forever, task)
             if parts.limit is not None:
                 data.on_accessed.append(parts.limit.accessed)
@@ -305,6 +324,24 @@ class Session:
             log.error("%s", error)
             return
         nursery.start_soon(_forever, partial(exporter.serve, listener, commands.status_now))
+
+    def _connect(self, parts: Parts) -> SourceConnection:
+        index, source = parts.opened.index, parts.source
+        root = self._root or Root.load(index)
+        if root is None:  # a predecessor of an older version
+            with index.view() as view:
+                record = parts.metadata.inode(view, pyfuse3.ROOT_INODE)
+            root = Root(record.source_inode if record is not None else 0, 0, "")
+        root.save(index)
+
+        def changed() -> None:
+            if self._host is not None:
+                self._host.source_changed(source.root_device)
+
+        connection = SourceConnection(self.config.source, root, source, parts.slots, changed)
+        if self.took_over:
+            connection.doubt()
+        return connection
 
     def _leave(self) -> None:
         self._leaving = True

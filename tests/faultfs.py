@@ -3,6 +3,7 @@
     python -m tests.faultfs ROOT MOUNTPOINT FAULTS
 
 While FAULTS/hang exists, READ, OPEN and LOOKUP of paths that contain what is in it do not answer;
+while FAULTS/hang-all exists, GETATTR, STATFS and GETXATTR do not either;
 while FAULTS/edquot exists, FLUSH fails with EDQUOT;
 while FAULTS/fsync exists, FSYNC and FSYNCDIR fail with EIO;
 while FAULTS/eio exists, READ of the file whose path it contains fails with EIO.
@@ -34,6 +35,10 @@ class FaultFs(pyfuse3.Operations):
         except FileNotFoundError:
             return False
 
+    async def fault_of_all(self) -> None:
+        while (FAULTS / "hang-all").exists():
+            await trio.sleep(0.02)
+
     def attributes(self, path, inode=None):
         try:
             found = os.lstat(path)
@@ -53,6 +58,7 @@ class FaultFs(pyfuse3.Operations):
         return self.attributes(self.paths[parent_inode] + b"/" + name)
 
     async def getattr(self, inode, ctx):
+        await self.fault_of_all()
         return self.attributes(self.paths[inode])
 
     async def setattr(self, inode, attr, fields, fh, ctx):
@@ -105,7 +111,15 @@ class FaultFs(pyfuse3.Operations):
     async def release(self, fh):
         os.close(fh)
 
+    async def statfs(self, ctx):
+        await self.fault_of_all()
+        found, answer = os.statvfs(ROOT), pyfuse3.StatvfsData()
+        for name in ("f_bsize", "f_frsize", "f_blocks", "f_bfree", "f_bavail", "f_files", "f_ffree", "f_favail"):
+            setattr(answer, name, getattr(found, name))
+        return answer
+
     async def getxattr(self, inode, name, ctx):
+        await self.fault_of_all()
         raise pyfuse3.FUSEError(errno.ENODATA)
 
 

@@ -150,6 +150,8 @@ static bool receive(struct control_socket *control)
         fill_attached(control->fastpath->fill, head.a & ATTACH_SAME_PYTHON);
     } else if (head.type == CONTROL_HANDOVER) {
         hand_over(control);
+    } else if (head.type == CONTROL_SOURCE && count == 1) {
+        dup3(fds[0], control->fastpath->source, O_CLOEXEC); /* under the number that all threads use */
     } else if (head.type == CONTROL_SLAB) {
         fill_slab(control->fastpath->fill, head.a);
     } else if (head.type == CONTROL_ROOM) {

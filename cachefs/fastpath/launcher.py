@@ -55,6 +55,7 @@ class Message(enum.IntEnum):
     ROOM = 10
     WISH = 11
     TOLD = 12
+    SOURCE = 13
 
 
 def is_built() -> bool:
@@ -347,11 +348,11 @@ class FastPath:
             raise EOFError
         return _parse(data)
 
-    def send(self, kind: Message, a: int = 0, data: bytes = b"") -> bool:
+    def send(self, kind: Message, a: int = 0, data: bytes = b"", fds: tuple[int, ...] = ()) -> bool:
         """False where it has died; the next one asks again."""
         if self._connection is not None:
             with contextlib.suppress(OSError):
-                _send(self._connection, kind, a, data=data)
+                _send(self._connection, kind, a, data=data, fds=fds)
                 return True
         return False
 

@@ -145,6 +145,7 @@ enum control_type {
     CONTROL_ROOM = 10,    /* fast path → daemon: a record has none; and back: there may be */
     CONTROL_WISH = 11,    /* daemon → fast path: an array of struct wish, to be fetched when nobody minds */
     CONTROL_TOLD = 12,    /* fast path → daemon: all that an earlier daemon granted has been reported, and is not written to */
+    CONTROL_SOURCE = 13,  /* daemon → fast path: it was mounted anew; descriptor: its root */
 };
 
 struct filled { /* one unit that was appended to the blob; its checksums follow */

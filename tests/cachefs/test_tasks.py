@@ -167,6 +167,8 @@ def test_single_flight_answers_all_and_cancelling_one_poisons_nobody() -> None:
 
 
 class FakeSource:
+    generation = 0
+
     """Answers reads from memory, when it is allowed to."""
 
     def __init__(self) -> None:

@@ -1,0 +1,495 @@
+"""The source goes away and comes back: its mount is killed and made again, or it hangs (C1, C2, C6, Must hold 4)."""
+
+import errno
+import os
+import select
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import Mount, cachefs, contents, drop_caches, mounted_on, raises_errno, settle, wait_for
+
+MakeMount = Callable[..., Mount]
+
+MODES = {"read-only": ["--read-only"], "read-write": [], "mutable": ["--mutable", "**"]}
+CACHED = ["read-only", "read-write"]
+
+
+class Bindfs:
+    """A FUSE mount of a directory, such as ceph-fuse makes: it can be killed, and mounted again at the same path."""
+
+    def __init__(self, root: Path, path: Path) -> None:
+        self.root, self.path = root, path
+        self._pid_file = path.with_name("bindfs.pid")
+        path.mkdir()
+        # A child of this process closes copies of its files, and waits for that. The shell has none.
+        self._shell = subprocess.Popen(["bash"], stdin=subprocess.PIPE, text=True)
+        self.mount()
+
+    def _run(self, command: str) -> None:
+        assert self._shell.stdin is not None
+        self._shell.stdin.write(command + "\n")
+        self._shell.stdin.flush()
+
+    def mount(self, root: Path | None = None) -> None:
+        self._run(f"bindfs -f '{root or self.root}' '{self.path}' & echo $! > '{self._pid_file}'")
+        wait_for(lambda: mounted_on(self.path), bool)
+
+    def kill(self) -> None:
+        """The mount stays behind, and answers ENOTCONN."""
+        pid = int(self._pid_file.read_text())
+        ended = os.pidfd_open(pid)
+        signal.pidfd_send_signal(ended, signal.SIGKILL)
+        assert select.select([ended], [], [], 20)[0]
+        os.close(ended)
+
+    def again(self, root: Path | None = None) -> None:
+        self._run(f"umount -l '{self.path}'")
+        wait_for(lambda: mounted_on(self.path), lambda types: not types)
+        self.mount(root)
+
+    def close(self) -> None:
+        self._run(f"kill -9 $(cat '{self._pid_file}'); umount -l '{self.path}'; exit")
+        self._shell.communicate(timeout=20)
+
+
+@pytest.fixture
+def bindfs(source: Path, tmp_path: Path) -> Iterator[Bindfs]:
+    made = Bindfs(source, tmp_path / "bindfs")
+    yield made
+    made.close()
+
+
+def small_files(root: Path) -> dict[Path, bytes]:
+    """By their paths, in order."""
+    return {path: data for path, data in contents(root).items() if len(path.parts) == 2}
+
+
+def check(m: Mount, expected: dict[Path, bytes]) -> None:
+    for path, data in expected.items():
+        assert (m.path / path).read_bytes() == data
+
+
+def halves(files: dict[Path, bytes]) -> tuple[dict[Path, bytes], dict[Path, bytes]]:
+    items = list(files.items())
+    return dict(items[::2]), dict(items[1::2])
+
+
+def lost(m: Mount) -> str:
+    """Wait until the daemon knows; what it says."""
+    return str(wait_for(lambda: m.status()["source_problem"], bool))
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_c1_a_source_mounted_again_is_used_again(bindfs: Bindfs, mount: MakeMount, mode: str) -> None:
+    first, rest = halves(small_files(bindfs.root))
+    m = mount(bindfs.path, *MODES[mode], "--source-timeout", "60")
+    check(m, first)
+    if mode in CACHED:
+        m.flush()
+    bindfs.kill()
+    drop_caches()
+    if mode in CACHED:
+        check(m, first)
+    waits = m.path / next(iter(rest))
+    answers: list[bytes] = []
+    reader = threading.Thread(target=lambda: answers.append(waits.read_bytes()))
+    reader.start()
+    assert "not connected" in lost(m)
+    if mode in CACHED:
+        drop_caches()
+        # Without a fast path the kernel sends one LOOKUP at a time to a directory.
+        check(m, {path: data for path, data in first.items() if path.parts[0] != waits.parent.name})
+    assert reader.is_alive()
+    bindfs.again()
+    reader.join(30)
+    assert answers == [next(iter(rest.values()))]
+    check(m, rest)
+    check(m, first)
+    status = m.status()
+    assert (status["source_lost"], status["source_reconnects"]) == (False, 1)
+    assert status["source_errors"] > 0
+    assert m.log().count("the source is lost") == m.log().count("the source is back") == 1
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_c1_it_happens_again_and_again(bindfs: Bindfs, mount: MakeMount, mode: str) -> None:
+    files = list(small_files(bindfs.root).items())
+    m = mount(bindfs.path, *MODES[mode])
+    for number in range(3):
+        check(m, dict(files[number * 10 : number * 10 + 10]))
+        bindfs.kill()
+        bindfs.again()  # at once: the first miss finds out
+    check(m, dict(files[30:]))
+    assert m.status()["source_reconnects"] == 3
+    assert (m.path / "link").readlink() == Path("d0/f00000")
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_c1_misses_fail_after_the_time_out_while_the_source_is_away(
+    bindfs: Bindfs, mount: MakeMount, mode: str
+) -> None:
+    first, rest = halves(small_files(bindfs.root))
+    m = mount(bindfs.path, *MODES[mode], "--source-timeout", "1")
+    check(m, first)
+    if mode in CACHED:
+        m.flush()
+    bindfs.kill()
+    drop_caches()
+    missing = m.path / next(iter(rest))
+    started = time.monotonic()
+    raises_errno(errno.ETIMEDOUT, missing.read_bytes)
+    assert time.monotonic() - started >= 0.9
+    assert "not connected" in lost(m)
+    assert m.status()["source_errors"] > 0
+    if mode in CACHED:
+        check(m, first)
+    bindfs.again()
+    wait_for(lambda: m.status()["source_lost"], lambda is_lost: not is_lost)
+    check(m, rest)
+
+
+def test_c1_names_and_attributes_wait_for_the_source_too(bindfs: Bindfs, mount: MakeMount) -> None:
+    m = mount(bindfs.path)
+    names = sorted(os.listdir(m.path / "d1"))
+    bindfs.kill()
+    found: list[list[str]] = []
+    lister = threading.Thread(target=lambda: found.append(sorted(os.listdir(m.path / "d2"))))
+    lister.start()
+    lost(m)
+    bindfs.again()
+    lister.join(30)
+    assert found == [sorted(os.listdir(bindfs.root / "d2"))]
+    assert sorted(os.listdir(m.path / "d1")) == names
+
+
+def test_c1_changes_go_to_the_source_that_is_there_now(bindfs: Bindfs, mount: MakeMount) -> None:
+    m = mount(bindfs.path)
+    (m.path / "d0/before").write_bytes(b"before")
+    bindfs.kill()
+    bindfs.again()
+    assert (m.path / "d0/before").read_bytes() == b"before"  # and the daemon knows
+    (m.path / "d0/after").write_bytes(b"after")
+    (m.path / "d0/before").rename(m.path / "d1/before")
+    assert (bindfs.root / "d0/after").read_bytes() == b"after"
+    assert (bindfs.root / "d1/before").read_bytes() == b"before"
+
+
+def test_c1_large_files_that_are_open_go_on(bindfs: Bindfs, mount: MakeMount) -> None:
+    data = os.urandom(24 << 20)
+    (bindfs.root / "large").write_bytes(data)
+    settle()
+    m = mount(bindfs.path)
+    with open(m.path / "large", "rb", buffering=0) as opened:
+        assert os.pread(opened.fileno(), 4096, 0) == data[:4096]
+        bindfs.kill()
+        bindfs.again()
+        assert os.pread(opened.fileno(), 8192, 16 << 20) == data[16 << 20 : (16 << 20) + 8192]
+        assert os.pread(opened.fileno(), 8192, 20 << 20) == data[20 << 20 : (20 << 20) + 8192]
+    assert m.status()["source_reconnects"] == 1
+
+
+def test_c1_mutable_files_that_are_open_go_on(bindfs: Bindfs, mount: MakeMount) -> None:
+    data = os.urandom(4 << 20)
+    (bindfs.root / "log").write_bytes(data)
+    m = mount(bindfs.path, "--mutable", "log")
+    with open(m.path / "log", "rb", buffering=0) as opened:
+        assert os.pread(opened.fileno(), 4096, 0) == data[:4096]
+        bindfs.kill()
+        bindfs.again()
+        assert os.pread(opened.fileno(), 4096, 3 << 20) == data[3 << 20 : (3 << 20) + 4096]
+
+
+def test_c1_a_writer_hears_once_that_its_writes_may_be_lost(bindfs: Bindfs, mount: MakeMount) -> None:
+    """A client that dies may take written data with it. fsync must not say that all is well."""
+    m = mount(bindfs.path)
+    fd = os.open(m.path / "written", os.O_RDWR | os.O_CREAT)
+    try:
+        os.write(fd, b"a" * 4096)
+        bindfs.kill()
+        bindfs.again()
+        raises_errno(errno.EIO, lambda: os.fsync(fd))
+        os.pwrite(fd, b"b" * 4096, 4096)
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+    assert (bindfs.root / "written").read_bytes()[4096:] == b"b" * 4096
+
+
+def test_c1_a_writer_that_has_synced_goes_on(bindfs: Bindfs, mount: MakeMount) -> None:
+    m = mount(bindfs.path)
+    fd = os.open(m.path / "written", os.O_RDWR | os.O_CREAT)
+    try:
+        os.write(fd, b"a" * 4096)
+        os.fsync(fd)
+        bindfs.kill()
+        bindfs.again()
+        os.pwrite(fd, b"b" * 4096, 4096)
+        os.fsync(fd)
+        assert os.fstat(fd).st_size == 8192
+    finally:
+        os.close(fd)
+    assert (bindfs.root / "written").read_bytes() == b"a" * 4096 + b"b" * 4096
+
+
+def test_c1_another_directory_at_its_path_is_not_taken_for_it(bindfs: Bindfs, mount: MakeMount, tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    (other / "d1").mkdir(parents=True)
+    first, rest = halves(small_files(bindfs.root))
+    for path in rest:
+        (other / path).parent.mkdir(exist_ok=True)
+        (other / path).write_bytes(b"of another source")
+    m = mount(bindfs.path, "--source-timeout", "1")
+    check(m, first)
+    m.flush()
+    bindfs.kill()
+    bindfs.again(other)
+    raises_errno(errno.ETIMEDOUT, (m.path / next(iter(rest))).read_bytes)
+    assert "another directory" in wait_for(m.log, lambda log: "another directory" in log)
+    check(m, first)
+    assert m.status()["source_reconnects"] == 0
+    bindfs.kill()
+    bindfs.again()
+    wait_for(lambda: m.status()["source_lost"], lambda is_lost: not is_lost)
+    check(m, rest)
+
+
+def test_c1_over_the_source_itself_the_status_says_what_to_do(bindfs: Bindfs, mount: MakeMount) -> None:
+    m = mount(bindfs.path, "--source-timeout", "1", name=".")
+    first, rest = halves(small_files(bindfs.root))
+    check(m, first)
+    m.flush()
+    bindfs.kill()
+    raises_errno(errno.ETIMEDOUT, (m.path / next(iter(rest))).read_bytes)
+    said = wait_for(lambda: m.status()["source_problem"], lambda now: now and "unmount" in now)
+    assert str(m.path) in said
+    assert "unmount" in m.log()
+    check(m, first)
+    m.umount()
+
+
+@pytest.mark.fastpath
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("how", ["restart", "killed"])
+def test_c2_a_successor_takes_over_without_the_source(bindfs: Bindfs, mount: MakeMount, mode: str, how: str) -> None:
+    first, rest = halves(small_files(bindfs.root))
+    m = mount(bindfs.path, *MODES[mode], "--source-timeout", "2")
+    check(m, first)
+    if mode in CACHED:
+        m.flush()
+    bindfs.kill()
+    drop_caches()
+    if how == "restart":
+        cachefs("restart", m.path)
+        m.pid = int(m.status()["pid"])
+    else:
+        m.kill()
+        m.start()
+    if mode in CACHED:
+        check(m, first)
+    raises_errno(errno.ETIMEDOUT, (m.path / next(iter(rest))).read_bytes)
+    lost(m)
+    bindfs.again()
+    wait_for(lambda: m.status()["source_lost"], lambda is_lost: not is_lost)
+    check(m, rest)
+    check(m, first)
+
+
+@pytest.mark.fastpath
+def test_c2_successors_of_both_processes_use_the_new_source(bindfs: Bindfs, mount: MakeMount) -> None:
+    files = list(small_files(bindfs.root).items())
+    m = mount(bindfs.path)
+    check(m, dict(files[:10]))
+    bindfs.kill()
+    bindfs.again()
+    check(m, dict(files[10:20]))
+    os.kill(m.status()["fastpath"]["pid"], signal.SIGKILL)
+    m.killed_fastpaths += 1
+    check(m, dict(files[20:25]))
+    m.kill()
+    m.start()
+    check(m, dict(files[25:30]))
+    cachefs("restart", m.path)
+    m.pid = int(m.status()["pid"])
+    check(m, dict(files[30:]))
+    assert m.status()["source_reconnects"] == 0  # none of them had to find out again
+
+
+class Reader:
+    """Reads cached files on and on; the longest time that one took, and what failed."""
+
+    def __init__(self, m: Mount, expected: dict[Path, bytes]) -> None:
+        self._m, self._expected = m, expected
+        self._stop = threading.Event()
+        self.rounds, self.longest_s, self.failed = 0, 0.0, ""
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
+
+    def _run(self) -> None:
+        while not self._stop.is_set():
+            for path, data in self._expected.items():
+                started = time.monotonic()
+                try:
+                    if (self._m.path / path).read_bytes() != data:
+                        self.failed = f"{path}: other bytes"
+                except OSError as error:
+                    self.failed = f"{path}: {error}"
+                self.longest_s = max(self.longest_s, time.monotonic() - started)
+            self.rounds += 1
+
+    def end(self) -> None:
+        self._stop.set()
+        self._thread.join()
+        assert not self.failed and self.rounds
+
+
+@pytest.mark.fastpath
+@pytest.mark.parametrize("mode", CACHED)
+@pytest.mark.parametrize("how", ["restart", "killed"])
+def test_c6_a_source_that_hangs_does_not_delay_a_take_over(
+    mount: MakeMount, faulty: tuple[Path, Path], mode: str, how: str
+) -> None:
+    place, faults = faulty
+    first, rest = halves(small_files(place))
+    m = mount(place, *MODES[mode], "--source-timeout", "40")
+    check(m, first)
+    m.flush()
+    drop_caches()
+    (faults / "hang").touch()
+    (faults / "hang-all").touch()
+    reader = Reader(m, first)
+    started = time.monotonic()
+    if how == "restart":
+        cachefs("restart", m.path)
+        m.pid = int(m.status()["pid"])
+    else:
+        m.kill()
+        m.start()
+    took_s = time.monotonic() - started
+    wait_for(lambda: reader.rounds, lambda rounds: rounds > 2)
+    reader.end()
+    assert took_s < 25 and reader.longest_s < 25, "it waited for the source"
+    for fault in faults.iterdir():
+        fault.unlink()
+    check(m, rest)
+
+
+class Holder:
+    """A process that has files open. This one must not: its children would close copies of them, and wait for that."""
+
+    _PROGRAM = """
+import os, sys
+fds = [os.open(path, os.O_RDWR | os.O_CREAT) for path in sys.argv[1:]]
+print("open", flush=True)
+for line in sys.stdin:
+    command, number, data = line.split()
+    fd = fds[int(number)]
+    try:
+        if command == "write":
+            os.pwrite(fd, data.encode(), 0)
+            answer = data
+        elif command == "fsync":
+            os.fsync(fd)
+            answer = data
+        else:
+            answer = os.pread(fd, len(data), 0).decode()
+    except OSError as error:
+        answer = str(error.errno)
+    print(answer, flush=True)
+"""
+
+    def __init__(self, *paths: Path) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", self._PROGRAM, *paths], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        assert self._process.stdout is not None and self._process.stdout.readline() == "open\n"
+
+    def ask(self, command: str, number: int, data: str) -> str:
+        """What was read or written, or the errno."""
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._process.stdin.write(f"{command} {number} {data}\n")
+        self._process.stdin.flush()
+        return self._process.stdout.readline().strip()
+
+    def end(self) -> None:
+        self._process.communicate(timeout=60)
+
+
+TIMED_OUT = str(errno.ETIMEDOUT)
+
+
+@pytest.mark.fastpath
+def test_c6_open_handles_wait_for_the_source_and_are_kept(mount: MakeMount, faulty: tuple[Path, Path]) -> None:
+    """The successor does not give them up, nor does it wait for them."""
+    place, faults = faulty
+    m = mount(place, "--source-timeout", "2", "--mutable", "log*")
+    holder = Holder(*(m.path / f"log{number}" for number in range(12)))
+    for number in range(12):
+        assert holder.ask("write", number, "before") == "before"
+    (faults / "hang").touch()
+    (faults / "hang-all").touch()
+    started = time.monotonic()
+    m.kill()
+    m.start()
+    assert time.monotonic() - started < 20, "it waited for one after the other"
+    assert holder.ask("read", 0, "before") == TIMED_OUT
+    for fault in faults.iterdir():
+        fault.unlink()
+    for number in range(12):
+        wait_for(partial(holder.ask, "read", number, "before"), lambda found: found == "before")
+        assert holder.ask("write", number, "after!") == "after!"
+        assert holder.ask("fsync", number, "done") == "done"
+    holder.end()
+    assert (m.source / "log11").read_bytes() == b"after!"
+
+
+@pytest.mark.fastpath
+def test_c2_open_handles_survive_a_successor_that_finds_no_source(bindfs: Bindfs, mount: MakeMount) -> None:
+    m = mount(bindfs.path, "--source-timeout", "2")
+    holder = Holder(m.path / "written")
+    holder.ask("write", 0, "before")
+    assert holder.ask("fsync", 0, "done") == "done"
+    bindfs.kill()
+    m.kill()
+    m.start()
+    assert holder.ask("write", 0, "after!") == TIMED_OUT
+    bindfs.again()
+    wait_for(lambda: m.status()["source_lost"], lambda is_lost: not is_lost)
+    assert holder.ask("write", 0, "after!") == "after!"
+    assert holder.ask("fsync", 0, "done") == "done"
+    holder.end()
+    assert (bindfs.root / "written").read_bytes() == b"after!"
+
+
+@pytest.mark.fastpath
+def test_c2_a_successor_tells_a_writer_too_that_its_writes_may_be_lost(bindfs: Bindfs, mount: MakeMount) -> None:
+    m = mount(bindfs.path, "--source-timeout", "2")
+    holder = Holder(m.path / "written")
+    assert holder.ask("write", 0, "before") == "before"
+    bindfs.kill()
+    m.kill()
+    m.start()
+    bindfs.again()
+    wait_for(m.status, lambda s: not s["source_lost"] and s["source_reconnects"])
+    assert holder.ask("fsync", 0, "done") == str(errno.EIO)
+    assert holder.ask("fsync", 0, "done") == "done"
+    holder.end()
+
+
+def test_source_errors_count_time_outs(mount: MakeMount, faulty: tuple[Path, Path]) -> None:
+    place, faults = faulty
+    m = mount(place, "--source-timeout", "0.5")
+    path = next(iter(small_files(place)))
+    (faults / "hang").touch()
+    raises_errno(errno.ETIMEDOUT, (m.path / path).read_bytes)
+    assert m.status()["source_errors"] > 0
+    assert not m.status()["source_lost"]  # it is slow, and may answer yet
+    (faults / "hang").unlink()
+    wait_for(lambda: m.status()["source_stuck_calls"], lambda stuck: stuck == 0)
