@@ -40,6 +40,7 @@ _SETTLED_S = 0.2
 _MAX_PAUSE_S = 5.0
 _HANDOVER_TIMEOUT_S = 2.0  # a socket that only the descriptor store holds accepts, and never answers
 _STOP_TIMEOUT_S = 15.0
+_LOOK_S = 0.2
 
 
 class Message(enum.IntEnum):
@@ -160,6 +161,13 @@ def is_unmounted(device: int) -> bool:
     return any(events & select.POLLERR for _, events in poll.poll(0))
 
 
+async def _end_of(pid: int, pidfd: int) -> None:
+    """Return when a process is dead. A thread that the source holds (FUSE, NFS) outlives it, and no event says so."""
+    while is_running(pid):
+        with trio.move_on_after(_LOOK_S):
+            await trio.lowlevel.wait_readable(pidfd)
+
+
 class FastPath:
     """The running program of one mount."""
 
@@ -194,6 +202,8 @@ class FastPath:
         # state
         self._pid = held.pid
         self._process: subprocess.Popen[bytes] | None = None
+        self._zombies: list[subprocess.Popen[bytes]] = []
+        """Dead, but for a thread that the source holds."""
         self._connection: socket.socket | None = None
         self._attached = False
         self._stopping = False
@@ -227,7 +237,7 @@ class FastPath:
                 with contextlib.suppress(ProcessLookupError):
                     signal.pidfd_send_signal(pidfd, number)
                 with trio.move_on_after(_STOP_TIMEOUT_S):
-                    await trio.lowlevel.wait_readable(pidfd)
+                    await _end_of(self._pid, pidfd)
                     break
         finally:
             os.close(pidfd)
@@ -312,7 +322,7 @@ class FastPath:
         self.starts += 1
 
     async def _until_death(self, pidfd: int, scope: trio.CancelScope) -> None:
-        await trio.lowlevel.wait_readable(pidfd)
+        await _end_of(self._pid, pidfd)
         scope.cancel()
 
     async def _attach(self) -> None:
@@ -358,7 +368,13 @@ class FastPath:
 
     def _bury(self) -> int | None:
         """Its exit status, negative for a signal; None if it was started by another daemon."""
-        status = self._process.wait() if self._process is not None else None
+        status = None
+        if self._process is not None:
+            status = self._process.poll()
+            if status is None:  # a thread of it waits for the source
+                self._zombies.append(self._process)
+                status = -signal.SIGKILL
+        self._zombies = [process for process in self._zombies if process.poll() is None]
         self._process = None
         self._pid = 0
         if self._connection is not None:
