@@ -15,6 +15,7 @@ whose message is one line. docs/CONTROL.md has the protocol.
 import json
 import os
 import socket
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
@@ -278,11 +279,25 @@ class _Connection:
 
 
 def is_served(mountpoint: str) -> bool:
-    """Is there a daemon that takes commands for this mount?"""
+    """Is there a daemon that takes commands for this mount?
+
+    One that was killed is none, although its socket takes connections as long as one of its threads waits in the
+    kernel, for a source that hangs.
+    """
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
         try:
             with socket_address(mount_directory(mountpoint) / "control") as address:
                 connection.connect(address)
+            peer = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
         except OSError:
             return False
-        return True
+        return not is_dying(int.from_bytes(peer[:4], sys.byteorder))
+
+
+def is_dying(pid: int) -> bool:
+    """Has its first thread ended? The kernel lists it as a zombie until the others have."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as status:
+            return status.read().rpartition(b")")[2].split()[0] in (b"Z", b"X")
+    except OSError:  # of another pid namespace, where it cannot be seen
+        return False

@@ -12,8 +12,9 @@ FSTYPE = "fuse.cachefs"
 @dataclass(frozen=True, slots=True)
 class Mount:
     number: int
-    """Of the mount, not of its filesystem."""
-    device: str  # major:minor
+    """Of this place in the tree, as in /proc/PID/fdinfo (mnt_id)."""
+    device: str
+    """major:minor; no two filesystems that exist at the same time have the same."""
     mountpoint: str
     fstype: str
     source: str

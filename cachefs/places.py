@@ -6,7 +6,7 @@ import os
 import re
 from pathlib import Path
 
-from cachefs import private_files
+from cachefs import mount_table, private_files
 from cachefs.errors import CacheFsError
 
 
@@ -52,10 +52,24 @@ def make_runtime_root() -> Path:
     return root
 
 
-def mount_directory(mountpoint: str) -> Path:
+def instance_directory(mountpoint: str, device: str) -> Path:
     """The runtime directory of one mount: `control` (the socket), `source` (the bind of what is underneath),
-    `mount.json` (how it was mounted), `fastpath` (where that listens for the next daemon)."""
-    return runtime_root() / f"mount-{path_id(mountpoint)}"
+    `mount.json` (how it was mounted), `fastpath` (where that listens for the next daemon).
+
+    `device`: of the mount, major:minor. Others that lie on the same mountpoint, before or later, have another one.
+    """
+    return runtime_root() / f"{instance_prefix(mountpoint)}{device.rpartition(':')[2]}"
+
+
+def instance_prefix(mountpoint: str) -> str:
+    """What the names of the runtime directories of all mounts on this mountpoint begin with."""
+    return f"mount-{path_id(mountpoint)}-"
+
+
+def mount_directory(mountpoint: str) -> Path:
+    """The runtime directory of the mount of ours that is on top there; of none (device 0), where there is none."""
+    top = mount_table.top_mount(mountpoint)
+    return instance_directory(mountpoint, top.device if top is not None and top.fstype == mount_table.FSTYPE else "0")
 
 
 def session_directory(cache_dir: Path) -> Path:

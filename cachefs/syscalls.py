@@ -35,6 +35,7 @@ _HOW_FLAGS = _RESOLVE_BENEATH | _RESOLVE_NO_SYMLINKS | _RESOLVE_NO_MAGICLINKS
 
 # Numbers of the generic and the x86-64 tables; openat2 has the same number everywhere.
 _SYS_OPENAT2 = 437
+_SYS_PIDFD_GETFD = 438
 _SYS_SETGROUPS = {"x86_64": 116, "aarch64": 159, "riscv64": 159}.get(os.uname().machine)
 
 
@@ -153,6 +154,14 @@ def mount(source: str, target: str, filesystem: str, flags: int, data: str = "")
 def umount2(target: str, flags: int = 0) -> None:
     if _libc.umount2(os.fsencode(target), flags) != 0:
         raise _fail(os.fsencode(target))
+
+
+def pidfd_getfd(pidfd: int, fd: int) -> int:
+    """A descriptor of another process, as if it had been sent."""
+    got: int = _libc.syscall(_SYS_PIDFD_GETFD, pidfd, fd, 0)
+    if got < 0:
+        raise _fail()
+    return got
 
 
 def renameat2(old_fd: int, old: bytes, new_fd: int, new: bytes, flags: int) -> None:

@@ -3,9 +3,11 @@
 The process forks before any thread is started and before LMDB is opened, which must not be carried across a fork.
 """
 
+import contextlib
 import logging
 import logging.handlers
 import os
+import signal
 import sys
 from collections.abc import Callable
 from io import TextIOWrapper
@@ -20,6 +22,7 @@ LOG_BYTES = 10 << 20
 LOG_FILES = 2
 LOG_LEVELS = ("debug", "info", "warning", "error")
 SHORT_FORMAT = "cachefs: %(message)s"
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
 
@@ -65,18 +68,32 @@ Serve = Callable[[Callable[[], None], Callable[[Path], None]], None]
 """serve(ready, claimed): `claimed` is told the cache directory as soon as that is known to be ours."""
 
 
-def run_in_background(serve: Serve, log_level: str) -> int:
+def run_in_background(serve: Serve, log_level: str, *, ends_with_command: bool) -> int:
     """Run `serve` in a daemon process that logs to its cache directory. Returns its pid once it has called `ready`.
 
-    Raises CacheFsError with the reason where it ends before that.
+    Raises CacheFsError with the reason where it ends before that. `ends_with_command`: SIGINT or SIGTERM to this
+    command ends the daemon, as long as it is not ready. Else it goes on.
     """
     receiving, sending = os.pipe()
+    # Those that arrive in between are the business of `serve`.
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
     pid = os.fork()
     if pid == 0:
         os.close(receiving)
         _become_daemon()
         os._exit(_child(serve, sending, log_level))
     os.close(sending)
+
+    def pass_on(number: int, _: object) -> None:
+        if ends_with_command:
+            os.kill(pid, signal.SIGTERM)
+        else:
+            raise CacheFsError("interrupted; the new daemon goes on in the background")
+
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, pass_on)
+    signal.pthread_sigmask(signal.SIG_SETMASK, before)
     with os.fdopen(receiving, "rb") as pipe:
         said = pipe.read()
     if said.endswith(_READY):
@@ -86,10 +103,18 @@ def run_in_background(serve: Serve, log_level: str) -> int:
 
 
 def _become_daemon() -> None:
+    """All but standard error: until it has a log, it tells whoever waits for it."""
     os.setsid()
+    for number in (signal.SIGINT, signal.SIGHUP):  # to the terminal that it has just left
+        if number in signal.sigpending():
+            signal.sigwait({number})
     os.chdir("/")
+    _to_null(0, 1)
+
+
+def _to_null(*fds: int) -> None:
     null = os.open(os.devnull, os.O_RDWR)
-    for fd in (0, 1, 2):
+    for fd in fds:
         os.dup2(null, fd)
     os.close(null)
 
@@ -100,11 +125,23 @@ def _child(serve: Serve, sending: int, log_level: str) -> int:
     def ready() -> None:
         nonlocal told
         told = True
-        os.write(sending, str(os.getpid()).encode() + _READY)
+        tell(str(os.getpid()).encode() + _READY)
         os.close(sending)
 
+    def tell(what: bytes) -> None:
+        with contextlib.suppress(BrokenPipeError):  # the command was killed: the mount is there all the same
+            os.write(sending, what)
+
+    has_log = False
+
+    def claimed(cache_dir: Path) -> None:
+        nonlocal has_log
+        has_log = True
+        log_to_file(cache_dir / LOG_NAME, log_level)
+        _to_null(2)
+
     try:
-        serve(ready, lambda cache_dir: log_to_file(cache_dir / LOG_NAME, log_level))
+        serve(ready, claimed)
         return 0
     except CacheFsError as error:
         reason = str(error)
@@ -112,6 +149,7 @@ def _child(serve: Serve, sending: int, log_level: str) -> int:
         logging.getLogger(__name__).exception("the daemon ends")
         reason = f"{type(error).__name__}: {error}"
     if not told:
-        os.write(sending, reason.encode())
-    logging.getLogger(__name__).error("%s", reason)
+        tell(reason.encode())
+    if has_log:
+        logging.getLogger(__name__).error("%s", reason)
     return 1

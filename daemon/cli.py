@@ -12,7 +12,7 @@ import cachefs
 from cachefs import mount_table, places
 from cachefs.client import Client, is_served
 from cachefs.errors import CacheFsError
-from daemon import background, config, mounting
+from daemon import background, config, instance, mounting, process
 from daemon.doctor import doctor
 from daemon.graph import graph
 from daemon.maintenance import gc, verify
@@ -65,7 +65,7 @@ def umount(mountpoint: str) -> None:
         daemon = os.pidfd_open(Client(place).status()["pid"])
     except (CacheFsError, OSError):
         mounting.unmount(place, lazy=True)  # its daemon is dead: nothing to wait for
-        mounting.remove_remains(places.mount_directory(place))
+        instance.remove_remains(place)
         return
     mounting.unmount(place)
     if not select.select([daemon], [], [], UMOUNT_TIMEOUT_S)[0]:
@@ -87,17 +87,42 @@ def restart(mountpoint: str) -> None:
     mounting.check_mounted(place)
     mount_config = config.load(places.mount_directory(place) / config.CONFIG_NAME)
     if is_served(place):
-        client = Client(place)
-        daemon = os.pidfd_open(client.status()["pid"])
-        client.leave()
-        if not select.select([daemon], [], [], UMOUNT_TIMEOUT_S)[0]:
-            raise CacheFsError(f"the daemon is still busy after {UMOUNT_TIMEOUT_S:.0f} s; try again")
+        _check_replaceable(place)
     from daemon.session import Session
 
+    process.close_inherited()
     background.log_to_stderr(mount_config.log_level)
-    session = Session(mount_config, restart=True)
-    session.prepare()
-    background.run_in_background(session.serve, mount_config.log_level)
+    # From the fork on all depends on the successor alone: this command may be killed.
+    session = Session(mount_config, dismiss=lambda: _dismiss(place))
+    background.run_in_background(session.serve, mount_config.log_level, ends_with_command=False)
+
+
+def _check_replaceable(place: str) -> None:
+    """Raises CacheFsError where the daemon cannot have a successor, before it is sent away for one."""
+    from cachefs.fastpath import launcher
+    from cachefs.fastpath.shared import VERSION
+
+    fastpath = Client(place).status()["fastpath"]
+    if fastpath is None:
+        return  # it says so itself
+    if not launcher.is_built():
+        raise CacheFsError("the fast path of this version is not built: nothing could take the mount over")
+    if fastpath.get("shared_version", VERSION) != VERSION:
+        raise CacheFsError(
+            f"{place} is served by another version, whose processes share memory of another layout: "
+            "umount it, and mount it again"
+        )
+
+
+def _dismiss(place: str) -> None:
+    """Have the daemon end, and leave the mount. Raises CacheFsError where it does not."""
+    if not is_served(place):
+        return
+    client = Client(place)
+    daemon = os.pidfd_open(client.status()["pid"])
+    client.leave()
+    if not select.select([daemon], [], [], UMOUNT_TIMEOUT_S)[0]:
+        raise CacheFsError(f"the daemon is still busy after {UMOUNT_TIMEOUT_S:.0f} s; try again")
 
 
 @main.command()

@@ -34,7 +34,7 @@ def remove() -> None:
 
 
 def take(blob: int = -1) -> Inheritance | None:
-    """What a predecessor stored. None if there is nothing, or not all of it."""
+    """What a predecessor stored. None if there is nothing, or not all of it. Raises OtherVersion."""
     if os.environ.get("LISTEN_PID") != str(os.getpid()):
         return None
     names = os.environ.get("LISTEN_FDNAMES", "").split(":")
@@ -43,8 +43,5 @@ def take(blob: int = -1) -> Inheritance | None:
         return None
     for fd in fds.values():
         os.set_inheritable(fd, False)
-    try:
-        shared = Shared(fds["shared"])
-    except ValueError:
-        return None
+    shared = Shared(fds["shared"])
     return Inheritance(fds["device"], shared, fds["source"], blob, socket.socket(fileno=fds["listener"]))

@@ -1,5 +1,5 @@
 """What the daemon does for the fast path: grants it room in the blob, commits what it reports, and tells it what the
-index and the disk say. How either side comes to the mount that the other one holds is here as well.
+index and the disk say.
 """
 
 import logging
@@ -13,22 +13,20 @@ from typing import Any
 
 import trio
 
-from cachefs import mount_table, places
 from cachefs.blob import Blob
 from cachefs.cache_directory import OpenedIndex
-from cachefs.client import is_served
 from cachefs.data_cache import DataCache
-from cachefs.errors import CacheFsError
 from cachefs.fastpath import launcher
 from cachefs.fastpath.in_doubt import touched
 from cachefs.fastpath.launcher import FastPath, Inheritance, Message
-from cachefs.fastpath.shared import ACCESS_LOGS, Shared, mount_flags
+from cachefs.fastpath.shared import ACCESS_LOGS, VERSION, Shared
 from cachefs.filesystem import FileSystem
 from cachefs.latency import Histogram
 from cachefs.options import Options
 from cachefs.wishes import Wish, Wishes
 from daemon import descriptor_store
-from daemon.config import MountConfig
+from daemon.instance import MountInstance
+from daemon.predecessor import SOCKET
 
 log = logging.getLogger(__name__)
 
@@ -40,37 +38,23 @@ MAX_WISHES = 1024
 """So many may wait in the fast path."""
 WISHES_A_MESSAGE = 256
 WISH_POLL_S = 0.005
-_SOCKET = "fastpath"
 _WISH = struct.Struct("<2Q")
 
 
-def take_over(mount_config: MountConfig) -> Inheritance | None:
-    """A mount whose daemon has died and whose fast path, or descriptor store, has not. None: there is none."""
-    place = mount_config.mountpoint
-    top = mount_table.top_mount(place)
-    if not mount_config.options.fastpath or top is None or top.fstype != mount_table.FSTYPE or is_served(place):
-        return None
-    held = descriptor_store.take()
-    if held is None or launcher.is_running(held.shared["pid"]):
-        held = Inheritance.ask(places.mount_directory(place) / _SOCKET) or held
-    if held is None or launcher.is_unmounted(held.device):
-        return None
-    if top.source != mount_config.source:
-        raise CacheFsError(f"{place} is in use: {top.source} is mounted there by a cachefs whose daemon has died")
-    if held.shared["flags"] != mount_flags(mount_config.options):
-        raise CacheFsError(f"{place} was mounted with other options: unmount it first")
-    log.info("taking over the mount on %s", place)
-    return held
-
-
 def set_up(
-    device: int, source_fd: int, root_device: int, blob: Blob, opened: OpenedIndex, options: Options, runtime: Path
+    device: int,
+    source_fd: int,
+    root_device: int,
+    blob: Blob,
+    opened: OpenedIndex,
+    options: Options,
+    instance: MountInstance,
 ) -> Inheritance:
     """What a new mount's fast path needs, and every successor of ours. It belongs to them from here on."""
-    shared = Shared.create()
+    shared = Shared.create(instance.directory.name)
     shared.configure(options, seed=blob.seed, root_device=root_device, threads=SERVING_THREADS)
     shared["run"], shared["floor"], shared["serving"] = opened.state.run, opened.state.floor, 1
-    held = Inheritance(device, shared, source_fd, blob.fd, launcher.listen(runtime / _SOCKET))
+    held = Inheritance(device, shared, source_fd, blob.fd, launcher.listen(instance.directory / SOCKET))
     descriptor_store.put(held)
     return held
 
@@ -154,7 +138,7 @@ class FastPathHost:
         self._source_is_anew = False
         self._fastpath = FastPath(
             held,
-            runtime / _SOCKET,
+            runtime / SOCKET,
             session=opened.session_path,
             durable=opened.durable_path,
             log_path=log_path,
@@ -232,6 +216,7 @@ class FastPathHost:
         status["write_behind_bytes"] += shared["held_bytes"] + shared["pending_bytes"]
         status["fastpath"] = {
             "pid": self._fastpath.pid,
+            "shared_version": VERSION,
             "starts": self._fastpath.starts,
             "answered": counters["answered"],
             "guesses": counters["guesses"],

@@ -12,7 +12,7 @@ from cachefs import mount_table, places
 from cachefs.errors import CacheFsError
 from cachefs.metadata_retention import NAMES as METADATA_RETENTION
 from cachefs.options import CacheLevel, Options, Revalidate
-from daemon import background, config, config_file, settings
+from daemon import background, config, config_file, process, settings
 from daemon.conflict import check_daemon_package
 from daemon.parameters import MetricsAddress, Place, Seconds, Size, one_line_errors
 from policies import prefetch as prefetch_policies
@@ -297,6 +297,7 @@ def mount(**parameters: Any) -> None:
       cachefs mount /ceph/project /ceph/project --mutable 'runs/**' --mutable '*.log'
       cachefs mount --config /etc/cachefs/imagenet.toml
     """
+    process.close_inherited()
     mount_config = make_mount_config(**parameters)
     check_daemon_package()
     # Imported here: pyfuse3 and trio take a third of a second that `cachefs status` need not wait for.
@@ -308,12 +309,12 @@ def mount(**parameters: Any) -> None:
         click.echo("cachefs: the fast path is not built (compiler, liblmdb, xxhash): Python serves alone", err=True)
         mount_config = replace(mount_config, options=replace(mount_config.options, fastpath=False))
     session = Session(mount_config)
-    session.prepare()
     if mount_config.foreground:
         session.serve(lambda: None, lambda _: None)
         return
-    background.run_in_background(session.serve, mount_config.log_level)
-    if session.took_over:  # it was answering before, and its source may not
+    was_mounted = mount_table.is_mounted(mount_config.mountpoint)
+    background.run_in_background(session.serve, mount_config.log_level, ends_with_command=True)
+    if was_mounted:  # it was answering before, and its source may not
         return
     try:
         os.stat(mount_config.mountpoint)

@@ -1,8 +1,7 @@
-"""Mounts of this machine: what is mounted where, what may be mounted where, and how the source stays within reach.
+"""Mounts of this machine: what is mounted where, and what may be mounted where.
 
-SOURCE may be MOUNTPOINT (hazard 22): the handle on the source is opened before anything is mounted over it, and as
-root the source is bound in the runtime directory as well, private before the mount so that the overmount does not
-propagate into it. Nothing here touches a mount of ours but by the mount table: that could hang.
+SOURCE may be MOUNTPOINT (hazard 22): the handle on the source is opened before anything is mounted over it.
+Nothing here touches a mount of ours but by the mount table: that could hang.
 """
 
 import errno
@@ -75,16 +74,12 @@ def check_fuse() -> None:
 
 
 def check_places(source: str, mountpoint: str) -> None:
-    """Refuse one strictly inside the other, and what is no directory. Detach a dead cachefs mount."""
-    top = top_mount(mountpoint)
-    if top is not None and top.fstype == FSTYPE:
+    """Refuse one strictly inside the other, and what is no directory. Detach dead cachefs mounts."""
+    while (top := top_mount(mountpoint)) is not None and top.fstype == FSTYPE:
         if not is_dead(mountpoint):
             raise CacheFsError(f"{mountpoint} is in use: {top.source} is mounted there by cachefs")
         unmount(mountpoint, lazy=True)
         log.warning("detached the mount of a cachefs that has died from %s", mountpoint)
-        top = top_mount(mountpoint)
-        if top is not None and top.fstype == FSTYPE:
-            raise CacheFsError(f"{mountpoint} has another dead cachefs mount underneath: umount -l {mountpoint}")
     if top is not None and source != mountpoint:
         raise CacheFsError(f"{mountpoint} is in use: {top.source} ({top.fstype}) is mounted there")
     for path, what in ((source, "source"), (mountpoint, "mountpoint")):
@@ -118,57 +113,16 @@ def open_source(source: str) -> int:
     return fd
 
 
-class SourceBind:
-    """A private bind mount of the source in the runtime directory, for whoever takes the mount over. Root only."""
+def tune_kernel(device: str) -> None:
+    """Read-ahead of 1 MiB, so that requests are that large (hazard 7), and more requests at once. Root only.
 
-    def __init__(self, source: str, directory: Path, *, inherited: bool = False) -> None:
-        """`inherited`: of a daemon that died; the source itself may be out of reach by now."""
-        self.path = str(directory / "source")
-        self._bound = False
-        if not is_root():
-            return
-        if inherited:
-            self._bound = top_mount(self.path) is not None
-            return
-        remove_bind(self.path)
-        os.makedirs(self.path, mode=0o700, exist_ok=True)
-        try:
-            syscalls.mount(source, self.path, "", syscalls.MS_BIND)
-            self._bound = True
-            syscalls.mount("", self.path, "", syscalls.MS_PRIVATE)
-        except OSError as error:
-            log.warning("cannot bind the source in %s: %s; a takeover will not be possible", self.path, error.strerror)
-
-    def remove(self) -> None:
-        if self._bound:
-            try:
-                syscalls.umount2(self.path, syscalls.MNT_DETACH)
-                os.rmdir(self.path)
-            except OSError as error:
-                log.warning("cannot remove the bind of the source at %s: %s", self.path, error.strerror)
-
-
-def remove_bind(path: str) -> None:
-    """Detach what a daemon that was killed left bound."""
-    while top_mount(path) is not None:
-        syscalls.umount2(path, syscalls.MNT_DETACH)
-
-
-def remove_remains(directory: Path) -> None:
-    """Clear the runtime directory of a mount whose daemon has died."""
-    if is_root():
-        remove_bind(str(directory / "source"))
-    shutil.rmtree(directory, ignore_errors=True)
-
-
-def tune_kernel(mountpoint: str) -> None:
-    """Read-ahead of 1 MiB, so that requests are that large (hazard 7), and more requests at once. Root only."""
-    top = top_mount(mountpoint)
-    if top is None or top.fstype != FSTYPE or not is_root():
+    `device`: of the mount, major:minor.
+    """
+    if not is_root():
         return
-    connection = f"/sys/fs/fuse/connections/{top.device.partition(':')[2]}"
+    connection = f"/sys/fs/fuse/connections/{device.partition(':')[2]}"
     for path, value in (
-        (f"/sys/class/bdi/{top.device}/read_ahead_kb", READ_AHEAD_KIB),
+        (f"/sys/class/bdi/{device}/read_ahead_kb", READ_AHEAD_KIB),
         (f"{connection}/max_background", MAX_BACKGROUND),
         (f"{connection}/congestion_threshold", CONGESTION),
     ):

@@ -1,11 +1,15 @@
 """What the daemon asks of its own process."""
 
+import contextlib
 import ctypes
+import os
 import resource
 import sys
 
 SWITCH_INTERVAL_S = 0.0005
 """How long the trio thread waits for the interpreter that write-behind has; Python's own 5 ms are a slow look-up."""
+
+_FIRST_PASSED = 3
 
 
 def prepare() -> None:
@@ -13,6 +17,24 @@ def prepare() -> None:
     tune_malloc()
     raise_descriptor_limit()
     sys.setswitchinterval(SWITCH_INTERVAL_S)
+
+
+def close_inherited() -> None:
+    """Close what the starter left open: a lock that it holds would be held as long as the mount lasts.
+
+    Kept are the standard streams and what the service manager passes (LISTEN_FDS). What this process has opened
+    itself is close-on-exec, and so cannot have been inherited.
+    """
+    passed = 0
+    if os.environ.get("LISTEN_PID") == str(os.getpid()):
+        passed = int(os.environ.get("LISTEN_FDS", "0"))
+    for name in os.listdir("/proc/self/fd"):
+        fd = int(name)
+        if fd < _FIRST_PASSED + passed:
+            continue
+        with contextlib.suppress(OSError):  # the descriptor of the listing itself
+            if os.get_inheritable(fd):
+                os.close(fd)
 
 
 def raise_descriptor_limit() -> None:

@@ -1,29 +1,35 @@
 """One mount from start to end: everything is wired here, in order, and taken down in the opposite order.
 
-check places → open the source → (caller daemonizes) → lock the cache, open blob and index → bind the source →
-mount → serve → unmounted, or told to stop → flush → mark the index clean → remove what was put up
+(caller daemonizes) → claim the mountpoint → take over, or check places and open the source → lock the cache, open blob
+and index → mount → bind the source → serve, release the mountpoint → unmounted, or told to stop → flush → mark the
+index clean → remove what was put up
+
+Signals are heard from the first step on. Until requests are served SIGTERM cancels: everything goes back the same way.
+So nothing here waits for the source but in a thread that can be left behind.
 """
 
 import contextlib
 import logging
 import os
-import shutil
 import signal
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any, TypeVar
 
 import click
 import pyfuse3
 import trio
 from rich.filesize import decimal
 
-from cachefs import mount_table, places
+import cachefs
+from cachefs import places
 from cachefs.blob import Blob
 from cachefs.cache_directory import CacheDirectory, OpenedIndex
-from cachefs.errors import CacheFsError
+from cachefs.claims import Claim, Taken
+from cachefs.errors import CacheFsError, IndexUnavailable
 from cachefs.fastpath import launcher
 from cachefs.fastpath.launcher import Inheritance
 from cachefs.hints import Hints
@@ -47,7 +53,9 @@ from daemon import (
 from daemon.commands import Commands
 from daemon.config import MountConfig
 from daemon.fastpath_host import FastPathHost
+from daemon.instance import MountInstance, claim_mountpoint, remove_remains
 from daemon.mount import mount
+from daemon.predecessor import take_over
 from daemon.probe import Probe
 from daemon.source_connection import Root, SourceConnection
 from daemon.wiring import Parts, wire
@@ -55,7 +63,11 @@ from policies import prefetch
 
 log = logging.getLogger(__name__)
 
+T = TypeVar("T")
+
 MIN_IDLE_REQUESTS = 16
+CLAIM_PATIENCE_S = 10.0
+CLAIM_POLL_S = 0.05
 READER_CHECK_S = 60.0
 FLUSH_TIMEOUT_S = 60.0
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
@@ -64,12 +76,14 @@ _PYFUSE3_OPTIONS = {"fsname=cachefs"}
 
 
 class Session:
-    """A mount. `prepare` before going to the background, `serve` after it."""
+    """A mount."""
 
-    def __init__(self, mount_config: MountConfig, *, restart: bool = False) -> None:
-        """`restart`: take over the mount that there is, with a new fast path. Else the one that runs is kept."""
+    def __init__(self, mount_config: MountConfig, *, dismiss: Callable[[], None] | None = None) -> None:
+        """`dismiss`: take over the mount that there is, with a new fast path, after its daemon has been sent away by
+        this. Else the one that runs is kept, and if none does it is mounted."""
         self.config = mount_config
-        self._restart = restart
+        self._dismiss = dismiss
+        self._restart = dismiss is not None
         self._leaving = False
         self.started = time.monotonic()
         self._source_fd = -1
@@ -77,8 +91,18 @@ class Session:
         self._root: Root | None = None
         """What the source's root was when it was mounted. None: a predecessor has written it down."""
         self._device = -1
-        self._responsible = False
-        """For the mount's end. Who could not take over leaves everything to the next one who tries."""
+        self._claim: Claim | None = None
+        """Of the mountpoint, until requests are answered."""
+        self._instance: MountInstance | None = None
+        """What is mounted. None: nothing yet."""
+        self._took_over = False
+        self._starting: trio.CancelScope | None = None
+        """Cancelled to end before requests are served; None from then on."""
+        self._is_pyfuse3_open = False
+        self._told_to_end = False
+        self._is_ready = False
+        self._ended = False
+        """Served until the mount was gone, or until told to end."""
         self._held: Inheritance | None = None
         """What the fast path and its daemons hand on. None before there is one, and without a fast path."""
         self._host: FastPathHost | None = None
@@ -88,108 +112,170 @@ class Session:
         self._log_path: Path | None
         """Of the fast path. None: our stderr."""
 
-    @property
-    def took_over(self) -> bool:
-        """After `prepare`: is this a mount that there was?"""
-        return self._source_device is not None
-
-    def prepare(self) -> None:
-        """Everything that can be refused without having changed anything."""
-        mounting.check_fuse()
-        places.make_runtime_root()
-        self._held = fastpath_host.take_over(self.config)
-        if self._held is not None:
-            self._source_fd = self._held.source
-            self._source_device = self._held.shared["root_device"]
-            return  # the source may have gone, or hang: nothing is asked of it on the way
-        if self._restart:
-            raise CacheFsError(f"the fast path of {self.config.mountpoint} is dead: umount it, and mount it again")
-        mounting.check_places(self.config.source, self.config.mountpoint)
-        self._source_fd = mounting.open_source(self.config.source)
-        self._root = Root.of(self._source_fd)
-        with contextlib.suppress(OSError):  # a source may not know
-            self._statfs = os.fstatvfs(self._source_fd)
-
     def serve(self, ready: Callable[[], None], claimed: Callable[[Path], None]) -> None:
-        """Mount and serve until unmounted.
+        """Mount and serve until unmounted. Raises CacheFsError with the reason where that could not begin.
 
         `claimed` is called with the cache directory when that is locked, `ready` when requests are being answered.
         """
+        mounting.check_fuse()
+        places.make_runtime_root()
         os.umask(0)  # the kernel applies the caller's
         process.prepare()
-        trio.run(self._serve, ready, claimed)
+        try:
+            trio.run(self._until_told, ready, claimed)
+        finally:
+            self._release_claim()
+
+    async def _until_told(self, ready: Callable[[], None], claimed: Callable[[Path], None]) -> None:
+        def is_ready() -> None:
+            self._is_ready = True
+            self._release_claim()
+            ready()
+
+        try:
+            with trio.open_signal_receiver(*_SIGNALS) as signals, trio.CancelScope() as self._starting:
+                signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
+                async with trio.open_nursery() as nursery:
+                    nursery.start_soon(self._obey, signals)
+                    await self._serve(is_ready, claimed)
+                    nursery.cancel_scope.cancel()
+        except BaseExceptionGroup as group:
+            raise reason(group) from group
+        if not self._is_ready and not (self._told_to_end and self.config.foreground):
+            what = "it was told to end" if self._told_to_end else f"{self.config.mountpoint} was unmounted"
+            raise CacheFsError(f"{what} before the mount was ready")
+
+    def _release_claim(self) -> None:
+        if self._claim is not None:
+            self._claim.release()
+            self._claim = None
+
+    # --- what is refused is refused before anything has been changed -----------------------------------------------
+
+    async def _prepare(self) -> None:
+        place = self.config.mountpoint
+        self._claim = await self._claim_mountpoint()
+        if self._dismiss is not None:
+            await _in_thread(self._dismiss)
+        instance = MountInstance.on_top(place)
+        if instance is not None:
+            self._held = take_over(self.config, instance)
+        if instance is not None and self._held is not None:
+            self._took_over = True
+            self._instance = instance
+            self._device = self._held.device
+            self._source_fd = self._held.source
+            self._source_device = self._held.shared["root_device"]
+            instance.take_over()
+            return  # the source may have gone, or hang: nothing is asked of it on the way
+        if self._restart:
+            if instance is None or mounting.is_dead(place):
+                self._instance = instance
+                self._take_down()
+                remove_remains(place)
+                raise CacheFsError(f"{place} was unmounted, or its connection aborted: mount it again")
+            raise CacheFsError(f"the fast path of {place} is dead: umount it, and mount it again")
+        await _in_thread(mounting.check_places, self.config.source, place)
+        self._source_fd = await _in_thread(mounting.open_source, self.config.source)
+        self._root = await _in_thread(Root.of, self._source_fd)
+        with contextlib.suppress(OSError):  # a source may not know
+            self._statfs = await _in_thread(os.fstatvfs, self._source_fd)
+
+    async def _claim_mountpoint(self) -> Claim:
+        with trio.move_on_after(CLAIM_PATIENCE_S) as patience:
+            while True:
+                try:
+                    return claim_mountpoint(self.config.mountpoint)
+                except Taken as other:
+                    taken = other
+                await trio.sleep(CLAIM_POLL_S)
+        assert patience.cancelled_caught
+        raise CacheFsError(f"{self.config.mountpoint} is being mounted by another cachefs (pid {taken.pid})")
 
     async def _serve(self, ready: Callable[[], None], claimed: Callable[[Path], None]) -> None:
+        await self._prepare()
         cache_dir = self.config.cache_dir or places.default_cache_dir(self.config.source)
         directory = CacheDirectory(cache_dir, self.config.source)
         claimed(cache_dir)
+        log.info("cachefs %s: %s on %s", cachefs.__version__, self.config.source, self.config.mountpoint)
+        if self._took_over:
+            log.info("taking over the mount on %s", self.config.mountpoint)
         self._log_path = None if self.config.foreground else cache_dir / background.LOG_NAME
         try:
             blob = directory.open_blob()
             try:
-                took_over = self._held is not None
-                if self.config.metadata_snapshot is not None and not took_over:
-                    root_inode = os.fstat(self._source_fd).st_ino
+                if self.config.metadata_snapshot is not None and not self._took_over:
+                    root_inode = (await _in_thread(os.fstat, self._source_fd)).st_ino
                     directory.import_snapshot(self.config.metadata_snapshot, blob, root_inode)
                 durable = directory.open_durable(blob)
                 size = self.config.cache_size_bytes
                 options = replace(
                     self.config.options, cache_size_bytes=directory.default_size_bytes() if size is None else size
                 )
-                source = Source(
-                    self._source_fd, root_device=self._source_device, simulate_latency_s=options.simulate_latency_s
+                source = await _in_thread(
+                    partial(
+                        Source,
+                        self._source_fd,
+                        root_device=self._source_device,
+                        simulate_latency_s=options.simulate_latency_s,
+                    )
                 )
                 opened = OpenedIndex(
                     durable,
                     places.session_directory(cache_dir),
                     options.revalidate,
-                    b"" if took_over else _rctime(source, options),
-                    same_mount=took_over,
+                    b"" if self._took_over else await _in_thread(_rctime, source, options),
+                    same_mount=self._took_over,
                 )
                 flushed = False
                 try:
                     flushed = await self._mounted(source, opened, blob, options, ready)
-                except BaseExceptionGroup as group:
-                    raise _reason(group) from group
                 finally:
-                    opened.close(flushed=flushed)
+                    opened.close(flushed=flushed or self._put_up_nothing())
             finally:
                 blob.close()
         finally:
             directory.close()
 
+    def _put_up_nothing(self) -> bool:
+        """It ended before anything could be read or written: nothing is left of this run."""
+        return not self._took_over and self._starting is not None
+
     async def _mounted(
         self, source: Source, opened: OpenedIndex, blob: Blob, options: Options, ready: Callable[[], None]
     ) -> bool:
         """True if everything was flushed at the end."""
-        runtime = places.mount_directory(self.config.mountpoint)
-        runtime.mkdir(mode=0o700, exist_ok=True)
-        took_over = self._held is not None
-        self._responsible = not took_over
-        bind = mounting.SourceBind(self.config.source, runtime, inherited=took_over)
         try:
-            self._open_device(source, opened, blob, options, runtime)
+            self._open_device(source, opened, blob, options)
+            assert self._instance is not None
             async with trio.open_nursery() as nursery:
-                flushed = await self._run(nursery, source, opened, blob, options, runtime, ready, took_over)
+                flushed = await self._run(nursery, source, opened, blob, options, self._instance.directory, ready)
                 nursery.cancel_scope.cancel()
             return flushed
         finally:
-            if self._responsible:
-                self._unmount()
-                if self._host is not None:
-                    self._host.close()
-                if self._held is not None:
-                    descriptor_store.remove()
-                    self._held.close()
-                elif self._device >= 0:
-                    os.close(self._device)
-                bind.remove()
-                shutil.rmtree(runtime, ignore_errors=True)
+            if self._is_over():
+                self._take_down()
 
-    def _open_device(self, source: Source, opened: OpenedIndex, blob: Blob, options: Options, runtime: Path) -> None:
+    def _is_over(self) -> bool:
+        """The mount, with us. A successor that failed leaves a mount that lives to whoever tries next."""
+        return not self._took_over or self._told_to_end or self._ended or launcher.is_unmounted(self._device)
+
+    def _take_down(self) -> None:
+        if self._instance is not None:
+            self._instance.unmount(self._claim)
+        if self._host is not None:
+            self._host.close()
+        if self._held is not None:
+            descriptor_store.remove()
+            self._held.close()
+        elif self._device >= 0:
+            os.close(self._device)
+        if self._instance is not None:
+            self._instance.remove()
+
+    def _open_device(self, source: Source, opened: OpenedIndex, blob: Blob, options: Options) -> None:
         """Mount, unless that was done by those whom we take over from."""
         if self._held is not None:
-            self._device = self._held.device
             if self._held.blob >= 0:
                 os.close(self._held.blob)
             self._held.blob = blob.fd
@@ -200,9 +286,13 @@ class Session:
             read_only=options.read_only,
             allow_other=self.config.allow_other,
         )
+        self._instance = MountInstance.on_top(self.config.mountpoint)
+        if self._instance is None:
+            raise CacheFsError(f"{self.config.mountpoint} was unmounted before the mount was ready")
+        self._instance.begin(self._source_fd)
         if options.fastpath:
             self._held = fastpath_host.set_up(
-                self._device, self._source_fd, source.root_device, blob, opened, options, runtime
+                self._device, self._source_fd, source.root_device, blob, opened, options, self._instance
             )
 
     async def _run(
@@ -214,7 +304,6 @@ class Session:
         options: Options,
         runtime: Path,
         ready: Callable[[], None],
-        took_over: bool,
     ) -> bool:
         """Serve until the mount is gone or we are told to stop. True if everything was flushed."""
         parts = wire(source, opened, blob, options, nursery, self._device, unseen_handles=self._held is not None)
@@ -228,11 +317,11 @@ class Session:
             root = metadata.inode(view, pyfuse3.ROOT_INODE)
         now = await parts.slots.run(partial(source.lstat, b"")) if root is None else None
         with opened.index.update() as update:
-            if not took_over:
+            if not self._took_over:
                 metadata.drop_unlinked(update)
             if now is not None:
                 metadata.apply_root(update, now, pin=parts.filesystem.pins(b""))
-        restored = files.restore() if took_over else []
+        restored = files.restore() if self._took_over else []
         if self._held is None:
             served = f"/dev/fd/{os.dup(self._device)}"
         else:
@@ -247,18 +336,18 @@ class Session:
                 log_path=self._log_path,
                 fetched_unseen=parts.files.fetched_unseen,
                 died=self._drop_dead_readers,
-                unmounted=pyfuse3.terminate,
+                unmounted=self._terminate,
             )
             served = self._host.mountpoint_for_pyfuse3
             files.reader_of = parts.directories.reader_of = self._held.shared.reader_of
         pyfuse3.init(parts.operations, served, _PYFUSE3_OPTIONS)
+        self._is_pyfuse3_open = True
         try:
             if self._host is not None:
                 nursery.start_soon(_forever, self._host.follow)
                 if options.logs_accesses:
                     nursery.start_soon(_forever, self._host.collect)
                 await self._host.start(replace=self._restart)
-            self._responsible = True
             config.save(self.config, runtime / config.CONFIG_NAME)
             wishes = self._host.wishes if self._host is not None else OwnWishes(files, nursery)
             prefetcher = self._make_prefetcher(wishes)
@@ -275,9 +364,9 @@ class Session:
                 started=self.started,
                 leave=self._leave,
             )
-            await nursery.start(control.serve, runtime / "control", commands.by_name(), {"leave": pyfuse3.terminate})
+            await nursery.start(control.serve, runtime / "control", commands.by_name(), {"leave": self._terminate})
             if self.config.metrics is not None:
-                await self._serve_metrics(nursery, self.config.metrics, commands, must=not took_over)
+                await self._serve_metrics(nursery, self.config.metrics, commands, must=not self._took_over)
             nursery.start_soon(files.reopen, restored)
             for task in (connection.run, writes.run, hints.run, self._check_readers):
                 nursery.start_soon(_forever, task)
@@ -286,21 +375,26 @@ class Session:
                 nursery.start_soon(_forever, partial(parts.filesystem.limit_metadata, parts.limit, parts.metrics))
             if prefetcher is not None:
                 nursery.start_soon(_forever, prefetcher.run)
-            nursery.start_soon(self._obey_signals)
             nursery.start_soon(self._announce, parts.operations, ready)
+            self._starting = None
+            if self._leaving:
+                self._terminate()
             try:
                 await pyfuse3.main(min_tasks=MIN_IDLE_REQUESTS, max_tasks=MAX_REQUESTS)
             except* OSError as group:
                 # An aborted connection ends the loop like this; so does an unmount while a request is read.
                 log.info("the kernel closed the connection: %s", group.exceptions[0])
-            if self._leaving:
+            self._ended = not self._leaving
+            if self._leaving and not launcher.is_unmounted(self._device):
                 await writes.flush(FLUSH_TIMEOUT_S)
                 log.info("leaving the mount to the next daemon")
                 os._exit(0)  # the way of a daemon that dies, at a moment when nothing is under way
         finally:
+            self._is_pyfuse3_open = False
             pyfuse3.close(unmount=False)
-            if self._responsible:
-                self._unmount()
+            if self._is_over():
+                assert self._instance is not None
+                self._instance.unmount(self._claim)
                 if self._host is not None:
                     with trio.CancelScope(shield=True):
                         await self._host.stop()
@@ -339,7 +433,7 @@ class Session:
                 self._host.source_changed(source.root_device)
 
         connection = SourceConnection(self.config.source, root, source, parts.slots, changed)
-        if self.took_over:
+        if self._took_over:
             connection.doubt()
         return connection
 
@@ -363,7 +457,8 @@ class Session:
     async def _announce(self, operations: Operations, ready: Callable[[], None]) -> None:
         await operations.initialized.wait()
         # Only now: what the kernel negotiates would override it.
-        mounting.tune_kernel(self.config.mountpoint)
+        assert self._instance is not None
+        mounting.tune_kernel(self._instance.device)
         if service_manager.is_there():
             await service_manager.announce(Probe(self.config.mountpoint), self._status_line, ready)
         else:
@@ -376,32 +471,30 @@ class Session:
             f"{decimal(totals.blob_bytes)} of {decimal(data.size_bytes)}"
         )
 
-    def _unmount(self) -> None:
-        """Take the mount down if it is still there; another one at its place is none of our business."""
-        if self._device < 0 or launcher.is_unmounted(self._device):
-            return
-        top = mount_table.top_mount(self.config.mountpoint)
-        if top is not None and top.fstype == mount_table.FSTYPE and top.source == self.config.source:
-            try:
-                mounting.unmount(self.config.mountpoint, lazy=True)
-            except CacheFsError as error:
-                log.warning("%s", error)
-
-    async def _obey_signals(self) -> None:
-        with trio.open_signal_receiver(*_SIGNALS) as signals:
-            async for number in signals:
-                if number == signal.SIGHUP:
+    async def _obey(self, signals: AsyncIterator[int]) -> None:
+        async for number in signals:
+            if number == signal.SIGHUP:
+                if self._starting is None:
                     service_manager.reloading()
                     self._reload()
                     service_manager.notify("READY=1")
-                elif number == signal.SIGUSR1 and self._host is not None:
-                    log.info("another daemon is to go on with this mount")
-                    self._leaving = True
-                    pyfuse3.terminate()
+            elif number == signal.SIGUSR1 and (self._host is not None or self._starting is not None):
+                log.info("another daemon is to go on with this mount")
+                self._leave()
+                if self._starting is None:
+                    self._terminate()
+            else:
+                log.info("signal %d: unmounting", number)
+                service_manager.notify("STOPPING=1")
+                self._told_to_end = True
+                if self._starting is None:
+                    self._terminate()
                 else:
-                    log.info("signal %d: unmounting", number)
-                    service_manager.notify("STOPPING=1")
-                    pyfuse3.terminate()
+                    self._starting.cancel()
+
+    def _terminate(self) -> None:
+        if self._is_pyfuse3_open:
+            pyfuse3.terminate()
 
     def _reload(self) -> None:
         """Read the configuration file again. What may change while mounted does; for the rest see its documentation."""
@@ -419,7 +512,8 @@ class Session:
             self._held.shared.set_timeouts(now.options)
         if self._host is not None:
             self._host.refresh()
-        config.save(now, places.mount_directory(now.mountpoint) / config.CONFIG_NAME)
+        assert self._instance is not None
+        config.save(now, self._instance.directory / config.CONFIG_NAME)
         log.info("the configuration was read again")
 
     async def _check_readers(self) -> None:
@@ -444,12 +538,21 @@ async def _forever(task: Callable[[], Awaitable[None]]) -> None:
             await trio.sleep(1)
 
 
-def _reason(group: BaseExceptionGroup[BaseException]) -> BaseException:
-    """The one error that the user must hear about, out of a nursery's group; the group itself if there is none."""
-    error: BaseException | None = group.subgroup(CacheFsError)
+def reason(group: BaseExceptionGroup[BaseException]) -> BaseException:
+    """The one error that the user must hear about, out of the groups that nurseries make of everything."""
+    error: BaseException = group.subgroup(CacheFsError) or group
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
-    return error or group
+    if isinstance(error, IndexUnavailable):
+        return CacheFsError(str(error))
+    if isinstance(error, OSError) and error.strerror:
+        return CacheFsError(f"{error.strerror}: {error.filename}" if error.filename else error.strerror)
+    return error
+
+
+async def _in_thread(function: Callable[..., T], *arguments: Any) -> T:
+    """Call what may hang as long as the source does. It is left behind when the start is cancelled."""
+    return await trio.to_thread.run_sync(partial(function, *arguments), abandon_on_cancel=True)
 
 
 def _rctime(source: Source, options: Options) -> bytes:

@@ -16,15 +16,17 @@ import signal
 import socket
 import struct
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import trio
 
 from cachefs.attributes import PINNED, Extent
-from cachefs.fastpath.shared import Shared
+from cachefs.errors import CacheFsError
+from cachefs.fastpath.shared import OtherVersion, Shared
 from cachefs.private_files import bind_socket, opener
+from cachefs.syscalls import pidfd_getfd
 from cachefs.unix_socket import socket_address
 from cachefs.write_behind import Filled
 
@@ -102,7 +104,7 @@ class Inheritance:
 
     @classmethod
     def ask(cls, path: Path) -> "Inheritance | None":
-        """Of the fast path that outlived its daemon. None: there is none, or its daemon lives."""
+        """Of the fast path that outlived its daemon. None: none answers. Raises OtherVersion."""
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
             connection.settimeout(_HANDOVER_TIMEOUT_S)
             try:
@@ -116,13 +118,17 @@ class Inheritance:
             return None
         kind, _, pid, _ = _HEAD.unpack(data)
         assert kind == Message.HELD
+        return cls.of(fds, pid)
+
+    @classmethod
+    def of(cls, fds: Sequence[int], pid: int = 0) -> "Inheritance":
+        """/dev/fuse, shared memory, source, blob, listener: they belong to it. Raises OtherVersion."""
         try:
             shared = Shared(fds[1])
-        except ValueError as error:
-            log.warning("cannot take the mount over: %s", error)
+        except OtherVersion:
             for fd in fds:
                 os.close(fd)
-            return None
+            raise
         return cls(fds[0], shared, fds[2], fds[3], socket.socket(fileno=fds[4]), pid)
 
     def close(self) -> None:
@@ -136,6 +142,69 @@ def listen(path: Path) -> socket.socket:
     bind_socket(listener, path)
     listener.listen(4)
     return listener
+
+
+@dataclass(frozen=True, slots=True)
+class Running:
+    """A fast path, found in the process table by the name of the memory that it shares."""
+
+    pid: int
+    fds: tuple[int, ...]
+    """There: /dev/fuse, shared memory, source, blob, listener."""
+
+    def inherit(self) -> Inheritance:
+        """Take what it holds, without asking: it may be stopped. Raises OSError, OtherVersion."""
+        pidfd = os.pidfd_open(self.pid)
+        fds: list[int] = []
+        try:
+            for fd in self.fds:
+                fds.append(pidfd_getfd(pidfd, fd))
+        except OSError:
+            for fd in fds:
+                os.close(fd)
+            raise
+        finally:
+            os.close(pidfd)
+        return Inheritance.of(fds)
+
+    def kill(self) -> bool:
+        """Returns when it has ended. False: it does not, as it waits in the kernel."""
+        try:
+            pidfd = os.pidfd_open(self.pid)
+        except ProcessLookupError:
+            return True
+        try:
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+            return bool(select.select([pidfd], [], [], _STOP_TIMEOUT_S)[0])
+        finally:
+            os.close(pidfd)
+
+
+def memory_name(link: str) -> str:
+    """What a memfd was called when it was made."""
+    return os.readlink(link).removeprefix("/memfd:").removesuffix(" (deleted)")
+
+
+def running(name: str) -> list[Running]:
+    """The fast paths of this user that share the memory of this name. More than one is a mistake."""
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            if process.stat().st_uid != os.geteuid():
+                continue
+            command = (process / "cmdline").read_bytes().decode(errors="replace").split("\0")
+            if os.path.basename(command[0]) != PROGRAM.name:
+                continue
+            fds = tuple(int(command[command.index(option) + 1]) for option in _HELD_OPTIONS)
+            if memory_name(f"{process}/fd/{fds[1]}") == name:
+                found.append(Running(int(process.name), fds))
+        except (OSError, ValueError):  # it has ended, or is another program
+            continue
+    return found
+
+
+_HELD_OPTIONS = ("--device", "--shared", "--source", "--blob", "--listener")
 
 
 def is_running(pid: int) -> bool:
@@ -252,21 +321,24 @@ class FastPath:
             return None
 
     async def run(self, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
-        """Keep a fast path running until the mount is gone. Started when the first one is attached."""
+        """Keep a fast path running until the mount is gone. Started when one is attached, or the mount gone."""
         try:
-            await self._run(task_status)
+            if not await self._run(task_status):
+                task_status.started()
         finally:
             self._ended.set()
         if not self._stopping:
             self._unmounted()
 
-    async def _run(self, task_status: trio.TaskStatus[None]) -> None:
+    async def _run(self, task_status: trio.TaskStatus[None]) -> bool:
+        """Was one attached?"""
         pause_s = 0.0
         told = False
         while not self._stopping and not is_unmounted(self._held.device):
             started = trio.current_time()
             pidfd = self._open_process()
             if pidfd is None:
+                await trio.to_thread.run_sync(self._end_others)
                 self._spawn()
                 pidfd = os.pidfd_open(self._pid)  # our child: there until it is waited for
             try:
@@ -295,6 +367,14 @@ class FastPath:
             # Only what ends by itself is kept from doing so all the time.
             pause_s = 0.0 if killed or lived > _SETTLED_S else min(max(0.05, 2 * pause_s), _MAX_PAUSE_S)
             await trio.sleep(pause_s)
+        return told
+
+    def _end_others(self) -> None:
+        """Two on the same memory would answer the same requests. One that was stopped does not end with its daemon."""
+        for other in running(memory_name(f"/proc/self/fd/{self._held.shared.fd}")):
+            log.warning("a fast path of this mount (pid %d) does not answer: ending it", other.pid)
+            if not other.kill():
+                raise CacheFsError(f"the fast path (pid {other.pid}) cannot be ended: it waits in the kernel")
 
     def _spawn(self) -> None:
         held = self._held

@@ -117,22 +117,30 @@ def mount_flags(options: Options) -> int:
     return flags | READ_ONLY * options.read_only | KEEPS_DATA * (options.cache is CacheLevel.FULL)
 
 
+class OtherVersion(Exception):
+    """Memory that another version of cachefs has laid out."""
+
+
 class Shared:
     """The mapped memory. `shared["floor"] = 7` writes a field."""
 
     def __init__(self, fd: int) -> None:
-        """Raises ValueError where it is not of this version."""
+        """Raises OtherVersion."""
         self.fd = fd
-        self._map = mmap.mmap(fd, READERS_OFFSET + READERS * 16)
+        try:
+            self._map = mmap.mmap(fd, READERS_OFFSET + READERS * 16)
+        except ValueError:  # it is smaller than that
+            raise OtherVersion from None
         with memoryview(self._map) as whole:
             self._words = {"I": whole.cast("I"), "Q": whole.cast("Q")}
         if (self["magic"], self["version"]) != (MAGIC, VERSION):
             self._unmap()
-            raise ValueError("shared memory of another version of cachefs")
+            raise OtherVersion
 
     @classmethod
-    def create(cls) -> "Shared":
-        fd = os.memfd_create("cachefs", os.MFD_CLOEXEC)
+    def create(cls, name: str = "cachefs") -> "Shared":
+        """`name`: of the mount; it is to be seen in /proc/PID/fd."""
+        fd = os.memfd_create(name, os.MFD_CLOEXEC)
         os.ftruncate(fd, SHARED_BYTES)
         os.pwrite(fd, struct.pack("<4I", MAGIC, VERSION, SLOT_COUNT, SLOT_BYTES), 0)
         return cls(fd)

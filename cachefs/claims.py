@@ -1,0 +1,105 @@
+"""Claims: files with a lock on them, of which one process at a time holds each.
+
+A claim ends with its process, however that ends. Its file is removed when it is released; what a killed process left
+is removed when the next one takes any claim in the same directory.
+
+Removing a locked file is safe only if everyone who takes the lock then asks whether the path still leads to the file
+that is locked.
+"""
+
+import fcntl
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+_PREFIX = "lock-"
+_LOOK_AGAIN_S = 0.05
+
+
+class Taken(Exception):
+    """Another process holds the claim."""
+
+    def __init__(self, pid: str) -> None:
+        super().__init__(pid)
+        self.pid = pid
+
+
+class Claim:
+    """Held from `take` to `release`. A child that was forked in between holds it as well; either may release it."""
+
+    def __init__(self, path: Path, fd: int) -> None:
+        self._path = path
+        self._fd = fd
+
+    @classmethod
+    def take(cls, directory: Path, name: str, *, patience_s: float = 0.0) -> "Claim":
+        """Wait at most so long. Raises Taken."""
+        deadline = time.monotonic() + patience_s
+        while True:
+            try:
+                return cls.try_to_take(directory, name)
+            except Taken:
+                if time.monotonic() >= deadline:
+                    raise
+            time.sleep(_LOOK_AGAIN_S)
+
+    @classmethod
+    def try_to_take(cls, directory: Path, name: str) -> "Claim":
+        """Raises Taken."""
+        _sweep(directory)
+        path = directory / f"{_PREFIX}{name}"
+        while True:
+            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                pid = os.pread(fd, 32, 0).decode(errors="replace").strip() or "unknown"
+                os.close(fd)
+                raise Taken(pid) from None
+            if is_at(fd, path):
+                claim = cls(path, fd)
+                claim.sign()
+                return claim
+            os.close(fd)  # its last holder has just removed it
+
+    def sign(self) -> None:
+        """Say which process holds it: this one."""
+        os.ftruncate(self._fd, 0)
+        os.pwrite(self._fd, f"{os.getpid()}\n".encode(), 0)
+
+    def release(self) -> None:
+        if self._fd < 0:
+            return
+        if is_at(self._fd, self._path):
+            self._path.unlink(missing_ok=True)
+        fcntl.flock(self._fd, fcntl.LOCK_UN)  # a child may have it open as well
+        os.close(self._fd)
+        self._fd = -1
+
+
+def is_at(fd: int, path: Path) -> bool:
+    """Is what this descriptor was opened for still what the path leads to?"""
+    try:
+        return os.path.samestat(os.fstat(fd), path.lstat())
+    except FileNotFoundError:
+        return False
+
+
+def _sweep(directory: Path) -> None:
+    """Remove the files of claims whose processes were killed."""
+    for path in directory.glob(f"{_PREFIX}*"):
+        with suppress(OSError), _opened(path) as fd:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if is_at(fd, path):
+                path.unlink(missing_ok=True)
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[int]:
+    fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+    try:
+        yield fd
+    finally:
+        os.close(fd)

@@ -1,0 +1,199 @@
+"""One mount of ours, told from all others that ever lie on its mountpoint, and what belongs to it alone.
+
+A mountpoint is a name. The mount that a daemon serves is known by its device number: `umount -l` may take it away from
+its name while files on it are open, and another mount, of the same source and by another daemon, may lie there then.
+So its runtime directory has that number in its name, and it is unmounted only where the mount table has that number.
+
+The kernel uses a device number again once a mount is gone. A daemon that is still writing then recognizes its own
+runtime directory by a descriptor; the next mount of that number has moved it aside.
+"""
+
+import fcntl
+import logging
+import os
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from cachefs import mount_table, places, syscalls
+from cachefs.claims import Claim, Taken, is_at
+from cachefs.errors import CacheFsError
+from cachefs.mount_table import FSTYPE
+from cachefs.places import is_root
+from daemon import mounting
+
+log = logging.getLogger(__name__)
+
+_BIND = "source"
+_END_PATIENCE_S = 15.0
+"""For whoever is about to mount or to take over at the same place. Longer than that one waits for a mount to answer."""
+
+
+def claim_mountpoint(mountpoint: str) -> Claim:
+    """For mounting there, or taking over what is: one process at a time. Raises Taken."""
+    return Claim.try_to_take(places.runtime_root(), f"mount-{places.path_id(mountpoint)}")
+
+
+class RuntimeDirectory:
+    """Of one mount; locked as long as its daemon lives."""
+
+    def __init__(self, path: Path) -> None:
+        """Raises FileNotFoundError."""
+        self._fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        self.is_ours = True
+        """Nobody else has it locked."""
+        try:
+            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            self.is_ours = False
+
+    @property
+    def path(self) -> Path:
+        """Where it is now."""
+        return Path(os.readlink(f"/proc/self/fd/{self._fd}"))
+
+    def is_at(self, path: Path) -> bool:
+        return is_at(self._fd, path)
+
+    def remove(self) -> None:
+        """With all that is in it; nothing beneath a bind is touched."""
+        if self._fd < 0:
+            return
+        path = self.path
+        try:
+            if is_root():
+                while mount_table.top_mount(str(path / _BIND)) is not None:
+                    syscalls.umount2(str(path / _BIND), syscalls.MNT_DETACH)
+            for name in os.listdir(self._fd):
+                if stat.S_ISDIR(os.stat(name, dir_fd=self._fd, follow_symlinks=False).st_mode):
+                    os.rmdir(name, dir_fd=self._fd)
+                else:
+                    os.unlink(name, dir_fd=self._fd)
+            if self.is_at(path):
+                path.rmdir()
+        except OSError as error:
+            log.warning("cannot remove the runtime directory %s: %s", path, error.strerror)
+        self.close()
+
+    def close(self) -> None:
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+
+class MountInstance:
+    def __init__(self, mountpoint: str, device: str) -> None:
+        self.mountpoint = mountpoint
+        self.device = device
+        self.directory = places.instance_directory(mountpoint, device)
+        self._runtime: RuntimeDirectory | None = None
+
+    @classmethod
+    def on_top(cls, mountpoint: str) -> "MountInstance | None":
+        """The one that is mounted there, if that is one of ours."""
+        top = mount_table.top_mount(mountpoint)
+        return cls(mountpoint, top.device) if top is not None and top.fstype == FSTYPE else None
+
+    # --- its runtime directory; its mountpoint is claimed ----------------------------------------------------------
+
+    def begin(self, source_fd: int) -> None:
+        """It has just been mounted. As root the source is bound in the directory: it may lie under the mount."""
+        remove_remains(self.mountpoint, just_mounted=self.device)
+        with suppress(FileNotFoundError):  # the last mount of this number has gone, its daemon is still writing
+            os.rename(self.directory, self.directory.with_name(f"{self.directory.name}-until-{os.getpid()}"))
+        self.directory.mkdir(mode=0o700)
+        self._runtime = RuntimeDirectory(self.directory)
+        if is_root():
+            self._bind(source_fd)
+
+    def take_over(self) -> None:
+        """Its daemon has died."""
+        self.directory.mkdir(mode=0o700, exist_ok=True)
+        self._runtime = RuntimeDirectory(self.directory)
+
+    def _bind(self, source_fd: int) -> None:
+        place = self.directory / _BIND
+        place.mkdir(mode=0o700)
+        try:
+            syscalls.mount(f"/proc/self/fd/{source_fd}", str(place), "", syscalls.MS_BIND)
+            syscalls.mount("", str(place), "", syscalls.MS_PRIVATE)
+        except OSError as error:
+            log.warning("cannot bind the source in %s: %s", place, error.strerror)
+
+    # --- its end ---------------------------------------------------------------------------------------------------
+
+    def is_on_top(self) -> bool:
+        top = mount_table.top_mount(self.mountpoint)
+        return top is not None and top.fstype == FSTYPE and top.device == self.device
+
+    def unmount(self, claim: Claim | None) -> None:
+        """Take it down if it is still there, dead or alive. `claim`: on the mountpoint, where that is held."""
+        if not self.is_on_top():
+            return
+        try:
+            with _claimed(self.mountpoint, claim):
+                if self._runtime is None or self._runtime.is_at(self.directory):
+                    self._unmount_if_same()
+        except Taken as other:
+            log.warning("%s is left to process %s, which is about to mount there", self.mountpoint, other.pid)
+        except (OSError, CacheFsError) as error:
+            log.warning("cannot unmount %s: %s", self.mountpoint, getattr(error, "strerror", None) or error)
+
+    def _unmount_if_same(self) -> None:
+        """What is compared is what is unmounted, whatever is done to the mountpoint meanwhile."""
+        fd = os.open(self.mountpoint, os.O_PATH | os.O_CLOEXEC)  # asks nothing of the mount
+        try:
+            number = next(
+                int(line.split()[1])
+                for line in Path(f"/proc/self/fdinfo/{fd}").read_text().splitlines()
+                if line.startswith("mnt_id:")
+            )
+            if not any(m.number == number and m.device == self.device for m in mount_table.mounts()):
+                return
+            if is_root():
+                syscalls.umount2(f"/proc/self/fd/{fd}", syscalls.MNT_DETACH)
+        finally:
+            os.close(fd)
+        if not is_root():
+            mounting.unmount(self.mountpoint, lazy=True)
+
+    def remove(self) -> None:
+        """Its runtime directory."""
+        if self._runtime is not None:
+            self._runtime.remove()
+            self._runtime = None
+
+
+def remove_remains(mountpoint: str, *, just_mounted: str | None = None) -> None:
+    """Remove the runtime directories of mounts on this mountpoint that are gone, and their daemons too.
+
+    `just_mounted`: the device number of a mount that has no runtime directory yet.
+    """
+    kept = {
+        places.instance_directory(mountpoint, m.device)
+        for m in mount_table.mounts()
+        if m.mountpoint == mountpoint and m.fstype == FSTYPE and m.device != just_mounted
+    }
+    for path in places.runtime_root().glob(f"{places.instance_prefix(mountpoint)}*"):
+        if path in kept:
+            continue
+        with suppress(OSError):
+            runtime = RuntimeDirectory(path)
+            if runtime.is_ours:
+                runtime.remove()
+            else:
+                runtime.close()
+
+
+@contextmanager
+def _claimed(mountpoint: str, claim: Claim | None) -> Iterator[None]:
+    """Raises Taken."""
+    if claim is not None:
+        yield
+        return
+    taken = Claim.take(places.runtime_root(), f"mount-{places.path_id(mountpoint)}", patience_s=_END_PATIENCE_S)
+    try:
+        yield
+    finally:
+        taken.release()

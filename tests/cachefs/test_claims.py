@@ -1,0 +1,51 @@
+"""Claims: one holder at a time, and nothing stays behind."""
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from cachefs.claims import Claim, Taken
+
+
+def test_one_holder_at_a_time(tmp_path: Path) -> None:
+    first = Claim.take(tmp_path, "a")
+    with pytest.raises(Taken) as caught:
+        Claim.try_to_take(tmp_path, "a")
+    assert caught.value.pid == str(os.getpid())
+    other = Claim.take(tmp_path, "b")
+    first.release()
+    first.release()  # once is enough
+    again = Claim.try_to_take(tmp_path, "a")
+    assert sorted(os.listdir(tmp_path)) == ["lock-a", "lock-b"]
+    other.release()
+    again.release()
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_child_may_release_what_its_parent_took(tmp_path: Path) -> None:
+    claim = Claim.take(tmp_path, "a")
+    if (child := os.fork()) == 0:
+        claim.release()
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    Claim.try_to_take(tmp_path, "a").release()
+    claim.release()
+
+
+def test_what_a_killed_process_held_is_free_and_its_file_removed(tmp_path: Path) -> None:
+    read, write = os.pipe()
+    if (child := os.fork()) == 0:
+        Claim.take(tmp_path, "a")
+        Claim.take(tmp_path, "b")
+        os.write(write, b"x")
+        signal.pause()
+    assert os.read(read, 1) == b"x"
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    claim = Claim.try_to_take(tmp_path, "a")
+    assert os.listdir(tmp_path) == ["lock-a"]  # nor is anything left of b
+    claim.release()
+    for fd in (read, write):
+        os.close(fd)

@@ -1,0 +1,382 @@
+"""How mounts begin, change hands and end: H1 to H8 of what outside tests found."""
+
+import fcntl
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import pytest
+
+import cachefs as package
+from cachefs import mount_table, places, syscalls
+from cachefs.client import Client
+from cachefs.errors import CacheFsError
+from cachefs.fastpath import launcher
+from tests.conftest import CLI, REPOSITORY, Mount, cachefs, contents, mounted_on, small_disk, wait_for
+from tests.service_manager import ServiceManager
+
+MakeMount = Callable[..., Mount]
+
+
+def start(*arguments: object, **kwargs: object) -> subprocess.Popen[str]:
+    """The command line, in the background."""
+    without = ["--no-fastpath"] if arguments[0] == "mount" and Mount.no_fastpath else []
+    return subprocess.Popen(  # type: ignore[call-overload, no-any-return]
+        [*CLI, *map(str, arguments), *without], cwd=REPOSITORY, stderr=subprocess.PIPE, text=True, **kwargs
+    )
+
+
+def has_forked(process: subprocess.Popen[str]) -> bool:
+    """Has the daemon begun, in a session of its own?"""
+    with suppress(OSError):
+        for child in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split():
+            if Path(f"/proc/{child}/stat").read_text().rpartition(")")[2].split()[3] == child:
+                return True
+    return False
+
+
+def wait_for_end(pid: int) -> None:
+    wait_for(lambda: launcher.is_running(pid), lambda is_there: not is_there, timeout_s=60)
+
+
+def device_of(place: Path) -> str:
+    top = mount_table.top_mount(str(place))
+    assert top is not None
+    return top.device
+
+
+def fastpath_pid(m: Mount) -> int:
+    return int(m.status()["fastpath"]["pid"])
+
+
+def left_behind(place: Path) -> list[str]:
+    """Runtime directories, claims and binds of mounts on this mountpoint."""
+    found = [str(path) for path in places.runtime_root().glob(f"*{places.path_id(str(place))}*")]
+    return found + [m.mountpoint for m in mount_table.mounts() if places.path_id(str(place)) in m.mountpoint]
+
+
+def daemon_pid(place: Path) -> int:
+    """0 where none answers."""
+    try:
+        return int(Client(place).status()["pid"])
+    except CacheFsError:
+        return 0
+
+
+# --- H1: the command that started a successor is killed --------------------------------------------------------------
+
+
+@pytest.mark.fastpath
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT], ids=["SIGKILL", "SIGINT"])
+def test_h1_a_restart_goes_on_when_its_command_is_killed(
+    mount: MakeMount, source: Path, number: signal.Signals
+) -> None:
+    m = mount(source, "--read-only")
+    before, device, expected = m.pid, device_of(m.path), contents(source)
+    with open(m.path / "d0/f00000", "rb") as opened:
+        command = start("restart", m.path)
+        wait_for(lambda: has_forked(command), bool)
+        command.send_signal(number)
+        command.communicate(timeout=60)
+        m.pid = wait_for(lambda: daemon_pid(m.path), lambda pid: pid not in (0, before), timeout_s=60)
+        assert device_of(m.path) == device
+        assert opened.read() == expected[Path("d0/f00000")]
+    assert contents(m.path) == expected
+
+
+def test_h1_a_mount_whose_command_is_killed_is_there_or_not(mount: MakeMount, source: Path, tmp_path: Path) -> None:
+    """Killed when the daemon has begun: that goes on."""
+    place = tmp_path / "mnt"
+    place.mkdir()
+    command = start("mount", source, place, "--cache-dir", tmp_path / "cache")
+    wait_for(lambda: has_forked(command), bool)
+    command.kill()
+    command.communicate(timeout=60)
+    wait_for(lambda: daemon_pid(place), bool)
+    assert contents(place) == contents(source)
+    cachefs("umount", place)
+
+
+@pytest.mark.fastpath
+def test_h1_a_successor_that_fails_leaves_the_mount(mount: MakeMount, source: Path) -> None:
+    m = mount(source, "--read-only")
+    expected = contents(m.path)
+    m.flush()
+    device = device_of(m.path)
+    m.kill()
+    cache = (m.cache / "cache.json").read_text()
+    (m.cache / "cache.json").write_text("{}")  # it comes as far as the cache directory
+    done = cachefs("restart", m.path, check=False)
+    assert done.returncode == 1 and done.stderr.count("\n") == 1, done.stderr
+    assert device_of(m.path) == device
+    (m.cache / "cache.json").write_text(cache)
+    m.start()
+    assert device_of(m.path) == device and contents(m.path) == expected
+
+
+# --- H2: a fast path that does not answer ----------------------------------------------------------------------------
+
+
+def check_only_one(place: Path, stopped: int, expected: dict[Path, bytes]) -> None:
+    name = places.mount_directory(str(place)).name
+    pid = Client(place).status()["fastpath"]["pid"]
+    assert [each.pid for each in launcher.running(name)] == [pid] and pid != stopped
+    with suppress(ProcessLookupError):
+        os.kill(stopped, signal.SIGCONT)
+    assert contents(place) == expected
+    assert Client(place).status()["fastpath"]["pid"] == pid
+
+
+@pytest.mark.fastpath
+def test_h2_a_stopped_fast_path_is_ended_before_another_is_started(mount: MakeMount, source: Path) -> None:
+    m = mount(source, "--read-only")
+    expected = contents(source)
+    stopped, device = fastpath_pid(m), device_of(m.path)
+    os.kill(stopped, signal.SIGSTOP)
+    m.kill()
+    m.start()
+    assert device_of(m.path) == device
+    check_only_one(m.path, stopped, expected)
+
+
+@pytest.mark.fastpath
+def test_h2_a_stopped_fast_path_under_a_service_manager(source: Path, tmp_path: Path) -> None:
+    place = tmp_path / "mnt"
+    place.mkdir()
+    command = ["mount", source, place, "--cache-dir", tmp_path / "cache", "--foreground", "--read-only"]
+    manager = ServiceManager(tmp_path, command)
+    try:
+        manager.start()
+        wait_for(lambda: manager.heard("READY=1"), bool)
+        stopped, device = Client(place).status()["fastpath"]["pid"], device_of(place)
+        os.kill(stopped, signal.SIGSTOP)
+        manager.kill_and_wait(signal.SIGKILL)
+        since = len(manager.said)
+        manager.start()
+        wait_for(lambda: manager.heard("READY=1", since=since), bool, timeout_s=60)
+        assert device_of(place) == device
+        check_only_one(place, stopped, contents(source))
+    finally:
+        manager.close()
+    assert not mounted_on(place) and not left_behind(place)
+
+
+# --- H3: another mount at the same place -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("how", ["closed", "told to end"])
+def test_h3_the_daemon_of_a_detached_mount_leaves_the_next_one_alone(mount: MakeMount, source: Path, how: str) -> None:
+    first = mount(source)
+    with open(first.path / "d0/f00000", "rb"):
+        subprocess.run(["umount", "-l", first.path], check=True)
+        second = mount(source)
+        device = device_of(second.path)
+        if how == "told to end":
+            os.kill(first.pid, signal.SIGTERM)
+            wait_for_end(first.pid)
+    wait_for_end(first.pid)
+    first.pid = 0
+    assert device_of(second.path) == device and mounted_on(second.path).count("fuse.cachefs") == 1
+    assert second.status()["pid"] == second.pid
+    assert contents(second.path) == contents(source)
+    assert left_behind(second.path)[0] == str(places.mount_directory(str(second.path)))
+    second.umount()
+    assert not left_behind(second.path)
+
+
+def test_h3_a_daemon_that_ends_late_leaves_the_next_mount_alone(mount: MakeMount, source: Path) -> None:
+    """The kernel gives the next mount the same device number."""
+    first = mount(source)
+    os.kill(first.pid, signal.SIGSTOP)
+    try:
+        syscalls.umount2(str(first.path), syscalls.MNT_DETACH)  # umount(8) would look at it first
+        second = mount(source)
+        device = device_of(second.path)
+    finally:
+        os.kill(first.pid, signal.SIGCONT)
+    wait_for_end(first.pid)
+    first.pid = 0
+    assert device_of(second.path) == device
+    assert second.status()["pid"] == second.pid
+    assert contents(second.path) == contents(source)
+    second.umount()
+    assert not left_behind(second.path)
+
+
+# --- H4: many at once ------------------------------------------------------------------------------------------------
+
+
+def test_h4_of_many_mounts_on_one_mountpoint_one_succeeds(source: Path, tmp_path: Path) -> None:
+    place = tmp_path / "mnt"
+    place.mkdir()
+    commands = [start("mount", source, place, "--cache-dir", tmp_path / f"cache{i}") for i in range(6)]
+    try:
+        said = [command.communicate(timeout=90)[1] for command in commands]
+        assert sorted(command.returncode for command in commands) == [0, 1, 1, 1, 1, 1], said
+        for command, line in zip(commands, said, strict=True):
+            if command.returncode:
+                assert line.count("\n") == 1 and ("in use" in line or "being mounted" in line), line
+        assert mounted_on(place) == ["fuse.cachefs"]
+        assert contents(place) == contents(source)
+        cachefs("umount", place)
+        assert not left_behind(place)
+    finally:
+        for command in commands:
+            command.kill()
+            command.communicate(timeout=20)
+        while mounted_on(place):
+            cachefs("umount", place)
+
+
+# --- H5: told to end while it starts ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("when", ["claimed", "mounted"])
+@pytest.mark.parametrize("how", ["--foreground", "--no-allow-other"], ids=["foreground", "background"])
+def test_h5_nothing_stays_of_a_mount_that_is_stopped_early(source: Path, tmp_path: Path, when: str, how: str) -> None:
+    place, cache = tmp_path / "mnt", tmp_path / "cache"
+    place.mkdir()
+    command = start("mount", source, place, "--cache-dir", cache, "--simulate-latency", "60000", how)
+    if when == "claimed":
+        wait_for(cache.exists, bool)
+    else:
+        wait_for(lambda: mounted_on(place), bool)
+    command.send_signal(signal.SIGTERM)
+    _, said = command.communicate(timeout=30)
+    if how == "--foreground":
+        assert command.returncode == 0, said
+    else:
+        assert command.returncode == 1 and "before the mount was ready" in said and said.count("\n") == 1
+    assert not mounted_on(place) and not left_behind(place)
+    assert not places.session_directory(cache).exists()
+
+
+# --- H6: another layout of the shared memory -------------------------------------------------------------------------
+
+OTHER_VERSION = """
+import sys
+from cachefs.fastpath import shared
+shared.VERSION += 1
+from daemon.cli import main
+main(sys.argv[1:], "cachefs")
+"""
+
+
+@pytest.mark.fastpath
+def test_h6_a_restart_with_another_layout_is_refused_before_anything_is_done(mount: MakeMount, source: Path) -> None:
+    m = mount(source, "--read-only")
+    other = [sys.executable, "-c", OTHER_VERSION, "restart", m.path]
+    done = subprocess.run(other, cwd=REPOSITORY, capture_output=True, text=True, check=False)
+    assert done.returncode == 1 and done.stderr.count("\n") == 1 and "another version" in done.stderr, done.stderr
+    assert m.status()["pid"] == m.pid
+    m.kill()
+    done = subprocess.run(other, cwd=REPOSITORY, capture_output=True, text=True, check=False)
+    assert done.returncode == 1 and done.stderr.count("\n") == 1 and "another version" in done.stderr, done.stderr
+    m.start()  # the right one still can
+    assert contents(m.path) == contents(source)
+
+
+# --- H7: what the starter left open ----------------------------------------------------------------------------------
+
+
+def test_h7_inherited_descriptors_are_closed(source: Path, tmp_path: Path) -> None:
+    place, lock = tmp_path / "mnt", tmp_path / "lock"
+    place.mkdir()
+    held = os.open(lock, os.O_RDWR | os.O_CREAT)
+    fcntl.flock(held, fcntl.LOCK_EX)
+    command = start("mount", source, place, "--cache-dir", tmp_path / "cache", pass_fds=[held])
+    os.close(held)  # what `flock L cachefs mount …` holds goes when the command ends
+    _, said = command.communicate(timeout=60)
+    assert command.returncode == 0, said
+    try:
+        with open(lock) as mine:
+            fcntl.flock(mine, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        opened = Path(f"/proc/{daemon_pid(place)}/fd")
+        assert {os.readlink(opened / str(fd)) for fd in range(3)} == {"/dev/null"}
+        assert not [path for path in opened.iterdir() if os.readlink(path) == str(lock)]
+    finally:
+        cachefs("umount", place)
+
+
+# --- H8: the mount goes away -----------------------------------------------------------------------------------------
+
+
+@contextmanager
+def connections(directory: Path) -> Iterator[Path]:
+    """The kernel's control files of FUSE connections."""
+    directory.mkdir()
+    subprocess.run(["mount", "-t", "fusectl", "fusectl", directory], check=True)
+    try:
+        yield directory
+    finally:
+        subprocess.run(["umount", directory], check=True)
+
+
+def test_h8_after_an_abort_the_daemon_cleans_up(mount: MakeMount, source: Path, tmp_path: Path) -> None:
+    m = mount(source)
+    assert (m.path / "d0/f00000").read_bytes()
+    with connections(tmp_path / "connections") as control:
+        (control / device_of(m.path).rpartition(":")[2] / "abort").write_text("1")
+    wait_for_end(m.pid)
+    m.pid = 0
+    assert not mounted_on(m.path) and not left_behind(m.path)
+    assert "ExceptionGroup" not in m.log()
+    m.start()
+    assert contents(m.path) == contents(source)
+
+
+@pytest.mark.fastpath
+@pytest.mark.parametrize("when", ["forked", "left"])
+def test_h8_an_unmount_during_a_restart(mount: MakeMount, source: Path, when: str) -> None:
+    m = mount(source)
+    command = start("restart", m.path)
+    if when == "forked":
+        wait_for(lambda: has_forked(command), bool)
+    else:
+        wait_for_end(m.pid)
+    subprocess.run(["umount", "-l", m.path], check=True)
+    _, said = command.communicate(timeout=60)
+    wait_for(lambda: left_behind(m.path), lambda left: not left, timeout_s=60)
+    m.pid = 0
+    assert "Exception" not in m.log() + said and said.count("\n") <= 1, said
+    assert not mounted_on(m.path)
+    m.start()
+    assert contents(m.path) == contents(source)
+
+
+@pytest.mark.parametrize("how", ["--read-only", "--no-read-only"])
+def test_h8_a_disk_that_is_full_from_the_start(source: Path, tmp_path: Path, how: str) -> None:
+    """Either it mounts and serves, or it says in one line why not."""
+    place = tmp_path / "mnt"
+    place.mkdir()
+    with small_disk(tmp_path / "disk", "1M") as disk:
+        (disk / "cache").mkdir(mode=0o700)
+        with suppress(OSError), open(tmp_path / "disk/full", "wb", buffering=0) as file:
+            while True:
+                file.write(bytes(4096))
+        command = start("mount", source, place, "--cache-dir", disk / "cache", "--cache-size", "1G", how)
+        _, said = command.communicate(timeout=60)
+        try:
+            assert "Exception" not in said and "Traceback" not in said
+            if command.returncode:
+                assert said.count("\n") == 1 and re.search("space|full", said), said
+            else:
+                assert contents(place) == contents(source)
+        finally:
+            while mounted_on(place):
+                cachefs("umount", place)
+        assert not left_behind(place)
+
+
+# --- also ------------------------------------------------------------------------------------------------------------
+
+
+def test_the_log_begins_with_what_is_mounted_and_no_claim_stays(mount: MakeMount, source: Path) -> None:
+    m = mount(source)
+    assert f"cachefs {package.__version__}: {source} on {m.path}" in m.log().splitlines()[0]
+    assert not list(places.runtime_root().glob(f"lock-*{places.path_id(str(m.path))}*"))
