@@ -5,7 +5,6 @@ lock         flock of the daemon            blob     payload
 index/       the durable index (LMDB)       daemon.log
 """
 
-import fcntl
 import json
 import logging
 import os
@@ -21,6 +20,7 @@ from typing import Any
 
 from cachefs import private_files, recovery, runs
 from cachefs.blob import Blob
+from cachefs.claims import Taken, lock_for_good
 from cachefs.environment import Environment, Table
 from cachefs.errors import CacheFsError, IndexUnavailable
 from cachefs.index import Index
@@ -77,17 +77,13 @@ class CacheDirectory:
         private_files.check_contents(self.path)
         if "index" in names:
             private_files.check_contents(self.path / "index")
-        self._lock = private_files.open_file(self.path / "lock", os.O_RDWR | os.O_CREAT)
         try:
-            try:
-                fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                pid = os.pread(self._lock, 32, 0).decode(errors="replace").strip() or "unknown"
-                raise CacheFsError(
-                    f"the cache directory {self.path} is in use by another cachefs daemon (pid {pid})"
-                ) from None
-            os.ftruncate(self._lock, 0)
-            os.pwrite(self._lock, f"{os.getpid()}\n".encode(), 0)
+            self._lock = lock_for_good(self.path / "lock")
+        except Taken as other:
+            raise CacheFsError(
+                f"the cache directory {self.path} is in use by another cachefs daemon (pid {other.pid})"
+            ) from None
+        try:
             self._check_identity(source)
         except BaseException:
             os.close(self._lock)

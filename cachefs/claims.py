@@ -14,6 +14,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from cachefs import private_files
+
 _PREFIX = "lock-"
 _LOOK_AGAIN_S = 0.05
 
@@ -51,7 +53,7 @@ class Claim:
         _sweep(directory)
         path = directory / f"{_PREFIX}{name}"
         while True:
-            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+            fd = private_files.open_file(path, os.O_RDWR | os.O_CREAT)
             try:
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
@@ -85,6 +87,54 @@ def is_at(fd: int, path: Path) -> bool:
         return os.path.samestat(os.fstat(fd), path.lstat())
     except FileNotFoundError:
         return False
+
+
+def lock_for_good(path: Path) -> int:
+    """Lock a file that stays when it is unlocked, such as that of a cache directory. Raises Taken.
+
+    A holder that was killed counts as gone even if one of its threads still waits in the kernel, for a source that
+    hangs: it will never write again, and the kernel may be waiting for its successor. Its file is then replaced.
+    """
+    directory = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(directory, fcntl.LOCK_EX)  # one at a time: what the file says is what its holder wrote
+        while True:
+            fd = private_files.open_file(path, os.O_RDWR | os.O_CREAT)
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                pid, _, started = os.pread(fd, 64, 0).decode(errors="replace").strip().partition(" ")
+                os.close(fd)
+                if not pid.isdigit() or not is_dying(int(pid)) or _started(pid) != started:
+                    raise Taken(pid or "unknown") from None
+                path.unlink(missing_ok=True)
+                continue
+            os.ftruncate(fd, 0)
+            os.pwrite(fd, f"{os.getpid()} {_started('self')}\n".encode(), 0)
+            return fd
+    finally:
+        os.close(directory)
+
+
+def is_dying(pid: int) -> bool:
+    """Has its first thread ended? The kernel lists it as a zombie until the others have."""
+    try:
+        return _status(str(pid))[0] in ("Z", "X")
+    except OSError:  # of another pid namespace, where it cannot be seen
+        return False
+
+
+def _started(pid: str) -> str:
+    """When, in the kernel's ticks: a pid is used again, this pair is not."""
+    try:
+        return _status(pid)[19]
+    except OSError:
+        return ""
+
+
+def _status(pid: str) -> list[str]:
+    """The fields of /proc/PID/stat that come after the name."""
+    return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
 
 
 def _sweep(directory: Path) -> None:

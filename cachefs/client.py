@@ -22,6 +22,7 @@ from dataclasses import dataclass, fields
 from typing import Any, BinaryIO
 
 from cachefs import mount_table
+from cachefs.claims import is_dying
 from cachefs.errors import CacheFsError
 from cachefs.places import mount_directory
 from cachefs.unix_socket import socket_address
@@ -292,12 +293,3 @@ def is_served(mountpoint: str) -> bool:
         except OSError:
             return False
         return not is_dying(int.from_bytes(peer[:4], sys.byteorder))
-
-
-def is_dying(pid: int) -> bool:
-    """Has its first thread ended? The kernel lists it as a zombie until the others have."""
-    try:
-        with open(f"/proc/{pid}/stat", "rb") as status:
-            return status.read().rpartition(b")")[2].split()[0] in (b"Z", b"X")
-    except OSError:  # of another pid namespace, where it cannot be seen
-        return False

@@ -26,7 +26,7 @@ from cachefs.options import Options
 from cachefs.wishes import Wish, Wishes
 from daemon import descriptor_store
 from daemon.instance import MountInstance
-from daemon.predecessor import SOCKET
+from daemon.predecessor import SOCKET, memory_name_of
 
 log = logging.getLogger(__name__)
 
@@ -51,7 +51,7 @@ def set_up(
     instance: MountInstance,
 ) -> Inheritance:
     """What a new mount's fast path needs, and every successor of ours. It belongs to them from here on."""
-    shared = Shared.create(instance.directory.name)
+    shared = Shared.create(memory_name_of(instance))
     shared.configure(options, seed=blob.seed, root_device=root_device, threads=SERVING_THREADS)
     shared["run"], shared["floor"], shared["serving"] = opened.state.run, opened.state.floor, 1
     held = Inheritance(device, shared, source_fd, blob.fd, launcher.listen(instance.directory / SOCKET))

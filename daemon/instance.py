@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from cachefs import mount_table, places, syscalls
+from cachefs import mount_table, places, private_files, syscalls
 from cachefs.claims import Claim, Taken, is_at
 from cachefs.errors import CacheFsError
 from cachefs.mount_table import FSTYPE
@@ -102,19 +102,19 @@ class MountInstance:
         remove_remains(self.mountpoint, just_mounted=self.device)
         with suppress(FileNotFoundError):  # the last mount of this number has gone, its daemon is still writing
             os.rename(self.directory, self.directory.with_name(f"{self.directory.name}-until-{os.getpid()}"))
-        self.directory.mkdir(mode=0o700)
+        private_files.make_directory(self.directory)
         self._runtime = RuntimeDirectory(self.directory)
         if is_root():
             self._bind(source_fd)
 
     def take_over(self) -> None:
         """Its daemon has died."""
-        self.directory.mkdir(mode=0o700, exist_ok=True)
+        private_files.make_directory(self.directory)
         self._runtime = RuntimeDirectory(self.directory)
 
     def _bind(self, source_fd: int) -> None:
         place = self.directory / _BIND
-        place.mkdir(mode=0o700)
+        private_files.make_directory(place)
         try:
             syscalls.mount(f"/proc/self/fd/{source_fd}", str(place), "", syscalls.MS_BIND)
             syscalls.mount("", str(place), "", syscalls.MS_PRIVATE)

@@ -20,6 +20,11 @@ SOCKET = "fastpath"
 """In the runtime directory: where the fast path listens for daemons."""
 
 
+def memory_name_of(instance: MountInstance) -> str:
+    """What the memory is called that its processes share."""
+    return f"cachefs-{instance.directory.name}"
+
+
 def take_over(mount_config: MountConfig, instance: MountInstance) -> Inheritance | None:
     """What the mount is made of. The mountpoint is claimed. None: it has a daemon, or has died altogether.
 
@@ -49,7 +54,7 @@ def take_over(mount_config: MountConfig, instance: MountInstance) -> Inheritance
 
 def _find(instance: MountInstance) -> Inheritance | None:
     """Raises CacheFsError, OtherVersion."""
-    name = instance.directory.name
+    name = memory_name_of(instance)
     if (held := Inheritance.ask(instance.directory / SOCKET)) is not None:
         return held
     held = descriptor_store.take()

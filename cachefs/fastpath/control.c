@@ -3,6 +3,7 @@
 #include <errno.h>
 #include <fcntl.h>
 #include <poll.h>
+#include <stdio.h>
 #include <string.h>
 #include <sys/socket.h>
 #include <sys/syscall.h>
@@ -164,6 +165,27 @@ static bool receive(struct control_socket *control)
     return true;
 }
 
+/* A daemon that was killed while one of its threads waits in the kernel, for a source that hangs, keeps its sockets open. */
+static bool is_dying(pid_t pid)
+{
+    char path[32], text[256];
+    snprintf(path, sizeof path, "/proc/%d/stat", (int)pid);
+    int fd = open(path, O_RDONLY | O_CLOEXEC);
+    if (fd < 0)
+        return false;
+    ssize_t length = read(fd, text, sizeof text - 1);
+    close(fd);
+    text[length > 0 ? length : 0] = 0;
+    const char *name_end = strrchr(text, ')');
+    return name_end && strlen(name_end) > 2 && (name_end[2] == 'Z' || name_end[2] == 'X');
+}
+
+static bool next_waits(struct control_socket *control)
+{
+    struct pollfd wait = {control->listener, POLLIN, 0};
+    return poll(&wait, 1, 0) > 0;
+}
+
 void control_run(struct control_socket *control, int ended)
 {
     for (;;) {
@@ -177,8 +199,14 @@ void control_run(struct control_socket *control, int ended)
         relay_tick(&control->fastpath->relay);
         fill_tick(control->fastpath->fill);
         interrupt_tick(control->fastpath);
-        if (ready <= 0)
+        if (ready <= 0) {
+            if (control->daemon >= 0 && next_waits(control) && is_dying(control->pid)) {
+                daemon_gone(control);
+                if (control->process >= 0)
+                    process_gone(control);
+            }
             continue;
+        }
         if (wait[0].revents)
             return;
         if (wait[2].revents)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from cachefs.claims import Claim, Taken
+from cachefs.claims import Claim, Taken, lock_for_good
 
 
 def test_one_holder_at_a_time(tmp_path: Path) -> None:
@@ -48,4 +48,36 @@ def test_what_a_killed_process_held_is_free_and_its_file_removed(tmp_path: Path)
     assert os.listdir(tmp_path) == ["lock-a"]  # nor is anything left of b
     claim.release()
     for fd in (read, write):
+        os.close(fd)
+
+
+def test_the_lock_on_a_file_that_stays(tmp_path: Path) -> None:
+    path = tmp_path / "lock"
+
+    first = lock_for_good(path)
+    with pytest.raises(Taken) as caught:
+        lock_for_good(path)
+    assert caught.value.pid == str(os.getpid())
+    os.close(first)
+    os.close(lock_for_good(path))
+    # A zombie, and another process that keeps its descriptor open as one of its threads in the kernel would.
+    read, write = os.pipe()
+    gate, gate_end = os.pipe()
+    if (zombie := os.fork()) == 0:
+        lock_for_good(path)
+        os.write(write, b"x")
+        if os.fork() == 0:
+            os.close(gate_end)
+            os.read(gate, 1)
+        os._exit(0)
+    assert os.read(read, 1) == b"x"
+    os.waitid(os.P_PID, zombie, os.WEXITED | os.WNOWAIT)
+    children = Path("/proc/self/task") / str(os.getpid()) / "children"
+    assert str(zombie) in children.read_text().split()
+    mine = lock_for_good(path)
+    with pytest.raises(Taken):
+        lock_for_good(path)
+    os.close(mine)
+    os.waitpid(zombie, 0)
+    for fd in (read, write, gate, gate_end):
         os.close(fd)

@@ -3,6 +3,7 @@
 import fcntl
 import os
 import re
+import select
 import signal
 import subprocess
 import sys
@@ -14,6 +15,7 @@ import pytest
 
 import cachefs as package
 from cachefs import mount_table, places, syscalls
+from cachefs.claims import is_dying
 from cachefs.client import Client
 from cachefs.errors import CacheFsError
 from cachefs.fastpath import launcher
@@ -123,7 +125,7 @@ def test_h1_a_successor_that_fails_leaves_the_mount(mount: MakeMount, source: Pa
 
 
 def check_only_one(place: Path, stopped: int, expected: dict[Path, bytes]) -> None:
-    name = places.mount_directory(str(place)).name
+    name = f"cachefs-{places.mount_directory(str(place)).name}"
     pid = Client(place).status()["fastpath"]["pid"]
     assert [each.pid for each in launcher.running(name)] == [pid] and pid != stopped
     with suppress(ProcessLookupError):
@@ -373,6 +375,32 @@ def test_h8_a_disk_that_is_full_from_the_start(source: Path, tmp_path: Path, how
             while mounted_on(place):
                 cachefs("umount", place)
         assert not left_behind(place)
+
+
+# --- a daemon that is killed while its source hangs ------------------------------------------------------------------
+
+
+@pytest.mark.fastpath
+def test_a_daemon_that_cannot_end_has_a_successor(mount: MakeMount, faulty: tuple[Path, Path]) -> None:
+    """One of its threads waits in the kernel for the source. It still has its sockets, and its lock on the cache."""
+    source, faults = faulty
+    m = mount(source, "--read-only", "--source-timeout", "2")
+    expected = contents(m.path / "d0")
+    m.flush()
+    (faults / "hang").touch()
+    with pytest.raises(OSError):
+        (m.path / "d1/f00001").stat()
+    fastpath = fastpath_pid(m)
+    pidfd = os.pidfd_open(m.pid)
+    os.kill(m.pid, signal.SIGKILL)
+    wait_for(lambda: is_dying(m.pid), bool)
+    m.start()
+    assert not select.select([pidfd], [], [], 0)[0], "it could end, which proves nothing"
+    os.close(pidfd)
+    assert fastpath_pid(m) == fastpath  # which noticed
+    assert contents(m.path / "d0") == expected
+    (faults / "hang").unlink()
+    assert contents(m.path) == contents(source)
 
 
 # --- also ------------------------------------------------------------------------------------------------------------
