@@ -213,7 +213,7 @@ class OpenedIndex:
         self.index = Index(durable, Environment(session_path, sync=False))
         if survived:
             self.index.recover_session(same_mount=same_mount)
-        with self.index.session.lmdb.begin(write=True) as txn:
+        with self.index.session.write() as txn:
             value = _SESSION.pack(0, self.state.run, self.takeovers)
             txn.put(_SESSION_KEY, value, db=self._meta(self.index.session))
         self._store()
@@ -246,7 +246,11 @@ class OpenedIndex:
         """`flushed`: everything that is pinned is in the durable index, so that the next run may trust it."""
         if flushed:
             self.state = replace(self.state, clean=True)
-            self._store()
+            try:
+                self._store()
+            except IndexUnavailable as error:
+                log.warning("%s; the next mount compares with the source", error)
+                flushed = False
         self.index.close()
         if flushed:
             shutil.rmtree(self.session_path, ignore_errors=True)

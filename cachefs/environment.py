@@ -7,6 +7,7 @@ tombstone, and hides what the durable index says. `Update` writes to the session
 import enum
 import struct
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -61,6 +62,15 @@ class Environment:
             self.tables = [self.lmdb.open_db(table.name.lower().encode()) for table in Table]
         except lmdb.Error as error:
             raise IndexUnavailable(f"cannot open the index in {path}: {error}") from error
+
+    @contextmanager
+    def write(self) -> Iterator[Any]:
+        """A transaction, committed at the end of the block. Raises IndexUnavailable; then nothing was written."""
+        try:
+            with self.lmdb.begin(write=True) as txn:
+                yield txn
+        except lmdb.Error as error:
+            raise IndexUnavailable(f"cannot write to the index in {self.path}: {error}") from error
 
     def close(self) -> None:
         self.lmdb.close()

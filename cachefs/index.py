@@ -115,7 +115,7 @@ class Index:
     def note_run(self, run: int, now_ns: int) -> None:
         """A run begins."""
         key = _STARTED + inode_key(run)
-        with self.durable.lmdb.begin(write=True) as txn:
+        with self.durable.write() as txn:
             txn.put(key, _STARTED_CODEC.pack(PINNED, now_ns), db=self.durable.tables[Table.META], overwrite=False)
 
     def pinned_inodes(self) -> int:
@@ -136,7 +136,7 @@ class Index:
         """
         listed: list[Key] = []
         """Directories that are marked so: they go behind their names (dirty.py)."""
-        with self.session.lmdb.begin(write=True) as txn:
+        with self.session.write() as txn:
             for table in Table:
                 database = self.session.tables[table]
                 cursor: Any = txn.cursor(db=database)

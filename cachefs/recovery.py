@@ -82,7 +82,7 @@ def rebuild(blob: Blob, durable: Environment) -> Totals:
 
     def write() -> None:
         unneeded: list[Extent] = []
-        with durable.lmdb.begin(write=True) as txn:
+        with durable.write() as txn:
             extents = Extents(txn, tables[Table.EXTENTS])
             for header, extent in rows:
                 key = inode_key(header.inode)

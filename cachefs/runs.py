@@ -59,7 +59,7 @@ class RunState:
         return cls(run, floor, bool(clean), boot_id, rctime.rstrip(b"\0"))
 
     def store(self, durable: Environment) -> None:
-        with durable.lmdb.begin(write=True) as txn:
+        with durable.write() as txn:
             txn.put(_KEY, self.pack(), db=durable.tables[Table.META])
 
 

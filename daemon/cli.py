@@ -25,6 +25,8 @@ from daemon.trace import trace
 from daemon.warmup import evict, info, invalidate, pin, unpin, warmup
 
 UMOUNT_TIMEOUT_S = 90.0
+_VERSION_THAT_DID_NOT_SAY = 3
+"""Of the memory that daemon and fast path share."""
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
@@ -107,7 +109,7 @@ def _check_replaceable(place: str) -> None:
         return  # it says so itself
     if not launcher.is_built():
         raise CacheFsError("the fast path of this version is not built: nothing could take the mount over")
-    if fastpath.get("shared_version", VERSION) != VERSION:
+    if fastpath.get("shared_version", _VERSION_THAT_DID_NOT_SAY) != VERSION:
         raise CacheFsError(
             f"{place} is served by another version, whose processes share memory of another layout: "
             "umount it, and mount it again"
