@@ -55,12 +55,13 @@ def take_over(mount_config: MountConfig, instance: MountInstance) -> Inheritance
 def _find(instance: MountInstance) -> Inheritance | None:
     """Raises CacheFsError, OtherVersion."""
     name = memory_name_of(instance)
-    if (held := Inheritance.ask(instance.directory / SOCKET)) is not None:
-        return held
     held = descriptor_store.take()
-    if held is not None and launcher.memory_name(f"/proc/self/fd/{held.shared.fd}") == name:
-        return held
-    return _taken_from(launcher.running(name), instance.mountpoint)
+    if held is not None and launcher.memory_name(f"/proc/self/fd/{held.shared.fd}") != name:
+        held = None
+    if held is not None and not launcher.running(name):
+        return held  # the store has the listening socket, which takes connections and never answers
+    answer = Inheritance.ask(instance.directory / SOCKET)
+    return answer or held or _taken_from(launcher.running(name), instance.mountpoint)
 
 
 def _taken_from(silent: list[launcher.Running], place: str) -> Inheritance | None:
