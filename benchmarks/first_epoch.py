@@ -32,14 +32,17 @@ def scan_source(root: str, latency_s: float) -> int:
     """What `find -ls` asks a parallel filesystem for: each directory's names, then the attributes of each entry."""
     source = Source(os.open(root, os.O_RDONLY | os.O_DIRECTORY), simulate_latency_s=latency_s)
     count = 0
-    waiting = [b""]
+    waiting = [b"."]
     while waiting:
         directory = waiting.pop()
-        for name in source.readdir(directory):
-            path = directory + b"/" + name if directory else name
+        source.round_trip("readdir")
+        fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY, dir_fd=source.root_fd)
+        for entry in os.scandir(fd):
+            source.round_trip("lstat")
             count += 1
-            if source.lstat(path).mode & 0o170000 == 0o040000:
-                waiting.append(path)
+            if entry.stat(follow_symlinks=False).st_mode & 0o170000 == 0o040000:
+                waiting.append(os.path.join(directory, os.fsencode(entry.name)))
+        os.close(fd)
     os.close(source.root_fd)
     return count
 

@@ -19,6 +19,7 @@ from cachefs.open_files import FAST_HANDLE
 from cachefs.paths import links_of
 from cachefs.shares import UNKNOWN
 from cachefs.single_flight import Flight, SingleFlight, in_task, unwrap
+from cachefs.source_directories import Directory
 
 BATCH_NAMES = 16
 PARALLEL_BATCHES = 48
@@ -204,14 +205,14 @@ class Directories:
     async def _list(self, number: int) -> None:
         """Make the listing in the index complete, and every entry in it comparable without the source."""
         directory = await self._fs.believed(number)
-        path = self._fs.path_of(number)
-        pin = self._fs.pins(path)
+        at = self._fs.directory(number)
+        pin = at.path is not None and self._fs.pins(at.path)
         known = pin and bool(directory.flags & LISTED)
         if known:
             with self._metadata.index.view() as view:
                 names = [name for _, name in self._listings.rows(view, number, 0)]
         else:
-            names = await self._fs.slots.run(partial(self._fs.source.readdir, path))
+            names = await self._fs.ask(number, partial(self._fs.source.readdir, at))
         started = self._clock()
         doubtful = await self._doubtful(directory, names)
         limiter = trio.CapacityLimiter(POLITE_BATCHES if number in self._polite else PARALLEL_BATCHES)
@@ -222,7 +223,7 @@ class Directories:
             for start in range(0, len(doubtful), BATCH_NAMES):
                 await limiter.acquire_on_behalf_of(start)
                 batch = doubtful[start : start + BATCH_NAMES]
-                nursery.start_soon(self._stat_batch, number, path, batch, limiter, start, errors, gone)
+                nursery.start_soon(self._stat_batch, at, batch, limiter, start, errors, gone)
         if errors:
             raise errors[0]
         if known:
@@ -251,8 +252,7 @@ class Directories:
 
     async def _stat_batch(
         self,
-        number: int,
-        path: bytes,
+        at: Directory,
         names: list[bytes],
         limiter: trio.CapacityLimiter,
         token: int,
@@ -260,27 +260,27 @@ class Directories:
         gone: set[bytes],
     ) -> None:
         try:
-            stats = await self._fs.slots.run(partial(self._fs.source.lstat_names, path, names))
+            stats = await self._fs.ask(at.number, partial(self._fs.source.lstat_names, at, names))
             found = list(zip(names, stats, strict=True))
             gone.update(name for name, now in found if now is None)
             for start in range(0, len(found), TURN_NAMES):
                 async with self._turn:
-                    self._write_stats(number, path, found[start : start + TURN_NAMES])
-                await self._step_aside(number)
+                    self._write_stats(at, found[start : start + TURN_NAMES])
+                await self._step_aside(at.number)
         except OSError as error:
             errors.append(error)
         finally:
             limiter.release_on_behalf_of(token)
 
-    def _write_stats(self, number: int, path: bytes, found: Sequence[tuple[bytes, Stat | None]]) -> None:
-        prefix = path + b"/" if path else b""
+    def _write_stats(self, at: Directory, found: Sequence[tuple[bytes, Stat | None]]) -> None:
+        prefix = at.path + b"/" if at.path else b""
         with self._metadata.index.update() as update:
             for name, now in found:
                 if now is None:
-                    self._metadata.remove_name(update, number, name)
+                    self._metadata.remove_name(update, at.number, name)
                 else:
                     pin = self._fs.pins(prefix + name)
-                    self._metadata.apply_stat(update, number, name, now, pin=pin, counted=False)
+                    self._metadata.apply_stat(update, at.number, name, now, pin=pin, counted=False)
 
     async def _write_rows(self, before: Inode, names: list[bytes], pin: bool) -> bool:
         """Store a listing that was read when the directory's record was `before`. True if it is complete for good.

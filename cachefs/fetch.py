@@ -3,9 +3,9 @@
 A small file is fetched whole. Of a large one a miss fetches what was asked for, in whole pages, or more if it looks as
 if the rest will be read as well (policies/prefetch/sequential.py).
 
-A fetch runs in a task of its own: a reader that goes away neither cancels nor poisons it. What is fetched is compared
-with what was pinned before and after the read; on a difference the readers get ESTALE and the owner is told, so that
-the next open sees the new version whole (hazard 11).
+A fetch runs in a task of its own: a reader that goes away neither cancels nor poisons it. After the read the file is
+compared with what was pinned; on a difference the readers get ESTALE and the owner is told, so that the next open
+sees the new version whole (hazard 11).
 """
 
 import contextlib
@@ -22,16 +22,20 @@ from outcome import Outcome
 from cachefs.attributes import Inode
 from cachefs.data_cache import DataCache
 from cachefs.environment import View
+from cachefs.identity import Changed
 from cachefs.metrics import Metrics
 from cachefs.single_flight import Flight, SingleFlight
 from cachefs.slots import SourceSlots
-from cachefs.source import Changed, Source, may_be_lost
+from cachefs.source import Object, Source, may_be_lost
+from cachefs.source_directories import ROOT
 from policies.prefetch.sequential import CHUNK_BYTES, MAX_PIECES, window_bytes
 
 PAGE_BYTES = 4096
 MAX_AHEAD = 64
 MAX_STEPS = 64
 """So many pieces of a run are looked at."""
+_NOWHERE = Object(ROOT)
+"""For a read by a descriptor that is open already."""
 
 
 @dataclass(slots=True)
@@ -69,12 +73,13 @@ class Fetcher:
         data: DataCache,
         metrics: Metrics,
         *,
-        path_of: Callable[[int, View | None], bytes],
-        changed: Callable[[Inode], None],
+        object_of: Callable[[int, View | None], Object],
+        changed: Callable[[Inode, Changed], None],
         own_change: Callable[[int], trio.Event | None],
         reads_ahead: bool = False,
     ) -> None:
-        """`path_of`: inode number to path, ESTALE if there is none. `changed`: told of a file that was replaced.
+        """`object_of`: what an inode number is in the source, ESTALE if that has no name. `changed`: told of a file
+        that was replaced.
 
         `own_change`: set when the change that this mount is making to an inode right now is through; None if none is.
         """
@@ -82,7 +87,7 @@ class Fetcher:
         self._slots = slots
         self._data = data
         self._metrics = metrics
-        self._path_of = path_of
+        self._object_of = object_of
         self._changed = changed
         self._own_change = own_change
         self._fetches: SingleFlight[tuple[int, int, int, int], bytes] = SingleFlight()
@@ -281,10 +286,10 @@ class Fetcher:
                 del self._ranges[version]
             try:
                 payload = answer.unwrap()
-            except Changed:
+            except Changed as error:
                 if file.inode is inode and self._own_change(inode.number) is None:
                     self._metrics.stale_reads += 1
-                    self._changed(inode)
+                    self._changed(inode, error)
                 raise
             fetched(payload)
             return payload
@@ -293,9 +298,9 @@ class Fetcher:
         flight = self._fetches.flying(key)
         if flight is not None:
             return flight
-        path = self._path_of(inode.number, view) if file.fd is None else b""
+        at = self._object_of(inode.number, view) if file.fd is None else _NOWHERE
         keep = file.held or not self._data.is_small(inode)
-        call = partial(self._source.read_version, path, inode, start, end - start, file.fd, keep=keep)
+        call = partial(self._source.read_version, at, inode, start, end - start, file.fd, keep=keep)
         once = file.fd is not None  # another time that descriptor is closed, or dead
         if not keep:
             file.fd = None  # read once, closed in the thread that read it
@@ -311,13 +316,13 @@ class Fetcher:
         def finish(answer: Outcome[int]) -> None:
             try:
                 file.set_fd(answer.unwrap(), generation)
-            except Changed:
+            except Changed as error:
                 self._metrics.stale_reads += 1
-                self._changed(file.inode)
+                self._changed(file.inode, error)
                 raise
 
         if file.fd is None:
-            call = partial(self._source.open_version, self._path_of(file.inode.number, None), file.inode)
+            call = partial(self._source.open_version, self._object_of(file.inode.number, None))
             start = partial(self._slots.start, call, discard=close_quietly)
             await self._opens.begin((file.inode.number, file.inode.version), start, finish).wait()
 

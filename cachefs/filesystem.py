@@ -10,17 +10,19 @@ notification waits for (hazard 1).
 
 import errno
 import os
-from collections.abc import Iterable
+from collections.abc import Awaitable, Callable, Iterable
+from contextlib import AbstractAsyncContextManager, nullcontext
 from functools import partial
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, TypeVar
 
 import trio
 from outcome import Outcome
 
 from cachefs import values
-from cachefs.attributes import IMMUTABLE, NANOSECONDS, ROOT_INODE, WRITTEN, Inode, Stat
+from cachefs.attributes import IMMUTABLE, NANOSECONDS, ROOT_INODE, UNLINKED, WRITTEN, Inode, Stat
 from cachefs.belief import FOREVER_NS
 from cachefs.environment import Table, View
+from cachefs.identity import Changed, identity_of
 from cachefs.metadata_cache import MetadataCache
 from cachefs.metadata_retention import MetadataRetention
 from cachefs.metrics import Metrics
@@ -28,12 +30,14 @@ from cachefs.options import Options
 from cachefs.paths import links_of
 from cachefs.single_flight import SingleFlight
 from cachefs.slots import SourceSlots
-from cachefs.source import Source
+from cachefs.source import Object, Source, by_descriptor
+from cachefs.source_directories import ROOT, Directory
 
 NOTIFY_TIMEOUT_S = 5.0
 DROP_CHUNK = 256
 """How many inodes are dropped without letting other tasks run."""
 _KNOWN, _ABSENT = b"\1", b"\0"
+T = TypeVar("T")
 
 
 class Notifier(Protocol):
@@ -44,6 +48,12 @@ class Notifier(Protocol):
     async def entry(self, parent: int, name: bytes) -> None: ...
 
     async def inode(self, number: int) -> None: ...
+
+
+class Use(Protocol):
+    """Calls a function in a thread, with a descriptor of a file that is open."""
+
+    def __call__(self, function: Callable[[int], T], /) -> Awaitable[T]: ...
 
 
 class Entry(NamedTuple):
@@ -77,6 +87,8 @@ class FileSystem:
         self.lookups = 0
         """How many there were: whoever works in the background sees that others wait."""
         self.pinned_statfs: os.statvfs_result | None = None
+        self.descriptor: Callable[[int, bool], AbstractAsyncContextManager[Use | None]] = lambda *_: nullcontext()
+        """How to use a descriptor of an open inode: a writer's, or any. None: there is none. `OpenFiles` knows them."""
         self._lstats: SingleFlight[tuple[int, bytes], Inode | None] = SingleFlight()
 
     # --- names -----------------------------------------------------------------------------------------------------
@@ -88,11 +100,71 @@ class FileSystem:
         with self.metadata.index.view() as view:
             return self.metadata.paths.path(view, number)
 
+    def directory(self, number: int) -> Directory:
+        """A directory of the source."""
+        with self.metadata.index.view() as view:
+            return self.metadata.paths.directory(view, number)
+
+    def object_of(self, number: int, view: View | None = None) -> Object:
+        """An object of the source, by a name that leads to it. ESTALE where none does, but for directories."""
+        if view is None:
+            with self.metadata.index.view() as view:
+                return self.object_of(number, view)
+        record = self.metadata.inode(view, number)
+        if record is None:
+            raise failed(errno.ESTALE)
+        if record.is_directory:
+            return Object(self.metadata.paths.directory(view, number))
+        link = self.metadata.paths.name(view, number)
+        if link is None:
+            raise failed(errno.ESTALE)
+        return Object(self.metadata.paths.directory(view, link[0]), link[1], identity_of(record))
+
+    async def ask(
+        self,
+        number: int,
+        function: Callable[[], T],
+        *,
+        discard: Callable[[T], object] | None = None,
+        once: bool = False,
+    ) -> T:
+        """Call the source, for an object. Where that is another one by now its entry is dropped: ESTALE."""
+        try:
+            return await self.slots.run(function, discard=discard, once=once)
+        except Changed as error:
+            self.replaced(error.directory or number)
+            raise
+
+    async def ask_object(
+        self,
+        number: int,
+        call: Callable[[Object], T],
+        *,
+        discard: Callable[[T], object] | None = None,
+        once: bool = False,
+    ) -> T:
+        """Call the source, for an object that may be open: then it is reached even if its name is gone.
+
+        By the descriptor of a writer; else by a name that leads to it; else by any descriptor.
+        """
+        async with self.descriptor(number, False) as use:
+            if use is not None:
+                return await use(lambda fd: call(by_descriptor(fd)))
+        try:
+            return await self.ask(number, partial(call, self.object_of(number)), discard=discard, once=once)
+        except OSError as error:
+            async with self.descriptor(number, True) as use:
+                if error.errno != errno.ESTALE or use is None:
+                    raise
+                return await use(lambda fd: call(by_descriptor(fd)))
+
     def pins(self, path: bytes) -> bool:
         """Does this mount pin whatever it sees at this path?"""
         return self.options.pins_everything and not self.metadata.is_mutable_path(path)
 
     def timeout_s(self, record: Inode) -> float:
+        if record.flags & UNLINKED and not record.flags & IMMUTABLE:
+            return self.options.unpinned_timeout_s  # it may have names that we do not know
         remaining = self.metadata.remaining_ns(record)
         return float("inf") if remaining == FOREVER_NS else remaining / NANOSECONDS
 
@@ -125,22 +197,27 @@ class FileSystem:
             return Entry(None, self.timeout_s(directory))
         found = await self.compare(parent, name)
         if found is None:
-            pinned = self.pins(self._join(parent, name))
+            pinned = self.pins(self._beneath(parent, name))
             return Entry(None, float("inf") if pinned else self.options.unpinned_timeout_s)
         return Entry(found, self.timeout_s(found))
 
-    def _join(self, parent: int, name: bytes) -> bytes:
-        path = self.path_of(parent)
-        return path + b"/" + name if path else name
+    def _beneath(self, parent: int, name: bytes) -> bytes:
+        with self.metadata.index.view() as view:
+            return self.metadata.paths.beneath(view, parent, name)
 
     async def compare(self, parent: int, name: bytes) -> Inode | None:
         """lstat a name and record what it said. None: there is no such name."""
-        path = self._join(parent, name)
+        with self.metadata.index.view() as view:
+            directory = self.metadata.paths.directory(view, parent)
+            path = self.metadata.paths.beneath(view, parent, name)
 
         def finish(answer: Outcome[Stat]) -> Inode | None:
             pin = self.pins(path)
             try:
                 now = answer.unwrap()
+            except Changed as error:
+                self.replaced(error.directory or parent)
+                raise
             except OSError as error:
                 if error.errno not in (errno.ENOENT, errno.ENOTDIR):
                     raise
@@ -150,7 +227,7 @@ class FileSystem:
             with self.metadata.index.update() as update:
                 return self.metadata.apply_stat(update, parent, name, now, pin=pin)
 
-        start = partial(self.slots.start, partial(self.source.lstat, path))
+        start = partial(self.slots.start, partial(self.source.lstat, directory, name))
         return await self._lstats.begin((parent, name), start, finish).wait()
 
     async def resolve(self, path: bytes) -> Inode:
@@ -184,7 +261,7 @@ class FileSystem:
             with self.metadata.index.update() as update:
                 return self.metadata.apply_root(update, answer.unwrap(), pin=self.pins(b""))
 
-        start = partial(self.slots.start, partial(self.source.lstat, b""))
+        start = partial(self.slots.start, partial(self.source.lstat, ROOT))
         await self._lstats.begin((0, b""), start, finish).wait()
 
     async def getattr(self, number: int) -> Entry:
@@ -210,9 +287,8 @@ class FileSystem:
         record = await self.believed(number)
         with self.metadata.index.view() as view:
             target = values.get(view, Table.SYMLINKS, record)
-            path = self.metadata.paths.path(view, number) if target is None else b""
         if target is None:
-            target = await self.slots.run(partial(self.source.readlink, path))
+            target = await self.ask(number, partial(self.source.readlink, self.object_of(number)))
             self._keep(Table.SYMLINKS, record, b"", target)
         return target
 
@@ -223,19 +299,30 @@ class FileSystem:
             if now is not None and now.version == record.version and self.metadata.is_pinned(now):
                 values.put(update, table, now, name, value)
 
-    def _value(self, record: Inode, name: bytes) -> tuple[bytes | None, bytes]:
-        """The cached xattr and the path to ask for it."""
+    async def _believed_or_open(self, number: int) -> Inode:
+        """The record of an inode; as it was, where the name is gone and the file open."""
+        try:
+            return await self.believed(number)
+        except OSError as error:
+            async with self.descriptor(number, True) as use:
+                if error.errno != errno.ESTALE or use is None:
+                    raise
+            return self.record(number)
+
+    def _value(self, record: Inode, name: bytes) -> bytes | None:
+        """The cached xattr."""
+        if not self.metadata.is_pinned(record):
+            return None
         with self.metadata.index.view() as view:
-            cached = values.get(view, Table.XATTRS, record, name) if self.metadata.is_pinned(record) else None
-            return cached, self.metadata.paths.path(view, record.number) if cached is None else b""
+            return values.get(view, Table.XATTRS, record, name)
 
     async def getxattr(self, number: int, name: bytes) -> bytes:
         """ENODATA where there is none: also where the source has no extended attributes at all (hazard 18)."""
-        record = await self.believed(number)
-        cached, path = self._value(record, name)
+        record = await self._believed_or_open(number)
+        cached = self._value(record, name)
         if cached is None:
             try:
-                cached = _KNOWN + await self.slots.run(partial(self.source.getxattr, path, name))
+                cached = _KNOWN + await self.ask_object(number, lambda at: self.source.getxattr(at, name))
             except OSError as error:
                 if error.errno not in (errno.ENODATA, errno.EOPNOTSUPP, errno.ENOSYS):
                     raise
@@ -246,11 +333,11 @@ class FileSystem:
         return cached[1:]
 
     async def listxattr(self, number: int) -> list[bytes]:
-        record = await self.believed(number)
-        cached, path = self._value(record, b"")
+        record = await self._believed_or_open(number)
+        cached = self._value(record, b"")
         if cached is None:
             try:
-                names = await self.slots.run(partial(self.source.listxattr, path))
+                names = await self.ask_object(number, self.source.listxattr)
             except OSError as error:
                 if error.errno not in (errno.EOPNOTSUPP, errno.ENOSYS):
                     raise
@@ -261,7 +348,10 @@ class FileSystem:
 
     # --- changes behind our back -----------------------------------------------------------------------------------
 
-    def changed_behind_our_back(self, inode: Inode) -> None:
+    def changed_behind_our_back(self, inode: Inode, error: Changed) -> None:
+        if error.directory:
+            self.replaced(error.directory)  # the file may be as it was, under another name
+            return
         with self.metadata.index.update() as update:
             current = self.metadata.inode(update, inode.number)
             if current is None or current.version != inode.version:
@@ -269,6 +359,21 @@ class FileSystem:
             links = self.metadata.drop(update, inode.number)
         for parent, name in links:
             self.notifier.entry_soon(parent, name)
+
+    def replaced(self, number: int) -> None:
+        """The name of an inode leads to another object of the source, or to none."""
+        if number == ROOT_INODE:
+            return
+        with self.metadata.index.update() as update:
+            links = self.metadata.drop(update, number)
+        for parent, name in links:
+            self.notifier.entry_soon(parent, name)
+
+    def appeared(self, parent: int, name: bytes) -> None:
+        """There is an object of a name that was believed absent."""
+        with self.metadata.index.update() as update:
+            self.metadata.remove_name(update, parent, name)
+        self.notifier.entry_soon(parent, name)
 
     async def forget_names(self, number: int) -> None:
         """Return when the kernel has dropped the names of an inode, or does not get round to it.

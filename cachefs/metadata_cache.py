@@ -36,7 +36,7 @@ from cachefs.environment import Table, Update, View
 from cachefs.index import Index
 from cachefs.metadata_retention import MetadataRetention
 from cachefs.options import Options
-from cachefs.paths import Paths, directory_of, links_of
+from cachefs.paths import Paths, directory_of, leads_to, links_of
 from cachefs.runs import FIRST_ALIAS, Numbers
 
 SETTLE_NS = 2 * NANOSECONDS
@@ -148,12 +148,31 @@ class MetadataCache(Belief):
                 record = record._replace(flags=record.flags | FREEZABLE)
             self.put_inode(update, record._replace(lookups=record.lookups + counted))
         added = self._put_name(update, parent, name, number, pinned=bool(record.flags & PINNED))
-        if added and old is not None and (now.nlink == 1 or record.is_directory):
-            # It can have one name only: others were renamed behind our back, and would lead fetches astray.
-            for link in links_of(update, number):
-                if link != (parent, name):
-                    self.remove_name(update, *link)
+        if now.nlink == 1 or record.is_directory:
+            self._purge_names(update, number, keep=(parent, name), gone=added)
         return record
+
+    def _purge_names(self, update: Update, number: int, *, keep: tuple[int, bytes], gone: bool) -> None:
+        """It can have one name only: others were renamed or removed at the source, and would lead fetches astray.
+
+        `gone`: the name that is kept is new, so that the others are the old ones. Else they are doubtful.
+        """
+        for link in links_of(update, number):
+            if link == keep:
+                continue
+            if gone and leads_to(update, link, number):
+                self.remove_name(update, *link)
+            else:
+                self._cut_link(update, number, link)
+                self.paths.forget()
+
+    def _cut_link(self, update: Update, number: int, link: tuple[int, bytes]) -> None:
+        """The inode is not known by this name any more. A name that still leads to it is compared before it counts:
+        in a complete listing a name without an entry would not exist."""
+        update.delete(Table.LINKS, inode_key(number) + inode_key(link[0]) + link[1])
+        dentry = self.dentry(update, *link)
+        if dentry is not None and dentry.inode == number and dentry.stamp:
+            update.put(Table.DENTRIES, inode_key(link[0]) + link[1], dentry._replace(stamp=0).pack())
 
     def _is_freezable(self, view: View, parent: int, name: bytes, record: Inode) -> bool:
         """For the fast path, which knows neither who writes nor which paths are mutable."""
@@ -231,6 +250,9 @@ class MetadataCache(Belief):
             self._retention.changed(record)
 
     def _delete_inode(self, update: Update, number: int) -> None:
+        """With its links: the number may be another object's next time (hazard 23)."""
+        for link in links_of(update, number):
+            self._cut_link(update, number, link)
         update.delete(Table.INODES, inode_key(number))
         if self._retention is not None:
             self._retention.removed(number)
@@ -245,11 +267,10 @@ class MetadataCache(Belief):
             if row is not None:  # the name stays listed where it was, whatever it leads to
                 update.put(Table.LISTING, pair_key(parent, old.position), row)
         new = Dentry(PINNED if pinned else 0, number, self.run, old.position if old is not None else 0)
-        if new != old:
+        link = inode_key(number) + inode_key(parent) + name
+        if new != old or update.get(Table.LINKS, link) is None:
             update.put(Table.DENTRIES, inode_key(parent) + name, new.pack())
-            update.put(
-                Table.LINKS, inode_key(number) + inode_key(parent) + name, FLAGS_PINNED if pinned else FLAGS_NONE
-            )
+            update.put(Table.LINKS, link, FLAGS_PINNED if pinned else FLAGS_NONE)
         return not known
 
     def remove_name(self, update: Update, parent: int, name: bytes) -> Inode | None:
@@ -296,6 +317,13 @@ class MetadataCache(Belief):
         record = record.with_stat(now)
         self.put_inode(update, record)
         return record, []
+
+    def lost_name(self, update: Update, number: int) -> None:
+        """This mount removed the last name that it knew of an inode. A directory has no other."""
+        record = self.inode(update, number)
+        if record is not None and record.flags & UNLINKED:
+            nlink = 0 if record.is_directory else max(0, record.nlink - 1)
+            self.put_inode(update, record._replace(nlink=nlink))
 
     def _linked(self, update: Update, record: Inode) -> Inode:
         """The inode has a name (again)."""
@@ -413,9 +441,7 @@ class MetadataCache(Belief):
             return False
         if record.is_directory:
             self._forget_names(update, number)
-        if record.flags & STALE:
-            for link in links_of(update, number):
-                update.delete(Table.LINKS, inode_key(number) + inode_key(link[0]) + link[1])
+            self.paths.forget()
         self._delete_inode(update, number)
         return True
 

@@ -18,6 +18,7 @@ from cachefs.caller import Caller, unknown_writer
 from cachefs.directories import Directories
 from cachefs.fetch import close_quietly
 from cachefs.filesystem import FileSystem, failed
+from cachefs.identity import Changed
 from cachefs.open_files import OpenFiles
 from cachefs.source_writes import SourceWriter
 from cachefs.syscalls import UTIME_NOW, UTIME_OMIT
@@ -58,8 +59,9 @@ class Mutations:
             if record.flags & IMMUTABLE and self._metadata.is_pinned(record):
                 raise failed(errno.EPERM)
 
-    async def _run(self, function: Callable[[], T], *, discard: Callable[[T], object] | None = None) -> T:
-        return await self._fs.slots.run(function, discard=discard, once=True)
+    async def _run(self, number: int, function: Callable[[], T], *, discard: Callable[[T], object] | None = None) -> T:
+        """Change an object of the source, or a name in a directory."""
+        return await self._fs.ask(number, function, discard=discard, once=True)
 
     def _own_change(self, *changed: tuple[int, Stat]) -> None:
         """Store the new attributes of directories and inodes that this mount has just changed."""
@@ -82,23 +84,26 @@ class Mutations:
     async def create(self, parent: int, name: bytes, mode: int, flags: int, caller: Caller) -> tuple[int, Inode]:
         """A handle of the new file and its record."""
         self._check_writable()
-        path = self._fs.path_of(parent)
         generation = self._fs.source.generation
-        call = partial(self._source.create, path, name, flags, stat.S_IMODE(mode), caller)
-        fd, now, directory = await self._run(call, discard=lambda made: close_quietly(made[0]))
+        call = partial(self._source.create, self._fs.directory(parent), name, flags, stat.S_IMODE(mode), caller)
+        try:
+            fd, now, directory = await self._run(parent, call, discard=lambda made: close_quietly(made[0]))
+        except Changed as error:
+            if not error.directory:
+                self._fs.appeared(parent, name)
+            raise
         record = self._added(parent, name, now, directory, written=True)
         return self._files.add_source_handle(record.number, fd, flags, caller.identity(), generation), record
 
     async def open_for_writing(self, number: int, flags: int, caller: Caller) -> int:
         self._check_writable(number)
-        path = self._fs.path_of(number)
-        call = partial(self._source.open_file, path, flags, caller)
+        call = partial(self._source.open_file, flags=flags, caller=caller)
         # A reader must not make the file immutable while we wait for the source.
         self._files.writers[number] += 1
         generation = self._fs.source.generation
         try:
             self._metadata.withdraw_freezable(number)
-            fd = await self._run(call, discard=close_quietly)
+            fd = await self._fs.ask_object(number, call, discard=close_quietly)
         finally:
             self._files.writers[number] -= 1
         try:
@@ -124,7 +129,7 @@ class Mutations:
 
     async def fsync_directory(self, number: int) -> None:
         if not self._fs.options.read_only:
-            await self._fs.slots.run(partial(self._source.fsync_directory, self._fs.path_of(number)))
+            await self._fs.ask(number, partial(self._source.fsync_directory, self._fs.directory(number)))
 
     # --- attributes ------------------------------------------------------------------------------------------------
 
@@ -136,7 +141,7 @@ class Mutations:
             if opened is not None and opened.writable:
                 now = await self._files.use(opened, lambda fd: self._source.ftruncate(fd, size, caller))
             else:
-                now = await self._run(partial(self._source.truncate, self._fs.path_of(number), size, caller))
+                now = await self._fs.ask_object(number, lambda at: self._source.truncate(at, size, caller), once=True)
             self._files.store_own_change(number, now, written=True)
         if changes.mode is not None and not self._comes_with_a_write(number, changes.mode, caller):
             mode = stat.S_IMODE(changes.mode)
@@ -182,11 +187,8 @@ class Mutations:
         return atime, mtime
 
     async def _change(self, caller: Caller, operation: str, number: int, make: Callable[[str], None]) -> None:
-        async with self._files.writable_handle(number) as opened:
-            if opened is not None:  # it may have no name any more
-                now = await self._files.use(opened, lambda fd: self._source.change_open(operation, fd, make, caller))
-            else:
-                now = await self._run(partial(self._source.change, operation, self._fs.path_of(number), make, caller))
+        change = partial(self._source.change, operation, make=make, caller=caller)
+        now = await self._fs.ask_object(number, change, once=True)
         self._files.store_own_change(number, now)
 
     async def setxattr(self, number: int, name: bytes, value: bytes, caller: Caller) -> None:
@@ -209,8 +211,8 @@ class Mutations:
         self, caller: Caller, operation: str, parent: int, name: bytes, make: Callable[[int], None], *, written: bool
     ) -> Inode:
         self._check_writable()
-        call = partial(self._source.add, operation, self._fs.path_of(parent), name, make, caller)
-        now, directory = await self._run(call)
+        call = partial(self._source.add, operation, self._fs.directory(parent), name, make, caller)
+        now, directory = await self._run(parent, call)
         return self._added(parent, name, now, directory, written=written)
 
     async def mkdir(self, parent: int, name: bytes, mode: int, caller: Caller) -> Inode:
@@ -230,8 +232,8 @@ class Mutations:
     async def link(self, number: int, parent: int, name: bytes, caller: Caller) -> Inode:
         self._check_writable()
         with self._files.own_change(number):
-            call = partial(self._source.link, self._fs.path_of(number), self._fs.path_of(parent), name, caller)
-            now, directory = await self._run(call)
+            call = partial(self._source.link, self._fs.object_of(number), self._fs.directory(parent), name, caller)
+            now, directory = await self._run(number, call)
             self._own_change((number, now), (parent, directory))
         with self._metadata.index.update() as update:
             return self._metadata.apply_stat(update, parent, name, now, pin=False)
@@ -243,8 +245,8 @@ class Mutations:
         if number:
             await self._files.hold_data(number)
         with self._files.own_change(number):
-            call = partial(self._source.remove, self._fs.path_of(parent), name, caller, is_directory=is_directory)
-            directory = await self._run(call)
+            call = partial(self._source.remove, self._fs.directory(parent), name, caller, is_directory=is_directory)
+            directory = await self._run(parent, call)
             with self._metadata.index.update() as update:
                 self._metadata.remove_name(update, parent, name)
             self._own_change((parent, directory))
@@ -265,9 +267,9 @@ class Mutations:
         if replaced:
             await self._files.hold_data(replaced)
         with self._files.own_change(moved, replaced):
-            paths = self._fs.path_of(parent), self._fs.path_of(new_parent)
-            call = partial(self._source.rename, paths[0], name, paths[1], new_name, flags, caller)
-            now, old_directory, new_directory = await self._run(call)
+            old, new = self._fs.directory(parent), self._fs.directory(new_parent)
+            call = partial(self._source.rename, old, name, new, new_name, flags, caller)
+            now, old_directory, new_directory = await self._run(parent, call)
             with self._metadata.index.update() as update:
                 if flags & RENAME_EXCHANGE:
                     self._metadata.swap_names(update, parent, name, new_parent, new_name)

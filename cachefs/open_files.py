@@ -26,13 +26,12 @@ from cachefs.caller import Identity
 from cachefs.data_cache import DataCache
 from cachefs.environment import Table, Update
 from cachefs.fetch import Fetcher, OpenFile, close_quietly
-from cachefs.filesystem import Entry, FileSystem, failed
+from cachefs.filesystem import Entry, FileSystem, Use, failed
+from cachefs.identity import Changed
 from cachefs.metrics import Metrics
 from cachefs.options import CacheLevel
-from cachefs.paths import links_of
 from cachefs.shares import UNKNOWN, Shares
 from cachefs.single_flight import SingleFlight
-from cachefs.source import Changed
 
 T = TypeVar("T")
 
@@ -112,12 +111,13 @@ class OpenFiles:
             filesystem.slots,
             data,
             metrics,
-            path_of=filesystem.path_of,
+            object_of=filesystem.object_of,
             changed=filesystem.changed_behind_our_back,
             own_change=lambda number: self._own_changes.get(number),
             reads_ahead=filesystem.options.prefetch != "none",
         )
         self._data = data
+        filesystem.descriptor = self.descriptor
         # constants
         self._unseen_handles = unseen_handles
         # state
@@ -159,11 +159,20 @@ class OpenFiles:
         return UNKNOWN if opened is None else opened.owner
 
     async def getattr(self, number: int) -> Entry:
-        async with self.writable_handle(number) as opened:
-            if opened is None:
-                return await self._fs.getattr(number)
-            # The name may be gone, or lead to another file by now; the descriptor cannot.
-            now = await self.use(opened, self._source.fstat)
+        async with self.descriptor(number, bool(self._fs.record(number).flags & UNLINKED)) as use:
+            if use is not None:
+                return await self._getattr_open(number, use)
+        try:
+            return await self._fs.getattr(number)
+        except OSError as error:
+            async with self.descriptor(number, True) as use:
+                if error.errno != errno.ESTALE or use is None:
+                    raise
+                return await self._getattr_open(number, use)
+
+    async def _getattr_open(self, number: int, use: Use) -> Entry:
+        """The name may be gone, or lead to another file by now; the descriptor cannot."""
+        now = await use(self._source.fstat)
         record = self._fs.record(number).with_stat(now)
         with self._metadata.index.update() as update:
             self._metadata.put_inode(update, record)
@@ -211,8 +220,7 @@ class OpenFiles:
 
         if opened.released:
             raise failed(errno.EBADF)
-        record = self._fs.record(opened.number)
-        call = partial(self._source.open_again, self._fs.path_of(opened.number), opened.flags, record)
+        call = partial(self._source.open_again, self._fs.object_of(opened.number), opened.flags)
         start = partial(self._slots.start, call, discard=close_quietly)
         await self._reopens.begin(id(opened), start, finish).wait()
 
@@ -239,21 +247,43 @@ class OpenFiles:
                 self._save(opened)
 
     @asynccontextmanager
-    async def writable_handle(self, number: int) -> AsyncIterator[Handle | None]:
-        """A handle by which a mutable file is open for writing; its descriptor is open while the block runs."""
+    async def descriptor(self, number: int, every: bool) -> AsyncIterator[Use | None]:
+        """How to use a descriptor of the source by which a file is open, while the block runs; None if it is not.
+
+        Of a writer, or, if a name is no way to the file (`every`), of a reader or of what it lost its name with.
+        """
         opened = None
-        if self.writers[number]:
-            opened = next((h for h in self.handles.values() if h.number == number and h.writable), None)
-        if opened is None:
+        if every or self.writers[number]:
+            mine = [h for h in self.handles.values() if h.number == number and not h.file and (h.writable or every)]
+            opened = max(mine, key=lambda h: h.writable, default=None)
+        if opened is not None:
+            opened.borrowers += 1
+            try:
+                yield partial(self.use, opened)
+            finally:
+                opened.borrowers -= 1
+                if opened.released and not opened.borrowers:
+                    await self._slots.run(opened.close, once=True)
+            return
+        fd = self._duplicate(number) if every else None
+        if fd is None:
             yield None
             return
-        opened.borrowers += 1
+
+        async def use(function: Callable[[int], T], /) -> T:
+            return await self._slots.run(partial(function, fd), once=True)
+
         try:
-            yield opened
+            yield use
         finally:
-            opened.borrowers -= 1
-            if opened.released and not opened.borrowers:
-                await self._slots.run(opened.close, once=True)
+            await self._slots.run(partial(close_quietly, fd), once=True)
+
+    def _duplicate(self, number: int) -> int | None:
+        """A descriptor of an immutable file, where one is kept."""
+        for (inode, _), file in self._files.items():
+            if inode == number and file.fd is not None and file.generation == self._source.generation:
+                return os.dup(file.fd)
+        return None
 
     # --- opening ---------------------------------------------------------------------------------------------------
 
@@ -272,6 +302,9 @@ class OpenFiles:
                 return self._add_handle(Handle(number, file=file)), True
         if self._metadata.is_pinned(record):
             record = await self._fs.believed(number, record)
+        if record.flags & UNLINKED and record.flags & IMMUTABLE:
+            # By /proc/PID/fd/N: as the handle that is open already, what is not cached is held (`hold_data`).
+            return self._add_handle(Handle(number, file=self._shared(record))), True
         if not self._may_be_immutable(record):
             generation = self._source.generation
             fd = await self._open_source(number)
@@ -360,8 +393,8 @@ class OpenFiles:
         return file
 
     async def _open_source(self, number: int) -> int:
-        call = partial(self._source.open_file, self._fs.path_of(number))
-        return await self._slots.run(call, discard=close_quietly)
+        fd, _ = await self._fs.ask_object(number, self._source.open_file, discard=close_opened)
+        return fd
 
     async def _pin(self, record: Inode) -> OpenFile:
         """First read-only open on a read-write mount: pin what the source says now, not what it said a second ago.
@@ -374,8 +407,8 @@ class OpenFiles:
             with self._metadata.index.update() as update:
                 return self._shared(self._metadata.pin_file(update, record))
         generation = self._source.generation
-        call = partial(self._source.open_and_stat, self._fs.path_of(number))
-        fd, now = await self._slots.run(call, discard=lambda opened: close_quietly(opened[0]))
+        call = partial(self._source.open_file, self._fs.object_of(number))
+        fd, now = await self._fs.ask(number, call, discard=close_opened)
         try:
             with self._metadata.index.update() as update:
                 current = self._metadata.inode(update, number)
@@ -491,8 +524,7 @@ class OpenFiles:
             with self._metadata.index.update() as update:  # its OPEN may wait behind us
                 record = self._pin_freezable(update, record)
         if not self._is_immutable(record):
-            path = self._fs.path_of(number)
-            data = await self._slots.run(partial(self._source.read_path, path, size, offset))
+            data = await self._fs.ask_object(number, lambda at: self._source.read_file(at, size, offset))
             self._metrics.misses += 1
             self._metrics.miss_bytes += len(data)
             return data
@@ -507,9 +539,9 @@ class OpenFiles:
             while len(self._recent) > RECENT_FILES:
                 await self._let_go(self._recent.popitem(last=False)[1])
             return await self._fetcher.read(file, offset, size)
-        except Changed:
+        except Changed as error:
             # No OPEN is sent that could be refused: the next open must not find the old inode by the old name.
-            await self._fs.forget_names(number)
+            await self._fs.forget_names(error.directory or number)
             raise
         finally:
             await self._let_go(file)
@@ -624,13 +656,20 @@ class OpenFiles:
     async def compare_own_change(self, number: int) -> None:
         """A name of an inode has gone by our doing: look at what is left, by another name or by a descriptor."""
         with self._metadata.index.view() as view:
-            path = self._metadata.paths.path(view, number) if links_of(view, number) else None
-        if path is not None:
-            self.store_own_change(number, await self._slots.run(partial(self._source.lstat, path)))
+            link = self._metadata.paths.name(view, number)
+            directory = self._metadata.paths.directory(view, link[0]) if link is not None else None
+        if link is not None and directory is not None:
+            try:
+                self.store_own_change(number, await self._slots.run(partial(self._source.lstat, directory, link[1])))
+            except OSError:
+                self._fs.replaced(number)  # our own change has been made, whatever became of the other name
             return
-        for (inode, _), file in list(self._files.items()):
-            if inode == number and file.fd is not None and file.generation == self._source.generation:
-                self.store_own_change(number, await self._slots.run(partial(self._source.fstat, file.fd)))
+        async with self.descriptor(number, True) as use:
+            if use is not None:
+                self.store_own_change(number, await use(self._source.fstat))
+                return
+        with self._metadata.index.update() as update:
+            self._metadata.lost_name(update, number)
 
     async def close(self) -> None:
         """Close every descriptor that is still open."""
@@ -648,3 +687,7 @@ def _descriptors_for_handles() -> int:
 def close_all(fds: Iterable[int]) -> None:
     for fd in fds:
         close_quietly(fd)
+
+
+def close_opened(opened: tuple[int, Stat]) -> None:
+    close_quietly(opened[0])

@@ -3,8 +3,10 @@
 import errno
 import os
 
-from cachefs.attributes import ROOT_INODE, inode_key, inode_of_key
+from cachefs.attributes import ROOT_INODE, Dentry, Inode, inode_key, inode_of_key
 from cachefs.environment import Table, View
+from cachefs.identity import identity_of
+from cachefs.source_directories import ROOT, Directory
 
 MAX_DEPTH = 4096
 REMEMBERED_PATHS = 4096
@@ -21,11 +23,17 @@ def directory_of(view: View, number: int) -> int | None:
     return inode_of_key(link[8:16]) if link is not None else None
 
 
+def leads_to(view: View, link: tuple[int, bytes], number: int) -> bool:
+    """Does the name lead to the inode? A link that outlived its name or its inode's record does not count."""
+    value = view.get(Table.DENTRIES, inode_key(link[0]) + link[1])
+    return value is not None and Dentry.unpack(value).inode == number
+
+
 class Paths:
-    """Those of directories are remembered; `forget` them when one moves."""
+    """Directories are remembered with all that is above them; `forget` them when one moves or goes."""
 
     def __init__(self) -> None:
-        self._directories: dict[int, bytes] = {}
+        self._directories: dict[int, Directory] = {}
 
     def forget(self) -> None:
         self._directories.clear()
@@ -36,28 +44,64 @@ class Paths:
             return b""
         known = self._directories.get(number)
         if known is not None:
-            return known
-        return self._joined(view, number, 0)
+            return _path_of(known)
+        link = self.name(view, number)
+        if link is None:
+            raise _stale()
+        return _joined(_path_of(self.directory(view, link[0])), link[1]) or link[1]
 
     def beneath(self, view: View, directory: int, name: bytes) -> bytes:
-        """The path of a name in a directory."""
-        return self._directory(view, directory, 0) + name
+        """The path of a name in a directory; the name alone where the directory has none."""
+        return _joined(self.directory(view, directory).path, name) or name
 
-    def _joined(self, view: View, number: int, depth: int) -> bytes:
-        """The path of the directory that an inode is in, and its name there."""
-        link = view.first_key(Table.LINKS, inode_key(number))
-        if link is None or depth > MAX_DEPTH:
-            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
-        return self._directory(view, inode_of_key(link[8:16]), depth) + link[16:]
+    def name(self, view: View, number: int) -> tuple[int, bytes] | None:
+        """A name that leads to the inode: (parent, name)."""
+        return next((link for link in links_of(view, number) if leads_to(view, link, number)), None)
 
-    def _directory(self, view: View, number: int, depth: int) -> bytes:
-        """The path of a directory with a slash behind it, empty for the root."""
-        if number == ROOT_INODE:
-            return b""
-        known = self._directories.get(number)
-        if known is None:
-            known = self._joined(view, number, depth + 1)
+    def directory(self, view: View, number: int) -> Directory:
+        """A directory, and all that are above it. Raises OSError ESTALE where there is no such directory."""
+        waiting: list[tuple[int, tuple[int, bytes] | None, Inode]] = []
+        above: Directory | None = None
+        while above is None:
+            if number == ROOT_INODE:
+                above = ROOT
+            elif number in self._directories:
+                above = self._directories[number]
+            else:
+                value = view.get(Table.INODES, inode_key(number))
+                if value is None or len(waiting) > MAX_DEPTH:
+                    raise _stale()
+                record = Inode.unpack(number, value)
+                link = self.name(view, number)
+                waiting.append((number, link, record))
+                if link is None:
+                    break
+                number = link[0]
+        while waiting:
+            number, link, record = waiting.pop()
+            if not record.is_directory:
+                raise OSError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))
+            name = link[1] if link is not None else b""
+            path = _joined(above.path, name) if above is not None else None
+            above = Directory(number, identity_of(record), above, name, path)
             if len(self._directories) >= REMEMBERED_PATHS:
                 self._directories.clear()
-            self._directories[number] = known
-        return known + b"/"
+            self._directories[number] = above
+        assert above is not None
+        return above
+
+
+def _joined(path: bytes | None, name: bytes) -> bytes | None:
+    if path is None:
+        return None
+    return path + b"/" + name if path else name
+
+
+def _path_of(directory: Directory) -> bytes:
+    if directory.path is None:
+        raise _stale()
+    return directory.path
+
+
+def _stale() -> OSError:
+    return OSError(errno.ESTALE, os.strerror(errno.ESTALE))

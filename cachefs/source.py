@@ -1,31 +1,52 @@
 """The directory underneath. Every system call that goes to it is made here, counted, and delayed when simulating.
 
 All functions are synchronous and may hang as long as the source hangs: they run in threads, behind `slots.py`.
-Paths are bytes relative to the root of the source, b"" for the root itself.
 
-Nothing is reached but beneath the directory handle that was opened at start: openat2 with RESOLVE_BENEATH and
-RESOLVE_NO_SYMLINKS, so that nobody who can write to the source can lead the daemon out of it. Where openat2 is
-missing, or a path is longer than PATH_MAX, the walk goes component by component with O_NOFOLLOW.
-
-Rejected: caching O_PATH handles of directories. A handle follows the directory when somebody renames it, the path
-does not; two answers to one question. The walk is in the kernel's dentry cache and costs no round trip.
+No path is walked. A name is looked up in the descriptor of its directory (source_directories.py), one component at a
+time: openat2 with RESOLVE_BENEATH and RESOLVE_NO_SYMLINKS, or openat with O_NOFOLLOW where openat2 is missing, so
+that nobody who can write to the source can lead the daemon out of it. What is opened is compared with the record
+that it was opened for (identity.py).
 """
 
 import errno
 import os
-import stat
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import NamedTuple
 
 from cachefs import syscalls
 from cachefs.attributes import Inode, Stat
+from cachefs.errors import Busy
+from cachefs.identity import GONE, Changed, Identity, check, check_version
+from cachefs.source_directories import ROOT, Directory, SourceDirectories
 
-_PATH_MAX = 4000  # a little less than the kernel's 4096, which counts the final zero
 _READ_FLAGS = os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_NOCTTY  # hazard 21
-_DIRECTORY_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
+
+
+class Object(NamedTuple):
+    """An object of the source, and how to reach it."""
+
+    directory: Directory
+    name: bytes = b""
+    """In the directory; empty: the directory itself."""
+    identity: Identity | None = None
+    """What it must be. None: the directory itself, which is compared when it is opened."""
+    fd: int = -1
+    """A descriptor of it, which may be the only way to it: no name is needed, and nothing compared."""
+
+
+Run = Callable[[Callable[[], int]], int]
+
+
+def _as_myself(call: Callable[[], int]) -> int:
+    return call()
+
+
+def by_descriptor(fd: int) -> Object:
+    return Object(ROOT, fd=fd)
 
 
 class SourceCounters:
@@ -48,13 +69,6 @@ class SourceCounters:
     def snapshot(self) -> dict[str, int]:
         with self._lock:
             return dict(self._counts)
-
-
-class Changed(OSError):
-    """What was fetched is not what was pinned (errno ESTALE). The caller drops the entry; the reader gets ESTALE."""
-
-    def __init__(self, *_: object) -> None:  # a copy is made with the arguments of the original
-        super().__init__(errno.ESTALE, os.strerror(errno.ESTALE))
 
 
 LOST_ERRORS = frozenset({errno.ENOTCONN, errno.ESTALE, errno.ESHUTDOWN, errno.ECONNABORTED})
@@ -83,6 +97,7 @@ class Source:
         self.counters = SourceCounters()
         self._latency_s = simulate_latency_s
         self._has_openat2 = _has_openat2()
+        self.directories = SourceDirectories(root_fd, self._open_at, self.fstat)
 
     @property
     def root_device(self) -> int:
@@ -94,6 +109,7 @@ class Source:
         os.dup2(fd, self.root_fd, inheritable=False)
         os.close(fd)
         self.generation += 1
+        self.directories.clear()
 
     def ask(self) -> None:
         """Does the root answer? Raises what it says; the kernel's memory of it does not count. Not counted."""
@@ -109,102 +125,108 @@ class Source:
         if self._latency_s:
             time.sleep(self._latency_s)
 
-    # --- walking ---------------------------------------------------------------------------------------------------
+    # --- names -----------------------------------------------------------------------------------------------------
 
-    def _open(self, path: bytes, flags: int) -> int:
-        """Open beneath the root, no symlink followed. Not counted: the caller knows what it is for."""
-        if not path:
-            # A reopened "." has its own file position; O_PATH descriptors would do for walking, not for reading.
-            return os.open(b".", flags | os.O_CLOEXEC, dir_fd=self.root_fd)
-        if self._has_openat2 and len(path) < _PATH_MAX:
-            return syscalls.openat2(self.root_fd, path, flags)
-        return self._walk(path, flags)
+    def _open_at(self, directory_fd: int, name: bytes, flags: int, mode: int = 0) -> int:
+        """Open a name in a directory, no symlink followed. Not counted: the caller knows what it is for.
 
-    def _walk(self, path: bytes, flags: int) -> int:
-        *parents, name = path.split(b"/")
-        directory = os.dup(self.root_fd)
+        `Busy`: another process holds a lease of the file, and has been asked to give it up.
+        """
+        component(name)
+        flags |= os.O_NOFOLLOW | os.O_CLOEXEC | (0 if flags & os.O_PATH else os.O_NOCTTY)
+        if self._has_openat2:
+            return syscalls.openat2(directory_fd, name, flags, mode)
         try:
-            for component in parents:
-                following = os.open(component, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=directory)
-                os.close(directory)
-                directory = following
-            return os.open(name, flags | os.O_NOFOLLOW, dir_fd=directory)
-        finally:
-            os.close(directory)
+            return os.open(name, flags, mode, dir_fd=directory_fd)
+        except BlockingIOError as error:
+            raise Busy from error
+
+    def create_at(self, directory_fd: int, name: bytes, flags: int, mode: int) -> int:
+        """Create a file, or open it where another node was faster. `Changed` for a FIFO without a reader, a socket."""
+        try:
+            return self._open_at(directory_fd, name, flags | os.O_CREAT | os.O_NONBLOCK, mode)
+        except OSError as error:
+            if error.errno in (errno.ENXIO, errno.ELOOP):
+                raise Changed from error
+            raise
+
+    def _open_expected(self, at: Object, flags: int, run: Run = _as_myself) -> int:
+        """Open what should be there; `Changed` where there is nothing of the kind."""
+        if at.fd >= 0:
+            path = f"/proc/self/fd/{at.fd}"
+            try:
+                return run(lambda: os.open(path, flags & ~os.O_NOFOLLOW | os.O_CLOEXEC))
+            except BlockingIOError as error:
+                raise Busy from error
+        with self.directories.hold(at.directory) as directory:
+            try:
+                return run(lambda: self._open_at(directory, at.name, flags))
+            except OSError as error:
+                if error.errno in GONE:
+                    raise Changed from error
+                raise
 
     @contextmanager
-    def directory(self, path: bytes) -> Iterator[int]:
-        """An O_PATH descriptor of a directory, for calls that take a directory and a name."""
-        if not path:
-            yield self.root_fd
-            return
-        fd = self._open(path, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW)
-        try:
-            yield fd
-        finally:
-            os.close(fd)
+    def hold(self, at: Object) -> Iterator[int]:
+        """A descriptor of an object of any type, for calls that take one; compared with what it must be."""
+        if at.fd >= 0:
+            yield at.fd
+        elif not at.name:
+            with self.directories.hold(at.directory) as fd:
+                yield fd
+        else:
+            fd = self._open_expected(at, os.O_PATH)
+            try:
+                if at.identity is not None:
+                    check(at.identity, self.fstat(fd))
+                yield fd
+            finally:
+                os.close(fd)
 
     # --- metadata --------------------------------------------------------------------------------------------------
 
-    def lstat(self, path: bytes) -> Stat:
+    def lstat(self, directory: Directory, name: bytes = b"") -> Stat:
+        """Of a name in a directory; without one, of the directory itself."""
         self.round_trip("lstat")
-        if not path:
-            return self.stat(self.root_fd)
-        fd = self._open(path, os.O_PATH | os.O_NOFOLLOW)
-        try:
-            return self.stat(fd)
-        finally:
-            os.close(fd)
+        with self.directories.hold(directory) as fd:
+            return self.stat(fd, component(name) if name else b"")
 
-    def lstat_names(self, directory: bytes, names: Sequence[bytes]) -> list[Stat | None]:
+    def lstat_names(self, directory: Directory, names: Sequence[bytes]) -> list[Stat | None]:
         """lstat of several names of one directory. None for a name that is gone; other errors are raised."""
         results: list[Stat | None] = []
-        with self.directory(directory) as fd:
+        with self.directories.hold(directory) as fd:
             for name in names:
                 self.round_trip("lstat")
                 try:
-                    results.append(self.stat(fd, name))
+                    results.append(self.stat(fd, component(name)))
                 except FileNotFoundError:
                     results.append(None)
         return results
 
-    def readdir(self, path: bytes) -> list[bytes]:
+    def readdir(self, directory: Directory) -> list[bytes]:
         """All names of a directory, without "." and ".."."""
         self.round_trip("readdir")
-        fd = self._open(path, _DIRECTORY_FLAGS)
+        with self.directories.hold(directory) as held:
+            fd = reopen_directory(held)
         try:
             return [os.fsencode(name) for name in os.listdir(fd)]
         finally:
             os.close(fd)
 
-    def readlink(self, path: bytes) -> bytes:
+    def readlink(self, at: Object) -> bytes:
         self.round_trip("readlink")
-        fd = self._open(path, os.O_PATH | os.O_NOFOLLOW)
-        try:
+        with self.hold(at) as fd:
             return os.readlink(b"", dir_fd=fd)
-        finally:
-            os.close(fd)
 
-    def _named(self, path: bytes) -> tuple[str, int]:
-        """A /proc path that leads to the object without walking its name again, and the descriptor to close."""
-        fd = self._open(path, os.O_PATH | os.O_NOFOLLOW)
-        return f"/proc/self/fd/{fd}", fd
-
-    def getxattr(self, path: bytes, name: bytes) -> bytes:
+    def getxattr(self, at: Object, name: bytes) -> bytes:
         self.round_trip("getxattr")
-        target, fd = self._named(path)
-        try:
-            return os.getxattr(target, name)
-        finally:
-            os.close(fd)
+        with self.hold(at) as fd:
+            return os.getxattr(f"/proc/self/fd/{fd}", name)
 
-    def listxattr(self, path: bytes) -> list[bytes]:
+    def listxattr(self, at: Object) -> list[bytes]:
         self.round_trip("listxattr")
-        target, fd = self._named(path)
-        try:
-            return [os.fsencode(name) for name in os.listxattr(target)]
-        finally:
-            os.close(fd)
+        with self.hold(at) as fd:
+            return [os.fsencode(name) for name in os.listxattr(f"/proc/self/fd/{fd}")]
 
     def statfs(self) -> os.statvfs_result:
         self.round_trip("statfs")
@@ -212,65 +234,39 @@ class Source:
 
     # --- data ------------------------------------------------------------------------------------------------------
 
-    def open_file(self, path: bytes, flags: int = _READ_FLAGS) -> int:
-        self.round_trip("open")
-        return self._open(path, flags | os.O_NOFOLLOW | os.O_NOCTTY)
-
     def fstat(self, fd: int) -> Stat:
         self.counters.add("fstat")
         return self.stat(fd)
 
-    def open_version(self, path: bytes, expected: Inode) -> int:
-        """Open a regular file that must be the version that was pinned. Raises `Changed` if it is not."""
+    def open_file(self, at: Object, flags: int = _READ_FLAGS, run: Run = _as_myself) -> tuple[int, Stat]:
+        """Open a regular file, and what was opened. O_NONBLOCK: a FIFO in its place blocks nobody (hazard 30).
+
+        `run` opens as someone else.
+        """
+        self.round_trip("open")
+        fd = self._open_expected(at, flags | os.O_NONBLOCK, run)
         try:
-            fd = self.open_file(path)
-        except OSError as error:
-            if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENXIO):
-                raise Changed from error
-            raise
-        try:
-            self.check_version(fd, expected)
+            now = self.fstat(fd)
+            if at.identity is not None:
+                check(at.identity, now)
+            os.set_blocking(fd, True)
+            return fd, now
         except BaseException:
             os.close(fd)
             raise
-        return fd
+
+    def open_version(self, at: Object) -> int:
+        """Open a file for `read_version`, which compares it after each read."""
+        self.round_trip("open")
+        return self._open_expected(at, _READ_FLAGS)
 
     def check_version(self, fd: int, expected: Inode) -> None:
-        """Raises `Changed` unless `fd` is the pinned version.
-
-        A plain fstat: where inode number and change time are the same the birth time is, too.
-        """
         self.counters.add("fstat")
-        now = os.fstat(fd)
-        if (
-            now.st_ctime_ns != expected.ctime_ns
-            or now.st_mtime_ns != expected.mtime_ns
-            or now.st_size != expected.size
-            or now.st_ino != expected.source_inode
-            or (expected.device and now.st_dev != expected.device)
-            or not stat.S_ISREG(now.st_mode)
-        ):
-            raise Changed
+        check_version(expected, os.fstat(fd))
 
-    def open_and_stat(self, path: bytes) -> tuple[int, Stat]:
-        """Open for reading, and what was opened."""
-        fd = self.open_file(path)
-        try:
-            return fd, self.fstat(fd)
-        except BaseException:
-            os.close(fd)
-            raise
-
-    def open_again(self, path: bytes, flags: int, expected: Inode) -> int:
+    def open_again(self, at: Object, flags: int) -> int:
         """Open what had been open. Raises `Changed` where its name leads to another file."""
-        fd = self.open_file(path, flags | os.O_NONBLOCK)
-        try:
-            if self.fstat(fd).inode != expected.source_inode:
-                raise Changed
-        except BaseException:
-            os.close(fd)
-            raise
-        return fd
+        return self.open_file(at, flags)[0]
 
     def pread(self, fd: int, length: int, offset: int) -> bytes:
         """`length` bytes, fewer only at the end of the file."""
@@ -288,29 +284,33 @@ class Source:
             missing -= len(data)
         return b"".join(parts)
 
-    def read_path(self, path: bytes, length: int, offset: int) -> bytes:
-        """Open, read, close: for a file that nothing is kept of."""
-        fd = self.open_file(path)
+    def read_file(self, at: Object, length: int, offset: int) -> bytes:
+        """Open, compare, read, close: for a file that nothing is kept of."""
+        fd, _ = self.open_file(at)
         try:
             return self.pread(fd, length, offset)
         finally:
             os.close(fd)
 
     def read_version(
-        self, path: bytes, expected: Inode, offset: int, length: int, fd: int | None = None, *, keep: bool = False
+        self, at: Object, expected: Inode, offset: int, length: int, fd: int | None = None, *, keep: bool = False
     ) -> bytes:
-        """Bytes of the pinned version, compared before and after. Raises `Changed` on any difference.
+        """Bytes of the pinned version, compared after the read. Raises `Changed` on any difference.
 
         `fd`: a descriptor of the file, which is closed unless the caller wants to `keep` it; without one the file is
         opened here.
         """
         if fd is None:
-            fd = self.open_version(path, expected)
+            fd = self.open_version(at)
         try:
-            data = self.pread(fd, length, offset)
+            try:
+                data = self.pread(fd, length, offset)
+            except OSError:
+                self.check_version(fd, expected)  # a FIFO, for example
+                raise
+            self.check_version(fd, expected)
             if len(data) != length:
                 raise Changed
-            self.check_version(fd, expected)
             return data
         finally:
             if not keep:
@@ -329,3 +329,15 @@ def _has_openat2() -> bool:
     finally:
         os.close(root)
     return True
+
+
+def component(name: bytes) -> bytes:
+    """A name that leads to an entry of the directory it is looked up in, nowhere else. Raises ENOENT for others."""
+    if name in (b"", b".", b"..") or b"/" in name:
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
+    return name
+
+
+def reopen_directory(fd: int) -> int:
+    """A descriptor to read from, with a position of its own, of the directory that an O_PATH descriptor holds."""
+    return os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)

@@ -5,15 +5,16 @@ opens directories and looks at results; only the change itself is made as the ca
 """
 
 import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import stat
+from collections.abc import Callable
 from functools import partial
 
 from cachefs import syscalls
 from cachefs.attributes import Stat
 from cachefs.caller import Caller, Identity
-from cachefs.errors import Busy
-from cachefs.source import Source
+from cachefs.identity import Changed
+from cachefs.source import Object, Source, component, reopen_directory
+from cachefs.source_directories import Directory
 
 _NOT_PASSED_ON = os.O_APPEND | os.O_CREAT | os.O_EXCL | os.O_DIRECT
 """Of a caller's open flags. The kernel computes the offsets of appends itself; O_APPEND on our descriptor would
@@ -23,96 +24,83 @@ override them. O_DIRECT needs aligned memory, which a request does not have (haz
 class SourceWriter:
     def __init__(self, source: Source) -> None:
         self._source = source
+        self._hold = source.directories.hold
 
     def _stat(self, fd: int, name: bytes = b"") -> Stat:
         self._source.counters.add("lstat")
         return self._source.stat(fd, name)
 
-    def create(self, directory: bytes, name: bytes, flags: int, mode: int, caller: Caller) -> tuple[int, Stat, Stat]:
-        """(descriptor, the file, its directory)"""
+    def create(
+        self, directory: Directory, name: bytes, flags: int, mode: int, caller: Caller
+    ) -> tuple[int, Stat, Stat]:
+        """(descriptor, the file, its directory). `Changed` where something else than a file has the name by now."""
         self._source.round_trip("create")
-        flags = flags & ~_NOT_PASSED_ON | flags & os.O_EXCL | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
-        with self._source.directory(directory) as parent:
-            fd = caller.run(lambda: os.open(name, flags, mode, dir_fd=parent))
+        flags = flags & ~_NOT_PASSED_ON | flags & os.O_EXCL
+        with self._hold(directory) as parent:
+            fd = caller.run(lambda: self._source.create_at(parent, name, flags, mode))
             try:
-                return fd, self._stat(fd), self._stat(parent)
+                now = self._stat(fd)
+                if not stat.S_ISREG(now.mode):
+                    raise Changed
+                os.set_blocking(fd, True)
+                return fd, now, self._stat(parent)
             except BaseException:
                 os.close(fd)
                 raise
 
-    def open_file(self, path: bytes, flags: int, caller: Caller) -> int:
-        """Open an existing file for writing."""
-        self._source.round_trip("open")
-        flags = flags & ~_NOT_PASSED_ON | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_NOCTTY | os.O_CLOEXEC
-        directory, _, name = path.rpartition(b"/")
-        with self._source.directory(directory) as parent:
-            try:
-                return caller.run(lambda: os.open(name, flags, dir_fd=parent))
-            except BlockingIOError as error:
-                raise Busy from error  # another process holds a lease on it
+    def open_file(self, at: Object, flags: int, caller: Caller) -> int:
+        """Open an existing file for writing; it is truncated when it has turned out to be the right one."""
+        fd, _ = self._source.open_file(at, flags & ~(_NOT_PASSED_ON | os.O_TRUNC), run=caller.run)
+        try:
+            if flags & os.O_TRUNC:
+                caller.run(lambda: os.ftruncate(fd, 0))
+            return fd
+        except BaseException:
+            os.close(fd)
+            raise
 
     def add(
-        self, operation: str, directory: bytes, name: bytes, make: Callable[[int], None], caller: Caller
+        self, operation: str, directory: Directory, name: bytes, make: Callable[[int], None], caller: Caller
     ) -> tuple[Stat, Stat]:
         """mkdir, mknod, symlink: `make` is given the directory's descriptor. (the new object, its directory)"""
         self._source.round_trip(operation)
-        with self._source.directory(directory) as parent:
+        with self._hold(directory) as parent:
             caller.run(partial(make, parent))
             return self._stat(parent, name), self._stat(parent)
 
-    def remove(self, directory: bytes, name: bytes, caller: Caller, *, is_directory: bool) -> Stat:
+    def remove(self, directory: Directory, name: bytes, caller: Caller, *, is_directory: bool) -> Stat:
         """unlink or rmdir. The directory afterwards."""
         self._source.round_trip("rmdir" if is_directory else "unlink")
         call = os.rmdir if is_directory else os.unlink
-        with self._source.directory(directory) as parent:
+        with self._hold(directory) as parent:
             caller.run(lambda: call(name, dir_fd=parent))
             return self._stat(parent)
 
-    def link(self, path: bytes, directory: bytes, name: bytes, caller: Caller) -> tuple[Stat, Stat]:
+    def link(self, at: Object, directory: Directory, name: bytes, caller: Caller) -> tuple[Stat, Stat]:
         self._source.round_trip("link")
-        old_directory, _, old_name = path.rpartition(b"/")
-        with self._source.directory(old_directory) as old, self._source.directory(directory) as new:
-            caller.run(lambda: os.link(old_name, name, src_dir_fd=old, dst_dir_fd=new, follow_symlinks=False))
+        with self._source.hold(at) as fd, self._hold(directory) as new:
+            path = f"/proc/self/fd/{fd}"
+            caller.run(lambda: os.link(path, component(name), dst_dir_fd=new, follow_symlinks=True))
             return self._stat(new, name), self._stat(new)
 
     def rename(
-        self, directory: bytes, name: bytes, new_directory: bytes, new_name: bytes, flags: int, caller: Caller
+        self, directory: Directory, name: bytes, new_directory: Directory, new_name: bytes, flags: int, caller: Caller
     ) -> tuple[Stat, Stat, Stat]:
         """(the renamed object, its old directory, its new one)"""
         self._source.round_trip("rename")
-        with self._source.directory(directory) as old, self._source.directory(new_directory) as new:
+        with self._hold(directory) as old, self._hold(new_directory) as new:
             caller.run(lambda: syscalls.renameat2(old, name, new, new_name, flags))
             return self._stat(new, new_name), self._stat(old), self._stat(new)
 
-    @contextmanager
-    def _named(self, path: bytes) -> Iterator[str]:
-        """A name in /proc for exactly this object, a symlink included."""
-        if not path:
-            yield f"/proc/self/fd/{self._source.root_fd}"
-            return
-        directory, _, name = path.rpartition(b"/")
-        with self._source.directory(directory) as parent:
-            fd = os.open(name, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=parent)
-        try:
-            yield f"/proc/self/fd/{fd}"
-        finally:
-            os.close(fd)
-
-    def change(self, operation: str, path: bytes, make: Callable[[str], None], caller: Caller) -> Stat:
+    def change(self, operation: str, at: Object, make: Callable[[str], None], caller: Caller) -> Stat:
         """chmod, chown, utimens, setxattr, removexattr: `make` is given a name of the object. The object afterwards."""
         self._source.round_trip(operation)
-        with self._named(path) as name:
-            caller.run(partial(make, name))
-            return self._stat(int(name.rpartition("/")[2]))
+        with self._source.hold(at) as fd:
+            caller.run(partial(make, f"/proc/self/fd/{fd}"))
+            return self._stat(fd)
 
-    def change_open(self, operation: str, fd: int, make: Callable[[str], None], caller: Caller) -> Stat:
-        """The same by a descriptor: for a file that may have lost its name."""
-        self._source.round_trip(operation)
-        caller.run(partial(make, f"/proc/self/fd/{fd}"))
-        return self._stat(fd)
-
-    def truncate(self, path: bytes, size: int, caller: Caller) -> Stat:
-        fd = self.open_file(path, os.O_WRONLY, caller)
+    def truncate(self, at: Object, size: int, caller: Caller) -> Stat:
+        fd = self.open_file(at, os.O_WRONLY, caller)
         try:
             return self.ftruncate(fd, size, caller)
         finally:
@@ -145,8 +133,10 @@ class SourceWriter:
         self._source.round_trip("fsync")
         (os.fdatasync if data_only else os.fsync)(fd)
 
-    def fsync_directory(self, path: bytes) -> None:
-        fd = self._source.open_file(path, os.O_RDONLY | os.O_DIRECTORY)
+    def fsync_directory(self, directory: Directory) -> None:
+        self._source.round_trip("open")
+        with self._hold(directory) as held:
+            fd = reopen_directory(held)
         try:
             self.fsync(fd, data_only=False)
         finally:

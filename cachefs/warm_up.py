@@ -334,7 +334,7 @@ class WarmUp:
                 path = self._fs.path_of(number)
             except OSError:
                 continue  # it has gone
-            self._problem(path, await self._reason(path))
+            self._problem(path, await self._reason(number))
 
     async def _await_late(self) -> None:
         """Returns when nothing is under way any more."""
@@ -349,13 +349,13 @@ class WarmUp:
                 return
             await trio.sleep(POLL_S)
 
-    async def _reason(self, path: bytes) -> str:
+    async def _reason(self, number: int) -> str:
         if not self._fetches:
             return "not cached"
         if self._full:
             return "no room in the cache (--cache-size)"
         try:
-            await self._fs.slots.run(partial(self._fs.source.read_path, path, 1, 0))
+            await self._fs.slots.run(partial(self._fs.source.read_file, self._fs.object_of(number), 1, 0))
         except OSError as error:
             return error.strerror or str(error)
         return "could not be cached"

@@ -36,7 +36,8 @@ from cachefs.hints import Hints
 from cachefs.operations import MAX_REQUESTS, Operations
 from cachefs.options import Options, Revalidate
 from cachefs.prefetcher import Prefetcher
-from cachefs.source import Source
+from cachefs.source import Object, Source
+from cachefs.source_directories import ROOT
 from cachefs.wishes import OwnWishes, Wishes
 from daemon import (
     background,
@@ -315,7 +316,7 @@ class Session:
         nursery.start_soon(_forever, parts.slots.watch)
         with opened.index.view() as view:
             root = metadata.inode(view, pyfuse3.ROOT_INODE)
-        now = await parts.slots.run(partial(source.lstat, b"")) if root is None else None
+        now = await parts.slots.run(partial(source.lstat, ROOT)) if root is None else None
         with opened.index.update() as update:
             if not self._took_over:
                 metadata.drop_unlinked(update)
@@ -559,7 +560,7 @@ def _rctime(source: Source, options: Options) -> bytes:
     if options.revalidate is not Revalidate.RCTIME:
         return b""
     try:
-        return source.getxattr(b"", b"ceph.dir.rctime")
+        return source.getxattr(Object(ROOT), b"ceph.dir.rctime")
     except OSError as error:
         log.warning("the source has no ceph.dir.rctime (%s): revalidating lazily", error.strerror)
         return b""

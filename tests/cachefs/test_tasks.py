@@ -17,12 +17,14 @@ from cachefs.blob import Blob
 from cachefs.data_cache import DataCache
 from cachefs.environment import Environment, Table
 from cachefs.fetch import Fetcher, OpenFile
+from cachefs.identity import Changed
 from cachefs.index import Index
 from cachefs.metrics import Metrics
 from cachefs.options import Options
 from cachefs.single_flight import SingleFlight, unwrap
 from cachefs.slots import SourceSlots
-from cachefs.source import Changed
+from cachefs.source import Object
+from cachefs.source_directories import ROOT
 from cachefs.write_behind import PAUSE_S, WriteBehind
 
 SEED = 99
@@ -178,7 +180,7 @@ class FakeSource:
         self.gate.set()
         self.changed = False
 
-    def read_version(self, path: bytes, expected: Inode, offset: int, length: int, fd: Any, *, keep: bool) -> bytes:
+    def read_version(self, at: Object, expected: Inode, offset: int, length: int, fd: Any, *, keep: bool) -> bytes:
         self.reads.append((offset, length))
         assert self.gate.wait(15)
         if self.changed:
@@ -208,8 +210,8 @@ class Parts:
             self.slots,
             self.data,
             self.metrics,
-            path_of=lambda number, view: b"path",
-            changed=lambda changed: self.dropped.append(changed.number),
+            object_of=lambda number, view: Object(ROOT, b"name"),
+            changed=lambda changed, error: self.dropped.append(changed.number),
             own_change=lambda number: None,
         )
 

@@ -1,0 +1,166 @@
+"""Directories of the source, held by descriptors: names are looked up in a directory, not along a path (hazard 23).
+
+A descriptor leads to the directory that the kernel knows by a number, whatever its name is by now: one that was
+renamed keeps its children, and one that was swapped in under its name is never mistaken for it. It saves the walk,
+too: a path of six components costs one look-up at the source instead of six.
+
+About a thousand are kept, the least recently used are closed. Each is compared with its record once, when it is
+opened by its name in the directory above it; the inode behind a descriptor never changes. A directory whose name
+leads elsewhere, and whose descriptor is gone, cannot be reached any more: `Changed`.
+
+Used from the threads of `slots.py`, all at once.
+"""
+
+import os
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from cachefs.attributes import ROOT_INODE, Stat
+from cachefs.identity import GONE, Changed, Identity, check
+
+MAX_HELD = 1000
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Directory:
+    """A directory, and how to reach it: by its own name in the directory above it."""
+
+    number: int
+    identity: Identity | None = None
+    """None: the root, which is held for ever."""
+    parent: "Directory | None" = None
+    """None: the root, or a directory that has no name any more."""
+    name: bytes = b""
+    path: bytes | None = b""
+    """From the root. None: no names lead there any more."""
+
+
+ROOT = Directory(ROOT_INODE)
+
+
+class _Held:
+    __slots__ = ("fd", "identity", "is_dropped", "users")
+
+    def __init__(self, fd: int, identity: Identity | None) -> None:
+        self.fd = fd
+        self.identity = identity
+        self.users = 0
+        self.is_dropped = False
+
+
+class SourceDirectories:
+    def __init__(
+        self,
+        root_fd: int,
+        open_at: Callable[[int, bytes, int], int],
+        stat: Callable[[int], Stat],
+        *,
+        limit: int = MAX_HELD,
+    ) -> None:
+        """`open_at(directory descriptor, name, flags)` opens one component, following no symlink."""
+        # dependencies
+        self._root_fd = root_fd
+        self._open_at = open_at
+        self._stat = stat
+        # constants
+        self._limit = limit
+        # state, behind the lock
+        self._lock = threading.Lock()
+        self._held: OrderedDict[int, _Held] = OrderedDict()
+        self._generation = 0
+        """Of the source: what is opened while it is mounted anew is not kept."""
+
+    @contextmanager
+    def hold(self, directory: Directory) -> Iterator[int]:
+        """An O_PATH descriptor of the directory, open while the block runs. Raises `Changed` if it is not there."""
+        if directory.identity is None:
+            yield self._root_fd
+            return
+        held = self._take(directory) or self._open(directory)
+        try:
+            yield held.fd
+        finally:
+            self._release(held)
+
+    def clear(self) -> None:
+        """The source was mounted anew: no descriptor of the old mount is of use."""
+        with self._lock:
+            self._generation += 1
+            while self._held:
+                self._drop(self._held.popitem()[1])
+
+    def _take(self, directory: Directory) -> _Held | None:
+        with self._lock:
+            held = self._held.get(directory.number)
+            if held is None:
+                return None
+            if held.identity != directory.identity:  # the number is another directory's now
+                self._drop(self._held.pop(directory.number))
+                return None
+            self._held.move_to_end(directory.number)
+            held.users += 1
+            return held
+
+    def _open(self, directory: Directory) -> _Held:
+        """Open it, and all above it that are not held."""
+        generation = self._generation
+        missing = []
+        above: Directory | None = directory
+        start = None
+        while above is not None and above.identity is not None and (start := self._take(above)) is None:
+            missing.append(above)
+            above = above.parent
+        if above is None:
+            raise Changed.at(missing[-1].number)  # it has no name
+        for below in reversed(missing):
+            fd = self._root_fd if start is None else start.fd
+            try:
+                following = self._open_one(fd, below, generation)
+            finally:
+                if start is not None:
+                    self._release(start)
+            start = following
+        assert start is not None
+        return start
+
+    def _open_one(self, parent_fd: int, directory: Directory, generation: int) -> _Held:
+        assert directory.identity is not None
+        try:
+            fd = self._open_at(parent_fd, directory.name, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW)
+        except OSError as error:
+            if error.errno in GONE:
+                raise Changed.at(directory.number) from error
+            raise
+        try:
+            check(directory.identity, self._stat(fd))
+        except Changed:
+            os.close(fd)
+            raise Changed.at(directory.number) from None
+        except BaseException:
+            os.close(fd)
+            raise
+        made = _Held(fd, directory.identity)
+        made.users = 1
+        with self._lock:
+            if directory.number in self._held or generation != self._generation:  # another thread was faster
+                made.is_dropped = True
+                return made
+            self._held[directory.number] = made
+            while len(self._held) > self._limit:
+                self._drop(self._held.popitem(last=False)[1])
+        return made
+
+    def _drop(self, held: _Held) -> None:
+        """With the lock. Whoever uses it last closes it."""
+        held.is_dropped = True
+        if not held.users:
+            os.close(held.fd)
+
+    def _release(self, held: _Held) -> None:
+        with self._lock:
+            held.users -= 1
+            if held.is_dropped and not held.users:
+                os.close(held.fd)

@@ -1,0 +1,167 @@
+"""Directories held by descriptors, on real directories."""
+
+import os
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from cachefs.identity import Changed, Identity, is_same
+from cachefs.source import Object, Source, component
+from cachefs.source_directories import ROOT, Directory
+from cachefs.syscalls import statx
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Iterator[Source]:
+    fd = os.open(tmp_path, os.O_RDONLY | os.O_DIRECTORY)
+    made = Source(fd)
+    yield made
+    made.directories.clear()
+    os.close(fd)
+
+
+def identity(path: Path) -> Identity:
+    now = statx(-100, os.fsencode(path))
+    return Identity(now.inode, now.mode & 0o170000, now.btime_ns)
+
+
+def below(parent: Directory, path: Path) -> Directory:
+    number = path.stat().st_ino
+    return Directory(number, identity(path), parent, os.fsencode(path.name), b"unused")
+
+
+def test_a_directory_is_opened_and_compared_once(source: Source, tmp_path: Path) -> None:
+    (tmp_path / "a/b").mkdir(parents=True)
+    a = below(ROOT, tmp_path / "a")
+    b = below(a, tmp_path / "a/b")
+    for name in ("one", "two"):
+        (tmp_path / "a/b" / name).touch()
+        assert source.lstat(b, name.encode()).size == 0
+    assert source.counters.snapshot() == {"lstat": 2, "fstat": 2}
+
+
+def test_a_renamed_directory_keeps_its_children_and_another_of_its_name_is_refused(
+    source: Source, tmp_path: Path
+) -> None:
+    (tmp_path / "a/b").mkdir(parents=True)
+    (tmp_path / "a/b/inside").touch()
+    a = below(ROOT, tmp_path / "a")
+    b = below(a, tmp_path / "a/b")
+    assert source.readdir(b) == [b"inside"]
+    (tmp_path / "a").rename(tmp_path / "elsewhere")
+    (tmp_path / "a/b").mkdir(parents=True)
+    assert source.readdir(b) == [b"inside"]
+    source.directories.clear()
+    with pytest.raises(Changed) as caught:
+        source.readdir(b)
+    assert caught.value.directory == a.number
+    # The directory above is known again: the name below it still leads to the right one.
+    assert source.readdir(below(below(ROOT, tmp_path / "elsewhere"), tmp_path / "elsewhere/b")) == [b"inside"]
+
+
+def test_a_number_that_is_another_directorys_now_is_opened_again(source: Source, tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / f"in-{name}").touch()
+    assert source.readdir(Directory(7, identity(tmp_path / "a"), ROOT, b"a", b"a")) == [b"in-a"]
+    assert source.readdir(Directory(7, identity(tmp_path / "b"), ROOT, b"b", b"b")) == [b"in-b"]
+
+
+def test_descriptors_are_limited_and_never_closed_while_in_use(tmp_path: Path) -> None:
+    fd = os.open(tmp_path, os.O_RDONLY | os.O_DIRECTORY)
+    source = Source(fd)
+    source.directories._limit = 3
+    directories = []
+    for index in range(10):
+        (tmp_path / f"d{index}").mkdir()
+        (tmp_path / f"d{index}/f{index}").touch()
+        directories.append(below(ROOT, tmp_path / f"d{index}"))
+    before = len(os.listdir("/proc/self/fd"))
+    errors: list[BaseException] = []
+
+    def use(start: int) -> None:
+        try:
+            for turn in range(200):
+                index = (start + turn * 7) % 10
+                assert source.readdir(directories[index]) == [b"f%d" % index]
+        except BaseException as error:
+            errors.append(error)
+
+    with source.directories.hold(directories[0]) as held:
+        threads = [threading.Thread(target=use, args=(start,)) for start in range(6)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+        assert os.listdir(f"/proc/self/fd/{held}") == ["f0"]
+    assert not errors
+    assert len(os.listdir("/proc/self/fd")) <= before + 3
+    source.directories.clear()
+    assert len(os.listdir("/proc/self/fd")) == before
+    os.close(fd)
+
+
+def test_a_directory_without_a_name_is_reached_while_it_is_held(source: Source, tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    a = below(ROOT, tmp_path / "a")
+    nameless = Directory(a.number, a.identity, None, b"", None)
+    with pytest.raises(Changed):
+        source.readdir(nameless)
+    assert source.readdir(a) == []
+    assert source.readdir(nameless) == []
+
+
+@pytest.mark.parametrize("name", [b"", b".", b"..", b"a/b", b"/etc"])
+def test_a_name_leads_nowhere_but_to_an_entry_of_its_directory(source: Source, name: bytes) -> None:
+    with pytest.raises(FileNotFoundError):
+        component(name)
+    if name:
+        with pytest.raises(FileNotFoundError):
+            source.lstat(ROOT, name)
+        assert source.lstat_names(ROOT, [name]) == [None]
+
+
+def test_a_symlink_in_place_of_a_directory_is_not_followed(source: Source, tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    a = below(ROOT, tmp_path / "a")
+    (tmp_path / "a").rename(tmp_path / "b")
+    (tmp_path / "a").symlink_to("b")
+    with pytest.raises(Changed):
+        source.readdir(a)
+
+
+def test_what_is_opened_is_compared(source: Source, tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"old")
+    at = Object(ROOT, b"file", identity(tmp_path / "file"))
+    assert source.read_file(at, 10, 0) == b"old"
+    (tmp_path / "new").write_bytes(b"new")
+    (tmp_path / "new").rename(tmp_path / "file")
+    for use in (
+        lambda: source.read_file(at, 10, 0),
+        lambda: source.getxattr(at, b"user.x"),
+        lambda: source.listxattr(at),
+        lambda: source.readlink(at),
+    ):
+        with pytest.raises(Changed):
+            use()
+    (tmp_path / "file").unlink()
+    with pytest.raises(Changed):
+        source.open_file(at)
+    os.mkfifo(tmp_path / "file")
+    with pytest.raises(Changed):
+        source.open_file(at)
+    with pytest.raises(Changed):
+        source.open_file(at, os.O_WRONLY)
+
+
+def test_identity_does_without_birth_times_where_one_side_has_none() -> None:
+    now = statx(-100, b"/proc")
+    expected = Identity(now.inode, now.mode & 0o170000, 0)
+    assert is_same(expected, now._replace(btime_ns=5))
+    assert is_same(expected._replace(btime_ns=5), now._replace(btime_ns=0))
+    assert is_same(expected._replace(btime_ns=5), now._replace(btime_ns=5, device=99))
+    assert not is_same(expected._replace(btime_ns=5), now._replace(btime_ns=6))
+    assert not is_same(expected, now._replace(inode=now.inode + 1))
+    assert not is_same(expected, now._replace(mode=0o100644))
