@@ -215,6 +215,11 @@ class DataCache:
         return max(0, self.size_bytes - self.writes.space.charge_bytes)
 
     @property
+    def lasting_bytes(self) -> int:
+        """What there may be of records without any of them having to go."""
+        return self.capacity_bytes - (self._reserve_bytes if self._eviction is not None else 0)
+
+    @property
     def _reserve_bytes(self) -> int:
         """This much is kept free where data are evicted, so that what comes need not wait."""
         return min(RESERVE_BYTES, self.size_bytes // RESERVE_SHARE)

@@ -5,6 +5,8 @@ tombstone, and hides what the durable index says. `Update` writes to the session
 """
 
 import enum
+import logging
+import os
 import struct
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -21,8 +23,12 @@ from cachefs.extents import Extents
 
 MAP_SIZE_BYTES = 1 << 40  # address space, not disk: growing a map under live readers is unsafe (hazard 16)
 MAX_READERS = 1024
+LOCK_BYTES = (MAX_READERS + 64) * 64
+"""Of lock.mdb: a cache line for each reader, and its header."""
 TOMBSTONE = b""
 _FLAGS = struct.Struct("<I")
+
+log = logging.getLogger(__name__)
 
 Key = tuple["Table", bytes]
 
@@ -41,12 +47,31 @@ class Table(enum.IntEnum):
     EXTENTS = 8
 
 
+def _reserve_readers(path: Path) -> None:
+    """Allocate LMDB's table of readers before it is mapped. Raises IndexUnavailable.
+
+    It is the one part of LMDB that is written through a mapping: a page that a full tmpfs cannot allocate would kill
+    the process with SIGBUS (hazard 34). Everything else is written with pwrite, and fails with ENOSPC.
+    """
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    try:
+        size = os.fstat(fd).st_size or LOCK_BYTES  # LMDB has as many readers as fit: others may have mapped it
+        os.posix_fallocate(fd, 0, size)
+    except OSError as error:
+        if os.fstat(fd).st_blocks == 0:
+            raise IndexUnavailable(f"cannot make the index in {path.parent}: {error.strerror}") from error
+        log.warning("cannot reserve the table of readers in %s: %s", path, error.strerror)
+    finally:
+        os.close(fd)
+
+
 class Environment:
     """One LMDB environment with all tables."""
 
     def __init__(self, path: Path, *, sync: bool) -> None:
         self.path = path
         private_files.make_directory(path)
+        _reserve_readers(path / "lock.mdb")
         try:
             self.lmdb = lmdb.open(
                 str(path),

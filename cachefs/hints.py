@@ -75,13 +75,15 @@ class Hints:
             for place in range(len(paths)):
                 nursery.start_soon(look_up, place)
         wishes: list[Wish] = []
+        room = self._data.capacity_bytes - self._data.used_bytes
         with self._fs.metadata.index.view() as view:
             for number in filter(None, numbers):
                 inode = self._fs.metadata.inode(view, number)
-                if inode is not None:
-                    wishes += lacking(self._data, view, inode)
+                missing = lacking(self._data, view, inode) if inode is not None else []
+                needed = sum(record.record_bytes(wish.length) for wish in missing)
+                if needed <= room:  # the others of these files may fit where this one does not
+                    room -= needed
+                    wishes += missing
         for wish in wishes:
             self._data.expected(wish.inode, wish.offset)
-        needed = sum(record.record_bytes(wish.length) for wish in wishes)
-        if self._data.used_bytes + needed <= self._data.capacity_bytes:
-            await self._wishes.send(wishes)
+        await self._wishes.send(wishes)

@@ -240,6 +240,11 @@ class MetadataCache(Belief):
 
     # --- writing single records ------------------------------------------------------------------------------------
 
+    @property
+    def is_beyond_limit(self) -> bool:
+        """More is pinned than may be: something is about to go."""
+        return self._retention is not None and self._retention.has_to_go
+
     def may_pin(self, number: int) -> bool:
         """Is there room for another inode, and an index to take it?"""
         return self.index.available and (self._retention is None or self._retention.admits(number))

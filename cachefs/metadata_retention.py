@@ -62,6 +62,11 @@ class MetadataRetention:
         """How many are pinned beyond the limit."""
         return len(self._pinned) - self._limit
 
+    @property
+    def has_to_go(self) -> bool:
+        """Files are pinned beyond the limit that the policy will name."""
+        return self._evicts and self.excess > 0
+
     def victims(self, most: int) -> list[int]:
         """Who goes; they count as gone."""
         found: list[int] = []

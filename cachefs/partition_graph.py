@@ -55,19 +55,29 @@ def _node_map(numpy: Any, path: Path) -> tuple[list[str], "numpy.ndarray[Any, An
     """The partitions' names, and the number of each node's partition."""
     if path.suffix == ".npy":
         part_of = _load(numpy, path)
-        if part_of.ndim != 1 or part_of.dtype.kind not in "iu" or not len(part_of):
-            raise CacheFsError(f"{path}: expected integers, one for each node")
+        if part_of.ndim != 1 or part_of.dtype.kind not in "iu" or not len(part_of) or int(part_of.min()) < 0:
+            raise CacheFsError(f"{path}: expected integers from 0 on, one for each node")
+        _check_partitions(path, int(part_of.max()) + 1)
         names = [str(number) for number in range(int(part_of.max()) + 1)]
     else:
         known: dict[str, int] = {}
-        with open(path) as file:
-            part_of = numpy.fromiter((known.setdefault(line.strip(), len(known)) for line in file), dtype=numpy.int32)
+        try:
+            with open(path, encoding="utf-8") as file:
+                part_of = numpy.fromiter(
+                    (known.setdefault(line.strip(), len(known)) for line in file), dtype=numpy.int32
+                )
+        except UnicodeDecodeError:
+            raise CacheFsError(f"{path}: the names of partitions must be UTF-8") from None
         if not known:
             raise CacheFsError(f"{path}: expected the name of a partition for each node")
         names = list(known)
-    if len(names) > MAX_PARTITIONS:
-        raise CacheFsError(f"{path}: {len(names):,} partitions, more than {MAX_PARTITIONS:,}")
+        _check_partitions(path, len(names))
     return names, part_of
+
+
+def _check_partitions(path: Path, count: int) -> None:
+    if count > MAX_PARTITIONS:
+        raise CacheFsError(f"{path}: {count:,} partitions, more than {MAX_PARTITIONS:,}")
 
 
 def _blocks(numpy: Any, path: Path) -> Iterator["numpy.ndarray[Any, Any]"]:
@@ -85,8 +95,8 @@ def _blocks(numpy: Any, path: Path) -> Iterator["numpy.ndarray[Any, Any]"]:
             block += file.readline()
             try:
                 numbers = numpy.array(block.split(), dtype=numpy.int64)
-            except ValueError:
-                raise CacheFsError(f"{path}: expected two numbers a line") from None
+            except (ValueError, OverflowError):
+                raise CacheFsError(f"{path}: expected two numbers a line, none beyond 64 bits") from None
             if len(numbers) % 2:
                 raise CacheFsError(f"{path}: expected two numbers a line")
             yield numbers.reshape(-1, 2)
@@ -95,6 +105,6 @@ def _blocks(numpy: Any, path: Path) -> Iterator["numpy.ndarray[Any, Any]"]:
 def _load(module: Any, path: Path) -> "numpy.ndarray[Any, Any]":
     try:
         array: numpy.ndarray[Any, Any] = module.load(path, mmap_mode="r")
-    except ValueError as error:
+    except (ValueError, EOFError) as error:
         raise CacheFsError(f"{path} is not an array of numpy: {error}") from error
     return array

@@ -1,5 +1,6 @@
 """Prefetching: lists what the policy names, and wishes for what is not cached yet (wishes.py)."""
 
+import itertools
 from collections import deque
 from collections.abc import Iterable, Sequence
 
@@ -14,6 +15,11 @@ from cachefs.wishes import Wish, Wishes, lacking
 from policies.prefetch.base import Prefetch, Target
 
 RETRY_S = 0.05
+ROOM_POLL_S = 1.0
+MAX_REFUSALS = 256
+"""So many files that find no room, one after the other: the cache is full, and the rest is not looked at."""
+MAX_TARGETS = 1 << 16
+"""So many wait; the cache is full then, and what comes is forgotten."""
 CHUNK_NAMES = 16
 """How many files are looked at without letting other tasks run."""
 
@@ -41,8 +47,13 @@ class Prefetcher:
         self._targets: deque[Target] = deque(policy.started())
         self._wake = trio.Event()
         self._last: int | None = -1
+        self._refused: dict[bytes, Target] = {}
+        """Where files lie that found no room, by path."""
+        self._refused_bytes = 0
+        """What the smallest of them needs."""
+        self._refusals = 0
         self.state = "running" if self._targets else "idle"
-        """"full": it has stopped for good, because nothing more fits."""
+        """"full": there are files that do not fit; it goes on when one of them does."""
 
     def read(self, units: Iterable[tuple[int, int]]) -> None:
         """These were read: (inode, number of the chunk)."""
@@ -55,20 +66,30 @@ class Prefetcher:
                 path = self._fs.path_of(number)
             except OSError:  # unlinked
                 continue
-            self._targets.extend(self._policy.read(path))
-            self._wake.set()
+            if len(self._targets) < MAX_TARGETS:
+                self._targets.extend(self._policy.read(path))
+                self._wake.set()
 
     async def run(self) -> None:
         """The task: for ever, until cancelled."""
         while True:
-            while self._targets and self.state != "full":
+            while self._targets and self._refusals < MAX_REFUSALS:
                 self.state = "running"
                 await self._fetch(self._targets.popleft())
-            if self.state == "full":
-                await trio.sleep_forever()
-            self.state = "idle"
-            self._wake = trio.Event()
-            await self._wake.wait()
+            if not self._refused:
+                self.state = "idle"
+                self._wake = trio.Event()
+                await self._wake.wait()
+                continue
+            self.state = "full"
+            if self._refusals < MAX_REFUSALS:
+                self._wake = trio.Event()
+            with trio.move_on_after(ROOM_POLL_S):
+                await self._wake.wait()
+            if self._fits(self._refused_bytes):  # the cache has become larger, or something has gone
+                self._targets.extendleft(reversed(self._refused.values()))
+                self._refused.clear()
+                self._refusals = 0
 
     async def _fetch(self, target: Target) -> None:
         try:
@@ -89,8 +110,8 @@ class Prefetcher:
             pass  # it has gone, or the source has: whoever reads will hear of it
 
     async def _wish(self, numbers: Sequence[int], target: Target, directories: list[int] | None = None) -> bool:
-        """Wish for the files among these, and tell the directories. False: there is no room for them."""
-        wishes: list[Wish] = []
+        """Wish for the files among these, and tell the directories. False: there is no room for any more."""
+        files: list[list[Wish]] = []
         with self._fs.metadata.index.view() as view:
             for number in numbers:
                 inode = self._fs.metadata.inode(view, number)
@@ -99,23 +120,38 @@ class Prefetcher:
                 if inode.is_directory and directories is not None:
                     directories.append(number)
                 elif inode.is_regular and self._fs.metadata.is_pinned(inode) and self._matches(number, target, view):
-                    wishes += lacking(self._data, view, inode)
-        for wish in wishes:  # before room is made: they must not go for each other
+                    files.append(lacking(self._data, view, inode))
+        for wish in itertools.chain(*files):  # before room is made: they must not go for each other
             self._data.expected(wish.inode, wish.offset)
-        needed = sum(record.record_bytes(wish.length) for wish in wishes)
-        if not await self._has_room(needed):
-            if not self._evicts:
-                self.state = "full"
-            return False
+        wishes: list[Wish] = []
+        size = 0
+        for missing in filter(None, files):
+            needed = sum(record.record_bytes(wish.length) for wish in missing)
+            if await self._has_room(size + needed):
+                wishes += missing
+                size += needed
+                self._refusals = 0
+            else:
+                self._refuse(target, needed)
         await self._wishes.send(wishes)
         await trio.lowlevel.checkpoint()
-        return True
+        return self._refusals < MAX_REFUSALS
+
+    def _refuse(self, target: Target, needed: int) -> None:
+        """There is no room for a file. The next ones may be smaller."""
+        if not self._evicts:  # else the policy says again what it wants
+            self._refused_bytes = min(needed, self._refused_bytes) if self._refused else needed
+            self._refused[target.path] = target
+            self._refusals += 1
+
+    def _fits(self, needed: int) -> bool:
+        return self._data.used_bytes + needed <= self._data.capacity_bytes
 
     async def _has_room(self, needed: int) -> bool:
         while True:
             if self._evicts:
                 self._data.make_room(needed)
-            if self._data.used_bytes + needed <= self._data.capacity_bytes:
+            if self._fits(needed):
                 return True
             if not self._data.is_under_way:
                 return False

@@ -6,6 +6,7 @@ that stands for it; the unit counts pieces of a file that are read by themselves
 writer that is killed leaves whole blocks and perhaps a part of one.
 """
 
+import os
 import struct
 import zlib
 from array import array
@@ -19,6 +20,8 @@ from policies.simulator import Trace
 
 MAGIC = b"CFTRACE1"
 BLOCK_ACCESSES = 32_768
+MAX_ACCESSES = 1 << 27
+"""Unpacked they take a GB, and more for each file."""
 _BLOCK = struct.Struct("<2I")
 _ACCESS = struct.Struct("<3QI")
 
@@ -37,6 +40,7 @@ class TraceWriter:
         self._path = path
         self._max_bytes = max_bytes // 2
         self._waiting: list[bytes] = []
+        Path(f"{path}.1").unlink(missing_ok=True)  # of an older recording
         self._file = self._begin()
         self.accesses = 0
 
@@ -76,7 +80,10 @@ def read_trace(path: Path) -> tuple[Trace, bool]:
     parts: list[int] = []
     older = Path(f"{path}.1")
     whole = True
-    for file in (older, path) if older.exists() else (path,):
+    files = (older, path) if older.exists() else (path,)
+    if sum(map(_count, files)) > MAX_ACCESSES:
+        raise CacheFsError(f"{path} holds more than {MAX_ACCESSES:,} accesses: too many for the memory of a machine")
+    for file in files:
         for block in _blocks(file):
             if block is None:
                 whole = False
@@ -92,12 +99,33 @@ def read_trace(path: Path) -> tuple[Trace, bool]:
     return Trace(accesses, sizes, parts), whole
 
 
+def _count(path: Path) -> int:
+    """How many accesses the file says that it holds."""
+    total = 0
+    try:
+        with open(path, "rb") as file:
+            _check_magic(file, path)
+            while len(head := file.read(_BLOCK.size)) == _BLOCK.size:
+                length, count = _BLOCK.unpack(head)
+                if count > BLOCK_ACCESSES:  # damaged
+                    break
+                total += count
+                file.seek(length, os.SEEK_CUR)
+    except OSError as error:
+        raise CacheFsError(f"cannot read {path}: {error.strerror}") from error
+    return total
+
+
+def _check_magic(file: BinaryIO, path: Path) -> None:
+    if file.read(len(MAGIC)) != MAGIC:
+        raise CacheFsError(f"{path} is not a trace of cachefs")
+
+
 def _blocks(path: Path) -> Iterator[bytes | None]:
     """Unpacked; None and the end where the file is cut off or damaged."""
     try:
         with open(path, "rb") as file:
-            if file.read(len(MAGIC)) != MAGIC:
-                raise CacheFsError(f"{path} is not a trace of cachefs")
+            _check_magic(file, path)
             while head := file.read(_BLOCK.size):
                 yield (block := _unpacked(head, file))
                 if block is None:
@@ -110,8 +138,12 @@ def _unpacked(head: bytes, file: BinaryIO) -> bytes | None:
     if len(head) < _BLOCK.size:
         return None
     length, count = _BLOCK.unpack(head)
+    size = count * _ACCESS.size
+    if count > BLOCK_ACCESSES or length > size + 1024:  # no writer makes such a block
+        return None
+    unpacking = zlib.decompressobj()
     try:
-        block = zlib.decompress(file.read(length))
+        block = unpacking.decompress(file.read(length), size + 1)
     except zlib.error:
         return None
-    return block if len(block) == count * _ACCESS.size else None
+    return block if len(block) == size and unpacking.eof else None

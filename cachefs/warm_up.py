@@ -41,6 +41,7 @@ PATIENCE_S = 5.0
 """Something is said to be under way and nothing arrives: so long."""
 MAX_PROBLEMS = 20
 FLUSH_TIMEOUT_S = 30.0
+EVICTING_TIMEOUT_S = 5.0
 
 
 @dataclass(slots=True)
@@ -98,7 +99,10 @@ class WarmUp:
         """Files that are not in the index when they should be."""
         self._claimed_bytes = 0
         """Records of all that is to be cached in the end."""
-        self._full = False
+        self._refused = array("Q")
+        """Files that there is no room for."""
+        self._metadata_of_interest = array("Q")
+        """Files whose metadata alone are to be cached."""
         self._found, self._held, self._fetched = _Tally(), _Tally(), _Tally()
         self._mutable = self._errors = 0
         self._problems: list[str] = []
@@ -117,11 +121,12 @@ class WarmUp:
             await self._chase()
         if self._fetches:
             await self._data.writes.settle(FLUSH_TIMEOUT_S)
+        cached = await self._in_the_end()
         return Report(
             files=self._found.files,
             bytes=self._found.bytes,
-            cached_files=self._held.files + self._fetched.files,
-            cached_bytes=self._held.bytes + self._fetched.bytes,
+            cached_files=cached.files,
+            cached_bytes=cached.bytes,
             fetched_files=self._fetched.files,
             fetched_bytes=self._fetched.bytes,
             mutable_files=self._mutable,
@@ -182,18 +187,16 @@ class WarmUp:
                     continue
                 if inode.is_directory:
                     self._waiting.append(inode.number)
-                elif inode.is_regular:
-                    await self._note(inode)
-                elif inode.is_symlink and self._fetches:
-                    await self._read_link(inode.number)
+                    continue
+                try:
+                    if inode.is_regular:
+                        await self._note(inode)
+                    elif inode.is_symlink and self._fetches:
+                        await self._fs.readlink(inode.number)
+                except OSError as error:
+                    with suppress(OSError):  # it has gone, and nothing else
+                        self._failed(self._fs.path_of(inode.number), error)
             await trio.lowlevel.checkpoint()
-
-    async def _read_link(self, number: int) -> None:
-        try:
-            await self._fs.readlink(number)
-        except OSError as error:
-            with suppress(OSError):  # it has gone
-                self._failed(self._fs.path_of(number), error)
 
     async def _note(self, inode: Inode) -> None:
         if inode.nlink > 1:
@@ -211,6 +214,7 @@ class WarmUp:
             self._files_of_interest.append(inode.number)
         else:
             self._held.add(inode.size)
+            self._metadata_of_interest.append(inode.number)
 
     def _unpinned(self, number: int) -> None:
         """It may not be cached either."""
@@ -228,20 +232,18 @@ class WarmUp:
                 continue
             part = self._files_of_interest[at : at + CHUNK_NAMES]
             at += len(part)
-            wishes: list[Wish] = []
-            numbers = []
+            missing_of: list[tuple[int, list[Wish]]] = []
             for inode, missing in await self._look(part):
                 if missing:
-                    numbers.append(inode.number)
-                    wishes += missing
+                    missing_of.append((inode.number, missing))
                 else:
                     self._held.add(inode.size)
                     self._claimed_bytes += record.record_bytes(inode.size)
             if self._fetches:
-                await self._send(wishes)
+                numbers = await self._send(missing_of)
                 self._expected.extend((self._wishes.sent, number) for number in numbers)
             else:
-                self._late.extend(numbers)
+                self._late.extend(number for number, _ in missing_of)
         self._all_wished = True
 
     async def _look(self, numbers: Sequence[int]) -> list[tuple[Inode, list[Wish]]]:
@@ -265,35 +267,44 @@ class WarmUp:
         await trio.lowlevel.checkpoint()
         return found
 
-    async def _send(self, wishes: Iterable[Wish]) -> None:
-        """Wish for these, or for as many as there is room for."""
+    async def _send(self, missing_of: Iterable[tuple[int, list[Wish]]], *, again: bool = False) -> list[int]:
+        """Wish for what is missing of these files, where there is room for it: their numbers.
+
+        `again`: their room has been claimed.
+        """
+        sent: list[int] = []
         batch: list[Wish] = []
         size = 0
-        for wish in wishes:
-            size += record.record_bytes(wish.length)
-            if not await self._has_room(size):
-                break
-            self._data.expected(wish.inode, wish.offset)
-            batch.append(wish)
-            if len(batch) == CHUNK_UNITS:
-                await self._claim(batch, size)
-                batch, size = [], 0
-        await self._claim(batch, size)
-
-    async def _claim(self, batch: list[Wish], size: int) -> None:
-        self._claimed_bytes += size
+        for number, missing in missing_of:
+            needed = sum(record.record_bytes(wish.length) for wish in missing)
+            if not await self._has_room(needed, size, again=again):
+                if not again:
+                    self._refused.append(number)
+                continue
+            if not again:
+                self._claimed_bytes += needed
+            sent.append(number)
+            for wish in missing:
+                size += record.record_bytes(wish.length)
+                self._data.expected(wish.inode, wish.offset)
+                batch.append(wish)
+                if len(batch) == CHUNK_UNITS:
+                    await self._wishes.send(batch)
+                    batch, size = [], 0
         await self._wishes.send(batch)
+        return sent
 
-    async def _has_room(self, needed: int) -> bool:
-        """False, from now on: what is to be cached does not fit, or nothing may go for it."""
-        self._full = self._full or self._claimed_bytes + needed > self._data.capacity_bytes
-        while not self._full:
-            self._data.make_room(needed)
-            if self._data.used_bytes + needed <= self._data.capacity_bytes:
+    async def _has_room(self, needed: int, unsent: int, *, again: bool) -> bool:
+        """For a file, besides `unsent` bytes of others. False: it does not fit, or nothing may go for it."""
+        if not again and self._claimed_bytes + needed > self._data.lasting_bytes:
+            return False
+        while True:
+            self._data.make_room(needed + unsent)
+            if self._data.used_bytes + needed + unsent <= self._data.capacity_bytes:
                 return True
-            self._full = not self._data.is_under_way
+            if not self._data.is_under_way:
+                return False
             await trio.sleep(POLL_S)
-        return False
 
     # --- what has come of it ---------------------------------------------------------------------------------------
 
@@ -323,18 +334,41 @@ class WarmUp:
     async def _chase(self) -> None:
         """Wait for what is late, wish for it again, and say what is missing in the end."""
         for again in range(ROUNDS if self._fetches else 0):
-            if not self._late or self._full:
+            if not self._late:
                 break
             if again:
-                for _, missing in await self._look(self._late):
-                    await self._send(missing)
+                await self._send(
+                    ((inode.number, missing) for inode, missing in await self._look(self._late)), again=True
+                )
             await self._await_late()
-        for number in self._late[:MAX_PROBLEMS]:
-            try:
-                path = self._fs.path_of(number)
-            except OSError:
-                continue  # it has gone
-            self._problem(path, await self._reason(number))
+        for numbers, is_refused in ((self._late, False), (self._refused, True)):
+            for number in numbers[:MAX_PROBLEMS]:
+                try:
+                    path = self._fs.path_of(number)
+                except OSError:
+                    continue  # it has gone
+                self._problem(path, "no room in the cache (--cache-size)" if is_refused else await self._reason(number))
+
+    async def _in_the_end(self) -> _Tally:
+        """What is cached. Where something has to go for what comes, what was cached may have gone again."""
+        before = _Tally(self._held.files + self._fetched.files, self._held.bytes + self._fetched.bytes)
+        options = self._fs.options
+        if not self._fetches or not (options.evicts or options.metadata_limit is not None):
+            return before
+        with trio.move_on_after(EVICTING_TIMEOUT_S):
+            while self._data.writes.is_evicting or self._fs.metadata.is_beyond_limit:  # noqa: ASYNC110
+                await trio.sleep(POLL_S)
+        cached = _Tally()
+        for numbers in (self._files_of_interest, self._metadata_of_interest):
+            for start in range(0, len(numbers), CHUNK_NAMES):
+                for inode, missing in await self._look(numbers[start : start + CHUNK_NAMES]):
+                    if self._fs.metadata.is_pinned(inode) and not (self._wants_data and missing):
+                        cached.add(inode.size)
+        lost = before.files - cached.files
+        if lost > 0:
+            self._problems[MAX_PROBLEMS - 1 :] = []
+            self._problems.append(f"{lost:,} files had to go again for others (--cache-size, --metadata-limit)")
+        return cached
 
     async def _await_late(self) -> None:
         """Returns when nothing is under way any more."""
@@ -352,8 +386,6 @@ class WarmUp:
     async def _reason(self, number: int) -> str:
         if not self._fetches:
             return "not cached"
-        if self._full:
-            return "no room in the cache (--cache-size)"
         try:
             await self._fs.slots.run(partial(self._fs.source.read_file, self._fs.object_of(number), 1, 0))
         except OSError as error:

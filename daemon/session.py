@@ -108,6 +108,7 @@ class Session:
         """What the fast path and its daemons hand on. None before there is one, and without a fast path."""
         self._host: FastPathHost | None = None
         self._parts: Parts
+        self._directory: CacheDirectory
         self._statfs: os.statvfs_result | None = None
         """Of the source, when it was opened. A source that hangs must not keep us from taking over."""
         self._log_path: Path | None
@@ -196,7 +197,7 @@ class Session:
     async def _serve(self, ready: Callable[[], None], claimed: Callable[[Path], None]) -> None:
         await self._prepare()
         cache_dir = self.config.cache_dir or places.default_cache_dir(self.config.source)
-        directory = CacheDirectory(cache_dir, self.config.source)
+        directory = self._directory = CacheDirectory(cache_dir, self.config.source)
         claimed(cache_dir)
         log.info("cachefs %s: %s on %s", cachefs.__version__, self.config.source, self.config.mountpoint)
         if self._took_over:
@@ -504,11 +505,12 @@ class Session:
         except click.ClickException as error:
             log.error("nothing is changed: %s", error.format_message())
             return
-        self.config = now
+        before, self.config = self.config, now
         background.set_log_level(now.log_level)
         self._parts.slots.timeout_s = now.options.source_timeout_s
-        if now.cache_size_bytes is not None:
-            self._parts.data.resize(now.cache_size_bytes)
+        if now.cache_size_bytes != before.cache_size_bytes:
+            size = now.cache_size_bytes
+            self._parts.data.resize(self._directory.default_size_bytes() if size is None else size)
         if self._held is not None:
             self._held.shared.set_timeouts(now.options)
         if self._host is not None:

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
-from typing import Any, TextIO
+from typing import Any, BinaryIO
 
 import click
 
@@ -37,8 +37,9 @@ def by_mount(paths: Iterable[str]) -> list[tuple[Client, list[str]]]:
     return [(Client(place), inside) for place, inside in found.items()]
 
 
-def listed(file: TextIO) -> Iterator[str]:
-    return (line for raw in file if (line := raw.rstrip("\n")))
+def listed(file: BinaryIO) -> Iterator[str]:
+    """Paths, one a line. A line ends with a newline: all other bytes may be part of a name."""
+    return (os.fsdecode(line) for raw in file if (line := raw.rstrip(b"\n")))
 
 
 @click.command()
@@ -46,7 +47,7 @@ def listed(file: TextIO) -> Iterator[str]:
 @click.option("--metadata-only", is_flag=True, help="Names and attributes, no data.")
 @click.option(
     "--from-list",
-    type=click.File(errors="surrogateescape"),
+    type=click.File("rb"),
     metavar="FILE",
     help="More paths, one a line; - is standard input.",
 )
@@ -60,7 +61,7 @@ def listed(file: TextIO) -> Iterator[str]:
 def warmup(
     paths: tuple[str, ...],
     metadata_only: bool,
-    from_list: TextIO | None,
+    from_list: BinaryIO | None,
     jobs: int | None,
     check: bool,
     background: bool,

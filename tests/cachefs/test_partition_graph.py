@@ -3,6 +3,7 @@
 import json
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import numpy
 import pytest
@@ -55,16 +56,52 @@ def test_edges_are_counted_between_partitions(
         ("0 1 1\n", "a\nb\n", "expected two numbers a line"),
         ("a b\n", "a\nb\n", "expected two numbers a line"),
         ("0 1\n", "", "expected the name of a partition"),
+        (f"0 {2**63}\n", "a\nb\n", "none beyond 64 bits"),
+        (f"0 -{2**200}\n", "a\nb\n", "none beyond 64 bits"),
+        ("0 1\n", b"a\n\xff\n", "must be UTF-8"),
         (None, "a\n", "cannot read"),
         ("0 1\n", None, "cannot read"),
     ],
 )
-def test_bad_input_is_one_clear_line(tmp_path: Path, edges: str | None, node_map: str | None, message: str) -> None:
+def test_bad_input_is_one_clear_line(
+    tmp_path: Path, edges: str | None, node_map: str | bytes | None, message: str
+) -> None:
     for name, content in (("edges", edges), ("map", node_map)):
         if content is not None:
-            (tmp_path / name).write_text(content)
-    done = build(tmp_path / "edges", tmp_path / "map")
-    assert done.exit_code == 1 and message in done.stderr and "Traceback" not in done.stderr
+            (tmp_path / name).write_bytes(content.encode() if isinstance(content, str) else content)
+    assert_one_clear_line(build(tmp_path / "edges", tmp_path / "map"), message)
+
+
+def assert_one_clear_line(done: Result, message: str) -> None:
+    assert done.exit_code == 1 and message in done.stderr and done.stderr.count("\n") == 1, done.stderr
+    assert isinstance(done.exception, SystemExit)
+
+
+@pytest.mark.parametrize(
+    ("edges", "node_map", "message"),
+    [
+        (numpy.array([[0, 1]]), numpy.array([0, -1]), "expected integers from 0 on"),
+        (numpy.array([[0, 1]]), numpy.array([0, 2**40]), "partitions, more than"),
+        (numpy.array([[0, 1]]), numpy.array([0, 2**64 - 1], dtype=numpy.uint64), "partitions, more than"),
+        (numpy.array([[0, 2**64 - 1]], dtype=numpy.uint64), numpy.array([0, 1]), "is not in the map"),
+        (numpy.array([[0, 1]]), numpy.array([], dtype=int), "expected integers from 0 on"),
+        (numpy.array([[0, 1]]), None, "is not an array of numpy"),
+        (None, numpy.array([0, 1]), "is not an array of numpy"),
+    ],
+)
+def test_bad_arrays_are_one_clear_line(
+    tmp_path: Path,
+    edges: "numpy.ndarray[Any, Any] | None",
+    node_map: "numpy.ndarray[Any, Any] | None",
+    message: str,
+) -> None:
+    """None: a file of no bytes."""
+    for name, array in (("edges.npy", edges), ("map.npy", node_map)):
+        if array is None:
+            (tmp_path / name).write_bytes(b"")
+        else:
+            numpy.save(tmp_path / name, array)
+    assert_one_clear_line(build(tmp_path / "edges.npy", tmp_path / "map.npy"), message)
 
 
 def test_an_array_of_another_shape_is_refused(tmp_path: Path) -> None:

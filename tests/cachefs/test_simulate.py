@@ -1,6 +1,10 @@
 """Traces, and the command that replays them."""
 
 import json
+import struct
+import time
+import tracemalloc
+import zlib
 from pathlib import Path
 
 import pytest
@@ -9,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cachefs.errors import CacheFsError
-from cachefs.trace import Access, TraceWriter, read_trace
+from cachefs.trace import BLOCK_ACCESSES, Access, TraceWriter, read_trace
 from daemon.cli import main
 
 ACCESSES = [Access(inode=number % 7, directory=number % 3, size_bytes=100 + number % 7) for number in range(100)]
@@ -46,6 +50,42 @@ def test_a_trace_rotates_and_keeps_the_newest(tmp_path: Path) -> None:
     trace, whole = read_trace(tmp_path / "t")
     assert whole and 50 < len(trace.accesses) < 5000
     assert list(trace.sizes)[-50:] == list(range(50))
+
+
+def test_a_trace_that_is_written_over_an_older_one_is_a_trace_of_its_own(tmp_path: Path) -> None:
+    for count in (100, 1):
+        writer = TraceWriter(tmp_path / "t", max_bytes=2000)
+        for number in range(count):
+            for inode in range(50):
+                writer.write(Access(number * 50 + inode, 1, inode))
+            writer.flush()
+        writer.close()
+    trace, whole = read_trace(tmp_path / "t")
+    assert whole and len(trace.accesses) == 50
+
+
+def test_a_trace_that_expands_to_25_gb_is_refused(tmp_path: Path) -> None:
+    block = zlib.compress(bytes(28 * BLOCK_ACCESSES), 9)
+    count = 25 * 10**9 // (28 * BLOCK_ACCESSES)
+    (tmp_path / "t").write_bytes(b"CFTRACE1" + (struct.pack("<2I", len(block), BLOCK_ACCESSES) + block) * count)
+    assert (tmp_path / "t").stat().st_size < 30_000_000
+    began = time.process_time()
+    done = simulate(tmp_path / "t", "--cache", "10M")
+    assert done.exit_code == 1 and done.stderr.count("\n") == 1 and "too many" in done.stderr
+    assert time.process_time() - began < 10, "nothing was unpacked"
+
+
+@pytest.mark.parametrize("count", [900 * 10**6, 1])
+def test_a_block_that_expands_to_more_than_it_says_is_damaged(tmp_path: Path, count: int) -> None:
+    packer = zlib.compressobj(9)
+    block = b"".join(packer.compress(bytes(1 << 20)) for _ in range(200)) + packer.flush()
+    (tmp_path / "t").write_bytes(b"CFTRACE1" + struct.pack("<2I", len(block), count) + block)
+    tracemalloc.start()
+    with pytest.raises(CacheFsError):
+        read_trace(tmp_path / "t")
+    most = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert most < 20 << 20
 
 
 @given(st.data())

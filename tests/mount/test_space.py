@@ -5,12 +5,15 @@ import os
 import random
 import signal
 import subprocess
+import sys
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
-from tests.conftest import Mount, cachefs, contents, make_files, mounted_on, settle, wait_for
+from tests.conftest import REPOSITORY, Mount, cachefs, contents, make_files, mounted_on, settle, small_disk, wait_for
 
 MakeMount = Callable[..., Mount]
 MIB = 1 << 20
@@ -112,6 +115,65 @@ def test_a_cache_that_has_become_smaller_gives_back_what_is_too_much(
     wait_for(m.status, lambda status: MIB < status["blob_bytes"] <= 5 * MIB)
     wait_for(lambda: allocated(m.cache), lambda taken: taken < 30 * MIB)
     assert read_all(m.path) == read_all(dataset)
+
+
+def test_a_tmpfs_that_is_full_kills_nobody(mount: MakeMount, dataset: Path, tmp_path: Path) -> None:
+    """Each reader that is new to the index writes to a page that is mapped: it must have been allocated."""
+    with small_disk(tmp_path / "disk", "8M") as place:
+        m = mount(dataset, "--cache-size", "1G", cache=place / "cache")
+        fill_up(place)
+        pids = processes(m)
+        paths = [path for path in sorted(m.path.rglob("*")) if path.is_file()]
+        with ThreadPoolExecutor(100) as readers:
+            sizes = list(readers.map(read, paths * 3))
+        assert sum(sizes) == 3 * read_all(dataset)
+        assert processes(m) == pids and not m.log().count("the fast path has ended")
+        m.umount()
+
+
+READERS = """
+import os, sys
+from pathlib import Path
+from cachefs.environment import Environment
+environment = Environment(Path(sys.argv[1]) / "index", sync=True)
+fd = os.open(Path(sys.argv[1]) / "filler", os.O_WRONLY | os.O_CREAT)
+try:
+    while True:
+        os.write(fd, bytes(4096))
+except OSError:
+    pass
+print(len([environment.lmdb.begin() for _ in range(1000)]))
+"""
+
+
+def test_many_readers_of_an_index_on_a_full_tmpfs(tmp_path: Path) -> None:
+    with small_disk(tmp_path / "disk", "2M") as place:
+        done = subprocess.run([sys.executable, "-c", READERS, place], cwd=REPOSITORY, capture_output=True, text=True)
+        assert (done.returncode, done.stdout) == (0, "1000\n"), done.stderr
+
+
+def test_a_tmpfs_without_room_for_the_index_is_one_clear_line(dataset: Path, tmp_path: Path) -> None:
+    with small_disk(tmp_path / "disk", "64k") as place:
+        (tmp_path / "mnt").mkdir()
+        done = cachefs("mount", dataset, tmp_path / "mnt", "--cache-dir", place / "cache", check=False)
+        assert done.returncode == 1 and not mounted_on(tmp_path / "mnt")
+        assert "No space left on device" in done.stderr and "Traceback" not in done.stderr
+        assert len(done.stderr.strip().splitlines()) == 1
+
+
+def fill_up(place: Path) -> None:
+    fd = os.open(place / "filler", os.O_WRONLY | os.O_CREAT)
+    for size in (1 << 16, 4096):
+        with suppress(OSError):
+            while True:
+                os.write(fd, bytes(size))
+    os.close(fd)
+    assert os.statvfs(place).f_bavail == 0
+
+
+def processes(m: Mount) -> list[int]:
+    status = m.status()
+    return [status["pid"], *([status["fastpath"]["pid"]] if status["fastpath"] else [])]
 
 
 class Sequence:
