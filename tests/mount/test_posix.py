@@ -68,3 +68,16 @@ def test_utimensat_06_11_now_needs_write_permission_only(directory: Path) -> Non
     os.utime(path, (1, 1))
     assert as_user(NOBODY, NOBODY, [], touch) is None
     assert path.stat().st_mtime > 1
+
+
+@MODES
+def test_unlink_14_4_an_open_file_whose_name_is_gone_has_no_links(directory: Path) -> None:
+    path = create(directory / "file", 0o644)
+    path.write_bytes(b"Hello, World!")
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        path.unlink()
+        assert os.fstat(fd).st_nlink == 0
+        assert os.pread(fd, 13, 0) == b"Hello, World!"
+    finally:
+        os.close(fd)
