@@ -12,9 +12,11 @@ import sys
 from collections.abc import Callable
 from io import TextIOWrapper
 from pathlib import Path
+from typing import Any
 
 from cachefs import private_files
 from cachefs.errors import CacheFsError
+from cachefs.names import one_line
 
 _READY = b"\n"
 LOG_NAME = "daemon.log"
@@ -29,14 +31,15 @@ LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 def log_to_stderr(level: str) -> None:
     """Lines for people, or for the journal where stderr leads there (sd-daemon(3))."""
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(_Journal() if _leads_to_journal(sys.stderr.fileno()) else logging.Formatter(SHORT_FORMAT))
+    handler.setFormatter(_Journal() if _leads_to_journal(sys.stderr.fileno()) else _Lines(SHORT_FORMAT))
     logging.basicConfig(handlers=[handler], level=level.upper(), force=True)
 
 
 def log_to_file(path: Path, level: str) -> None:
     logging.raiseExceptions = False  # a log that cannot be written must not break what it reports
     handler = _PrivateLog(path, maxBytes=LOG_BYTES, backupCount=LOG_FILES - 1, delay=True)
-    logging.basicConfig(handlers=[handler], level=level.upper(), format=LOG_FORMAT, force=True)
+    handler.setFormatter(_Lines(LOG_FORMAT))
+    logging.basicConfig(handlers=[handler], level=level.upper(), force=True)
 
 
 class _PrivateLog(logging.handlers.RotatingFileHandler):
@@ -48,7 +51,18 @@ def set_log_level(level: str) -> None:
     logging.getLogger().setLevel(level.upper())
 
 
-class _Journal(logging.Formatter):
+class _Lines(logging.Formatter):
+    """A message is one line, whatever names are in it; a traceback has its own."""
+
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        record.message = one_line(record.message)
+        return super().formatMessage(record)
+
+    def formatException(self, ei: Any) -> str:
+        return "\n".join(map(one_line, super().formatException(ei).split("\n")))
+
+
+class _Journal(_Lines):
     """Each line begins with its priority; the journal has the time and the name."""
 
     def format(self, record: logging.LogRecord) -> str:
@@ -149,7 +163,7 @@ def _child(serve: Serve, sending: int, log_level: str) -> int:
         logging.getLogger(__name__).exception("the daemon ends")
         reason = f"{type(error).__name__}: {error}"
     if not told:
-        tell(reason.encode())
+        tell(one_line(reason).encode())
     if has_log:
         logging.getLogger(__name__).error("%s", reason)
     return 1

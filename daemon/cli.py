@@ -17,6 +17,7 @@ from daemon.doctor import doctor
 from daemon.graph import graph
 from daemon.maintenance import gc, verify
 from daemon.mount import make_mount_config, mount
+from daemon.output import say
 from daemon.parameters import Place, one_line_errors
 from daemon.settings import as_toml
 from daemon.simulate import simulate
@@ -181,7 +182,7 @@ def check(file: Path) -> None:
     """
     with mount.make_context("mount", ["--config", str(file)]) as context:
         make_mount_config(**context.params)
-    click.echo(f"{file}: good")
+    say(f"{file}: good")
 
 
 @configuration.command()
@@ -201,7 +202,7 @@ def show(mountpoint: str, as_json: bool) -> None:
         click.echo(json.dumps(answer, indent=2))
         return
     for line in as_toml({name: config.Setting(**setting) for name, setting in answer.items()}):
-        click.echo(line)
+        say(line)
 
 
 for command in (

@@ -54,7 +54,10 @@ def path(request: Request) -> bytes:
 def _path(value: object) -> bytes:
     if not isinstance(value, str) or "\0" in value:
         raise BadRequest("a path must be a string without zeros")
-    found = os.fsencode(value).strip(b"/")
+    try:
+        found = os.fsencode(value).strip(b"/")
+    except UnicodeEncodeError:
+        raise BadRequest("a path must not contain half a surrogate pair") from None
     if any(part in (b"", b".", b"..") for part in found.split(b"/")) and found:
         raise BadRequest(f"not a plain path: {value}")
     return found
@@ -135,6 +138,8 @@ async def _execute(line: bytes, commands: Commands, tell: Tell) -> tuple[str, An
         version = request.get("protocol", PROTOCOL)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return "", _failed("that is no request")
+    if not isinstance(name, str) or not isinstance(version, int):
+        return "", _failed("that is no request: 'command' must be a string, 'protocol' a number")
     if version != PROTOCOL or name not in commands:
         what = f"{name!r}" if version == PROTOCOL else f"protocol {version}"
         return "", _failed(f"the daemon, cachefs {cachefs.__version__}, does not know {what}: cachefs restart it")

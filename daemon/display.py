@@ -6,7 +6,9 @@ from typing import Any
 from rich.console import Console
 from rich.filesize import decimal
 from rich.table import Table
+from rich.text import Text
 
+from cachefs.names import one_line
 from policies.simulator import Outcome
 
 
@@ -62,7 +64,7 @@ def print_rows(rows: Iterable[tuple[str, str]]) -> None:
     table.add_column(style="bold")
     table.add_column(overflow="fold")
     for name, value in rows:
-        table.add_row(name, value)
+        table.add_row(Text(name), Text(one_line(value)))  # a name is no markup
     Console(highlight=False).print(table)
 
 

@@ -25,6 +25,7 @@ from cachefs.errors import CacheFsError
 from cachefs.fastpath import launcher
 from cachefs.places import cache_root, is_root
 from daemon.mounting import MAX_BACKGROUND, READ_AHEAD_KIB
+from daemon.output import say
 from daemon.parameters import Place, one_line_errors
 
 TEST_BYTES = 64 << 20
@@ -259,8 +260,8 @@ def doctor(path: str | None, as_json: bool) -> None:
         click.echo(json.dumps([asdict(finding) for finding in findings], indent=2))
     else:
         for finding in findings:
-            click.echo(f"{'!' if finding.advice else '·'} {finding.name}: {finding.value}")
+            say(f"{'!' if finding.advice else '·'} {finding.name}: {finding.value}")
             if finding.advice:
-                click.echo(f"    {finding.advice}")
+                say(f"    {finding.advice}")
     if any(finding.advice for finding in findings):
         sys.exit(1)

@@ -5,6 +5,7 @@ from pathlib import Path
 import click
 
 from cachefs.partition_graph import build_graph
+from daemon.output import say
 from daemon.parameters import one_line_errors
 
 
@@ -35,4 +36,4 @@ def build(edges: Path, node_map: Path, prefix: str) -> None:
       cachefs mount /ceph/papers /data/papers --read-only --prefetch-graph graph.jsonl
     """
     for line in build_graph(edges, node_map, prefix):
-        click.echo(line)
+        say(line)

@@ -13,7 +13,9 @@ import click
 
 from cachefs.client import Client
 from cachefs.errors import CacheFsError
+from cachefs.names import one_line
 from cachefs.places import cache_root
+from daemon.output import say
 from daemon.parameters import Place, one_line_errors
 
 
@@ -47,11 +49,15 @@ def verify(mountpoint: str, repair: bool) -> None:
         done = Verified()
         for found in verify(directory, done, lambda: bar.update(task, completed=done.bytes)):
             bad.append(found)
-            bar.console.print(f"inode {found.inode}, bytes from {found.offset:,}: {found.reason}", highlight=False)
-    click.echo(f"{done.records:,} records, {decimal(done.bytes)}: {len(bad):,} bad, {done.orphans:,} without a file")
+            bar.console.print(
+                one_line(f"inode {found.inode}, bytes from {found.offset:,}: {found.reason}"),
+                highlight=False,
+                markup=False,
+            )
+    say(f"{done.records:,} records, {decimal(done.bytes)}: {len(bad):,} bad, {done.orphans:,} without a file")
     if bad and repair:
         client.drop([(each.inode, each.offset, each.blob_offset) for each in bad])
-        click.echo(f"{len(bad):,} dropped; they are fetched again when they are read")
+        say(f"{len(bad):,} dropped; they are fetched again when they are read")
     elif bad:
         sys.exit(1)
 
@@ -113,7 +119,7 @@ def gc(delete: bool, root: Path | None) -> None:
     for cache in caches(root or cache_root()):
         if os.path.isdir(cache.source) or is_in_use(cache.path):
             continue
-        click.echo(f"{cache.path}: {decimal(cache.bytes)}, of {cache.source}, which is not there")
+        say(f"{cache.path}: {decimal(cache.bytes)}, of {cache.source}, which is not there")
         if delete:
             try:
                 shutil.rmtree(cache.path)
@@ -122,4 +128,4 @@ def gc(delete: bool, root: Path | None) -> None:
         freed += cache.bytes
         count += 1
     done = "deleted" if delete else "to be deleted (--delete)"
-    click.echo(f"{count} caches, {decimal(freed)} {done}" if count else "no cache is without its source")
+    say(f"{count} caches, {decimal(freed)} {done}" if count else "no cache is without its source")

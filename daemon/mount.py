@@ -14,6 +14,7 @@ from cachefs.metadata_retention import NAMES as METADATA_RETENTION
 from cachefs.options import CacheLevel, Options, Revalidate
 from daemon import background, config, config_file, process, settings
 from daemon.conflict import check_daemon_package
+from daemon.output import say
 from daemon.parameters import MetricsAddress, Place, Seconds, Size, one_line_errors
 from policies import prefetch as prefetch_policies
 from policies import retention as retention_policies
@@ -306,7 +307,7 @@ def mount(**parameters: Any) -> None:
 
     background.log_to_stderr(mount_config.log_level)
     if mount_config.options.fastpath and not launcher.is_built():
-        click.echo("cachefs: the fast path is not built (compiler, liblmdb, xxhash): Python serves alone", err=True)
+        say("cachefs: the fast path is not built (compiler, liblmdb, xxhash): Python serves alone", err=True)
         mount_config = replace(mount_config, options=replace(mount_config.options, fastpath=False))
     session = Session(mount_config)
     if mount_config.foreground:

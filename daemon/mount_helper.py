@@ -13,6 +13,7 @@ from collections.abc import Sequence
 import click
 
 from daemon.mount import mount
+from daemon.output import say
 
 _IGNORED = re.compile(
     r"rw|defaults|(no)?auto|(no)?user|users|owner|group|_netdev|nofail|(no)?suid|(no)?dev|(no)?exec|(no|rel|nodir|strict|lazy|dir)?atime"
@@ -52,7 +53,7 @@ def main() -> None:
     try:
         mount.main(arguments(sys.argv[1:]), "mount.fuse.cachefs", standalone_mode=False)
     except click.ClickException as error:
-        click.echo(f"mount.fuse.cachefs: {error.format_message()}", err=True)
+        say(f"mount.fuse.cachefs: {error.format_message()}", err=True)
         sys.exit(_USAGE)
     except SystemExit as error:
         sys.exit(_FAILED if error.code else 0)

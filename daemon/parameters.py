@@ -12,6 +12,7 @@ import click
 
 from cachefs.errors import CacheFsError
 from daemon import config
+from daemon.output import say
 
 
 class Size(click.ParamType[int]):
@@ -71,7 +72,7 @@ def one_line_errors(function: Callable[..., None]) -> Callable[..., None]:
         try:
             function(*args, **kwargs)
         except CacheFsError as error:
-            click.echo(f"cachefs: {error}", err=True)
+            say(f"cachefs: {error}", err=True)
             sys.exit(1)
 
     return wrapped

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 
 import trio
 
+from cachefs.names import one_line
 from daemon.probe import Probe
 
 log = logging.getLogger(__name__)
@@ -32,7 +33,7 @@ def notify(*assignments: str, fds: Sequence[int] = ()) -> None:
     ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as manager, contextlib.suppress(OSError):
         manager.connect(address)
-        manager.sendmsg(["\n".join(assignments).encode()], ancillary)
+        manager.sendmsg(["\n".join(map(one_line, assignments)).encode()], ancillary)
 
 
 def reloading() -> None:

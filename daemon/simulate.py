@@ -10,6 +10,7 @@ import click
 from cachefs.errors import CacheFsError
 from cachefs.trace import read_trace
 from daemon.config import parse_size
+from daemon.output import say
 from daemon.parameters import one_line_errors
 from policies import retention
 from policies.order import BundleRandom
@@ -148,7 +149,7 @@ def simulate(
     if trace is not None:
         read, whole = read_trace(trace)
         if not whole:
-            click.echo(f"cachefs: {trace} is cut off: its first {len(read.accesses):,} accesses count", err=True)
+            say(f"cachefs: {trace} is cut off: its first {len(read.accesses):,} accesses count", err=True)
         traces[trace.name] = read, 0
     else:
         assert random_epochs is not None

@@ -8,6 +8,7 @@ import click
 
 from cachefs.client import Client
 from cachefs.errors import CacheFsError
+from daemon.output import say
 from daemon.parameters import Place, one_line_errors
 
 
@@ -49,4 +50,4 @@ def export(mountpoint: str, file: Path) -> None:
     names = export_index(index, file.absolute(), settings["source"]["value"])
     size = file.stat().st_size
     each = f", {size / names:.1f} bytes each" if names else ""
-    click.echo(f"{file}: {names:,} names{each}, {time.monotonic() - started:.1f} s")
+    say(f"{file}: {names:,} names{each}, {time.monotonic() - started:.1f} s")

@@ -12,6 +12,7 @@ from cachefs.errors import CacheFsError
 from cachefs.trace import TraceWriter
 from cachefs.trace_recorder import TraceRecorder
 from daemon import mounting
+from daemon.output import say
 from daemon.parameters import Place, Seconds, Size, one_line_errors
 
 
@@ -59,11 +60,11 @@ def record(mountpoint: str, output: Path, max_size: int, seconds: float) -> None
     try:
         writer = TraceWriter(output, max_bytes=max_size)
         with TraceRecorder(place, writer) as recorder:
-            click.echo(f"recording {place}", err=True)
+            say(f"recording {place}", err=True)
             recorder.run(lambda: not stopped and time.monotonic() < until and mount_table.is_mounted(place))
             recorder.record_waiting()
             writer.close()
     except OSError as error:
         raise CacheFsError(f"cannot write {output}: {error.strerror}") from error
     lost = f"; {recorder.lost} times the kernel had more than could be recorded" if recorder.lost else ""
-    click.echo(f"{writer.accesses:,} files opened, in {output}{lost}")
+    say(f"{writer.accesses:,} files opened, in {output}{lost}")

@@ -14,6 +14,7 @@ import click
 from cachefs import mount_table
 from cachefs.client import Client, Progress, Report, is_served
 from cachefs.errors import CacheFsError
+from daemon.output import say
 from daemon.parameters import Place, one_line_errors
 
 PLAIN_LINE_S = 5.0
@@ -102,7 +103,7 @@ def warmup(
                 total += client.warm_up(inside, jobs=jobs, metadata_only=metadata_only, on_progress=on_progress)
     if background:
         for client, _ in wanted:
-            click.echo(f"in the background: cachefs status {client.mountpoint}")
+            say(f"in the background: cachefs status {client.mountpoint}")
         return
     finish(total, time.monotonic() - started, as_json=as_json, metadata_only=metadata_only)
 
@@ -113,8 +114,8 @@ def finish(report: Report, seconds: float, *, as_json: bool, metadata_only: bool
         click.echo(json.dumps({**asdict(report), "is_complete": report.is_complete, "seconds": round(seconds, 3)}))
     else:
         for problem in report.problems:
-            click.echo(f"cachefs: {problem}", err=True)
-        click.echo(summary(report, seconds, metadata_only=metadata_only))
+            say(f"cachefs: {problem}", err=True)
+        say(summary(report, seconds, metadata_only=metadata_only))
     if not report.is_complete:
         sys.exit(1)
 
@@ -194,7 +195,7 @@ def _plain_lines(what: str) -> Callable[[Progress], None]:
             return
         last = time.monotonic()
         more = "" if progress.scanned else " found so far"
-        click.echo(
+        say(
             f"{what}: {progress.cached_files:,} of {progress.files:,} files{more}, "
             f"{decimal(progress.cached_bytes)} of {decimal(progress.bytes)}",
             err=True,
@@ -217,7 +218,7 @@ def evict(paths: tuple[str, ...]) -> None:
 
     for client, inside in by_mount(paths):
         dropped = client.evict(inside)
-        click.echo(f"{client.mountpoint}: {dropped.files:,} files evicted, {decimal(dropped.bytes)}")
+        say(f"{client.mountpoint}: {dropped.files:,} files evicted, {decimal(dropped.bytes)}")
 
 
 @click.command()
@@ -232,7 +233,7 @@ def invalidate(paths: tuple[str, ...]) -> None:
     """
     for path in paths:
         for client, inside in by_mount([path]):
-            click.echo(f"{path}: {client.invalidate(inside)} dropped")
+            say(f"{path}: {client.invalidate(inside)} dropped")
 
 
 @click.command()
@@ -249,11 +250,11 @@ def pin(paths: tuple[str, ...]) -> None:
         with shown("pinning") as on_progress:
             report = client.pin(inside, on_progress=on_progress)
         for problem in report.problems:
-            click.echo(f"cachefs: {problem}", err=True)
+            say(f"cachefs: {problem}", err=True)
         left_out = (
             f"; {report.mutable_files:,} left out: open for writing, or --mutable" if report.mutable_files else ""
         )
-        click.echo(f"{client.mountpoint}: {report.cached_files:,} files are immutable{left_out}")
+        say(f"{client.mountpoint}: {report.cached_files:,} files are immutable{left_out}")
         if not report.is_complete:
             sys.exit(1)
 
@@ -269,7 +270,7 @@ def unpin(paths: tuple[str, ...]) -> None:
       cachefs unpin /data/project/config.json
     """
     for client, inside in by_mount(paths):
-        click.echo(f"{client.mountpoint}: {client.unpin(inside):,} files may be written to")
+        say(f"{client.mountpoint}: {client.unpin(inside):,} files may be written to")
 
 
 @click.command()

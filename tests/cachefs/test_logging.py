@@ -28,9 +28,9 @@ def said(tmp_path: Path, *, journal: bool) -> str:
 
 
 def test_for_people(tmp_path: Path) -> None:
-    expected = "cachefs: what\ncachefs: two\nlines\ncachefs: bad\ncachefs: worse\n"
+    expected = "cachefs: what\ncachefs: two\\x0alines\ncachefs: bad\ncachefs: worse\n"
     assert said(tmp_path, journal=False) == expected
 
 
 def test_for_the_journal(tmp_path: Path) -> None:
-    assert said(tmp_path, journal=True) == "<6>what\n<4>two\n<4>lines\n<3>bad\n<3>worse\n"
+    assert said(tmp_path, journal=True) == "<6>what\n<4>two\\x0alines\n<3>bad\n<3>worse\n"
