@@ -13,6 +13,7 @@ BENCHMARKS = (
     ("warm_up",),
     ("snapshot",),
     ("observing",),
+    ("fairness",),
     ("graph_training",),
     ("tracing",),
 )

@@ -431,6 +431,20 @@ void relay_quiesce(struct relay *relay)
         pthread_cond_wait(&relay->changed, &relay->lock);
 }
 
+/* What a Python has that never came back: its daemon died before it told us of it. */
+static void fail_passed_locked(struct relay *relay)
+{
+    for (uint32_t slot = 0; slot < SLOT_COUNT; slot++) {
+        struct request request;
+        if (state_of(relay, slot) != SLOT_PASSED)
+            continue;
+        if (parse_slot(relay, slot, &request) && request_changes(&request))
+            doubt_locked(relay, slot);
+        else
+            fail_locked(relay, slot, EIO);
+    }
+}
+
 void relay_tick(struct relay *relay)
 {
     pthread_mutex_lock(&relay->lock);
@@ -443,6 +457,7 @@ void relay_tick(struct relay *relay)
             relay->queue_head = (relay->queue_head + 1) % SLOT_COUNT;
             relay->queue_count--;
         }
+        fail_passed_locked(relay);
     }
     pthread_mutex_unlock(&relay->lock);
 }

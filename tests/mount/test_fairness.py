@@ -319,3 +319,37 @@ def test_c3_a_fast_path_that_is_killed_while_a_miss_hangs_serves_hits_at_once(
         (faults / "hang").unlink()
         answers: list[Any] = crowd.join()
     assert sorted(answers) == sorted(os.fsencode(b) for b in ((source / "d1" / p.name).read_bytes() for p in missing))
+
+
+@pytest.mark.parametrize("pause_s", [None, 0.02])
+def test_c9_without_either_process_nobody_waits_longer_than_for_the_next_daemon(
+    mount: MakeMount, source: Path, waiting: Waiting, pause_s: float | None
+) -> None:
+    """Before: a fast path whose daemon died before it had attached kept what the daemon had, for ever.
+
+    `pause_s`: how long after the fast path the daemon is killed; it may have started another one. None: before it.
+    """
+    reconnect_s = 3.0
+    m = mount(source, "--reconnect-timeout", str(int(reconnect_s)))
+    assert len(os.listdir(m.path / "d0")) == 10
+    m.remount("--reconnect-timeout", str(int(reconnect_s)), "--simulate-latency", "4000", "--revalidate", "never")
+    fastpath = [] if m.no_fastpath else [int(m.status()["fastpath"]["pid"])]
+    calls: list[Callable[[], object]] = [
+        lambda: os.stat(m.path / "missing"),
+        lambda: os.listdir(m.path / "d0"),
+        lambda: os.stat(m.path / "d1"),
+    ]
+    crowd = Crowd(0, calls)
+    wait_for(lambda: waiting(m), lambda count: count >= (1 if m.no_fastpath else 3))
+    daemon, m.pid = m.pid, 0
+    m.killed_fastpaths += len(fastpath)
+    for pid in fastpath if pause_s is not None else [daemon]:
+        os.kill(pid, signal.SIGKILL)
+    time.sleep(pause_s or 0)
+    for pid in [daemon] if pause_s is not None else fastpath:
+        os.kill(pid, signal.SIGKILL)
+    began = time.monotonic()
+    answers = crowd.join(20)
+    answers += Crowd(0, calls).join(20)
+    assert time.monotonic() - began < 2 * reconnect_s + PROMPT_S
+    assert set(answers) <= {errno.EIO, errno.ENOTCONN, errno.ECONNABORTED}
