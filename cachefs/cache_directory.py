@@ -213,11 +213,15 @@ class OpenedIndex:
         self.index = Index(durable, Environment(session_path, sync=False))
         if survived:
             self.index.recover_session(same_mount=same_mount)
-        with self.index.session.write() as txn:
-            value = _SESSION.pack(0, self.state.run, self.takeovers)
-            txn.put(_SESSION_KEY, value, db=self._meta(self.index.session))
+        self.count_takeovers(self.takeovers)
         self._store()
         self.index.note_run(self.state.run, time.time_ns())
+
+    def count_takeovers(self, takeovers: int) -> None:
+        """So many are to be counted by whoever takes over: its numbers begin behind ours (runs.py)."""
+        self.takeovers = takeovers
+        with self.index.session.write() as txn:
+            txn.put(_SESSION_KEY, _SESSION.pack(0, self.state.run, takeovers), db=self._meta(self.index.session))
 
     @staticmethod
     def _takeovers(path: Path, before: RunState, now: bytes) -> int | None:

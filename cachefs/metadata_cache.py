@@ -68,12 +68,12 @@ class MetadataCache(Belief):
         # constants
         self._unpinned_timeout_ns = int(options.unpinned_timeout_s * NANOSECONDS)
         # state
-        self._numbers = Numbers(run, takeovers)
+        self.numbers = Numbers(run, takeovers)
         self.paths = Paths()
 
     def next_sequence(self) -> int:
         """A number that was never given out before, in any run (runs.py)."""
-        return self._numbers.next()
+        return self.numbers.next()
 
     def _next_alias(self, update: Update) -> int:
         def is_free(number: int) -> bool:
@@ -84,7 +84,7 @@ class MetadataCache(Belief):
                 and not update.extents.has_any(number)
             )
 
-        return self._numbers.next_alias(is_free)
+        return self.numbers.next_alias(is_free)
 
     # --- reading ---------------------------------------------------------------------------------------------------
 

@@ -96,15 +96,23 @@ def _highest_run(durable: Environment) -> int:
 
 
 class Numbers:
-    """The sequence numbers of a run."""
+    """The sequence numbers of a run. Those of each daemon that takes it over begin 2^28 higher than those of the last.
+
+    A daemon that uses its 2^28 up goes on with those of the next one, and says so: it must be written down where a
+    successor finds it.
+    """
 
     def __init__(self, run: int, takeovers: int) -> None:
         """`takeovers`: how many daemons went on with this run after another one had died."""
         self._last = (run << RUN_BITS) + (takeovers << TAKEOVER_BITS)
+        self.on_range: Callable[[int], None] = lambda takeovers: None
+        """Called with what counts as the number of take-overs from now on."""
 
     def next(self) -> int:
         """A number that was never given out before, in any run."""
         self._last += 1
+        if self._last & (1 << TAKEOVER_BITS) - 1 == 0:
+            self.on_range((self._last & (1 << RUN_BITS) - 1) >> TAKEOVER_BITS)
         return self._last
 
     def next_alias(self, is_free: Callable[[int], bool]) -> int:

@@ -72,6 +72,9 @@ def wire(
     metadata = MetadataCache(
         index, options, run=opened.state.run, floor=opened.state.floor, takeovers=opened.takeovers, retention=limit
     )
+    # Later: a number is wanted in the middle of an update of the session, which would wait for itself.
+    later = trio.lowlevel.current_trio_token().run_sync_soon
+    metadata.numbers.on_range = lambda takeovers: later(opened.count_takeovers, takeovers)
     policy = prefetch.make(options.prefetch, parse_graph(options.graph) if options.graph else ())
     eviction = None
     if options.evicts:

@@ -125,6 +125,22 @@ def test_the_run_of_a_number() -> None:
     assert run_of_inode(1 << 41) == 0  # a number of the source, as CephFS has them
 
 
+def test_a_daemon_that_used_its_numbers_up_leaves_the_next_ones_alone(tmp_path: Path) -> None:
+    """2^28 of them: a busy read-write mount needs some hours for that."""
+    before, session = Environment(tmp_path / "index", sync=False), tmp_path / "session"
+    opened = OpenedIndex(before, session, Revalidate.LAZY, b"")
+    numbers = Numbers(opened.state.run, opened.takeovers)
+    numbers.on_range = opened.count_takeovers
+    numbers._last += (1 << 28) - 2
+    given = [numbers.next() for _ in range(5)]
+    assert given == list(range(given[0], given[0] + 5))
+    opened.close(flushed=False)
+    after = OpenedIndex(Environment(tmp_path / "index", sync=False), session, Revalidate.LAZY, b"", same_mount=True)
+    assert after.state.run == opened.state.run
+    assert Numbers(after.state.run, after.takeovers).next() > given[-1] + (1 << 27)
+    after.close(flushed=False)
+
+
 def test_a_fresh_number_is_free(durable: Environment, tmp_path: Path) -> None:
     """The index holds numbers of this very run: those of a snapshot that an older cachefs imported."""
     index = Index(durable, Environment(tmp_path / "session", sync=False))

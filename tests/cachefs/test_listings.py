@@ -1,0 +1,130 @@
+"""Positions of listings: never used twice, also by a record of the directory that is made anew (hazard 27)."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cachefs.attributes import Inode, Stat, inode_key, pair_key
+from cachefs.environment import Environment, Table
+from cachefs.index import Index
+from cachefs.listings import Listings
+from cachefs.metadata_cache import MetadataCache
+from cachefs.options import Options
+
+ROOT, DIRECTORY = 1, 50
+OLD = [b"old%d" % number for number in range(5)]
+NEW = [b"new%d" % number for number in range(3)]
+
+
+@pytest.fixture
+def index(tmp_path: Path) -> Iterator[Index]:
+    made = Index(Environment(tmp_path / "durable", sync=False), Environment(tmp_path / "session", sync=False))
+    yield made
+    made.close()
+
+
+def stat(number: int, mode: int = 0o100644) -> Stat:
+    return Stat(mode, 1, 0, 0, 0, 4096, 10, 8, 1, 2, 3, 4, 0, number)
+
+
+def look_up(metadata: MetadataCache, names: list[bytes], *, pin: bool) -> Inode:
+    """The directory's record, and one of each of its names."""
+    with metadata.index.update() as update:
+        directory = metadata.apply_stat(update, ROOT, b"directory", stat(DIRECTORY, 0o040755), pin=pin)
+        for number, name in enumerate([*OLD, *NEW], 100):
+            if name in names:
+                metadata.apply_stat(update, DIRECTORY, name, stat(number), pin=pin)
+    return directory
+
+
+def rows(listings: Listings, index: Index) -> list[bytes]:
+    with index.view() as view:
+        return [name for _, name in listings.rows(view, DIRECTORY, 0)]
+
+
+@pytest.mark.parametrize("names", [OLD + NEW, NEW + OLD, OLD[:2] + NEW + OLD[2:]], ids=["behind", "before", "between"])
+@pytest.mark.parametrize("pin", [True, False], ids=["read-only", "read-write"])
+@pytest.mark.parametrize("durable", [True, False], ids=["durable", "session"])
+def test_a_record_that_is_made_anew_continues_behind_all_rows(
+    index: Index, names: list[bytes], pin: bool, durable: bool
+) -> None:
+    metadata = MetadataCache(index, Options(read_only=pin, attr_timeout_s=float("inf")), run=1, floor=1)
+    listings = Listings(metadata)
+    directory = look_up(metadata, OLD, pin=pin)
+    with index.update() as update:
+        listings.add_rows(update, directory, OLD, pin=pin)
+    if durable:
+        index.forget_committed(index.commit(index.take_dirty(100), []).flushed)
+    with index.update() as update:
+        update.delete(Table.INODES, inode_key(DIRECTORY))
+    directory = look_up(metadata, names, pin=pin)
+    assert directory.next_position == 3
+    with index.update() as update:
+        _, wanting = listings.add_rows(update, directory, names, pin=pin)
+    assert sorted(rows(listings, index)) == sorted(names)
+    assert wanting == []
+
+
+def test_a_place_that_another_name_took_meanwhile_is_given_up(index: Index) -> None:
+    """The rows of a read-write mount go with a FORGET; the entry of a pinned file stays, and remembers its place."""
+    metadata = MetadataCache(index, Options(), run=1, floor=1)
+    listings = Listings(metadata)
+    directory = look_up(metadata, OLD, pin=False)
+    with index.update() as update:
+        listings.add_rows(update, directory, OLD, pin=False)
+        for position, _ in list(listings.rows(update, DIRECTORY, 0)):
+            update.delete(Table.LISTING, pair_key(DIRECTORY, position))
+        update.delete(Table.INODES, inode_key(DIRECTORY))
+    directory = look_up(metadata, NEW, pin=False)
+    with index.update() as update:
+        listings.add_rows(update, directory, NEW + OLD[:1], pin=False)
+    assert sorted(rows(listings, index)) == sorted(NEW + OLD[:1])
+
+
+def test_names_that_are_not_pinned_are_told(index: Index) -> None:
+    metadata = MetadataCache(index, Options(read_only=True, attr_timeout_s=float("inf")), run=1, floor=1)
+    listings = Listings(metadata)
+    directory = look_up(metadata, OLD, pin=True)
+    look_up(metadata, NEW[:1], pin=False)
+    with index.update() as update:
+        _, wanting = listings.add_rows(update, directory, OLD + NEW, pin=True)
+    assert wanting == NEW  # one is not pinned, and two are not there
+
+
+def test_a_row_that_is_left_over_goes_with_the_next_listing(index: Index) -> None:
+    metadata = MetadataCache(index, Options(read_only=True, attr_timeout_s=float("inf")), run=1, floor=1)
+    listings = Listings(metadata)
+    directory = look_up(metadata, OLD, pin=True)
+    with index.update() as update:
+        directory, _ = listings.add_rows(update, directory, OLD, pin=True)
+        update.put(Table.LISTING, pair_key(DIRECTORY, 90), bytes(4) + b"gone")
+        update.put(Table.LISTING, pair_key(DIRECTORY, 91), bytes(4) + OLD[1])
+        listings.remove_rows(update, DIRECTORY, {OLD[0]})
+    assert rows(listings, index) == OLD[:1]
+
+
+KEYS = st.binary(min_size=2, max_size=3)
+
+
+@given(st.sets(KEYS), st.sets(KEYS), st.binary(min_size=2, max_size=2))
+@settings(max_examples=100, deadline=None)
+def test_the_last_key_with_a_prefix(
+    tmp_path_factory: pytest.TempPathFactory, durable: set[bytes], session: set[bytes], prefix: bytes
+) -> None:
+    path = tmp_path_factory.mktemp("index")
+    index = Index(Environment(path / "durable", sync=False), Environment(path / "session", sync=False))
+    pinned = (1).to_bytes(4, "little")
+    with index.update() as update:
+        for key in durable:
+            update.put(Table.XATTRS, key, pinned)
+    index.forget_committed(index.commit(index.take_dirty(1000), []).flushed)
+    with index.update() as update:
+        for key in session:
+            update.put(Table.XATTRS, key, bytes(4))
+    with index.view() as view:
+        found = view.last_key(Table.XATTRS, prefix)
+    assert found == max((key for key in durable | session if key.startswith(prefix)), default=None)
+    index.close()
