@@ -28,6 +28,7 @@ from cachefs.single_flight import Flight, SingleFlight
 from cachefs.slots import SourceSlots
 from cachefs.source import Object, Source, may_be_lost
 from cachefs.source_directories import ROOT
+from cachefs.young_files import YoungFiles
 from policies.prefetch.sequential import CHUNK_BYTES, MAX_PIECES, window_bytes
 
 PAGE_BYTES = 4096
@@ -76,6 +77,7 @@ class Fetcher:
         object_of: Callable[[int, View | None], Object],
         changed: Callable[[Inode, Changed], None],
         own_change: Callable[[int], trio.Event | None],
+        young: YoungFiles,
         reads_ahead: bool = False,
     ) -> None:
         """`object_of`: what an inode number is in the source, ESTALE if that has no name. `changed`: told of a file
@@ -90,6 +92,7 @@ class Fetcher:
         self._object_of = object_of
         self._changed = changed
         self._own_change = own_change
+        self._young = young
         self._fetches: SingleFlight[tuple[int, int, int, int], bytes] = SingleFlight()
         self._ranges: dict[tuple[int, int], dict[tuple[int, int], Flight[bytes]]] = {}
         """What is being fetched: by (inode, version), then by (start, end)."""
@@ -162,6 +165,9 @@ class Fetcher:
             if not opened:
                 await self.open_source(file)
             under_way = self._under_way(inode, offset)  # somebody else may have been faster
+        if under_way is None and self._young.is_young(inode):
+            self._metrics.young_reads += 1
+            return await self._fetch(file, offset, offset + length).wait(), False
         if under_way is None:
             with self._data.view() as view:
                 start, end, streams = self._range(view, inode, offset, offset + length)
@@ -188,6 +194,8 @@ class Fetcher:
         inode = file.inode
         end = min(start + CHUNK_BYTES, inode.size)
         if not self._reads_ahead or start >= end or file.fd is None or self._under_way(inode, start):
+            return
+        if self._young.is_young(inode):
             return
         with self._data.view() as view:
             if self._data.range_at(view, inode, start) is not None:
@@ -248,7 +256,7 @@ class Fetcher:
     def begin(self, view: View, file: OpenFile) -> None:
         """A small file was opened: it will be read. Fetch it while the kernel makes up its mind."""
         inode = file.inode
-        if not inode.size or not self._data.is_small(inode):
+        if not inode.size or not self._data.is_small(inode) or self._young.is_young(inode):
             return
         if not self._data.holds_all(view, inode) and self._data.admits(inode.size):
             self._fetch_range(file, 0, inode.size, view)
@@ -257,7 +265,7 @@ class Fetcher:
         """Before anybody asks for it, and only if there is room. Errors are left to whoever reads."""
         inode = file.inode
         with self._data.view() as view:
-            wanted = not self._data.holds(view, inode, unit)
+            wanted = not self._data.holds(view, inode, unit) and not self._young.is_young(inode)
         if wanted and self._data.admits(unit[1], ahead=True):
             with contextlib.suppress(OSError, Changed):
                 if file.fd is None and not self._data.is_small(inode):
@@ -276,8 +284,10 @@ class Fetcher:
         fetched: Callable[[bytes], object] = lambda _: None,
         view: View | None = None,
     ) -> Flight[bytes]:
+        """`fetched`: given what was fetched, unless the file is young: then it is for its readers alone."""
         inode = file.inode
         version = inode.number, inode.version
+        young = self._young.is_young(inode)  # before anything is read
 
         def finish(answer: Outcome[bytes]) -> bytes:
             ranges = self._ranges[version]
@@ -291,7 +301,10 @@ class Fetcher:
                     self._metrics.stale_reads += 1
                     self._changed(inode, error)
                 raise
-            fetched(payload)
+            if young:
+                self._young.was_read(inode)
+            else:
+                fetched(payload)
             return payload
 
         key = (*version, start, end)

@@ -13,6 +13,7 @@ import stat
 import time
 from collections.abc import Callable
 
+from cachefs.age import SETTLE_NS, is_young
 from cachefs.attributes import (
     FREEZABLE,
     IMMUTABLE,
@@ -39,7 +40,6 @@ from cachefs.options import Options
 from cachefs.paths import Paths, directory_of, leads_to, links_of
 from cachefs.runs import FIRST_ALIAS, Numbers
 
-SETTLE_NS = 2 * NANOSECONDS
 FIRST_POSITION = 3  # 1 and 2 are "." and ".."
 FLAGS_PINNED = PINNED.to_bytes(4, "little")
 FLAGS_NONE = bytes(4)
@@ -202,10 +202,8 @@ class MetadataCache(Belief):
                 flags &= ~PINNED
         if pin and self.may_pin(number):
             flags |= PINNED
-        changed_ns = max(now.mtime_ns, now.ctime_ns)
-        young = changed_ns <= self._realtime_ns() < changed_ns + SETTLE_NS
         checked_again = unchanged and old is not None and old.flags & UNSETTLED
-        if young and not checked_again:
+        if is_young(now, self._realtime_ns()) and not checked_again:
             flags |= UNSETTLED
         blank = Inode(number, *(0,) * 6, 4096, *(0,) * 14)
         record = (

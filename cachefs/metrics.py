@@ -20,6 +20,8 @@ class Metrics:
     skipped_admissions: int = 0
     """Fetched units that were not cached: cache full, write-behind queue full, the disk refused them, their file is
     not pinned any more, or the fast path left a read to Python."""
+    young_reads: int = 0
+    """READ requests that were not cached: the file had changed less than 2 s before, or has a time in the future."""
     evictions: int = 0
     """Units that made room for others."""
     metadata_evictions: int = 0

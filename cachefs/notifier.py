@@ -5,6 +5,7 @@ import functools
 import logging
 import os
 import struct
+from collections.abc import Iterable
 
 import trio
 
@@ -30,6 +31,7 @@ class KernelNotifier:
         self._nursery = nursery
         self._device = device
         self._thread = trio.CapacityLimiter(1)
+        self._pages_thread = trio.CapacityLimiter(1)
 
     def entry_soon(self, parent: int, name: bytes) -> None:
         self._nursery.start_soon(self.entry, parent, name)
@@ -40,11 +42,25 @@ class KernelNotifier:
     async def inode(self, number: int) -> None:
         await self._send(_NOTIFY_INVAL_INODE, _NOTIFY_INODE.pack(number, 0, 0))
 
+    async def pages(self, numbers: Iterable[int]) -> None:
+        """Drop the pages of these inodes, and their attributes.
+
+        In a thread of its own: the kernel waits for READs of the same pages, which may wait for the source.
+        """
+        bodies = [_NOTIFY_INODE.pack(number, 0, 0) for number in numbers]
+        await trio.to_thread.run_sync(self._write_pages, bodies, limiter=self._pages_thread, abandon_on_cancel=True)
+
+    def _write_pages(self, bodies: list[bytes]) -> None:
+        for body in bodies:
+            self._write(_NOTIFY_INVAL_INODE, body)
+
     async def _send(self, code: int, body: bytes) -> None:
-        message = _NOTIFY_HEAD.pack(_NOTIFY_HEAD.size + len(body), code, 0) + body
-        write = functools.partial(os.write, self._device, message)
+        write = functools.partial(self._write, code, body)
+        await trio.to_thread.run_sync(write, limiter=self._thread, abandon_on_cancel=True)
+
+    def _write(self, code: int, body: bytes) -> None:
         try:
-            await trio.to_thread.run_sync(write, limiter=self._thread, abandon_on_cancel=True)
+            os.write(self._device, _NOTIFY_HEAD.pack(_NOTIFY_HEAD.size + len(body), code, 0) + body)
         except OSError as error:
             if error.errno not in (errno.ENOENT, errno.ENOTDIR):  # the kernel does not have it: fine
                 log.warning("cannot invalidate in the kernel: %s", error)

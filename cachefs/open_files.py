@@ -32,6 +32,7 @@ from cachefs.metrics import Metrics
 from cachefs.options import CacheLevel
 from cachefs.shares import UNKNOWN, Shares
 from cachefs.single_flight import SingleFlight
+from cachefs.young_files import YoungFiles
 
 T = TypeVar("T")
 
@@ -91,6 +92,7 @@ class OpenFiles:
         filesystem: FileSystem,
         data: DataCache,
         metrics: Metrics,
+        young: YoungFiles,
         *,
         unseen_handles: bool = False,
         first_handle: int = 1,
@@ -106,6 +108,7 @@ class OpenFiles:
         self._source = filesystem.source
         self._slots = filesystem.slots
         self._metrics = metrics
+        self._young = young
         self._fetcher = Fetcher(
             filesystem.source,
             filesystem.slots,
@@ -114,6 +117,7 @@ class OpenFiles:
             object_of=filesystem.object_of,
             changed=filesystem.changed_behind_our_back,
             own_change=lambda number: self._own_changes.get(number),
+            young=young,
             reads_ahead=filesystem.options.prefetch != "none",
         )
         self._data = data
@@ -299,12 +303,12 @@ class OpenFiles:
                 file = self._shared(record)
                 if fetch_at_once:
                     self._fetcher.begin(view, file)
-                return self._add_handle(Handle(number, file=file)), True
+                return self._add_handle(Handle(number, file=file)), not self._young.is_young(record)
         if self._metadata.is_pinned(record):
             record = await self._fs.believed(number, record)
         if record.flags & UNLINKED and record.flags & IMMUTABLE:
             # By /proc/PID/fd/N: as the handle that is open already, what is not cached is held (`hold_data`).
-            return self._add_handle(Handle(number, file=self._shared(record))), True
+            return self._add_handle(Handle(number, file=self._shared(record))), not self._young.is_young(record)
         if not self._may_be_immutable(record):
             generation = self._source.generation
             fd = await self._open_source(number)
@@ -313,7 +317,7 @@ class OpenFiles:
         if fetch_at_once:
             with self._metadata.index.view() as view:
                 self._fetcher.begin(view, file)
-        return self._add_handle(Handle(number, file=file)), True
+        return self._add_handle(Handle(number, file=file)), not self._young.is_young(file.inode)
 
     async def opened_unseen(self, number: int) -> bool:
         """A file was opened for reading, or as good as: immutable from now on, unless somebody was faster. Is it?
@@ -330,6 +334,10 @@ class OpenFiles:
         with self._metadata.index.update() as update:
             self._metadata.pin_file(update, record)
         return True
+
+    def is_young(self, number: int) -> bool:
+        """The kernel is not to keep pages of it from one open to the next."""
+        return self._young.is_young(self._fs.record(number))
 
     def fetched_unseen(self, fetched: Iterable[tuple[int, int]]) -> None:
         """The fast path fetched data of these files: (inode, version). It did so because it had answered an OPEN.
@@ -509,10 +517,21 @@ class OpenFiles:
         opened = self.handle(handle)
         if opened.file is not None:
             return await self._fetcher.read(opened.file, offset, size)
-        data = await self.use(opened, lambda fd: self._source.pread(fd, size, offset))
+        with self._uncached_read(opened.number):
+            data = await self.use(opened, lambda fd: self._source.pread(fd, size, offset))
         self._metrics.misses += 1
         self._metrics.miss_bytes += len(data)
         return data
+
+    @contextmanager
+    def _uncached_read(self, number: int) -> Iterator[None]:
+        """A read of a file that is not immutable. Its kernel pages outlive it as long as the file's times stay."""
+        with self._metadata.index.view() as view:
+            record = self._metadata.inode(view, number)
+        young = record is not None and self._young.is_young(record)
+        yield
+        if record is not None and young:
+            self._young.was_read(record)
 
     async def _read_inode(self, number: int, offset: int, size: int) -> bytes | memoryview:
         """A read of a file that the fast path opened, and passed on because it is not in the cache."""
@@ -524,7 +543,8 @@ class OpenFiles:
             with self._metadata.index.update() as update:  # its OPEN may wait behind us
                 record = self._pin_freezable(update, record)
         if not self._is_immutable(record):
-            data = await self._fs.ask_object(number, lambda at: self._source.read_file(at, size, offset))
+            with self._uncached_read(number):
+                data = await self._fs.ask_object(number, lambda at: self._source.read_file(at, size, offset))
             self._metrics.misses += 1
             self._metrics.miss_bytes += len(data)
             return data

@@ -179,7 +179,8 @@ class Operations(pyfuse3.Operations):
             return pyfuse3.FileInfo(fh=handle, keep_cache=False)
         if flags & _REPORT:
             frozen = await self.files.opened_unseen(inode)
-            return pyfuse3.FileInfo(fh=FAST_HANDLE | inode, keep_cache=frozen)
+            keep_cache = frozen and not self.files.is_young(inode)
+            return pyfuse3.FileInfo(fh=FAST_HANDLE | inode, keep_cache=keep_cache)
         with self.files.opening():
             handle, keep_cache = await self.files.open_for_reading(inode)
         return pyfuse3.FileInfo(fh=handle, keep_cache=keep_cache)

@@ -57,6 +57,9 @@ METRICS = (
     Described("source_lost", "cachefs_source_lost", "1 while the source is not mounted any more", counter=False),
     Described("prefetched", "cachefs_prefetched_units", "Files, or chunks of large ones, fetched before anybody asked"),
     Described("skipped_admissions", "cachefs_skipped_admissions", "Fetched, but not cached for want of room or time"),
+    Described(
+        "young_reads", "cachefs_young_reads", "Reads not cached because the file had changed less than 2 s before"
+    ),
     Described("evictions", "cachefs_evicted_units", "Files, or chunks of large ones, that made room for others"),
     Described("metadata_evictions", "cachefs_evicted_inodes", "Inodes no longer pinned, because others are"),
     Described("errors", "cachefs_cache_errors", "Failures of the cache itself, made good from the source"),

@@ -8,6 +8,7 @@ import struct
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from cachefs.filesystem import FileSystem
 from cachefs.latency import Histogram
 from cachefs.options import Options
 from cachefs.wishes import Wish, Wishes
+from cachefs.young_files import YoungFiles
 from daemon import descriptor_store
 from daemon.instance import MountInstance
 from daemon.predecessor import SOCKET, memory_name_of
@@ -113,6 +115,7 @@ class FastPathHost:
         nursery: trio.Nursery,
         *,
         log_path: Path | None,
+        young: YoungFiles,
         fetched_unseen: Callable[[Iterable[tuple[int, int]]], None],
         died: Callable[[], None],
         unmounted: Callable[[], None],
@@ -126,8 +129,11 @@ class FastPathHost:
         self._data = data
         self._filesystem = filesystem
         self._nursery = nursery
+        self._young = young
         # state
         self._wants_room = False
+        self._young_dropped: set[int] = set()
+        """Places of entries that are done with, behind one that is not."""
         self._first_slab = blob.frontier
         """Those before it were granted by earlier daemons."""
 
@@ -187,6 +193,25 @@ class FastPathHost:
         while True:
             self.refresh()
             await trio.sleep(FOLLOW_S)
+
+    async def watch_young(self) -> None:
+        """A task, for ever: hear of what the fast path reads of young files."""
+        shared = self._held.shared
+        seen = shared["young_taken"]
+        while True:
+            for number, due_ns in shared.young(seen):
+                self._young.note(number, due_ns, partial(self._young_gone, seen))
+                seen += 1
+            await trio.sleep(COLLECT_S)
+
+    def _young_gone(self, place: int) -> None:
+        """The kernel has dropped those pages. An entry stays until then: a successor finds it."""
+        self._young_dropped.add(place)
+        taken = self._held.shared["young_taken"]
+        while taken in self._young_dropped:
+            self._young_dropped.discard(taken)
+            taken += 1
+        self._held.shared["young_taken"] = taken
 
     async def collect(self) -> None:
         """A task, for ever: hear of what the fast path reads from the cache."""

@@ -336,6 +336,7 @@ class Session:
                 parts.filesystem,
                 nursery,
                 log_path=self._log_path,
+                young=parts.young,
                 fetched_unseen=parts.files.fetched_unseen,
                 died=self._drop_dead_readers,
                 unmounted=self._terminate,
@@ -347,6 +348,7 @@ class Session:
         try:
             if self._host is not None:
                 nursery.start_soon(_forever, self._host.follow)
+                nursery.start_soon(_forever, self._host.watch_young)
                 if options.logs_accesses:
                     nursery.start_soon(_forever, self._host.collect)
                 await self._host.start(replace=self._restart)
@@ -370,7 +372,7 @@ class Session:
             if self.config.metrics is not None:
                 await self._serve_metrics(nursery, self.config.metrics, commands, must=not self._took_over)
             nursery.start_soon(files.reopen, restored)
-            for task in (connection.run, writes.run, hints.run, self._check_readers):
+            for task in (connection.run, writes.run, hints.run, parts.young.run, self._check_readers):
                 nursery.start_soon(_forever, task)
             if parts.limit is not None:
                 data.on_accessed.append(parts.limit.accessed)

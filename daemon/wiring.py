@@ -24,6 +24,7 @@ from cachefs.options import CacheLevel, Options
 from cachefs.slots import SourceSlots
 from cachefs.source import Source
 from cachefs.write_behind import WriteBehind
+from cachefs.young_files import YoungFiles
 from policies import prefetch
 from policies.prefetch.base import Prefetch
 from policies.prefetch.dependency_graph import DependencyGraph, parse_graph
@@ -45,6 +46,7 @@ class Parts:
     writes: WriteBehind
     data: DataCache
     filesystem: FileSystem
+    young: YoungFiles
     files: OpenFiles
     directories: Directories
     contents: Contents
@@ -87,9 +89,11 @@ def wire(
     if not options.fastpath or options.cache is not CacheLevel.FULL:  # else it says when it is through with old slabs
         writes.writer_has_gone(blob.frontier)
     slots = SourceSlots(SOURCE_SLOTS, options.source_timeout_s)
-    filesystem = FileSystem(source, slots, metadata, options, KernelNotifier(nursery, device))
+    notifier = KernelNotifier(nursery, device)
+    young = YoungFiles(notifier)
+    filesystem = FileSystem(source, slots, metadata, options, notifier)
     files = OpenFiles(
-        filesystem, data, metrics, unseen_handles=unseen_handles, first_handle=(opened.takeovers << 40) + 1
+        filesystem, data, metrics, young, unseen_handles=unseen_handles, first_handle=(opened.takeovers << 40) + 1
     )
     directories = Directories(filesystem, nursery)
     mutations = Mutations(filesystem, files, directories)
@@ -105,6 +109,7 @@ def wire(
         writes=writes,
         data=data,
         filesystem=filesystem,
+        young=young,
         files=files,
         directories=directories,
         contents=contents,

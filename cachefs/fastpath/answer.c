@@ -5,6 +5,7 @@
 #include <string.h>
 #include <sys/stat.h>
 
+#include "age.h"
 #include "interrupt.h"
 
 #define SECOND_NS 1000000000
@@ -198,6 +199,8 @@ static enum outcome serve_open(struct worker *worker, const struct request *requ
     }
     if (!view_inode(&worker->view, request->header->nodeid, &record))
         return PASS;
+    if (is_young(&record))
+        out.open_flags &= ~(uint32_t)FOPEN_KEEP_CACHE;
     if (opens_for_reading(in) && is_freezable(&record) && remaining_ns(&worker->view, &record)) {
         /* Python hears of it before the kernel has our answer: whoever opens the file for writing next arrives behind
          * it, and is refused. Python answers too, for the case that we are killed in between. */

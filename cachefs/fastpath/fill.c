@@ -3,6 +3,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "age.h"
 #include "fill_parts.h"
 
 #define THREADS_FOR_HITS 4 /* are never lent to the source, which may hang */
@@ -64,7 +65,7 @@ static struct known what_is_known(struct worker *worker, uint64_t inode, uint64_
 static struct fetcher *read_ahead_locked(struct fill *fill, const struct known *known, const struct inode_record *record,
                                          const char *path, uint64_t end, uint32_t owner)
 {
-    if (!(fill->fastpath->shared->flags & READS_AHEAD) || !fill->idle_count)
+    if (!(fill->fastpath->shared->flags & READS_AHEAD) || !fill->idle_count || is_young(record))
         return NULL;
     struct window next = window_after(known, record->size, end);
     uint32_t length = (uint32_t)(next.end - next.start);
@@ -86,12 +87,15 @@ static struct fetch *begin_fetch(struct worker *worker, const struct inode_recor
     struct window window = {0, record->size, false};
     if (!is_small(fill->fastpath->shared, record->size))
         window = window_of(known, record->size, start, end);
-    bool cached = fill_admits(fill, (uint32_t)(window.end - window.start), false);
-    worker->counters->skipped_admissions += !cached;
+    bool young = is_young(record);
+    bool cached = !young && fill_admits(fill, (uint32_t)(window.end - window.start), false);
+    worker->counters->skipped_admissions += !cached && !young;
     if (!cached)
         window = (struct window){start, end, false};
     uint32_t length = (uint32_t)(window.end - window.start);
     struct fetch *fetch = fill_add(fill, record, known->inode, path, cached, window.start, length, owner);
+    if (fetch)
+        fetch->young = young;
     if (fetch && window.streams) {
         fetch->streams = true;
         *ahead = read_ahead_locked(fill, known, record, path, window.end, owner);

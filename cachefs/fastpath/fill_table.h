@@ -35,6 +35,7 @@ struct fetch {
     enum fetch_state state;
     int references; /* of those who read `payload`, its owner included */
     bool cached;    /* to be appended; else just the bytes that were asked for */
+    bool young;     /* the file was, when this began */
     bool in_table;
     bool streams; /* somebody reads on and on: what follows will be wanted, too */
     bool touched; /* a READ has asked for it; else it was read ahead */

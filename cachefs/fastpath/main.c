@@ -50,7 +50,8 @@ static int print_layout(void)
     FIELD(shared, simulate_latency_ns); FIELD(shared, root_device); FIELD(shared, run); FIELD(shared, floor);
     FIELD(shared, serving); FIELD(shared, capacity_bytes); FIELD(shared, committed_bytes); FIELD(shared, settled);
     FIELD(shared, pending_bytes); FIELD(shared, held_bytes); FIELD(shared, stuck); FIELD(shared, pid); FIELD(shared, passed); FIELD(shared, counters);
-    FIELD(shared, wishes_done); FIELD(shared, wish_jobs); FIELD(shared, accesses); FIELD(shared, latencies); FIELD(shared, readers); FIELD(access_log, entries); FIELD(access, when_and_unit);
+    FIELD(shared, wishes_done); FIELD(shared, wish_jobs); FIELD(shared, accesses); FIELD(shared, latencies); FIELD(shared, readers);
+    FIELD(shared, young); FIELD(access_log, entries); FIELD(access, when_and_unit);
     FIELD(wish, inode); FIELD(wish, offset);
     FIELD(filled, report); FIELD(filled, inode); FIELD(filled, offset); FIELD(filled, version);
     FIELD(filled, blob_offset); FIELD(filled, record_bytes); FIELD(filled, length); FIELD(filled, checksums);

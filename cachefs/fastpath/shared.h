@@ -13,7 +13,7 @@
 #include "latency.h"
 
 #define SHARED_MAGIC 0x48505443u /* "CTPH" */
-#define SHARED_VERSION 4
+#define SHARED_VERSION 5
 #define MAX_THREADS 192
 #define SLOT_COUNT 2048
 #define SLOT_BYTES (140u << 10) /* of one request: a WRITE of 128 KiB and what surrounds it */
@@ -22,6 +22,7 @@
 #define READERS 4096
 #define INIT_BYTES 128
 #define OPERATIONS 64
+#define YOUNG_ENTRIES 8192
 #define ACCESS_LOGS 16 /* of the first serving threads */
 #define ACCESS_ENTRIES 4096
 #define ACCESS_UNIT_BITS 24
@@ -44,7 +45,7 @@ struct counters { /* one for each thread, so that counting needs no lock */
     uint64_t answered, failed, corrupt;
     uint64_t source_opens, source_reads, source_fstats;
     uint64_t skipped_admissions, source_timeouts, guesses, guessed, prefetched, source_bytes;
-    uint64_t disk_bytes, reserved[7];
+    uint64_t disk_bytes, young_reads, reserved[6];
 };
 static_assert(sizeof(struct counters) == 192, "three cache lines");
 
@@ -56,6 +57,17 @@ struct access_log {
         uint64_t inode;
         uint64_t when_and_unit; /* microseconds << ACCESS_UNIT_BITS | chunk of the file */
     } entries[ACCESS_ENTRIES];
+};
+
+/* READs of young files (age.h) whose pages the kernel has: a ring. They leave it when those pages have been dropped, so
+ * that whatever dies none is forgotten. */
+struct young_files {
+    _Atomic uint64_t written; /* entries so far; by the fast path */
+    _Atomic uint64_t taken;   /* of those: done with; by the daemon */
+    struct young_file {
+        uint64_t inode;
+        uint64_t due_ns; /* CLOCK_MONOTONIC: when its pages are to be dropped */
+    } entries[YOUNG_ENTRIES];
 };
 
 struct slot_head {
@@ -118,6 +130,7 @@ struct shared {
     struct slot_head slots[SLOT_COUNT];
     struct latencies latencies[LATENCY_COPIES];
     struct reader readers[READERS];
+    struct young_files young;
     struct parked parked[PARKED_COUNT];
 };
 static_assert(offsetof(struct shared, counters) == 4096, "shared page");

@@ -16,13 +16,13 @@ from cachefs.options import CacheLevel, Options
 from cachefs.shares import UNKNOWN
 
 MAGIC = 0x48505443
-VERSION = 4
+VERSION = 5
 SLOT_COUNT = 2048
 SLOT_BYTES = 140 << 10
 MAX_THREADS = 192
 COUNTERS_OFFSET = 4096
 COUNTER_BYTES = 192
-SHARED_BYTES = 303321088
+SHARED_BYTES = 303452160
 ACCESSES_OFFSET = 40960
 ACCESS_LOGS = 16
 ACCESS_ENTRIES = 4096
@@ -31,6 +31,8 @@ LATENCIES_OFFSET = 1156096
 LATENCY_COPIES = 16
 READERS_OFFSET = 1263616
 READERS = 4096
+YOUNG_OFFSET = 1329152
+YOUNG_ENTRIES = 8192
 _LOG_WORDS = 8 + 2 * ACCESS_ENTRIES
 _MARGIN = 256
 """So many of the oldest entries of a log may be overwritten while it is read."""
@@ -74,6 +76,8 @@ FIELDS = {
     "pid": (304, "Q"),
     "wishes_done": (824, "Q"),
     "wish_jobs": (832, "Q"),
+    "young_written": (YOUNG_OFFSET, "Q"),
+    "young_taken": (YOUNG_OFFSET + 8, "Q"),
 }
 """Name → (byte offset, struct format)."""
 
@@ -105,6 +109,7 @@ class Counters:
     source_bytes: int = 0
     disk_bytes: int = 0
     """Of the replies that were hits: read from the local disk."""
+    young_reads: int = 0
 
 
 def mount_flags(options: Options) -> int:
@@ -128,7 +133,7 @@ class Shared:
         """Raises OtherVersion."""
         self.fd = fd
         try:
-            self._map = mmap.mmap(fd, READERS_OFFSET + READERS * 16)
+            self._map = mmap.mmap(fd, YOUNG_OFFSET + 16 + YOUNG_ENTRIES * 16)
         except ValueError:  # it is smaller than that
             raise OtherVersion from None
         with memoryview(self._map) as whole:
@@ -217,6 +222,12 @@ class Shared:
             found += zip(part[1::2], part[::2], strict=True)
         found.sort()
         return [(inode, when & (1 << ACCESS_UNIT_BITS) - 1) for when, inode in found]
+
+    def young(self, seen: int) -> list[tuple[int, int]]:
+        """(inode, when its pages are to be dropped) of reads of young files, but for the first `seen`."""
+        entries = self._words["Q"][YOUNG_OFFSET // 8 + 2 :]
+        places = (place % YOUNG_ENTRIES * 2 for place in range(seen, self["young_written"]))
+        return [(entries[at], entries[at + 1]) for at in places]
 
     def _unmap(self) -> None:
         for words in self._words.values():

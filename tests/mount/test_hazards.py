@@ -172,9 +172,19 @@ def test_11_a_young_object_is_compared_once_more(mount: MakeMount, source: Path)
     assert (m.path / "young").read_bytes() == b"being writ"
     with open(source / "young", "ab") as file:
         file.write(b"ten")
-    wait_for((m.path / "young").read_bytes, lambda content: content == b"being written")
+
+    def read() -> bytes:
+        try:
+            return (m.path / "young").read_bytes()
+        except OSError as error:
+            assert error.errno == errno.ESTALE  # the change is noticed; the next open sees the new version
+            return b""
+
+    wait_for(read, lambda content: content == b"being written")
     settle()
-    (m.path / "young").stat()
+    drop_caches()
+    assert (m.path / "young").read_bytes() == b"being written"
+    m.flush()
     drop_caches()
     (m.path / "young").stat()
     before = m.ops()

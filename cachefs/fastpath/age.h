@@ -1,0 +1,45 @@
+/* Age: data of a file that changed less than SETTLE_NS before they are read, or in the future, are given to the reader and
+ * not cached (hazard 25). `age.py` has the same rule, and the reasons. */
+#ifndef CACHEFS_AGE_H
+#define CACHEFS_AGE_H
+
+#include <stdbool.h>
+#include <time.h>
+
+#include "index.h"
+#include "shared.h"
+
+#define SETTLE_NS 2000000000
+
+/* How long until the file is old enough; 0 if it is. */
+static inline int64_t until_old_ns(const struct inode_record *record)
+{
+    struct timespec now;
+    clock_gettime(CLOCK_REALTIME, &now);
+    int64_t changed = record->mtime_ns > record->ctime_ns ? record->mtime_ns : record->ctime_ns;
+    int64_t since = (int64_t)now.tv_sec * 1000000000 + now.tv_nsec - changed;
+    return since < SETTLE_NS ? SETTLE_NS - since : 0;
+}
+
+static inline bool is_young(const struct inode_record *record)
+{
+    return until_old_ns(record) > 0;
+}
+
+/* Data of a young file are about to be given to the kernel: the daemon drops its pages later. One writer at a time.
+ * False: too many wait for that, and the data must not be given out. */
+static inline bool young_note(struct young_files *young, uint64_t inode, const struct inode_record *record)
+{
+    uint64_t written = young->written;
+    if (written - young->taken >= YOUNG_ENTRIES)
+        return false;
+    int64_t wait = until_old_ns(record);
+    uint64_t due = monotonic_ns() + (uint64_t)(wait < SETTLE_NS ? wait : SETTLE_NS);
+    if ((record->flags & UNSETTLED) && record->expires_ns > due) /* so that a reader looks at the file before it misses them */
+        due = record->expires_ns;
+    young->entries[written % YOUNG_ENTRIES] = (struct young_file){.inode = inode, .due_ns = due};
+    young->written = written + 1;
+    return true;
+}
+
+#endif

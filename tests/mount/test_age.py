@@ -1,0 +1,169 @@
+"""Files that changed a moment ago (hazard 25): their data are served, and neither cached nor kept by the kernel."""
+
+import mmap
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import Mount, drop_caches, settle, wait_for
+
+MakeMount = Callable[..., Mount]
+MODES = pytest.mark.parametrize(
+    "mode", [("--read-only",), (), ("--mutable", "victim")], ids=["read-only", "read-write", "mutable"]
+)
+HALF = 512 << 10
+HOUR_S = 3600
+
+
+class StalledWrite:
+    """One write() whose second half comes from a mapped file that does not answer: the kernel has set the times and
+    copied the first half."""
+
+    def __init__(self, path: Path, first: bytes, rest: Path, faults: Path) -> None:
+        self._hang = faults / "hang"
+        self._file = os.open(path, os.O_WRONLY)
+        self._rest_file = os.open(rest, os.O_RDONLY)
+        self._rest = mmap.mmap(self._rest_file, 0, prot=mmap.PROT_READ)
+        self._hang.touch()
+        self._thread = threading.Thread(target=self._write, args=(first,))
+        self._thread.start()
+        self._release = threading.Timer(4, self.go_on)  # some filesystems let nobody read meanwhile
+        self._release.start()
+
+    def _write(self, first: bytes) -> None:
+        os.writev(self._file, [first, self._rest])
+
+    def go_on(self) -> None:
+        self._hang.unlink(missing_ok=True)
+
+    def finish(self) -> None:
+        self._release.cancel()
+        self.go_on()
+        self._thread.join(20)
+        assert not self._thread.is_alive()
+        self._rest.close()
+        os.close(self._rest_file)
+        os.close(self._file)
+
+
+@MODES
+def test_what_is_read_during_a_write_is_not_there_afterwards(
+    mount: MakeMount, source: Path, tmp_path: Path, faulty: tuple[Path, Path], mode: tuple[str, ...]
+) -> None:
+    """The kernel sets the times before it copies, so no comparison of times can tell."""
+    slow, faults = faulty
+    place = tmp_path / "place"
+    place.mkdir()
+    old, new = b"a" * 2 * HALF, b"b" * 2 * HALF
+    (place / "victim").write_bytes(old)
+    (slow / "rest").write_bytes(new[HALF:])
+    drop_caches()  # the rest must come from there
+    settle()
+    m = mount(place, *mode)
+    before = (place / "victim").stat().st_mtime_ns
+    write = StalledWrite(place / "victim", new[:HALF], slow / "rest", faults)
+    try:
+        wait_for(lambda: (place / "victim").stat().st_mtime_ns, lambda mtime_ns: mtime_ns != before)
+        opened = os.open(m.path / "victim", os.O_RDONLY)
+        torn = os.read(opened, 4 * HALF)
+    finally:
+        write.finish()
+    try:
+        assert (place / "victim").read_bytes() == new
+        wait_for((m.path / "victim").read_bytes, lambda content: bool(content == new))
+        if torn != old:  # the same version, by a handle that stays open
+            wait_for(lambda: os.pread(opened, 4 * HALF, 0), lambda content: bool(content == new))
+    finally:
+        os.close(opened)
+    if "--mutable" in mode:
+        return
+
+    def is_cached() -> bool:
+        drop_caches()
+        assert (m.path / "victim").read_bytes() == new
+        return bool(m.flush()["cached_bytes"] == len(new))
+
+    wait_for(is_cached, bool)
+
+
+@pytest.mark.parametrize("mode", [("--read-only",), ()], ids=["read-only", "read-write"])
+def test_a_young_file_is_served_and_counted_and_cached_when_it_is_old_enough(
+    mount: MakeMount, source: Path, mode: tuple[str, ...]
+) -> None:
+    m = mount(source, *mode)
+    path = source / "d0/f00000"
+    future = time.time() + HOUR_S
+    os.utime(path, (future, future))
+    content = path.read_bytes()
+    assert (m.path / "d0/f00000").read_bytes() == content
+    first = m.flush()
+    assert (first["cached_files"], first["young_reads"], first["skipped_admissions"]) == (0, 1, 0)
+    past = time.time() - HOUR_S
+    os.utime(path, (past, past))
+
+    def is_cached() -> bool:
+        drop_caches()
+        try:
+            assert (m.path / "d0/f00000").read_bytes() == content
+        except OSError:  # it has changed, and is another file from the next open on
+            return False
+        return bool(m.flush()["cached_files"])
+
+    wait_for(is_cached, bool)
+
+
+@pytest.mark.parametrize("mode", [("--read-only",), ()], ids=["read-only", "read-write"])
+def test_the_kernel_does_not_keep_the_pages_of_a_file_with_a_time_in_the_future(
+    mount: MakeMount, source: Path, mode: tuple[str, ...]
+) -> None:
+    """It counts as young for as long as its time lies in the future."""
+    future = time.time() + HOUR_S
+    os.utime(source / "d0/f00000", (future, future))
+    m = mount(source, *mode)
+    content = (source / "d0/f00000").read_bytes()
+    with open(m.path / "d0/f00000", "rb", buffering=0) as opened:
+
+        def reads_anew() -> int:
+            assert os.pread(opened.fileno(), 1 << 20, 0) == content
+            return int(m.status()["young_reads"])
+
+        reads_anew()
+        wait_for(reads_anew, lambda count: count >= 3)
+    assert m.flush()["cached_files"] == 0
+
+
+def test_each_open_of_a_young_file_reads_it_anew(mount: MakeMount, source: Path) -> None:
+    future = time.time() + HOUR_S
+    os.utime(source / "d0/f00000", (future, future))
+    m = mount(source)
+    for count in range(1, 6):
+        (m.path / "d0/f00000").read_bytes()
+        assert m.status()["young_reads"] >= count
+
+
+@pytest.mark.fastpath
+@pytest.mark.parametrize("killed", ["daemon", "fast path"])
+def test_pages_of_a_young_file_are_dropped_whatever_dies(mount: MakeMount, source: Path, killed: str) -> None:
+    future = time.time() + HOUR_S
+    os.utime(source / "d0/f00000", (future, future))
+    m = mount(source, "--read-only")
+    path = m.path / "d0/f00000"
+    content = path.read_bytes()
+    before = m.status()["young_reads"]
+    if killed == "daemon":
+        m.kill()
+        m.start()
+    else:
+        os.kill(m.status()["fastpath"]["pid"], signal.SIGKILL)
+        m.killed_fastpaths += 1
+
+    def reads_anew() -> int:
+        assert path.read_bytes() == content
+        return int(m.status()["young_reads"])
+
+    wait_for(reads_anew, lambda count: count > before)
