@@ -10,16 +10,17 @@ notification waits for (hazard 1).
 
 import errno
 import os
-from collections.abc import Awaitable, Callable, Iterable
-from contextlib import AbstractAsyncContextManager, nullcontext
+import time
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from contextlib import AbstractAsyncContextManager, nullcontext, suppress
 from functools import partial
 from typing import NamedTuple, Protocol, TypeVar
 
 import trio
 from outcome import Outcome
 
-from cachefs import values
-from cachefs.attributes import IMMUTABLE, NANOSECONDS, ROOT_INODE, UNLINKED, WRITTEN, Inode, Stat
+from cachefs import age, values
+from cachefs.attributes import IMMUTABLE, NANOSECONDS, ROOT_INODE, UNLINKED, UNSETTLED, WRITTEN, Inode, Stat
 from cachefs.belief import FOREVER_NS
 from cachefs.environment import Table, View
 from cachefs.identity import Changed, identity_of
@@ -255,6 +256,47 @@ class FileSystem:
             if found is not None and found.number == number:
                 return found
         raise failed(errno.ESTALE)
+
+    async def come_of_age(self, numbers: Sequence[int]) -> list[int]:
+        """Wait until data of these files may be cached (age.py), and compare them with the source once more.
+
+        Returns their inodes, or those to which their names lead now where a file has changed. Times far in the future
+        are not waited for.
+        """
+        wait_ns = 0
+        paths: dict[int, bytes] = {}
+        with self.metadata.index.view() as view:
+            for number in numbers:
+                record = self.metadata.inode(view, number)
+                if record is not None and record.is_regular:
+                    record_wait_ns = self._unsettled_ns(record)
+                    if record_wait_ns or not self.metadata.remaining_ns(record):
+                        wait_ns = max(wait_ns, record_wait_ns)
+                        with suppress(OSError):  # it has no name any more
+                            paths[number] = self.metadata.paths.path(view, number)
+        if not paths:
+            return list(numbers)
+        await trio.sleep(wait_ns / NANOSECONDS)
+        now: dict[int, int] = {}
+
+        async def compare(number: int, path: bytes) -> None:
+            with suppress(OSError):  # it has gone
+                try:
+                    now[number] = (await self.believed(number)).number
+                except OSError:
+                    now[number] = (await self.resolve(path)).number
+
+        async with trio.open_nursery() as nursery:
+            for number, path in paths.items():
+                nursery.start_soon(compare, number, path)
+        return [now.get(number, number) for number in numbers]
+
+    def _unsettled_ns(self, record: Inode) -> int:
+        """How long until a file is old enough, and until its record is compared for the last time."""
+        wait_ns = age.worth_waiting_ns(record, time.time_ns())
+        if record.flags & UNSETTLED and self.metadata.is_pinned(record):
+            wait_ns = max(wait_ns, self.metadata.remaining_ns(record))
+        return wait_ns
 
     async def _compare_root(self) -> None:
         def finish(answer: Outcome[Stat]) -> Inode:

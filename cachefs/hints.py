@@ -75,9 +75,10 @@ class Hints:
             for place in range(len(paths)):
                 nursery.start_soon(look_up, place)
         wishes: list[Wish] = []
+        found = await self._fs.come_of_age([number for number in numbers if number])
         room = self._data.capacity_bytes - self._data.used_bytes
         with self._fs.metadata.index.view() as view:
-            for number in filter(None, numbers):
+            for number in found:
                 inode = self._fs.metadata.inode(view, number)
                 missing = lacking(self._data, view, inode) if inode is not None else []
                 needed = sum(record.record_bytes(wish.length) for wish in missing)

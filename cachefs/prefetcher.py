@@ -112,6 +112,7 @@ class Prefetcher:
     async def _wish(self, numbers: Sequence[int], target: Target, directories: list[int] | None = None) -> bool:
         """Wish for the files among these, and tell the directories. False: there is no room for any more."""
         files: list[list[Wish]] = []
+        numbers = await self._fs.come_of_age(numbers)
         with self._fs.metadata.index.view() as view:
             for number in numbers:
                 inode = self._fs.metadata.inode(view, number)

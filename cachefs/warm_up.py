@@ -6,6 +6,7 @@ What has been cached is never fetched again, so that a warm-up that was interrup
 """
 
 import itertools
+import time
 from array import array
 from collections import deque
 from collections.abc import Iterable, Sequence
@@ -15,7 +16,7 @@ from functools import partial
 
 import trio
 
-from cachefs import record
+from cachefs import age, record
 from cachefs.attributes import Inode
 from cachefs.client import Progress, Report
 from cachefs.data_cache import DataCache
@@ -230,7 +231,7 @@ class WarmUp:
             if at == len(self._files_of_interest):
                 await trio.sleep(POLL_S)
                 continue
-            part = self._files_of_interest[at : at + CHUNK_NAMES]
+            part = await self._old_enough(self._files_of_interest[at : at + CHUNK_NAMES])
             at += len(part)
             missing_of: list[tuple[int, list[Wish]]] = []
             for inode, missing in await self._look(part):
@@ -245,6 +246,17 @@ class WarmUp:
             else:
                 self._late.extend(number for number, _ in missing_of)
         self._all_wished = True
+
+    async def _old_enough(self, numbers: Sequence[int]) -> Sequence[int]:
+        """These files when their data may be cached. What has changed meanwhile is pinned as it is now."""
+        if not self._fetches:
+            return numbers
+        found = await self._fs.come_of_age(numbers)
+        for before, now in zip(numbers, found, strict=True):
+            if now != before:
+                with suppress(OSError):  # it has gone
+                    await self._pin(now)
+        return found
 
     async def _look(self, numbers: Sequence[int]) -> list[tuple[Inode, list[Wish]]]:
         """What is not cached of each of these files; those that have gone are left out."""
@@ -337,6 +349,7 @@ class WarmUp:
             if not self._late:
                 break
             if again:
+                self._late = array("Q", await self._old_enough(self._late))
                 await self._send(
                     ((inode.number, missing) for inode, missing in await self._look(self._late)), again=True
                 )
@@ -390,4 +403,7 @@ class WarmUp:
             await self._fs.slots.run(partial(self._fs.source.read_file, self._fs.object_of(number), 1, 0))
         except OSError as error:
             return error.strerror or str(error)
+        with suppress(OSError):
+            if age.is_young(await self._fs.resolve(path), time.time_ns()):
+                return "changed less than 2 s ago, or has a time in the future"
         return "could not be cached"

@@ -1,5 +1,6 @@
 """Files that changed a moment ago (hazard 25): their data are served, and neither cached nor kept by the kernel."""
 
+import json
 import mmap
 import os
 import signal
@@ -10,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import Mount, drop_caches, settle, wait_for
+from cachefs.client import Client
+from tests.conftest import Mount, cachefs, drop_caches, settle, wait_for
 
 MakeMount = Callable[..., Mount]
 MODES = pytest.mark.parametrize(
@@ -167,3 +169,57 @@ def test_pages_of_a_young_file_are_dropped_whatever_dies(mount: MakeMount, sourc
         return int(m.status()["young_reads"])
 
     wait_for(reads_anew, lambda count: count > before)
+
+
+def touch(paths: list[Path]) -> None:
+    """Make files young for three and a half seconds: their times are a little ahead of the clock."""
+    soon = time.time() + 1.5
+    for path in paths:
+        os.utime(path, (soon, soon))
+
+
+def regular_files(root: Path) -> list[Path]:
+    return [path for path in root.rglob("*") if path.is_file() and not path.is_symlink()]
+
+
+@pytest.mark.parametrize("mode", [("--read-only",), ()], ids=["read-only", "read-write"])
+def test_a_warm_up_waits_until_young_files_are_old_enough(
+    mount: MakeMount, source: Path, mode: tuple[str, ...]
+) -> None:
+    m = mount(source, *mode)
+    touch(regular_files(source))
+    report = json.loads(cachefs("warmup", m.path, "--json").stdout)
+    assert (report["files"], report["cached_files"], report["problems"]) == (41, 41, [])
+    assert m.status()["cached_files"] == 40  # but for the empty one
+
+
+def test_prefetching_waits_until_young_files_are_old_enough(mount: MakeMount, source: Path) -> None:
+    touch(regular_files(source))
+    m = mount(source, "--read-only", "--prefetch", "all")
+    wait_for(lambda: m.status()["cached_files"], lambda count: count == 40)
+
+
+def test_hints_wait_until_young_files_are_old_enough(mount: MakeMount, source: Path) -> None:
+    m = mount(source)
+    touch(regular_files(source))
+    Client(m.path).will_read([m.path / "d0/f00000", m.path / "d1/f00001"])
+    wait_for(lambda: m.status()["cached_files"], lambda count: count == 2)
+
+
+def test_a_young_large_file_claims_its_room_once(mount: MakeMount, source: Path) -> None:
+    with open(source / "large", "wb") as file:
+        file.truncate(96 << 20)
+    m = mount(source, "--read-only", "--cache-size", "128M")
+    touch([source / "large"])
+    report = json.loads(cachefs("warmup", m.path / "large", "--json").stdout)
+    assert (report["cached_files"], report["problems"]) == (1, [])
+
+
+def test_a_warm_up_says_what_is_not_cached_because_of_its_time(mount: MakeMount, source: Path) -> None:
+    m = mount(source, "--read-only")
+    future = time.time() + HOUR_S
+    os.utime(source / "d0/f00000", (future, future))
+    done = cachefs("warmup", m.path, "--json", check=False)
+    report = json.loads(done.stdout)
+    assert (report["files"], report["cached_files"]) == (41, 40)
+    assert report["problems"] == ["d0/f00000: changed less than 2 s ago, or has a time in the future"]
