@@ -404,6 +404,6 @@ class WarmUp:
         except OSError as error:
             return error.strerror or str(error)
         with suppress(OSError):
-            if age.is_young(await self._fs.resolve(path), time.time_ns()):
+            if age.is_young(self._fs.record(number), time.time_ns()):
                 return "changed less than 2 s ago, or has a time in the future"
         return "could not be cached"

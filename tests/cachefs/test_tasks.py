@@ -2,7 +2,7 @@
 
 import errno
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ from cachefs.slots import SourceSlots
 from cachefs.source import Object
 from cachefs.source_directories import ROOT
 from cachefs.write_behind import PAUSE_S, WriteBehind
+from cachefs.young_files import YoungFiles
 
 SEED = 99
 
@@ -192,6 +193,11 @@ def inode(number: int = 7, size: int = 100_000, version: int = 1) -> Inode:
     return Inode(number, PINNED, *(0,) * 20)._replace(mode=0o100644, size=size, version=version, stamp=1)
 
 
+class NoPages:
+    async def pages(self, numbers: Iterable[int]) -> None:
+        raise AssertionError("no file is young here")
+
+
 class Parts:
     """A data cache and a fetcher on a real index and a real blob."""
 
@@ -213,6 +219,7 @@ class Parts:
             object_of=lambda number, view: Object(ROOT, b"name"),
             changed=lambda changed, error: self.dropped.append(changed.number),
             own_change=lambda number: None,
+            young=YoungFiles(NoPages()),
         )
 
     def pin(self, record_: Inode) -> None:
