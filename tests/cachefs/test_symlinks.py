@@ -1,0 +1,50 @@
+"""No symlink of the source is followed, also where the kernel has no openat2."""
+
+import errno
+import os
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from cachefs.identity import Changed
+from cachefs.source import Source
+from cachefs.source_directories import ROOT
+from tests.cachefs.test_identity import below
+from tests.conftest import raises_errno
+
+
+@pytest.fixture(params=[True, False], ids=["openat2", "openat"])
+def source(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Source]:
+    if not request.param:
+        monkeypatch.setattr("cachefs.source._has_openat2", lambda: False)
+    (tmp_path / "root").mkdir()
+    fd = os.open(tmp_path / "root", os.O_RDONLY | os.O_DIRECTORY)
+    made = Source(fd)
+    yield made
+    made.directories.clear()
+    os.close(fd)
+
+
+def test_a_symlink_to_a_file_is_not_opened(source: Source, tmp_path: Path) -> None:
+    (tmp_path / "secret").write_bytes(b"secret")
+    (tmp_path / "root/link").symlink_to(tmp_path / "secret")
+    raises_errno(errno.ELOOP, lambda: os.close(source._open_at(source.root_fd, b"link", os.O_RDONLY)))
+    with pytest.raises(Changed):
+        os.close(source.create_at(source.root_fd, b"link", os.O_WRONLY | os.O_TRUNC, 0o600))
+    assert (tmp_path / "secret").read_bytes() == b"secret"
+    assert stat.S_ISLNK(source.lstat(ROOT, b"link").mode)
+
+
+def test_a_symlink_to_a_directory_is_not_walked(source: Source, tmp_path: Path) -> None:
+    (tmp_path / "root/directory").mkdir()
+    directory = below(ROOT, tmp_path / "root/directory")
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere/secret").touch()
+    (tmp_path / "root/directory").rmdir()
+    (tmp_path / "root/directory").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(Changed):
+        source.readdir(directory)
+    with pytest.raises(Changed):
+        source.lstat(directory, b"secret")
