@@ -16,6 +16,7 @@ import signal
 import socket
 import struct
 import subprocess
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -176,7 +177,11 @@ class Running:
         try:
             with contextlib.suppress(ProcessLookupError):
                 signal.pidfd_send_signal(pidfd, signal.SIGKILL)
-            return bool(select.select([pidfd], [], [], _STOP_TIMEOUT_S)[0])
+            deadline = time.monotonic() + _STOP_TIMEOUT_S
+            while is_running(self.pid) and time.monotonic() < deadline:
+                if select.select([pidfd], [], [], _LOOK_S)[0]:  # not while the source holds a thread of it
+                    return True
+            return not is_running(self.pid)
         finally:
             os.close(pidfd)
 

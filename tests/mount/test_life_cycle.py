@@ -236,6 +236,20 @@ def test_h4_of_many_mounts_on_one_mountpoint_one_succeeds(source: Path, tmp_path
             cachefs("umount", place)
 
 
+@pytest.mark.fastpath
+def test_h4_of_many_successors_one_takes_over(mount: MakeMount, source: Path) -> None:
+    m = mount(source, "--read-only")
+    device = device_of(m.path)
+    m.kill()
+    commands = [start("mount", source, m.path, "--cache-dir", m.cache, "--read-only") for _ in range(3)]
+    said = [command.communicate(timeout=90)[1] for command in commands]
+    assert sorted(command.returncode for command in commands) == [0, 1, 1], said
+    assert all(line.count("\n") == bool(command.returncode) for command, line in zip(commands, said, strict=True)), said
+    m.pid = daemon_pid(m.path)
+    assert mounted_on(m.path) == ["fuse.cachefs"] and device_of(m.path) == device
+    assert contents(m.path) == contents(source)
+
+
 # --- H5: told to end while it starts ---------------------------------------------------------------------------------
 
 
