@@ -241,6 +241,8 @@ class Client:
             try:
                 with socket_address(mount_directory(self.mountpoint) / "control") as address:
                     connection.connect(address)
+                if is_dying(_peer(connection)):
+                    raise ConnectionRefusedError
             except FileNotFoundError:
                 if mount_table.is_mounted(self.mountpoint):
                     raise CacheFsError(
@@ -280,16 +282,27 @@ class _Connection:
 
 
 def is_served(mountpoint: str) -> bool:
-    """Is there a daemon that takes commands for this mount?
+    """Is there a daemon that takes commands for this mount?"""
+    pid = server(mountpoint)
+    return pid is not None and not is_dying(pid)
 
-    One that was killed is none, although its socket takes connections as long as one of its threads waits in the
-    kernel, for a source that hangs.
+
+def server(mountpoint: str) -> int | None:
+    """The process that has this mount's control socket.
+
+    One that was killed still has it, and takes connections, as long as one of its threads waits in the kernel for a
+    source that hangs (`is_dying`).
     """
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
         try:
             with socket_address(mount_directory(mountpoint) / "control") as address:
                 connection.connect(address)
-            peer = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
+            return _peer(connection)
         except OSError:
-            return False
-        return not is_dying(int.from_bytes(peer[:4], sys.byteorder))
+            return None
+
+
+def _peer(connection: socket.socket) -> int:
+    """The pid of the other end."""
+    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
+    return int.from_bytes(credentials[:4], sys.byteorder)

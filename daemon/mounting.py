@@ -13,6 +13,8 @@ import subprocess
 from pathlib import Path
 
 from cachefs import syscalls
+from cachefs.claims import is_dying
+from cachefs.client import server
 from cachefs.errors import CacheFsError
 from cachefs.mount_table import FSTYPE, is_mounted, mounts, top_mount
 from cachefs.places import is_root
@@ -76,7 +78,8 @@ def check_fuse() -> None:
 def check_places(source: str, mountpoint: str) -> None:
     """Refuse one strictly inside the other, and what is no directory. Detach dead cachefs mounts."""
     while (top := top_mount(mountpoint)) is not None and top.fstype == FSTYPE:
-        if not is_dead(mountpoint):
+        pid = server(mountpoint)
+        if not (pid is not None and is_dying(pid)) and not is_dead(mountpoint):
             raise CacheFsError(f"{mountpoint} is in use: {top.source} is mounted there by cachefs")
         unmount(mountpoint, lazy=True)
         log.warning("detached the mount of a cachefs that has died from %s", mountpoint)

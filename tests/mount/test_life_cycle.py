@@ -417,6 +417,29 @@ def test_a_daemon_that_cannot_end_has_a_successor(mount: MakeMount, faulty: tupl
     assert contents(m.path) == contents(source)
 
 
+@pytest.mark.parametrize("unmounted", [True, False])
+def test_a_daemon_that_cannot_end_and_has_no_fast_path(
+    mount: MakeMount, faulty: tuple[Path, Path], unmounted: bool
+) -> None:
+    source, faults = faulty
+    m = mount(source, "--read-only", "--source-timeout", "2", "--no-fastpath")
+    (faults / "hang").touch()
+    with pytest.raises(OSError):
+        (m.path / "d1").stat()
+    pidfd = os.pidfd_open(m.pid)
+    os.kill(m.pid, signal.SIGKILL)
+    wait_for(lambda: is_dying(m.pid), bool)
+    if unmounted:
+        cachefs("umount", m.path)
+        assert not mounted_on(m.path)
+    m.start()
+    assert not select.select([pidfd], [], [], 0)[0], "it could end, which proves nothing"
+    os.close(pidfd)
+    assert mounted_on(m.path) == ["fuse.cachefs"]
+    (faults / "hang").unlink()
+    assert contents(m.path) == contents(source)
+
+
 # --- also ------------------------------------------------------------------------------------------------------------
 
 
