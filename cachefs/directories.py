@@ -12,8 +12,9 @@ from functools import partial
 import trio
 
 from cachefs import shares
-from cachefs.attributes import LISTED, ROOT_INODE, Inode, Stat
+from cachefs.attributes import LISTED, ROOT_INODE, UNLINKED, Inode, Stat
 from cachefs.filesystem import FileSystem
+from cachefs.identity import Changed
 from cachefs.listings import Listings
 from cachefs.open_files import FAST_HANDLE
 from cachefs.paths import links_of
@@ -212,7 +213,12 @@ class Directories:
             with self._metadata.index.view() as view:
                 names = [name for _, name in self._listings.rows(view, number, 0)]
         else:
-            names = await self._fs.ask(number, partial(self._fs.source.readdir, at))
+            try:
+                names = await self._fs.ask(number, partial(self._fs.source.readdir, at))
+            except Changed:
+                if not directory.flags & UNLINKED:
+                    raise
+                names = []  # removed, and still open
         started = self._clock()
         doubtful = await self._doubtful(directory, names)
         limiter = trio.CapacityLimiter(POLITE_BATCHES if number in self._polite else PARALLEL_BATCHES)

@@ -208,10 +208,13 @@ class Source:
         self.round_trip("readdir")
         with self.directories.hold(directory) as held:
             fd = reopen_directory(held)
-        try:
-            return [os.fsencode(name) for name in os.listdir(fd)]
-        finally:
-            os.close(fd)
+            try:
+                names = [os.fsencode(name) for name in os.listdir(fd)]
+            finally:
+                os.close(fd)
+            if not names and self.directories.is_removed(held):
+                raise Changed.at(directory.number)
+            return names
 
     def readlink(self, at: Object) -> bytes:
         self.round_trip("readlink")

@@ -75,15 +75,25 @@ class SourceDirectories:
 
     @contextmanager
     def hold(self, directory: Directory) -> Iterator[int]:
-        """An O_PATH descriptor of the directory, open while the block runs. Raises `Changed` if it is not there."""
+        """An O_PATH descriptor of the directory, open while the block runs. Raises `Changed` if it is not there.
+
+        Nothing is found in a directory that was removed: then its name may lead to another one by now.
+        """
         if directory.identity is None:
             yield self._root_fd
             return
         held = self._take(directory) or self._open(directory)
         try:
             yield held.fd
+        except FileNotFoundError as error:
+            if self.is_removed(held.fd):
+                raise Changed.at(directory.number) from error
+            raise
         finally:
             self._release(held)
+
+    def is_removed(self, fd: int) -> bool:
+        return self._stat(fd).nlink == 0
 
     def clear(self) -> None:
         """The source was mounted anew: no descriptor of the old mount is of use."""

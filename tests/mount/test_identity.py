@@ -367,3 +367,21 @@ def test_a_removal_is_not_refused_for_the_sake_of_another_name(mount: MakeMount,
     (source / "two").unlink()
     (m.path / "one").unlink()
     assert not (source / "one").exists()
+
+
+def test_a_pinned_directory_that_was_removed_and_made_again(mount: MakeMount, source: Path) -> None:
+    (source / "runs").mkdir()
+    (source / "runs/first").write_bytes(OLD)
+    settle()
+    m = mount(source, "--attr-timeout", "0.1")
+    assert (m.path / "runs/first").read_bytes() == OLD  # it is pinned, and what leads to it
+    assert not (m.path / "runs/second").exists()
+    (source / "runs/first").unlink()
+    (source / "runs").rmdir()
+    (source / "runs").mkdir()
+    (source / "runs/second").write_bytes(NEW)
+    wait_for((m.path / "runs/second").exists, bool)
+    assert (m.path / "runs/second").read_bytes() == NEW
+    (m.path / "runs/made").write_bytes(b"made")
+    assert (source / "runs/made").read_bytes() == b"made"
+    assert sorted(os.listdir(m.path / "runs")) == ["made", "second"]
