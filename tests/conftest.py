@@ -229,7 +229,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--sequences", type=int, default=3, help="how many random sequences tests/mount/test_space.py runs"
     )
 
-    parser.addoption("--stress-seconds", type=int, default=25, help="how long tests/mount/test_stress.py lasts")
+    parser.addoption("--stress-seconds", type=int, default=25, help="how long each stress test lasts")
+    parser.addoption("--seed", type=int, default=0, help="of the stress tests; 0: a fresh one, which is printed")
 
 
 def pytest_configure(config: pytest.Config) -> None:
