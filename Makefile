@@ -34,11 +34,12 @@ check: $(VENV)/.dev
 	$(BIN)/lint-imports
 	$(BIN)/python -m pytest -m "not mount and not slow"
 
-# The stress test at full length, with the fast path and without.
+# The stress tests at full length, with the fast path and without: half an hour each.
+STRESS := tests/mount/test_stress.py tests/mount/test_hostile_source.py -s --stress-seconds 1800
 stress: $(VENV)/.dev
 	scripts/build-fastpath
-	$(BIN)/python -m pytest tests/mount/test_stress.py -s --stress-seconds 600
-	$(BIN)/python -m pytest tests/mount/test_stress.py -s --stress-seconds 600 --no-fastpath
+	$(BIN)/python -m pytest $(STRESS)
+	$(BIN)/python -m pytest $(STRESS) --no-fastpath
 	$(BIN)/python -m pytest tests/mount/test_space.py --sequences 30
 	$(BIN)/python -m pytest tests/mount/test_space.py --sequences 30 --no-fastpath
 

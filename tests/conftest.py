@@ -229,7 +229,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--sequences", type=int, default=3, help="how many random sequences tests/mount/test_space.py runs"
     )
 
-    parser.addoption("--stress-seconds", type=int, default=25, help="how long each stress test lasts")
+    parser.addoption("--stress-seconds", type=int, default=0, help="how long each stress test lasts; 0: a short form")
     parser.addoption("--seed", type=int, default=0, help="of the stress tests; 0: a fresh one, which is printed")
 
 

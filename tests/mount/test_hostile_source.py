@@ -67,7 +67,7 @@ def kill(m: Mount, draw: random.Random) -> str:
 def test_readers_get_one_version_of_the_right_file(
     mount: MakeMount, tmp_path: Path, pytestconfig: pytest.Config, mode: str
 ) -> None:
-    seconds = pytestconfig.getoption("--stress-seconds")
+    seconds = pytestconfig.getoption("--stress-seconds") or 12
     seed = pytestconfig.getoption("--seed") or random.SystemRandom().randrange(1 << 32)
     print(f"--seed {seed}")
     draw = random.Random(seed)

@@ -96,7 +96,7 @@ def resources(pid: int) -> tuple[int, int]:
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 def test_many_processes_at_once(mount: MakeMount, tmp_path: Path, pytestconfig: pytest.Config) -> None:
-    seconds = pytestconfig.getoption("--stress-seconds")
+    seconds = pytestconfig.getoption("--stress-seconds") or 25
     source = tmp_path / "busy"
     make_files(source / "shared", 300, (1, 150_000))
     for number in range(LARGE_FILES):
