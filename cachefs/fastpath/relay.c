@@ -139,6 +139,21 @@ static void repeat_locked(struct relay *relay, uint32_t slot, bool unseen)
     }
 }
 
+static void hand_locked(struct relay *relay, uint32_t slot)
+{
+    count_passed_locked(relay, slot);
+    if (relay->python < 0 || relay->queue_count || !send_locked(relay, slot))
+        enqueue_locked(relay, slot);
+}
+
+/* Has Python enough of this owner? Requests too long for the lot are passed on all the same, up to the share of slots. */
+static bool has_enough(const struct relay *relay, uint32_t slot)
+{
+    const struct fuse_in_header *header = slot_data(relay, slot);
+    return !relay->counted[slot] && head_of(relay, slot)->length <= PARKED_BYTES &&
+           shares_full(&relay->passed_shares, header->uid);
+}
+
 bool relay_pass(struct relay *relay, uint32_t slot)
 {
     bool given = true;
@@ -149,10 +164,10 @@ bool relay_pass(struct relay *relay, uint32_t slot)
         free_locked(relay, slot); /* a record too many in the session; a slot would cost more */
     else if (relay->given_up)
         fail_locked(relay, slot, EIO);
-    else if (!(given = claim_locked(relay, slot)))
+    else if (!(given = !has_enough(relay, slot) && claim_locked(relay, slot)))
         park_locked(relay, slot);
-    else if (relay->python < 0 || relay->queue_count || !send_locked(relay, slot))
-        enqueue_locked(relay, slot);
+    else
+        hand_locked(relay, slot);
     if (given)
         relay->shared->passed[opcode < OPERATIONS ? opcode : OPERATIONS - 1]++;
     pthread_mutex_unlock(&relay->lock);
@@ -334,7 +349,8 @@ bool relay_init(struct relay *relay, struct shared *shared, int device)
         .work_ready = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK),
         .lot = {.first = NO_SLOT, .last = NO_SLOT},
     };
-    if (relay->work_ready < 0 || !shares_init(&relay->slot_shares, SLOT_COUNT - SLOTS_FOR_THREADS))
+    if (relay->work_ready < 0 || !shares_init(&relay->slot_shares, SLOT_COUNT - SLOTS_FOR_THREADS, SLOT_COUNT) ||
+        !shares_init(&relay->passed_shares, MAX_PASSED, SLOT_COUNT))
         return false;
     pthread_mutex_init(&relay->lock, NULL);
     pthread_cond_init(&relay->changed, NULL);
@@ -342,7 +358,7 @@ bool relay_init(struct relay *relay, struct shared *shared, int device)
         struct fuse_in_header *message = slot_data(relay, slot);
         struct slot_head *head = head_of(relay, slot);
         if (state_of(relay, slot) != SLOT_FREE)
-            count_locked(relay, slot);
+            (state_of(relay, slot) == SLOT_READING ? count_locked : count_passed_locked)(relay, slot);
         switch (state_of(relay, slot)) {
         case SLOT_FREE:
             free_locked(relay, slot);

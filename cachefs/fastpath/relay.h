@@ -27,6 +27,9 @@
 /* What nobody may take: for requests that arrive, of which nobody knows yet whether they are hits. */
 #define SLOTS_FOR_THREADS MAX_THREADS
 
+/* At Python at once; one owner alone has 128. Python takes them one after the other, half a millisecond each. */
+#define MAX_PASSED 171
+
 struct split;
 
 struct lot { /* relay_lot.c; its requests are in the shared memory */
@@ -53,8 +56,8 @@ struct relay {
     struct { uint32_t slot; uint64_t word; } queue[SLOT_COUNT];
     struct split *splits[SLOT_COUNT];
     /* Of slots that no thread has as its own: they count as their owner's (shares.h). */
-    struct shares slot_shares;
-    bool counted[SLOT_COUNT];
+    struct shares slot_shares, passed_shares; /* `passed_shares`: of those that Python has, or is about to */
+    bool counted[SLOT_COUNT], counted_passed[SLOT_COUNT];
     uint32_t owners[SLOT_COUNT];
     struct lot lot;
     /* Requests in slots that no thread has taken yet: left by a predecessor, or out of the lot. */

@@ -38,6 +38,17 @@ void uncount_locked(struct relay *relay, uint32_t slot)
         return;
     relay->counted[slot] = false;
     shares_give(&relay->slot_shares, relay->owners[slot]);
+    if (relay->counted_passed[slot])
+        shares_give(&relay->passed_shares, relay->owners[slot]);
+    relay->counted_passed[slot] = false;
+}
+
+void count_passed_locked(struct relay *relay, uint32_t slot)
+{
+    count_locked(relay, slot);
+    if (!relay->counted_passed[slot])
+        shares_take(&relay->passed_shares, relay->owners[slot]);
+    relay->counted_passed[slot] = true;
 }
 
 bool claim_locked(struct relay *relay, uint32_t slot)
@@ -145,7 +156,7 @@ static uint32_t next_parked(const struct relay *relay)
         uint32_t owner = relay->lot.owners[place];
         if (any_full && owner == full)
             continue; /* one owner has most of them */
-        if (!shares_full(&relay->slot_shares, owner))
+        if (!shares_full(&relay->slot_shares, owner) && !shares_full(&relay->passed_shares, owner))
             return place;
         full = owner;
         any_full = true;
@@ -171,7 +182,7 @@ void unpark_locked(struct relay *relay)
         *(volatile uint64_t *)&header->unique = unique;
         relay_fill_slot(relay, slot, length, unique);
         leave(relay, place);
-        count_locked(relay, slot);
+        count_passed_locked(relay, slot); /* most are */
         add_work_locked(relay, slot);
     }
 }
@@ -189,7 +200,7 @@ bool lot_init(struct relay *relay)
     struct lot *lot = &relay->lot;
     lot->first = lot->last = NO_SLOT;
     lot->free_count = 0;
-    if (!shares_init(&lot->shares, PARKED_COUNT))
+    if (!shares_init(&lot->shares, PARKED_COUNT, PARKED_COUNT))
         return false;
     for (uint32_t place = PARKED_COUNT; place-- > 0;) {
         struct parked *parked = &relay->shared->parked[place];

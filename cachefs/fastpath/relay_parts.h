@@ -20,6 +20,8 @@ uint64_t unique_of(const struct relay *relay, uint32_t slot, uint32_t part);
 /* --- shares of slots, and requests that wait for one: relay_lot.c --- */
 
 void count_locked(struct relay *relay, uint32_t slot);
+/* It is Python's, or will be. */
+void count_passed_locked(struct relay *relay, uint32_t slot);
 void uncount_locked(struct relay *relay, uint32_t slot);
 bool claim_locked(struct relay *relay, uint32_t slot);
 void add_work_locked(struct relay *relay, uint32_t slot);

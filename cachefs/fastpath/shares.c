@@ -2,9 +2,9 @@
 
 #include <stdlib.h>
 
-bool shares_init(struct shares *shares, uint32_t total)
+bool shares_init(struct shares *shares, uint32_t total, uint32_t places)
 {
-    *shares = (struct shares){.total = total, .owners = calloc(total, sizeof *shares->owners)};
+    *shares = (struct shares){.total = total, .places = places, .owners = calloc(places, sizeof *shares->owners)};
     return shares->owners;
 }
 
@@ -34,8 +34,8 @@ void shares_take(struct shares *shares, uint32_t owner)
 {
     struct share *share = find(shares, owner);
     if (!share) {
-        if (shares->count == shares->total)
-            return; /* cannot be: nobody takes more than `total` */
+        if (shares->count == shares->places)
+            return; /* cannot be: nobody takes more than `places` */
         share = &shares->owners[shares->count++];
         *share = (struct share){.owner = owner};
     }

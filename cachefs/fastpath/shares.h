@@ -16,13 +16,13 @@ struct share {
 };
 
 struct shares {
-    uint32_t total, held;
+    uint32_t total, held, places;
     uint32_t count;       /* owners that have something; few, so they are looked through one by one */
-    struct share *owners; /* room for `total` */
+    struct share *owners; /* room for `places` */
 };
 
-/* False: no memory. */
-bool shares_init(struct shares *shares, uint32_t total);
+/* `places`: so many may be taken, if need be beyond `total`. False: no memory. */
+bool shares_init(struct shares *shares, uint32_t total, uint32_t places);
 uint32_t shares_held(const struct shares *shares, uint32_t owner);
 /* May this owner have no more? */
 bool shares_full(const struct shares *shares, uint32_t owner);

@@ -169,7 +169,7 @@ def test_b6_a_crowd_that_is_killed_dies_also_beyond_its_share(
     mount: MakeMount, source: Path, faulty: tuple[Path, Path], waiting: Waiting
 ) -> None:
     served, faults = faulty
-    m = mount(served, "--read-only", "--source-timeout", "60")
+    m = mount(served, "--read-only", "--source-timeout", "18")
     (m.path / "d0/f00000").read_bytes()
     m.flush()
     (faults / "hang").touch()
@@ -178,9 +178,10 @@ def test_b6_a_crowd_that_is_killed_dies_also_beyond_its_share(
     wait_for(lambda: waiting(m), lambda count: count > 1600)
     assert process.pid
     os.kill(process.pid, signal.SIGKILL)
-    process.join(20)
+    process.join(12)
     assert process.exitcode == -signal.SIGKILL
     wait_for(lambda: waiting(m), lambda count: count == 0)
+    (faults / "hang").unlink()
     assert (m.path / "d0/f00000").read_bytes() == (source / "d0/f00000").read_bytes()
 
 
