@@ -11,7 +11,7 @@ SANITIZED := -m "not slow" -k "not memory" \
              tests/mount/test_fastpath_hazards.py tests/mount/test_large_files.py
 FUZZ_S    ?= 20
 
-.PHONY: demo test check fuzz stress posix format bench clean
+.PHONY: demo test check fuzz stress posix ceph format bench clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.run
@@ -47,6 +47,12 @@ stress: $(VENV)/.dev
 posix: $(VENV)/.dev
 	scripts/build-fastpath
 	PJDFSTEST="$(PJDFSTEST)" $(BIN)/python -m tests.posix
+
+# A real CephFS whose client dies: make ceph CEPHFS_TOOLS=directory-with-cephfs-up-and-cephfs-down
+ceph: $(VENV)/.dev
+	scripts/build-fastpath
+	CEPHFS_TOOLS="$(CEPHFS_TOOLS)" $(BIN)/python -m pytest tests/ceph
+	CEPHFS_TOOLS="$(CEPHFS_TOOLS)" $(BIN)/python -m pytest tests/ceph --no-fastpath
 
 # What arrives from the kernel, from a blob or from a predecessor's memory may be anything.
 fuzz:
