@@ -159,10 +159,17 @@ class MountInstance:
             mounting.unmount(self.mountpoint, lazy=True)
 
     def remove(self) -> None:
-        """Its runtime directory."""
-        if self._runtime is not None:
-            self._runtime.remove()
-            self._runtime = None
+        """Its runtime directory, and those of earlier mounts there whose daemons could not end themselves."""
+        if self._runtime is None:
+            return
+        self._runtime.remove()
+        self._runtime = None
+        with suppress(Taken, OSError):  # then the next one does it
+            claim = claim_mountpoint(self.mountpoint)
+            try:
+                remove_remains(self.mountpoint)
+            finally:
+                claim.release()
 
 
 def remove_remains(mountpoint: str, *, just_mounted: str | None = None) -> None:

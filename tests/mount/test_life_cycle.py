@@ -434,10 +434,13 @@ def test_a_daemon_that_cannot_end_and_has_no_fast_path(
         assert not mounted_on(m.path)
     m.start()
     assert not select.select([pidfd], [], [], 0)[0], "it could end, which proves nothing"
-    os.close(pidfd)
     assert mounted_on(m.path) == ["fuse.cachefs"]
     (faults / "hang").unlink()
     assert contents(m.path) == contents(source)
+    assert select.select([pidfd], [], [], 30)[0]
+    os.close(pidfd)
+    m.umount()
+    assert not left_behind(m.path)
 
 
 # --- also ------------------------------------------------------------------------------------------------------------
