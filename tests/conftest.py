@@ -14,10 +14,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import settings
 
 from cachefs.client import Client
 from cachefs.fastpath import launcher
 
+settings.register_profile("cachefs", deadline=None)  # a loaded machine is no defect
+settings.load_profile("cachefs")
 CLI = [sys.executable, "-m", "daemon"]
 REPOSITORY = Path(__file__).resolve().parent.parent
 
