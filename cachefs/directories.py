@@ -225,16 +225,19 @@ class Directories:
         errors: list[OSError] = []
         gone: set[bytes] = set()
         """Names that did not exist any more when they were looked at."""
+        refused: set[bytes] = set()
+        """Names that exist and cannot be looked at. A look-up of one asks the source, and gets its error."""
         async with trio.open_nursery() as nursery:
             for start in range(0, len(doubtful), BATCH_NAMES):
                 await limiter.acquire_on_behalf_of(start)
                 batch = doubtful[start : start + BATCH_NAMES]
-                nursery.start_soon(self._stat_batch, at, batch, limiter, start, errors, gone)
+                nursery.start_soon(self._stat_batch, at, batch, limiter, start, errors, gone, refused)
         if errors:
             raise errors[0]
         if known:
             return
-        listed = await self._write_rows(directory, [name for name in names if name not in gone], pin)
+        shown = [name for name in names if name not in gone and name not in refused]
+        listed = await self._write_rows(directory, shown, pin and not refused)
         if not listed:
             if len(self._fresh) >= REMEMBERED_LISTINGS:
                 self._fresh.clear()
@@ -264,10 +267,12 @@ class Directories:
         token: int,
         errors: list[OSError],
         gone: set[bytes],
+        refused: set[bytes],
     ) -> None:
         try:
             stats = await self._fs.ask(at.number, partial(self._fs.source.lstat_names, at, names))
-            found = list(zip(names, stats, strict=True))
+            refused.update(name for name, now in zip(names, stats, strict=True) if isinstance(now, OSError))
+            found = [(n, now) for n, now in zip(names, stats, strict=True) if not isinstance(now, OSError)]
             gone.update(name for name, now in found if now is None)
             for start in range(0, len(found), TURN_NAMES):
                 async with self._turn:

@@ -191,9 +191,13 @@ class Source:
         with self.directories.hold(directory) as fd:
             return self.stat(fd, component(name) if name else b"")
 
-    def lstat_names(self, directory: Directory, names: Sequence[bytes]) -> list[Stat | None]:
-        """lstat of several names of one directory. None for a name that is gone; other errors are raised."""
-        results: list[Stat | None] = []
+    def lstat_names(self, directory: Directory, names: Sequence[bytes]) -> list[Stat | OSError | None]:
+        """lstat of several names of one directory. None for a name that is gone.
+
+        An OSError for a name that cannot be looked at while the directory can, such as the mountpoint of a user's own
+        FUSE filesystem: it must not spoil the listing for everybody. Errors of the directory itself are raised.
+        """
+        results: list[Stat | OSError | None] = []
         with self.directories.hold(directory) as fd:
             for name in names:
                 self.round_trip("lstat")
@@ -201,6 +205,9 @@ class Source:
                     results.append(self.stat(fd, component(name)))
                 except FileNotFoundError:
                     results.append(None)
+                except OSError as error:
+                    syscalls.statx(fd, b"", ask=True)
+                    results.append(error)
         return results
 
     def readdir(self, directory: Directory) -> list[bytes]:

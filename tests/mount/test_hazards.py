@@ -167,8 +167,8 @@ def test_10_a_number_that_is_used_again_is_another_inode(mount: MakeMount, sourc
 
 
 def test_11_a_young_object_is_compared_once_more(mount: MakeMount, source: Path) -> None:
-    (source / "young").write_bytes(b"being writ")
     m = mount(source, "--read-only")
+    (source / "young").write_bytes(b"being writ")
     assert (m.path / "young").read_bytes() == b"being writ"
     with open(source / "young", "ab") as file:
         file.write(b"ten")

@@ -1,12 +1,15 @@
 """Listings and absences after an invalidation: nothing is missing, and nothing is believed missing (hazard 27)."""
 
+import errno
 import os
+import signal
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from tests.conftest import Mount, cachefs, settle
+from tests.conftest import Mount, cachefs, mounted_on, raises_errno, settle, wait_for
 
 MakeMount = Callable[..., Mount]
 FIRST, LATER = 100, 10
@@ -134,3 +137,29 @@ def test_invalidating_a_name_that_does_not_exist_is_no_error(mount: MakeMount, t
     for name in ("nowhere", "nowhere/at/all", "d/sub/nowhere", "d/sub/f000/nowhere"):
         assert cachefs("invalidate", m.path / name).stdout.endswith("0 dropped\n")
     assert listed(m.path / "d/sub") == listed(tree / "d/sub")
+
+
+@pytest.mark.parametrize("arguments", [READ_ONLY, READ_WRITE])
+def test_a_name_that_cannot_be_looked_at_spoils_no_listing(
+    mount: MakeMount, tree: Path, tmp_path: Path, arguments: list[str]
+) -> None:
+    """A user's own FUSE filesystem in a shared directory answers nobody else, or not at all."""
+    other = tmp_path / "other"
+    other.mkdir()
+    broken = tree / "d/broken"
+    broken.mkdir()
+    process = subprocess.Popen(["bindfs", "-f", other, broken])
+    try:
+        wait_for(lambda: mounted_on(broken), bool)
+        process.send_signal(signal.SIGKILL)
+        process.wait(20)
+        raises_errno(errno.ENOTCONN, lambda: broken.stat())
+        m = mount(tree, *arguments, "--attr-timeout", "0") if arguments is READ_WRITE else mount(tree, *arguments)
+        assert listed(m.path / "d") == ["sub"]
+        assert len(listed(m.path / "d/sub")) == FIRST
+        raises_errno(errno.ENOTCONN, lambda: (m.path / "d/broken").stat())
+        assert m.status()["source_lost"] is False
+    finally:
+        subprocess.run(["umount", "-l", broken], check=True)
+    assert (m.path / "d/broken").is_dir()
+    wait_for(lambda: listed(m.path / "d"), lambda names: names == ["broken", "sub"])  # a listing counts for a second
