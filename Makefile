@@ -35,7 +35,7 @@ check: $(VENV)/.dev
 	$(BIN)/python -m pytest -m "not mount and not slow"
 
 # The stress tests at full length, with the fast path and without: half an hour each.
-STRESS := tests/mount/test_stress.py tests/mount/test_hostile_source.py -s --stress-seconds 1800
+STRESS := tests/mount/test_stress.py tests/mount/test_hostile_source.py -s --stress-seconds 1800 --timeout 3600
 stress: $(VENV)/.dev
 	scripts/build-fastpath
 	$(BIN)/python -m pytest $(STRESS)

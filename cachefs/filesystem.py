@@ -268,12 +268,13 @@ class FileSystem:
         with self.metadata.index.view() as view:
             for number in numbers:
                 record = self.metadata.inode(view, number)
-                if record is not None and record.is_regular:
-                    record_wait_ns = self._unsettled_ns(record)
-                    if record_wait_ns or not self.metadata.remaining_ns(record):
+                if record is None or not record.is_regular or record.flags & UNLINKED:
+                    continue
+                record_wait_ns = self._unsettled_ns(record)
+                if record_wait_ns or not self.metadata.remaining_ns(record):
+                    with suppress(OSError):  # it has no name any more
+                        paths[number] = self.metadata.paths.path(view, number)
                         wait_ns = max(wait_ns, record_wait_ns)
-                        with suppress(OSError):  # it has no name any more
-                            paths[number] = self.metadata.paths.path(view, number)
         if not paths:
             return list(numbers)
         await trio.sleep(wait_ns / NANOSECONDS)

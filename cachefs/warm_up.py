@@ -354,13 +354,18 @@ class WarmUp:
                     ((inode.number, missing) for inode, missing in await self._look(self._late)), again=True
                 )
             await self._await_late()
+        gone = 0
         for numbers, is_refused in ((self._late, False), (self._refused, True)):
             for number in numbers[:MAX_PROBLEMS]:
                 try:
                     path = self._fs.path_of(number)
                 except OSError:
-                    continue  # it has gone
+                    gone += 1
+                    continue
                 self._problem(path, "no room in the cache (--cache-size)" if is_refused else await self._reason(number))
+        if gone:
+            self._problems[MAX_PROBLEMS - 1 :] = []
+            self._problems.append(f"{gone:,} files were removed or replaced while they were fetched")
 
     async def _in_the_end(self) -> _Tally:
         """What is cached. Where something has to go for what comes, what was cached may have gone again."""

@@ -62,7 +62,6 @@ def kill(m: Mount, draw: random.Random) -> str:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(3600)
 @pytest.mark.parametrize("mode", MODES)
 def test_readers_get_one_version_of_the_right_file(
     mount: MakeMount, tmp_path: Path, pytestconfig: pytest.Config, mode: str

@@ -94,7 +94,6 @@ def resources(pid: int) -> tuple[int, int]:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1200)
 def test_many_processes_at_once(mount: MakeMount, tmp_path: Path, pytestconfig: pytest.Config) -> None:
     seconds = pytestconfig.getoption("--stress-seconds") or 25
     source = tmp_path / "busy"
