@@ -105,7 +105,7 @@ class WarmUp:
         self._metadata_of_interest = array("Q")
         """Files whose metadata alone are to be cached."""
         self._found, self._held, self._fetched = _Tally(), _Tally(), _Tally()
-        self._mutable = self._errors = 0
+        self._mutable = self._errors = self._unpinned_files = 0
         self._problems: list[str] = []
 
     def progress(self) -> Progress:
@@ -219,6 +219,7 @@ class WarmUp:
 
     def _unpinned(self, number: int) -> None:
         """It may not be cached either."""
+        self._unpinned_files += 1
         with suppress(OSError):  # it has gone
             reason = "not pinned: beyond --metadata-limit, or the index cannot be written"
             self._problem(self._fs.path_of(number), reason if self._fetches else "not cached")
@@ -354,7 +355,8 @@ class WarmUp:
                     ((inode.number, missing) for inode, missing in await self._look(self._late)), again=True
                 )
             await self._await_late()
-        gone = 0
+        known = self._held.files + self._fetched.files + self._unpinned_files + len(self._late) + len(self._refused)
+        gone = self._found.files - known
         for numbers, is_refused in ((self._late, False), (self._refused, True)):
             for number in numbers[:MAX_PROBLEMS]:
                 try:
@@ -363,7 +365,7 @@ class WarmUp:
                     gone += 1
                     continue
                 self._problem(path, "no room in the cache (--cache-size)" if is_refused else await self._reason(number))
-        if gone:
+        if gone and self._fetches:
             self._problems[MAX_PROBLEMS - 1 :] = []
             self._problems.append(f"{gone:,} files were removed or replaced while they were fetched")
 
