@@ -171,7 +171,7 @@ class Changer:
         elif kind < 0.4:
             self.create(path)
         else:
-            with suppress(FileNotFoundError):  # it was unlinked, here or through the mount
+            with suppress(FileNotFoundError, struct.error):  # it was unlinked here or through the mount, or is empty
                 if kind < 0.8:
                     self.rewrite(path)
                 elif kind < 0.9:
