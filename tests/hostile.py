@@ -149,7 +149,7 @@ class Changer:
     def replace(self, pair: int) -> None:
         """`current` becomes `previous`, and a new one takes its place (hazard 23)."""
         current, previous = f"pair{pair}/current", f"pair{pair}/previous"
-        gone, new = self.root / f"pair{pair}/gone", self.root / f"pair{pair}/new"
+        gone, new = self.root / f"pair{pair}/gone{self.number()}", self.root / f"pair{pair}/new"
         os.rename(self.root / previous, gone)
         self.placed(previous, self.directory_at[current])
         os.rename(self.root / current, self.root / previous)
