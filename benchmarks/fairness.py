@@ -198,7 +198,7 @@ def main(rounds: int, fastpath: bool, only: str) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    signal.signal(signal.SIGIO, signal.SIG_IGN)  # a lease is wanted by somebody
+    signal.signal(signal.SIGIO, signal.SIG_IGN)  # the kernel asks the holder to give up a lease
     table = Table(
         title="What one user adds to another, ms: nine of ten, median and spread of the rounds", title_justify="left"
     )

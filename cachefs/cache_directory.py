@@ -218,7 +218,7 @@ class OpenedIndex:
         self.index.note_run(self.state.run, time.time_ns())
 
     def count_takeovers(self, takeovers: int) -> None:
-        """So many are to be counted by whoever takes over: its numbers begin behind ours (runs.py)."""
+        """Store how many take-overs there were, so that the successor's numbers begin behind ours (runs.py)."""
         self.takeovers = takeovers
         with self.index.session.write() as txn:
             txn.put(_SESSION_KEY, _SESSION.pack(0, self.state.run, takeovers), db=self._meta(self.index.session))

@@ -257,7 +257,7 @@ class DataCache:
         """Evict until so much fits, and the reserve besides, if the policy gives so much away.
 
         Where nothing is replaced only what is beyond the size of a cache that has become smaller goes. `urgent`:
-        somebody waits for it; else it goes with the next commit.
+        a caller waits for the room, so evict now; else evict with the next commit.
         """
         if self._eviction is None:
             self.writes.evict(self._beyond(self.writes.stored_bytes - self.capacity_bytes))

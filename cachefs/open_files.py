@@ -42,7 +42,8 @@ RECENT_FILES = 64
 RESERVED_DESCRIPTORS = 1536
 """Of the process: for calls to the source, directories, the index and connections. A quarter where there are few."""
 _HANDLE = b"handle:"
-_SAVED = struct.Struct("<2IQq")  # flags of the value, flags of open(2) and those below, inode, owner; then who writes
+# Value flags, open(2) flags and those below, inode, owner. The writer's identity follows.
+_SAVED = struct.Struct("<2IQq")
 _SAVED_BEFORE = struct.Struct("<2IQ")  # of a daemon that knew no owners
 _UNSYNCED, _DAMAGED = 1 << 31, 1 << 30
 

@@ -1,7 +1,7 @@
 """What all users need is shared by uid: calls to the source, requests under way, descriptors.
 
 After taking a place an owner has at most three times what is left free: one owner alone gets three quarters of all
-places, the next one three quarters of the rest, and so on. So there is always something left for whoever comes next
+places, the next one three quarters of the rest, and so on. So there is always something left for the next owner
 (hazard 31). The fast path has the same rule (shares.h). The owner of a piece of work is the uid of the request it
 serves; work that the daemon does for itself (prefetch, warm-up) is `DAEMON`'s, an owner like any other.
 

@@ -49,9 +49,10 @@ struct fetch *queue_pop(struct fetch_queue *queue)
 
 struct fetch *queue_pop_fair(struct fetch_queue *queue, const struct shares *shares)
 {
+    /* Most waiting fetches belong to one owner with a full share: its share is looked up once, for the first fetch. */
     struct fetch *fetch = queue->first;
     for (; fetch; fetch = fetch->queue_next) {
-        bool same = fetch != queue->first && fetch->owner == queue->first->owner; /* most are of one who has too many */
+        bool same = fetch != queue->first && fetch->owner == queue->first->owner;
         if (!same && !shares_full(shares, fetch->owner))
             break;
     }

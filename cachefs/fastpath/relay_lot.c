@@ -2,7 +2,7 @@
  *
  * A request must be read from /dev/fuse before anybody knows whose it is, and cannot be put back. So a request that would take
  * its owner beyond the share (shares.h) is copied from its slot into the lot, which is made of smaller pieces of the shared
- * memory, and the thread reads the next request into the same slot: whoever comes next finds a thread and a slot. When the
+ * memory, and the thread reads the next request into the same slot: the next request finds a thread and a slot. When the
  * owner gives a slot back, the oldest request of the lot that may have one is copied into it, and served like one that
  * has just arrived: it may be a hit by now. */
 #include <errno.h>

@@ -96,7 +96,7 @@ struct parked { /* a request that waits for its owner's share of slots (relay_lo
 };
 static_assert(sizeof(struct parked) == 1024, "parked request");
 
-/* Who reads a file by a handle of ours, of which Python sees no opener: the last one, at inode % READERS. */
+/* The uid that last read a file through a fast-path handle, at inode % READERS. Python sees no OPEN for those. */
 struct reader {
     _Atomic uint64_t inode, uid;
 };

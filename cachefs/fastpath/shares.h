@@ -1,6 +1,6 @@
 /* What all users need is shared by uid: slots, fetches. The rule is that of shares.py: after taking a place an owner has at
  * most three times what is left free. One owner alone gets three quarters of all places, the next one three quarters of
- * the rest, and so on: there is always something left for whoever comes next (hazard 31).
+ * the rest, and so on: there is always something left for the next owner (hazard 31).
  *
  * The caller holds the lock of whatever is shared. */
 #ifndef CACHEFS_SHARES_H
