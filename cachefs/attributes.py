@@ -100,6 +100,10 @@ class Inode(NamedTuple):
     def is_symlink(self) -> bool:
         return stat.S_ISLNK(self.mode)
 
+    def written(self) -> "Inode":
+        """Written through this mount: what it was once it was read, and dropped, is of no account any more."""
+        return self._replace(flags=self.flags & ~IMMUTABLE | WRITTEN)
+
     def pack(self) -> bytes:
         return _INODE.pack(*self[1:7], 0, *self[7:])
 

@@ -14,6 +14,7 @@ import struct
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from cachefs.claims import Taken, lock_for_good
 from cachefs.environment import Environment, Table
 from cachefs.errors import CacheFsError, IndexUnavailable
 from cachefs.index import Index
+from cachefs.metadata_cache import FLAGS_PINNED
 from cachefs.options import Revalidate
 from cachefs.runs import RunState
 
@@ -34,6 +36,7 @@ FREE_SHARE = 0.9
 """Of the free space of the cache's disk: the default size."""
 RCTIME_GRACE_S = 60
 _SESSION_KEY = b"session"
+_MUTABLE_KEY = b"mutable"
 _SESSION = struct.Struct("<I4x2Q")  # flags, run, how often it was taken over
 _OWN_NAMES = {"cache.json", "secret", "lock", "blob", "index", "index.new", "daemon.log", "lost+found"}
 
@@ -171,6 +174,14 @@ class CacheDirectory:
         os.close(self._lock)
 
 
+def mutable_patterns(durable: Environment) -> set[str]:
+    """`--mutable` of the last run."""
+    with durable.lmdb.begin() as txn:
+        value: bytes = txn.get(_MUTABLE_KEY, default=FLAGS_PINNED, db=durable.tables[Table.META])
+    patterns = value[len(FLAGS_PINNED) :]
+    return set(map(os.fsdecode, patterns.split(b"\0"))) if patterns else set()
+
+
 class OpenedIndex:
     """The index of one run: durable and session environments, run number and floor."""
 
@@ -181,9 +192,12 @@ class OpenedIndex:
         revalidate: Revalidate,
         rctime: bytes,
         *,
+        mutable: Sequence[str] = (),
         same_mount: bool = False,
     ) -> None:
         """Begins a new run. `rctime`: what the source says now, empty where it says nothing.
+
+        `mutable`: the patterns of `--mutable`. What was pinned with others is compared, and may be mutable now.
 
         `same_mount`: goes on with the run of a daemon that died and whose mount did not (hazard 12). Raises
         CacheFsError where its session is not there.
@@ -202,7 +216,7 @@ class OpenedIndex:
         # After a crash of the machine the last changes may be lost: nothing is taken on trust.
         trusted = last is not None and (before.clean or survived)
         unmoved = revalidate is Revalidate.RCTIME and rctime_unmoved(before.rctime, rctime, time.time())
-        keep = trusted and (revalidate is Revalidate.NEVER or unmoved)
+        keep = trusted and (revalidate is Revalidate.NEVER or unmoved) and mutable_patterns(durable) == set(mutable)
         run = before.run + 1
         self.state = RunState(run, before.floor if keep else run, False, now, before.rctime if keep else rctime)
         if same_mount:
@@ -215,6 +229,9 @@ class OpenedIndex:
             self.index.recover_session(same_mount=same_mount)
         self.count_takeovers(self.takeovers)
         self._store()
+        with durable.write() as txn:  # after the floor: a crash in between makes everything doubtful once more
+            patterns = b"\0".join(os.fsencode(pattern) for pattern in sorted(set(mutable)))
+            txn.put(_MUTABLE_KEY, FLAGS_PINNED + patterns, db=durable.tables[Table.META])
         self.index.note_run(self.state.run, time.time_ns())
 
     def count_takeovers(self, takeovers: int) -> None:

@@ -104,12 +104,11 @@ class Contents:
     def state(self, inode: Inode) -> str:
         if inode.flags & WRITTEN:
             return "written"
-        if self._metadata.is_mutable_path(self._fs.path_of(inode.number)):
-            return "mutable"
-        if not self._metadata.is_pinned(inode):
-            return "unpinned"
-        immutable = inode.is_regular and (inode.flags & IMMUTABLE or self._fs.options.pins_everything)
-        return "immutable" if immutable else "pinned"
+        if self._metadata.is_pinned(inode):
+            immutable = inode.is_regular and (inode.flags & IMMUTABLE or self._fs.options.pins_everything)
+            return "immutable" if immutable else "pinned"
+        with self._index.view() as view:
+            return "mutable" if self._metadata.mutable_names.any(view, inode.number) else "unpinned"
 
     def cached_bytes(self, inode: Inode) -> int:
         """In the blob, or on their way there."""

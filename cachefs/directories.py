@@ -168,10 +168,13 @@ class Directories:
                     continue
                 pinned = self._metadata.is_pinned(record)
                 holds = self._metadata.entry_holds(directory, dentry)
-                if pinned and not (holds and self._metadata.remaining_ns(record)) and position != compared:
+                mutable_name = pinned and self._metadata.mutable_names.matches(view, number, name)
+                believed = (holds or mutable_name) and self._metadata.remaining_ns(record)
+                if pinned and not believed and position != compared:
                     complete, after = False, position - 1
                     break
-                if not emit(name, record, self._fs.timeout_s(record), position):
+                timeout_s = self._fs.entry_timeout_s(record, mutable_name=mutable_name)
+                if not emit(name, record, timeout_s, position):
                     break
                 after = position
                 if not pinned:

@@ -53,6 +53,8 @@ class OpenFile:
     """Of the source that `fd` was opened in."""
     stale: list[int] = field(default_factory=list)
     """Descriptors of a source that has gone: calls may still use them. Closed with the last handle."""
+    is_mutable: bool = False
+    """By a name that it was given since: who has it open reads the source from now on."""
 
     def set_fd(self, fd: int, generation: int) -> None:
         self.fd, self.generation = fd, generation

@@ -46,6 +46,8 @@ class Notifier(Protocol):
 
     def entry_soon(self, parent: int, name: bytes) -> None: ...
 
+    def all_soon(self, entries: Sequence[tuple[int, bytes]], numbers: Sequence[int]) -> None: ...
+
     async def entry(self, parent: int, name: bytes) -> None: ...
 
     async def inode(self, number: int) -> None: ...
@@ -169,6 +171,11 @@ class FileSystem:
         remaining = self.metadata.remaining_ns(record)
         return float("inf") if remaining == FOREVER_NS else remaining / NANOSECONDS
 
+    def entry_timeout_s(self, record: Inode, *, mutable_name: bool) -> float:
+        """A name that --mutable matches is not pinned, whatever it leads to."""
+        timeout_s = self.timeout_s(record)
+        return min(timeout_s, self.options.unpinned_timeout_s) if mutable_name else timeout_s
+
     def record(self, number: int) -> Inode:
         """The record of an inode that the kernel was told of. ESTALE if it has gone."""
         with self.metadata.index.view() as view:
@@ -200,7 +207,9 @@ class FileSystem:
         if found is None:
             pinned = self.pins(self._beneath(parent, name))
             return Entry(None, float("inf") if pinned else self.options.unpinned_timeout_s)
-        return Entry(found, self.timeout_s(found))
+        with self.metadata.index.view() as view:
+            mutable_name = self.metadata.mutable_names.matches(view, parent, name)
+        return Entry(found, self.entry_timeout_s(found, mutable_name=mutable_name))
 
     def _beneath(self, parent: int, name: bytes) -> bytes:
         with self.metadata.index.view() as view:
@@ -481,6 +490,31 @@ class FileSystem:
                     immutable.append(number)
                     self.metadata.put_inode(update, record._replace(flags=record.flags & ~IMMUTABLE | WRITTEN))
         return (await self._drop(immutable))[0]
+
+    async def follow_names(self, numbers: Iterable[int]) -> list[int]:
+        """This mount gave these inodes other names. Which of them, and of those beneath, are not pinned any more.
+
+        The kernel is told and not waited for: it holds the directories of the request that this is done for (hazard 1).
+        """
+        waiting = [number for number in numbers if number] if self.metadata.mutable_names else []
+        all_names: list[tuple[int, bytes]] = []
+        unpinned: list[int] = []
+        while waiting:
+            part, waiting = waiting[-DROP_CHUNK:], waiting[:-DROP_CHUNK]
+            with self.metadata.index.update() as update:
+                for number in part:
+                    record = self.metadata.inode(update, number)
+                    if record is None:
+                        continue
+                    if record.is_directory and self.metadata.mutable_names.reach_beneath(update, number):
+                        waiting += self.metadata.children(update, number)
+                    names, ends = self.metadata.follow_names(update, number)
+                    all_names += names
+                    unpinned += [number] * ends
+            await trio.lowlevel.checkpoint()
+        if all_names:
+            self.notifier.all_soon(all_names, unpinned)
+        return unpinned
 
     async def limit_metadata(self, retention: MetadataRetention, metrics: Metrics) -> None:
         """A task, for ever: drop what is pinned beyond the limit."""

@@ -36,6 +36,7 @@ from cachefs.belief import Belief
 from cachefs.environment import Table, Update, View
 from cachefs.index import Index
 from cachefs.metadata_retention import MetadataRetention
+from cachefs.mutable_names import MutableNames
 from cachefs.options import Options
 from cachefs.paths import Paths, directory_of, leads_to, links_of
 from cachefs.runs import FIRST_ALIAS, Numbers
@@ -70,6 +71,7 @@ class MetadataCache(Belief):
         # state
         self.numbers = Numbers(run, takeovers)
         self.paths = Paths()
+        self.mutable_names = MutableNames(options.mutable, self.paths)
 
     def next_sequence(self) -> int:
         """A number that was never given out before, in any run (runs.py)."""
@@ -101,7 +103,7 @@ class MetadataCache(Belief):
             return directory_of(view, number)
 
     def is_mutable_path(self, path: bytes) -> bool:
-        return bool(self._options.mutable) and self._options.mutable.matches(path)
+        return self.mutable_names.matches_path(path)
 
     # --- what an lstat said ----------------------------------------------------------------------------------------
 
@@ -143,8 +145,11 @@ class MetadataCache(Belief):
         if old is not None and self.is_pinned(old) and self.remaining_ns(old) > 0:
             record = old
         else:
-            record = self._compared(number, old, now, pin)
-            if self._is_freezable(update, parent, name, record):
+            mutable = self._are_mutable(update, number, parent, name, now)
+            if old is not None and all(mutable):
+                old = old._replace(flags=old.flags & ~(PINNED | IMMUTABLE))
+            record = self._compared(number, old, now, pin and not any(mutable))
+            if self._is_freezable(record) and not any(mutable):
                 record = record._replace(flags=record.flags | FREEZABLE)
             self.put_inode(update, record._replace(lookups=record.lookups + counted))
         added = self._put_name(update, parent, name, number, pinned=bool(record.flags & PINNED))
@@ -174,12 +179,24 @@ class MetadataCache(Belief):
         if dentry is not None and dentry.inode == number and dentry.stamp:
             update.put(Table.DENTRIES, inode_key(link[0]) + link[1], dentry._replace(stamp=0).pack())
 
-    def _is_freezable(self, view: View, parent: int, name: bytes, record: Inode) -> bool:
-        """For the fast path, which knows neither who writes nor which paths are mutable."""
+    def _are_mutable(self, view: View, number: int, parent: int, name: bytes, now: Stat) -> list[bool]:
+        """Of each name of an object that was just looked at by one of them: does `--mutable` match it?"""
+        if not self.mutable_names:
+            return [False]
+        names = {(parent, name)}
+        if now.nlink > 1 and not stat.S_ISDIR(now.mode):
+            names.update(link for link in links_of(view, number) if leads_to(view, link, number))
+        return [self.mutable_names.matches(view, *each) for each in names]
+
+    def _is_freezable(self, record: Inode) -> bool:
+        """For the fast path, which does not know who writes. Names that are mutable apart."""
         options = self._options
-        if not record.is_regular or record.flags & (IMMUTABLE | WRITTEN) or not options.pins_files or options.read_only:
-            return False
-        return not (options.mutable and self.is_mutable_path(self.paths.beneath(view, parent, name)))
+        return bool(
+            record.is_regular
+            and not record.flags & (IMMUTABLE | WRITTEN)
+            and options.pins_files
+            and not options.read_only
+        )
 
     def withdraw_freezable(self, number: int) -> None:
         """A file is about to be opened for writing."""
@@ -261,7 +278,8 @@ class MetadataCache(Belief):
             self._retention.removed(number)
 
     def _put_name(self, update: Update, parent: int, name: bytes, number: int, *, pinned: bool) -> bool:
-        """Let a name lead to an inode. True if it did not before."""
+        """Let a name lead to an inode. True if it did not before. A mutable name is not pinned (mutable_names.py)."""
+        pinned = pinned and not self.mutable_names.matches(update, parent, name)
         old = self.dentry(update, parent, name)
         known = old is not None and old.inode == number
         if old is not None and old.inode not in (0, number):
@@ -372,7 +390,7 @@ class MetadataCache(Belief):
                 self._put_name(update, parent, name, number, pinned=True)
             if not links:
                 break
-            number = links[0][0]
+            number = next((p for p, n in links if not self.mutable_names.matches(update, p, n)), links[0][0])
             directory = self.inode(update, number)
             if directory is None or directory.flags & PINNED:
                 break
@@ -398,6 +416,27 @@ class MetadataCache(Belief):
                 update.put(Table.DENTRIES, inode_key(parent) + name, dentry._replace(stamp=0).pack())
             update.put(Table.LINKS, inode_key(number) + inode_key(parent) + name, FLAGS_NONE)
         return links
+
+    def follow_names(self, update: Update, number: int) -> tuple[list[tuple[int, bytes]], bool]:
+        """Some of an inode's names are other ones now: what mutable names say of it counts (mutable_names.py).
+
+        Returns names that the kernel must drop, and whether the inode was pinned and is not any more.
+        """
+        record = self.inode(update, number)
+        if record is None or not record.flags & (PINNED | IMMUTABLE | FREEZABLE):
+            return [], False
+        mutable, others = self.mutable_names.names(update, number)
+        if not mutable:
+            return [], False
+        ends = not others
+        flags = record.flags & ~FREEZABLE
+        for parent, name in mutable:  # beneath a directory that was renamed they are what they were
+            self._put_name(update, parent, name, number, pinned=False)
+        if ends:
+            flags &= ~(PINNED | IMMUTABLE | LISTED)
+            record = record._replace(version=self.next_sequence(), expires_ns=0)
+        self.put_inode(update, record._replace(flags=flags))
+        return mutable, ends
 
     def children(self, view: View, directory: int) -> list[int]:
         """The inodes that its names are known to lead to."""

@@ -118,7 +118,7 @@ class Mutations:
         with self._metadata.index.update() as update:
             record = self._metadata.inode(update, number)
             if record is not None:
-                self._metadata.put_inode(update, record._replace(flags=record.flags | WRITTEN, expires_ns=0))
+                self._metadata.put_inode(update, record.written()._replace(expires_ns=0))
 
     async def write(self, handle: int, offset: int, data: bytes) -> int:
         writer = self._files.handle(handle).writer or unknown_writer()
@@ -236,7 +236,9 @@ class Mutations:
             now, directory = await self._run(number, call)
             self._own_change((number, now), (parent, directory))
         with self._metadata.index.update() as update:
-            return self._metadata.apply_stat(update, parent, name, now, pin=False)
+            record = self._metadata.apply_stat(update, parent, name, now, pin=False)
+        await self._files.names_changed(number)
+        return record
 
     async def remove(self, parent: int, name: bytes, caller: Caller, *, is_directory: bool) -> None:
         """unlink or rmdir. An open immutable file goes on being readable (hazard 2)."""
@@ -252,6 +254,7 @@ class Mutations:
             self._own_change((parent, directory))
             if number:
                 await self._files.compare_own_change(number)
+                await self._files.names_changed(number)
 
     def _number(self, parent: int, name: bytes) -> int:
         """The inode that a name leads to; 0 if that is not known."""
@@ -280,3 +283,4 @@ class Mutations:
                 self._own_change((moved, now))
             if replaced:
                 await self._files.compare_own_change(replaced)
+            await self._files.names_changed(moved, replaced)

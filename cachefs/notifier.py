@@ -5,7 +5,7 @@ import functools
 import logging
 import os
 import struct
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import trio
 
@@ -35,6 +35,16 @@ class KernelNotifier:
 
     def entry_soon(self, parent: int, name: bytes) -> None:
         self._nursery.start_soon(self.entry, parent, name)
+
+    def all_soon(self, entries: Sequence[tuple[int, bytes]], numbers: Sequence[int]) -> None:
+        """Names, then inodes, in one task."""
+        self._nursery.start_soon(self._all, entries, numbers)
+
+    async def _all(self, entries: Sequence[tuple[int, bytes]], numbers: Sequence[int]) -> None:
+        for parent, name in entries:
+            await self.entry(parent, name)
+        for number in numbers:
+            await self.inode(number)
 
     async def entry(self, parent: int, name: bytes) -> None:
         await self._send(_NOTIFY_INVAL_ENTRY, _NOTIFY_ENTRY.pack(parent, len(name), 0) + name + b"\0")

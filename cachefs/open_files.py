@@ -82,6 +82,11 @@ class Handle:
     stale: list[int] = field(default_factory=list)
     """Descriptors of a source that has gone: calls may still use them."""
 
+    @property
+    def is_cached(self) -> bool:
+        """Served from the cache, not by `fd`."""
+        return self.file is not None and not self.file.is_mutable
+
     def close(self) -> None:
         """In a thread."""
         close_all([fd for fd in (self.fd, *self.stale) if fd >= 0])
@@ -259,7 +264,8 @@ class OpenFiles:
         """
         opened = None
         if every or self.writers[number]:
-            mine = [h for h in self.handles.values() if h.number == number and not h.file and (h.writable or every)]
+            mine = [h for h in self.handles.values() if h.number == number and not h.is_cached]
+            mine = [h for h in mine if h.writable or every]
             opened = max(mine, key=lambda h: h.writable, default=None)
         if opened is not None:
             opened.borrowers += 1
@@ -392,7 +398,8 @@ class OpenFiles:
         """Is it never to be immutable in this run: open for writing, written here, or named by --mutable?"""
         if record.flags & WRITTEN or self.writers[record.number]:
             return True
-        return bool(self._options.mutable) and self._metadata.is_mutable_path(self._fs.path_of(record.number))
+        with self._metadata.index.view() as view:
+            return self._metadata.mutable_names.any(view, record.number)
 
     def _shared(self, record: Inode) -> OpenFile:
         file = self._files.get((record.number, record.version))
@@ -516,7 +523,7 @@ class OpenFiles:
         if handle & FAST_HANDLE:
             return await self._read_inode(handle & ~FAST_HANDLE, offset, size)
         opened = self.handle(handle)
-        if opened.file is not None:
+        if opened.file is not None and opened.is_cached:
             return await self._fetcher.read(opened.file, offset, size)
         with self._uncached_read(opened.number):
             data = await self.use(opened, lambda fd: self._source.pread(fd, size, offset))
@@ -537,7 +544,7 @@ class OpenFiles:
     async def _read_inode(self, number: int, offset: int, size: int) -> bytes | memoryview:
         """A read of a file that the fast path opened, and passed on because it is not in the cache."""
         held = self._held.get(number)
-        if held is not None:
+        if held is not None and not held.is_mutable:
             return await self._fetcher.read(held, offset, size)
         record = await self._fs.believed(number)
         if not self._is_immutable(record):
@@ -603,7 +610,7 @@ class OpenFiles:
                 self._fs.expire(opened.number)
         if opened.file is not None:
             await self._let_go(opened.file)
-        elif not opened.borrowers and opened.fd >= 0:
+        if not opened.borrowers and opened.fd >= 0:
             await self._slots.run(opened.close, once=True)
 
     async def _let_go(self, file: OpenFile) -> None:
@@ -647,15 +654,23 @@ class OpenFiles:
                 wanted = record is not None and self._is_immutable(record) and not self._data.holds_all(view, record)
             if record is not None and wanted:
                 self._held[number] = self._shared(record)
-        await self.reopen(h for h in list(self.handles.values()) if h.number == number and h.file is None and h.fd < 0)
+        mine = [h for h in self.handles.values() if h.number == number and not h.is_cached and h.fd < 0]
+        await self.reopen(mine)
         for (inode, _), file in list(self._files.items()):
-            if inode == number:
+            if inode == number and not file.is_mutable:
                 try:
                     file.drop_stale(self._source.generation)
                     await self._fetcher.open_source(file)
                     file.held = True
                 except Changed:
                     pass  # and the entry was dropped
+
+    async def names_changed(self, *numbers: int) -> None:
+        """This mount gave these inodes other names, and has stored what they look like now (mutable_names.py)."""
+        unpinned = set(await self._fs.follow_names(numbers))
+        if unpinned:
+            for (number, _), file in self._files.items():
+                file.is_mutable |= number in unpinned
 
     def store_own_change(self, number: int, now: Stat, *, written: bool = False) -> None:
         """What an inode looks like after our own change; open files of it go on with that, if they are unchanged.
@@ -665,7 +680,7 @@ class OpenFiles:
         with self._metadata.index.update() as update:
             after, dropped = self._metadata.apply_own_change(update, number, now)
             if after is not None and written:
-                self._metadata.put_inode(update, after._replace(flags=after.flags | WRITTEN))
+                self._metadata.put_inode(update, after.written())
         for parent, name in dropped:
             self._fs.notifier.entry_soon(parent, name)
         if after is None:

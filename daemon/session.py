@@ -227,6 +227,7 @@ class Session:
                     places.session_directory(cache_dir),
                     options.revalidate,
                     b"" if self._took_over else await _in_thread(_rctime, source, options),
+                    mutable=options.mutable.patterns,
                     same_mount=self._took_over,
                 )
                 flushed = False

@@ -52,6 +52,19 @@ def _translate(pattern: str) -> str:
     return expression + "(?:/.*)?"
 
 
+def _translate_above(pattern: str) -> str:
+    """The regular expression of directories beneath which names match because of where the directory lies."""
+    if "/" not in pattern.rstrip("/"):
+        return "(?!)"  # a name matches wherever it lies
+    expression, end = "", ""
+    for component in [c for c in pattern.split("/") if c][:-1]:
+        if component == "**":
+            return expression + "(?:.*)" + end
+        expression += _component(component) + "(?:/"
+        end += ")?"
+    return expression.removesuffix("(?:/") + end.removesuffix(")?")
+
+
 class Globs:
     """The compiled patterns. Paths are bytes relative to the root of the mount, without a leading slash."""
 
@@ -61,6 +74,9 @@ class Globs:
             self._compiled = [
                 re.compile(_translate(p).encode("utf-8", "surrogateescape"), re.DOTALL) for p in self.patterns
             ]
+            self._above = [
+                re.compile(_translate_above(p).encode("utf-8", "surrogateescape"), re.DOTALL) for p in self.patterns
+            ]
         except re.error as error:
             raise InvalidGlob(f"not a valid pattern: {error}") from None
 
@@ -69,3 +85,7 @@ class Globs:
 
     def matches(self, path: bytes) -> bool:
         return any(expression.fullmatch(path) for expression in self._compiled)
+
+    def reach_beneath(self, directory: bytes) -> bool:
+        """May a name beneath a directory match that would not match in every directory?"""
+        return self.matches(directory) or any(expression.fullmatch(directory) for expression in self._above)

@@ -69,6 +69,21 @@ def test_12_after_a_crash_of_the_machine_never_behaves_as_lazy(tmp_path: Path, m
     assert not runs.trusts(kind=NEVER)
 
 
+def test_never_trusts_only_what_the_same_patterns_of_mutable_let_be_pinned(tmp_path: Path) -> None:
+    def trusts(*mutable: str) -> bool:
+        durable = Environment(tmp_path / "index", sync=True)
+        opened = OpenedIndex(durable, tmp_path / "session", NEVER, b"", mutable=mutable)
+        opened.close(flushed=True)
+        return opened.state.floor < opened.state.run
+
+    assert not trusts()
+    assert trusts()
+    assert not trusts("runs/**", "*.log")
+    assert trusts("*.log", "runs/**")
+    assert not trusts()
+    assert trusts()
+
+
 def test_rctime_trusts_what_stands_still(tmp_path: Path) -> None:
     runs = Runs(tmp_path)
     runs.run(RCTIME, "clean", OLD_RCTIME)

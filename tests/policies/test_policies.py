@@ -42,6 +42,23 @@ def test_globs(pattern: str, yes: list[str], no: list[str]) -> None:
     assert [path for path in no if globs.matches(path.encode())] == []
 
 
+@pytest.mark.parametrize(
+    ("pattern", "yes", "no"),
+    [
+        ("runs/**", ["runs", "runs/1", "runs/1/2"], ["run", "out", "out/runs"]),
+        ("*.log", ["a.log", "x/b.log", "a.log/x"], ["a", "x/b"]),
+        ("a/*/c/d", ["a", "a/b", "a/b/c", "a/b/c/d"], ["b", "a/b/d", "a/b/c/e"]),
+        ("a/**/c", ["a", "a/x", "a/x/y"], ["b", "b/a"]),
+        ("/x", ["x"], ["y", "y/x"]),
+        ("**/x", ["a", "a/b"], []),
+    ],
+)
+def test_globs_know_beneath_which_directories_names_match(pattern: str, yes: list[str], no: list[str]) -> None:
+    globs = Globs([pattern])
+    assert [path for path in yes if not globs.reach_beneath(path.encode())] == []
+    assert [path for path in no if globs.reach_beneath(path.encode())] == []
+
+
 @pytest.mark.parametrize("pattern", ["", "/", "../x", "a/../b", "./a", "[z-a]"])
 def test_patterns_that_can_match_nothing_are_refused(pattern: str) -> None:
     with pytest.raises(InvalidGlob):

@@ -1,0 +1,263 @@
+"""Names that `--mutable` matches and names that it does not, of the same file: which of them decide, and when."""
+
+import errno
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import Mount, cachefs, drop_caches, raises_errno, settle, wait_for
+
+MakeMount = Callable[..., Mount]
+OLD, NEW = b"old " * 5000, b"the new one " * 500
+MUTABLE = ("--mutable", "*.log", "--mutable", "runs/**")
+LEVELS = pytest.mark.parametrize("cache", ["metadata", "full"])
+
+
+@pytest.fixture
+def tree(source: Path) -> Path:
+    (source / "out/deep").mkdir(parents=True)
+    (source / "runs").mkdir()
+    for name in ("file", "other", "out/deep/file", "job.log"):
+        (source / name).write_bytes(OLD)
+    settle()
+    return source
+
+
+def is_immutable(path: Path) -> bool:
+    try:
+        os.close(os.open(path, os.O_RDWR))
+    except PermissionError:
+        return True
+    return False
+
+
+def state(path: Path) -> str:
+    return os.getxattr(path, "user.cachefs.state").decode()
+
+
+def rewrite_and_read(path: Path, beneath: Path) -> None:
+    """What this mount writes shows at once, and what other nodes write within a second or so: nothing is cached."""
+    path.write_bytes(NEW)
+    assert path.read_bytes() == NEW == beneath.read_bytes()
+    beneath.write_bytes(OLD)
+    wait_for(path.read_bytes, lambda content: content == OLD)
+    os.chmod(path, 0o640)
+    assert path.stat().st_mode & 0o777 == beneath.stat().st_mode & 0o777 == 0o640
+
+
+# --- renames ---------------------------------------------------------------------------------------------------------
+
+
+@LEVELS
+def test_an_immutable_file_that_gets_a_mutable_name_is_mutable(mount: MakeMount, tree: Path, cache: str) -> None:
+    m = mount(tree, *MUTABLE, "--cache", cache)
+    assert (m.path / "file").read_bytes() == OLD
+    assert is_immutable(m.path / "file")
+    m.flush()
+    (m.path / "file").rename(m.path / "new.log")
+    assert (m.path / "new.log").read_bytes() == OLD
+    rewrite_and_read(m.path / "new.log", tree / "new.log")
+    assert state(m.path / "new.log") in ("written", "mutable")
+    assert m.flush()["cached_files"] == 0
+
+
+def test_a_mutable_name_that_another_node_replaces_shows_the_new_file(mount: MakeMount, tree: Path) -> None:
+    m = mount(tree, *MUTABLE)
+    assert (m.path / "file").read_bytes() == OLD
+    (m.path / "file").rename(m.path / "new.log")
+    assert state(m.path / "new.log") == "mutable"
+    (tree / "other").rename(tree / "new.log")
+    (tree / "new.log").write_bytes(NEW)
+    wait_for((m.path / "new.log").read_bytes, lambda content: content == NEW)
+
+
+def test_it_is_immutable_again_under_another_name(mount: MakeMount, tree: Path) -> None:
+    m = mount(tree, *MUTABLE)
+    assert (m.path / "file").read_bytes() == OLD
+    (m.path / "file").rename(m.path / "new.log")
+    assert (m.path / "new.log").read_bytes() == OLD
+    (m.path / "new.log").rename(m.path / "file")
+    assert (m.path / "file").read_bytes() == OLD
+    assert is_immutable(m.path / "file")
+    assert state(m.path / "file") == "immutable"
+
+
+@LEVELS
+@pytest.mark.parametrize("written", [False, True])
+def test_a_mutable_file_that_gets_another_name(mount: MakeMount, tree: Path, cache: str, written: bool) -> None:
+    """It is immutable once read then, unless it was written in this run."""
+    m = mount(tree, *MUTABLE, "--cache", cache)
+    if written:
+        (m.path / "job.log").write_bytes(OLD)
+    assert (m.path / "job.log").read_bytes() == OLD
+    (m.path / "job.log").rename(m.path / "job.txt")
+    assert (m.path / "job.txt").read_bytes() == OLD
+    assert is_immutable(m.path / "job.txt") != written
+
+
+def test_a_mutable_file_that_a_writer_has_open_gets_another_name(mount: MakeMount, tree: Path) -> None:
+    m = mount(tree, *MUTABLE)
+    with open(m.path / "job.log", "r+b", buffering=0) as writer:
+        (m.path / "job.log").rename(m.path / "job.txt")
+        assert (m.path / "job.txt").read_bytes() == OLD
+        writer.write(NEW)
+        assert (m.path / "job.txt").read_bytes() == NEW + OLD[len(NEW) :]
+
+
+@pytest.mark.parametrize("length", [100_000, 5 << 20], ids=["small", "large"])
+def test_who_has_it_open_while_it_gets_a_mutable_name_reads_on(mount: MakeMount, tree: Path, length: int) -> None:
+    content = os.urandom(length)
+    (tree / "file").write_bytes(content)
+    settle()
+    m = mount(tree, *MUTABLE)
+    with open(m.path / "file", "rb", buffering=0) as before:
+        assert before.read(10_000) == content[:10_000]
+        (m.path / "file").rename(m.path / "new.log")
+        drop_caches()
+        rest = b"".join(iter(lambda: before.read(1 << 16), b""))
+        assert content[:10_000] + rest == content
+        assert os.fstat(before.fileno()).st_size == length
+        with open(m.path / "new.log", "ab") as writer:
+            writer.write(b"more")
+        assert before.read() == b"more"
+        assert os.fstat(before.fileno()).st_size == length + 4
+
+
+def test_a_directory_that_gets_a_mutable_name(mount: MakeMount, tree: Path) -> None:
+    m = mount(tree, *MUTABLE)
+    assert (m.path / "out/deep/file").read_bytes() == OLD
+    assert is_immutable(m.path / "out/deep/file")
+    (m.path / "out").rename(m.path / "runs/1")
+    rewrite_and_read(m.path / "runs/1/deep/file", tree / "runs/1/deep/file")
+    # The directories are not pinned any more, either.
+    (tree / "runs/1/deep").rename(tree / "runs/aside")
+    (tree / "runs/1/deep").mkdir()
+    (tree / "runs/1/deep/file").write_bytes(NEW)
+    wait_for((m.path / "runs/1/deep/file").read_bytes, lambda content: content == NEW)
+    (m.path / "runs/1").rename(m.path / "out")
+    settle()
+    assert (m.path / "out/deep/file").read_bytes() == NEW
+    assert is_immutable(m.path / "out/deep/file")
+
+
+def test_two_names_that_are_exchanged(mount: MakeMount, tree: Path) -> None:
+    from cachefs.syscalls import renameat2
+
+    m = mount(tree, *MUTABLE)
+    for name in ("file", "job.log"):
+        assert (m.path / name).read_bytes() == OLD
+    root = os.open(m.path, os.O_RDONLY)
+    try:
+        renameat2(root, b"file", root, b"job.log", 2)
+    finally:
+        os.close(root)
+    assert (m.path / "file").read_bytes() == OLD
+    assert is_immutable(m.path / "file")
+    rewrite_and_read(m.path / "job.log", tree / "job.log")
+
+
+# --- hard links ------------------------------------------------------------------------------------------------------
+
+
+@LEVELS
+def test_a_mutable_name_more_does_not_make_a_file_mutable(mount: MakeMount, tree: Path, cache: str) -> None:
+    """A job may read it by the other. When that goes, the file is mutable."""
+    m = mount(tree, *MUTABLE, "--cache", cache)
+    assert (m.path / "file").read_bytes() == OLD
+    os.link(m.path / "file", m.path / "new.log")
+    for name in ("file", "new.log"):
+        assert (m.path / name).read_bytes() == OLD
+        assert is_immutable(m.path / name)
+        assert state(m.path / name) == "immutable"
+    (m.path / "file").unlink()
+    rewrite_and_read(m.path / "new.log", tree / "new.log")
+
+
+def test_the_last_name_that_is_not_mutable_is_replaced(mount: MakeMount, tree: Path) -> None:
+    m = mount(tree, *MUTABLE)
+    assert (m.path / "file").read_bytes() == OLD
+    os.link(m.path / "file", m.path / "new.log")
+    (m.path / "other").rename(m.path / "file")
+    rewrite_and_read(m.path / "new.log", tree / "new.log")
+
+
+@LEVELS
+@pytest.mark.parametrize("here", [True, False], ids=["linked here", "linked before"])
+def test_another_name_of_a_mutable_file_does_not_make_it_immutable(
+    mount: MakeMount, tree: Path, cache: str, here: bool
+) -> None:
+    if not here:
+        os.link(tree / "job.log", tree / "a-name")
+        settle()
+    m = mount(tree, *MUTABLE, "--cache", cache)
+    assert (m.path / "job.log").read_bytes() == OLD
+    if here:
+        os.link(m.path / "job.log", m.path / "a-name")
+    assert (m.path / "a-name").read_bytes() == OLD
+    rewrite_and_read(m.path / "job.log", tree / "job.log")
+    assert (m.path / "a-name").read_bytes() == OLD
+    assert m.flush()["cached_files"] == 0
+
+
+@pytest.mark.parametrize("kind", ["read-write", "read-only"])
+def test_a_mutable_name_of_an_immutable_file_is_not_pinned(mount: MakeMount, tree: Path, kind: str) -> None:
+    """The name shows what other nodes make of it; the other one keeps what was read."""
+    os.link(tree / "file", tree / "runs/file")
+    settle()
+    m = mount(tree, *MUTABLE, *(["--read-only"] if kind == "read-only" else []))
+    assert (m.path / "file").read_bytes() == OLD
+    assert (m.path / "runs/file").read_bytes() == OLD
+    assert "file" in os.listdir(m.path / "runs")
+    (tree / "other").write_bytes(NEW)
+    (tree / "other").rename(tree / "runs/file")
+    wait_for((m.path / "runs/file").read_bytes, lambda content: content == NEW)
+    assert (m.path / "file").read_bytes() == OLD
+
+
+# --- another --mutable -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("revalidate", ["lazy", "never"])
+def test_what_was_immutable_is_mutable_for_a_mount_that_says_so(mount: MakeMount, tree: Path, revalidate: str) -> None:
+    m = mount(tree, "--revalidate", revalidate)
+    assert (m.path / "job.log").read_bytes() == OLD
+    assert (m.path / "file").read_bytes() == OLD
+    assert is_immutable(m.path / "job.log")
+    m.flush()
+    m.remount("--revalidate", revalidate, *MUTABLE)
+    assert (m.path / "file").read_bytes() == OLD
+    assert is_immutable(m.path / "file")
+    rewrite_and_read(m.path / "job.log", tree / "job.log")
+
+
+def test_what_gets_a_mutable_name_is_mutable_after_a_restart(mount: MakeMount, tree: Path) -> None:
+    m = mount(tree, *MUTABLE)
+    assert (m.path / "file").read_bytes() == OLD
+    assert (m.path / "out/deep/file").read_bytes() == OLD
+    m.flush()
+    (m.path / "file").rename(m.path / "new.log")
+    (tree / "out").rename(tree / "runs/1")  # by another node: this mount keeps what it has pinned
+    m.remount(*MUTABLE)
+    rewrite_and_read(m.path / "new.log", tree / "new.log")
+    rewrite_and_read(m.path / "runs/1/deep/file", tree / "runs/1/deep/file")
+
+
+def test_cache_none_has_no_immutable_files_under_any_name(mount: MakeMount, tree: Path) -> None:
+    m = mount(tree, *MUTABLE, "--cache", "none")
+    assert (m.path / "file").read_bytes() == OLD
+    (m.path / "file").rename(m.path / "new.log")
+    rewrite_and_read(m.path / "new.log", tree / "new.log")
+    (m.path / "new.log").rename(m.path / "file")
+    rewrite_and_read(m.path / "file", tree / "file")
+
+
+def test_invalidated_after_another_node_gave_it_a_mutable_name(mount: MakeMount, tree: Path) -> None:
+    m = mount(tree, *MUTABLE)
+    assert (m.path / "out/deep/file").read_bytes() == OLD
+    (tree / "out").rename(tree / "runs/1")
+    assert wait_for((m.path / "runs/1/deep/file").exists, bool)
+    raises_errno(errno.EPERM, lambda: os.open(m.path / "runs/1/deep/file", os.O_WRONLY))
+    cachefs("invalidate", m.path / "runs")
+    rewrite_and_read(m.path / "runs/1/deep/file", tree / "runs/1/deep/file")
