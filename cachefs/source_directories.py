@@ -8,6 +8,9 @@ About a thousand are kept, the least recently used are closed. Each is compared 
 opened by its name in the directory above it; the inode behind a descriptor never changes. A directory whose name
 leads elsewhere, and whose descriptor is gone, cannot be reached any more: `Changed`.
 
+Several threads that want the same directory at the same time open it once: one opens it, the others wait for that one.
+An open that hangs delays the others by one second only; then each of them opens the directory itself.
+
 Used from the threads of `slots.py`, all at once.
 """
 
@@ -22,6 +25,8 @@ from cachefs.attributes import ROOT_INODE, Stat
 from cachefs.identity import GONE, Changed, Identity, check
 
 MAX_HELD = 1000
+PATIENCE_S = 1.0
+"""How long a thread waits for another thread that opens the same directory."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -70,6 +75,8 @@ class SourceDirectories:
         # state, behind the lock
         self._lock = threading.Lock()
         self._held: OrderedDict[int, _Held] = OrderedDict()
+        self._openings: dict[int, threading.Event] = {}
+        """Directories that a thread is opening right now; set when it has them, or has failed."""
         self._generation = 0
         """Of the source: what is opened while it is mounted anew is not kept."""
 
@@ -104,15 +111,18 @@ class SourceDirectories:
 
     def _take(self, directory: Directory) -> _Held | None:
         with self._lock:
-            held = self._held.get(directory.number)
-            if held is None:
-                return None
-            if held.identity != directory.identity:  # the number is another directory's now
-                self._drop(self._held.pop(directory.number))
-                return None
-            self._held.move_to_end(directory.number)
-            held.users += 1
-            return held
+            return self._take_locked(directory)
+
+    def _take_locked(self, directory: Directory) -> _Held | None:
+        held = self._held.get(directory.number)
+        if held is None:
+            return None
+        if held.identity != directory.identity:  # the number is another directory's now
+            self._drop(self._held.pop(directory.number))
+            return None
+        self._held.move_to_end(directory.number)
+        held.users += 1
+        return held
 
     def _open(self, directory: Directory) -> _Held:
         """Open it, and all above it that are not held."""
@@ -128,13 +138,31 @@ class SourceDirectories:
         for below in reversed(missing):
             fd = self._root_fd if start is None else start.fd
             try:
-                following = self._open_one(fd, below, generation)
+                following = self._open_once(fd, below, generation)
             finally:
                 if start is not None:
                     self._release(start)
             start = following
         assert start is not None
         return start
+
+    def _open_once(self, parent_fd: int, directory: Directory, generation: int) -> _Held:
+        """Open a directory, or wait for the thread that is opening it."""
+        with self._lock:
+            if (held := self._take_locked(directory)) is not None:
+                return held
+            others = self._openings.get(directory.number)
+            if others is None:
+                ours = self._openings[directory.number] = threading.Event()
+        if others is not None:
+            others.wait(PATIENCE_S)
+            return self._take(directory) or self._open_one(parent_fd, directory, generation)
+        try:
+            return self._open_one(parent_fd, directory, generation)
+        finally:
+            with self._lock:
+                del self._openings[directory.number]
+            ours.set()
 
     def _open_one(self, parent_fd: int, directory: Directory, generation: int) -> _Held:
         assert directory.identity is not None
