@@ -7,25 +7,76 @@ serves; work that the daemon does for itself (prefetch, warm-up) is `DAEMON`'s, 
 
 The owner travels in a context variable: each request sets it, tasks inherit it, and whoever takes something from a
 share asks for it. That keeps a uid out of every signature between a request and the call to the source.
+
+Work that several users wait for, such as the listing of a directory, has several owners: a `Party`. Whoever joins the
+work joins its party, and what the work takes then comes from any share of the party that has room. So nobody waits in
+the queue of another user because that user asked first.
 """
 
 from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from contextvars import ContextVar
 
 DAEMON = -1
 UNKNOWN = -2
 """Requests on a handle whose opener nobody knows. They share one share."""
 
-_owner: ContextVar[int] = ContextVar("owner", default=DAEMON)
+
+class Party:
+    """The owners of a piece of work. The first one began it."""
+
+    __slots__ = ("owners", "waiting")
+
+    def __init__(self, owner: int) -> None:
+        self.owners = [owner]
+        self.waiting: dict[object, Callable[[int], None]] = {}
+        """What waits for room in a share of the party, and how to tell it of another owner."""
+
+    def join(self, owner: int) -> None:
+        if owner not in self.owners:
+            self.owners.append(owner)
+            for joined in list(self.waiting.values()):
+                joined(owner)
+
+    @contextmanager
+    def waits_for(self, other: "Party") -> Iterator[None]:
+        """While the block runs our work waits for another one: all of us are owners of that one, too."""
+        for owner in self.owners:
+            other.join(owner)
+        self.waiting[other] = other.join
+        try:
+            yield
+        finally:
+            self.waiting.pop(other, None)
+
+
+_DAEMONS_PARTY = Party(DAEMON)
+_party: ContextVar[Party] = ContextVar("party", default=_DAEMONS_PARTY)
 
 
 def act_for(uid: int) -> None:
     """What this task does from now on, and the tasks that it starts, is done for this user."""
-    _owner.set(uid)
+    _party.set(Party(uid))
 
 
 def owner() -> int:
-    return _owner.get()
+    return _party.get().owners[0]
+
+
+def party() -> Party:
+    return _party.get()
+
+
+@contextmanager
+def new_party() -> Iterator[Party]:
+    """What is started in the block is done for a party of its own, which others may join."""
+    made = Party(owner())
+    token = _party.set(made)
+    try:
+        yield made
+    finally:
+        _party.reset(token)
 
 
 class Shares:

@@ -1,6 +1,7 @@
 """One call per key at a time; whoever asks meanwhile gets the same answer, or the same error.
 
-A flight belongs to nobody: a waiter that goes away neither cancels nor poisons it.
+A flight belongs to nobody: a waiter that goes away neither cancels nor poisons it. Its calls to the source use the
+shares of all who wait for it (shares.Party).
 """
 
 import copy
@@ -10,35 +11,34 @@ from typing import Any, Generic, TypeVar
 import outcome
 import trio
 
+from cachefs import shares
+from cachefs.shares import Party
+
 K = TypeVar("K", bound=Hashable)
 T = TypeVar("T")
 V = TypeVar("V")
 
 Done = Callable[[outcome.Outcome[T]], None]
-Join = Callable[[], None] | None
-Start = Callable[[Done[T]], Join]
-"""Starts something that will call its argument, on the trio thread and not before this has returned.
-
-It returns what is called by each who waits, if that makes a difference (SourceSlots.start).
-"""
+Start = Callable[[Done[T]], None]
+"""Starts something that will call its argument, on the trio thread and not before this has returned."""
 
 
 class Flight(Generic[V]):
-    __slots__ = ("_done", "_outcome", "join")
+    __slots__ = ("_done", "_outcome", "_party")
 
-    def __init__(self) -> None:
+    def __init__(self, party: Party) -> None:
+        self._party = party
         self._done = trio.Event()
         self._outcome: outcome.Outcome[V] | None = None
-        self.join: Join = None
 
     def land(self, result: outcome.Outcome[V]) -> None:
         self._outcome = result
         self._done.set()
 
     async def wait(self) -> V:
-        if self.join is not None and self._outcome is None:
-            self.join()
-        await self._done.wait()
+        if self._outcome is None:
+            with shares.party().waits_for(self._party):
+                await self._done.wait()
         if isinstance(self._outcome, outcome.Value):  # not unwrap(): that may be called once only
             value: V = self._outcome.value
             return value
@@ -57,13 +57,13 @@ class SingleFlight(Generic[K, V]):
         """Join the flight of `key`, or start it. `finish` makes the answer of what `start` reports, or raises."""
         flight = self._flights.get(key)
         if flight is None:
-            flight = self._flights[key] = Flight()
 
             def done(answer: outcome.Outcome[Any]) -> None:
-                del self._flights[key]
-                flight.land(outcome.capture(finish, answer))
+                self._flights.pop(key).land(outcome.capture(finish, answer))
 
-            flight.join = start(done)
+            with shares.new_party() as party:
+                flight = self._flights[key] = Flight(party)
+                start(done)
         return flight
 
 

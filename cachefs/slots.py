@@ -5,7 +5,8 @@ abandoned: its request is answered ETIMEDOUT, its thread goes on and keeps its s
 slots of an owner are held by such calls, its new ones fail at once, but for one probe a second, so that the mount
 notices when the source is back. A hit never comes here.
 
-Slots are shared by owner (shares.py): what one user is blocked in blocks no other. A file that another process holds a
+Slots are shared by owner (shares.py): what one user is blocked in blocks no other. A call that several users wait for
+waits in the queue of each of them, and takes the first slot that one of them gets. A file that another process holds a
 lease on cannot be opened yet (`Busy`): the call gives its slot back, pauses, and is made again until its deadline.
 
 A source that was mounted anew answers ENOTCONN to whoever has its old root. A call that fails like that is kept, and
@@ -25,7 +26,7 @@ import math
 import os
 import threading
 import time
-from collections import Counter, deque
+from collections import Counter, OrderedDict
 from collections.abc import Callable
 from functools import partial
 from typing import Any, Generic, TypeVar
@@ -77,6 +78,7 @@ class Call(Generic[T]):
         "function",
         "once",
         "owner",
+        "party",
         "pause_s",
         "probe",
         "running",
@@ -95,7 +97,9 @@ class Call(Generic[T]):
         self.once = once
         self.checked = False
         """It failed as if the source were lost, and the source was not."""
-        self.owner = shares.owner()
+        self.party = shares.party()
+        self.owner = self.party.owners[0]
+        """Whose slot it has or had, or will be counted for first."""
         self.deadline = 0.0
         self.pause_s = FIRST_PAUSE_S
         self.running = False
@@ -116,7 +120,7 @@ class SourceSlots:
         self._shares = Shares.for_each(slots)
         self._idle: list[_Worker] = []
         self._running: dict[Call[Any], None] = {}
-        self._waiting: dict[int, deque[Call[Any]]] = {}
+        self._waiting: dict[int, OrderedDict[Call[Any], None]] = {}
         """Owner → calls that wait for a slot. The owner whose turn it is comes first."""
         self._pausing: dict[Call[Any], None] = {}
         self._retries: list[tuple[float, int, Call[Any]]] = []
@@ -146,16 +150,15 @@ class SourceSlots:
         *,
         discard: Callable[[T], object] | None = None,
         once: bool = False,
-    ) -> Callable[[], None]:
+    ) -> None:
         """Call `function` in a thread, later `done` with its outcome on the trio thread. Never blocks.
-
-        Returns what is to be called by another owner that waits for the same call.
 
         `discard` is given the result of an abandoned call, such as a descriptor to close.
         """
         call = Call(function, done, discard, once)
         now = self._clock()
         call.deadline = now + self.timeout_s
+        call.owner = next((owner for owner in call.party.owners if not self._is_stuck(owner)), call.owner)
         if self._suspended:
             self._keep(call)
         elif not self._is_stuck(call.owner):
@@ -168,29 +171,46 @@ class SourceSlots:
             self._probes[call.owner] += 1
             call.probe = True
             self._begin(call)
-        return partial(self._join, call)
 
     def _is_stuck(self, owner: int) -> bool:
         """May this owner make no more calls, and is all that it has stuck?"""
         full = self._shares.is_full(owner)
         return full and self.stuck > 0 and self._stuck[owner] == self._shares.held_by(owner)
 
-    def _join(self, call: Call[Any]) -> None:
-        """Another owner wants the same: it need not wait for the share of whoever was first."""
-        owner = shares.owner()
-        waiting = self._waiting.get(call.owner)
-        if owner != call.owner and waiting and call in waiting and not self._shares.is_full(owner):
-            waiting.remove(call)
-            if not waiting:
-                del self._waiting[call.owner]
+    def _begin_or_wait(self, call: Call[Any]) -> None:
+        if call.probe:
+            self._begin(call)
+            return
+        for owner in call.party.owners:
+            if not self._shares.is_full(owner):
+                call.owner = owner
+                self._begin(call)
+                return
+        for owner in call.party.owners:
+            self._wait(call, owner)
+        call.party.waiting[call] = partial(self._joined, call)
+
+    def _wait(self, call: Call[Any], owner: int) -> None:
+        self._waiting.setdefault(owner, OrderedDict())[call] = None
+
+    def _joined(self, call: Call[Any], owner: int) -> None:
+        """Another owner wants what waits: it need not wait for the shares of those who were first."""
+        call.deadline = self._clock() + self.timeout_s
+        if self._shares.is_full(owner):
+            self._wait(call, owner)
+        else:
+            self._leave_queues(call)
             call.owner = owner
             self._begin(call)
 
-    def _begin_or_wait(self, call: Call[Any]) -> None:
-        if call.probe or not self._shares.is_full(call.owner):
-            self._begin(call)
-        else:
-            self._waiting.setdefault(call.owner, deque()).append(call)
+    def _leave_queues(self, call: Call[Any]) -> None:
+        del call.party.waiting[call]
+        for owner in call.party.owners:
+            calls = self._waiting.get(owner)
+            if calls is not None:
+                calls.pop(call, None)
+                if not calls:
+                    del self._waiting[owner]
 
     def _begin(self, call: Call[Any]) -> None:
         if not call.probe:
@@ -234,13 +254,16 @@ class SourceSlots:
         while found:
             found = False
             for owner in list(self._waiting):
-                if self._shares.is_full(owner):
+                calls = self._waiting.get(owner)
+                if calls is None or self._shares.is_full(owner):
                     continue
-                calls = self._waiting.pop(owner)
-                self._begin(calls.popleft())
+                call = next(iter(calls))
+                self._leave_queues(call)
+                call.owner = owner
+                self._begin(call)
                 found = True
                 if calls:
-                    self._waiting[owner] = calls  # behind the others
+                    self._waiting[owner] = self._waiting.pop(owner)  # behind the others
 
     def _pause(self, call: Call[Any]) -> None:
         call.running = False
@@ -309,7 +332,7 @@ class SourceSlots:
     def abandon_overdue(self) -> None:
         now = self._clock()
         waiting = itertools.chain.from_iterable(self._waiting.values())
-        calls = (*self._running, *waiting, *self._pausing, *self._kept)
+        calls = dict.fromkeys((*self._running, *waiting, *self._pausing, *self._kept))
         overdue = [call for call in calls if call.deadline <= now]
         for call in overdue:
             if call.running:
@@ -324,9 +347,7 @@ class SourceSlots:
                 del self._kept[call]
                 self._places.give(call.owner)
             else:
-                self._waiting[call.owner].remove(call)
-                if not self._waiting[call.owner]:
-                    del self._waiting[call.owner]
+                self._leave_queues(call)
             self.timeouts += 1
             call.done(outcome.Error(OSError(errno.ETIMEDOUT, os.strerror(errno.ETIMEDOUT))))
 

@@ -15,9 +15,12 @@ import trio.testing
 from cachefs import shares
 from cachefs.errors import Busy
 from cachefs.shares import DAEMON, Shares
-from cachefs.single_flight import SingleFlight, unwrap
+from cachefs.single_flight import SingleFlight, in_task, unwrap
 from cachefs.slots import SourceSlots
 from tests.cachefs.test_tasks import Clock, run
+
+SLOTS = 4
+"""Of one owner. There are six, and another owner may have one of those that are left."""
 
 
 def test_nobody_has_more_than_three_quarters() -> None:
@@ -103,16 +106,103 @@ def test_b5_calls_of_one_user_that_block_do_not_block_another(abandoned: bool) -
 
 def test_who_wants_what_another_user_waits_for_does_not_wait_for_that_users_share() -> None:
     async def main() -> None:
-        slots = SourceSlots(1, 60)
+        slots = SourceSlots(SLOTS, 60)
         flights: SingleFlight[str, str] = SingleFlight()
         gate = threading.Event()
-        started(slots, 1, lambda: gate.wait(15), lambda _: None)
+        for _ in range(SLOTS):
+            started(slots, 1, lambda: gate.wait(15), lambda _: None)
         shares.act_for(1)
         flight = flights.begin("name", partial(slots.start, lambda: "found"), unwrap)
         shares.act_for(2)
-        assert await flights.begin("name", partial(slots.start, lambda: "again"), unwrap).wait() == "found"
-        assert await flight.wait() == "found" and not gate.is_set()
+        with trio.fail_after(10):
+            assert await flights.begin("name", partial(slots.start, lambda: "again"), unwrap).wait() == "found"
+            assert await flight.wait() == "found" and not gate.is_set()
         gate.set()
+        slots.close()
+
+    run(main)
+
+
+def test_every_call_of_work_that_several_users_wait_for_takes_a_slot_of_any_of_them() -> None:
+    """Before: the calls of a listing, of which there are many, waited for the share of whoever had asked first."""
+
+    async def main() -> None:
+        slots = SourceSlots(SLOTS, 60)
+        listings: SingleFlight[str, list[int]] = SingleFlight()
+        inner: SingleFlight[int, int] = SingleFlight()
+        gate = threading.Event()
+        for _ in range(SLOTS):
+            started(slots, 1, lambda: gate.wait(15), lambda _: None)
+
+        async def listing() -> list[int]:
+            found = [await slots.run(lambda number=number: number) for number in range(3)]
+            return [*found, await inner.begin(7, partial(slots.start, lambda: 7), unwrap).wait()]
+
+        async with trio.open_nursery() as nursery:
+            shares.act_for(1)
+            first = listings.begin("directory", in_task(nursery, listing), unwrap)
+            await trio.testing.wait_all_tasks_blocked()
+            shares.act_for(2)
+            with trio.fail_after(10):
+                assert await listings.begin("directory", in_task(nursery, listing), unwrap).wait() == [0, 1, 2, 7]
+                assert await first.wait() == [0, 1, 2, 7] and not gate.is_set()
+            gate.set()
+        slots.close()
+
+    run(main)
+
+
+def test_a_call_that_waits_takes_the_first_slot_that_one_of_its_users_gets() -> None:
+    async def main() -> None:
+        slots = SourceSlots(SLOTS, 60)
+        flights: SingleFlight[str, str] = SingleFlight()
+        gates = [threading.Event(), threading.Event()]
+        for number in range(SLOTS + 1):  # one user has all that it may have, the other what that leaves
+            uid = 1 if number < SLOTS else 2
+            started(slots, uid, partial(gates[uid - 1].wait, 15), lambda _: None)
+        shares.act_for(1)
+        flight = flights.begin("name", partial(slots.start, lambda: "found"), unwrap)
+        async with trio.open_nursery() as nursery:
+
+            async def second() -> None:
+                shares.act_for(2)
+                assert await flight.wait() == "found"
+
+            nursery.start_soon(second)
+            await trio.testing.wait_all_tasks_blocked()
+            gates[1].set()
+            with trio.fail_after(10):
+                assert await flight.wait() == "found" and not gates[0].is_set()
+        gates[0].set()
+        with trio.fail_after(10):
+            assert await slots.run(lambda: "again") == "again"  # nothing is left in a queue
+        slots.close()
+
+    run(main)
+
+
+def test_work_that_joins_other_work_brings_all_who_wait_for_it() -> None:
+    async def main() -> None:
+        slots = SourceSlots(SLOTS, 60)
+        listings: SingleFlight[str, str] = SingleFlight()
+        names: SingleFlight[str, str] = SingleFlight()
+        gate = threading.Event()
+        for _ in range(SLOTS):
+            started(slots, 1, lambda: gate.wait(15), lambda _: None)
+
+        async def listing() -> str:
+            return await names.begin("name", partial(slots.start, lambda: "found"), unwrap).wait()
+
+        async with trio.open_nursery() as nursery:
+            shares.act_for(1)
+            names.begin("name", partial(slots.start, lambda: "found"), unwrap)
+            listings.begin("directory", in_task(nursery, listing), unwrap)
+            await trio.testing.wait_all_tasks_blocked()
+            shares.act_for(2)
+            with trio.fail_after(10):
+                assert await listings.begin("directory", in_task(nursery, listing), unwrap).wait() == "found"
+            assert not gate.is_set()
+            gate.set()
         slots.close()
 
     run(main)
