@@ -1,10 +1,15 @@
 """Young files whose pages the kernel has, and the task that drops those pages when the files are old enough (age.py).
 
 Each read has an entry of its own, because its data may be half of a write() that had ended when the entry before it was
-handled. The fast path keeps its entries in the shared memory, where a successor of ours finds them.
+handled.
+
+A mount with a fast path outlives its daemon, and so do the kernel's pages. So a successor finds every entry: those of
+the fast path in the shared memory, those of our own reads in the session. Both are written before the kernel gets the
+data, and removed after it has dropped the pages.
 """
 
 import heapq
+import struct
 import time
 from collections.abc import Callable, Iterable
 from typing import NamedTuple, Protocol
@@ -12,10 +17,14 @@ from typing import NamedTuple, Protocol
 import trio
 
 from cachefs import age
-from cachefs.attributes import NANOSECONDS, UNSETTLED, Inode
+from cachefs.attributes import NANOSECONDS, UNSETTLED, Inode, inode_key, inode_of_key
+from cachefs.environment import Table
+from cachefs.index import Index
 
 GATHER_S = 0.05
 """What is due within it is dropped together."""
+_KEY = b"young:"
+_SAVED = struct.Struct("<I4xQ")  # flags of the value, when the last of its pages are to be dropped
 
 
 class Pages(Protocol):
@@ -37,12 +46,15 @@ class YoungFiles:
     def __init__(
         self,
         kernel: Pages,
+        index: Index | None = None,
         *,
         realtime_ns: Callable[[], int] = time.time_ns,
         monotonic_ns: Callable[[], int] = time.monotonic_ns,
     ) -> None:
+        """`index`: its session outlives us. None: nobody takes this mount over."""
         # dependencies
         self._kernel = kernel
+        self._index = index
         self._realtime_ns = realtime_ns
         self._monotonic_ns = monotonic_ns
         # state
@@ -60,7 +72,21 @@ class YoungFiles:
         Its pages stay until its record expires: a reader then looks at the file before it misses them.
         """
         due_ns = self._monotonic_ns() + age.until_written_ns(inode, self._realtime_ns())
-        self.note(inode.number, max(due_ns, inode.expires_ns if inode.flags & UNSETTLED else 0))
+        due_ns = max(due_ns, inode.expires_ns if inode.flags & UNSETTLED else 0)
+        self.note(inode.number, due_ns)
+        if self._index is not None:
+            key = _KEY + inode_key(inode.number)
+            with self._index.update() as update:
+                saved = update.get(Table.META, key)
+                if saved is None or _due_ns(saved) < due_ns:
+                    update.put(Table.META, key, _SAVED.pack(0, due_ns))
+
+    def restore(self) -> None:
+        """Take over what a predecessor has read."""
+        assert self._index is not None
+        with self._index.view() as view:
+            for key, value in view.scan(Table.META, _KEY):
+                self.note(inode_of_key(key[len(_KEY) :]), _due_ns(value))
 
     def note(self, number: int, due_ns: int, dropped: Callable[[], None] | None = None) -> None:
         """Drop the pages of an inode at this moment of CLOCK_MONOTONIC. `dropped`: called when they are gone."""
@@ -84,3 +110,18 @@ class YoungFiles:
             for entry in due:
                 if entry.dropped is not None:
                     entry.dropped()
+            self._forget({entry.inode for entry in due}, now_ns)
+
+    def _forget(self, inodes: Iterable[int], now_ns: int) -> None:
+        """Pages that were due by then have been dropped."""
+        if self._index is None:
+            return
+        with self._index.update() as update:
+            for key in (_KEY + inode_key(inode) for inode in inodes):
+                saved = update.get(Table.META, key)
+                if saved is not None and _due_ns(saved) <= now_ns:
+                    update.delete(Table.META, key)
+
+
+def _due_ns(saved: bytes) -> int:
+    return int(_SAVED.unpack(saved)[1])

@@ -325,6 +325,8 @@ class Session:
             if now is not None:
                 metadata.apply_root(update, now, pin=parts.filesystem.pins(b""))
         restored = files.restore() if self._took_over else []
+        if self._took_over:
+            parts.young.restore()
         if self._held is None:
             served = f"/dev/fd/{os.dup(self._device)}"
         else:

@@ -90,7 +90,7 @@ def wire(
         writes.writer_has_gone(blob.frontier)
     slots = SourceSlots(SOURCE_SLOTS, options.source_timeout_s)
     notifier = KernelNotifier(nursery, device)
-    young = YoungFiles(notifier)
+    young = YoungFiles(notifier, index if unseen_handles else None)
     filesystem = FileSystem(source, slots, metadata, options, notifier)
     files = OpenFiles(
         filesystem, data, metrics, young, unseen_handles=unseen_handles, first_handle=(opened.takeovers << 40) + 1

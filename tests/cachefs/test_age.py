@@ -1,6 +1,7 @@
 """Which files are young, and when the kernel's pages of them are dropped."""
 
 from collections.abc import Iterable
+from pathlib import Path
 
 import pytest
 import trio
@@ -8,6 +9,8 @@ import trio.testing
 
 from cachefs import age
 from cachefs.attributes import NANOSECONDS, UNSETTLED, Inode
+from cachefs.environment import Environment
+from cachefs.index import Index
 from cachefs.young_files import YoungFiles
 
 NOW_NS = 1_000 * NANOSECONDS
@@ -71,3 +74,42 @@ def test_each_read_of_a_young_file_has_its_pages_dropped_when_it_is_due() -> Non
         assert [int(at) for at, _ in seconds] == [1, 3, 4, 5] and handled == ["noted"]
 
     trio.run(main, clock=trio.testing.MockClock(autojump_threshold=0))
+
+
+def test_a_successor_drops_the_pages_that_its_predecessor_has_not(tmp_path: Path) -> None:
+    """Of one file it has, one was read again after a later change, and one while its pages were being dropped."""
+    index = Index(Environment(tmp_path / "durable", sync=False), Environment(tmp_path / "session", sync=False))
+
+    async def first() -> None:
+        start_s = trio.current_time()
+        clock = lambda: NOW_NS + int((trio.current_time() - start_s) * NANOSECONDS)  # noqa: E731
+        with trio.move_on_after(1.5):
+            async with trio.open_nursery() as nursery:
+                reads = [changed(-9, -1)._replace(number=number) for number in (7, 8, 9)]
+
+                class ReadOnce(Kernel):
+                    async def pages(self, numbers: Iterable[int]) -> None:
+                        if not self.dropped:
+                            young.was_read(changed(3600, 0)._replace(number=9))  # again, while it drops them
+                        await super().pages(numbers)
+
+                young = YoungFiles(ReadOnce(), index, realtime_ns=clock, monotonic_ns=clock)
+                for read in reads:
+                    young.was_read(read)
+                young.was_read(changed(-9, 0)._replace(number=8))  # a later change
+                nursery.start_soon(young.run)
+
+    async def second() -> None:
+        kernel = Kernel()
+        young = YoungFiles(kernel, index, monotonic_ns=lambda: NOW_NS + 60 * SECOND_NS)
+        young.restore()
+        with trio.move_on_after(1):
+            await young.run()
+        dropped.append(sorted(number for _, numbers in kernel.dropped for number in numbers))
+
+    dropped: list[list[int]] = []
+    trio.run(first, clock=trio.testing.MockClock(autojump_threshold=0))
+    for _ in range(2):
+        trio.run(second, clock=trio.testing.MockClock(autojump_threshold=0))
+    index.close()
+    assert dropped == [[8, 9], []]

@@ -7,12 +7,14 @@ import signal
 import threading
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
 from cachefs.client import Client
 from tests.conftest import Mount, cachefs, drop_caches, settle, wait_for
+from tests.holder import Holder
 
 MakeMount = Callable[..., Mount]
 MODES = pytest.mark.parametrize(
@@ -148,27 +150,78 @@ def test_each_open_of_a_young_file_reads_it_anew(mount: MakeMount, source: Path)
         assert m.status()["young_reads"] >= count
 
 
-@pytest.mark.fastpath
-@pytest.mark.parametrize("killed", ["daemon", "fast path"])
-def test_pages_of_a_young_file_are_dropped_whatever_dies(mount: MakeMount, source: Path, killed: str) -> None:
-    future = time.time() + HOUR_S
-    os.utime(source / "d0/f00000", (future, future))
-    m = mount(source, "--read-only")
-    path = m.path / "d0/f00000"
-    content = path.read_bytes()
-    before = m.status()["young_reads"]
-    if killed == "daemon":
+EVERY_MODE = pytest.mark.parametrize(
+    "mode",
+    [("--read-only",), (), ("--mutable", "**"), ("--cache", "none"), ("--cache", "metadata")],
+    ids=["read-only", "read-write", "mutable", "none", "metadata"],
+)
+
+
+def replace_processes(m: Mount, what: str) -> None:
+    if what == "daemon":
         m.kill()
         m.start()
-    else:
+    elif what == "fast path":
         os.kill(m.status()["fastpath"]["pid"], signal.SIGKILL)
         m.killed_fastpaths += 1
+    else:
+        cachefs("restart", m.path)
+        m.pid = int(m.status()["pid"])
 
-    def reads_anew() -> int:
-        assert path.read_bytes() == content
-        return int(m.status()["young_reads"])
 
-    wait_for(reads_anew, lambda count: count > before)
+@pytest.mark.fastpath
+@EVERY_MODE
+@pytest.mark.parametrize("what", ["daemon", "fast path", "both by restart"])
+def test_pages_of_a_young_file_are_dropped_whatever_dies(
+    mount: MakeMount, source: Path, mode: tuple[str, ...], what: str
+) -> None:
+    """Also those that Python has read, of which the fast path knows nothing."""
+    future = time.time() + HOUR_S
+    (source / "d0/f00000").write_bytes(b"x" * 5000)
+    os.utime(source / "d0/f00000", (future, future))
+    m = mount(source, *mode)
+    with Holder(m.path / "d0/f00000", flags=os.O_RDONLY) as holder:
+
+        def reads() -> int:
+            assert holder.ask("kinds", 0) == "x"
+            return m.ops().get("read", 0)
+
+        reads()
+        replace_processes(m, what)
+        before = m.ops().get("read", 0)
+        wait_for(reads, lambda count: count > before)
+
+
+@pytest.mark.fastpath
+@EVERY_MODE
+@pytest.mark.parametrize("what", ["daemon", "both by restart"])
+def test_what_is_read_during_a_write_is_not_there_after_a_take_over(
+    mount: MakeMount, tmp_path: Path, faulty: tuple[Path, Path], mode: tuple[str, ...], what: str
+) -> None:
+    """A daemon that dies within two seconds of the read cannot drop the kernel's pages; its successor does."""
+    slow, faults = faulty
+    place = tmp_path / "place"
+    place.mkdir()
+    old, new = b"a" * 2 * HALF, b"b" * 2 * HALF
+    (place / "victim").write_bytes(old)
+    (slow / "rest").write_bytes(new[HALF:])
+    drop_caches()  # the rest must come from there
+    settle()
+    m = mount(place, *mode)
+    before = (place / "victim").stat().st_mtime_ns
+    write = StalledWrite(place / "victim", new[:HALF], slow / "rest", faults)
+    with ExitStack() as cleanup:
+        try:
+            wait_for(lambda: (place / "victim").stat().st_mtime_ns, lambda mtime_ns: mtime_ns != before)
+            holder = cleanup.enter_context(Holder(m.path / "victim", flags=os.O_RDONLY))
+            read = holder.ask("kinds", 0)
+            replace_processes(m, what)
+        finally:
+            write.finish()
+        assert (place / "victim").read_bytes() == new
+        if read != "a":  # the same version, by a handle that stays open: an open might drop the pages
+            wait_for(lambda: holder.ask("kinds", 0), lambda kinds: kinds == "b")
+        wait_for((m.path / "victim").read_bytes, lambda content: bool(content == new))
 
 
 def touch(paths: list[Path]) -> None:

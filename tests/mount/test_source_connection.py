@@ -5,7 +5,6 @@ import os
 import select
 import signal
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -15,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import Mount, cachefs, contents, drop_caches, mounted_on, raises_errno, settle, wait_for
+from tests.holder import Holder
 
 MakeMount = Callable[..., Mount]
 
@@ -379,47 +379,6 @@ def test_c6_a_source_that_hangs_does_not_delay_a_take_over(
     for fault in faults.iterdir():
         fault.unlink()
     check(m, rest)
-
-
-class Holder:
-    """A process that has files open. This one must not: its children would close copies of them, and wait for that."""
-
-    _PROGRAM = """
-import os, sys
-fds = [os.open(path, os.O_RDWR | os.O_CREAT) for path in sys.argv[1:]]
-print("open", flush=True)
-for line in sys.stdin:
-    command, number, data = line.split()
-    fd = fds[int(number)]
-    try:
-        if command == "write":
-            os.pwrite(fd, data.encode(), 0)
-            answer = data
-        elif command == "fsync":
-            os.fsync(fd)
-            answer = data
-        else:
-            answer = os.pread(fd, len(data), 0).decode()
-    except OSError as error:
-        answer = str(error.errno)
-    print(answer, flush=True)
-"""
-
-    def __init__(self, *paths: Path) -> None:
-        self._process = subprocess.Popen(
-            [sys.executable, "-c", self._PROGRAM, *paths], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        )
-        assert self._process.stdout is not None and self._process.stdout.readline() == "open\n"
-
-    def ask(self, command: str, number: int, data: str) -> str:
-        """What was read or written, or the errno."""
-        assert self._process.stdin is not None and self._process.stdout is not None
-        self._process.stdin.write(f"{command} {number} {data}\n")
-        self._process.stdin.flush()
-        return self._process.stdout.readline().strip()
-
-    def end(self) -> None:
-        self._process.communicate(timeout=60)
 
 
 TIMED_OUT = str(errno.ETIMEDOUT)
