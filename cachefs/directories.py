@@ -2,24 +2,32 @@
 
 On read-only mounts a listing is pinned: every later one comes from the index. On read-write mounts it is believed for
 `attr_timeout_s`, then read again, so that what other nodes write shows up; names keep their position (hazard 8).
+
+A name that the source does not answer for, such as the mountpoint of another user's FUSE filesystem, is *bare*: listed
+without attributes. It costs a listing one second, once: while its call hangs (slots.py) it is not asked for again. Is
+it the name that hangs, or the source? The directory itself is asked: only if it answers is the name given up.
 """
 
+import errno
 import itertools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
+from contextlib import suppress
 from functools import partial
+from typing import TypeVar
 
 import trio
 
 from cachefs import shares
-from cachefs.attributes import LISTED, ROOT_INODE, UNLINKED, Inode, Stat
-from cachefs.filesystem import FileSystem
+from cachefs.attributes import LISTED, ROOT_INODE, UNLINKED, Dentry, Inode, Stat
+from cachefs.filesystem import FileSystem, failed
 from cachefs.identity import Changed
 from cachefs.listings import Listings
 from cachefs.open_files import FAST_HANDLE
 from cachefs.paths import links_of
 from cachefs.shares import UNKNOWN
 from cachefs.single_flight import Flight, SingleFlight, in_task, unwrap
+from cachefs.source import Look
 from cachefs.source_directories import Directory
 
 BATCH_NAMES = 16
@@ -30,11 +38,34 @@ CHUNK_NAMES = 64
 """How many records are looked at without letting other tasks run."""
 TURN_NAMES = 2
 """How many are written: of all batches that are back one has its turn, so that other requests wait for one only."""
+PATIENCE_S = 1.0
+"""How long a listing waits for one name before it asks whether the directory answers."""
 REMEMBERED_LISTINGS = 4096
 MAX_ATTEMPTS = 10
+T = TypeVar("T")
 
-Emit = Callable[[bytes, Inode, float, int], bool]
-"""(name, record, timeout in seconds, position) → False when the reply is full."""
+Emit = Callable[[bytes, Inode | None, float, int], bool]
+"""(name, record or None for the name alone, timeout in seconds, position) → False when the reply is full."""
+
+
+class _Comparison:
+    """What a listing has found out about names that must be compared."""
+
+    __slots__ = ("bare", "errors", "gone", "limiter", "looks")
+
+    def __init__(self, batches: int) -> None:
+        self.limiter = trio.CapacityLimiter(batches)
+        self.looks: set[Look] = set()
+        """Under way."""
+        self.errors: list[OSError] = []
+        self.gone: set[bytes] = set()
+        """Names that did not exist any more when they were looked at."""
+        self.bare: dict[bytes, OSError] = {}
+        """Names that cannot be looked at, and why. A look-up of one asks the source, and gets its error."""
+
+    def give_up(self, names: Iterable[bytes]) -> None:
+        for name in names:
+            self.bare[name] = failed(errno.ETIMEDOUT)
 
 
 class Directories:
@@ -52,6 +83,8 @@ class Directories:
         self._fresh: dict[int, tuple[int, float]] = {}
         """Directory → (version, until when its listing is believed). A FORGET takes the record and its names along; the
         record that is made next has another version."""
+        self._bare: dict[int, dict[bytes, OSError]] = {}
+        """Directory → names that are listed without attributes, and why."""
         self._turn = trio.Lock()
         self._polite: set[int] = set()
         """Listings that only background work waits for."""
@@ -115,6 +148,7 @@ class Directories:
                 await self._begin_listing(number).wait()
             finally:
                 self._polite.discard(number)
+            await self._wait_for_bare(number)
         found: list[int] = []
         after = 0
         while True:
@@ -126,6 +160,24 @@ class Directories:
                 return found
             after = rows[-1][0]
             await trio.lowlevel.checkpoint()
+
+    async def _wait_for_bare(self, number: int) -> None:
+        """A listing does not wait for long for names that hang. Whoever wants all that is in them does."""
+
+        async def ask(name: bytes) -> None:
+            with suppress(OSError):
+                await self._fs.compare(number, name)
+                bare.pop(name, None)
+
+        bare = self._bare.get(number, {})
+        async with trio.open_nursery() as nursery:
+            for name, error in list(bare.items()):
+                if error.errno == errno.ETIMEDOUT and self._fs.slots.may_risk():
+                    nursery.start_soon(ask, name)
+
+    def without_attributes(self, number: int) -> dict[bytes, OSError]:
+        """The names of a directory that the source did not answer for, and why."""
+        return self._bare.get(number, {})
 
     async def believed_entries(self, number: int) -> list[int]:
         """The same, all of them compared with the source where they must be."""
@@ -157,9 +209,16 @@ class Directories:
         complete = True
         with self._metadata.index.view() as view:
             directory = self._metadata.inode(view, number)
+            bare = self._bare.get(number, {})
             for position, name in self._listings.rows(view, number, after):
                 dentry = self._metadata.dentry(view, number, name)
                 record = self._metadata.inode(view, dentry.inode) if dentry is not None and dentry.inode else None
+                if name in bare and not self._counts(directory, dentry, record):
+                    is_here = dentry is None or dentry.position in (0, position)
+                    if is_here and not emit(name, None, 0.0, position):
+                        break
+                    after = position
+                    continue
                 if directory is None or dentry is None or record is None:
                     complete, after = False, position - 1
                     break
@@ -187,8 +246,15 @@ class Directories:
                         self._metadata.put_inode(update, record._replace(lookups=record.lookups + 1))
         return complete, after
 
+    def _counts(self, directory: Inode | None, dentry: Dentry | None, record: Inode | None) -> bool:
+        """Is an entry believed without another look at the source?"""
+        if directory is None or dentry is None or record is None or not self._metadata.remaining_ns(record):
+            return False
+        return not self._metadata.is_pinned(record) or self._metadata.entry_holds(directory, dentry)
+
     def _is_listed(self, record: Inode) -> bool:
-        if self._fs.options.pins_everything and self._metadata.is_pinned(record) and record.flags & LISTED:
+        complete = self._metadata.is_pinned(record) and record.flags & LISTED and record.number not in self._bare
+        if self._fs.options.pins_everything and complete:
             return True
         version, until = self._fresh.get(record.number, (0, 0.0))
         return version == record.version and self._clock() < until
@@ -224,27 +290,37 @@ class Directories:
                 names = []  # removed, and still open
         started = self._clock()
         doubtful = await self._doubtful(directory, names)
-        limiter = trio.CapacityLimiter(POLITE_BATCHES if number in self._polite else PARALLEL_BATCHES)
-        errors: list[OSError] = []
-        gone: set[bytes] = set()
-        """Names that did not exist any more when they were looked at."""
-        refused: set[bytes] = set()
-        """Names that exist and cannot be looked at. A look-up of one asks the source, and gets its error."""
-        async with trio.open_nursery() as nursery:
-            for start in range(0, len(doubtful), BATCH_NAMES):
-                await limiter.acquire_on_behalf_of(start)
-                batch = doubtful[start : start + BATCH_NAMES]
-                nursery.start_soon(self._stat_batch, at, batch, limiter, start, errors, gone, refused)
-        if errors:
-            raise errors[0]
-        if known:
-            return
-        shown = [name for name in names if name not in gone and name not in refused]
-        listed = await self._write_rows(directory, shown, pin and not refused)
+        found = _Comparison(POLITE_BATCHES if number in self._polite else PARALLEL_BATCHES)
+        asked = [name for name in doubtful if self._fs.slots.may_ask((number, name))]
+        if len(asked) < len(doubtful):
+            found.give_up(set(doubtful).difference(asked))
+        async with trio.open_nursery() as watching:
+            if asked:
+                watching.start_soon(self._watch, at, found.looks)
+            async with trio.open_nursery() as nursery:
+                for start in range(0, len(asked), BATCH_NAMES):
+                    await found.limiter.acquire_on_behalf_of(start)
+                    batch = asked[start : start + BATCH_NAMES]
+                    release = partial(found.limiter.release_on_behalf_of, start)
+                    nursery.start_soon(self._stat_batch, at, batch, found, nursery, release)
+            watching.cancel_scope.cancel()
+        if found.errors:
+            raise found.errors[0]
+        before = self._bare.pop(number, {})
+        if found.bare:
+            self._remember(self._bare, number, found.bare)
+        if not known:
+            shown = [name for name in names if name not in found.gone]
+            listed = await self._write_rows(directory, shown, pin, found.bare, {*before, *found.bare})
+        else:
+            listed = not found.bare
         if not listed:
-            if len(self._fresh) >= REMEMBERED_LISTINGS:
-                self._fresh.clear()
-            self._fresh[number] = directory.version, started + self._fs.options.unpinned_timeout_s
+            self._remember(self._fresh, number, (directory.version, started + self._fs.options.unpinned_timeout_s))
+
+    def _remember(self, table: dict[int, T], number: int, value: T) -> None:
+        if len(table) >= REMEMBERED_LISTINGS:
+            table.clear()
+        table[number] = value
 
     async def _doubtful(self, directory: Inode, names: list[bytes]) -> list[bytes]:
         """The names that must be stat-ed."""
@@ -266,25 +342,67 @@ class Directories:
         self,
         at: Directory,
         names: list[bytes],
-        limiter: trio.CapacityLimiter,
-        token: int,
-        errors: list[OSError],
-        gone: set[bytes],
-        refused: set[bytes],
+        found: _Comparison,
+        nursery: trio.Nursery,
+        release: Callable[[], object] | None = None,
     ) -> None:
         try:
-            stats = await self._fs.ask(at.number, partial(self._fs.source.lstat_names, at, names))
-            refused.update(name for name, now in zip(names, stats, strict=True) if isinstance(now, OSError))
-            found = [(n, now) for n, now in zip(names, stats, strict=True) if not isinstance(now, OSError)]
-            gone.update(name for name, now in found if now is None)
-            for start in range(0, len(found), TURN_NAMES):
-                async with self._turn:
-                    self._write_stats(at, found[start : start + TURN_NAMES])
-                await self._step_aside(at.number)
+            if not self._fs.slots.may_risk():  # too many calls hang: the names will do
+                found.give_up(names)
+                return
+            look = Look(self._fs.source, at, names)
+            found.looks.add(look)
+            try:
+                stats = await self._fs.ask(at.number, look)
+            except OSError as error:
+                if error.errno != errno.ETIMEDOUT:
+                    raise
+                stats = look.results[: len(names) if look.given_up_at is None else look.given_up_at]
+                found.give_up(names[len(stats) :])
+            finally:
+                found.looks.discard(look)
+            if look.given_up_at is not None:
+                for name in names[look.given_up_at + 1 :]:  # one by one: some of these may hang as well
+                    del found.bare[name]
+                    nursery.start_soon(self._stat_batch, at, [name], found, nursery)
+            await self._take_stats(at, names[: len(stats)], stats, found)
         except OSError as error:
-            errors.append(error)
+            found.errors.append(error)
         finally:
-            limiter.release_on_behalf_of(token)
+            if release is not None:
+                release()
+
+    async def _take_stats(
+        self, at: Directory, names: list[bytes], stats: list[Stat | OSError | None], found: _Comparison
+    ) -> None:
+        answers: list[tuple[bytes, Stat | None]] = []
+        for name, now in zip(names, stats, strict=True):
+            if isinstance(now, OSError):
+                found.bare[name] = now
+            else:
+                answers.append((name, now))
+        found.gone.update(name for name, now in answers if now is None)
+        for start in range(0, len(answers), TURN_NAMES):
+            async with self._turn:
+                self._write_stats(at, answers[start : start + TURN_NAMES])
+            await self._step_aside(at.number)
+
+    async def _watch(self, at: Directory, looks: set[Look]) -> None:
+        """Give up names that the source does not answer for while it answers for their directory."""
+        while True:
+            await trio.sleep(PATIENCE_S / 4)
+            late = [(look, len(look.results)) for look in looks if look.waits_s() >= PATIENCE_S]
+            if not late:
+                continue
+            try:
+                await self._fs.ask(at.number, partial(self._fs.source.ask_directory, at))
+            except OSError:
+                continue  # it is not the name
+            for look, index in late:
+                if look in looks and len(look.results) == index < len(look.names):
+                    question = at.number, look.names[index]
+                    if look.waits_s() >= PATIENCE_S and self._fs.slots.give_up(look, question):
+                        look.given_up_at = index
 
     def _write_stats(self, at: Directory, found: Sequence[tuple[bytes, Stat | None]]) -> None:
         prefix = at.path + b"/" if at.path else b""
@@ -296,7 +414,9 @@ class Directories:
                     pin = self._fs.pins(prefix + name)
                     self._metadata.apply_stat(update, at.number, name, now, pin=pin, counted=False)
 
-    async def _write_rows(self, before: Inode, names: list[bytes], pin: bool) -> bool:
+    async def _write_rows(
+        self, before: Inode, names: list[bytes], pin: bool, bare: Collection[bytes], was_bare: set[bytes]
+    ) -> bool:
         """Store a listing that was read when the directory's record was `before`. True if it is complete for good.
 
         That is: all of its names are pinned, and the directory was not dropped or changed meanwhile. A name that has
@@ -304,17 +424,18 @@ class Directories:
         """
         number = before.number
         with self._metadata.index.update() as update:
-            self._listings.remove_rows(update, number, set(names))
+            places = self._listings.remove_rows(update, number, set(names), was_bare)
         wanting: list[bytes] = []
         for start in range(0, len(names), CHUNK_NAMES):
             with self._metadata.index.update() as update:
                 directory = self._metadata.inode(update, number)
                 if directory is None:
                     return False
-                _, without = self._listings.add_rows(update, directory, names[start : start + CHUNK_NAMES], pin=pin)
+                part = names[start : start + CHUNK_NAMES]
+                _, without = self._listings.add_rows(update, directory, part, pin=pin, bare=bare, placed=places)
             wanting += without
             await trio.lowlevel.checkpoint()
-        if not pin or wanting:
+        if not pin or wanting or bare:
             return False
         with self._metadata.index.update() as update:
             directory = self._metadata.inode(update, number)

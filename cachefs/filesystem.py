@@ -237,7 +237,7 @@ class FileSystem:
             with self.metadata.index.update() as update:
                 return self.metadata.apply_stat(update, parent, name, now, pin=pin)
 
-        start = partial(self.slots.start, partial(self.source.lstat, directory, name))
+        start = partial(self.slots.start, partial(self.source.lstat, directory, name), question=(parent, name))
         return await self._lstats.begin((parent, name), start, finish).wait()
 
     async def resolve(self, path: bytes) -> Inode:
@@ -313,7 +313,7 @@ class FileSystem:
             with self.metadata.index.update() as update:
                 return self.metadata.apply_root(update, answer.unwrap(), pin=self.pins(b""))
 
-        start = partial(self.slots.start, partial(self.source.lstat, ROOT))
+        start = partial(self.slots.start, partial(self.source.lstat, ROOT), question=(0, b""))
         await self._lstats.begin((0, b""), start, finish).wait()
 
     async def getattr(self, number: int) -> Entry:

@@ -7,9 +7,13 @@ was there all along exactly once (hazard 8).
 A record of a directory that is made anew, because the kernel forgot the directory or a restart followed an
 invalidation, knows nothing of the positions that were given out before. So new positions begin behind every row that
 there is (hazard 27). A row counts only if its name's dentry has no other position.
+
+A name that the source does not answer for has a row and may have no dentry. It gets one when it is looked up, and
+keeps its position.
 """
 
-from collections.abc import Iterable
+from collections.abc import Container, Iterable, Mapping
+from types import MappingProxyType
 
 from cachefs.attributes import PINNED, Inode, inode_key, inode_of_key, pair_key
 from cachefs.environment import Table, Update, View
@@ -26,11 +30,19 @@ class Listings:
             yield inode_of_key(key[8:16]), value[4:]
 
     def add_rows(
-        self, update: Update, directory: Inode, names: Iterable[bytes], *, pin: bool
+        self,
+        update: Update,
+        directory: Inode,
+        names: Iterable[bytes],
+        *,
+        pin: bool,
+        bare: Container[bytes] = (),
+        placed: Mapping[bytes, int] = MappingProxyType({}),
     ) -> tuple[Inode, list[bytes]]:
-        """Give each name that has a dentry its place in the listing, if it has none.
+        """Give each name that has a dentry, or is `bare`, its place in the listing, if it has none.
 
-        Returns the directory's record, and the names that have no dentry, or one that is not pinned though `pin` is.
+        `placed`: what `remove_rows` found. Returns the directory's record, and the names that
+        have no dentry, or one that is not pinned though `pin` is.
         """
         flags = FLAGS_PINNED if pin else FLAGS_NONE
         position = max(directory.next_position, self._behind_all(update, directory.number))
@@ -39,7 +51,15 @@ class Listings:
             dentry = self._metadata.dentry(update, directory.number, name)
             if dentry is None or (pin and not dentry.flags & PINNED):
                 wanting.append(name)
-            if dentry is None:
+            if dentry is None and name not in bare:
+                continue
+            if dentry is None or not dentry.position:
+                place = placed.get(name, position)
+                update.put(Table.LISTING, pair_key(directory.number, place), flags + name)
+                if dentry is not None:
+                    key = inode_key(directory.number) + name
+                    update.put(Table.DENTRIES, key, dentry._replace(position=place).pack())
+                position += place == position
                 continue
             if dentry.position:
                 # The dentry may have outlived its row: a pinned file's is durable, a read-write mount's row is not.
@@ -61,12 +81,22 @@ class Listings:
         last = view.last_key(Table.LISTING, inode_key(directory))
         return inode_of_key(last[8:16]) + 1 if last is not None else 0
 
-    def remove_rows(self, update: Update, directory: int, keep: set[bytes]) -> None:
-        """Names that are no longer listed: gone, unless they are pinned files, which are served all the same."""
+    def remove_rows(
+        self, update: Update, directory: int, keep: set[bytes], bare: Container[bytes] = ()
+    ) -> dict[bytes, int]:
+        """Names that are no longer listed: gone, unless they are pinned files, which are served all the same.
+
+        Returns the positions of names that are or were `bare` and whose dentries do not know them.
+        """
+        placed: dict[bytes, int] = {}
         for position, name in list(self.rows(update, directory, 0)):
-            if name in keep:
+            if name in keep and name not in bare:
                 continue
             dentry = self._metadata.dentry(update, directory, name)
+            if name in keep:
+                if dentry is None or not dentry.position:
+                    placed.setdefault(name, position)
+                continue
             if dentry is None or dentry.position != position:  # the row is left over
                 update.delete(Table.LISTING, pair_key(directory, position))
             record = self._metadata.inode(update, dentry.inode) if dentry is not None else None
@@ -80,3 +110,4 @@ class Listings:
                 update.put(Table.DENTRIES, inode_key(directory) + name, dentry._replace(position=0).pack())
             else:
                 self._metadata.remove_name(update, directory, name)
+        return placed

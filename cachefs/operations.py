@@ -106,6 +106,19 @@ def _attributes(record: Inode, timeout_s: float) -> pyfuse3.EntryAttributes:
     return entry
 
 
+def _name_only() -> pyfuse3.EntryAttributes:
+    """For a listing: the kernel shows the name, of unknown type, and looks it up when somebody wants more.
+
+    Number 0 would say so, too, but pyfuse3 would show it as d_ino, and older C libraries skip such names. The root's
+    number is the other one of which the kernel makes no entry (invalid_nodeid in fs/fuse).
+    """
+    name_only = pyfuse3.EntryAttributes()
+    name_only.st_ino = pyfuse3.ROOT_INODE
+    name_only.st_mode = 0
+    name_only.entry_timeout = name_only.attr_timeout = 0
+    return name_only
+
+
 def _entry(entry: Entry) -> pyfuse3.EntryAttributes:
     if entry.inode is not None:
         return _attributes(entry.inode, entry.timeout_s)
@@ -205,8 +218,9 @@ class Operations(pyfuse3.Operations):
 
     @_handler
     async def readdir(self, fh, start_id, token):  # type: ignore[no-untyped-def]
-        def emit(name: bytes, record: Inode, timeout_s: float, position: int) -> bool:
-            return pyfuse3.readdir_reply(token, name, _attributes(record, timeout_s), position)
+        def emit(name: bytes, record: Inode | None, timeout_s: float, position: int) -> bool:
+            entry = _name_only() if record is None else _attributes(record, timeout_s)
+            return pyfuse3.readdir_reply(token, name, entry, position)
 
         await self.directories.readdir(fh, start_id, emit)
 

@@ -9,6 +9,11 @@ Slots are shared by owner (shares.py): what one user is blocked in blocks no oth
 waits in the queue of each of them, and takes the first slot that one of them gets. A file that another process holds a
 lease on cannot be opened yet (`Busy`): the call gives its slot back, pauses, and is made again until its deadline.
 
+A question that hangs is asked once. `question` says what a call asks, such as the attributes of one name. While a call
+that was abandoned has not returned, others that ask the same wait for its return, without a slot, and are made then. So
+a name that hangs holds one slot however often it is looked at. It is asked again when it has hung twice as long,
+because the call may never return, although the name answers again.
+
 A source that was mounted anew answers ENOTCONN to whoever has its old root. A call that fails like that is kept, and
 `on_doubt` is told, until `resume` says what is true of the root; between `suspend` and `resume` new calls are kept as
 well. A kept call runs again with what is left of its time. Calls that cannot be made twice, or that use a descriptor of
@@ -27,7 +32,7 @@ import os
 import threading
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from functools import partial
 from typing import Any, Generic, TypeVar
 
@@ -41,6 +46,8 @@ from cachefs.source import may_be_lost
 
 T = TypeVar("T")
 
+RISK_SHARE = 4
+"""A call that can be left out is not made for users of whose slots one in so many hangs."""
 MAX_KEPT = 512
 """Calls that wait for a source that has gone; more fail at once."""
 FAILURES = frozenset(
@@ -71,6 +78,7 @@ class Call(Generic[T]):
 
     __slots__ = (
         "abandoned",
+        "began",
         "checked",
         "deadline",
         "discard",
@@ -81,6 +89,7 @@ class Call(Generic[T]):
         "party",
         "pause_s",
         "probe",
+        "question",
         "running",
     )
 
@@ -90,21 +99,38 @@ class Call(Generic[T]):
         done: Callable[[outcome.Outcome[T]], None],
         discard: Callable[[T], object] | None,
         once: bool,
+        question: Hashable = None,
     ) -> None:
         self.function = function
         self.done = done
         self.discard = discard
         self.once = once
+        self.question = question
+        """What it asks. None: what no other call asks."""
         self.checked = False
         """It failed as if the source were lost, and the source was not."""
         self.party = shares.party()
         self.owner = self.party.owners[0]
         """Whose slot it has or had, or will be counted for first."""
+        self.began = 0.0
         self.deadline = 0.0
         self.pause_s = FIRST_PAUSE_S
         self.running = False
         self.abandoned = False
         self.probe = False
+
+
+class _Hang:
+    """A question that has not been answered in time, and whose call has not returned."""
+
+    __slots__ = ("again_at", "since", "waiting")
+
+    def __init__(self, since: float) -> None:
+        self.since = since
+        self.again_at = 0.0
+        """When a call may ask again."""
+        self.waiting: dict[Call[Any], None] = {}
+        """Calls that ask the same."""
 
 
 class SourceSlots:
@@ -114,6 +140,7 @@ class SourceSlots:
         """`slots`: of one owner. There are a third more, so that one owner never has all of them."""
         # constants
         self.timeout_s = timeout_s
+        self._most_at_risk = max(1, slots // RISK_SHARE)
         self._clock = clock
         # state, of the trio thread
         self._token = trio.lowlevel.current_trio_token()
@@ -125,6 +152,7 @@ class SourceSlots:
         self._pausing: dict[Call[Any], None] = {}
         self._retries: list[tuple[float, int, Call[Any]]] = []
         """A heap: when calls that pause are made again."""
+        self._hangs: dict[Hashable, _Hang] = {}
         self._kept: dict[Call[Any], None] = {}
         """Until `resume`."""
         self._places = Shares(MAX_KEPT)
@@ -150,17 +178,21 @@ class SourceSlots:
         *,
         discard: Callable[[T], object] | None = None,
         once: bool = False,
+        question: Hashable = None,
     ) -> None:
         """Call `function` in a thread, later `done` with its outcome on the trio thread. Never blocks.
 
         `discard` is given the result of an abandoned call, such as a descriptor to close.
         """
-        call = Call(function, done, discard, once)
+        call = Call(function, done, discard, once, question)
         now = self._clock()
+        call.began = now
         call.deadline = now + self.timeout_s
         call.owner = next((owner for owner in call.party.owners if not self._is_stuck(owner)), call.owner)
         if self._suspended:
             self._keep(call)
+        elif question is not None and not self.may_ask(question):
+            self._hangs[question].waiting[call] = None
         elif not self._is_stuck(call.owner):
             self._begin_or_wait(call)
         elif now < self._next_probe.get(call.owner, -math.inf) or self._probes[call.owner] >= MAX_PROBES:
@@ -171,6 +203,50 @@ class SourceSlots:
             self._probes[call.owner] += 1
             call.probe = True
             self._begin(call)
+
+    def may_ask(self, question: Hashable) -> bool:
+        """False while a call that asks this hangs. True now and then, for whoever is going to ask now."""
+        hang = self._hangs.get(question)
+        if hang is None:
+            return True
+        now = self._clock()
+        if now < hang.again_at:
+            return False
+        self._ask_later(hang, now)
+        return True
+
+    def _ask_later(self, hang: _Hang, now: float) -> None:
+        hang.again_at = now + max(self.timeout_s, now - hang.since)
+
+    def may_risk(self) -> bool:
+        """May a call be made that can be left out? Not when many slots hang of all who wait for it."""
+        return any(self._stuck[owner] < self._most_at_risk for owner in shares.party().owners)
+
+    def give_up(self, function: Callable[[], object], question: Hashable) -> bool:
+        """Abandon the running call of this function before its deadline: it hangs, and this is what it asks.
+
+        False: it is not running any more.
+        """
+        call = next((call for call in self._running if call.function is function), None)
+        if call is None:
+            return False
+        call.question = question
+        self._abandon(call)
+        call.done(outcome.Error(OSError(errno.ETIMEDOUT, os.strerror(errno.ETIMEDOUT))))
+        return True
+
+    def _abandon(self, call: Call[Any]) -> None:
+        del self._running[call]
+        call.abandoned = True
+        self.stuck += 1
+        self._stuck[call.owner] += 1
+        if call.question is not None:
+            hang = self._hangs.setdefault(call.question, _Hang(call.began))
+            self._ask_later(hang, self._clock())
+
+    def _answers_again(self, hang: _Hang) -> None:
+        for call in hang.waiting:
+            self._begin_or_wait(call)
 
     def _is_stuck(self, owner: int) -> bool:
         """May this owner make no more calls, and is all that it has stuck?"""
@@ -229,6 +305,9 @@ class SourceSlots:
             self._end_probe(call)
             self.stuck -= 1
             self._stuck[call.owner] -= 1
+            hang = self._hangs.pop(call.question, None) if call.question is not None else None
+            if hang is not None:
+                self._answers_again(hang)
             if call.discard is not None and isinstance(answer, outcome.Value):
                 call.discard(answer.value)
         elif isinstance(answer, outcome.Error) and isinstance(answer.error, Busy):
@@ -309,6 +388,10 @@ class SourceSlots:
     def resume(self, *, anew: bool) -> None:
         """Make the calls that were kept. `anew`: the source was mounted anew; else nothing was wrong with it."""
         self._suspended = False
+        if anew:
+            hangs, self._hangs = self._hangs, {}
+            for hang in hangs.values():
+                self._answers_again(hang)
         kept, self._kept = self._kept, {}
         for call in kept:
             self._places.give(call.owner)
@@ -332,27 +415,32 @@ class SourceSlots:
     def abandon_overdue(self) -> None:
         now = self._clock()
         waiting = itertools.chain.from_iterable(self._waiting.values())
-        calls = dict.fromkeys((*self._running, *waiting, *self._pausing, *self._kept))
+        asking = itertools.chain.from_iterable(hang.waiting for hang in self._hangs.values())
+        calls = dict.fromkeys((*self._running, *waiting, *self._pausing, *self._kept, *asking))
         overdue = [call for call in calls if call.deadline <= now]
         for call in overdue:
             if call.running:
-                del self._running[call]
-                call.abandoned = True
-                self.stuck += 1
-                self._stuck[call.owner] += 1
+                self._abandon(call)
             elif call in self._pausing:
                 del self._pausing[call]
                 self._end_probe(call)
             elif call in self._kept:
                 del self._kept[call]
                 self._places.give(call.owner)
-            else:
+            elif call in call.party.waiting:
                 self._leave_queues(call)
+            else:
+                del self._hangs[call.question].waiting[call]
             self.timeouts += 1
             call.done(outcome.Error(OSError(errno.ETIMEDOUT, os.strerror(errno.ETIMEDOUT))))
 
     async def run(
-        self, function: Callable[[], T], *, discard: Callable[[T], object] | None = None, once: bool = False
+        self,
+        function: Callable[[], T],
+        *,
+        discard: Callable[[T], object] | None = None,
+        once: bool = False,
+        question: Hashable = None,
     ) -> T:
         task = trio.lowlevel.current_task()
         gone = False
@@ -368,7 +456,7 @@ class SourceSlots:
             gone = True
             return trio.lowlevel.Abort.SUCCEEDED
 
-        self.start(function, done, discard=discard, once=once)
+        self.start(function, done, discard=discard, once=once, question=question)
         result: T = await trio.lowlevel.wait_task_rescheduled(cancelled)
         return result
 

@@ -49,6 +49,41 @@ def by_descriptor(fd: int) -> Object:
     return Object(ROOT, fd=fd)
 
 
+class Look:
+    """lstat of several names of one directory. Called in a thread; the trio thread sees how far it is.
+
+    A result is None for a name that is gone, and an OSError for a name that cannot be looked at while the directory
+    can, such as the mountpoint of a user's own FUSE filesystem: it must not spoil the listing for everybody. Errors of
+    the directory itself are raised.
+    """
+
+    __slots__ = ("_directory", "_source", "asked_at", "given_up_at", "names", "results")
+
+    def __init__(self, source: "Source", directory: Directory, names: Sequence[bytes]) -> None:
+        self._source = source
+        self._directory = directory
+        self.names = names
+        self.results: list[Stat | OSError | None] = []
+        self.asked_at: float | None = None
+        """When the source was asked for the name behind the last result."""
+        self.given_up_at: int | None = None
+        """Which name hangs; nothing behind it will be asked for."""
+
+    def __call__(self) -> list[Stat | OSError | None]:
+        self.results.clear()
+        with self._source.directories.hold(self._directory) as fd:
+            for name in self.names:
+                if self.given_up_at is not None:
+                    break
+                self.asked_at = time.monotonic()
+                self.results.append(self._source.lstat_or_error(fd, name))
+        return self.results
+
+    def waits_s(self) -> float:
+        """How long the source has not answered for one name."""
+        return 0.0 if self.asked_at is None else time.monotonic() - self.asked_at
+
+
 class SourceCounters:
     """How many of each system call went to the source. Incremented from many threads."""
 
@@ -191,24 +226,22 @@ class Source:
         with self.directories.hold(directory) as fd:
             return self.stat(fd, component(name) if name else b"")
 
-    def lstat_names(self, directory: Directory, names: Sequence[bytes]) -> list[Stat | OSError | None]:
-        """lstat of several names of one directory. None for a name that is gone.
+    def lstat_or_error(self, directory_fd: int, name: bytes) -> Stat | OSError | None:
+        """As in a `Look`."""
+        self.round_trip("lstat")
+        try:
+            return self.stat(directory_fd, component(name))
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            syscalls.statx(directory_fd, b"", ask=True)
+            return error
 
-        An OSError for a name that cannot be looked at while the directory can, such as the mountpoint of a user's own
-        FUSE filesystem: it must not spoil the listing for everybody. Errors of the directory itself are raised.
-        """
-        results: list[Stat | OSError | None] = []
+    def ask_directory(self, directory: Directory) -> None:
+        """Does the directory itself answer? What the kernel remembers does not count."""
+        self.round_trip("lstat")
         with self.directories.hold(directory) as fd:
-            for name in names:
-                self.round_trip("lstat")
-                try:
-                    results.append(self.stat(fd, component(name)))
-                except FileNotFoundError:
-                    results.append(None)
-                except OSError as error:
-                    syscalls.statx(fd, b"", ask=True)
-                    results.append(error)
-        return results
+            syscalls.statx(fd, b"", ask=True)
 
     def readdir(self, directory: Directory) -> list[bytes]:
         """All names of a directory, without "." and ".."."""

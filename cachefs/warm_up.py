@@ -171,6 +171,9 @@ class WarmUp:
     async def _list(self, number: int) -> None:
         try:
             await self._take(await self._directories.believed_entries(number))
+            for name, error in self._directories.without_attributes(number).items():
+                with suppress(OSError):  # the directory has gone
+                    self._failed(self._fs.path_of(number) + b"/" + name, error)
         except OSError as error:
             with suppress(OSError):  # the directory has gone
                 self._failed(self._fs.path_of(number), error)

@@ -277,3 +277,107 @@ def test_b7_a_lease_that_is_never_given_up_ends_in_a_time_out() -> None:
         slots.close()
 
     run(main)
+
+
+async def until(condition: Callable[[], object]) -> None:
+    with trio.fail_after(10):
+        while not condition():
+            await trio.sleep(0.001)
+
+
+def test_a_question_that_hangs_is_asked_once_and_again_when_its_call_has_returned() -> None:
+    async def main() -> None:
+        clock = Clock()
+        slots = SourceSlots(4, 5, clock=clock)
+        gate, asked, answers = threading.Event(), [], []
+
+        def ask() -> None:
+            asked.append(1)
+            gate.wait(15)
+
+        slots.start(ask, answers.append, question="name")
+        clock.now += 6
+        slots.abandon_overdue()
+        assert slots.stuck == 1 and len(answers) == 1
+        for _ in range(20):
+            slots.start(ask, answers.append, question="name")
+        assert await slots.run(lambda: "another", question="other") == "another"
+        assert len(asked) == 1 and len(answers) == 1
+        clock.now += 3
+        slots.start(ask, answers.append, question="name")
+        clock.now += 2.5
+        slots.abandon_overdue()  # 20 of them, each at its own deadline; the last one waits on
+        assert len(answers) == 21 and slots.stuck == 1 and len(asked) == 1
+        gate.set()
+        await until(lambda: len(answers) == 22)
+        assert slots.stuck == 0 and len(asked) == 2
+        assert answers[-1].unwrap() is None
+        slots.close()
+
+    run(main)
+
+
+def test_a_question_that_hangs_is_asked_again_when_it_has_hung_twice_as_long() -> None:
+    """Its call may never return, although the source answers again."""
+
+    async def main() -> None:
+        clock = Clock()
+        slots = SourceSlots(64, 5, clock=clock)
+        gate, asked, answers = threading.Event(), [], []
+
+        def ask() -> None:
+            asked.append(1)
+            gate.wait(15)
+
+        for _ in range(1000):
+            slots.start(ask, answers.append, question="name")
+            clock.now += 1
+            slots.abandon_overdue()
+        await until(lambda: len(asked) == slots.stuck)
+        assert 5 <= len(asked) <= 11
+        gate.set()
+        await until(lambda: not slots.stuck)
+        slots.close()
+
+    run(main)
+
+
+def test_a_source_that_is_mounted_anew_is_asked_at_once_what_hung() -> None:
+    async def main() -> None:
+        clock = Clock()
+        slots = SourceSlots(4, 5, clock=clock)
+        gate, answers = threading.Event(), []
+        slots.start(lambda: gate.wait(15), answers.append, question="name")
+        clock.now += 6
+        slots.abandon_overdue()
+        slots.start(lambda: "anew", answers.append, question="name")
+        slots.suspend()
+        slots.resume(anew=True)
+        await until(lambda: len(answers) == 2)
+        assert answers[-1].unwrap() == "anew" and slots.stuck == 1
+        gate.set()
+        await until(lambda: not slots.stuck)
+        slots.close()
+
+    run(main)
+
+
+def test_calls_that_can_be_left_out_are_not_made_when_a_quarter_of_a_users_slots_hangs() -> None:
+    async def main() -> None:
+        clock = Clock()
+        slots = SourceSlots(16, 5, clock=clock)
+        gate = threading.Event()
+        shares.act_for(1)
+        for number in range(4):
+            assert slots.may_risk()
+            call = partial(gate.wait, 15)
+            slots.start(call, lambda _: None)
+            assert slots.give_up(call, number) and not slots.give_up(call, number)
+        assert not slots.may_risk() and slots.stuck == 4
+        shares.act_for(2)
+        assert slots.may_risk()
+        gate.set()
+        await until(lambda: not slots.stuck)
+        slots.close()
+
+    run(main)

@@ -4,12 +4,15 @@ import errno
 import os
 import signal
 import subprocess
-from collections.abc import Callable
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
-from tests.conftest import Mount, cachefs, mounted_on, raises_errno, settle, wait_for
+from tests.conftest import REPOSITORY, Mount, cachefs, mounted_on, raises_errno, settle, wait_for
 
 MakeMount = Callable[..., Mount]
 FIRST, LATER = 100, 10
@@ -21,7 +24,7 @@ def trees(tmp_path_factory: pytest.TempPathFactory) -> Callable[[], Path]:
     """Trees of two directories with 100 files, all older than two seconds."""
     base = tmp_path_factory.mktemp("listings")
     roots = []
-    for number in range(16):
+    for number in range(32):
         root = base / f"tree{number}"
         for place in (root / "d/sub", root / "e"):
             place.mkdir(parents=True)
@@ -155,11 +158,117 @@ def test_a_name_that_cannot_be_looked_at_spoils_no_listing(
         process.wait(20)
         raises_errno(errno.ENOTCONN, lambda: broken.stat())
         m = mount(tree, *arguments, "--attr-timeout", "0") if arguments is READ_WRITE else mount(tree, *arguments)
-        assert listed(m.path / "d") == ["sub"]
+        assert listed(m.path / "d") == ["broken", "sub"]
+        assert listed(m.path / "d") == ["broken", "sub"]
         assert len(listed(m.path / "d/sub")) == FIRST
         raises_errno(errno.ENOTCONN, lambda: (m.path / "d/broken").stat())
         assert m.status()["source_lost"] is False
     finally:
         subprocess.run(["umount", "-l", broken], check=True)
     assert (m.path / "d/broken").is_dir()
-    wait_for(lambda: listed(m.path / "d"), lambda names: names == ["broken", "sub"])  # a listing counts for a second
+    assert listed(m.path / "d") == ["broken", "sub"]
+
+
+@contextmanager
+def hanging(tmp_path: Path, places: list[Path]) -> Iterator[Path]:
+    """A filesystem of another user in these directories, which will not answer. Removing what is yielded lets it."""
+    served, faults = tmp_path / "served", tmp_path / "hanging-faults"
+    for path in (served, faults, *places):
+        path.mkdir()
+    process = subprocess.Popen([sys.executable, "-m", "tests.faultfs", served, places[0], faults], cwd=REPOSITORY)
+    mounted = []
+    try:
+        wait_for(lambda: mounted_on(places[0]), bool)
+        mounted.append(places[0])
+        for place in places[1:]:
+            subprocess.run(["mount", "--bind", places[0], place], check=True)
+            mounted.append(place)
+        hang = faults / "hang-all"
+        hang.touch()
+        yield hang
+        hang.unlink(missing_ok=True)
+    finally:
+        for place in reversed(mounted):
+            subprocess.run(["umount", "-l", place], check=True)
+        process.terminate()
+        process.wait(20)
+
+
+def types(directory: Path) -> dict[str, bool]:
+    """Names of a listing, and whether it says by itself that they are regular files."""
+    with os.scandir(directory) as entries:
+        return {entry.name: entry.is_file(follow_symlinks=False) for entry in entries if entry.name != "hangs"}
+
+
+NO_CACHE = ["--cache", "none"]
+MODES = pytest.mark.parametrize(
+    "mode",
+    [READ_ONLY, [*READ_WRITE, "--attr-timeout", "0"], MUTABLE, NO_CACHE, ["--cache", "metadata"]],
+    ids=["read-only", "read-write", "mutable", "none", "metadata"],
+)
+
+
+@MODES
+def test_a_name_that_hangs_costs_a_listing_a_second_once(
+    mount: MakeMount, tree: Path, tmp_path: Path, mode: list[str]
+) -> None:
+    """Before: the listing of the whole directory took --source-timeout and failed, and each one held one more slot."""
+    with hanging(tmp_path, [tree / "e/hangs"]) as hang:
+        m = mount(tree, *mode, "--source-timeout", "25")
+        expected = sorted(os.listdir(tree / "e"))
+        began = time.monotonic()
+        assert listed(m.path / "e") == expected and len(expected) == FIRST + 1
+        assert time.monotonic() - began < 15
+        ops = m.ops()
+        for _ in range(6):
+            assert listed(m.path / "e") == expected
+            assert all(types(m.path / "e").values())
+        assert m.status()["source_stuck_calls"] == 1
+        assert time.monotonic() - began < 20
+        if mode is READ_ONLY:
+            assert m.ops()["lstat"] == ops["lstat"]
+        assert (m.path / "e/f007").read_bytes() == b"x"
+        hang.unlink()
+        assert (m.path / "e/hangs").is_dir()
+        assert listed(m.path / "e") == expected
+        wait_for(lambda: m.status()["source_stuck_calls"], lambda stuck: stuck == 0)
+    assert listed(m.path / "e") == expected
+
+
+@pytest.mark.parametrize("mode", [READ_ONLY, READ_WRITE], ids=["read-only", "read-write"])
+def test_a_stat_of_a_name_that_hangs_has_a_time_out_and_no_slot_of_its_own(
+    mount: MakeMount, tree: Path, tmp_path: Path, mode: list[str]
+) -> None:
+    with hanging(tmp_path, [tree / "e/hangs"]):
+        m = mount(tree, *mode, "--source-timeout", "4")
+        assert len(listed(m.path / "e")) == FIRST + 1
+        began = time.monotonic()
+        raises_errno(errno.ETIMEDOUT, lambda: (m.path / "e/hangs").stat())
+        assert time.monotonic() - began > 3
+        assert m.status()["source_stuck_calls"] <= 2  # it is asked again when it has hung twice as long
+        assert (m.path / "e/f007").read_bytes() == b"x"
+        report = cachefs("warmup", m.path / "e", check=False)
+        assert "e/hangs" in report.stdout + report.stderr
+        assert m.flush()["cached_files"] == FIRST
+    assert (m.path / "e/hangs").is_dir()
+
+
+@pytest.mark.parametrize("mode", [READ_ONLY, READ_WRITE], ids=["read-only", "read-write"])
+def test_many_names_that_hang_leave_slots_for_others(
+    mount: MakeMount, tree: Path, tmp_path: Path, mode: list[str]
+) -> None:
+    with hanging(tmp_path, [tree / f"e/hangs{number:02}" for number in range(40)]) as hang:
+        m = mount(tree, *mode, "--source-timeout", "25")
+        expected = sorted(os.listdir(tree / "e"))
+        began = time.monotonic()
+        for _ in range(3):
+            assert listed(m.path / "e") == expected and len(expected) == FIRST + 40
+        assert not (m.path / "d/missing").exists()
+        assert len(listed(m.path / "d/sub")) == FIRST
+        assert (m.path / "d/sub/f007").read_bytes() == b"x"
+        assert time.monotonic() - began < 20
+        assert 0 < m.status()["source_stuck_calls"] < 48
+        hang.unlink()
+        for number in range(40):
+            assert (m.path / f"e/hangs{number:02}").is_dir()
+        assert listed(m.path / "e") == expected
