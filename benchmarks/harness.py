@@ -32,20 +32,22 @@ def make_tree(root: Path, directories: int, files: int, sizes: tuple[int, int], 
 
 
 @contextmanager
-def mounted(source: Path, mountpoint: Path, cache: Path, *arguments: str) -> Iterator[Callable[[], dict[str, Any]]]:
-    """A mount; yields a function that asks for its status."""
+def mounted(
+    source: Path, mountpoint: Path, cache: Path, *arguments: str, program: Sequence[str] = CACHEFS
+) -> Iterator[Callable[[], dict[str, Any]]]:
+    """A mount; yields a function that asks for its status. `program` may be the cachefs of another checkout."""
     mountpoint.mkdir(exist_ok=True)
-    command = [*CACHEFS, "mount", str(source), str(mountpoint), "--cache-dir", str(cache), *arguments]
+    command = [*program, "mount", str(source), str(mountpoint), "--cache-dir", str(cache), *arguments]
     subprocess.run(command, check=True)
 
     def status() -> dict[str, Any]:
-        done = subprocess.run([*CACHEFS, "status", str(mountpoint), "--json"], check=True, capture_output=True)
+        done = subprocess.run([*program, "status", str(mountpoint), "--json"], check=True, capture_output=True)
         return dict(json.loads(done.stdout))
 
     try:
         yield status
     finally:
-        subprocess.run([*CACHEFS, "umount", str(mountpoint)], check=True)
+        subprocess.run([*program, "umount", str(mountpoint)], check=True)
 
 
 def read_files(root: str, paths: Sequence[str]) -> None:
@@ -143,13 +145,15 @@ class Comparison:
         )
 
 
-def report(title: str, comparisons: Sequence[Comparison], unit: str) -> bool:
+def report(
+    title: str, comparisons: Sequence[Comparison], unit: str, sides: tuple[str, str] = ("mounted", "direct")
+) -> bool:
     """Print a table. True if every bound holds."""
     from rich.console import Console
     from rich.table import Table
 
     table = Table(title=title, title_justify="left")
-    for heading in ("", f"mounted, {unit}", f"direct, {unit}", "ratio", "spread", "at least", "holds"):
+    for heading in ("", *(f"{side}, {unit}" for side in sides), "ratio", "spread", "at least", "holds"):
         table.add_column(heading, justify="left" if not heading else "right")
     for comparison in comparisons:
         table.add_row(*comparison.row())

@@ -1,4 +1,6 @@
-"""A real CephFS whose ceph-fuse is killed and mounted again, or whose client is evicted (C1, C2, Must hold 4).
+"""A real CephFS whose ceph-fuse is killed and mounted again, or whose client is evicted.
+
+Hits never fail, and misses work within `BACK_WITHIN_S` seconds of the source's return.
 
 CEPHFS_TOOLS names a directory with `cephfs-up` and `cephfs-down`, which start and stop a cluster on this machine.
 """
@@ -7,6 +9,7 @@ import json
 import os
 import signal
 import subprocess
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -27,6 +30,7 @@ pytestmark = [
 
 MODES = {"read-only": ["--read-only"], "read-write": [], "mutable": ["--mutable", "**"]}
 CACHED = ["read-only", "read-write"]
+BACK_WITHIN_S = 5.0
 
 
 class CephFs:
@@ -102,9 +106,20 @@ def check(m: Mount, expected: dict[Path, bytes]) -> None:
         assert (m.path / path).read_bytes() == data
 
 
+def check_back(m: Mount, expected: dict[Path, bytes]) -> None:
+    """The source has just returned: the first of these misses must work soon, and the others with it."""
+    returned = time.monotonic()
+    path, data = next(iter(expected.items()))
+    assert (m.path / path).read_bytes() == data
+    elapsed = time.monotonic() - returned
+    print(f"the first miss worked {elapsed:.2f} s after the source's return")
+    assert elapsed < BACK_WITHIN_S
+    check(m, expected)
+
+
 @pytest.mark.parametrize("restarts", [False, True], ids=["", "restart"])
 @pytest.mark.parametrize("mode", MODES)
-def test_c1_a_client_that_is_killed_and_mounted_again(
+def test_a_client_that_is_killed_and_mounted_again(
     cephfs: CephFs, dataset: tuple[Path, dict[Path, bytes]], mount: MakeMount, mode: str, restarts: bool
 ) -> None:
     root, files = dataset
@@ -124,14 +139,14 @@ def test_c1_a_client_that_is_killed_and_mounted_again(
     if mode in CACHED:
         check(m, first)
     cephfs.again()
-    check(m, rest)
+    check_back(m, rest)
     check(m, first)
     status = m.status()
     assert (status["source_lost"], status["source_reconnects"]) == (False, 1)
 
 
 @pytest.mark.parametrize("mode", CACHED)
-def test_c1_a_client_that_is_evicted(
+def test_a_client_that_is_evicted(
     cephfs: CephFs, dataset: tuple[Path, dict[Path, bytes]], mount: MakeMount, mode: str
 ) -> None:
     """Its mount answers, with errors, until the operator mounts it again."""
@@ -148,6 +163,6 @@ def test_c1_a_client_that_is_evicted(
     os.kill(old, signal.SIGKILL)
     cephfs.again()
     assert mounted_on(cephfs.path)
-    check(m, rest)
+    check_back(m, rest)
     wait_for(lambda: m.status()["source_lost"], lambda is_lost: not is_lost)
     check(m, first)
