@@ -12,6 +12,7 @@ kernel: nobody ever sees pages of two versions under one number.
 import stat
 import time
 from collections.abc import Callable
+from functools import partial
 
 from cachefs.age import SETTLE_NS, is_young
 from cachefs.attributes import (
@@ -45,6 +46,8 @@ FIRST_POSITION = 3  # 1 and 2 are "." and ".."
 FLAGS_PINNED = PINNED.to_bytes(4, "little")
 FLAGS_NONE = bytes(4)
 _UNLINKED_MARK = b"unlinked:"
+_BY_NUMBER = (Table.INODES, Table.LINKS, Table.DENTRIES, Table.LISTING)
+"""What begins with the number of an inode."""
 
 
 class MetadataCache(Belief):
@@ -77,16 +80,17 @@ class MetadataCache(Belief):
         """A number that was never given out before, in any run (runs.py)."""
         return self.numbers.next()
 
-    def _next_alias(self, update: Update) -> int:
-        def is_free(number: int) -> bool:
-            key = inode_key(number)
-            return (
-                update.get(Table.INODES, key) is None
-                and update.first_key(Table.LINKS, key) is None
-                and not update.extents.has_any(number)
-            )
+    @staticmethod
+    def _is_free(update: Update, number: int) -> bool:
+        """Nothing is left of an object that had this number: no record, names, children or data.
 
-        return self.numbers.next_alias(is_free)
+        Whoever got it next would be taken for that object: a directory would show the children of another one.
+        """
+        key = inode_key(number)
+        return all(update.first_key(table, key) is None for table in _BY_NUMBER) and not update.extents.has_any(number)
+
+    def _next_alias(self, update: Update) -> int:
+        return self.numbers.next_alias(partial(self._is_free, update))
 
     # --- reading ---------------------------------------------------------------------------------------------------
 
@@ -119,9 +123,13 @@ class MetadataCache(Belief):
             number = 0
         if number:
             record = self.inode(update, number)
-            if record is None:
+            if record is None and self._is_free(update, number):
                 return number, None
-            if record.same_identity(now) and not (self._kernel_has_data(record) and not record.same_version(now)):
+            if (
+                record is not None
+                and record.same_identity(now)
+                and not (self._kernel_has_data(record) and not record.same_version(now))
+            ):
                 return number, record
         number = self._next_alias(update)
         update.put(Table.ALIASES, key, FLAGS_PINNED + bytes(4) + inode_key(number))
@@ -467,23 +475,26 @@ class MetadataCache(Belief):
     def forget(self, update: Update, number: int, count: int) -> bool:
         """The kernel forgot an inode. True if its record is gone now.
 
-        Pinned inodes are not counted: their records stay. Those without a name had their last FORGET with this one,
-        because no look-up leads to them any more.
+        Look-ups of pinned inodes are not counted: their records stay in this run, with or without a name. The kernel
+        also sends a FORGET where a look-up told it of an inode that it did not expect under that name, and may know
+        the same inode by another one. A directory stays while pinned names lead on from it: the next object with its
+        number would get them.
         """
         record = self.inode(update, number)
-        if record is None or number == ROOT_INODE:
+        if record is None or number == ROOT_INODE or record.flags & PINNED:
             return False
-        if record.flags & UNLINKED:
-            update.delete(Table.META, _UNLINKED_MARK + inode_key(number))
-        elif record.flags & PINNED:
-            return False
-        elif record.lookups > count or record.flags & WRITTEN:
+        if record.lookups > count or (record.flags & WRITTEN and not record.flags & UNLINKED):
             # A file that was written stays mutable in this run, whether the kernel remembers it or not.
             self.put_inode(update, record._replace(lookups=max(0, record.lookups - count)))
             return False
         if record.is_directory:
             self._forget_names(update, number)
             self.paths.forget()
+            if update.first_key(Table.DENTRIES, inode_key(number)) is not None:
+                self.put_inode(update, record._replace(lookups=0))
+                return False
+        if record.flags & UNLINKED:
+            update.delete(Table.META, _UNLINKED_MARK + inode_key(number))
         self._delete_inode(update, number)
         return True
 

@@ -264,7 +264,7 @@ static bool forgets_nothing(struct worker *worker, const struct request *request
     uint32_t count = single ? 1 : batch->count;
     for (uint32_t i = 0; i < count; i++)
         if (!view_inode(&worker->view, single ? request->header->nodeid : each[i].nodeid, &record) ||
-            !(record.flags & PINNED) || (record.flags & UNLINKED))
+            !(record.flags & PINNED))
             return false;
     return true;
 }

@@ -1,0 +1,79 @@
+"""Numbers of inodes: one that was another object's is not given out while anything of that object is left."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from cachefs.attributes import ROOT_INODE, Inode, Stat
+from cachefs.environment import Environment, Update
+from cachefs.index import Index
+from cachefs.metadata_cache import MetadataCache
+from cachefs.options import Options
+
+DIRECTORY, FILE = 50, 60
+READ_ONLY = Options(read_only=True, attr_timeout_s=float("inf"))
+
+
+@pytest.fixture
+def index(tmp_path: Path) -> Iterator[Index]:
+    made = Index(Environment(tmp_path / "durable", sync=False), Environment(tmp_path / "session", sync=False))
+    yield made
+    made.close()
+
+
+def stat(number: int, mode: int, btime_ns: int) -> Stat:
+    return Stat(mode, 2, 0, 0, 0, 4096, 10, 8, 1, btime_ns, btime_ns, btime_ns, 0, number)
+
+
+def look_up(metadata: MetadataCache, update: Update, name: bytes, btime_ns: int, *, pin: bool) -> Inode:
+    return metadata.apply_stat(update, ROOT_INODE, name, stat(DIRECTORY, 0o040755, btime_ns), pin=pin)
+
+
+@pytest.mark.parametrize("is_alias", [False, True], ids=["number of the source", "alias"])
+@pytest.mark.parametrize("forgotten", ["by the kernel", "by the next run"])
+def test_a_directory_never_gets_the_children_of_one_that_had_its_number(
+    index: Index, is_alias: bool, forgotten: str
+) -> None:
+    metadata = MetadataCache(index, READ_ONLY, run=1, floor=1)
+    with index.update() as update:
+        if is_alias:
+            look_up(metadata, update, b"before", 1, pin=True)
+        first = look_up(metadata, update, b"first", 2, pin=True)
+        assert (first.number != DIRECTORY) == is_alias
+        metadata.apply_stat(update, first.number, b"child", stat(FILE, 0o100644, 2), pin=True)
+        metadata.apply_absence(update, ROOT_INODE, b"first", pin=True)  # it was removed
+        if forgotten == "by the kernel":
+            metadata.forget(update, first.number, 1)
+        else:
+            metadata.drop_unlinked(update)
+        second = look_up(metadata, update, b"second", 3, pin=True)
+        assert metadata.dentry(update, second.number, b"child") is None
+    assert second.number != first.number
+
+
+def test_a_directory_with_pinned_children_stays_when_the_kernel_forgets_it(index: Index) -> None:
+    """On a read-write mount. Its record is what another directory with its number is told from."""
+    metadata = MetadataCache(index, Options(), run=1, floor=1)
+    with index.update() as update:
+        first = look_up(metadata, update, b"first", 2, pin=False)
+        file = metadata.apply_stat(update, first.number, b"child", stat(FILE, 0o100644, 2), pin=False)
+        metadata.pin_file(update, file)
+        metadata.drop(update, first.number)
+        assert not metadata.forget(update, first.number, 1)
+        assert look_up(metadata, update, b"first", 2, pin=False).number == first.number
+        assert metadata.dentry(update, first.number, b"child") is not None
+        metadata.drop(update, first.number)
+        metadata.forget(update, first.number, 1)
+        second = look_up(metadata, update, b"first", 3, pin=False)
+        assert metadata.dentry(update, second.number, b"child") is None
+
+
+def test_a_removed_inode_is_known_as_long_as_the_kernel_may_know_it(index: Index) -> None:
+    """The kernel also forgets a single look-up, and goes on with the inode under another name."""
+    metadata = MetadataCache(index, READ_ONLY, run=1, floor=1)
+    with index.update() as update:
+        first = look_up(metadata, update, b"first", 2, pin=True)
+        metadata.apply_absence(update, ROOT_INODE, b"first", pin=True)
+        assert not metadata.forget(update, first.number, 1)
+        assert look_up(metadata, update, b"second", 3, pin=True).number != first.number
