@@ -23,7 +23,7 @@ from cachefs import age, values
 from cachefs.attributes import IMMUTABLE, NANOSECONDS, ROOT_INODE, UNLINKED, UNSETTLED, WRITTEN, Inode, Stat
 from cachefs.belief import FOREVER_NS
 from cachefs.environment import Table, View
-from cachefs.identity import Changed, identity_of
+from cachefs.identity import Changed, Renamed, identity_of
 from cachefs.metadata_cache import MetadataCache
 from cachefs.metadata_retention import MetadataRetention
 from cachefs.metrics import Metrics
@@ -86,6 +86,7 @@ class FileSystem:
         self.metadata = metadata
         self.options = options
         self.notifier = notifier
+        metadata.on_lost_name = notifier.entry_soon
         # state
         self.lookups = 0
         """How many there were: whoever works in the background sees that others wait."""
@@ -134,6 +135,9 @@ class FileSystem:
         """Call the source, for an object. Where that is another one by now its entry is dropped: ESTALE."""
         try:
             return await self.slots.run(function, discard=discard, once=once)
+        except Renamed as error:
+            self.lose_name(error.parent, error.name, error.number)
+            raise
         except Changed as error:
             self.replaced(error.directory or number)
             raise
@@ -155,6 +159,8 @@ class FileSystem:
                 return await use(lambda fd: call(by_descriptor(fd)))
         try:
             return await self.ask(number, partial(call, self.object_of(number)), discard=discard, once=once)
+        except Renamed:
+            raise  # it is changed by a path that may lead elsewhere
         except OSError as error:
             async with self.descriptor(number, True) as use:
                 if error.errno != errno.ESTALE or use is None:
@@ -421,9 +427,12 @@ class FileSystem:
         for parent, name in links:
             self.notifier.entry_soon(parent, name)
 
-    def appeared(self, parent: int, name: bytes) -> None:
-        """There is an object of a name that was believed absent."""
+    def lose_name(self, parent: int, name: bytes, number: int = 0) -> None:
+        """A change has shown that a name does not lead where we believed (to inode `number`), or leads somewhere."""
         with self.metadata.index.update() as update:
+            dentry = self.metadata.dentry(update, parent, name)
+            if number and (dentry is None or dentry.inode != number):
+                return  # another request has learned more
             self.metadata.remove_name(update, parent, name)
         self.notifier.entry_soon(parent, name)
 

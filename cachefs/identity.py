@@ -41,6 +41,25 @@ class Changed(OSError):
         return error
 
 
+class Renamed(Changed):
+    """A name that a change relies on leads elsewhere; the object that it led to may be as it was (errno ESTALE).
+
+    The name is lost. On a call with a path the kernel looks it up again, and finds where it leads. A caller that has
+    the directory open comes again with the directory, which has no name any more: the change is made there.
+    """
+
+    parent = 0
+    name = b""
+    number = 0
+    """Of the inode that the name led to."""
+
+    @classmethod
+    def away(cls, parent: int, name: bytes, number: int) -> "Renamed":
+        error = cls()
+        error.parent, error.name, error.number = parent, name, number
+        return error
+
+
 class Identity(NamedTuple):
     """Which object of the source."""
 

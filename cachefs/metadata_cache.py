@@ -35,6 +35,7 @@ from cachefs.attributes import (
 )
 from cachefs.belief import Belief
 from cachefs.environment import Table, Update, View
+from cachefs.identity import identity_of, is_same
 from cachefs.index import Index
 from cachefs.metadata_retention import MetadataRetention
 from cachefs.mutable_names import MutableNames
@@ -75,6 +76,9 @@ class MetadataCache(Belief):
         self.numbers = Numbers(run, takeovers)
         self.paths = Paths()
         self.mutable_names = MutableNames(options.mutable, self.paths)
+        self.on_lost_name: Callable[[int, bytes], None] = lambda parent, name: None
+        """Called with a pinned name that a comparison has taken from an inode: the kernel believes it for ever, and
+        need not be who looked."""
 
     def next_sequence(self) -> int:
         """A number that was never given out before, in any run (runs.py)."""
@@ -160,6 +164,7 @@ class MetadataCache(Belief):
             if self._is_freezable(record) and not any(mutable):
                 record = record._replace(flags=record.flags | FREEZABLE)
             self.put_inode(update, record._replace(lookups=record.lookups + counted))
+        self._lost(self.dentry(update, parent, name), parent, name, unless=number)
         added = self._put_name(update, parent, name, number, pinned=bool(record.flags & PINNED))
         if now.nlink == 1 or record.is_directory:
             self._purge_names(update, number, keep=(parent, name), gone=added)
@@ -173,11 +178,17 @@ class MetadataCache(Belief):
         for link in links_of(update, number):
             if link == keep:
                 continue
+            self._lost(self.dentry(update, *link), *link)
             if gone and leads_to(update, link, number):
                 self.remove_name(update, *link)
             else:
                 self._cut_link(update, number, link)
                 self.paths.forget()
+
+    def _lost(self, dentry: Dentry | None, parent: int, name: bytes, *, unless: int = 0) -> None:
+        """A name does not lead to what it led to, `unless` that is this inode. The kernel knows of what was dropped."""
+        if dentry is not None and dentry.flags & PINNED and dentry.stamp and dentry.inode not in (0, unless):
+            self.on_lost_name(parent, name)
 
     def _cut_link(self, update: Update, number: int, link: tuple[int, bytes]) -> None:
         """The inode is not known by this name any more. A name that still leads to it is compared before it counts:
@@ -257,6 +268,7 @@ class MetadataCache(Belief):
 
     def apply_absence(self, update: Update, parent: int, name: bytes, *, pin: bool) -> None:
         """Record that `name` does not exist."""
+        self._lost(self.dentry(update, parent, name), parent, name)
         self.remove_name(update, parent, name)
         if pin and self.index.available:
             update.put(Table.DENTRIES, inode_key(parent) + name, Dentry(PINNED, 0, self.run, 0).pack())
@@ -274,6 +286,8 @@ class MetadataCache(Belief):
 
     def put_inode(self, update: Update, record: Inode) -> None:
         update.put(Table.INODES, inode_key(record.number), record.pack())
+        if record.is_directory:
+            self.paths.note(record)
         if self._retention is not None:
             self._retention.changed(record)
 
@@ -332,12 +346,15 @@ class MetadataCache(Belief):
         Our change moves the change time, and so may a rewrite by another node at the same time (hazard 24). What is
         pinned or cached of the inode stays only if size and mtime are still the recorded ones. Else it is dropped,
         with the attributes that it had: the next look-up finds another version, and makes another inode of it.
-        Returns the record, None if it is not the same inode or was dropped, and the names that the kernel must drop.
+        Another object in its place (another node was faster) takes its names, so that the record is dropped, too.
+        Returns the record, None if it was dropped, and the names that the kernel must drop.
         A directory keeps its version: its mtime is what our change moves.
         """
         record = self.inode(update, number)
-        if record is None or record.source_inode != now.inode or record.device != now.device:
+        if record is None:
             return None, []
+        if not is_same(identity_of(record), now) or record.device != now.device:
+            return None, self.drop(update, number)
         unchanged = record.size == now.size and record.mtime_ns == now.mtime_ns
         if not unchanged and not record.is_directory:
             if record.flags & IMMUTABLE or self.is_pinned(record):

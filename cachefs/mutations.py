@@ -7,19 +7,21 @@ setxattr fail with EPERM. Its names may change: unlink and rename are changes of
 import errno
 import os
 import stat
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
 
 from cachefs import syscalls, values
-from cachefs.attributes import IMMUTABLE, NANOSECONDS, WRITTEN, Inode, Stat
+from cachefs.attributes import IMMUTABLE, NANOSECONDS, PINNED, WRITTEN, Inode, Stat
 from cachefs.caller import Caller, unknown_writer
 from cachefs.directories import Directories
 from cachefs.fetch import close_quietly
 from cachefs.filesystem import FileSystem, failed
-from cachefs.identity import Changed
+from cachefs.identity import Changed, Renamed
 from cachefs.open_files import OpenFiles
+from cachefs.source_directories import Directory
 from cachefs.source_writes import SourceWriter
 from cachefs.syscalls import UTIME_NOW, UTIME_OMIT
 
@@ -89,8 +91,8 @@ class Mutations:
         try:
             fd, now, directory = await self._run(parent, call, discard=lambda made: close_quietly(made[0]))
         except Changed as error:
-            if not error.directory:
-                self._fs.appeared(parent, name)
+            if not error.directory and not isinstance(error, Renamed):
+                self._fs.lose_name(parent, name)
             raise
         record = self._added(parent, name, now, directory, written=True)
         return self._files.add_source_handle(record.number, fd, flags, caller.identity(), generation), record
@@ -248,13 +250,31 @@ class Mutations:
             await self._files.hold_data(number)
         with self._files.own_change(number):
             call = partial(self._source.remove, self._fs.directory(parent), name, caller, is_directory=is_directory)
-            directory = await self._run(parent, call)
+            with self._losing(parent, name):
+                directory = await self._run(parent, call)
             with self._metadata.index.update() as update:
                 self._metadata.remove_name(update, parent, name)
             self._own_change((parent, directory))
             if number:
                 await self._files.compare_own_change(number)
                 await self._files.names_changed(number)
+
+    @contextmanager
+    def _losing(self, parent: int, name: bytes) -> Iterator[None]:
+        """A pinned name that the source turns out not to have is not shown any more."""
+        try:
+            yield
+        except FileNotFoundError:
+            if self._number(parent, name):
+                self._fs.lose_name(parent, name)
+            raise
+
+    def _pinned_name(self, parent: int, name: bytes, directory: Directory) -> list[tuple[Directory, bytes, Inode]]:
+        """The directory, the name, and what it leads to; nothing if it is not pinned."""
+        with self._metadata.index.view() as view:
+            dentry = self._metadata.dentry(view, parent, name)
+            record = self._metadata.inode(view, dentry.inode) if dentry and dentry.flags & PINNED else None
+        return [(directory, name, record)] if record is not None else []
 
     def _number(self, parent: int, name: bytes) -> int:
         """The inode that a name leads to; 0 if that is not known."""
@@ -271,8 +291,12 @@ class Mutations:
             await self._files.hold_data(replaced)
         with self._files.own_change(moved, replaced):
             old, new = self._fs.directory(parent), self._fs.directory(new_parent)
-            call = partial(self._source.rename, old, name, new, new_name, flags, caller)
-            now, old_directory, new_directory = await self._run(parent, call)
+            expected = self._pinned_name(parent, name, old)
+            if flags & RENAME_EXCHANGE:
+                expected += self._pinned_name(new_parent, new_name, new)
+            call = partial(self._source.rename, old, name, new, new_name, flags, caller, expected)
+            with self._losing(parent, name):
+                now, old_directory, new_directory = await self._run(parent, call)
             with self._metadata.index.update() as update:
                 if flags & RENAME_EXCHANGE:
                     self._metadata.swap_names(update, parent, name, new_parent, new_name)
@@ -284,3 +308,5 @@ class Mutations:
             if replaced:
                 await self._files.compare_own_change(replaced)
             await self._files.names_changed(moved, replaced)
+        if not moved:  # the kernel may know the name longer than we do, and has given the new one to what it knew
+            self._fs.notifier.entry_soon(new_parent, new_name)

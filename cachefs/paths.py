@@ -3,7 +3,7 @@
 import errno
 import os
 
-from cachefs.attributes import ROOT_INODE, Dentry, Inode, inode_key, inode_of_key
+from cachefs.attributes import PINNED, ROOT_INODE, STALE, Dentry, Inode, inode_key, inode_of_key
 from cachefs.environment import Table, View
 from cachefs.identity import identity_of
 from cachefs.source_directories import ROOT, Directory
@@ -37,6 +37,12 @@ class Paths:
 
     def forget(self) -> None:
         self._directories.clear()
+
+    def note(self, record: Inode) -> None:
+        """What is remembered of a directory holds as long as its name is, or is not, pinned."""
+        known = self._directories.get(record.number)
+        if known is not None and known.has_pinned_name != _has_pinned_name(record):
+            self.forget()
 
     def path(self, view: View, number: int) -> bytes:
         """Raises OSError ESTALE where no name leads to the inode."""
@@ -83,12 +89,16 @@ class Paths:
                 raise OSError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))
             name = link[1] if link is not None else b""
             path = _joined(above.path, name) if above is not None else None
-            above = Directory(number, identity_of(record), above, name, path)
+            above = Directory(number, identity_of(record), above, name, path, _has_pinned_name(record))
             if len(self._directories) >= REMEMBERED_PATHS:
                 self._directories.clear()
             self._directories[number] = above
         assert above is not None
         return above
+
+
+def _has_pinned_name(record: Inode) -> bool:
+    return record.flags & (PINNED | STALE) == PINNED
 
 
 def _joined(path: bytes | None, name: bytes) -> bytes | None:

@@ -132,7 +132,7 @@ class Source:
         self.counters = SourceCounters()
         self._latency_s = simulate_latency_s
         self._has_openat2 = _has_openat2()
-        self.directories = SourceDirectories(root_fd, self._open_at, self.fstat)
+        self.directories = SourceDirectories(root_fd, self._open_at, self.fstat, self._lstat_at)
 
     @property
     def root_device(self) -> int:
@@ -153,6 +153,10 @@ class Source:
     def stat(self, fd: int, name: bytes = b"") -> Stat:
         """lstat of a name in a directory, or of `fd` itself. Not counted."""
         return syscalls.statx(fd, name, self.root_devices)
+
+    def _lstat_at(self, directory_fd: int, name: bytes) -> Stat:
+        self.round_trip("lstat")
+        return self.stat(directory_fd, component(name))
 
     def round_trip(self, operation: str) -> None:
         """Count one system call that asks the source; wait as long as a parallel filesystem would take."""
@@ -185,7 +189,7 @@ class Source:
                 raise Changed from error
             raise
 
-    def _open_expected(self, at: Object, flags: int, run: Run = _as_myself) -> int:
+    def _open_expected(self, at: Object, flags: int, run: Run = _as_myself, *, to_change: bool = False) -> int:
         """Open what should be there; `Changed` where there is nothing of the kind."""
         if at.fd >= 0:
             path = f"/proc/self/fd/{at.fd}"
@@ -193,7 +197,7 @@ class Source:
                 return run(lambda: os.open(path, flags & ~os.O_NOFOLLOW | os.O_CLOEXEC))
             except BlockingIOError as error:
                 raise Busy from error
-        with self.directories.hold(at.directory) as directory:
+        with self.directories.hold(at.directory, to_change=to_change) as directory:
             try:
                 return run(lambda: self._open_at(directory, at.name, flags))
             except OSError as error:
@@ -281,13 +285,15 @@ class Source:
         self.counters.add("fstat")
         return self.stat(fd)
 
-    def open_file(self, at: Object, flags: int = _READ_FLAGS, run: Run = _as_myself) -> tuple[int, Stat]:
+    def open_file(
+        self, at: Object, flags: int = _READ_FLAGS, run: Run = _as_myself, *, to_change: bool = False
+    ) -> tuple[int, Stat]:
         """Open a regular file, and what was opened. O_NONBLOCK: a FIFO in its place blocks nobody (hazard 30).
 
-        `run` opens as someone else.
+        `run` opens as someone else. `to_change`: the names on the path are compared as well.
         """
         self.round_trip("open")
-        fd = self._open_expected(at, flags | os.O_NONBLOCK, run)
+        fd = self._open_expected(at, flags | os.O_NONBLOCK, run, to_change=to_change)
         try:
             now = self.fstat(fd)
             if at.identity is not None:

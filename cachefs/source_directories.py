@@ -11,22 +11,28 @@ leads elsewhere, and whose descriptor is gone, cannot be reached any more: `Chan
 Several threads that want the same directory at the same time open it once: one opens it, the others wait for that one.
 An open that hangs delays the others by one second only; then each of them opens the directory itself.
 
+Where something is changed, the pinned names on the path are compared as well, once a second: the kernel believes them
+for ever, and a change that was meant for the directory of that name must not be made in another one: `Renamed`.
+
 Used from the threads of `slots.py`, all at once.
 """
 
 import os
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 from cachefs.attributes import ROOT_INODE, Stat
-from cachefs.identity import GONE, Changed, Identity, check
+from cachefs.identity import GONE, Changed, Identity, Renamed, check, is_same
 
 MAX_HELD = 1000
 PATIENCE_S = 1.0
 """How long a thread waits for another thread that opens the same directory."""
+NAME_HOLDS_S = 1.0
+"""For how long after a comparison a change relies on the name of a directory."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -41,19 +47,22 @@ class Directory:
     name: bytes = b""
     path: bytes | None = b""
     """From the root. None: no names lead there any more."""
+    has_pinned_name: bool = False
+    """The kernel believes its name for ever."""
 
 
 ROOT = Directory(ROOT_INODE)
 
 
 class _Held:
-    __slots__ = ("fd", "identity", "is_dropped", "users")
+    __slots__ = ("fd", "identity", "is_dropped", "named_until", "users")
 
     def __init__(self, fd: int, identity: Identity | None) -> None:
         self.fd = fd
         self.identity = identity
         self.users = 0
         self.is_dropped = False
+        self.named_until = time.monotonic() + NAME_HOLDS_S
 
 
 class SourceDirectories:
@@ -62,14 +71,19 @@ class SourceDirectories:
         root_fd: int,
         open_at: Callable[[int, bytes, int], int],
         stat: Callable[[int], Stat],
+        lstat: Callable[[int, bytes], Stat],
         *,
         limit: int = MAX_HELD,
     ) -> None:
-        """`open_at(directory descriptor, name, flags)` opens one component, following no symlink."""
+        """`open_at(directory descriptor, name, flags)` opens one component, following no symlink.
+
+        `lstat(directory descriptor, name)`.
+        """
         # dependencies
         self._root_fd = root_fd
         self._open_at = open_at
         self._stat = stat
+        self._lstat = lstat
         # constants
         self._limit = limit
         # state, behind the lock
@@ -81,8 +95,10 @@ class SourceDirectories:
         """Of the source: what is opened while it is mounted anew is not kept."""
 
     @contextmanager
-    def hold(self, directory: Directory) -> Iterator[int]:
+    def hold(self, directory: Directory, *, to_change: bool = False) -> Iterator[int]:
         """An O_PATH descriptor of the directory, open while the block runs. Raises `Changed` if it is not there.
+
+        `to_change`: for a change in it. Raises `Renamed` if pinned names do not lead there any more.
 
         Nothing is found in a directory that was removed: then its name may lead to another one by now.
         """
@@ -91,6 +107,8 @@ class SourceDirectories:
             return
         held = self._take(directory) or self._open(directory)
         try:
+            if to_change:
+                self._compare_names(directory)
             yield held.fd
         except FileNotFoundError as error:
             if self.is_removed(held.fd):
@@ -98,6 +116,32 @@ class SourceDirectories:
             raise
         finally:
             self._release(held)
+
+    def _compare_names(self, directory: Directory) -> None:
+        """Of the directory, and of all above it: paths may be as deep as they like."""
+        below = directory
+        while below.parent is not None:
+            if below.has_pinned_name:
+                held = self._take(below) or self._open(below)
+                try:
+                    if time.monotonic() >= held.named_until:
+                        self._compare_name(below, below.parent)
+                        held.named_until = time.monotonic() + NAME_HOLDS_S
+                finally:
+                    self._release(held)
+            below = below.parent
+
+    def _compare_name(self, directory: Directory, parent: Directory) -> None:
+        assert directory.identity is not None
+        with self.hold(parent) as fd:
+            try:
+                leads_here = is_same(directory.identity, self._lstat(fd, directory.name))
+            except OSError as error:
+                if error.errno not in GONE:
+                    raise
+                leads_here = False
+        if not leads_here:
+            raise Renamed.away(parent.number, directory.name, directory.number)
 
     def is_removed(self, fd: int) -> bool:
         return self._stat(fd).nlink == 0

@@ -6,13 +6,13 @@ opens directories and looks at results; only the change itself is made as the ca
 
 import os
 import stat
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 from cachefs import syscalls
-from cachefs.attributes import Stat
+from cachefs.attributes import Inode, Stat
 from cachefs.caller import Caller, Identity
-from cachefs.identity import Changed
+from cachefs.identity import Changed, Renamed, identity_of, is_same
 from cachefs.source import Object, Source, component, reopen_directory
 from cachefs.source_directories import Directory
 
@@ -24,7 +24,7 @@ override them. O_DIRECT needs aligned memory, which a request does not have (haz
 class SourceWriter:
     def __init__(self, source: Source) -> None:
         self._source = source
-        self._hold = source.directories.hold
+        self._hold = partial(source.directories.hold, to_change=True)
 
     def _stat(self, fd: int, name: bytes = b"") -> Stat:
         self._source.counters.add("lstat")
@@ -50,7 +50,8 @@ class SourceWriter:
 
     def open_file(self, at: Object, flags: int, caller: Caller) -> int:
         """Open an existing file for writing; it is truncated when it has turned out to be the right one."""
-        fd, _ = self._source.open_file(at, flags & ~(_NOT_PASSED_ON | os.O_TRUNC), run=caller.run)
+        flags_at_source = flags & ~(_NOT_PASSED_ON | os.O_TRUNC)
+        fd, _ = self._source.open_file(at, flags_at_source, run=caller.run, to_change=True)
         try:
             if flags & os.O_TRUNC:
                 caller.run(lambda: os.ftruncate(fd, 0))
@@ -84,11 +85,25 @@ class SourceWriter:
             return self._stat(new, name), self._stat(new)
 
     def rename(
-        self, directory: Directory, name: bytes, new_directory: Directory, new_name: bytes, flags: int, caller: Caller
+        self,
+        directory: Directory,
+        name: bytes,
+        new_directory: Directory,
+        new_name: bytes,
+        flags: int,
+        caller: Caller,
+        expected: Sequence[tuple[Directory, bytes, Inode]] = (),
     ) -> tuple[Stat, Stat, Stat]:
-        """(the renamed object, its old directory, its new one)"""
+        """(the renamed object, its old directory, its new one)
+
+        `expected`: names that are pinned, and what they lead to. The kernel moves its dentry, which must be of the
+        object that is renamed: else `Renamed`.
+        """
         self._source.round_trip("rename")
         with self._hold(directory) as old, self._hold(new_directory) as new:
+            for place, each, record in expected:
+                if not is_same(identity_of(record), self._stat(old if place is directory else new, each)):
+                    raise Renamed.away(place.number, each, record.number)
             caller.run(lambda: syscalls.renameat2(old, name, new, new_name, flags))
             return self._stat(new, new_name), self._stat(old), self._stat(new)
 
@@ -135,7 +150,7 @@ class SourceWriter:
 
     def fsync_directory(self, directory: Directory) -> None:
         self._source.round_trip("open")
-        with self._hold(directory) as held:
+        with self._source.directories.hold(directory) as held:
             fd = reopen_directory(held)
         try:
             self.fsync(fd, data_only=False)

@@ -1,0 +1,204 @@
+"""Names that another node gave to other objects, on a mount that has pinned them: what is pinned is served as it was,
+and what this mount changes is changed where the names lead."""
+
+import errno
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from cachefs.client import Client
+from tests.conftest import Mount, cachefs, raises_errno, settle, wait_for
+
+MakeMount = Callable[..., Mount]
+OLD, NEW = b"old " * 3000, b"the new one " * 500
+NAME_HOLDS_S = 1.0
+
+
+@pytest.fixture
+def tree(source: Path) -> Path:
+    for directory, content in (("first/below", OLD), ("other/below", NEW)):
+        (source / directory).mkdir(parents=True)
+        for place in (source / directory, source / directory.split("/")[0]):
+            for name in ("read", "unread"):
+                (place / name).write_bytes(content)
+    settle()
+    return source
+
+
+def pinned(mount: MakeMount, tree: Path) -> Mount:
+    """A mount that has read a file in `first` and one beneath it: both are pinned, and the kernel knows that."""
+    m = mount(tree, "--attr-timeout", "0.2")
+    for _ in range(2):
+        for name in ("first/read", "first/below/read"):
+            assert (m.path / name).read_bytes() == OLD
+        time.sleep(0.3)  # what the kernel was told before they were pinned is over
+    return m
+
+
+def swap(tree: Path) -> None:
+    (tree / "first").rename(tree / "between")
+    (tree / "other").rename(tree / "first")
+    (tree / "between").rename(tree / "other")
+    time.sleep(1.5 * NAME_HOLDS_S)
+
+
+def tree_of(directory: Path) -> dict[str, bytes]:
+    return {str(p.relative_to(directory)): p.read_bytes() for p in directory.rglob("*") if p.is_file()}
+
+
+def create(path: Path) -> None:
+    (path / "made").write_bytes(b"made")
+
+
+def open_for_writing(path: Path) -> None:
+    with open(path / "unread", "r+b") as file:
+        file.write(b"made")
+
+
+def truncate(path: Path) -> None:
+    os.truncate(path / "unread", 4)
+
+
+def make_directory(path: Path) -> None:
+    (path / "made").mkdir()
+    (path / "made/made").write_bytes(b"made")
+
+
+def link(path: Path) -> None:
+    os.link(path / "unread", path / "made")
+
+
+def symlink(path: Path) -> None:
+    (path / "made").symlink_to("unread")
+
+
+def unlink(path: Path) -> None:
+    (path / "unread").unlink()
+
+
+def rename(path: Path) -> None:
+    (path / "unread").rename(path / "made")
+
+
+CHANGES = [create, open_for_writing, truncate, make_directory, link, symlink, unlink, rename]
+
+
+@pytest.mark.parametrize(
+    ("change", "place"),
+    [*((change, "first") for change in CHANGES), (create, "first/below")],
+    ids=[*(change.__name__ for change in CHANGES), "create beneath"],
+)
+def test_a_change_is_made_where_its_name_leads(
+    mount: MakeMount, tree: Path, change: Callable[[Path], None], place: str
+) -> None:
+    m = pinned(mount, tree)
+    swap(tree)
+    before = tree_of(tree / "other")
+    change(m.path / place)
+    assert tree_of(tree / "other") == before
+    expected = {f"{where}{name}": NEW for where in ("", "below/") for name in ("read", "unread")}
+    assert tree_of(tree / "first") != expected or (tree / place / "made").is_symlink()
+    assert sorted(os.listdir(m.path / place)) == sorted(os.listdir(tree / place))
+    assert (m.path / place / "read").read_bytes() == NEW
+
+
+@pytest.mark.parametrize("change", [create, open_for_writing, unlink])
+def test_a_change_by_a_name_that_is_gone_is_not_made(
+    mount: MakeMount, tree: Path, change: Callable[[Path], None]
+) -> None:
+    m = pinned(mount, tree)
+    (tree / "first").rename(tree / "moved")
+    time.sleep(1.5 * NAME_HOLDS_S)
+    before = tree_of(tree / "moved")
+    raises_errno(errno.ENOENT, lambda: change(m.path / "first"))
+    assert tree_of(tree / "moved") == before
+    assert not (m.path / "first").exists()
+    change(m.path / "moved")
+
+
+def test_who_has_it_open_makes_changes_in_the_directory_that_was_opened(mount: MakeMount, tree: Path) -> None:
+    m = pinned(mount, tree)
+    fds = [os.open(m.path / name, os.O_RDONLY | os.O_DIRECTORY) for name in ("first", "first/below")]
+    try:
+        swap(tree)
+        for fd, place in zip(fds, ("other", "other/below"), strict=True):
+            os.close(os.open("made", os.O_WRONLY | os.O_CREAT, dir_fd=fd))
+            os.rename("unread", "renamed", src_dir_fd=fd, dst_dir_fd=fd)
+            os.unlink("renamed", dir_fd=fd)
+            assert sorted(set(os.listdir(tree / place)) - {"below"}) == ["made", "read"]
+    finally:
+        for fd in fds:
+            os.close(fd)
+
+
+def test_what_is_read_by_a_pinned_name_stays_until_it_is_invalidated(mount: MakeMount, tree: Path) -> None:
+    """Also what had not been looked at: it comes from the same directory, never from the one of its name."""
+    m = pinned(mount, tree)
+    swap(tree)
+    for name in ("first/read", "first/unread", "first/below/unread"):
+        assert (m.path / name).read_bytes() == OLD
+    assert sorted(os.listdir(m.path / "first")) == ["below", "read", "unread"]
+    cachefs("invalidate", m.path / "first")
+    for name in ("first/read", "first/unread", "first/below/unread"):
+        assert (m.path / name).read_bytes() == NEW
+
+
+@pytest.mark.parametrize("known", [True, False], ids=["known", "lost"])
+def test_a_directory_that_took_the_place_of_a_pinned_one_is_renamed(mount: MakeMount, tree: Path, known: bool) -> None:
+    """`lost`: the index knows already that the pinned one has another name. The kernel must know it as well."""
+    m = pinned(mount, tree)
+    if known:
+        swap(tree)
+    else:
+        (tree / "first").rename(tree / "moved")
+        Client(m.path).info(m.path / "moved/read")
+        (tree / "other").rename(tree / "first")
+    (m.path / "first").rename(m.path / "third")
+    assert (tree / "third/read").read_bytes() == NEW
+    for name in ("read", "unread", "below/read"):
+        assert (m.path / "third" / name).read_bytes() == NEW
+    create(m.path / "third")
+    assert (tree / "third/made").exists()
+
+
+def test_a_file_that_took_the_place_of_a_pinned_one_is_renamed(mount: MakeMount, tree: Path) -> None:
+    m = pinned(mount, tree)
+    (tree / "other/read").rename(tree / "first/read")
+    (m.path / "first/read").rename(m.path / "third")
+    wait_for((m.path / "third").read_bytes, lambda content: content == NEW, 2)
+    assert not (m.path / "first/read").exists()
+
+
+@pytest.mark.parametrize("remove", [os.unlink, lambda path: os.rename(path, path.with_name("new"))], ids=["rm", "mv"])
+def test_a_pinned_name_that_the_source_does_not_have_goes_with_the_attempt(
+    mount: MakeMount, tree: Path, remove: Callable[[Path], None]
+) -> None:
+    m = pinned(mount, tree)
+    (tree / "first/read").unlink()
+    raises_errno(errno.ENOENT, lambda: remove(m.path / "first/read"))
+    wait_for((m.path / "first/read").exists, lambda found: not found)
+    assert sorted(os.listdir(m.path / "first")) == ["below", "unread"]
+
+
+def test_a_change_beneath_many_pinned_directories(mount: MakeMount, tree: Path) -> None:
+    deep = Path(*["d"] * 500)
+    (tree / deep).mkdir(parents=True)
+    (tree / deep / "read").write_bytes(OLD)
+    settle()
+    m = pinned(mount, tree)
+    assert (m.path / deep / "read").read_bytes() == OLD
+    time.sleep(1.5 * NAME_HOLDS_S)
+    create(m.path / deep)
+    assert (tree / deep / "made").read_bytes() == b"made"
+
+
+def test_a_name_that_the_index_lost_is_not_resolved_by_the_kernel(mount: MakeMount, tree: Path) -> None:
+    m = pinned(mount, tree)
+    (tree / "first").rename(tree / "moved")
+    Client(m.path).info(m.path / "moved/read")  # the daemon looks up by itself, the kernel hears nothing
+    (tree / "other").rename(tree / "first")
+    wait_for((m.path / "first/read").read_bytes, lambda content: content == NEW, 10)
+    assert (m.path / "moved/read").read_bytes() == OLD
