@@ -54,6 +54,8 @@ class Stat(NamedTuple):
     btime_ns: int  # 0: the filesystem does not know
     device: int  # 0: the device of the source's root; else st_dev
     inode: int
+    began_ns: int = 0
+    """When the call began, on the monotonic clock. 0: not known, and later than everything."""
 
 
 class Inode(NamedTuple):

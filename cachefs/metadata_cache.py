@@ -132,7 +132,7 @@ class MetadataCache(Belief):
             if (
                 record is not None
                 and record.same_identity(now)
-                and not (self._kernel_has_data(record) and not record.same_version(now))
+                and (record.same_version(now) or not self._kernel_has_data(record) or self._is_overtaken(record, now))
             ):
                 return number, record
         number = self._next_alias(update)
@@ -144,18 +144,34 @@ class MetadataCache(Belief):
         fixed = record.flags & IMMUTABLE or (self._options.pins_everything and record.flags & PINNED)
         return bool(record.is_regular and record.stamp == self.run and (fixed or record.flags & STALE))
 
+    def _is_overtaken(self, record: Inode, now: Stat) -> bool:
+        """A later call was faster: the record was compared with the source after this call had begun.
+
+        Its answer may be of an older version: it would cut a file off at the size that it had then.
+        """
+        if record.stamp != self.run or not now.began_ns:
+            return False
+        believed_for = SETTLE_NS if self.is_pinned(record) else self._unpinned_timeout_ns
+        return record.expires_ns - believed_for > now.began_ns
+
     def apply_stat(
         self, update: Update, parent: int, name: bytes, now: Stat, *, pin: bool, counted: bool = True
     ) -> Inode:
         """Record what an lstat of `name` in `parent` said. What is pinned and believed is never replaced.
+
+        Nor is what was seen later: of an answer that was overtaken only the name counts.
 
         `pin`: this mount pins whatever it sees. `counted`: the kernel will be told, so it will send a FORGET.
         """
         number, old = self._number(update, now)
         if old is not None:
             old = self._linked(update, old)
+        overtaken = old is not None and self._is_overtaken(old, now)
         if old is not None and self.is_pinned(old) and self.remaining_ns(old) > 0:
             record = old
+        elif old is not None and overtaken:
+            record = old
+            self.put_inode(update, record._replace(lookups=record.lookups + counted))
         else:
             mutable = self._are_mutable(update, number, parent, name, now)
             if old is not None and all(mutable):
@@ -166,7 +182,7 @@ class MetadataCache(Belief):
             self.put_inode(update, record._replace(lookups=record.lookups + counted))
         self._lost(self.dentry(update, parent, name), parent, name, unless=number)
         added = self._put_name(update, parent, name, number, pinned=bool(record.flags & PINNED))
-        if now.nlink == 1 or record.is_directory:
+        if (now.nlink == 1 or record.is_directory) and not overtaken:
             self._purge_names(update, number, keep=(parent, name), gone=added)
         return record
 

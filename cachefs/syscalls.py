@@ -7,6 +7,7 @@ import ctypes
 import errno
 import os
 import struct
+import time
 from collections.abc import Container
 
 from cachefs.attributes import NANOSECONDS, Stat
@@ -49,6 +50,7 @@ def statx(directory_fd: int, path: bytes, root_devices: Container[int] = (), *, 
 
     `root_devices`: device numbers that become 0. `ask`: what the kernel remembers does not count.
     """
+    began_ns = time.monotonic_ns()
     buffer = ctypes.create_string_buffer(256)
     flags = AT_SYMLINK_NOFOLLOW | (0 if path else AT_EMPTY_PATH) | (_AT_STATX_FORCE_SYNC if ask else 0)
     if _libc.statx(directory_fd, path, flags, _STATX_BASIC_AND_BTIME, buffer) != 0:
@@ -74,6 +76,7 @@ def statx(directory_fd: int, path: bytes, root_devices: Container[int] = (), *, 
         btime * NANOSECONDS + btime_ns if mask & _STATX_BTIME else 0,
         0 if device in root_devices else device,
         inode,
+        began_ns,
     )
 
 

@@ -1,11 +1,11 @@
-"""Numbers of inodes: one that was another object's is not given out while anything of that object is left."""
+"""Which number and which attributes an object gets, whatever was there before, and in whatever order answers come."""
 
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from cachefs.attributes import ROOT_INODE, Inode, Stat
+from cachefs.attributes import NANOSECONDS, ROOT_INODE, Inode, Stat
 from cachefs.environment import Environment, Update
 from cachefs.index import Index
 from cachefs.metadata_cache import MetadataCache
@@ -77,3 +77,25 @@ def test_a_removed_inode_is_known_as_long_as_the_kernel_may_know_it(index: Index
         metadata.apply_absence(update, ROOT_INODE, b"first", pin=True)
         assert not metadata.forget(update, first.number, 1)
         assert look_up(metadata, update, b"second", 3, pin=True).number != first.number
+
+
+@pytest.mark.parametrize("options", [READ_ONLY, Options()], ids=["read-only", "read-write"])
+def test_an_answer_that_was_overtaken_does_not_replace_a_later_one(index: Index, options: Options) -> None:
+    """A file is written under one name and renamed; the lstat of the first name is slow."""
+    clock_ns = 100 * NANOSECONDS
+    metadata = MetadataCache(
+        index, options, run=1, floor=1, monotonic_ns=lambda: clock_ns, realtime_ns=lambda: 10 * NANOSECONDS
+    )
+    young = stat(FILE, 0o100644, 10 * NANOSECONDS - 1)._replace(nlink=1)
+    partial = young._replace(size=5, began_ns=clock_ns - 30)
+    whole = young._replace(size=9, ctime_ns=young.ctime_ns + 1, began_ns=clock_ns - 20)
+    with index.update() as update:
+        first = metadata.apply_stat(update, ROOT_INODE, b"renamed", whole, pin=options.read_only)
+        again = metadata.apply_stat(update, ROOT_INODE, b"written", partial, pin=options.read_only)
+        assert (again.number, again.size, again.version) == (first.number, 9, first.version)
+        assert metadata.dentry(update, ROOT_INODE, b"renamed") is not None
+        record = metadata.inode(update, first.number)
+        assert record is not None and record.size == 9
+        clock_ns += 5 * NANOSECONDS
+        later = partial._replace(began_ns=clock_ns)
+        assert metadata.apply_stat(update, ROOT_INODE, b"written", later, pin=options.read_only).size == 5
