@@ -11,6 +11,17 @@ from typing import NamedTuple
 
 ROOT_INODE = 1
 NANOSECONDS = 1_000_000_000
+_MIN_TIME_NS, _MAX_TIME_NS = -(1 << 63), (1 << 63) - 1
+
+
+def clamped_ns(time_ns: int) -> int:
+    """A time of the source as the index holds it: signed 64-bit nanoseconds, from 1677-09-21 to 2262-04-11.
+
+    Filesystems hold times beyond that (ext4: until 2446), which become the nearest one. Every time that is read from
+    the source passes through here or through `nanoseconds` of fastpath/source.c: comparisons compare clamped with
+    clamped.
+    """
+    return min(max(time_ns, _MIN_TIME_NS), _MAX_TIME_NS)
 
 
 class Flag(enum.IntFlag):
@@ -38,7 +49,7 @@ PINNED, IMMUTABLE, WRITTEN, LISTED, UNSETTLED, STALE, UNLINKED, FREEZABLE = (int
 
 
 class Stat(NamedTuple):
-    """One lstat (in truth statx, for the birth time). Times in nanoseconds since 1970."""
+    """One lstat (in truth statx, for the birth time). Times in nanoseconds since 1970, clamped."""
 
     mode: int
     nlink: int

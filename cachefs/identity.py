@@ -14,7 +14,7 @@ import os
 import stat
 from typing import NamedTuple
 
-from cachefs.attributes import Inode, Stat
+from cachefs.attributes import Inode, Stat, clamped_ns
 
 GONE = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENXIO)
 """An open by a name that led to the object a moment ago fails with one of these: the name does not any more.
@@ -92,8 +92,8 @@ def check_version(expected: Inode, now: os.stat_result) -> None:
     A plain fstat will do: where inode number and change time are the same the birth time is, too.
     """
     if (
-        now.st_ctime_ns != expected.ctime_ns
-        or now.st_mtime_ns != expected.mtime_ns
+        clamped_ns(now.st_ctime_ns) != expected.ctime_ns
+        or clamped_ns(now.st_mtime_ns) != expected.mtime_ns
         or now.st_size != expected.size
         or now.st_ino != expected.source_inode
         or not stat.S_ISREG(now.st_mode)

@@ -10,7 +10,7 @@ import struct
 import time
 from collections.abc import Container
 
-from cachefs.attributes import NANOSECONDS, Stat
+from cachefs.attributes import NANOSECONDS, Stat, clamped_ns
 from cachefs.errors import Busy
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -70,10 +70,10 @@ def statx(directory_fd: int, path: bytes, root_devices: Container[int] = (), *, 
         blksize,
         size,
         blocks,
-        atime * NANOSECONDS + atime_ns,
-        mtime * NANOSECONDS + mtime_ns,
-        ctime * NANOSECONDS + ctime_ns,
-        btime * NANOSECONDS + btime_ns if mask & _STATX_BTIME else 0,
+        clamped_ns(atime * NANOSECONDS + atime_ns),
+        clamped_ns(mtime * NANOSECONDS + mtime_ns),
+        clamped_ns(ctime * NANOSECONDS + ctime_ns),
+        clamped_ns(btime * NANOSECONDS + btime_ns) if mask & _STATX_BTIME else 0,
         0 if device in root_devices else device,
         inode,
         began_ns,

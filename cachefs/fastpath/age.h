@@ -17,8 +17,8 @@ static inline int64_t until_old_ns(const struct inode_record *record)
     struct timespec now;
     clock_gettime(CLOCK_REALTIME, &now);
     int64_t changed = record->mtime_ns > record->ctime_ns ? record->mtime_ns : record->ctime_ns;
-    int64_t since = (int64_t)now.tv_sec * 1000000000 + now.tv_nsec - changed;
-    return since < SETTLE_NS ? SETTLE_NS - since : 0;
+    int64_t old = (int64_t)now.tv_sec * 1000000000 + now.tv_nsec - SETTLE_NS;
+    return changed > old ? changed - old : 0; /* times of the index may be as far away as INT64_MIN and INT64_MAX */
 }
 
 static inline bool is_young(const struct inode_record *record)

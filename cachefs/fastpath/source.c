@@ -44,9 +44,11 @@ static int open_beneath(int directory, const char *path)
     return fd;
 }
 
+/* Clamped as the index holds times: `clamped_ns` of attributes.py. */
 static int64_t nanoseconds(const struct timespec *time)
 {
-    return (int64_t)time->tv_sec * 1000000000 + time->tv_nsec;
+    __int128 ns = (__int128)time->tv_sec * 1000000000 + time->tv_nsec;
+    return ns > INT64_MAX ? INT64_MAX : ns < INT64_MIN ? INT64_MIN : (int64_t)ns;
 }
 
 /* Is this the version that the index says? identity.py has the rule: where nothing differs after the read, nothing changed
