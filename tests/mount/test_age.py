@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from cachefs.client import Client
-from tests.conftest import Mount, cachefs, drop_caches, settle, wait_for
+from tests.conftest import Mount, cachefs, drop_caches, make_files, settle, wait_for
 from tests.holder import Holder
 
 MakeMount = Callable[..., Mount]
@@ -22,6 +22,7 @@ MODES = pytest.mark.parametrize(
 )
 HALF = 512 << 10
 HOUR_S = 3600
+MANY = 1500
 
 
 class StalledWrite:
@@ -224,47 +225,60 @@ def test_what_is_read_during_a_write_is_not_there_after_a_take_over(
         wait_for((m.path / "victim").read_bytes, lambda content: bool(content == new))
 
 
-def touch(paths: list[Path]) -> None:
-    """Make files young for three and a half seconds: their times are a little ahead of the clock."""
-    soon = time.time() + 1.5
-    for path in paths:
-        os.utime(path, (soon, soon))
+@pytest.fixture
+def many(tmp_path: Path) -> Path:
+    """So many files that fetching them takes longer than they are young."""
+    root = tmp_path / "many"
+    make_files(root, MANY, (100, 4000), directories=1)
+    return root
 
 
-def regular_files(root: Path) -> list[Path]:
-    return [path for path in root.rglob("*") if path.is_file() and not path.is_symlink()]
+def touch(root: Path) -> None:
+    """Make all files young for two seconds: what counts is the later of mtime and ctime."""
+    for path in root.rglob("f*"):
+        os.utime(path, (1, 1))
+
+
+def look_at(root: Path) -> None:
+    for directory, _, _ in os.walk(root):
+        with os.scandir(directory) as entries:
+            for entry in entries:
+                entry.stat(follow_symlinks=False)
 
 
 @pytest.mark.parametrize("mode", [("--read-only",), ()], ids=["read-only", "read-write"])
-def test_a_warm_up_waits_until_young_files_are_old_enough(
-    mount: MakeMount, source: Path, mode: tuple[str, ...]
-) -> None:
-    m = mount(source, *mode)
-    touch(regular_files(source))
-    report = json.loads(cachefs("warmup", m.path, "--json").stdout)
-    assert (report["files"], report["cached_files"], report["problems"]) == (41, 41, [])
-    assert m.status()["cached_files"] == 40  # but for the empty one
+def test_a_warm_up_waits_until_young_files_are_old_enough(mount: MakeMount, many: Path, mode: tuple[str, ...]) -> None:
+    """Before: what had been looked at while it was young expired during the warm-up, and was not fetched."""
+    m = mount(many, *mode, "--simulate-latency", "1")
+    touch(many)
+    look_at(m.path)
+    report = json.loads(cachefs("warmup", m.path, "--json", "--jobs", "1", check=False).stdout)
+    assert (report["files"], report["cached_files"], report["problems"]) == (MANY, MANY, [])
+    assert m.status()["cached_files"] == MANY
 
 
-def test_prefetching_waits_until_young_files_are_old_enough(mount: MakeMount, source: Path) -> None:
-    touch(regular_files(source))
-    m = mount(source, "--read-only", "--prefetch", "all")
-    wait_for(lambda: m.status()["cached_files"], lambda count: count == 40)
+def test_prefetching_waits_until_young_files_are_old_enough(mount: MakeMount, many: Path) -> None:
+    """Before: as with a warm-up."""
+    touch(many)
+    m = mount(many, "--read-only", "--prefetch", "all", "--simulate-latency", "10")
+    look_at(m.path)
+    wait_for(lambda: m.status()["cached_files"], lambda count: count == MANY)
 
 
 def test_hints_wait_until_young_files_are_old_enough(mount: MakeMount, source: Path) -> None:
     m = mount(source)
-    touch(regular_files(source))
+    touch(source)
     Client(m.path).will_read([m.path / "d0/f00000", m.path / "d1/f00001"])
     wait_for(lambda: m.status()["cached_files"], lambda count: count == 2)
 
 
 def test_a_young_large_file_claims_its_room_once(mount: MakeMount, source: Path) -> None:
+    """Before: what was left of it was asked for again when its record had expired, and its room was claimed again."""
     with open(source / "large", "wb") as file:
         file.truncate(96 << 20)
-    m = mount(source, "--read-only", "--cache-size", "128M")
-    touch([source / "large"])
-    report = json.loads(cachefs("warmup", m.path / "large", "--json").stdout)
+    m = mount(source, "--read-only", "--cache-size", "128M", "--simulate-latency", "100")
+    os.utime(source / "large", (1, 1))
+    report = json.loads(cachefs("warmup", m.path / "large", "--json", "--jobs", "1", check=False).stdout)
     assert (report["cached_files"], report["problems"]) == (1, [])
 
 

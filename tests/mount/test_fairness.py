@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -108,6 +108,10 @@ def read_at(fd: int, name: str) -> bytes:
         return file.read()
 
 
+def read_all(paths: list[Path]) -> dict[Path, bytes]:
+    return {path: path.read_bytes() for path in paths}
+
+
 def cpu_s(pids: list[int]) -> float:
     ticks = 0
     for pid in pids:
@@ -140,16 +144,18 @@ def test_b6_a_crowd_that_waits_for_the_source_delays_no_hit_and_no_miss_of_anoth
     count = 1300 if Mount.no_fastpath else 2300
     crowd = fork.Process(target=ask_for_attributes, args=(m.path / "d3/f00003", count))
     crowd.start()
-    wait_for(lambda: waiting(m), lambda now: now > count - 100)
-    for path, content in list(expected.items())[:15]:
-        with prompt():
-            assert (m.path / path).read_bytes() == content
-    with prompt(2 + PROMPT_S):
-        assert not (m.path / "d1/missing").exists()
-    assert waiting(m) > count // 2  # the crowd was there all the time
     assert crowd.pid
-    os.kill(crowd.pid, signal.SIGKILL)
-    crowd.join(30)
+    try:
+        wait_for(lambda: waiting(m), lambda now: now > count - 100)
+        for path, content in list(expected.items())[:15]:
+            with prompt():
+                assert (m.path / path).read_bytes() == content
+        with prompt(2 + PROMPT_S):
+            assert not (m.path / "d1/missing").exists()
+        assert waiting(m) > count // 2  # the crowd was there all the time
+    finally:
+        os.kill(crowd.pid, signal.SIGKILL)
+        crowd.join(30)
     assert crowd.exitcode == -signal.SIGKILL
     with prompt(2 + PROMPT_S):
         assert not (m.path / "d1/missing-too").exists()
@@ -356,9 +362,7 @@ def test_c3_a_fast_path_that_is_killed_while_a_miss_hangs_serves_hits_at_once(
             os.kill(pid, signal.SIGKILL)
             m.killed_fastpaths += 1
             drop_caches()
-            with prompt(5):
-                for path, content in cached.items():
-                    assert path.read_bytes() == content
+            assert Crowd(0, [partial(read_all, list(cached))]).join(5) == [cached]
             wait_for(lambda: m.status()["fastpath"]["pid"], lambda now, pid=pid: now not in (0, pid))
         assert not crowd.results
         (faults / "hang").unlink()
@@ -366,13 +370,32 @@ def test_c3_a_fast_path_that_is_killed_while_a_miss_hangs_serves_hits_at_once(
     assert sorted(answers) == sorted(os.fsencode(b) for b in ((source / "d1" / p.name).read_bytes() for p in missing))
 
 
-@pytest.mark.parametrize("pause_s", [None, 0.02])
+def children(pid: int) -> set[int]:
+    """Processes that any of its threads has started."""
+    found: set[int] = set()
+    for path in Path(f"/proc/{pid}/task").glob("*/children"):
+        with suppress(FileNotFoundError, ProcessLookupError):  # a thread that has ended
+            found.update(map(int, path.read_text().split()))
+    return found
+
+
+def stop_the_next_child(pid: int, before: set[int]) -> int:
+    """Stop the process that `pid` starts next, before that has done anything."""
+    deadline = time.monotonic() + 30
+    while not (found := children(pid) - before):
+        assert time.monotonic() < deadline
+    child = found.pop()
+    os.kill(child, signal.SIGSTOP)
+    return child
+
+
+@pytest.mark.parametrize("first", ["daemon", "fast path", "fast path, and another that has not attached"])
 def test_c9_without_either_process_nobody_waits_longer_than_for_the_next_daemon(
-    mount: MakeMount, source: Path, waiting: Waiting, pause_s: float | None
+    mount: MakeMount, source: Path, waiting: Waiting, first: str
 ) -> None:
     """Before: a fast path whose daemon died before it had attached kept what the daemon had, for ever.
 
-    `pause_s`: how long after the fast path the daemon is killed; it may have started another one. None: before it.
+    `first`: what dies first.
     """
     reconnect_s = 3.0
     m = mount(source, "--reconnect-timeout", str(int(reconnect_s)))
@@ -387,12 +410,15 @@ def test_c9_without_either_process_nobody_waits_longer_than_for_the_next_daemon(
     crowd = Crowd(0, calls)
     wait_for(lambda: waiting(m), lambda count: count >= (1 if m.no_fastpath else 3))
     daemon, m.pid = m.pid, 0
+    before = children(daemon)
     m.killed_fastpaths += len(fastpath)
-    for pid in fastpath if pause_s is not None else [daemon]:
+    for pid in [daemon, *fastpath] if first == "daemon" else fastpath:
         os.kill(pid, signal.SIGKILL)
-    time.sleep(pause_s or 0)
-    for pid in [daemon] if pause_s is not None else fastpath:
-        os.kill(pid, signal.SIGKILL)
+    if first != "daemon":
+        another = stop_the_next_child(daemon, before) if "another" in first and fastpath else 0
+        os.kill(daemon, signal.SIGKILL)
+        if another:
+            os.kill(another, signal.SIGCONT)
     began = time.monotonic()
     answers = crowd.join(20)
     answers += Crowd(0, calls).join(20)

@@ -3,8 +3,11 @@
     PJDFSTEST=DIRECTORY python -m tests.posix [--no-fastpath] [GROUP …]
 
 DIRECTORY holds the sources (github.com/pjd/pjdfstest); they are compiled into a temporary directory. GROUP: names of
-directories of its tests, such as `rename`; all without. Fails if a sub-test fails on a mount and not on the disk. Needs
-root, a compiler and /dev/fuse.
+directories of its tests, such as `rename`; all without. Fails if a sub-test fails on a mount and not on the disk, or
+does not run there. Needs root, a compiler and /dev/fuse.
+
+Some of its tests run only on filesystems of certain types, for which they ask df. It gives the type of the disk for
+each mount.
 
 Each cache mode runs twice: on a fresh mount, and on one whose source was changed directly before each group:
 directories that the mount knows are renamed, others take their names, and inode numbers are used again.
@@ -13,6 +16,7 @@ directories that the mount knows are renamed, others take their names, and inode
 import argparse
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -39,6 +43,10 @@ def build(sources: Path, place: Path) -> None:
     command = ["cc", "-O1", "-w", "-D_GNU_SOURCE", f"-I{place}", sources / "pjdfstest.c", "-o", place / "pjdfstest"]
     subprocess.run(command, check=True)
     shutil.copytree(sources / "tests", place / "tests")
+    (place / "bin").mkdir()
+    df = place / "bin/df"
+    df.write_text(f"#!/bin/sh\nexec {shutil.which('df')} -PT {shlex.quote(str(place))}\n")
+    df.chmod(0o755)
 
 
 def run(place: Path, root: Path, groups: list[str], before_group: Callable[[], None]) -> tuple[int, Failures]:
@@ -46,6 +54,7 @@ def run(place: Path, root: Path, groups: list[str], before_group: Callable[[], N
     total, failures = 0, Failures()
     work = root / "work"
     work.mkdir()
+    environment = {**os.environ, "PATH": f"{place}/bin:{os.environ['PATH']}"}
     for group in sorted(path for path in (place / "tests").iterdir() if path.is_dir()):
         if groups and group.name not in groups:
             continue
@@ -53,7 +62,7 @@ def run(place: Path, root: Path, groups: list[str], before_group: Callable[[], N
         for test in sorted(group.glob("*.t")):
             done = subprocess.run(
                 ["sh", test], cwd=work, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
-                timeout=_TIMEOUT_S, check=False,
+                timeout=_TIMEOUT_S, check=False, env=environment,
             )  # fmt: skip
             results = re.findall(r"^(not )?ok (\d+)(.*# TODO)?", done.stdout, re.MULTILINE)
             total += len(results)
@@ -84,7 +93,7 @@ def churn(source: Path, mounted: Path) -> None:
 
 def on_a_mount(
     place: Path, base: Path, name: str, arguments: list[str], groups: list[str], *, churned: bool
-) -> Failures:
+) -> tuple[int, Failures]:
     source, mounted = base / f"{name}-source", base / f"{name}-mount"
     source.mkdir()
     mounted.mkdir()
@@ -98,7 +107,7 @@ def on_a_mount(
     finally:
         subprocess.run([*cachefs, "umount", mounted], check=False)
     print(f"{name}: {total} sub-tests, {sum(map(len, failures.values()))} failures", flush=True)
-    return failures
+    return total, failures
 
 
 def main() -> int:
@@ -124,7 +133,8 @@ def main() -> int:
         for mode in arguments.mode or MODES:
             for churned in (False, True):
                 name = f"{mode}-changed" if churned else mode
-                found = on_a_mount(place, base, name, [*MODES[mode], *without], arguments.groups, churned=churned)
+                ran, found = on_a_mount(place, base, name, [*MODES[mode], *without], arguments.groups, churned=churned)
+                worse |= ran != total
                 for test, failed in found.items():
                     if more := sorted(failed - expected.get(test, set())):
                         worse = True
