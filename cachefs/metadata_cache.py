@@ -11,7 +11,8 @@ kernel: nobody ever sees pages of two versions under one number.
 
 import stat
 import time
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterable
 from functools import partial
 
 from cachefs.age import SETTLE_NS, is_young
@@ -79,6 +80,8 @@ class MetadataCache(Belief):
         self.on_lost_name: Callable[[int, bytes], None] = lambda parent, name: None
         """Called with a pinned name that a comparison has taken from an inode: the kernel believes it for ever, and
         need not be who looked."""
+        self._held: Counter[int] = Counter()
+        """Directories whose records stay though the kernel forgets them: number → how many want that."""
 
     def next_sequence(self) -> int:
         """A number that was never given out before, in any run (runs.py)."""
@@ -505,6 +508,18 @@ class MetadataCache(Belief):
         if record is not None and record.flags & LISTED:
             self.put_inode(update, record._replace(flags=record.flags & ~LISTED))
 
+    def hold(self, view: View, directory: int) -> list[int]:
+        """Keep a directory's record, and those of the directories above it, until `release` gets them back."""
+        held = [directory]
+        while held[-1] != ROOT_INODE and (links := links_of(view, held[-1])):
+            held.append(links[0][0])
+        self._held.update(held)
+        return held
+
+    def release(self, held: Iterable[int]) -> None:
+        self._held.subtract(held)
+        self._held = +self._held
+
     def forget(self, update: Update, number: int, count: int) -> bool:
         """The kernel forgot an inode. True if its record is gone now.
 
@@ -516,7 +531,8 @@ class MetadataCache(Belief):
         record = self.inode(update, number)
         if record is None or number == ROOT_INODE or record.flags & PINNED:
             return False
-        if record.lookups > count or (record.flags & WRITTEN and not record.flags & UNLINKED):
+        is_kept = number in self._held or record.flags & WRITTEN
+        if record.lookups > count or (is_kept and not record.flags & UNLINKED):
             # A file that was written stays mutable in this run, whether the kernel remembers it or not.
             self.put_inode(update, record._replace(lookups=max(0, record.lookups - count)))
             return False

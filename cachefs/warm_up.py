@@ -5,7 +5,9 @@ into the index some time after they were fetched: what is not there in the end i
 What has been cached is never fetched again, so that a warm-up that was interrupted goes on where it was.
 """
 
+import errno
 import itertools
+import os
 import time
 from array import array
 from collections import deque
@@ -29,6 +31,8 @@ from policies.prefetch.sequential import CHUNK_BYTES
 
 WALKERS = 8
 """Directories that are listed at once."""
+ATTEMPTS = 10
+"""How often in a row a directory is looked at in which no file can be."""
 CHUNK_NAMES = 32
 """How many files are looked at without letting other tasks run."""
 CHUNK_UNITS = 256
@@ -90,6 +94,8 @@ class WarmUp:
         """Of those: the ones with several names, which are met several times."""
         self._waiting: list[int] = []
         """Directories that are yet to be listed."""
+        self._kept: list[int] = []
+        """Directories whose records must not go before this has ended, and those above them."""
         self._walking = 0
         self._wake = trio.Event()
         self._scanned = False
@@ -115,10 +121,13 @@ class WarmUp:
     async def run(self, paths: Sequence[bytes]) -> Report:
         """Relative to the mountpoint, files or directories. Once."""
         with self._wishes.at_once(self._jobs) if self._fetches else nullcontext():
-            async with trio.open_nursery() as nursery:
-                nursery.start_soon(self._scan, paths)
-                nursery.start_soon(self._wish_for_all)
-                nursery.start_soon(self._confirm)
+            try:
+                async with trio.open_nursery() as nursery:
+                    nursery.start_soon(self._scan, paths)
+                    nursery.start_soon(self._wish_for_all)
+                    nursery.start_soon(self._confirm)
+            finally:
+                self._fs.metadata.release(self._kept)
             await self._chase()
         if self._fetches:
             await self._data.writes.settle(FLUSH_TIMEOUT_S)
@@ -155,7 +164,10 @@ class WarmUp:
 
     async def _look_up(self, path: bytes) -> None:
         try:
-            await self._take([(await self._fs.resolve(path)).number])
+            for _ in range(ATTEMPTS):
+                if not await self._take([(await self._fs.resolve(path)).number]):
+                    return
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
         except OSError as error:
             self._failed(path, error)
 
@@ -170,7 +182,7 @@ class WarmUp:
 
     async def _list(self, number: int) -> None:
         try:
-            await self._take(await self._directories.believed_entries(number))
+            await self._take_all(number)
             for name, error in self._directories.without_attributes(number).items():
                 with suppress(OSError):  # the directory has gone
                     self._failed(self._fs.path_of(number) + b"/" + name, error)
@@ -181,26 +193,53 @@ class WarmUp:
             self._walking -= 1
             self._wake.set()
 
-    async def _take(self, numbers: Sequence[int]) -> None:
-        """Files are pinned and noted, directories are noted, symlinks are read."""
+    async def _take_all(self, number: int) -> None:
+        """What is in a directory. The kernel may forget files of a read-write mount before they are pinned, and their
+        records go. Another listing tells them from those that were removed."""
+        taken: set[int] = set()
+        fruitless = 0
+        found = await self._directories.believed_entries(number)
+        while (missing := await self._take(found)) and fruitless < ATTEMPTS:
+            before = len(taken)
+            taken.update(found)
+            taken -= missing
+            fruitless = fruitless + 1 if len(taken) == before else 0
+            found = [inode for inode in await self._directories.believed_entries(number) if inode not in taken]
+        if missing:
+            self._errors += 1
+            self._problem(self._fs.path_of(number), "files in it go faster than they can be looked at")
+
+    async def _take(self, numbers: Sequence[int]) -> set[int]:
+        """Files are pinned and noted, directories are noted, symlinks are read. Returns those without a record."""
+        missing: set[int] = set()
         for start in range(0, len(numbers), CHUNK_NAMES):
             with self._fs.metadata.index.view() as view:
                 found = [self._fs.metadata.inode(view, number) for number in numbers[start : start + CHUNK_NAMES]]
-            for inode in found:
-                if inode is None:  # it has gone
+                for inode in found:
+                    if inode is not None and inode.is_directory:
+                        self._kept += self._fs.metadata.hold(view, inode.number)
+            for number, inode in zip(numbers[start : start + CHUNK_NAMES], found, strict=True):
+                if inode is None:
+                    missing.add(number)
                     continue
                 if inode.is_directory:
-                    self._waiting.append(inode.number)
+                    self._waiting.append(number)
                     continue
                 try:
                     if inode.is_regular:
                         await self._note(inode)
                     elif inode.is_symlink and self._fetches:
-                        await self._fs.readlink(inode.number)
+                        await self._fs.readlink(number)
                 except OSError as error:
-                    with suppress(OSError):  # it has gone, and nothing else
-                        self._failed(self._fs.path_of(inode.number), error)
+                    self._linked.discard(number)
+                    try:
+                        path = self._fs.path_of(number)
+                    except OSError:
+                        missing.add(number)
+                    else:
+                        self._failed(path, error)
             await trio.lowlevel.checkpoint()
+        return missing
 
     async def _note(self, inode: Inode) -> None:
         if inode.nlink > 1:

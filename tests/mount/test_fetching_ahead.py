@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -112,6 +113,33 @@ def test_one_file_that_is_too_large_takes_none_along_in_a_warm_up(mount: MakeMou
     assert done.returncode == 1 and done.stdout.startswith("40 of 42 files cached")
     assert done.stderr.count("no room in the cache (--cache-size)") == 2
     assert report(m.path, "--check", check=False)["cached_files"] == 40
+
+
+@pytest.mark.parametrize("directories", [1, 250])
+def test_a_warm_up_finds_what_the_kernel_forgets_meanwhile(mount: MakeMount, tmp_path: Path, directories: int) -> None:
+    """Before: with an unpinned file or directory its record went, and the report left it out as if it had gone."""
+    source, count = tmp_path / "source", 1000
+    make_files(source, count, (1, 100), directories)
+    settle()
+    m = mount(source, "--simulate-latency", "10")
+    looked_at = m.path / "d0" if directories == 1 else m.path
+    ended = threading.Event()
+
+    def look_and_forget() -> None:
+        while not ended.wait(0.02):
+            with os.scandir(looked_at) as entries:
+                for entry in entries:
+                    entry.stat(follow_symlinks=False)
+            Path("/proc/sys/vm/drop_caches").write_text("2")
+
+    forgetful = threading.Thread(target=look_and_forget)
+    forgetful.start()
+    try:
+        found = report(m.path)
+    finally:
+        ended.set()
+        forgetful.join(60)
+    assert (found["files"], found["cached_files"], found["problems"]) == (count, count, [])
 
 
 def test_names_in_a_list_may_contain_anything_but_a_newline(mount: MakeMount, tmp_path: Path) -> None:
