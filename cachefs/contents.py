@@ -18,8 +18,8 @@ MAX_EXTENTS = 256
 """So many are told of one file."""
 VIRTUAL = b"user.cachefs."
 """Extended attributes with this prefix are not the source's."""
-ALIVE = VIRTUAL + b"alive"
-"""What the watchdog asks for: nothing is looked at."""
+ALIVE = b"security.cachefs.alive"
+"""What the watchdog asks for: nothing is looked at (daemon/probe.py)."""
 
 
 class Contents:
@@ -124,8 +124,6 @@ class Contents:
 
     async def attribute(self, number: int, name: bytes) -> bytes:
         """One of the virtual extended attributes. ENODATA where there is none of that name."""
-        if name == ALIVE:
-            return b"1"
         inode = self._fs.record(number)
         if name == VIRTUAL + b"state":
             return self.state(inode).encode()

@@ -2,6 +2,7 @@
 
 import os
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from cachefs.errors import CacheFsError
@@ -60,24 +61,29 @@ def covering(path: str) -> Mount | None:
     return found
 
 
+def number_of(fd: int) -> int:
+    """Of the mount that a descriptor belongs to, without asking it; it may not be mounted anywhere any more."""
+    with open(f"/proc/self/fdinfo/{fd}") as lines:
+        return next(int(line.split()[1]) for line in lines if line.startswith("mnt_id:"))
+
+
 def fstype_of(fd: int) -> str:
     """Of the mount that a descriptor belongs to, without asking it. Empty where that is not mounted anywhere."""
-    with open(f"/proc/self/fdinfo/{fd}") as lines:
-        numbers = [int(line.split()[1]) for line in lines if line.startswith("mnt_id:")]
-    return next((mount.fstype for mount in mounts() if mount.number in numbers), "")
+    number = number_of(fd)
+    return next((mount.fstype for mount in mounts() if mount.number == number), "")
 
 
-def absolute(path: str) -> str:
+def absolute(path: str, realpath: Callable[[str], str] = os.path.realpath) -> str:
     """A canonical path, without touching what is mounted at the path itself, which may be dead or hung.
 
-    Nor is the source of a mount of ours touched: its path in the mount table is canonical.
+    Nor is the source of a mount of ours touched: its path in the mount table is canonical. `realpath` touches the rest.
     """
     plain = os.path.abspath(path)
     if top_mount(plain) is not None or any(mount.fstype == FSTYPE and mount.source == plain for mount in mounts()):
         return plain
     parent, name = os.path.split(plain)
-    joined = os.path.join(os.path.realpath(parent), name)
-    return joined if top_mount(joined) is not None else os.path.realpath(joined)
+    joined = os.path.join(realpath(parent), name)
+    return joined if top_mount(joined) is not None else realpath(joined)
 
 
 def is_mounted(place: str) -> bool:

@@ -17,7 +17,7 @@ import trio
 from cachefs import shares
 from cachefs.attributes import NANOSECONDS, Inode
 from cachefs.caller import Caller
-from cachefs.contents import VIRTUAL, Contents
+from cachefs.contents import ALIVE, VIRTUAL, Contents
 from cachefs.directories import Directories
 from cachefs.errors import errno_of
 from cachefs.filesystem import Entry, FileSystem
@@ -238,6 +238,8 @@ class Operations(pyfuse3.Operations):
 
     @_handler
     async def getxattr(self, inode, name, ctx):  # type: ignore[no-untyped-def]
+        if name == ALIVE:
+            return b"1"
         if name.startswith(VIRTUAL):
             return await self._contents.attribute(inode, name)
         return await self._fs.getxattr(inode, name)

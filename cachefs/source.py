@@ -138,9 +138,12 @@ class Source:
     def root_device(self) -> int:
         return self.root_devices[0]
 
-    def reconnect(self, fd: int) -> None:
-        """Go on with another root, which was compared with the one of before. Closes `fd`. From any thread."""
-        self.root_devices = (os.fstat(fd).st_dev, self.root_devices[0])
+    def reconnect(self, fd: int, device: int) -> None:
+        """Go on with another root, which was compared with the one of before. Closes `fd`. From any thread.
+
+        `device`: its st_dev. The source is asked for nothing: whoever calls holds a lock.
+        """
+        self.root_devices = (device, self.root_devices[0])
         os.dup2(fd, self.root_fd, inheritable=False)
         os.close(fd)
         self.generation += 1

@@ -112,7 +112,7 @@ def run_in_background(serve: Serve, log_level: str, *, ends_with_command: bool) 
         said = pipe.read()
     if said.endswith(_READY):
         return int(said)
-    os.waitpid(pid, 0)
+    os.waitpid(pid, os.WNOHANG)  # it may wait in the kernel, for a source that hangs
     raise CacheFsError(said.decode(errors="replace") or "the daemon ended without a word")
 
 

@@ -144,11 +144,7 @@ class MountInstance:
         """What is compared is what is unmounted, whatever is done to the mountpoint meanwhile."""
         fd = os.open(self.mountpoint, os.O_PATH | os.O_CLOEXEC)  # asks nothing of the mount
         try:
-            number = next(
-                int(line.split()[1])
-                for line in Path(f"/proc/self/fdinfo/{fd}").read_text().splitlines()
-                if line.startswith("mnt_id:")
-            )
+            number = mount_table.number_of(fd)
             if not any(m.number == number and m.device == self.device for m in mount_table.mounts()):
                 return
             if is_root():

@@ -3,6 +3,7 @@
 import math
 import os
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -12,7 +13,7 @@ from cachefs import mount_table, places
 from cachefs.errors import CacheFsError
 from cachefs.metadata_retention import NAMES as METADATA_RETENTION
 from cachefs.options import CacheLevel, Options, Revalidate
-from daemon import background, config, config_file, process, settings
+from daemon import background, config, config_file, probe, process, settings
 from daemon.conflict import check_daemon_package
 from daemon.output import say
 from daemon.parameters import MetricsAddress, Place, Seconds, Size, one_line_errors
@@ -101,7 +102,8 @@ def make_mount_config(
         reconnect_timeout_s=reconnect_timeout,
     )
     allow_other = places.is_root() if allow_other is None else allow_other
-    source = mount_table.absolute(source)
+    realpath = partial(probe.realpath, timeout_s=source_timeout)
+    source = mount_table.absolute(source, realpath)
     computed = {
         "cache_dir": places.default_cache_dir(source),
         "retention": options.retention,
@@ -113,7 +115,7 @@ def make_mount_config(
     }
     return config.MountConfig(
         source=source,
-        mountpoint=mount_table.absolute(mountpoint),
+        mountpoint=mount_table.absolute(mountpoint, realpath),
         options=options,
         cache_dir=cache_dir.absolute() if cache_dir is not None else None,
         cache_size_bytes=cache_size,

@@ -18,6 +18,7 @@ from cachefs.client import server
 from cachefs.errors import CacheFsError
 from cachefs.mount_table import FSTYPE, is_mounted, mounts, top_mount
 from cachefs.places import is_root
+from daemon import probe
 
 log = logging.getLogger(__name__)
 
@@ -25,28 +26,12 @@ READ_AHEAD_KIB = 1024
 MAX_BACKGROUND = 1024
 """READs of one user that wait for the source must not keep those of others in the kernel."""
 CONGESTION = 48
-_PROBE_TIMEOUT_S = 10
 
 
 def check_mounted(place: str) -> None:
     """Raises CacheFsError where none of ours is mounted."""
     if not is_mounted(place):
         raise CacheFsError(f"nothing is mounted on {place} by cachefs")
-
-
-def is_dead(path: str) -> bool:
-    """Has the daemon behind this mountpoint gone? Asked by a child process, because the answer may never come."""
-    try:
-        done = subprocess.run(
-            ["stat", "-f", "--", path],
-            capture_output=True,
-            timeout=_PROBE_TIMEOUT_S,
-            check=False,
-            env={"LC_ALL": "C", "PATH": os.defpath},
-        )
-    except subprocess.TimeoutExpired:
-        return False
-    return done.returncode != 0 and os.strerror(errno.ENOTCONN).encode() in done.stderr
 
 
 def unmount(path: str, *, lazy: bool = False) -> None:
@@ -75,19 +60,28 @@ def check_fuse() -> None:
         raise CacheFsError("fusermount3 is needed to mount without root: install the package fuse3")
 
 
-def check_places(source: str, mountpoint: str) -> None:
-    """Refuse one strictly inside the other, and what is no directory. Detach dead cachefs mounts."""
+def make_room(source: str, mountpoint: str) -> None:
+    """Detach dead cachefs mounts. Refuse what else is mounted there."""
     while (top := top_mount(mountpoint)) is not None and top.fstype == FSTYPE:
         pid = server(mountpoint)
-        if not (pid is not None and is_dying(pid)) and not is_dead(mountpoint):
+        if not (pid is not None and is_dying(pid)) and not probe.has_died(mountpoint):
             raise CacheFsError(f"{mountpoint} is in use: {top.source} is mounted there by cachefs")
         unmount(mountpoint, lazy=True)
         log.warning("detached the mount of a cachefs that has died from %s", mountpoint)
     if top is not None and source != mountpoint:
         raise CacheFsError(f"{mountpoint} is in use: {top.source} ({top.fstype}) is mounted there")
+
+
+def check_places(source: str, mountpoint: str, *, timeout_s: float) -> None:
+    """Refuse one strictly inside the other, what is no directory, and what does not answer.
+
+    Nothing of this process ever waits for a source that hangs from the start: it could not even end.
+    """
     for path, what in ((source, "source"), (mountpoint, "mountpoint")):
         try:
-            mode = os.stat(path).st_mode
+            mode = probe.mode_of(path, timeout_s=timeout_s)
+        except TimeoutError as error:
+            raise CacheFsError(f"the {what} {path} does not answer") from error
         except OSError as error:
             raise CacheFsError(f"the {what} {path} cannot be used: {error.strerror}") from error
         if not stat.S_ISDIR(mode):

@@ -1,26 +1,82 @@
-"""Does a mount answer? Asked by a child process: whoever touches a mount that hangs, hangs (hazard 20).
+"""Does a mount answer, does a source? Asked by a child process: whoever touches one that hangs, hangs (hazard 20).
 
 An extended attribute that the daemon itself answers is read: a way through the kernel, the fast path and Python, which
-the kernel does not cache and which asks nothing of the source.
+the kernel does not cache and which asks nothing of the source. Its name is in the namespace "security", of which the
+kernel does not ask who may read it: for one of "user" it would look at the root's mode, which it asks for, and on a
+read-write mount the source may have to say that.
 """
 
+import errno
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 
 import trio
 
 from cachefs.contents import ALIVE
+from cachefs.errors import CacheFsError
 
-_CHILD = """
+DIED_TIMEOUT_S = 10.0
+_ASK = """
 import os, sys
-while os.read(0, 1):
+def ask():
     try:
-        answer = b"1" if os.getxattr(sys.argv[1], sys.argv[2]) else b"0"
-    except OSError:
-        answer = b"0"
-    os.write(1, answer)
+        os.getxattr(sys.argv[1], sys.argv[2])
+        return 0
+    except OSError as error:
+        return error.errno
 """
+_REALPATH = "import os, sys; os.write(1, os.fsencode(os.path.realpath(sys.argv[1])))"
+_MODE = """
+import os, sys
+try:
+    os.write(1, b"%d" % os.stat(sys.argv[1]).st_mode)
+except OSError as error:
+    os.write(1, b"-%d" % error.errno)
+"""
+_ASK_ONCE = _ASK + "os.write(1, b'%d' % ask())"
+_ASK_OFTEN = _ASK + "while os.read(0, 1): os.write(1, b'0' if ask() else b'1')"
+
+
+def answer_of_child(code: str, *arguments: str, timeout_s: float) -> bytes | None:
+    """What a child prints that runs this code. None: it takes too long, and is left behind.
+
+    It is killed then and not waited for: it ends when what it waits for does.
+    """
+    null = subprocess.DEVNULL
+    child = subprocess.Popen(_command(code, arguments), stdin=null, stdout=subprocess.PIPE, stderr=null)
+    try:
+        return child.communicate(timeout=timeout_s)[0]
+    except subprocess.TimeoutExpired:
+        child.kill()
+        return None
+
+
+def realpath(path: str, *, timeout_s: float) -> str:
+    """The canonical path. Raises CacheFsError where one on the way does not answer."""
+    answer = answer_of_child(_REALPATH, path, timeout_s=timeout_s)
+    if not answer:
+        raise CacheFsError(f"{path} does not answer")
+    return os.fsdecode(answer)
+
+
+def mode_of(path: str, *, timeout_s: float) -> int:
+    """st_mode of what lies there. Raises OSError; TimeoutError also where it does not answer."""
+    answer = int(answer_of_child(_MODE, path, timeout_s=timeout_s) or -errno.ETIMEDOUT)
+    if answer < 0:
+        raise OSError(-answer, os.strerror(-answer))
+    return answer
+
+
+def has_died(mountpoint: str) -> bool:
+    """Has the daemon behind this mountpoint gone, and its fast path? Only the kernel says ENOTCONN to this question."""
+    answer = answer_of_child(_ASK_ONCE, mountpoint, os.fsdecode(ALIVE), timeout_s=DIED_TIMEOUT_S)
+    return answer is not None and answer in (b"%d" % errno.ENOTCONN, b"%d" % errno.ECONNABORTED)
+
+
+def _command(code: str, arguments: Sequence[str]) -> list[str]:
+    return [sys.executable, "-I", "-S", "-c", code, *arguments]
 
 
 class Probe:
@@ -48,7 +104,7 @@ class Probe:
 
     async def _start(self) -> trio.Process:
         """It ends when our end of its input is closed: with us."""
-        command = [sys.executable, "-I", "-S", "-c", _CHILD, self._mountpoint, os.fsdecode(ALIVE)]
+        command = _command(_ASK_OFTEN, [self._mountpoint, os.fsdecode(ALIVE)])
         return await trio.lowlevel.open_process(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, cwd="/"
         )

@@ -57,7 +57,7 @@ from daemon.fastpath_host import FastPathHost
 from daemon.instance import MountInstance, claim_mountpoint, remove_remains
 from daemon.mount import mount
 from daemon.predecessor import take_over
-from daemon.probe import Probe
+from daemon.probe import Probe, has_died
 from daemon.source_connection import Root, SourceConnection
 from daemon.wiring import Parts, wire
 from policies import prefetch
@@ -171,17 +171,26 @@ class Session:
             instance.take_over()
             return  # the source may have gone, or hang: nothing is asked of it on the way
         if self._restart:
-            if instance is None or mounting.is_dead(place):
+            if instance is None or await _in_thread(has_died, place):
                 self._instance = instance
                 self._take_down()
                 remove_remains(place)
                 raise CacheFsError(f"{place} was unmounted, or its connection aborted: mount it again")
             raise CacheFsError(f"the fast path of {place} is dead: umount it, and mount it again")
-        await _in_thread(mounting.check_places, self.config.source, place)
-        self._source_fd = await _in_thread(mounting.open_source, self.config.source)
-        self._root = await _in_thread(Root.of, self._source_fd)
+        await _in_thread(mounting.make_room, self.config.source, place)
+        await _in_thread(
+            partial(mounting.check_places, self.config.source, place, timeout_s=self.config.options.source_timeout_s)
+        )
+        self._source_fd = await self._ask_source(mounting.open_source, self.config.source)
+        self._root = await self._ask_source(Root.of, self._source_fd)
         with contextlib.suppress(OSError):  # a source may not know
-            self._statfs = await _in_thread(os.fstatvfs, self._source_fd)
+            self._statfs = await self._ask_source(os.fstatvfs, self._source_fd)
+
+    async def _ask_source(self, function: Callable[..., T], *arguments: Any) -> T:
+        """Raises CacheFsError where it takes too long."""
+        with trio.move_on_after(self.config.options.source_timeout_s):
+            return await _in_thread(function, *arguments)
+        raise CacheFsError(f"the source {self.config.source} does not answer")
 
     async def _claim_mountpoint(self) -> Claim:
         with trio.move_on_after(CLAIM_PATIENCE_S) as patience:
@@ -207,14 +216,14 @@ class Session:
             blob = directory.open_blob()
             try:
                 if self.config.metadata_snapshot is not None and not self._took_over:
-                    root_inode = (await _in_thread(os.fstat, self._source_fd)).st_ino
+                    root_inode = (await self._ask_source(os.fstat, self._source_fd)).st_ino
                     directory.import_snapshot(self.config.metadata_snapshot, blob, root_inode)
                 durable = directory.open_durable(blob)
                 size = self.config.cache_size_bytes
                 options = replace(
                     self.config.options, cache_size_bytes=directory.default_size_bytes() if size is None else size
                 )
-                source = await _in_thread(
+                source = await self._ask_source(
                     partial(
                         Source,
                         self._source_fd,
@@ -226,7 +235,7 @@ class Session:
                     durable,
                     places.session_directory(cache_dir),
                     options.revalidate,
-                    b"" if self._took_over else await _in_thread(_rctime, source, options),
+                    b"" if self._took_over else await self._ask_source(_rctime, source, options),
                     mutable=options.mutable.patterns,
                     same_mount=self._took_over,
                 )

@@ -6,7 +6,9 @@ once a second. What is found there must be the directory that was mounted (inode
 type of the filesystem). It takes the number of the old descriptor, so that every user of that has it, and the fast path
 and the descriptor store get it as well.
 
-Everything that touches the source happens in threads with a time-out: it may hang instead of failing. Where SOURCE is
+Everything that touches the source happens in threads with a time-out: it may hang instead of failing. A source that
+was lost is back only when its root has answered, or was opened anew: silence is no answer. A thread that hangs, hangs
+in one mount; the next mount at the same path is asked by other threads. Where SOURCE is
 MOUNTPOINT its path leads to this mount, which must not be touched; then only a person can help, and is told how.
 """
 
@@ -33,7 +35,9 @@ T = TypeVar("T")
 
 RETRY_S = 1.0
 TIMEOUT_S = 5.0
+"""Or `--source-timeout`, where that is less."""
 MAX_THREADS = 4
+"""That wait for one mount."""
 _KEY = b"source root"
 _SAVED = struct.Struct("<I2Q")  # flags of the value, inode number, birth time; the type of the filesystem follows
 
@@ -84,7 +88,8 @@ class SourceConnection:
         self._slots = slots
         self._changed = changed
         # state
-        self._limiter = trio.CapacityLimiter(MAX_THREADS)
+        self._limiters: dict[int, trio.CapacityLimiter] = {}
+        """By the number of the mount that is asked."""
         self._switching = threading.Lock()
         self._generation = source.generation
         """The one that others have been told of."""
@@ -110,7 +115,7 @@ class SourceConnection:
 
     async def _check(self) -> None:
         error = await self._ask()
-        if error is not None:
+        if error is not None and may_be_lost(error):
             self._lose(error)
             await self._until_it_is_back()
         elif self._doubted == errno.ESHUTDOWN:
@@ -146,16 +151,19 @@ class SourceConnection:
                 return
 
     async def _ask(self) -> OSError | None:
-        """The error that says that the root is gone. None: it answers, or it is slow, or broken in another way."""
+        """The error that says that the root is gone, or TimeoutError. None: it answers, or is broken in another way."""
 
         def ask() -> OSError | None:
             try:
                 self._source.ask()
             except OSError as error:
-                return error if may_be_lost(error) else None
+                return error if may_be_lost(error) or error.errno == errno.ETIMEDOUT else None
             return None
 
-        return await self._in_thread(ask)
+        try:
+            return await self._in_thread(ask, mount_table.number_of(self._source.root_fd))
+        except TimeoutError as error:
+            return error
 
     async def _reopen(self, *, only_if_moved: bool = False) -> str:
         """Open the path and go on with what is there. Why that cannot be; empty if it was done."""
@@ -163,22 +171,28 @@ class SourceConnection:
 
         def reopen() -> str:
             try:
-                fd = self._open()
+                fd, device = self._open()
             except (OSError, CacheFsError) as error:
                 return str(error) if isinstance(error, CacheFsError) else f"{self._path}: {error.strerror}"
             with self._switching:  # one that was abandoned may come back late
-                unmoved = only_if_moved and os.fstat(fd).st_dev == self._source.root_device
+                unmoved = only_if_moved and device == self._source.root_device
                 if self._source.generation != generation or unmoved:
                     os.close(fd)
                 else:
-                    self._source.reconnect(fd)
+                    self._source.reconnect(fd, device)
             return ""
 
-        answer = await self._in_thread(reopen)
-        return f"{self._path} does not answer" if answer is None else answer
+        top = mount_table.covering(self._path)
+        try:
+            return await self._in_thread(reopen, top.number if top is not None else 0)
+        except TimeoutError:
+            return f"{self._path} does not answer"
 
-    def _open(self) -> int:
-        """In a thread. Raises CacheFsError where it is not the source, with the reason."""
+    def _open(self) -> tuple[int, int]:
+        """A descriptor of the root, and its st_dev; nothing else is asked of the source. In a thread.
+
+        Raises CacheFsError where it is not the source, with the reason.
+        """
         top = mount_table.covering(self._path)
         if top is not None and top.fstype == mount_table.FSTYPE:
             raise CacheFsError(
@@ -193,13 +207,15 @@ class SourceConnection:
                     f"{self._path} is another directory now: inode {found.inode} ({found.fstype}), "
                     f"not {self._root.inode} ({self._root.fstype})"
                 )
+            return fd, os.fstat(fd).st_dev
         except BaseException:
             os.close(fd)
             raise
-        return fd
 
-    async def _in_thread(self, function: Callable[[], T]) -> T | None:
-        """None: it takes too long."""
-        with trio.move_on_after(TIMEOUT_S):
-            return await trio.to_thread.run_sync(function, abandon_on_cancel=True, limiter=self._limiter)
-        return None
+    async def _in_thread(self, function: Callable[[], T], mount: int) -> T:
+        """Ask a mount, by its number. Raises TimeoutError; what the thread does then, it does unheard."""
+        self._limiters = {number: limiter for number, limiter in self._limiters.items() if limiter.borrowed_tokens}
+        limiter = self._limiters.setdefault(mount, trio.CapacityLimiter(MAX_THREADS))
+        with trio.move_on_after(min(TIMEOUT_S, self._slots.timeout_s)):
+            return await trio.to_thread.run_sync(function, abandon_on_cancel=True, limiter=limiter)
+        raise TimeoutError(errno.ETIMEDOUT, os.strerror(errno.ETIMEDOUT))

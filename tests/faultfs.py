@@ -4,6 +4,7 @@
 
 While FAULTS/hang exists, READ, OPEN and LOOKUP of paths that contain what is in it do not answer;
 while FAULTS/hang-all exists, GETATTR, STATFS and GETXATTR do not either;
+while FAULTS/enotconn exists, STATFS fails with ENOTCONN;
 while FAULTS/edquot exists, FLUSH fails with EDQUOT;
 while FAULTS/fsync exists, FSYNC and FSYNCDIR fail with EIO;
 while FAULTS/eio exists, READ of the file whose path it contains fails with EIO.
@@ -113,6 +114,8 @@ class FaultFs(pyfuse3.Operations):
 
     async def statfs(self, ctx):
         await self.fault_of_all()
+        if (FAULTS / "enotconn").exists():
+            raise pyfuse3.FUSEError(errno.ENOTCONN)
         found, answer = os.statvfs(ROOT), pyfuse3.StatvfsData()
         for name in ("f_bsize", "f_frsize", "f_blocks", "f_bfree", "f_bavail", "f_files", "f_ffree", "f_favail"):
             setattr(answer, name, getattr(found, name))

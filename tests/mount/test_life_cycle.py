@@ -443,6 +443,58 @@ def test_a_daemon_that_cannot_end_and_has_no_fast_path(
     assert not left_behind(m.path)
 
 
+# --- a source that fails, or hangs, while a command is run -----------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", [["--read-only"], [], ["--cache", "none"]], ids=["read-only", "read-write", "none"])
+def test_a_mount_whose_source_says_enotconn_is_alive(
+    mount: MakeMount, faulty: tuple[Path, Path], mode: list[str]
+) -> None:
+    """What the source says to statfs is no word of the mount itself."""
+    source, faults = faulty
+    m = mount(source, *mode)
+    device, expected = device_of(m.path), contents(source)
+    assert contents(m.path) == expected
+    (faults / "enotconn").touch()
+    with start("mount", source, m.path, "--cache-dir", m.cache, *mode) as command:
+        _, said = command.communicate(timeout=60)
+    assert command.returncode == 1 and "in use" in said and said.count("\n") == 1, said
+    assert device_of(m.path) == device and mounted_on(m.path) == ["fuse.cachefs"]
+    assert contents(m.path) == expected
+
+
+@pytest.mark.parametrize("mode", [["--read-only"], [], ["--cache", "none"]], ids=["read-only", "read-write", "none"])
+def test_a_mount_whose_source_hangs_is_alive(mount: MakeMount, faulty: tuple[Path, Path], mode: list[str]) -> None:
+    source, faults = faulty
+    m = mount(source, *mode, "--source-timeout", "60")
+    device, expected = device_of(m.path), contents(source)
+    assert contents(m.path) == expected
+    (faults / "hang").touch()
+    (faults / "hang-all").touch()
+    with start("mount", source, m.path, "--cache-dir", m.cache, *mode, "--source-timeout", "1") as command:
+        _, said = command.communicate(timeout=30)
+    assert command.returncode == 1 and "in use" in said and said.count("\n") == 1, said
+    assert device_of(m.path) == device and mounted_on(m.path) == ["fuse.cachefs"]
+    for fault in faults.iterdir():
+        fault.unlink()
+    assert contents(m.path) == expected
+
+
+@pytest.mark.parametrize("beneath", ["", "d1"])
+def test_a_source_that_hangs_is_not_waited_for_longer_than_its_time_out(
+    faulty: tuple[Path, Path], tmp_path: Path, beneath: str
+) -> None:
+    source, faults = faulty
+    place = tmp_path / "mnt"
+    place.mkdir()
+    (faults / "hang").touch()
+    (faults / "hang-all").touch()
+    with start("mount", source / beneath, place, "--cache-dir", tmp_path / "c", "--source-timeout", "1") as command:
+        _, said = command.communicate(timeout=30)
+    assert command.returncode == 1 and "does not answer" in said and said.count("\n") == 1, said
+    assert not mounted_on(place) and not left_behind(place)
+
+
 # --- also ------------------------------------------------------------------------------------------------------------
 
 

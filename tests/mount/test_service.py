@@ -126,6 +126,22 @@ def test_the_watchdog_is_fed_as_long_as_the_mount_answers(
     wait_for(lambda: manager.heard("WATCHDOG=1", since=seen), bool)
 
 
+@pytest.mark.parametrize("mode", [["--read-only"], [], ["--cache", "none"]], ids=["read-only", "read-write", "none"])
+def test_the_watchdog_is_fed_while_the_source_hangs(
+    service: Callable[..., ServiceManager], faulty: tuple[Path, Path], mode: list[str]
+) -> None:
+    """A daemon that is killed for its source is of no use to anybody: hits go on."""
+    source, faults = faulty
+    manager = service(source, *mode, watchdog_s=1.5)
+    (faults / "hang").touch()
+    (faults / "hang-all").touch()
+    for _ in range(6):  # the kernel believes nothing of a read-write mount for longer than a second
+        seen = len(manager.said)
+        wait_for(lambda seen=seen: manager.heard("WATCHDOG=1", since=seen), bool, timeout_s=10)  # type: ignore[misc]
+    for fault in faults.iterdir():
+        fault.unlink()
+
+
 # --- the unit itself -------------------------------------------------------------------------------------------------
 
 MAKES_A_NAMESPACE = """

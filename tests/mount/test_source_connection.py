@@ -44,11 +44,13 @@ class Bindfs:
 
     def kill(self) -> None:
         """The mount stays behind, and answers ENOTCONN."""
-        pid = int(self._pid_file.read_text())
-        ended = os.pidfd_open(pid)
+        ended = os.pidfd_open(self.pid())
         signal.pidfd_send_signal(ended, signal.SIGKILL)
         assert select.select([ended], [], [], 20)[0]
         os.close(ended)
+
+    def pid(self) -> int:
+        return int(self._pid_file.read_text())
 
     def again(self, root: Path | None = None) -> None:
         self._run(f"umount -l '{self.path}'")
@@ -80,6 +82,12 @@ def check(m: Mount, expected: dict[Path, bytes]) -> None:
 def halves(files: dict[Path, bytes]) -> tuple[dict[Path, bytes], dict[Path, bytes]]:
     items = list(files.items())
     return dict(items[::2]), dict(items[1::2])
+
+
+def open_calls(pid: int) -> int:
+    """How many threads of a process wait in openat(2), of a FUSE filesystem for example."""
+    calls = [task.read_text().split()[0] for task in Path(f"/proc/{pid}/task").glob("*/syscall")]
+    return calls.count("257")
 
 
 def lost(m: Mount) -> str:
@@ -259,6 +267,53 @@ def test_c1_another_directory_at_its_path_is_not_taken_for_it(bindfs: Bindfs, mo
     bindfs.again()
     wait_for(lambda: m.status()["source_lost"], lambda is_lost: not is_lost)
     check(m, rest)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_c1_a_source_mounted_anew_that_hangs_stays_lost_until_it_answers(
+    bindfs: Bindfs, mount: MakeMount, mode: str
+) -> None:
+    first, rest = halves(small_files(bindfs.root))
+    m = mount(bindfs.path, *MODES[mode], "--source-timeout", "1")
+    check(m, first)
+    m.flush()
+    bindfs.kill()
+    bindfs.again()
+    os.kill(bindfs.pid(), signal.SIGSTOP)
+    try:
+        missing = m.path / next(iter(rest))
+        raises_errno(errno.ETIMEDOUT, missing.stat)
+        assert "does not answer" in wait_for(lambda: m.status()["source_problem"], lambda said: said and "does" in said)
+        ends = time.monotonic() + 20  # it is asked again and again, each time in vain
+        while time.monotonic() < ends:
+            raises_errno(errno.ETIMEDOUT, missing.stat)
+            assert m.status()["source_lost"]
+        assert "the source is back" not in m.log()
+        if mode in CACHED:
+            check(m, first)
+    finally:
+        os.kill(bindfs.pid(), signal.SIGCONT)
+    wait_for(lambda: m.status()["source_lost"], lambda is_lost: not is_lost)
+    check(m, rest)
+    assert m.status()["source_reconnects"] == m.log().count("the source is back") == 1
+
+
+def test_c1_one_that_hangs_for_ever_does_not_keep_the_next_one_out(bindfs: Bindfs, mount: MakeMount) -> None:
+    first, rest = halves(small_files(bindfs.root))
+    m = mount(bindfs.path, "--source-timeout", "1")
+    check(m, first)
+    bindfs.kill()
+    bindfs.again()
+    stopped = bindfs.pid()
+    os.kill(stopped, signal.SIGSTOP)
+    try:
+        raises_errno(errno.ETIMEDOUT, (m.path / next(iter(rest))).stat)
+        wait_for(lambda: open_calls(m.pid), lambda count: count >= 4, 60)
+        bindfs.again()
+        wait_for(lambda: m.status()["source_lost"], lambda is_lost: not is_lost)
+        check(m, rest)
+    finally:
+        os.kill(stopped, signal.SIGKILL)
 
 
 def test_c1_over_the_source_itself_the_status_says_what_to_do(bindfs: Bindfs, mount: MakeMount) -> None:
