@@ -287,6 +287,10 @@ class Mutations:
     ) -> None:
         self._check_writable()
         moved, replaced = self._number(parent, name), self._number(new_parent, new_name)
+        if not moved or (flags & RENAME_EXCHANGE and not replaced):
+            raise failed(
+                errno.ESTALE
+            )  # a name was lost just now: the kernel looks it up again, and finds where it leads
         if replaced:
             await self._files.hold_data(replaced)
         with self._files.own_change(moved, replaced):
@@ -308,5 +312,3 @@ class Mutations:
             if replaced:
                 await self._files.compare_own_change(replaced)
             await self._files.names_changed(moved, replaced)
-        if not moved:  # the kernel may know the name longer than we do, and has given the new one to what it knew
-            self._fs.notifier.entry_soon(new_parent, new_name)
