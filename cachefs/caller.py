@@ -4,9 +4,10 @@ The identity is filesystem uid and gid, supplementary groups, and the effective 
 as the uid: with CAP_FSETID a write leaves set-user-ID bits in place, with CAP_SYS_RESOURCE it takes reserved blocks and
 ignores quotas. setfsuid drops CAP_FSETID but not CAP_SYS_RESOURCE, so the effective set is replaced explicitly.
 
-The kernel has applied the caller's umask before it sends a mode, so the daemon's own umask is 0. Identity is changed
-for one thread by raw system calls, never for the process; a thread that cannot get its own back ends the process
-rather than go on as another user.
+What makes a file is called with the caller's umask: the source knows whether a default ACL of the directory counts
+instead (FUSE_DONT_MASK, which the fast path asks for). Everything else is called with the daemon's, which is 0.
+Identity and umask are changed for one thread by raw system calls, never for the process; a thread that cannot get its
+own identity back ends the process rather than go on as another user.
 
 A change is split: the daemon opens the directory, the caller makes the change in it. The kernel has checked the walk;
 the caller may hold a directory open whose parents it cannot search.
@@ -19,7 +20,7 @@ import os
 import struct
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from typing import TypeVar
 
 from cachefs import syscalls
@@ -28,9 +29,12 @@ T = TypeVar("T")
 
 CAP_FOWNER = 1 << 3
 CAP_FSETID = 1 << 4
+CAP_SYS_ADMIN = 1 << 21
 CAP_SYS_RESOURCE = 1 << 24
+CAP_SETFCAP = 1 << 31
 _FILESYSTEM_CAPABILITIES = 0x1F | 1 << 27
 """CHOWN, DAC_OVERRIDE, DAC_READ_SEARCH, FOWNER, FSETID, MKNOD: what root has that /proc does not show."""
+_TRUSTED = b"trusted."
 _HEAD = struct.Struct("<2IQ")
 
 
@@ -100,6 +104,8 @@ class Caller:
     uid: int
     gid: int
     pid: int
+    umask: int = 0
+    """In requests that make a file or directory; 0 in others."""
     _identity: Identity | None = field(default=None, repr=False, compare=False)
 
     def identity(self) -> Identity:
@@ -140,6 +146,12 @@ class Caller:
         except OSError:
             return False
 
+    def visible(self, names: list[bytes]) -> list[bytes]:
+        """Those of these extended attributes whose names the caller may see. The kernel leaves that to filesystems."""
+        if not any(name.startswith(_TRUSTED) for name in names) or self.identity().capabilities & CAP_SYS_ADMIN:
+            return names
+        return [name for name in names if not name.startswith(_TRUSTED)]
+
     def run(self, function: Callable[[], T]) -> T:
-        """Call `function` in this thread as the caller."""
-        return self.identity().run(function)
+        """Call `function` in this thread as the caller, with its umask."""
+        return self.identity().run(partial(syscalls.with_umask, self.umask, function) if self.umask else function)

@@ -38,6 +38,7 @@ NOTIFY_TIMEOUT_S = 5.0
 DROP_CHUNK = 256
 """How many inodes are dropped without letting other tasks run."""
 _KNOWN, _ABSENT = b"\1", b"\0"
+_USUAL_NAMESPACES = (b"security.", b"system.", b"trusted.", b"user.")
 T = TypeVar("T")
 
 
@@ -375,7 +376,10 @@ class FileSystem:
             return values.get(view, Table.XATTRS, record, name)
 
     async def getxattr(self, number: int, name: bytes) -> bytes:
-        """ENODATA where there is none: also where the source has no extended attributes at all (hazard 18)."""
+        """ENODATA where there is none: also where the source has no extended attributes at all (hazard 18).
+
+        EOPNOTSUPP for a name whose namespace only some filesystems have, and the source does not.
+        """
         record = await self._believed_or_open(number)
         cached = self._value(record, name)
         if cached is None:
@@ -383,6 +387,8 @@ class FileSystem:
                 cached = _KNOWN + await self.ask_object(number, lambda at: self.source.getxattr(at, name))
             except OSError as error:
                 if error.errno not in (errno.ENODATA, errno.EOPNOTSUPP, errno.ENOSYS):
+                    raise
+                if error.errno == errno.EOPNOTSUPP and not name.startswith(_USUAL_NAMESPACES):
                     raise
                 cached = _ABSENT
             self._keep(Table.XATTRS, record, name, cached)

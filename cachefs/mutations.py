@@ -15,7 +15,7 @@ from typing import TypeVar
 
 from cachefs import syscalls, values
 from cachefs.attributes import IMMUTABLE, NANOSECONDS, PINNED, WRITTEN, Inode, Stat
-from cachefs.caller import Caller, unknown_writer
+from cachefs.caller import CAP_SETFCAP, Caller, unknown_writer
 from cachefs.directories import Directories
 from cachefs.fetch import close_quietly
 from cachefs.filesystem import FileSystem, failed
@@ -27,6 +27,7 @@ from cachefs.syscalls import UTIME_NOW, UTIME_OMIT
 
 T = TypeVar("T")
 RENAME_EXCHANGE = 2
+_CAPABILITY = b"security.capability"
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,6 +201,10 @@ class Mutations:
 
     async def removexattr(self, number: int, name: bytes, caller: Caller) -> None:
         self._check_writable(number)
+        if name == _CAPABILITY and not caller.identity().capabilities & CAP_SETFCAP:
+            # The kernel, before a write, truncation or chown that the caller may make. A removexattr by such a caller
+            # it refuses itself. The source drops the capabilities with the change that follows.
+            return
         await self._change(caller, "removexattr", number, lambda target: os.removexattr(target, name))
         self._drop_values(number)
 

@@ -129,7 +129,7 @@ def _entry(entry: Entry) -> pyfuse3.EntryAttributes:
 
 
 def _caller(context: pyfuse3.RequestContext) -> Caller:
-    return Caller(context.uid, context.gid, context.pid)
+    return Caller(context.uid, context.gid, context.pid, context.umask)
 
 
 class Operations(pyfuse3.Operations):
@@ -246,7 +246,7 @@ class Operations(pyfuse3.Operations):
 
     @_handler
     async def listxattr(self, inode, ctx):  # type: ignore[no-untyped-def]
-        return await self._fs.listxattr(inode)
+        return _caller(ctx).visible(await self._fs.listxattr(inode))
 
     @_handler
     async def access(self, inode, mode, ctx):  # type: ignore[no-untyped-def]

@@ -51,6 +51,8 @@ class SourceWriter:
     def open_file(self, at: Object, flags: int, caller: Caller) -> int:
         """Open an existing file for writing; it is truncated when it has turned out to be the right one."""
         flags_at_source = flags & ~(_NOT_PASSED_ON | os.O_TRUNC)
+        if flags & os.O_TRUNC and flags & os.O_ACCMODE == os.O_RDONLY:
+            flags_at_source |= os.O_RDWR  # what the kernel has checked for; the handle can only read
         fd, _ = self._source.open_file(at, flags_at_source, run=caller.run, to_change=True)
         try:
             if flags & os.O_TRUNC:

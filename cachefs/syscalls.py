@@ -8,11 +8,13 @@ import errno
 import os
 import struct
 import time
-from collections.abc import Container
+from collections.abc import Callable, Container
+from typing import TypeVar
 
 from cachefs.attributes import NANOSECONDS, Stat, clamped_ns
 from cachefs.errors import Busy
 
+T = TypeVar("T")
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.syscall.restype = ctypes.c_long
 _openat2 = _libc["syscall"]  # an object of its own, with a prototype: converting arguments costs as much as the call
@@ -110,6 +112,24 @@ def set_thread_fs_ids(uid: int, gid: int) -> None:
     unchanged = ctypes.c_uint32(0xFFFFFFFF)
     if _libc.setfsgid(unchanged) != gid or _libc.setfsuid(unchanged) != uid:
         raise PermissionError(errno.EPERM, "cannot take the caller's identity")
+
+
+_CLONE_FS = 0x200
+
+
+def with_umask(mask: int, function: Callable[[], T]) -> T:
+    """Call `function` with a umask of this thread alone.
+
+    The threads of a process share one. A thread that leaves them (CLONE_FS) keeps a umask and a working directory of
+    its own.
+    """
+    if _libc.unshare(_CLONE_FS) != 0:
+        raise _fail()
+    before = os.umask(mask)
+    try:
+        return function()
+    finally:
+        os.umask(before)
 
 
 _CAPABILITY_VERSION_3 = 0x20080522

@@ -121,7 +121,7 @@ class Session:
         """
         mounting.check_fuse()
         places.make_runtime_root()
-        os.umask(0)  # the kernel applies the caller's
+        os.umask(0)  # caller.py applies the caller's
         process.prepare()
         try:
             trio.run(self._until_told, ready, claimed)

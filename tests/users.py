@@ -2,6 +2,7 @@
 
 import ctypes
 import os
+import struct
 import threading
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -30,6 +31,16 @@ def as_user(uid: int, gid: int, groups: Iterable[int], function: Callable[[], ob
     thread.start()
     thread.join()
     return result[0]
+
+
+USER_OBJ, USER, GROUP_OBJ, MASK, OTHER = 1, 2, 4, 16, 32
+NOBODYS = 0xFFFFFFFF
+"""The id of an entry that has none."""
+
+
+def acl(*entries: tuple[int, int, int]) -> bytes:
+    """A POSIX ACL as the kernel stores it: (tag, permissions, id)."""
+    return struct.pack("<I", 2) + b"".join(struct.pack("<HHI", *entry) for entry in entries)
 
 
 def open_to_all(path: Path) -> None:

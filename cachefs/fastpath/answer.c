@@ -16,10 +16,12 @@
 #define OPEN_NOFLUSH (1u << 5) /* FOPEN_NOFLUSH, Linux 5.18 */
 #define OPEN_REPORT (1u << 30) /* in the flags of an OPEN that is passed on and answered: no O_* flag */
 
-/* One table for both ways to run: what libfuse would ask for, with what only we want (hazards 3 and 18). */
+/* One table for both ways to run: what libfuse would ask for, with what only we want (hazards 3 and 18).
+ * DONT_MASK: modes come as the caller said them, and with its umask, which Python hands to the source (caller.py). */
 #define INIT_FLAGS                                                                                             \
     (FUSE_ASYNC_READ | FUSE_ATOMIC_O_TRUNC | FUSE_BIG_WRITES | FUSE_DO_READDIRPLUS | FUSE_ASYNC_DIO |          \
-     FUSE_PARALLEL_DIROPS | FUSE_HANDLE_KILLPRIV | FUSE_POSIX_ACL | FUSE_MAX_PAGES | FUSE_CACHE_SYMLINKS)
+     FUSE_PARALLEL_DIROPS | FUSE_HANDLE_KILLPRIV | FUSE_POSIX_ACL | FUSE_MAX_PAGES | FUSE_CACHE_SYMLINKS | \
+     FUSE_DONT_MASK)
 
 void answer(struct worker *worker, const struct request *request, int error, const void *data, size_t length)
 {

@@ -3,7 +3,6 @@
 import errno
 import os
 import random
-import struct
 import threading
 import time
 from collections.abc import Callable
@@ -13,7 +12,7 @@ import pytest
 
 from cachefs.syscalls import set_thread_fs_ids
 from tests.conftest import Mount, cachefs, contents, drop_caches, raises_errno, settle, wait_for
-from tests.users import as_user, open_to_all
+from tests.users import GROUP_OBJ, MASK, NOBODYS, OTHER, USER, USER_OBJ, acl, as_user, open_to_all
 
 MakeMount = Callable[..., Mount]
 
@@ -215,28 +214,19 @@ def test_13_flag_files_of_other_nodes_show_up(mount: MakeMount, source: Path) ->
     wait_for((m.path / "d1/ready").exists, bool, 5)
 
 
-def _acl(*entries: tuple[int, int, int]) -> bytes:
-    """A POSIX ACL as the kernel stores it: (tag, permissions, id)."""
-    return struct.pack("<I", 2) + b"".join(
-        struct.pack("<HHI", tag, perm, number & 0xFFFFFFFF) for tag, perm, number in entries
-    )
-
-
 def test_18_acls_are_honoured_and_pinned(mount: MakeMount, source: Path) -> None:
     path = source / "d0/f00000"
     path.chmod(0o660)
     os.chown(path, 0, 4321)
-    USER_OBJ, GROUP_OBJ, MASK, OTHER, USER = 1, 4, 16, 32, 2
-    everybody = 0xFFFFFFFF
-    acl = _acl(
-        (USER_OBJ, 6, everybody),
+    stored = acl(
+        (USER_OBJ, 6, NOBODYS),
         (USER, 4, 5555),
-        (GROUP_OBJ, 0, everybody),
-        (MASK, 6, everybody),
-        (OTHER, 0, everybody),
+        (GROUP_OBJ, 0, NOBODYS),
+        (MASK, 6, NOBODYS),
+        (OTHER, 0, NOBODYS),
     )
     try:
-        os.setxattr(path, "system.posix_acl_access", acl)
+        os.setxattr(path, "system.posix_acl_access", stored)
     except OSError:
         pytest.skip("no ACLs on this filesystem")
     settle()
@@ -251,7 +241,7 @@ def test_18_acls_are_honoured_and_pinned(mount: MakeMount, source: Path) -> None
         expected = as_user(uid, gid, [], look(source))
         assert as_user(uid, gid, [], look(m.path)) == expected
     assert as_user(1234, 4321, [], look(m.path)) == errno.EACCES
-    assert os.getxattr(m.path / "d0/f00000", "system.posix_acl_access") == acl
+    assert os.getxattr(m.path / "d0/f00000", "system.posix_acl_access") == stored
     before = m.ops()
     drop_caches()
     assert as_user(1234, 4321, [], look(m.path)) == errno.EACCES
