@@ -1,13 +1,15 @@
 """Telling the kernel to forget (FUSE_NOTIFY_INVAL_INODE, FUSE_NOTIFY_INVAL_ENTRY)."""
 
 import errno
-import functools
 import logging
 import os
 import struct
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import trio
+
+from cachefs.environment import Table
+from cachefs.index import Index
 
 log = logging.getLogger(__name__)
 
@@ -18,12 +20,22 @@ _NOTIFY_ENTRY = struct.Struct("<QII")
 _NOTIFY_INVAL_INODE, _NOTIFY_INVAL_ENTRY = 2, 3
 
 
+_KEY = b"notify:"
+_FLAGS = bytes(4)  # of a value that ends with the mount
+HOLD_BACK_S = 10.0
+"""How long the end waits for what is under way."""
+
+
 class KernelNotifier:
     """Invalidations, sent from a thread of their own and one at a time (hazard 1).
 
     A notification blocks in the kernel until requests on the same directory have been answered; the trio thread,
     which answers them, never waits for one. They are written to /dev/fuse itself, not through a fast path, which too is
     needed for what they wait for.
+
+    A thread that waits in the kernel cannot be killed. A daemon that left while one waits for a request that came
+    after it had stopped to serve would not end before its successor answers that request, which waits for its end.
+    So a daemon that leaves sends nothing more, serves until nothing is under way, and leaves the rest to its successor.
     """
 
     def __init__(self, nursery: trio.Nursery, device: int) -> None:
@@ -32,6 +44,7 @@ class KernelNotifier:
         self._device = device
         self._thread = trio.CapacityLimiter(1)
         self._pages_thread = trio.CapacityLimiter(1)
+        self._held_back: list[bytes] | None = None
 
     def entry_soon(self, parent: int, name: bytes) -> None:
         self._nursery.start_soon(self.entry, parent, name)
@@ -47,30 +60,64 @@ class KernelNotifier:
             await self.inode(number)
 
     async def entry(self, parent: int, name: bytes) -> None:
-        await self._send(_NOTIFY_INVAL_ENTRY, _NOTIFY_ENTRY.pack(parent, len(name), 0) + name + b"\0")
+        body = _NOTIFY_ENTRY.pack(parent, len(name), 0) + name + b"\0"
+        await self._send([_message(_NOTIFY_INVAL_ENTRY, body)], self._thread)
 
     async def inode(self, number: int) -> None:
-        await self._send(_NOTIFY_INVAL_INODE, _NOTIFY_INODE.pack(number, 0, 0))
+        await self._send([_inode_message(number)], self._thread)
 
     async def pages(self, numbers: Iterable[int]) -> None:
         """Drop the pages of these inodes, and their attributes.
 
         In a thread of its own: the kernel waits for READs of the same pages, which may wait for the source.
         """
-        bodies = [_NOTIFY_INODE.pack(number, 0, 0) for number in numbers]
-        await trio.to_thread.run_sync(self._write_pages, bodies, limiter=self._pages_thread, abandon_on_cancel=True)
+        await self._send([_inode_message(number) for number in numbers], self._pages_thread)
 
-    def _write_pages(self, bodies: list[bytes]) -> None:
-        for body in bodies:
-            self._write(_NOTIFY_INVAL_INODE, body)
+    def hold_back(self, then: Callable[[], None]) -> None:
+        """Send nothing from now on; call `then` when nothing is under way any more, or takes too long."""
+        if self._held_back is None:
+            self._held_back = []
+            self._nursery.start_soon(self._when_idle, then)
 
-    async def _send(self, code: int, body: bytes) -> None:
-        write = functools.partial(self._write, code, body)
-        await trio.to_thread.run_sync(write, limiter=self._thread, abandon_on_cancel=True)
+    async def _when_idle(self, then: Callable[[], None]) -> None:
+        with trio.move_on_after(HOLD_BACK_S):
+            async with self._thread, self._pages_thread:
+                pass
+        then()
 
-    def _write(self, code: int, body: bytes) -> None:
-        try:
-            os.write(self._device, _NOTIFY_HEAD.pack(_NOTIFY_HEAD.size + len(body), code, 0) + body)
-        except OSError as error:
-            if error.errno not in (errno.ENOENT, errno.ENOTDIR):  # the kernel does not have it: fine
-                log.warning("cannot invalidate in the kernel: %s", error)
+    def save(self, index: Index) -> None:
+        """Leave what was held back to a successor."""
+        with index.update() as update:
+            for number, message in enumerate(self._held_back or ()):
+                update.put(Table.META, _KEY + number.to_bytes(4, "big"), _FLAGS + message)
+
+    def restore(self, index: Index) -> None:
+        """Send what a predecessor has left."""
+        with index.update() as update:
+            saved = list(update.scan(Table.META, _KEY))
+            for key, _ in saved:
+                update.delete(Table.META, key)
+        messages = [value[len(_FLAGS) :] for _, value in saved]
+        self._nursery.start_soon(self._send, messages, self._thread)
+
+    async def _send(self, messages: list[bytes], limiter: trio.CapacityLimiter) -> None:
+        if self._held_back is not None:
+            self._held_back += messages
+            return
+        await trio.to_thread.run_sync(self._write, messages, limiter=limiter, abandon_on_cancel=True)
+
+    def _write(self, messages: list[bytes]) -> None:
+        for message in messages:
+            try:
+                os.write(self._device, message)
+            except OSError as error:
+                if error.errno not in (errno.ENOENT, errno.ENOTDIR):  # the kernel does not have it: fine
+                    log.warning("cannot invalidate in the kernel: %s", error)
+
+
+def _message(code: int, body: bytes) -> bytes:
+    return _NOTIFY_HEAD.pack(_NOTIFY_HEAD.size + len(body), code, 0) + body
+
+
+def _inode_message(number: int) -> bytes:
+    return _message(_NOTIFY_INVAL_INODE, _NOTIFY_INODE.pack(number, 0, 0))

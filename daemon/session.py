@@ -336,6 +336,7 @@ class Session:
         restored = files.restore() if self._took_over else []
         if self._took_over:
             parts.young.restore()
+            parts.notifier.restore(opened.index)
         if self._held is None:
             served = f"/dev/fd/{os.dup(self._device)}"
         else:
@@ -403,6 +404,7 @@ class Session:
             self._ended = not self._leaving
             if self._leaving and not launcher.is_unmounted(self._device):
                 await writes.flush(FLUSH_TIMEOUT_S)
+                parts.notifier.save(opened.index)
                 log.info("leaving the mount to the next daemon")
                 os._exit(0)  # the way of a daemon that dies, at a moment when nothing is under way
         finally:
@@ -509,6 +511,12 @@ class Session:
                     self._starting.cancel()
 
     def _terminate(self) -> None:
+        if self._is_pyfuse3_open and self._leaving:
+            self._parts.notifier.hold_back(self._stop_serving)
+        else:
+            self._stop_serving()
+
+    def _stop_serving(self) -> None:
         if self._is_pyfuse3_open:
             pyfuse3.terminate()
 

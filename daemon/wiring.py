@@ -46,6 +46,7 @@ class Parts:
     writes: WriteBehind
     data: DataCache
     filesystem: FileSystem
+    notifier: KernelNotifier
     young: YoungFiles
     files: OpenFiles
     directories: Directories
@@ -109,6 +110,7 @@ def wire(
         writes=writes,
         data=data,
         filesystem=filesystem,
+        notifier=notifier,
         young=young,
         files=files,
         directories=directories,
