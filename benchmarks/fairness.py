@@ -30,17 +30,20 @@ BLOCK = 4096
 
 
 class Crowd:
-    """Calls of the greedy user, over and over, until told to stop."""
+    """Calls of greedy users, over and over, until told to stop."""
 
-    def __init__(self, calls: Sequence[Callable[[], object]]) -> None:
+    def __init__(self, calls: Sequence[Callable[[], object]], users: int = 1) -> None:
         self._stop = threading.Event()
         threading.stack_size(128 << 10)
-        self._threads = [threading.Thread(target=self._run, args=(call,), daemon=True) for call in calls]
+        self._threads = [
+            threading.Thread(target=self._run, args=(call, GREEDY + number % users), daemon=True)
+            for number, call in enumerate(calls)
+        ]
         for thread in self._threads:
             thread.start()
 
-    def _run(self, call: Callable[[], object]) -> None:
-        set_thread_fs_ids(GREEDY, GREEDY)
+    def _run(self, call: Callable[[], object], uid: int) -> None:
+        set_thread_fs_ids(uid, uid)
         while not self._stop.is_set():
             with contextlib.suppress(OSError):
                 call()
@@ -97,15 +100,15 @@ def opens_fifos(source: Path, mounted_fd: int, round_number: int) -> Iterator[No
 
 
 @contextmanager
-def reads_leased(source: Path, mounted_fd: int, round_number: int) -> Iterator[None]:
-    """B7: reads 90 files on which it holds leases."""
-    names = [f"leased/{round_number}-{number}" for number in range(90)]
+def reads_leased(source: Path, mounted_fd: int, round_number: int, files: int = 90, users: int = 1) -> Iterator[None]:
+    """B7: reads 90 files on which it holds leases. With two users: 200 files."""
+    names = [f"leased/{round_number}-{number}" for number in range(files)]
     holders = []
     for name in names:
         (source / name).write_bytes(b"leased")
         holders.append(os.open(source / name, os.O_RDWR))
         fcntl.fcntl(holders[-1], fcntl.F_SETLEASE, fcntl.F_WRLCK)
-    crowd = Crowd([partial(read_at, mounted_fd, name) for name in names])
+    crowd = Crowd([partial(read_at, mounted_fd, name) for name in names], users)
     time.sleep(1.0)
     try:
         yield
@@ -145,6 +148,7 @@ BEHAVIOURS: dict[str, Behaviour] = {
     "B5: FIFOs": opens_fifos,
     "B6: look-ups": looks_up,
     "B7: leases": reads_leased,
+    "B7: leases, two users": partial(reads_leased, files=200, users=2),
     "C7: open files": opens_many,
 }
 

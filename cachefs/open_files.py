@@ -145,7 +145,7 @@ class OpenFiles:
         """Whom the fast path reads an inode for."""
         self._reopens: SingleFlight[int, None] = SingleFlight()
         """By the identity of the handle."""
-        self._descriptors = Shares(_descriptors_for_handles())
+        self._descriptors = _shares_of_handles()
         """By owner: handles, those that are being opened included. Each may need a descriptor."""
 
     @contextmanager
@@ -715,9 +715,10 @@ class OpenFiles:
             await self._let_go(file)
 
 
-def _descriptors_for_handles() -> int:
+def _shares_of_handles() -> Shares:
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    return limit - min(RESERVED_DESCRIPTORS, limit // 4)
+    total = limit - min(RESERVED_DESCRIPTORS, limit // 4)
+    return Shares(total - total // 16, total // 16)
 
 
 def close_all(fds: Iterable[int]) -> None:

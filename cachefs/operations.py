@@ -44,6 +44,8 @@ _RELEASES = frozenset({"release", "releasedir"})
 """Never refused: they give something back."""
 MAX_REQUESTS = 16384
 """Tasks of pyfuse3. A task that waits for the source costs memory and nothing else, and hits need one, too."""
+RESERVED_REQUESTS = 1024
+"""Of those (shares.py). As many more are left for requests that are refused, which takes a moment."""
 
 
 def _handler(function: Callable[P, Awaitable[R]]) -> Callable[P, Coroutine[Any, Any, R]]:
@@ -154,7 +156,7 @@ class Operations(pyfuse3.Operations):
         self._contents = contents
         self.latencies = latencies
         # state
-        self.requests = Shares(MAX_REQUESTS)
+        self.requests = Shares(MAX_REQUESTS - 2 * RESERVED_REQUESTS, RESERVED_REQUESTS)
         self.initialized = trio.Event()
         """Set when the kernel has negotiated the connection."""
 

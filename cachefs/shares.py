@@ -1,9 +1,11 @@
 """What all users need is shared by uid: calls to the source, requests under way, descriptors.
 
 After taking a place an owner has at most three times what is left free: one owner alone gets three quarters of all
-places, the next one three quarters of the rest, and so on. So there is always something left for the next owner
-(hazard 31). The fast path has the same rule (shares.h). The owner of a piece of work is the uid of the request it
-serves; work that the daemon does for itself (prefetch, warm-up) is `DAEMON`'s, an owner like any other.
+places, the next one three quarters of the rest, and so on (hazard 31). A few owners take nearly everything like that.
+So there is a reserve besides, of which an owner may take a place as long as it has fewer than `LEAST` of all: that
+leaves room for reserve / `LEAST` more owners. The fast path has the same rule (shares.h). The owner of a piece of work
+is the uid of the request it serves; work that the daemon does for itself (prefetch, warm-up) is `DAEMON`'s, an owner
+like any other.
 
 The owner travels in a context variable: each request sets it, tasks inherit it, and whoever takes something from a
 share asks for it. That keeps a uid out of every signature between a request and the call to the source.
@@ -21,6 +23,7 @@ from contextvars import ContextVar
 DAEMON = -1
 UNKNOWN = -2
 """Requests on a handle whose opener nobody knows. They share one share."""
+LEAST = 2
 
 
 class Party:
@@ -82,26 +85,31 @@ def new_party() -> Iterator[Party]:
 class Shares:
     """How many of a bounded number of places each owner has."""
 
-    __slots__ = ("_held", "held", "total")
+    __slots__ = ("_held", "held", "reserve", "total")
 
-    def __init__(self, total: int) -> None:
+    def __init__(self, total: int, reserve: int = 0) -> None:
+        """`total` is without the reserve."""
         # constants
         self.total = total
+        self.reserve = reserve
         # state
         self.held = 0
         self._held: Counter[int] = Counter()
 
     @classmethod
-    def for_each(cls, most: int) -> "Shares":
+    def for_each(cls, most: int, reserve: int = 0) -> "Shares":
         """So many places that one owner alone may have `most` of them."""
-        return cls(-(-most * 4 // 3))
+        return cls(-(-most * 4 // 3), reserve)
 
     def held_by(self, owner: int) -> int:
         return self._held.get(owner, 0)
 
     def is_full(self, owner: int) -> bool:
         """May this owner have no more?"""
-        return self._held.get(owner, 0) + 1 > 3 * (self.total - self.held - 1)
+        held = self._held.get(owner, 0)
+        if held + 1 <= 3 * (self.total - self.held - 1):
+            return False
+        return held >= LEAST or self.held >= self.total - 1 + self.reserve
 
     def take(self, owner: int) -> None:
         self._held[owner] += 1

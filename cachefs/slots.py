@@ -70,6 +70,8 @@ PROBE_INTERVAL_S = 1.0
 MAX_PROBES = 4
 FIRST_PAUSE_S = 0.001
 MAX_PAUSE_S = 0.1
+MAX_RETRIES_PER_S = 100
+"""Of one owner: calls that pause longer the more there are, so that they leave the processor to others."""
 _WATCH_SHARE = 20  # deadlines are looked at this often within a timeout
 
 
@@ -136,26 +138,29 @@ class _Hang:
 class SourceSlots:
     """`await slots.run(function)`: the result, the function's error, or OSError ETIMEDOUT."""
 
-    def __init__(self, slots: int, timeout_s: float, *, clock: Callable[[], float] = time.monotonic) -> None:
-        """`slots`: of one owner. There are a third more, so that one owner never has all of them."""
+    def __init__(
+        self, slots: int, timeout_s: float, *, reserve: int = 0, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        """`slots`: of one owner. There are a third more, and a reserve (shares.py)."""
         # constants
         self.timeout_s = timeout_s
         self._most_at_risk = max(1, slots // RISK_SHARE)
         self._clock = clock
         # state, of the trio thread
         self._token = trio.lowlevel.current_trio_token()
-        self._shares = Shares.for_each(slots)
+        self._shares = Shares.for_each(slots, reserve)
         self._idle: list[_Worker] = []
         self._running: dict[Call[Any], None] = {}
         self._waiting: dict[int, OrderedDict[Call[Any], None]] = {}
         """Owner → calls that wait for a slot. The owner whose turn it is comes first."""
         self._pausing: dict[Call[Any], None] = {}
+        self._pausing_of: Counter[int] = Counter()
         self._retries: list[tuple[float, int, Call[Any]]] = []
         """A heap: when calls that pause are made again."""
         self._hangs: dict[Hashable, _Hang] = {}
         self._kept: dict[Call[Any], None] = {}
         """Until `resume`."""
-        self._places = Shares(MAX_KEPT)
+        self._places = Shares(MAX_KEPT, reserve)
         """Of calls that are kept."""
         self._suspended = False
         self._numbers = itertools.count()
@@ -347,9 +352,17 @@ class SourceSlots:
     def _pause(self, call: Call[Any]) -> None:
         call.running = False
         self._pausing[call] = None
-        heapq.heappush(self._retries, (self._clock() + call.pause_s, next(self._numbers), call))
+        self._pausing_of[call.owner] += 1
+        pause_s = max(call.pause_s, self._pausing_of[call.owner] / MAX_RETRIES_PER_S)
+        heapq.heappush(self._retries, (self._clock() + pause_s, next(self._numbers), call))
         call.pause_s = min(2 * call.pause_s, MAX_PAUSE_S)
         self._pause_begun.set()
+
+    def _end_pause(self, call: Call[Any]) -> None:
+        del self._pausing[call]
+        self._pausing_of[call.owner] -= 1
+        if not self._pausing_of[call.owner]:
+            del self._pausing_of[call.owner]
 
     def retry_due(self) -> None:
         """Make the calls again whose pause is over."""
@@ -357,7 +370,7 @@ class SourceSlots:
         while self._retries and self._retries[0][0] <= now:
             call = heapq.heappop(self._retries)[2]
             if call in self._pausing:  # not abandoned meanwhile
-                del self._pausing[call]
+                self._end_pause(call)
                 self._begin_or_wait(call)
 
     def _failed(self, call: Call[Any], answer: outcome.Error, error: OSError) -> None:
@@ -422,7 +435,7 @@ class SourceSlots:
             if call.running:
                 self._abandon(call)
             elif call in self._pausing:
-                del self._pausing[call]
+                self._end_pause(call)
                 self._end_probe(call)
             elif call in self._kept:
                 del self._kept[call]

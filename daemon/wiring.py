@@ -30,6 +30,8 @@ from policies.prefetch.base import Prefetch
 from policies.prefetch.dependency_graph import DependencyGraph, parse_graph
 
 SOURCE_SLOTS = 64
+"""Of one user."""
+RESERVED_SOURCE_SLOTS = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +91,7 @@ def wire(
     data = DataCache(index, blob, options, metrics, writes, appends=not options.fastpath, eviction=eviction)
     if not options.fastpath or options.cache is not CacheLevel.FULL:  # else it says when it is through with old slabs
         writes.writer_has_gone(blob.frontier)
-    slots = SourceSlots(SOURCE_SLOTS, options.source_timeout_s)
+    slots = SourceSlots(SOURCE_SLOTS, options.source_timeout_s, reserve=RESERVED_SOURCE_SLOTS)
     notifier = KernelNotifier(nursery, device)
     young = YoungFiles(notifier, index if unseen_handles else None)
     filesystem = FileSystem(source, slots, metadata, options, notifier)

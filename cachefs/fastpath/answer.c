@@ -207,7 +207,7 @@ static enum outcome serve_open(struct worker *worker, const struct request *requ
         /* Python hears of it before the kernel has our answer: whoever opens the file for writing next arrives behind
          * it, and is refused. Python answers too, for the case that we are killed in between. */
         view_end(&worker->view);
-        if (!relay_claim(&worker->fastpath->relay, worker->slot))
+        if (!relay_claim_passed(&worker->fastpath->relay, worker->slot))
             return PASS; /* it waits for its share, and comes here again */
         in->flags |= OPEN_REPORT;
         worker->counters->answered++;

@@ -123,7 +123,8 @@ static void finish_waiters(struct fill *fill, struct waiter *waiters, const stru
             latency_note(latencies_of(fill->fastpath->shared, counters), LATENCY_READ_MISS, monotonic_ns() - waiter->since_ns);
             relay_free_slot(&fill->fastpath->relay, waiter->slot);
         } else {
-            relay_pass(&fill->fastpath->relay, waiter->slot); /* Python sees for itself what is wrong */
+            if (!relay_pass(&fill->fastpath->relay, waiter->slot)) /* Python sees for itself what is wrong */
+                relay_free_slot(&fill->fastpath->relay, waiter->slot);
         }
         free(waiter);
     }
@@ -325,7 +326,7 @@ int fill_start_threads(struct fill *fill, const struct shared *shared)
     pthread_attr_t attributes;
     pthread_attr_init(&attributes);
     pthread_attr_setstacksize(&attributes, 128u << 10);
-    for (uint32_t i = 0; i < FETCH_THREADS(shared); i++) {
+    for (uint32_t i = 0; i < FETCH_THREADS(shared) + reserved_fetchers(shared); i++) {
         struct fetcher *fetcher = &fill->all[i];
         *fetcher = (struct fetcher){.fill = fill, .counters = &fill->fastpath->shared->counters[shared->threads + i]};
         sem_init(&fetcher->wake, 0, 0);

@@ -321,7 +321,8 @@ int fill_start(struct fastpath *fastpath, struct control_socket *control)
     fill->fastpath = fastpath;
     shared->stuck = 0;
     uint32_t most = FETCH_THREADS(shared) + shared->threads - THREADS_FOR_HITS;
-    if (!shares_init(&fill->shares, most, most) || !shares_init(&fill->stuck_shares, most, most))
+    uint32_t reserve = reserved_fetchers(shared), places = most + reserve;
+    if (!shares_init(&fill->shares, most, reserve, places) || !shares_init(&fill->stuck_shares, most, reserve, places))
         return ENOMEM;
     wishes_init(&fill->wishes, shared);
     pthread_mutex_init(&fill->lock, NULL);

@@ -17,6 +17,7 @@
 #define HELD_SHARE 8
 /* As many as were asked for, for one owner; the rest is for others (shares.h). */
 #define FETCH_THREADS(shared) (((shared)->fetch_threads * 4 + 2) / 3)
+#define RESERVED_FETCHERS 28u /* more, for owners that have next to nothing; they stand in for serving threads that are busy, too */
 
 struct fetcher {
     struct fill *fill;
@@ -42,6 +43,12 @@ struct fill {
     struct fetcher *idle[MAX_THREADS];
     struct fetcher all[MAX_THREADS];
 };
+
+static inline uint32_t reserved_fetchers(const struct shared *shared)
+{
+    uint32_t room = MAX_THREADS - shared->threads - FETCH_THREADS(shared);
+    return room < RESERVED_FETCHERS ? room : RESERVED_FETCHERS;
+}
 
 void fill_answer(struct fill *fill, const struct waiter *waiter, const struct fetch *fetch);
 /* Fetch, answer whoever waits, and hand over to the appender. */

@@ -149,7 +149,7 @@ int main(int count, char **values)
         return fail("requests cannot be taken over", strerror(errno));
     control_init(&control, &fastpath, arguments.listener, arguments.shared, arguments.blob);
     uint32_t threads = fastpath.shared->threads;
-    if (!threads || threads > MAX_THREADS)
+    if (!threads || threads > SLOTS_FOR_THREADS)
         return fail("the shared memory cannot be used", "impossible number of threads");
     if (fill_start(&fastpath, &control))
         return fail("threads cannot be started", strerror(errno));

@@ -146,12 +146,24 @@ static void hand_locked(struct relay *relay, uint32_t slot)
         enqueue_locked(relay, slot);
 }
 
-/* Has Python enough of this owner? Requests too long for the lot are passed on all the same, up to the share of slots. */
+/* Has Python enough of this owner? Also of a request whose slot is claimed, such as a READ that the source refused us: what
+ * waits at Python waits there for as long as the source lets it. Requests too long for the lot are passed on all the
+ * same, up to the share of slots. */
 static bool has_enough(const struct relay *relay, uint32_t slot)
 {
     const struct fuse_in_header *header = slot_data(relay, slot);
-    return !relay->counted[slot] && head_of(relay, slot)->length <= PARKED_BYTES &&
+    return !relay->counted_passed[slot] && head_of(relay, slot)->length <= PARKED_BYTES &&
            shares_full(&relay->passed_shares, header->uid);
+}
+
+bool relay_claim_passed(struct relay *relay, uint32_t slot)
+{
+    pthread_mutex_lock(&relay->lock);
+    bool claimed = !has_enough(relay, slot) && claim_locked(relay, slot);
+    if (claimed)
+        count_passed_locked(relay, slot);
+    pthread_mutex_unlock(&relay->lock);
+    return claimed;
 }
 
 bool relay_pass(struct relay *relay, uint32_t slot)
@@ -349,8 +361,8 @@ bool relay_init(struct relay *relay, struct shared *shared, int device)
         .work_ready = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK),
         .lot = {.first = NO_SLOT, .last = NO_SLOT},
     };
-    if (relay->work_ready < 0 || !shares_init(&relay->slot_shares, SLOT_COUNT - SLOTS_FOR_THREADS, SLOT_COUNT) ||
-        !shares_init(&relay->passed_shares, MAX_PASSED, SLOT_COUNT))
+    if (relay->work_ready < 0 || !shares_init(&relay->slot_shares, SLOT_COUNT - SLOTS_FOR_THREADS - RESERVED_SLOTS, RESERVED_SLOTS, SLOT_COUNT) ||
+        !shares_init(&relay->passed_shares, MAX_PASSED, RESERVED_PASSED, SLOT_COUNT))
         return false;
     pthread_mutex_init(&relay->lock, NULL);
     pthread_cond_init(&relay->changed, NULL);
@@ -368,8 +380,10 @@ bool relay_init(struct relay *relay, struct shared *shared, int device)
                 free_locked(relay, slot);
             else if (head->attempts++ == 0)
                 head->unique = message->unique, head->length = message->len, add_work_locked(relay, slot);
-            else /* it may be what the last ones died of: Python's */
+            else { /* it may be what the last ones died of: Python's */
+                count_passed_locked(relay, slot);
                 enqueue_locked(relay, slot);
+            }
             break;
         case SLOT_PASSING: /* did it arrive? Python may have it, or may not */
             repeat_locked(relay, slot, false);

@@ -25,10 +25,15 @@
 #define NO_SLOT UINT32_MAX
 
 /* What nobody may take: for requests that arrive, of which nobody knows yet whether they are hits. */
-#define SLOTS_FOR_THREADS MAX_THREADS
+#define SLOTS_FOR_THREADS 32
+#define RESERVED_SLOTS 160 /* for owners that have next to nothing (shares.h) */
 
-/* At Python at once; one owner alone has 128. Python takes them one after the other, half a millisecond each. */
+/* At Python at once; one owner alone has 128. Python takes them one after the other, half a millisecond each. Those of the
+ * reserve are bounded by the slots. */
 #define MAX_PASSED 171
+#define RESERVED_PASSED SLOT_COUNT
+
+#define RESERVED_PARKED 512
 
 struct split;
 
@@ -99,10 +104,12 @@ void relay_fill_slot(struct relay *relay, uint32_t slot, uint32_t length, uint64
 
 /* May the caller's slot be kept by a request, beyond the moment? It counts as its owner's then, until it is freed. */
 bool relay_claim(struct relay *relay, uint32_t slot);
+/* The same for a request that will be passed on in any case. */
+bool relay_claim_passed(struct relay *relay, uint32_t slot);
 /* The request was answered after all; the slot is the caller's own again. */
 void relay_unclaim(struct relay *relay, uint32_t slot);
 /* Gives a slot away to Python; its answer goes to the kernel. False: the owner has too many; the request waits elsewhere for its
- * share, or was refused, and the slot is the caller's again. A slot that is claimed is always given away. */
+ * share, or was refused, and the slot is the caller's own again. After `relay_claim_passed` it is always given away. */
 bool relay_pass(struct relay *relay, uint32_t slot);
 /* The kernel sent its INIT, which is in `shared`. */
 void relay_pass_init(struct relay *relay);

@@ -145,21 +145,29 @@ void park_locked(struct relay *relay, uint32_t slot)
         reply(relay->device, head_of(relay, slot)->unique, EAGAIN, NULL, 0);
     }
     relay_ready_slot(relay, slot);
+    if (relay->counted[slot]) {
+        uncount_locked(relay, slot);
+        unpark_locked(relay);
+    }
 }
 
 /* The oldest request whose owner may have a slot. */
 static uint32_t next_parked(const struct relay *relay)
 {
-    uint32_t full = 0;
-    bool any_full = false;
+    uint32_t full[16]; /* owners; few have most of the requests */
+    uint32_t count = 0;
     for (uint32_t place = relay->lot.first; place != NO_SLOT; place = relay->lot.next[place]) {
-        uint32_t owner = relay->lot.owners[place];
-        if (any_full && owner == full)
-            continue; /* one owner has most of them */
+        uint32_t owner = relay->lot.owners[place], i = 0;
+        while (i < count && full[i] != owner)
+            i++;
+        if (i < count)
+            continue;
         if (!shares_full(&relay->slot_shares, owner) && !shares_full(&relay->passed_shares, owner))
             return place;
-        full = owner;
-        any_full = true;
+        if (count < sizeof full / sizeof *full)
+            full[count++] = owner;
+        if (count == relay->lot.shares.count)
+            return NO_SLOT; /* all of them */
     }
     return NO_SLOT;
 }
@@ -200,7 +208,7 @@ bool lot_init(struct relay *relay)
     struct lot *lot = &relay->lot;
     lot->first = lot->last = NO_SLOT;
     lot->free_count = 0;
-    if (!shares_init(&lot->shares, PARKED_COUNT, PARKED_COUNT))
+    if (!shares_init(&lot->shares, PARKED_COUNT - RESERVED_PARKED, RESERVED_PARKED, PARKED_COUNT))
         return false;
     for (uint32_t place = PARKED_COUNT; place-- > 0;) {
         struct parked *parked = &relay->shared->parked[place];

@@ -2,9 +2,10 @@
 
 #include <stdlib.h>
 
-bool shares_init(struct shares *shares, uint32_t total, uint32_t places)
+bool shares_init(struct shares *shares, uint32_t total, uint32_t reserve, uint32_t places)
 {
-    *shares = (struct shares){.total = total, .places = places, .owners = calloc(places, sizeof *shares->owners)};
+    *shares = (struct shares){
+        .total = total, .reserve = reserve, .places = places, .owners = calloc(places, sizeof *shares->owners)};
     return shares->owners;
 }
 
@@ -24,10 +25,11 @@ uint32_t shares_held(const struct shares *shares, uint32_t owner)
 
 bool shares_full(const struct shares *shares, uint32_t owner)
 {
-    if (shares->held >= shares->total)
-        return true;
-    uint32_t left = shares->total - shares->held - 1;
-    return shares_held(shares, owner) + 1 > 3 * (uint64_t)left;
+    uint32_t held = shares_held(shares, owner);
+    uint32_t left = shares->held < shares->total ? shares->total - shares->held - 1 : 0;
+    if (held + 1 <= 3 * (uint64_t)left)
+        return false;
+    return held >= LEAST || shares->held + 1 >= shares->total + shares->reserve;
 }
 
 void shares_take(struct shares *shares, uint32_t owner)

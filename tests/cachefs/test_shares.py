@@ -14,7 +14,7 @@ import trio.testing
 
 from cachefs import shares
 from cachefs.errors import Busy
-from cachefs.shares import DAEMON, Shares
+from cachefs.shares import DAEMON, LEAST, Shares
 from cachefs.single_flight import SingleFlight, in_task, unwrap
 from cachefs.slots import SourceSlots
 from tests.cachefs.test_tasks import Clock, run
@@ -36,6 +36,19 @@ def test_nobody_has_more_than_three_quarters() -> None:
     assert places.is_full(0) and not places.is_full(1) and not places.is_full(4)
     with pytest.raises(AssertionError):
         places.give(5)
+
+
+def test_the_reserve_is_for_owners_that_have_next_to_nothing() -> None:
+    """Before: four owners left nothing to the fifth."""
+    places = Shares(100, 20)
+    counts = []
+    for owner in range(20):
+        while not places.is_full(owner):
+            places.take(owner)
+        counts.append(places.held_by(owner))
+    assert counts == [75, 18, 5] + [LEAST] * 10 + [1] + [0] * 6 and places.held == 119
+    places.give(1)
+    assert places.is_full(0) and not places.is_full(19)
 
 
 def test_shares_for_each_leave_a_quarter() -> None:
@@ -255,6 +268,31 @@ def test_b7_a_file_that_is_leased_is_tried_again_with_pauses_and_without_a_slot(
                 await trio.sleep(0.001)
             assert answers[0].unwrap() == "opened"
             nursery.cancel_scope.cancel()
+        slots.close()
+
+    run(main)
+
+
+def test_b7_calls_that_wait_for_leases_try_the_less_often_the_more_there_are() -> None:
+    """Before: each was made ten times a second, so that a few users with leases kept the processor busy."""
+
+    async def main() -> None:
+        clock = Clock()
+        slots = SourceSlots(64, 1000, clock=clock)
+        tries: Counter[int] = Counter()
+
+        def leased(uid: int) -> None:
+            tries[uid] += 1
+            raise Busy
+
+        for _ in range(300):
+            started(slots, 1, partial(leased, 1), lambda _: None)
+        started(slots, 2, partial(leased, 2), lambda _: None)
+        for _ in range(400):  # twenty seconds
+            await trio.testing.wait_all_tasks_blocked(0.001)
+            clock.now += 0.05
+            slots.retry_due()
+        assert 300 < tries[1] < 6000 and tries[2] > 100
         slots.close()
 
     run(main)

@@ -237,6 +237,57 @@ def test_b7_leased_files_cost_no_time_of_the_processor_and_no_places(
         signal.signal(signal.SIGIO, before)
 
 
+@pytest.mark.parametrize("users", [1, 2, 8])
+@pytest.mark.parametrize("arguments", [[], ["--read-only"], ["--mutable", "greedy*"]], ids=["", "read-only", "mutable"])
+def test_b7_users_who_read_leased_files_keep_no_other_user_waiting_however_many_they_are(
+    mount: MakeMount, tmp_path: Path, waiting: Waiting, users: int, arguments: list[str]
+) -> None:
+    """Before: READs that the fast path could not answer went to Python beyond their owner's share, until nobody's did.
+
+    And four users within their shares left nothing to the fifth.
+    """
+    source = tmp_path / "source"
+    free = make_files(source, 40, directories=1)
+    leased = [(GREEDY + number % users, f"greedy{number}") for number in range(240)]
+    for uid, name in leased:
+        (source / name).write_bytes(b"leased")
+        os.chown(source / name, uid, uid)  # the kernel asks for no ACL of an owner's file
+    settle()
+    m = mount(source, "--attr-timeout", "600", "--source-timeout", "30", *arguments)
+    for _, name in leased:
+        os.stat(m.path / name)
+    before = signal.signal(signal.SIGIO, signal.SIG_IGN)
+    holders = [os.open(source / name, os.O_RDWR) for _, name in leased]
+    try:
+        for holder in holders:
+            fcntl.fcntl(holder, fcntl.F_SETLEASE, fcntl.F_WRLCK)
+        with directory(m.path) as fd:
+            for path in free[:20]:
+                assert Crowd(OTHER, [partial(read_at, fd, str(path))]).join() == [(source / path).read_bytes()]
+            crowds = [
+                Crowd(uid, [partial(read_at, fd, name) for owner, name in leased if owner == uid])
+                for uid in range(GREEDY, GREEDY + users)
+            ]
+            wait_for(lambda: waiting(m), lambda count: count >= len(leased))
+            drop_caches()
+            for path in free:
+                with prompt():
+                    answers = Crowd(OTHER, [partial(read_at, fd, str(path))]).join()
+                assert answers == [(source / path).read_bytes()]
+            for number in range(5):
+                with prompt():
+                    answers = Crowd(OTHER, [partial(os.stat, f"missing{number}", dir_fd=fd)]).join()
+                assert answers == [errno.ENOENT]
+            assert waiting(m) >= len(leased)  # the crowds were there all the time
+            for holder in holders:
+                fcntl.fcntl(holder, fcntl.F_SETLEASE, fcntl.F_UNLCK)
+            assert [answer for crowd in crowds for answer in crowd.join()] == [b"leased"] * len(leased)
+    finally:
+        for holder in holders:
+            os.close(holder)
+        signal.signal(signal.SIGIO, before)
+
+
 def test_c7_who_opens_very_many_files_leaves_descriptors_for_others(
     mount: MakeMount, source: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
