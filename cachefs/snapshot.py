@@ -167,12 +167,17 @@ def _floor(run: bytes | None) -> int:
 
 
 def _believed(inodes: _Rows, dentries: _Rows, floor: int) -> tuple[Any, Any, list[bytes]]:
-    """What needs no comparison with the source: (inodes with their numbers, dentries with their parents, names)."""
+    """What needs no comparison with the source: (inodes with their numbers, dentries with their parents, names).
+
+    Raises CacheFsError where the root is not among them: nothing can be made of such a snapshot.
+    """
     numbers = np.frombuffer(inodes.keys(), ">u8").astype(np.uint64)
     records = np.frombuffer(inodes.values(), _INODE)
     flags = records["flags"]
     good = (flags & PINNED != 0) & (flags & (STALE | UNLINKED | UNSETTLED) == 0)
     good &= (records["stamp"] >= floor) & (records["device"] == 0)
+    if not np.any(good & (numbers == ROOT_INODE)):
+        raise CacheFsError("the root directory is not pinned, so that nothing is: run `cachefs warmup --metadata-only`")
 
     parents = np.frombuffer(dentries.keys(0, 8), ">u8").astype(np.uint64)
     rows = np.frombuffer(dentries.values(), _DENTRY)

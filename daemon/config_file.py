@@ -43,6 +43,12 @@ def place(context: click.Context) -> Path | None:
     return path
 
 
+def check_not_empty(context: click.Context) -> None:
+    """Raises InvalidFile where the file that was read has no value: an editor may be about to write it."""
+    if not context.meta[_VALUES]:
+        raise InvalidFile(context.meta[_PLACE], None, "there is no option in it")
+
+
 def origin(context: click.Context, name: str) -> str | None:
     """Where the file has a value for a parameter. None: it has none."""
     if name not in context.meta.get(_VALUES, {}):

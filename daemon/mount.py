@@ -109,7 +109,6 @@ def make_mount_config(
         "retention": options.retention,
         "metadata_retention": options.metadata_retention if metadata_limit is not None else None,
         "prefetch": options.prefetch if prefetch_graph is None else None,
-        "prefetch_graph": prefetch_graph.name if prefetch_graph is not None else None,
         "attr_timeout": options.attr_timeout_s,
         "allow_other": allow_other,
     }
@@ -238,7 +237,7 @@ def make_mount_config(
 )
 @click.option(
     "--source-timeout",
-    type=Seconds(allow_infinity=False),
+    type=Seconds(allow_infinity=False, allow_zero=False),
     default=30.0,
     show_default=True,
     metavar="S",

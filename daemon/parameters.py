@@ -53,8 +53,9 @@ LOOPBACK = re.compile(r"(?:(127(?:\.\d+){3}|localhost|\[::1\]):)?(\d{1,5})")
 class Seconds(click.ParamType[float]):
     name = "S"
 
-    def __init__(self, *, allow_infinity: bool) -> None:
+    def __init__(self, *, allow_infinity: bool, allow_zero: bool = True) -> None:
         self._allow_infinity = allow_infinity
+        self._allow_zero = allow_zero
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
         try:
@@ -63,6 +64,8 @@ class Seconds(click.ParamType[float]):
             seconds = -1.0
         if math.isnan(seconds) or seconds < 0 or (math.isinf(seconds) and not self._allow_infinity):
             self.fail(f"{value!r} is not a number of seconds", param, ctx)
+        if seconds == 0 and not self._allow_zero:
+            self.fail("must be more than 0", param, ctx)
         return seconds
 
 

@@ -523,7 +523,7 @@ class Session:
     def _reload(self) -> None:
         """Read the configuration file again. What may change while mounted does; for the rest see its documentation."""
         try:
-            now = settings.reread(mount, self.config)
+            now, waiting = settings.reread(mount, self.config)
         except click.ClickException as error:
             log.error("nothing is changed: %s", error.format_message())
             return
@@ -539,7 +539,10 @@ class Session:
             self._host.refresh()
         assert self._instance is not None
         config.save(now, self._instance.directory / config.CONFIG_NAME)
-        log.info("the configuration was read again")
+        if waiting:
+            log.warning("the configuration was read again; only a new mount takes up %s", ", ".join(waiting))
+        else:
+            log.info("the configuration was read again")
 
     async def _check_readers(self) -> None:
         """A reader that was killed inside a transaction would keep old pages for ever (hazard 16)."""

@@ -45,8 +45,10 @@ def settings(context: click.Context, computed: dict[str, Any]) -> dict[str, Sett
         if key in _NOT_SHOWN:
             continue
         value = context.params[name]
-        if value is None or hasattr(value, "read"):
+        if value is None:
             value = computed.get(name)
+        if hasattr(value, "read"):
+            value = value.name
         if isinstance(parameter.type, Size) and isinstance(value, int):
             value = format_size(value)
         if isinstance(value, Path):
@@ -83,15 +85,23 @@ def _toml(value: Any) -> str:
     return "" if value is None else str(value)
 
 
-def reread(mount: click.Command, running: MountConfig) -> MountConfig:
-    """The configuration with what its file says now, as far as that may change while mounted.
+def reread(mount: click.Command, running: MountConfig) -> tuple[MountConfig, list[str]]:
+    """The configuration with what its file says now, as far as that may change while mounted; the other options that
+    have changed in it.
 
-    Raises click.UsageError where the file makes no sense.
+    Raises click.UsageError where the file makes no sense, or could not be mounted.
     """
     if running.config_file is None:
-        return running
-    arguments = ["--config", str(running.config_file), "--", running.source, running.mountpoint]
-    with mount.make_context("mount", arguments) as context:
+        return running, []
+    places = {"source": running.source, "mountpoint": running.mountpoint}
+    from_command_line = [place for key, place in places.items() if running.settings[key].origin == COMMAND_LINE]
+    try:
+        context = mount.make_context("mount", ["--config", str(running.config_file), "--", *from_command_line])
+    except click.MissingParameter as error:
+        name = error.param.name if error.param is not None else "place"
+        raise config_file.InvalidFile(running.config_file, None, f"there is no {name} in it") from None
+    with context:
+        config_file.check_not_empty(context)
         now = settings(context, {})
     values: dict[str, Any] = {}
     merged = dict(running.settings)
@@ -105,10 +115,18 @@ def reread(mount: click.Command, running: MountConfig) -> MountConfig:
         options = replace(options, source_timeout_s=values["source_timeout"])
     if "reconnect_timeout" in values:
         options = replace(options, reconnect_timeout_s=values["reconnect_timeout"])
-    return replace(
+    changed = replace(
         running,
         options=options,
         cache_size_bytes=values.get("cache_size", running.cache_size_bytes),
         log_level=values.get("log_level", running.log_level),
         settings=merged,
     )
+    return changed, [key for key in merged if _differs(merged[key], now[key])]
+
+
+def _differs(running: Setting, now: Setting) -> bool:
+    """Does the file say something else of an option? A value of None is computed when it is mounted."""
+    if running.origin == COMMAND_LINE or (now.value is None and running.origin == DEFAULT):
+        return False
+    return bool(now.value != running.value)

@@ -105,14 +105,61 @@ def test_what_may_change_while_mounted(tmp_path: Path) -> None:
     file.write_text(EVERYTHING)
     running = mount_config("--config", str(file), "--source-timeout", "3")
     file.write_text(EVERYTHING.replace("500G", "20G").replace("12.5", "40").replace('"lru"', '"fifo"'))
-    now = reread(mount, running)
+    now, waiting = reread(mount, running)
+    assert waiting == ["retention"]
     assert now.cache_size_bytes == 20 << 30 and now.settings["cache-size"].value == "20G"
     assert now.options == running.options and now.settings["retention"] == running.settings["retention"]
     file.write_text(EVERYTHING.replace("500G", "20 bananas"))
     with pytest.raises(click.UsageError, match="line 6: cache-size"):
         reread(mount, running)
     without = mount_config("/ceph", "/data")
-    assert reread(mount, without) is without
+    assert reread(mount, without) == (without, [])
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "there is no source in it"),
+        ("# nothing\n", "there is no source in it"),
+        ('mountpoint = "/data"\ncache-size = "1G"\n', "there is no source in it"),
+        ('source = "/ceph"\ncache-size = "1G"\n', "there is no mountpoint in it"),
+        (EVERYTHING.replace("12.5", "0"), "line 12: source-timeout: must be more than 0"),
+    ],
+)
+def test_a_file_that_could_not_be_mounted_is_not_taken_up(tmp_path: Path, text: str, message: str) -> None:
+    file = tmp_path / "imagenet.toml"
+    file.write_text(EVERYTHING)
+    running = mount_config("--config", str(file))
+    file.write_text(text)
+    with pytest.raises(click.UsageError) as caught:
+        reread(mount, running)
+    assert message in caught.value.format_message()
+
+
+def test_places_on_the_command_line_need_not_be_in_the_file(tmp_path: Path) -> None:
+    file = tmp_path / "imagenet.toml"
+    file.write_text('cache-size = "1G"\n')
+    running = mount_config("/ceph", "/data", "--config", str(file))
+    file.write_text('cache-size = "2G"\n')
+    now, waiting = reread(mount, running)
+    assert (now.cache_size_bytes, waiting) == (2 << 30, [])
+    file.write_text("# an editor is about to write it\n")
+    with pytest.raises(click.UsageError, match="there is no option in it"):
+        reread(mount, running)
+
+
+def test_what_only_a_new_mount_takes_up_is_said(tmp_path: Path) -> None:
+    file = tmp_path / "imagenet.toml"
+    (tmp_path / "graph").write_text('{"partition": "a", "depends": []}\n')
+    graph = f'\nprefetch-graph = "{tmp_path}/graph"\n'
+    file.write_text(EVERYTHING.replace('retention = "lru"\n', "", 1) + graph)
+    running = mount_config("--config", str(file), "--fetch-threads", "7")
+    assert reread(mount, running) == (running, [])
+    changed = EVERYTHING.replace("/ceph/imagenet", "/ceph/other").replace("read-only = true", "read-only = false")
+    file.write_text(changed.replace('retention = "lru"\n', "", 1) + "fetch-threads = 9\nattr-timeout = 5\n")
+    now, waiting = reread(mount, running)
+    assert sorted(waiting) == ["attr-timeout", "prefetch-graph", "read-only", "source"]
+    assert now == running
 
 
 def test_the_command_line_wins(tmp_path: Path) -> None:
@@ -134,6 +181,7 @@ def test_the_command_line_wins(tmp_path: Path) -> None:
         ('cache_size = "500G"', "line 4: 'cache_size' is no option; there are "),
         ('cache-size = "500 bananas"', "line 4: cache-size: '500 bananas' is not a size"),
         ("cache-size = true", "line 4: cache-size: must be a string or a number"),
+        ("source-timeout = 0", "line 4: source-timeout: must be more than 0"),
         ('source-timeout = "30s"', "line 4: source-timeout: '30s' is not a number of seconds"),
         ('read-only = "yes"', "line 4: read-only: must be true or false"),
         ('mutable = "*.log"', "line 4: mutable: must be a list of strings"),

@@ -102,6 +102,28 @@ def test_what_is_not_known_is_left_out(mount: MakeMount, tree: Path, tmp_path: P
     assert sorted(map(str, everything(n.path, "atime_ns"))) == sorted(map(str, everything(tree, "atime_ns")))
 
 
+@pytest.mark.parametrize("arguments", [("--read-only",), ()], ids=["read-only", "read-write"])
+def test_a_mount_that_knows_nothing_is_not_exported(
+    mount: MakeMount, source: Path, tmp_path: Path, arguments: tuple[str, ...]
+) -> None:
+    m = mount(source, *arguments, name="first")
+    cachefs("warmup", m.path)
+    assert not (m.path / "missing").exists()
+    for _ in range(2):
+        cachefs("invalidate", m.path)
+        done = cachefs("snapshot", "export", m.path, tmp_path / "snap", check=False)
+        assert (done.returncode, done.stderr.count("\n")) == (1, 1), done.stderr
+        assert "the root directory is not pinned" in done.stderr
+        assert not (tmp_path / "snap").exists()
+        cachefs("warmup", m.path)
+        cachefs("snapshot", "export", m.path, tmp_path / "snap")
+        another = mount(source, "--read-only", "--metadata-snapshot", tmp_path / "snap", name="another")
+        assert contents(another.path) == contents(source)
+        another.umount()
+        shutil.rmtree(another.cache)
+        (tmp_path / "snap").unlink()
+
+
 def test_what_is_refused(mount: MakeMount, snapshot: Path, tree: Path, tmp_path: Path) -> None:
     good, bad = snapshot.read_bytes(), tmp_path / "bad"
     (tmp_path / "place").mkdir()
