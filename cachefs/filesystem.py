@@ -226,10 +226,10 @@ class FileSystem:
         """lstat a name and record what it said. None: there is no such name."""
         with self.metadata.index.view() as view:
             directory = self.metadata.paths.directory(view, parent)
-            path = self.metadata.paths.beneath(view, parent, name)
+            # The path may be long: it is made only where a pattern asks for it.
+            pin = self.options.pins_everything and not self.metadata.mutable_names.matches(view, parent, name)
 
         def finish(answer: Outcome[Stat]) -> Inode | None:
-            pin = self.pins(path)
             try:
                 now = answer.unwrap()
             except Changed as error:

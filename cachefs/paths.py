@@ -8,8 +8,7 @@ from cachefs.environment import Table, View
 from cachefs.identity import identity_of
 from cachefs.source_directories import ROOT, Directory
 
-MAX_DEPTH = 4096
-REMEMBERED_PATHS = 4096
+REMEMBERED_DIRECTORIES = 4096
 
 
 def links_of(view: View, number: int) -> list[tuple[int, bytes]]:
@@ -66,7 +65,7 @@ class Paths:
 
     def directory(self, view: View, number: int) -> Directory:
         """A directory, and all that are above it. Raises OSError ESTALE where there is no such directory."""
-        waiting: list[tuple[int, tuple[int, bytes] | None, Inode]] = []
+        waiting: dict[int, tuple[tuple[int, bytes] | None, Inode]] = {}
         above: Directory | None = None
         while above is None:
             if number == ROOT_INODE:
@@ -75,22 +74,21 @@ class Paths:
                 above = self._directories[number]
             else:
                 value = view.get(Table.INODES, inode_key(number))
-                if value is None or len(waiting) > MAX_DEPTH:
+                if value is None or number in waiting:  # names that lead in a circle
                     raise _stale()
                 record = Inode.unpack(number, value)
                 link = self.name(view, number)
-                waiting.append((number, link, record))
+                waiting[number] = link, record
                 if link is None:
                     break
                 number = link[0]
         while waiting:
-            number, link, record = waiting.pop()
+            number, (link, record) = waiting.popitem()
             if not record.is_directory:
                 raise OSError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))
             name = link[1] if link is not None else b""
-            path = _joined(above.path, name) if above is not None else None
-            above = Directory(number, identity_of(record), above, name, path, _has_pinned_name(record))
-            if len(self._directories) >= REMEMBERED_PATHS:
+            above = Directory(number, identity_of(record), above, name, _has_pinned_name(record))
+            if len(self._directories) >= REMEMBERED_DIRECTORIES:
                 self._directories.clear()
             self._directories[number] = above
         assert above is not None

@@ -45,10 +45,21 @@ class Directory:
     parent: "Directory | None" = None
     """None: the root, or a directory that has no name any more."""
     name: bytes = b""
-    path: bytes | None = b""
-    """From the root. None: no names lead there any more."""
     has_pinned_name: bool = False
     """The kernel believes its name for ever."""
+
+    @property
+    def path(self) -> bytes | None:
+        """From the root. None: no names lead there any more.
+
+        It is made anew each time: kept in every directory, paths would take memory by the square of the depth.
+        """
+        names = []
+        at = self
+        while at.parent is not None:
+            names.append(at.name)
+            at = at.parent
+        return None if at.identity is not None else b"/".join(reversed(names))
 
 
 ROOT = Directory(ROOT_INODE)

@@ -29,7 +29,7 @@ def identity(path: Path) -> Identity:
 
 def below(parent: Directory, path: Path) -> Directory:
     number = path.stat().st_ino
-    return Directory(number, identity(path), parent, os.fsencode(path.name), b"unused")
+    return Directory(number, identity(path), parent, os.fsencode(path.name))
 
 
 def test_a_directory_is_opened_and_compared_once(source: Source, tmp_path: Path) -> None:
@@ -65,8 +65,8 @@ def test_a_number_that_is_another_directorys_now_is_opened_again(source: Source,
     for name in ("a", "b"):
         (tmp_path / name).mkdir()
         (tmp_path / name / f"in-{name}").touch()
-    assert source.readdir(Directory(7, identity(tmp_path / "a"), ROOT, b"a", b"a")) == [b"in-a"]
-    assert source.readdir(Directory(7, identity(tmp_path / "b"), ROOT, b"b", b"b")) == [b"in-b"]
+    assert source.readdir(Directory(7, identity(tmp_path / "a"), ROOT, b"a")) == [b"in-a"]
+    assert source.readdir(Directory(7, identity(tmp_path / "b"), ROOT, b"b")) == [b"in-b"]
 
 
 def test_descriptors_are_limited_and_never_closed_while_in_use(tmp_path: Path) -> None:
@@ -106,7 +106,7 @@ def test_descriptors_are_limited_and_never_closed_while_in_use(tmp_path: Path) -
 def test_a_directory_without_a_name_is_reached_while_it_is_held(source: Source, tmp_path: Path) -> None:
     (tmp_path / "a").mkdir()
     a = below(ROOT, tmp_path / "a")
-    nameless = Directory(a.number, a.identity, None, b"", None)
+    nameless = Directory(a.number, a.identity, None)
     with pytest.raises(Changed):
         source.readdir(nameless)
     assert source.readdir(a) == []

@@ -274,3 +274,19 @@ def test_a_view_that_has_ended_takes_no_readers_slot(index: Index) -> None:
             update.put(Table.META, b"%d" % number, bytes(4))
         kept += (view, update)
     assert index.durable.oldest_reader() is None
+
+
+def test_a_directory_is_found_however_deep_it_lies(index: Index) -> None:
+    """Before: ESTALE beneath 4,096 levels, when what had been remembered of them was forgotten."""
+    depth = 6000
+    metadata = MetadataCache(index, Options(read_only=True, attr_timeout_s=float("inf")), run=1, floor=1)
+    directory = Stat(0o40755, 2, 0, 0, 0, 4096, 0, 0, 1, 1, 1, 0, 0, 10)
+    with index.update() as update:
+        metadata.apply_root(update, directory, pin=True)
+        parent = 1
+        for level in range(depth):
+            parent = metadata.apply_stat(update, parent, b"d", directory._replace(inode=100 + level), pin=True).number
+        metadata.paths.forget()
+        found = metadata.paths.directory(update, parent)
+        assert found.number == parent and found.path == b"/".join([b"d"] * depth)
+        assert metadata.paths.path(update, parent) == found.path

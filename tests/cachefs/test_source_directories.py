@@ -50,9 +50,7 @@ def directories(counted: Counted) -> SourceDirectories:
 def make(source: Source, path: Path, number: int) -> Directory:
     path.mkdir(exist_ok=True)
     found = source.stat(source.root_fd, os.fsencode(path.name))
-    return Directory(
-        number, Identity(found.inode, 0o040000, found.btime_ns), ROOT, os.fsencode(path.name), os.fsencode(path.name)
-    )
+    return Directory(number, Identity(found.inode, 0o040000, found.btime_ns), ROOT, os.fsencode(path.name))
 
 
 def in_threads(count: int, function: Callable[[], object]) -> list[Any]:
