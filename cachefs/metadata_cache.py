@@ -333,6 +333,7 @@ class MetadataCache(Belief):
         if new != old or update.get(Table.LINKS, link) is None:
             update.put(Table.DENTRIES, inode_key(parent) + name, new.pack())
             update.put(Table.LINKS, link, FLAGS_PINNED if pinned else FLAGS_NONE)
+        self.paths.named(number, parent, name)
         return not known
 
     def remove_name(self, update: Update, parent: int, name: bytes) -> Inode | None:
@@ -421,7 +422,10 @@ class MetadataCache(Belief):
         self.remove_name(update, parent, name)
 
     def pin_file(self, update: Update, record: Inode) -> Inode:
-        """A regular file was opened read-only: it is immutable from now on, and pinned with all that leads to it."""
+        """A regular file was opened read-only: it is immutable from now on, and pinned with all that leads to it.
+
+        A doubtful name stays doubtful: nobody has looked it up since it was invalidated.
+        """
         unsettled = record.flags & UNSETTLED
         expires_ns = self._monotonic_ns() + SETTLE_NS if unsettled else 0
         flags = record.flags & ~FREEZABLE | PINNED | IMMUTABLE
@@ -429,17 +433,25 @@ class MetadataCache(Belief):
         self.put_inode(update, record)
         number = record.number
         while number != ROOT_INODE:
-            links = links_of(update, number)
+            links = [link for link in links_of(update, number) if self._is_compared(update, link, number)]
             for parent, name in links:
                 self._put_name(update, parent, name, number, pinned=True)
-            if not links:
+            best = self.paths.name(update, number)
+            if best is None:
                 break
-            number = next((p for p, n in links if not self.mutable_names.matches(update, p, n)), links[0][0])
+            if self.mutable_names.matches(update, *best):
+                best = next((link for link in links if not self.mutable_names.matches(update, *link)), best)
+            number = best[0]
             directory = self.inode(update, number)
             if directory is None or directory.flags & PINNED:
                 break
             self.put_inode(update, directory._replace(flags=directory.flags | PINNED, stamp=self.run, expires_ns=0))
         return record
+
+    def _is_compared(self, view: View, link: tuple[int, bytes], number: int) -> bool:
+        """Was the name seen to lead to the inode, in this run and since it was invalidated?"""
+        dentry = self.dentry(view, *link)
+        return dentry is not None and dentry.inode == number and dentry.stamp == self.run
 
     def drop(self, update: Update, number: int) -> list[tuple[int, bytes]]:
         """Forget what is known and cached of an inode; the next look-up compares it with the source.

@@ -28,6 +28,12 @@ def leads_to(view: View, link: tuple[int, bytes], number: int) -> bool:
     return value is not None and Dentry.unpack(value).inode == number
 
 
+def _stamp(view: View, link: tuple[int, bytes]) -> int:
+    """The run in which a name was compared last; 0: it is doubtful."""
+    value = view.get(Table.DENTRIES, inode_key(link[0]) + link[1])
+    return Dentry.unpack(value).stamp if value is not None else 0
+
+
 class Paths:
     """Directories are remembered with all that is above them; `forget` them when one moves or goes."""
 
@@ -41,6 +47,12 @@ class Paths:
         """What is remembered of a directory holds as long as its name is, or is not, pinned."""
         known = self._directories.get(record.number)
         if known is not None and known.has_pinned_name != _has_pinned_name(record):
+            self.forget()
+
+    def named(self, number: int, parent: int, name: bytes) -> None:
+        """A name leads to an inode. A directory that is remembered without one, or by another one, is reached by it."""
+        known = self._directories.get(number)
+        if known is not None and (known.parent is None or (known.parent.number, known.name) != (parent, name)):
             self.forget()
 
     def path(self, view: View, number: int) -> bytes:
@@ -60,8 +72,23 @@ class Paths:
         return _joined(self.directory(view, directory).path, name) or name
 
     def name(self, view: View, number: int) -> tuple[int, bytes] | None:
-        """A name that leads to the inode: (parent, name)."""
-        return next((link for link in links_of(view, number) if leads_to(view, link, number)), None)
+        """A name that leads to the inode: (parent, name). Of several the best.
+
+        One in a directory that has no name any more may be of no use: only a descriptor leads to such a directory.
+        One that is doubtful, because it was invalidated, may lead to another inode by now. It counts only where no
+        other name does.
+        """
+        names = [link for link in links_of(view, number) if leads_to(view, link, number)]
+        if len(names) < 2:
+            return names[0] if names else None
+        return max(names, key=lambda link: (self._leads_up(view, link[0]), _stamp(view, link)))
+
+    def _leads_up(self, view: View, directory: int) -> bool:
+        """A directory has one name only: this does not go deep."""
+        try:
+            return self.directory(view, directory).path is not None
+        except OSError:
+            return False
 
     def directory(self, view: View, number: int) -> Directory:
         """A directory, and all that are above it. Raises OSError ESTALE where there is no such directory."""

@@ -99,3 +99,61 @@ def test_an_answer_that_was_overtaken_does_not_replace_a_later_one(index: Index,
         clock_ns += 5 * NANOSECONDS
         later = partial._replace(began_ns=clock_ns)
         assert metadata.apply_stat(update, ROOT_INODE, b"written", later, pin=options.read_only).size == 5
+
+
+@pytest.mark.parametrize("looked_up", [b"a", b"b", b"c"])
+@pytest.mark.parametrize("pin", [True, False], ids=["read-only", "read-write"])
+def test_names_that_were_invalidated_are_doubtful_until_each_is_looked_up(
+    index: Index, looked_up: bytes, pin: bool
+) -> None:
+    metadata = MetadataCache(index, READ_ONLY if pin else Options(), run=1, floor=1)
+    names = [b"a", b"b", b"c"]
+    file = stat(FILE, 0o100644, 2)._replace(nlink=3)
+    with index.update() as update:
+        metadata.apply_root(update, stat(2, 0o040755, 1), pin=pin)
+        for name in names:
+            found = metadata.apply_stat(update, ROOT_INODE, name, file, pin=pin)
+        metadata.pin_file(update, found)
+        metadata.drop(update, found.number)
+        found = metadata.apply_stat(update, ROOT_INODE, looked_up, file, pin=pin)
+        metadata.pin_file(update, found)
+        dentries = {name: metadata.dentry(update, ROOT_INODE, name) for name in names}
+        assert {name: dentry.stamp for name, dentry in dentries.items() if dentry} == {
+            name: 1 if name == looked_up else 0 for name in names
+        }
+        assert metadata.paths.name(update, found.number) == (ROOT_INODE, looked_up)
+
+
+def test_a_file_is_reached_by_a_name_in_a_directory_that_has_one(index: Index) -> None:
+    metadata = MetadataCache(index, READ_ONLY, run=1, floor=1)
+    file = stat(FILE, 0o100644, 2)
+    directories = {name: stat(number, 0o040755, 1) for number, name in enumerate((b"a", b"b"), DIRECTORY)}
+    with index.update() as update:
+        numbers = [
+            metadata.apply_stat(update, ROOT_INODE, name, now, pin=True).number for name, now in directories.items()
+        ]
+        for number in numbers:
+            found = metadata.apply_stat(update, number, b"file", file, pin=True)
+        for lost, other in (numbers, numbers[::-1]):  # the other one has its name now
+            name = b"a" if lost == numbers[0] else b"b"
+            metadata.apply_stat(update, ROOT_INODE, name, directories[b"b" if name == b"a" else b"a"], pin=True)
+            assert metadata.paths.name(update, found.number) == (other, b"file")
+            metadata.apply_stat(update, ROOT_INODE, name, directories[name], pin=True)
+            metadata.apply_stat(
+                update,
+                ROOT_INODE,
+                b"b" if name == b"a" else b"a",
+                directories[b"b" if name == b"a" else b"a"],
+                pin=True,
+            )
+
+
+def test_a_directory_that_has_a_name_again_is_reached_by_it(index: Index) -> None:
+    """On a read-write mount. That it had none was remembered."""
+    metadata = MetadataCache(index, Options(), run=1, floor=1)
+    with index.update() as update:
+        number = look_up(metadata, update, b"before", 1, pin=False).number
+        metadata.apply_absence(update, ROOT_INODE, b"before", pin=False)
+        assert metadata.paths.directory(update, number).path is None
+        look_up(metadata, update, b"after", 1, pin=False)
+        assert metadata.paths.directory(update, number).path == b"after"

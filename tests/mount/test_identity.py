@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import Mount, drop_caches, raises_errno, settle, wait_for
+from cachefs.source_directories import MAX_HELD
+from tests.conftest import Mount, cachefs, drop_caches, raises_errno, settle, wait_for
 
 MakeMount = Callable[..., Mount]
 
@@ -385,3 +386,57 @@ def test_a_pinned_directory_that_was_removed_and_made_again(mount: MakeMount, so
     (m.path / "runs/made").write_bytes(b"made")
     assert (source / "runs/made").read_bytes() == b"made"
     assert sorted(os.listdir(m.path / "runs")) == ["made", "second"]
+
+
+# --- several names of one file ---------------------------------------------------------------------------------------
+
+KINDS = pytest.mark.parametrize(
+    "mode",
+    [["--read-only"], [], ["--mutable", "**"], ["--cache", "metadata"], ["--cache", "none"]],
+    ids=["read-only", "read-write", "mutable", "metadata", "none"],
+)
+
+
+@KINDS
+def test_links_in_directories_that_were_exchanged(mount: MakeMount, source: Path, mode: list[str]) -> None:
+    """A file is reached by a name that leads up to the root, not in a directory whose name is not known yet."""
+    for number in range(3):
+        (source / f"d0/linked{number}").write_bytes(OLD)
+        (source / f"d1/linked{number}").hardlink_to(source / f"d0/linked{number}")
+    for number in range(MAX_HELD + 100):
+        (source / f"others/{number}").mkdir(parents=True)
+        (source / f"others/{number}/file").touch()
+    settle()
+    m = mount(source, *mode)
+    paths = [m.path / f"d{directory}/linked{number}" for directory in range(2) for number in range(3)]
+    for _ in range(3):
+        for path in paths:
+            assert path.read_bytes() == OLD
+        swap(source / "d0", source / "d1")
+        cachefs("invalidate", m.path)
+        for number in range(MAX_HELD + 100):  # no descriptor of the two is held any more
+            (m.path / f"others/{number}/file").stat()
+
+
+@KINDS
+def test_one_of_three_links_was_replaced(mount: MakeMount, source: Path, mode: list[str]) -> None:
+    """After an invalidation one name that was looked up says nothing of the others."""
+    names = [f"d{directory}/linked" for directory in range(3)]
+    (source / names[0]).write_bytes(OLD)
+    for name in names[1:]:
+        (source / name).hardlink_to(source / names[0])
+    settle()
+    m = mount(source, *mode)
+    for replaced in names:
+        for name in names:
+            assert (m.path / name).read_bytes() == (source / name).read_bytes()
+        (source / "new").write_bytes(NEW)
+        (source / "new").replace(source / replaced)
+        settle()
+        cachefs("invalidate", m.path)
+        for name in reversed(names) if replaced == names[0] else names:
+            assert (m.path / name).read_bytes() == (source / name).read_bytes()
+        (source / replaced).unlink()
+        (source / replaced).hardlink_to(next(source / name for name in names if name != replaced))
+        settle()
+        cachefs("invalidate", m.path)
