@@ -53,6 +53,8 @@ class Notifier(Protocol):
 
     async def inode(self, number: int) -> None: ...
 
+    def attributes(self, number: int) -> None: ...
+
 
 class Use(Protocol):
     """Calls a function in a thread, with a descriptor of a file that is open."""

@@ -384,6 +384,15 @@ class MetadataCache(Belief):
         self.put_inode(update, record)
         return record, []
 
+    def saw(self, number: int, now: Stat) -> bool:
+        """An open of a file that is neither pinned nor immutable said this. True if it has changed."""
+        with self.index.update() as update:
+            record = self.inode(update, number)
+            if record is None or record.same_version(now) or self.is_pinned(record) or self._is_overtaken(record, now):
+                return False
+            self.put_inode(update, record.with_stat(now)._replace(version=self.next_sequence()))
+        return True
+
     def lost_name(self, update: Update, number: int) -> None:
         """This mount removed the last name that it knew of an inode. A directory has no other."""
         record = self.inode(update, number)

@@ -66,6 +66,10 @@ class KernelNotifier:
     async def inode(self, number: int) -> None:
         await self._send([_inode_message(number)], self._thread)
 
+    def attributes(self, number: int) -> None:
+        """Have the kernel ask for them. It waits for nothing and drops no page, so that a request may do it."""
+        self._write([_message(_NOTIFY_INVAL_INODE, _NOTIFY_INODE.pack(number, -1, 0))])
+
     async def pages(self, numbers: Iterable[int]) -> None:
         """Drop the pages of these inodes, and their attributes.
 

@@ -318,7 +318,7 @@ class OpenFiles:
             return self._add_handle(Handle(number, file=self._shared(record))), not self._young.is_young(record)
         if not self._may_be_immutable(record):
             generation = self._source.generation
-            fd = await self._open_source(number)
+            fd = await self._open_mutable(number)
             return self._add_handle(Handle(number, fd=fd, generation=generation)), False
         file = self._shared(record) if self._is_immutable(record) else await self._pin(record)
         if fetch_at_once:
@@ -408,8 +408,11 @@ class OpenFiles:
         file.handles += 1
         return file
 
-    async def _open_source(self, number: int) -> int:
-        fd, _ = await self._fs.ask_object(number, self._source.open_file, discard=close_opened)
+    async def _open_mutable(self, number: int) -> int:
+        """Who opens such a file gets the size that it has now, not the one that the kernel still believes."""
+        fd, now = await self._fs.ask_object(number, self._source.open_file, discard=close_opened)
+        if not self.writers[number] and self._metadata.saw(number, now):
+            self._fs.notifier.attributes(number)
         return fd
 
     async def _pin(self, record: Inode) -> OpenFile:

@@ -279,8 +279,8 @@ def judge(
 ) -> list[str]:
     """What no reader may have seen, one line each.
 
-    `mutable`: of a file that is cut off while it is read the kernel shows zeros where the end was, as it does on any
-    FUSE filesystem (bindfs too). Then zeros count as one more version; on other mounts they are another file's.
+    `mutable`: some files are, by their names or since an unpin. Where such a file is cut off while it is read the
+    kernel shows zeros where the end was, as it does on any FUSE filesystem (bindfs too): one more version then.
     """
     files: dict[tuple[int, str], set[int]] = defaultdict(set)
     places: dict[str, set[int]] = defaultdict(set)
@@ -309,7 +309,9 @@ def judge(
             continue
         found = [tuple(each) for each in entry["found"]]
         numbers = {number for number, _, _ in found}
-        if mutable and len(found) > 1:
+        if mutable and any(
+            began <= entry["ended"] and ended >= entry["began"] for number in numbers for began, ended in writes[number]
+        ):
             numbers.discard(0)
         parent, name = entry["path"].rsplit("/", 1)
         told = f"{entry['path']} at {entry['began']:.3f}: {found}"

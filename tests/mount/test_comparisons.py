@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import Mount, drop_caches, raises_errno, settle, wait_for
+from tests.conftest import Mount, cachefs, drop_caches, raises_errno, settle, wait_for
 
 MakeMount = Callable[..., Mount]
 MIB = 1 << 20
@@ -109,3 +109,26 @@ def test_a_file_that_is_rewritten_while_it_is_read_is_stale(
         assert read_until_noticed(path) == new
         drop_caches()
         assert path.read_bytes() == new
+
+
+@pytest.mark.parametrize("mode", [("--mutable", "**"), ("--cache", "none"), ()], ids=["mutable", "none", "unpinned"])
+@pytest.mark.parametrize("pieces", [1, 300], ids=["shorter", "longer"])
+def test_who_opens_a_mutable_file_gets_the_size_that_it_has_now(
+    mount: MakeMount, tmp_path: Path, mode: tuple[str, ...], pieces: int
+) -> None:
+    """Also while the kernel believes the old one: it would pad with zeros what was cut off."""
+    source = tmp_path / "source"
+    source.mkdir()
+    (source / "file").write_bytes(b"a" * 100 * 512)
+    settle()
+    m = mount(source, *mode, "--attr-timeout", "60")
+    path = m.path / "file"
+    if not mode:
+        path.read_bytes()
+        cachefs("unpin", path)
+    assert path.stat().st_size == 100 * 512
+    (source / "file").write_bytes(b"b" * pieces * 512)
+    with open(path, "rb", buffering=0) as opened:
+        assert os.fstat(opened.fileno()).st_size == pieces * 512
+        assert opened.read() == b"b" * pieces * 512
+    assert path.stat().st_size == pieces * 512
