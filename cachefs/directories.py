@@ -25,6 +25,7 @@ from cachefs.identity import Changed
 from cachefs.listings import Listings
 from cachefs.open_files import FAST_HANDLE
 from cachefs.paths import links_of
+from cachefs.permissions import PermissionsChanged
 from cachefs.shares import UNKNOWN
 from cachefs.single_flight import Flight, SingleFlight, in_task, unwrap
 from cachefs.source import Look
@@ -43,6 +44,7 @@ PATIENCE_S = 1.0
 REMEMBERED_LISTINGS = 4096
 MAX_ATTEMPTS = 10
 T = TypeVar("T")
+ROOT_USER = 0
 
 Emit = Callable[[bytes, Inode | None, float, int], bool]
 """(name, record or None for the name alone, timeout in seconds, position) → False when the reply is full."""
@@ -119,7 +121,7 @@ class Directories:
         """Emit entries from behind position `after` until `emit` says stop."""
         number = self.number_of(handle)
         if after == 0 and not self._is_listed(await self._fs.believed(number)):
-            await self._listing(number)
+            await self._listing(number, self.owner_of(handle))
         if after < 2 and not self._emit_dots(number, after, emit):
             return
         after = max(after, 2)
@@ -135,7 +137,7 @@ class Directories:
                 after += 1  # it goes as fast as we look
             else:
                 # More than once, because a FORGET that was on its way may drop the record that was just made.
-                await self._listing(number)
+                await self._listing(number, self.owner_of(handle))
 
     async def entries(self, number: int) -> list[int]:
         """The inodes of a directory in the order of its listing, which is made if need be, without hurry.
@@ -145,7 +147,7 @@ class Directories:
         if not self._is_listed(await self._fs.believed(number)):
             self._polite.add(number)
             try:
-                await self._begin_listing(number).wait()
+                await self._listing_for(number)
             finally:
                 self._polite.discard(number)
             await self._wait_for_bare(number)
@@ -259,9 +261,19 @@ class Directories:
         version, until = self._fresh.get(record.number, (0, 0.0))
         return version == record.version and self._clock() < until
 
-    async def _listing(self, number: int) -> None:
+    async def _listing(self, number: int, owner: int = ROOT_USER) -> None:
         self._polite.discard(number)
-        await self._begin_listing(number).wait()
+        await self._listing_for(number, owner)
+
+    async def _listing_for(self, number: int, owner: int = ROOT_USER) -> None:
+        """`owner`: who gets to see it. The kernel does not walk the path again for a listing: ESTALE is for those who
+        may not list the directory any more."""
+        try:
+            await self._begin_listing(number).wait()
+        except PermissionsChanged as error:
+            if not error.admits(owner):
+                raise
+            await self._begin_listing(number).wait()
 
     def _begin_listing(self, number: int) -> Flight[None]:
         return self._flights.begin(number, in_task(self._nursery, partial(self._list, number)), unwrap)
@@ -350,6 +362,7 @@ class Directories:
             if not self._fs.slots.may_risk():  # too many calls hang: the names will do
                 found.give_up(names)
                 return
+            began_ns = time.time_ns()
             look = Look(self._fs.source, at, names)
             found.looks.add(look)
             try:
@@ -365,7 +378,7 @@ class Directories:
                 for name in names[look.given_up_at + 1 :]:  # one by one: some of these may hang as well
                     del found.bare[name]
                     nursery.start_soon(self._stat_batch, at, [name], found, nursery)
-            await self._take_stats(at, names[: len(stats)], stats, found)
+            await self._take_stats(at, names[: len(stats)], stats, found, began_ns)
         except OSError as error:
             found.errors.append(error)
         finally:
@@ -373,8 +386,11 @@ class Directories:
                 release()
 
     async def _take_stats(
-        self, at: Directory, names: list[bytes], stats: list[Stat | OSError | None], found: _Comparison
+        self, at: Directory, names: list[bytes], stats: list[Stat | OSError | None], found: _Comparison, began_ns: int
     ) -> None:
+        latest_ns = max((now.ctime_ns for now in stats if isinstance(now, Stat)), default=None)
+        if latest_ns is not None:
+            await self._fs.learnt_in(at, latest_ns)
         answers: list[tuple[bytes, Stat | None]] = []
         for name, now in zip(names, stats, strict=True):
             if isinstance(now, OSError):
@@ -384,7 +400,7 @@ class Directories:
         found.gone.update(name for name, now in answers if now is None)
         for start in range(0, len(answers), TURN_NAMES):
             async with self._turn:
-                self._write_stats(at, answers[start : start + TURN_NAMES])
+                self._write_stats(at, answers[start : start + TURN_NAMES], began_ns)
             await self._step_aside(at.number)
 
     async def _watch(self, at: Directory, looks: set[Look]) -> None:
@@ -404,7 +420,7 @@ class Directories:
                     if look.waits_s() >= PATIENCE_S and self._fs.slots.give_up(look, question):
                         look.given_up_at = index
 
-    def _write_stats(self, at: Directory, found: Sequence[tuple[bytes, Stat | None]]) -> None:
+    def _write_stats(self, at: Directory, found: Sequence[tuple[bytes, Stat | None]], began_ns: int) -> None:
         prefix = at.path + b"/" if at.path else b""
         with self._metadata.index.update() as update:
             for name, now in found:
@@ -412,7 +428,8 @@ class Directories:
                     self._metadata.remove_name(update, at.number, name)
                 else:
                     pin = self._fs.pins(prefix + name)
-                    self._metadata.apply_stat(update, at.number, name, now, pin=pin, counted=False)
+                    record = self._metadata.apply_stat(update, at.number, name, now, pin=pin, counted=False)
+                    self._fs.permissions.recorded(record, now, began_ns)
 
     async def _write_rows(
         self, before: Inode, names: list[bytes], pin: bool, bare: Collection[bytes], was_bare: set[bytes]

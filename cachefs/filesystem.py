@@ -19,9 +19,10 @@ from typing import NamedTuple, Protocol, TypeVar
 import trio
 from outcome import Outcome
 
-from cachefs import age, values
+from cachefs import age, permissions, values
 from cachefs.attributes import IMMUTABLE, NANOSECONDS, ROOT_INODE, UNLINKED, UNSETTLED, WRITTEN, Inode, Stat
 from cachefs.belief import FOREVER_NS
+from cachefs.caller import Caller
 from cachefs.environment import Table, View
 from cachefs.identity import Changed, Renamed, identity_of
 from cachefs.metadata_cache import MetadataCache
@@ -29,15 +30,14 @@ from cachefs.metadata_retention import MetadataRetention
 from cachefs.metrics import Metrics
 from cachefs.options import Options
 from cachefs.paths import links_of
+from cachefs.permissions import NOTIFY_TIMEOUT_S, Permissions, PermissionsChanged
 from cachefs.single_flight import SingleFlight
 from cachefs.slots import SourceSlots
 from cachefs.source import Object, Source, by_descriptor
 from cachefs.source_directories import ROOT, Directory
 
-NOTIFY_TIMEOUT_S = 5.0
 DROP_CHUNK = 256
 """How many inodes are dropped without letting other tasks run."""
-_KNOWN, _ABSENT = b"\1", b"\0"
 _USUAL_NAMESPACES = (b"security.", b"system.", b"trusted.", b"user.")
 T = TypeVar("T")
 
@@ -96,6 +96,7 @@ class FileSystem:
         self.pinned_statfs: os.statvfs_result | None = None
         self.descriptor: Callable[[int, bool], AbstractAsyncContextManager[Use | None]] = lambda *_: nullcontext()
         """How to use a descriptor of an open inode: a writer's, or any. None: there is none. `OpenFiles` knows them."""
+        self.permissions = Permissions(metadata, source, slots, notifier, options)
         self._lstats: SingleFlight[tuple[int, bytes], Inode | None] = SingleFlight()
 
     # --- names -----------------------------------------------------------------------------------------------------
@@ -170,6 +171,36 @@ class FileSystem:
                     raise
                 return await use(lambda fd: call(by_descriptor(fd)))
 
+    async def learnt(self, number: int, now: Stat) -> None:
+        """An object is about to be shown as it is now, not as its record says."""
+        for directory in self._directories_of([number]):
+            await self.learnt_in(directory, now.ctime_ns)
+
+    async def learnt_in(self, directory: Directory, ctime_ns: int) -> None:
+        """An object in this directory that changed at `ctime_ns` is about to be shown."""
+        try:
+            await self.permissions.learnt(directory, ctime_ns)
+        except Changed as error:
+            self.replaced(error.directory)
+            raise
+
+    async def before_change(self, caller: Caller, *, names_in: Iterable[int] = (), objects: Iterable[int] = ()) -> None:
+        """Names in these directories, or these objects, are about to be changed for a caller."""
+        directories = [self.directory(number) for number in names_in]
+        with suppress(Changed):  # not where it was: the change itself compares the names (source_directories.py)
+            await self.permissions.before_change(caller, *directories, *self._directories_of(objects))
+
+    def _directories_of(self, numbers: Iterable[int]) -> list[Directory]:
+        """A directory of each of these objects. None for what no name leads to: it is open."""
+        found: list[Directory] = []
+        with self.metadata.index.view() as view:
+            for number in numbers:
+                link = self.metadata.paths.name(view, number)
+                if link is not None:
+                    with suppress(OSError):
+                        found.append(self.metadata.paths.directory(view, link[0]))
+        return found
+
     def pins(self, path: bytes) -> bool:
         """Does this mount pin whatever it sees at this path?"""
         return self.options.pins_everything and not self.metadata.is_mutable_path(path)
@@ -193,7 +224,8 @@ class FileSystem:
             raise failed(errno.ESTALE)
         return record
 
-    async def lookup(self, parent: int, name: bytes) -> Entry:
+    async def lookup(self, parent: int, name: bytes, caller: Caller | None = None) -> Entry:
+        """`caller`: None for the daemon itself."""
         self.lookups += 1
         directory = self.record(parent)
         if self.metadata.is_pinned(directory):
@@ -212,7 +244,7 @@ class FileSystem:
             with self.metadata.index.update() as update:
                 self.metadata.apply_absence(update, parent, name, pin=True)
             return Entry(None, self.timeout_s(directory))
-        found = await self.compare(parent, name)
+        found = await self.compare(parent, name, caller)
         if found is None:
             pinned = self.pins(self._beneath(parent, name))
             return Entry(None, float("inf") if pinned else self.options.unpinned_timeout_s)
@@ -224,16 +256,20 @@ class FileSystem:
         with self.metadata.index.view() as view:
             return self.metadata.paths.beneath(view, parent, name)
 
-    async def compare(self, parent: int, name: bytes) -> Inode | None:
-        """lstat a name and record what it said. None: there is no such name."""
+    async def compare(self, parent: int, name: bytes, caller: Caller | None = None) -> Inode | None:
+        """lstat a name and record what it said. None: there is no such name.
+
+        `caller`: None for the daemon itself. Raises `PermissionsChanged`.
+        """
         with self.metadata.index.view() as view:
             directory = self.metadata.paths.directory(view, parent)
             # The path may be long: it is made only where a pattern asks for it.
             pin = self.options.pins_everything and not self.metadata.mutable_names.matches(view, parent, name)
+            guards = self.permissions.guards(view, directory)
 
-        def finish(answer: Outcome[Stat]) -> Inode | None:
+        def finish(answer: Outcome[tuple[Stat, int, list[permissions.Look]]]) -> Inode | None:
             try:
-                now = answer.unwrap()
+                now, began_ns, looks = answer.unwrap()
             except Changed as error:
                 self.replaced(error.directory or parent)
                 raise
@@ -243,17 +279,31 @@ class FileSystem:
                 with self.metadata.index.update() as update:
                     self.metadata.apply_absence(update, parent, name, pin=pin)
                 return None
+            self.permissions.judge(guards, looks)
             with self.metadata.index.update() as update:
-                return self.metadata.apply_stat(update, parent, name, now, pin=pin)
+                record = self.metadata.apply_stat(update, parent, name, now, pin=pin)
+            self.permissions.recorded(record, now, began_ns)
+            return record
 
-        start = partial(self.slots.start, partial(self.source.lstat, directory, name), question=(parent, name))
-        return await self._lstats.begin((parent, name), start, finish).wait()
+        start = partial(
+            self.slots.start, partial(permissions.lstat, self.source, directory, name, guards), question=(parent, name)
+        )
+        try:
+            found = await self._lstats.begin((parent, name), start, finish).wait()
+        except PermissionsChanged as error:
+            await self.permissions.tell(error)
+            raise
+        await self.permissions.let_in(guards, caller)
+        return found
 
     async def resolve(self, path: bytes) -> Inode:
         """What lies at a path. Symlinks on the way are not followed. ENOENT where there is nothing."""
         inode = await self.believed(ROOT_INODE)
         for name in path.split(b"/") if path else ():
-            found = (await self.lookup(inode.number, name)).inode
+            try:
+                found = (await self.lookup(inode.number, name)).inode
+            except PermissionsChanged:  # which is written down by now
+                found = (await self.lookup(inode.number, name)).inode
             if found is None:
                 raise failed(errno.ENOENT)
             inode = found
@@ -270,7 +320,10 @@ class FileSystem:
         with self.metadata.index.view() as view:
             links = links_of(view, number)
         for parent, name in links:
-            found = await self.compare(parent, name)
+            try:
+                found = await self.compare(parent, name)
+            except PermissionsChanged:  # which is written down by now; this is no look-up
+                found = await self.compare(parent, name)
             if found is not None and found.number == number:
                 return found
         raise failed(errno.ESTALE)
@@ -318,11 +371,14 @@ class FileSystem:
         return wait_ns
 
     async def _compare_root(self) -> None:
-        def finish(answer: Outcome[Stat]) -> Inode:
+        def finish(answer: Outcome[tuple[Stat, int, list[permissions.Look]]]) -> Inode:
+            now, began_ns, _ = answer.unwrap()
             with self.metadata.index.update() as update:
-                return self.metadata.apply_root(update, answer.unwrap(), pin=self.pins(b""))
+                record = self.metadata.apply_root(update, now, pin=self.pins(b""))
+            self.permissions.recorded(record, now, began_ns)
+            return record
 
-        start = partial(self.slots.start, partial(self.source.lstat, ROOT), question=(0, b""))
+        start = partial(self.slots.start, partial(permissions.lstat, self.source, ROOT, b"", ()), question=(0, b""))
         await self._lstats.begin((0, b""), start, finish).wait()
 
     async def getattr(self, number: int) -> Entry:
@@ -386,15 +442,15 @@ class FileSystem:
         cached = self._value(record, name)
         if cached is None:
             try:
-                cached = _KNOWN + await self.ask_object(number, lambda at: self.source.getxattr(at, name))
+                cached = values.KNOWN + await self.ask_object(number, lambda at: self.source.getxattr(at, name))
             except OSError as error:
-                if error.errno not in (errno.ENODATA, errno.EOPNOTSUPP, errno.ENOSYS):
+                if error.errno not in values.NO_VALUE:
                     raise
                 if error.errno == errno.EOPNOTSUPP and not name.startswith(_USUAL_NAMESPACES):
                     raise
-                cached = _ABSENT
+                cached = values.ABSENT
             self._keep(Table.XATTRS, record, name, cached)
-        if cached == _ABSENT:
+        if cached == values.ABSENT:
             raise failed(errno.ENODATA)
         return cached[1:]
 
@@ -408,7 +464,7 @@ class FileSystem:
                 if error.errno not in (errno.EOPNOTSUPP, errno.ENOSYS):
                     raise
                 names = []
-            cached = _KNOWN + b"\0".join(names)
+            cached = values.KNOWN + b"\0".join(names)
             self._keep(Table.XATTRS, record, b"", cached)
         return [name for name in cached[1:].split(b"\0") if name]
 

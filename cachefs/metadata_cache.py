@@ -82,6 +82,8 @@ class MetadataCache(Belief):
         need not be who looked."""
         self._held: Counter[int] = Counter()
         """Directories whose records stay though the kernel forgets them: number → how many want that."""
+        self._restless: set[int] = set()
+        """Directories whose permissions have changed in this run: never believed for long (permissions.py)."""
 
     def next_sequence(self) -> int:
         """A number that was never given out before, in any run (runs.py)."""
@@ -258,7 +260,7 @@ class MetadataCache(Belief):
         if pin and self.may_pin(number):
             flags |= PINNED
         checked_again = unchanged and old is not None and old.flags & UNSETTLED
-        if is_young(now, self._realtime_ns()) and not checked_again:
+        if number in self._restless or (is_young(now, self._realtime_ns()) and not checked_again):
             flags |= UNSETTLED
         blank = Inode(number, *(0,) * 6, 4096, *(0,) * 14)
         record = (
@@ -429,6 +431,15 @@ class MetadataCache(Belief):
             return
         self._put_name(update, new_parent, new_name, dentry.inode, pinned=bool(dentry.flags & PINNED))
         self.remove_name(update, parent, name)
+
+    def permissions_changed(self, update: Update, record: Inode, now: Stat) -> None:
+        """A directory's permissions are not the recorded ones: it is compared before it is used, and every two seconds.
+
+        Its times stay what they were, because nothing is said of its names yet.
+        """
+        self._restless.add(record.number)
+        record = record._replace(mode=now.mode, uid=now.uid, gid=now.gid)
+        self.put_inode(update, record._replace(flags=record.flags | UNSETTLED, expires_ns=0))
 
     def pin_file(self, update: Update, record: Inode) -> Inode:
         """A regular file was opened read-only: it is immutable from now on, and pinned with all that leads to it.

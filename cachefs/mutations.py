@@ -62,8 +62,17 @@ class Mutations:
             if record.flags & IMMUTABLE and self._metadata.is_pinned(record):
                 raise failed(errno.EPERM)
 
-    async def _run(self, number: int, function: Callable[[], T], *, discard: Callable[[T], object] | None = None) -> T:
-        """Change an object of the source, or a name in a directory."""
+    async def _run(
+        self,
+        caller: Caller,
+        number: int,
+        function: Callable[[], T],
+        *,
+        names_in: tuple[int, ...],
+        discard: Callable[[T], object] | None = None,
+    ) -> T:
+        """Change names in directories of the source, for an inode."""
+        await self._fs.before_change(caller, names_in=names_in)
         return await self._fs.ask(number, function, discard=discard, once=True)
 
     def _own_change(self, *changed: tuple[int, Stat]) -> None:
@@ -90,7 +99,9 @@ class Mutations:
         generation = self._fs.source.generation
         call = partial(self._source.create, self._fs.directory(parent), name, flags, stat.S_IMODE(mode), caller)
         try:
-            fd, now, directory = await self._run(parent, call, discard=lambda made: close_quietly(made[0]))
+            fd, now, directory = await self._run(
+                caller, parent, call, names_in=(parent,), discard=lambda made: close_quietly(made[0])
+            )
         except Changed as error:
             if not error.directory and not isinstance(error, Renamed):
                 self._fs.lose_name(parent, name)
@@ -106,6 +117,7 @@ class Mutations:
         generation = self._fs.source.generation
         try:
             self._metadata.withdraw_freezable(number)
+            await self._fs.before_change(caller, objects=(number,))
             fd = await self._fs.ask_object(number, call, discard=close_quietly)
         finally:
             self._files.writers[number] -= 1
@@ -139,6 +151,8 @@ class Mutations:
     async def setattr(self, number: int, changes: Changes, handle: int | None, caller: Caller) -> Inode:
         self._check_writable(number)
         opened = self._files.handles.get(handle) if handle is not None else None
+        if opened is None:
+            await self._fs.before_change(caller, objects=(number,))
         if changes.size is not None:
             size = changes.size
             if opened is not None and opened.writable:
@@ -196,6 +210,7 @@ class Mutations:
 
     async def setxattr(self, number: int, name: bytes, value: bytes, caller: Caller) -> None:
         self._check_writable(number)
+        await self._fs.before_change(caller, objects=(number,))
         await self._change(caller, "setxattr", number, lambda target: os.setxattr(target, name, value))
         self._drop_values(number)
 
@@ -205,6 +220,7 @@ class Mutations:
             # The kernel, before a write, truncation or chown that the caller may make. A removexattr by such a caller
             # it refuses itself. The source drops the capabilities with the change that follows.
             return
+        await self._fs.before_change(caller, objects=(number,))
         await self._change(caller, "removexattr", number, lambda target: os.removexattr(target, name))
         self._drop_values(number)
 
@@ -219,7 +235,7 @@ class Mutations:
     ) -> Inode:
         self._check_writable()
         call = partial(self._source.add, operation, self._fs.directory(parent), name, make, caller)
-        now, directory = await self._run(parent, call)
+        now, directory = await self._run(caller, parent, call, names_in=(parent,))
         return self._added(parent, name, now, directory, written=written)
 
     async def mkdir(self, parent: int, name: bytes, mode: int, caller: Caller) -> Inode:
@@ -240,7 +256,7 @@ class Mutations:
         self._check_writable()
         with self._files.own_change(number):
             call = partial(self._source.link, self._fs.object_of(number), self._fs.directory(parent), name, caller)
-            now, directory = await self._run(number, call)
+            now, directory = await self._run(caller, number, call, names_in=(parent,))
             self._own_change((number, now), (parent, directory))
         with self._metadata.index.update() as update:
             record = self._metadata.apply_stat(update, parent, name, now, pin=False)
@@ -256,7 +272,7 @@ class Mutations:
         with self._files.own_change(number):
             call = partial(self._source.remove, self._fs.directory(parent), name, caller, is_directory=is_directory)
             with self._losing(parent, name):
-                directory = await self._run(parent, call)
+                directory = await self._run(caller, parent, call, names_in=(parent,))
             with self._metadata.index.update() as update:
                 self._metadata.remove_name(update, parent, name)
             self._own_change((parent, directory))
@@ -305,7 +321,7 @@ class Mutations:
                 expected += self._pinned_name(new_parent, new_name, new)
             call = partial(self._source.rename, old, name, new, new_name, flags, caller, expected)
             with self._losing(parent, name):
-                now, old_directory, new_directory = await self._run(parent, call)
+                now, old_directory, new_directory = await self._run(caller, parent, call, names_in=(parent, new_parent))
             with self._metadata.index.update() as update:
                 if flags & RENAME_EXCHANGE:
                     self._metadata.swap_names(update, parent, name, new_parent, new_name)

@@ -411,6 +411,11 @@ class OpenFiles:
     async def _open_mutable(self, number: int) -> int:
         """Who opens such a file gets the size that it has now, not the one that the kernel still believes."""
         fd, now = await self._fs.ask_object(number, self._source.open_file, discard=close_opened)
+        try:
+            await self._fs.learnt(number, now)
+        except BaseException:
+            close_quietly(fd)
+            raise
         if not self.writers[number] and self._metadata.saw(number, now):
             self._fs.notifier.attributes(number)
         return fd

@@ -170,7 +170,7 @@ class Operations(pyfuse3.Operations):
 
     @_handler
     async def lookup(self, parent_inode, name, ctx):  # type: ignore[no-untyped-def]
-        return _entry(await self._fs.lookup(parent_inode, name))
+        return _entry(await self._fs.lookup(parent_inode, name, _caller(ctx)))
 
     @_handler
     async def getattr(self, inode, ctx):  # type: ignore[no-untyped-def]

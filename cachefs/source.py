@@ -244,6 +244,24 @@ class Source:
             syscalls.statx(directory_fd, b"", ask=True)
             return error
 
+    def lstat_directory(self, directory: Directory) -> Stat:
+        """By its name in the directory above it. Raises `Changed` where that leads to another one.
+
+        One that has no name is looked at by its descriptor.
+        """
+        self.round_trip("lstat")
+        if directory.identity is None:
+            return self.stat(self.root_fd)
+        with self.directories.hold(directory.parent or directory) as fd:
+            try:
+                now = self.stat(fd, directory.name if directory.parent is not None else b"")
+                check(directory.identity, now)
+            except OSError as error:
+                if error.errno in GONE or isinstance(error, Changed):
+                    raise Changed.at(directory.number) from error
+                raise
+            return now
+
     def ask_directory(self, directory: Directory) -> None:
         """Does the directory itself answer? What the kernel remembers does not count."""
         self.round_trip("lstat")
@@ -272,6 +290,9 @@ class Source:
         self.round_trip("getxattr")
         with self.hold(at) as fd:
             return os.getxattr(f"/proc/self/fd/{fd}", name)
+
+    def getxattr_of_directory(self, directory: Directory, name: bytes) -> bytes:
+        return self.getxattr(Object(directory), name)
 
     def listxattr(self, at: Object) -> list[bytes]:
         self.round_trip("listxattr")

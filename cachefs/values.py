@@ -1,8 +1,15 @@
 """Symlink targets and extended attributes in the index. Each carries the version of the inode it was read of."""
 
+import errno
+
 from cachefs.attributes import PINNED, Inode, inode_key
 from cachefs.environment import Table, Update, View
 from cachefs.metadata_cache import FLAGS_PINNED
+
+KNOWN, ABSENT = b"\1", b"\0"
+"""What an xattr's value begins with, and what stands for one that there is not."""
+NO_VALUE = (errno.ENODATA, errno.EOPNOTSUPP, errno.ENOSYS)
+"""Errors of getxattr where there is no value."""
 
 
 def get(view: View, table: Table, record: Inode, name: bytes = b"") -> bytes | None:

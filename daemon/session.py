@@ -327,12 +327,14 @@ class Session:
         nursery.start_soon(_forever, parts.slots.watch)
         with opened.index.view() as view:
             root = metadata.inode(view, pyfuse3.ROOT_INODE)
+        began_ns = time.time_ns()
         now = await parts.slots.run(partial(source.lstat, ROOT)) if root is None else None
         with opened.index.update() as update:
             if not self._took_over:
                 metadata.drop_unlinked(update)
             if now is not None:
-                metadata.apply_root(update, now, pin=parts.filesystem.pins(b""))
+                root = metadata.apply_root(update, now, pin=parts.filesystem.pins(b""))
+                parts.filesystem.permissions.recorded(root, now, began_ns)
         restored = files.restore() if self._took_over else []
         if self._took_over:
             parts.young.restore()

@@ -1,0 +1,369 @@
+"""What a mount learns after a directory was closed at the source is not shown to those it was closed to."""
+
+import errno
+import os
+import struct
+import threading
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import Mount, cachefs, settle, wait_for
+from tests.users import as_user, open_to_all
+
+MakeMount = Callable[..., Mount]
+ALICE, BOB = 4321, 1234
+ACL = "system.posix_acl_access"
+MODES = [
+    ("--read-only",),
+    ("--read-only", "--no-fastpath"),
+    ("--read-only", "--cache", "metadata"),
+    (),
+    ("--no-fastpath",),
+    ("--mutable", "**"),
+    ("--cache", "none"),
+]
+SOME = [("--read-only",), (), ("--no-fastpath",)]
+READ_WRITE = [(), ("--no-fastpath",), ("--mutable", "**"), ("--cache", "none")]
+
+
+def modes(arguments: Iterable[tuple[str, ...]]) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize("arguments", arguments, ids=lambda a: "-".join(a))
+
+
+def bob(function: Callable[[], object]) -> object:
+    return as_user(BOB, BOB, [], function)
+
+
+def alice(function: Callable[[], object]) -> object:
+    return as_user(ALICE, ALICE, [], function)
+
+
+def acl(entries: Iterable[tuple[int, int, int]]) -> bytes:
+    """(tag, permissions, id), as the kernel stores it."""
+    return struct.pack("<I", 2) + b"".join(struct.pack("<HHI", *entry) for entry in entries)
+
+
+USER_OBJ, USER, GROUP_OBJ, MASK, OTHER, NOBODY = 0x01, 0x02, 0x04, 0x10, 0x20, 0xFFFFFFFF
+
+
+def let_in(user: int) -> bytes:
+    """rwx for the owner, r-x for one other user."""
+    return acl([(USER_OBJ, 7, NOBODY), (USER, 5, user), (GROUP_OBJ, 0, NOBODY), (MASK, 5, NOBODY), (OTHER, 0, NOBODY)])
+
+
+def a_tree(root: Path, name: str) -> Path:
+    """outer/inner of Alice, which everyone may read."""
+    inner = root / name / "inner"
+    inner.mkdir(parents=True)
+    (inner / "old").write_bytes(b"old")
+    for path in (root / name, inner, inner / "old"):
+        os.chown(path, ALICE, ALICE)
+    return inner
+
+
+def _chown_open(inner: Path) -> None:
+    inner.chmod(0o700)
+    os.chown(inner, BOB, BOB)
+
+
+def _chgrp_open(inner: Path) -> None:
+    inner.chmod(0o750)
+    os.chown(inner, ALICE, BOB)
+
+
+CLOSINGS: dict[str, tuple[Callable[[Path], object], Callable[[Path], object]]] = {
+    "parent": (lambda inner: None, lambda inner: inner.chmod(0o700)),
+    "not searchable": (lambda inner: None, lambda inner: inner.chmod(0o744)),
+    "grandparent": (lambda inner: None, lambda inner: inner.parent.chmod(0o700)),
+    "owner": (_chown_open, lambda inner: os.chown(inner, ALICE, ALICE)),
+    "group": (_chgrp_open, lambda inner: os.chown(inner, ALICE, ALICE)),
+    "acl": (
+        lambda inner: os.setxattr(inner, ACL, let_in(BOB)),
+        lambda inner: os.setxattr(inner, ACL, let_in(BOB + 1)),
+    ),
+}
+"""How Bob is let in at first, and how he is shut out."""
+
+
+def put(path: Path, content: bytes) -> None:
+    path.write_bytes(content)
+    os.chown(path, ALICE, ALICE)
+
+
+def mounted(mount: MakeMount, source: Path, arguments: tuple[str, ...]) -> Mount:
+    m = mount(source, "--allow-other", *arguments)
+    open_to_all(source)
+    open_to_all(m.path)
+    return m
+
+
+@modes(MODES)
+def test_what_is_made_in_a_closed_directory_is_not_shown(
+    mount: MakeMount, source: Path, arguments: tuple[str, ...]
+) -> None:
+    trees = {name: a_tree(source, name) for name in CLOSINGS}
+    for name, inner in trees.items():
+        CLOSINGS[name][0](inner)
+    settle()
+    m = mounted(mount, source, arguments)
+    inside = {name: m.path / name / "inner" for name in trees}
+    for _ in range(2):
+        for name, inner in inside.items():
+            assert bob((inner / "old").read_bytes) == b"old", name
+        settle()  # what is pinned now is believed for ever
+    for name, inner in trees.items():
+        CLOSINGS[name][1](inner)
+        put(inner / "new", b"secret")
+        put(inner / "other", b"secret")
+    settle()
+    for name, inner in inside.items():
+        assert bob((inner / "new").read_bytes) == errno.EACCES, name
+        assert bob((inner / "other").stat) == errno.EACCES, name
+        assert bob((trees[name] / "new").read_bytes) == errno.EACCES, name
+        assert (inner / "old").read_bytes() == b"old", name
+        assert (inner / "new").read_bytes() == b"secret", name
+        assert alice((inner / "new").read_bytes) == b"secret", name
+        assert alice(lambda inner=inner: sorted(os.listdir(inner))) == ["new", "old", "other"], name
+    for name, inner in trees.items():  # and opened again
+        inner.parent.chmod(0o755)
+        inner.chmod(0o755)
+        if name == "acl":
+            os.removexattr(inner, ACL)
+            inner.chmod(0o755)
+    for name, inner in inside.items():
+        wait_for(lambda inner=inner: bob((inner / "new").read_bytes), lambda got: got == b"secret")
+        assert bob(lambda inner=inner: sorted(os.listdir(inner))) == ["new", "old", "other"], name
+
+
+@modes(MODES)
+def test_the_names_of_a_closed_directory_are_not_listed(
+    mount: MakeMount, source: Path, arguments: tuple[str, ...]
+) -> None:
+    """A directory that was not listed before: there is no old listing to show."""
+    trees = {name: a_tree(source, name) for name in CLOSINGS}
+    for name, inner in trees.items():
+        CLOSINGS[name][0](inner)
+    settle()
+    m = mounted(mount, source, arguments)
+    for name in trees:
+        assert bob((m.path / name / "inner/old").read_bytes) == b"old", name
+    for name, inner in trees.items():
+        CLOSINGS[name][1](inner)
+        put(inner / "new", b"secret")
+    settle()
+    for name in trees:
+        listed = bob(lambda name=name: os.listdir(m.path / name / "inner"))
+        if name == "not searchable":  # he may see the names, and nothing else
+            assert listed == errno.ESTALE or sorted(listed) == ["new", "old"], listed
+            assert bob((m.path / name / "inner/new").stat) == errno.EACCES
+        else:
+            assert listed in (errno.EACCES, errno.ESTALE), (name, listed)
+            assert bob(lambda name=name: os.listdir(m.path / name / "inner")) == errno.EACCES, name
+        assert sorted(os.listdir(m.path / name / "inner")) == ["new", "old"], name
+        assert alice(lambda name=name: sorted(os.listdir(m.path / name / "inner"))) == ["new", "old"], name
+
+
+@modes(SOME)
+def test_who_may_still_enter_lists_a_directory_that_was_closed_to_others(
+    mount: MakeMount, source: Path, arguments: tuple[str, ...]
+) -> None:
+    inner = a_tree(source, "outer")
+    settle()
+    m = mounted(mount, source, arguments)
+    assert alice((m.path / "outer/inner/old").read_bytes) == b"old"
+    inner.chmod(0o700)
+    put(inner / "new", b"new")
+    settle()
+    assert alice(lambda: sorted(os.listdir(m.path / "outer/inner"))) == ["new", "old"]
+
+
+@modes(SOME)
+def test_a_directory_that_was_moved_into_a_closed_one(
+    mount: MakeMount, source: Path, arguments: tuple[str, ...]
+) -> None:
+    inner = a_tree(source, "outer")
+    private = source / "private"
+    private.mkdir(mode=0o700)
+    os.chown(private, ALICE, ALICE)
+    settle()
+    m = mounted(mount, source, arguments)
+    assert bob((m.path / "outer/inner/old").read_bytes) == b"old"
+    inner.rename(private / "inner")
+    put(private / "inner/new", b"secret")
+    settle()
+    assert bob((m.path / "outer/inner/new").read_bytes) == errno.ENOENT
+    assert bob((m.path / "private/inner/new").read_bytes) == errno.EACCES
+    assert alice((m.path / "private/inner/new").read_bytes) == b"secret"
+
+
+@modes(SOME)
+def test_who_has_a_directory_open_looks_names_up_in_it(
+    mount: MakeMount, source: Path, arguments: tuple[str, ...]
+) -> None:
+    """As on a local disk: the directories above were checked when it was opened."""
+    inner = a_tree(source, "outer")
+    settle()
+    m = mounted(mount, source, arguments)
+    opened = bob(lambda: os.open(m.path / "outer/inner", os.O_RDONLY))
+    assert isinstance(opened, int)
+    try:
+        assert bob((m.path / "outer/inner/old").read_bytes) == b"old"
+        inner.parent.chmod(0o700)
+        put(inner / "new", b"new")
+        settle()
+
+        def read() -> bytes:
+            fd = os.open("new", os.O_RDONLY, dir_fd=opened)
+            try:
+                return os.read(fd, 10)
+            finally:
+                os.close(fd)
+
+        wait_for(lambda: bob(read), lambda got: got == b"new")
+        assert bob((m.path / "outer/inner/new").read_bytes) == errno.EACCES
+    finally:
+        os.close(opened)
+
+
+@modes(SOME)
+def test_nothing_slips_through_while_a_directory_is_being_closed(
+    mount: MakeMount, source: Path, arguments: tuple[str, ...]
+) -> None:
+    """Requests that are under way when it is noticed were let in by the old permissions, too."""
+    inner = a_tree(source, "outer")
+    settle()
+    m = mounted(mount, source, arguments)
+    assert bob((m.path / "outer/inner/old").read_bytes) == b"old"
+    stolen: list[str] = []
+    refused = threading.Event()
+    begin = threading.Barrier(9)
+
+    def steal(part: int) -> None:
+        def run() -> None:
+            begin.wait(20)
+            for number in range(part, 400, 8):
+                try:
+                    (m.path / f"outer/inner/new{number}").read_bytes()
+                    stolen.append(f"new{number}")
+                except PermissionError:
+                    refused.set()
+                except OSError as error:
+                    assert error.errno == errno.ESTALE, error
+
+        bob(run)
+
+    inner.chmod(0o700)
+    for number in range(400):
+        put(inner / f"new{number}", b"secret")
+    settle()
+    threads = [threading.Thread(target=steal, args=(part,)) for part in range(8)]
+    for thread in threads:
+        thread.start()
+    begin.wait(20)
+    for thread in threads:
+        thread.join(60)
+    assert refused.is_set()
+    assert not stolen
+
+
+# --- changes ---------------------------------------------------------------------------------------------------------
+
+
+def _changes(inner: Path) -> dict[str, Callable[[], object]]:
+    """What Bob may do in a directory that everyone may write to."""
+    return {
+        "create": (inner / "created").touch,
+        "mkdir": (inner / "made").mkdir,
+        "mknod": lambda: os.mkfifo(inner / "fifo"),
+        "symlink": lambda: (inner / "symlink").symlink_to("x"),
+        "link": lambda: (inner / "linked").hardlink_to(inner / "mine"),
+        "unlink": (inner / "unlinked").unlink,
+        "rmdir": (inner / "removed").rmdir,
+        "rename": lambda: (inner / "before").rename(inner / "after"),
+        "write": lambda: (inner / "shared").write_bytes(b"written"),
+        "truncate": lambda: os.truncate(inner / "shared", 0),
+        "chmod": lambda: (inner / "mine").chmod(0o600),
+        "utimens": lambda: os.utime(inner / "mine", (1, 1)),
+        "setxattr": lambda: os.setxattr(inner / "mine", "user.x", b"x"),
+    }
+
+
+@modes(READ_WRITE)
+def test_nothing_is_changed_beneath_a_closed_directory(
+    mount: MakeMount, source: Path, arguments: tuple[str, ...]
+) -> None:
+    places = {(closed, name): f"{closed}-{name}" for closed in ("inner", "outer") for name in _changes(source)}
+    for place in places.values():
+        inner = a_tree(source, place)
+        (inner / "removed").mkdir()
+        for name in ("mine", "unlinked", "before", "shared"):
+            (inner / name).write_bytes(b"content")
+        for name in ("removed", "mine", "unlinked", "before", "shared"):
+            os.chown(inner / name, BOB, BOB)
+        inner.chmod(0o777)
+    settle()
+    m = mounted(mount, source, arguments)
+
+    def change(closed: str, name: str) -> object:
+        return bob(_changes(m.path / places[closed, name] / "inner")[name])
+
+    def state() -> dict[str, tuple[int, int]]:
+        found = {path: path.lstat() for place in places.values() for path in (source / place / "inner").iterdir()}
+        return {str(path): (now.st_ctime_ns, now.st_mode) for path, now in found.items()}
+
+    for place in places.values():
+        assert bob((m.path / place / "inner/old").read_bytes) == b"old"
+        bob(lambda place=place: [each.stat() for each in (m.path / place / "inner").iterdir()])
+    for (closed, _), place in places.items():
+        (source / place / "inner" if closed == "inner" else source / place).chmod(0o700)
+    settle()
+    before = state()
+    for key in places:
+        assert change(*key) == errno.EACCES, key
+    assert state() == before
+    for place in places.values():
+        (source / place / "inner").chmod(0o777)
+        (source / place).chmod(0o755)
+    for key in places:
+        wait_for(
+            lambda key=key: change(*key),
+            lambda got: got not in (errno.EACCES, errno.ESTALE),
+        )
+    assert state() != before
+
+
+# --- what it costs ---------------------------------------------------------------------------------------------------
+
+
+@modes([("--read-only",), ()])
+def test_each_directory_is_looked_at_once_for_many_new_objects(
+    mount: MakeMount, source: Path, arguments: tuple[str, ...]
+) -> None:
+    m = mount(source, *arguments)
+    (m.path / "d0/f00000").read_bytes()
+    for number in range(50):
+        (source / f"d0/new{number}").write_bytes(b"new")
+    settle()
+    settle()
+    before = m.ops()
+    for number in range(50):
+        (m.path / f"d0/new{number}").stat()
+    after = m.ops()
+    asked = {name: after[name] - before.get(name, 0) for name in after if after[name] != before.get(name, 0)}
+    assert asked["lstat"] == 50 + 2  # d0 and the root
+    assert asked.get("getxattr", 0) <= 2
+
+
+def test_a_warm_up_fetches_what_was_made_in_a_directory_that_was_closed_meanwhile(
+    mount: MakeMount, source: Path
+) -> None:
+    m = mount(source)
+    (m.path / "d0/f00000").read_bytes()
+    (source / "d0").chmod(0o700)
+    (source / "d0/new").write_bytes(b"new")
+    settle()
+    done = cachefs("warmup", m.path)
+    assert "42 of 42" in done.stdout, done.stdout
+    assert (m.path / "d0").stat().st_mode & 0o777 == 0o700
