@@ -18,10 +18,11 @@ demo: $(VENV)/.run
 	$(BIN)/python -m benchmarks.demo
 
 # Everything with the fast path, the mounts once more without it, and once more with a fast path that checks itself.
+# The longest without the fast path are left to `make stress`.
 test: $(VENV)/.dev
 	scripts/build-fastpath
 	$(BIN)/python -m pytest
-	$(BIN)/python -m pytest tests/mount --no-fastpath
+	$(BIN)/python -m pytest tests/mount --no-fastpath -m "not slow"
 	scripts/build-fastpath $(SANITIZE)
 	$(BIN)/python -m pytest $(SANITIZED) || { scripts/build-fastpath; exit 1; }
 	scripts/build-fastpath
@@ -34,7 +35,7 @@ check: $(VENV)/.dev
 	$(BIN)/lint-imports
 	$(BIN)/python -m pytest -m "not mount and not slow"
 
-# The stress tests at full length, with the fast path and without: half an hour each.
+# The stress tests at full length, with the fast path and without: half an hour each. The slow ones without it.
 STRESS := tests/mount/test_stress.py tests/mount/test_hostile_source.py -s --stress-seconds 1800 --timeout 3600
 stress: $(VENV)/.dev
 	scripts/build-fastpath
@@ -42,6 +43,7 @@ stress: $(VENV)/.dev
 	$(BIN)/python -m pytest $(STRESS) --no-fastpath
 	$(BIN)/python -m pytest tests/mount/test_space.py --sequences 30
 	$(BIN)/python -m pytest tests/mount/test_space.py --sequences 30 --no-fastpath
+	$(BIN)/python -m pytest tests/mount --no-fastpath -m slow
 
 # pjdfstest on mounts, next to the disk underneath: make posix PJDFSTEST=directory-with-its-sources
 posix: $(VENV)/.dev
