@@ -93,16 +93,6 @@ def directory(path: Path) -> Iterator[int]:
         os.close(fd)
 
 
-@contextmanager
-def directory_at(fd: int) -> Iterator[int]:
-    """A descriptor with a position of its own."""
-    own = os.open(".", os.O_RDONLY | os.O_DIRECTORY, dir_fd=fd)
-    try:
-        yield own
-    finally:
-        os.close(own)
-
-
 def read_at(fd: int, name: str) -> bytes:
     with open(os.open(name, os.O_RDONLY, dir_fd=fd), "rb") as file:
         return file.read()
@@ -356,40 +346,6 @@ def test_b5_calls_that_hang_block_only_whoever_made_them(
         with prompt():
             assert not (m.path / "d1/missing").exists()
         assert len(crowd.results) < 150
-        (faults / "hang").unlink()
-        crowd.join()
-
-
-@pytest.mark.fastpath  # without it the kernel asks for one listing of a directory at a time
-@pytest.mark.parametrize("arguments", [["--read-only"], ["--attr-timeout", "60"]], ids=["read-only", "read-write"])
-def test_a_listing_that_another_user_asked_for_first_does_not_wait_for_that_users_share(
-    mount: MakeMount, source: Path, faulty: tuple[Path, Path], waiting: Waiting, arguments: list[str]
-) -> None:
-    """Before: whoever joined a listing waited in the queue of the user who had begun it."""
-    served, faults = faulty
-    for number in range(100):
-        (source / f"d3/{number}").mkdir()
-        (source / f"d3/{number}/hangs").write_bytes(b"1")
-    settle()
-    m = mount(served, *arguments, "--source-timeout", "25")
-    for number in range(100):
-        os.stat(m.path / f"d3/{number}")
-    os.stat(m.path / "d1")  # the kernel asks for the listing only, and for nothing else before
-    (faults / "hang").write_text("hangs")
-    with directory(m.path / "d3") as fd, directory(m.path / "d1") as listed:
-
-        def names() -> list[str]:
-            with directory_at(listed) as own:
-                return sorted(os.listdir(own))
-
-        crowd = Crowd(GREEDY, [lambda n=n: os.stat(f"{n}/hangs", dir_fd=fd) for n in range(100)])  # type: ignore[misc]
-        wait_for(lambda: waiting(m), lambda count: count >= 100)
-        first = Crowd(GREEDY, [names])
-        wait_for(lambda: waiting(m), lambda count: count >= 101)
-        with prompt(2 * PROMPT_S):
-            assert Crowd(OTHER, [names]).join() == [sorted(os.listdir(source / "d1"))]
-        assert first.join() == [sorted(os.listdir(source / "d1"))]
-        assert not crowd.results
         (faults / "hang").unlink()
         crowd.join()
 
