@@ -8,8 +8,11 @@ read-write mount the source may have to say that.
 
 import errno
 import os
+import select
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 
 import trio
@@ -40,17 +43,32 @@ _ASK_OFTEN = _ASK + "while os.read(0, 1): os.write(1, b'0' if ask() else b'1')"
 
 
 def answer_of_child(code: str, *arguments: str, timeout_s: float) -> bytes | None:
-    """What a child prints that runs this code. None: it takes too long, and is left behind.
+    """What a child writes to standard output that runs this code. None: it takes too long, and is left behind.
 
-    It is killed then and not waited for: it ends when what it waits for does.
+    It is killed then and not waited for: it ends when what it waits for does. It is forked, and starts no program: the
+    interpreter may lie where the user who runs us cannot read.
     """
-    null = subprocess.DEVNULL
-    child = subprocess.Popen(_command(code, arguments), stdin=null, stdout=subprocess.PIPE, stderr=null)
-    try:
-        return child.communicate(timeout=timeout_s)[0]
-    except subprocess.TimeoutExpired:
-        child.kill()
-        return None
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            os.dup2(writer, 1)
+            sys.argv = ["-c", *arguments]
+            exec(code, {})
+        finally:
+            os._exit(0)
+    os.close(writer)
+    answer = b""
+    ends_s = time.monotonic() + timeout_s
+    with open(reader, "rb", buffering=0) as pipe:
+        while select.select([pipe], [], [], max(0.0, ends_s - time.monotonic()))[0]:
+            piece = pipe.read(1 << 16)
+            if not piece:
+                os.waitpid(child, 0)
+                return answer
+            answer += piece
+    os.kill(child, signal.SIGKILL)
+    return None
 
 
 def realpath(path: str, *, timeout_s: float) -> str:
