@@ -52,7 +52,10 @@ def answer_of_child(code: str, *arguments: str, timeout_s: float) -> bytes | Non
     child = os.fork()
     if child == 0:
         try:
-            os.dup2(writer, 1)
+            null = os.open(os.devnull, os.O_RDWR)
+            for source, target in ((null, 0), (writer, 1), (null, 2)):
+                os.dup2(source, target)
+            os.closerange(3, 1 << 20)  # nobody is to wait for us, nor any lock or pipe of the parent
             sys.argv = ["-c", *arguments]
             exec(code, {})
         finally:

@@ -159,9 +159,9 @@ def test_a_size_that_is_taken_out_of_the_file_is_the_default_again(
     mount: MakeMount, dataset: Path, tmp_path: Path
 ) -> None:
     file = tmp_path / "set.toml"
-    file.write_text('cache-size = "64M"\n')
+    file.write_text('cache-size = "64M"\nsource-timeout = 30\n')
     m = mount(dataset, "--config", file)
-    file.write_text("")
+    file.write_text("source-timeout = 30\n")  # one that is empty changes nothing
     os.kill(m.pid, signal.SIGHUP)
     wait_for(m.status, lambda status: status["cache_size_bytes"] > 64 * MIB)
     shown = json.loads(cachefs("config", "show", m.path, "--json").stdout)["cache-size"]
