@@ -9,6 +9,8 @@ SANITIZE  := -fsanitize=address,undefined -fno-sanitize-recover=undefined -fno-o
 SANITIZED := -m "not slow" -k "not memory" \
              tests/mount/test_semantics.py tests/mount/test_damage.py tests/mount/test_fastpath.py \
              tests/mount/test_fastpath_hazards.py tests/mount/test_large_files.py
+PROMISES  := $(addprefix tests/mount/test_, semantics.py places.py posix.py own_changes.py comparisons.py contents.py \
+             credentials.py writing_rights.py hazards.py warm_up.py damage.py numbers.py)
 FUZZ_S    ?= 20
 
 .PHONY: demo test check fuzz stress posix ceph format bench clean
@@ -17,12 +19,12 @@ FUZZ_S    ?= 20
 demo: $(VENV)/.run
 	$(BIN)/python -m benchmarks.demo
 
-# Everything with the fast path, the mounts once more without it, and once more with a fast path that checks itself.
-# The longest without the fast path are left to `make stress`.
+# Everything with the fast path, the promises once more without it, and once more with a fast path that checks itself.
+# `make stress` has all the others without it.
 test: $(VENV)/.dev
 	scripts/build-fastpath
 	$(BIN)/python -m pytest
-	$(BIN)/python -m pytest tests/mount --no-fastpath -m "not slow"
+	$(BIN)/python -m pytest $(PROMISES) --no-fastpath -m "not slow"
 	scripts/build-fastpath $(SANITIZE)
 	$(BIN)/python -m pytest $(SANITIZED) || { scripts/build-fastpath; exit 1; }
 	scripts/build-fastpath
@@ -35,7 +37,7 @@ check: $(VENV)/.dev
 	$(BIN)/lint-imports
 	$(BIN)/python -m pytest -m "not mount and not slow"
 
-# The stress tests at full length, with the fast path and without: half an hour each. The slow ones without it.
+# The stress tests at full length, with the fast path and without: half an hour each. Every mount without it.
 STRESS := tests/mount/test_stress.py tests/mount/test_hostile_source.py -s --stress-seconds 1800 --timeout 3600
 stress: $(VENV)/.dev
 	scripts/build-fastpath
@@ -43,7 +45,7 @@ stress: $(VENV)/.dev
 	$(BIN)/python -m pytest $(STRESS) --no-fastpath
 	$(BIN)/python -m pytest tests/mount/test_space.py --sequences 30
 	$(BIN)/python -m pytest tests/mount/test_space.py --sequences 30 --no-fastpath
-	$(BIN)/python -m pytest tests/mount --no-fastpath -m slow
+	$(BIN)/python -m pytest tests/mount --no-fastpath
 
 # pjdfstest on mounts, next to the disk underneath: make posix PJDFSTEST=directory-with-its-sources
 posix: $(VENV)/.dev
