@@ -203,7 +203,7 @@ class FileSystem:
 
     def pins(self, path: bytes) -> bool:
         """Does this mount pin whatever it sees at this path?"""
-        return self.options.pins_everything and not self.metadata.is_mutable_path(path)
+        return self.options.pins_everything and not self.metadata.mutable_names.matches_path(path)
 
     def timeout_s(self, record: Inode) -> float:
         if record.flags & UNLINKED and not record.flags & IMMUTABLE:

@@ -93,7 +93,7 @@ class MetadataCache(Belief):
     def _is_free(update: Update, number: int) -> bool:
         """Nothing is left of an object that had this number: no record, names, children or data.
 
-        Whoever got it next would be taken for that object: a directory would show the children of another one.
+        Otherwise the next object with this number would inherit it: a directory would show another one's children.
         """
         key = inode_key(number)
         return all(update.first_key(table, key) is None for table in _BY_NUMBER) and not update.extents.has_any(number)
@@ -114,9 +114,6 @@ class MetadataCache(Belief):
     def directory_of(self, number: int) -> int | None:
         with self.index.view() as view:
             return directory_of(view, number)
-
-    def is_mutable_path(self, path: bytes) -> bool:
-        return self.mutable_names.matches_path(path)
 
     # --- what an lstat said ----------------------------------------------------------------------------------------
 
@@ -229,7 +226,7 @@ class MetadataCache(Belief):
         return [self.mutable_names.matches(view, *each) for each in names]
 
     def _is_freezable(self, record: Inode) -> bool:
-        """For the fast path, which does not know who writes. Names that are mutable apart."""
+        """For the fast path, which does not know who writes. The caller checks the mutable names."""
         options = self._options
         return bool(
             record.is_regular

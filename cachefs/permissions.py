@@ -59,7 +59,7 @@ class Notifier(Protocol):
 class PermissionsChanged(OSError):
     """Permissions of directories above an object are not the recorded ones (errno ESTALE).
 
-    The kernel walks the path again. Whoever walks no path asks again.
+    The kernel walks the path again. Calls of the daemon itself, which have no path, are made once more.
     """
 
     def __init__(self, numbers: Sequence[int] = (), public: bool = False, owner: int | None = None) -> None:

@@ -92,6 +92,15 @@ def put(path: Path, content: bytes) -> None:
     os.chown(path, ALICE, ALICE)
 
 
+def closable_trees(source: Path) -> dict[str, Path]:
+    """The directory of files in a tree for each way of closing it. All are open, and older than two seconds."""
+    trees = {name: a_tree(source, name) for name in CLOSINGS}
+    for name, inner in trees.items():
+        CLOSINGS[name][0](inner)
+    settle()
+    return trees
+
+
 def mounted(mount: MakeMount, source: Path, arguments: tuple[str, ...]) -> Mount:
     m = mount(source, "--allow-other", *arguments)
     open_to_all(source)
@@ -103,10 +112,7 @@ def mounted(mount: MakeMount, source: Path, arguments: tuple[str, ...]) -> Mount
 def test_what_is_made_in_a_closed_directory_is_not_shown(
     mount: MakeMount, source: Path, arguments: tuple[str, ...]
 ) -> None:
-    trees = {name: a_tree(source, name) for name in CLOSINGS}
-    for name, inner in trees.items():
-        CLOSINGS[name][0](inner)
-    settle()
+    trees = closable_trees(source)
     m = mounted(mount, source, arguments)
     inside = {name: m.path / name / "inner" for name in trees}
     for _ in range(2):
@@ -142,10 +148,7 @@ def test_the_names_of_a_closed_directory_are_not_listed(
     mount: MakeMount, source: Path, arguments: tuple[str, ...]
 ) -> None:
     """A directory that was not listed before: there is no old listing to show."""
-    trees = {name: a_tree(source, name) for name in CLOSINGS}
-    for name, inner in trees.items():
-        CLOSINGS[name][0](inner)
-    settle()
+    trees = closable_trees(source)
     m = mounted(mount, source, arguments)
     for name in trees:
         assert bob((m.path / name / "inner/old").read_bytes) == b"old", name
