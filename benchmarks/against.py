@@ -1,114 +1,149 @@
 """This checkout against another one, interleaved in one run: what does a change cost?
 
     git worktree add ../before COMMIT && (cd ../before && make .venv/.run && scripts/build-fastpath)
-    python -m benchmarks.against ../before [--rounds N] [--only WORD]
+    python -m benchmarks.against ../before [--seconds N] [--only WORD]
 
-Both mount the same source, with caches of their own. A row holds if ours is at most 3 % slower.
+Both mount the same source, with caches of their own. A row holds if ours is at most 3 % slower. Many short rounds: on a
+shared machine one round is off by a tenth or more, and the median of a hundred by one or two percent. Several pairs of
+mounts: between two pairs of the same programs the medians differ by some percent, however many rounds each has.
 """
 
 import os
 import random
 import subprocess
 import tempfile
+import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import click
 
-from benchmarks.fastpath import (
-    DIRECTORIES,
-    FILES,
-    LATENCY_MS,
-    SIZES,
-    Rate,
-    alternate,
-    epoch,
-    interleave,
-    listing,
-    rate_of,
-    wait_until_cached,
-)
-from benchmarks.harness import CACHEFS, Comparison, make_tree, mounted, read_files, report
+from benchmarks.fastpath import LATENCY_MS, Rate, alternate, listing, rate_of, wait_until_cached
+from benchmarks.harness import CACHEFS, Comparison, make_tree, mounted, read_files, report, timed_readers
 
 BOUND = 0.97
+DIRECTORIES, FILES, SIZES = 20, 4000, (25_000, 75_000)
+"""Small enough that the machine keeps both caches in memory."""
+STATES = (("warm", 4000, ""), ("dentries dropped", 2000, "2"), ("from SSD", 1000, "3"))
+"""Name, files in one round, what the kernel drops before it."""
+MISSES, MOST_MISSES, ROUNDS = 60, 480, 10
+"""Files of one reader and of all in one round of first epochs, and rounds of each pair of mounts."""
+PAIRS = 6
+"""So often both are mounted anew, with empty caches."""
 
 
 class Sides:
-    """A mount of each checkout over the same source."""
+    """A mount of each checkout over the same source. `pair`: its number, which says who is mounted first."""
 
-    def __init__(self, stack: ExitStack, base: Path, source: Path, other: Path, name: str, *arguments: str) -> None:
-        self.statuses = []
-        self.roots = []
-        for side, program in (("ours", CACHEFS), ("theirs", [str(other / ".venv" / "bin" / "cachefs")])):
-            root = base / f"{name}-{side}"
-            mount = mounted(source, root, base / f"{name}-cache-{side}", *arguments, program=program)
-            self.statuses.append(stack.enter_context(mount))
-            self.roots.append(root)
+    def __init__(self, stack: ExitStack, base: Path, source: Path, other: Path, pair: int, *arguments: str) -> None:
+        self._mounts: dict[bool, tuple[Path, Callable[[], Any]]] = {}
+        for ours in (True, False) if pair % 2 else (False, True):
+            place = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=base)))
+            program = CACHEFS if ours else [str(other / ".venv" / "bin" / "cachefs")]
+            mount = mounted(source, place / "mnt", place / "cache", *arguments, program=program)
+            self._mounts[ours] = (place / "mnt", stack.enter_context(mount))
+
+    @property
+    def roots(self) -> tuple[Path, Path]:
+        """(ours, theirs)"""
+        return self._mounts[True][0], self._mounts[False][0]
 
     def read(self, paths: list[str]) -> None:
-        for root, status in zip(self.roots, self.statuses, strict=True):
-            read_files(str(root), paths)
+        """Turn by turn: what is read first lies in memory where it is read more slowly, by a tenth."""
+        for number, path in enumerate(paths):
+            for root in self.roots if number % 2 else reversed(self.roots):
+                read_files(str(root), [path])
+        for _, status in self._mounts.values():
             wait_until_cached(status)
 
-    def compare(self, name: str, rate: Callable[[Path], Rate], rounds: int) -> Comparison:
-        ours, theirs = (rate(root) for root in self.roots)
-        ours(), theirs()  # whatever was dropped is back
-        return interleave(name, BOUND, ours, theirs, rounds)
+    def compare(self, row: Comparison, rate: Callable[[Path], Rate], paths: list[str], seconds: float) -> None:
+        self.read(paths)  # whatever was dropped is back
+        ours, theirs = map(rate, self.roots)
+        ends_s = time.monotonic() + seconds
+        while time.monotonic() < ends_s:
+            row.add(*alternate(len(row.ours), ours, theirs))
 
 
-def hit_rows(base: Path, source: Path, other: Path, paths: list[str], rounds: int) -> list[Comparison]:
-    rows = []
-    for name, arguments in (("read-only", ["--read-only"]), ("read-write", [])):
-        with ExitStack() as stack:
-            sides = Sides(stack, base, source, other, name, *arguments)
-            sides.read(paths)
-            for readers in (1, 4):
-                who = f"{name}, {readers} reader{'s' * (readers > 1)}"
-                warm = partial(epoch, paths=paths, readers=readers)
-                rows.append(sides.compare(f"warm, {who}", warm, rounds))
-                rows.append(sides.compare(f"from SSD, {who}", partial(warm, cold=True), rounds))
-            rows.append(sides.compare(f"find -ls, {name}", listing, rounds))
-    return rows
+def read_some(root: Path, paths: list[str], readers: int, count: int, *, drop: str = "") -> Rate:
+    """Files per second of `count` files in an order of its own. `drop`: what the kernel drops before."""
+    draw = random.Random(readers)
+
+    def run() -> float:
+        share = draw.sample(paths, count)
+        if drop:
+            os.sync()
+            Path("/proc/sys/vm/drop_caches").write_text(drop)
+        return count / timed_readers(readers, share, partial(read_files, str(root)))
+
+    return run
 
 
-def miss_rows(base: Path, source: Path, other: Path, paths: list[str], rounds: int) -> list[Comparison]:
+def hit_rows(base: Path, source: Path, other: Path, paths: list[str], seconds: float) -> list[Comparison]:
+    rows: dict[str, Comparison] = {}
+    for pair in range(PAIRS):
+        for name, arguments in (("read-only", ["--read-only"]), ("read-write", [])):
+            with ExitStack() as stack:
+                sides = Sides(stack, base, source, other, pair, *arguments)
+
+                def compare(name: str, rate: Callable[[Path], Rate], sides: Sides = sides) -> None:
+                    sides.compare(rows.setdefault(name, Comparison(name, BOUND)), rate, paths, seconds / PAIRS)
+
+                for readers in (1, 4):
+                    for state, count, drop in STATES:
+                        rate = partial(read_some, paths=paths, readers=readers, count=count, drop=drop)
+                        compare(f"{state}, {name}, {readers} reader{'s' * (readers > 1)}", rate)
+                compare(f"find -ls, {name}", listing)
+    return list(rows.values())
+
+
+def miss_rows(base: Path, other: Path) -> list[Comparison]:
     """First epochs after a scan; the source lies in memory, each call takes 1 ms or nothing."""
     rows = []
     for latency_ms in (LATENCY_MS, 0):
         for readers in (1, 8, 32):
-            name = f"first epoch, {latency_ms:.0f} ms a call, {readers} reader{'s' * (readers > 1)}"
-            unread = iter(random.Random(readers).sample(paths, len(paths)))
-            arguments = ("--read-only", "--simulate-latency", str(latency_ms))
-            row = Comparison(name, BOUND)
-            with ExitStack() as stack:
-                sides = Sides(stack, base, source, other, f"first-{latency_ms:.0f}-{readers}", *arguments)
-                for root in sides.roots:
-                    subprocess.run(["find", str(root), "-ls"], check=True, capture_output=True)
-                for index in range(rounds):
-                    share = [next(unread) for _ in range(min(300 * readers, len(paths) // rounds))]
-                    read_files(str(source), share)
-                    ours, theirs = (rate_of(readers, share, partial(read_files, str(root))) for root in sides.roots)
-                    row.add(*alternate(index, ours, theirs))
+            row = Comparison(f"first epoch, {latency_ms:.0f} ms a call, {readers} reader{'s' * (readers > 1)}", BOUND)
+            share = min(MISSES * readers, MOST_MISSES)
+            with tempfile.TemporaryDirectory(dir=base) as source:
+                paths = make_tree(Path(source), ROUNDS, share, SIZES)
+                for pair in range(PAIRS):
+                    compare_misses(row, base, Path(source), other, pair, readers, latency_ms, paths)
             rows.append(row)
     return rows
 
 
+def compare_misses(
+    row: Comparison, base: Path, source: Path, other: Path, pair: int, readers: int, latency_ms: float, paths: list[str]
+) -> None:
+    with ExitStack() as stack:
+        sides = Sides(stack, base, source, other, pair, "--read-only", "--simulate-latency", str(latency_ms))
+        for root in sides.roots:
+            subprocess.run(["find", str(root), "-ls"], check=True, capture_output=True)
+        unread = random.Random(pair).sample(paths, len(paths))
+        share = len(paths) // ROUNDS
+        for start in range(0, len(paths), share):
+            some = unread[start : start + share]
+            read_files(str(source), some)
+            ours, theirs = (rate_of(readers, some, partial(read_files, str(root))) for root in sides.roots)
+            row.add(*alternate(len(row.ours), ours, theirs))
+
+
 @click.command()
 @click.argument("other", type=click.Path(exists=True, file_okay=False, path_type=Path))
-@click.option("--rounds", default=11, show_default=True)
+@click.option("--seconds", default=42.0, show_default=True, help="For each row of hits.")
 @click.option("--only", default="", help="hits or misses.")
-def main(other: Path, rounds: int, only: str) -> None:
+def main(other: Path, seconds: float, only: str) -> None:
     """This checkout against the one in OTHER, which has a virtual environment and a fast path of its own."""
     rows: list[Comparison] = []
     with tempfile.TemporaryDirectory(dir=os.environ.get("BENCH_DIR")) as work:
         base = Path(work)
-        paths = make_tree(base / "source", DIRECTORIES, FILES // DIRECTORIES, SIZES)
         if only in ("", "hits"):
-            rows += hit_rows(base, base / "source", other.resolve(), paths, rounds)
+            paths = make_tree(base / "source", DIRECTORIES, FILES // DIRECTORIES, SIZES)
+            rows += hit_rows(base, base / "source", other.resolve(), paths, seconds)
         if only in ("", "misses"):
-            rows += miss_rows(base, base / "source", other.resolve(), paths, rounds)
+            rows += miss_rows(base, other.resolve())
     holds = report(f"This checkout against {other.resolve().name}", rows, "files/s or entries/s", ("this", "other"))
     raise SystemExit(0 if holds else 1)
 

@@ -74,7 +74,7 @@ def crowd_of(calls: Sequence[Callable[[], object]]) -> Iterator[None]:
 
 @contextmanager
 def looks_up(source: Path, mounted_fd: int, round_number: int) -> Iterator[None]:
-    """B6: 2,300 threads look up missing names."""
+    """2,300 threads look up missing names."""
     names = (f"missing-{round_number}-{number}" for number in range(1 << 30))
 
     def look_up() -> None:
@@ -86,7 +86,7 @@ def looks_up(source: Path, mounted_fd: int, round_number: int) -> Iterator[None]
 
 @contextmanager
 def opens_fifos(source: Path, mounted_fd: int, round_number: int) -> Iterator[None]:
-    """B5: opens FIFOs that were made at the source under names that the mount believes absent."""
+    """Opens FIFOs that were made at the source under names that the mount believes absent."""
 
     def open_fifo(number: int) -> None:
         name = f"fifo-{round_number}-{number}-{time.monotonic_ns()}"
@@ -101,7 +101,7 @@ def opens_fifos(source: Path, mounted_fd: int, round_number: int) -> Iterator[No
 
 @contextmanager
 def reads_leased(source: Path, mounted_fd: int, round_number: int, files: int = 90, users: int = 1) -> Iterator[None]:
-    """B7: reads 90 files on which it holds leases. With two users: 200 files."""
+    """Reads 90 files on which it holds leases. With two users: 200 files."""
     names = [f"leased/{round_number}-{number}" for number in range(files)]
     holders = []
     for name in names:
@@ -121,7 +121,7 @@ def reads_leased(source: Path, mounted_fd: int, round_number: int, files: int = 
 
 @contextmanager
 def opens_many(source: Path, mounted_fd: int, round_number: int) -> Iterator[None]:
-    """C7: keeps 20,000 files open for writing, or as many as it gets."""
+    """Keeps 20,000 files open for writing, or as many as it gets."""
     opened: list[int] = []
     lock = threading.Lock()
 
@@ -145,11 +145,11 @@ def opens_many(source: Path, mounted_fd: int, round_number: int) -> Iterator[Non
 
 Behaviour = Callable[[Path, int, int], AbstractContextManager[None]]
 BEHAVIOURS: dict[str, Behaviour] = {
-    "B5: FIFOs": opens_fifos,
-    "B6: look-ups": looks_up,
-    "B7: leases": reads_leased,
-    "B7: leases, two users": partial(reads_leased, files=200, users=2),
-    "C7: open files": opens_many,
+    "FIFOs": opens_fifos,
+    "Look-ups": looks_up,
+    "Leases": reads_leased,
+    "Leases, two users": partial(reads_leased, files=200, users=2),
+    "Open files": opens_many,
 }
 
 
@@ -227,11 +227,11 @@ def main(rounds: int, fastpath: bool, only: str) -> None:
                 fd = os.open(mountpoint, os.O_RDONLY | os.O_DIRECTORY)
                 for path in cached[:20]:
                     read_at(fd, path)
-                measured_ms(fd, cached[:20], f"{title[:2]}-first")
+                measured_ms(fd, cached[:20], f"{title}-first")
                 for number in range(rounds):
-                    before = measured_ms(fd, cached[:20], f"{title[:2]}-{number}-alone")
+                    before = measured_ms(fd, cached[:20], f"{title}-{number}-alone")
                     with behaviour(source, fd, number):
-                        now = measured_ms(fd, cached[:20], f"{title[:2]}-{number}-crowd")
+                        now = measured_ms(fd, cached[:20], f"{title}-{number}-crowd")
                     for kind, first, second in zip(("hit", "miss"), before, now, strict=True):
                         alone[kind].append(late(first))
                         added[kind].append(late(second) - late(first))

@@ -1,6 +1,7 @@
 """What the benchmarks share: a tree of files, a mount, readers in processes, ratios with their spread."""
 
 import json
+import math
 import os
 import platform
 import random
@@ -129,6 +130,13 @@ class Comparison:
         return statistics.median(self.ratios)
 
     @property
+    def interval(self) -> tuple[float, float]:
+        """95 % confidence interval of the median: two order statistics, whatever the distribution."""
+        ratios = self.ratios
+        rank = max(0, math.floor((len(ratios) - 1.96 * math.sqrt(len(ratios))) / 2))
+        return ratios[rank], ratios[-1 - rank]
+
+    @property
     def holds(self) -> bool:
         return self.ratio >= self.bound
 
@@ -139,6 +147,7 @@ class Comparison:
             f"{statistics.median(self.ours):,.0f}",
             f"{statistics.median(self.theirs):,.0f}",
             f"{self.ratio:.2f}",
+            "{:.2f} to {:.2f}".format(*self.interval),
             f"{ratios[0]:.2f} to {ratios[-1]:.2f}",
             f"{self.bound:.2f}" if self.bound else "",
             "" if not self.bound else "yes" if self.holds else "NO",
@@ -148,12 +157,12 @@ class Comparison:
 def report(
     title: str, comparisons: Sequence[Comparison], unit: str, sides: tuple[str, str] = ("mounted", "direct")
 ) -> bool:
-    """Print a table. True if every bound holds."""
+    """Print a table, with the interval in which the median lies at 95 %. True if every bound holds."""
     from rich.console import Console
     from rich.table import Table
 
     table = Table(title=title, title_justify="left")
-    for heading in ("", *(f"{side}, {unit}" for side in sides), "ratio", "spread", "at least", "holds"):
+    for heading in ("", *(f"{side}, {unit}" for side in sides), "ratio", "95 %", "spread", "at least", "holds"):
         table.add_column(heading, justify="left" if not heading else "right")
     for comparison in comparisons:
         table.add_row(*comparison.row())
