@@ -6,11 +6,15 @@ BIN    := $(VENV)/bin
 
 SANITIZE  := -fsanitize=address,undefined -fno-sanitize-recover=undefined -fno-omit-frame-pointer -O1
 # Not its memory: a sanitizer keeps what was freed, and notes on the rest.
-SANITIZED := -m "not slow" -k "not memory" \
+SANITIZED := -k "not memory" \
              tests/mount/test_semantics.py tests/mount/test_damage.py tests/mount/test_fastpath.py \
              tests/mount/test_fastpath_hazards.py tests/mount/test_large_files.py
 PROMISES  := $(addprefix tests/mount/test_, semantics.py places.py posix.py own_changes.py comparisons.py contents.py \
              credentials.py writing_rights.py hazards.py warm_up.py damage.py numbers.py)
+# Tests wait most of the time: some run side by side, and afterwards those that are to be alone. $(call tests,MARKERS,ARGUMENTS)
+AT_ONCE   ?= 3
+tests = $(BIN)/python -m pytest -n $(AT_ONCE) --dist worksteal -m "not alone$(1)" $(2) && \
+	$(BIN)/python -m pytest -m "alone$(1)" $(2)
 FUZZ_S    ?= 20
 
 .PHONY: demo test check fuzz stress posix ceph format bench clean
@@ -23,10 +27,10 @@ demo: $(VENV)/.run
 # `make stress` has all the others without it.
 test: $(VENV)/.dev
 	scripts/build-fastpath
-	$(BIN)/python -m pytest
-	$(BIN)/python -m pytest $(PROMISES) --no-fastpath -m "not slow"
+	$(call tests)
+	$(call tests, and not slow,$(PROMISES) --no-fastpath)
 	scripts/build-fastpath $(SANITIZE)
-	$(BIN)/python -m pytest $(SANITIZED) || { scripts/build-fastpath; exit 1; }
+	{ $(call tests, and not slow,$(SANITIZED)); } || { scripts/build-fastpath; exit 1; }
 	scripts/build-fastpath
 	$(MAKE) fuzz
 
@@ -45,7 +49,7 @@ stress: $(VENV)/.dev
 	$(BIN)/python -m pytest $(STRESS) --no-fastpath
 	$(BIN)/python -m pytest tests/mount/test_space.py --sequences 30
 	$(BIN)/python -m pytest tests/mount/test_space.py --sequences 30 --no-fastpath
-	$(BIN)/python -m pytest tests/mount --no-fastpath
+	$(call tests,,tests/mount --no-fastpath)
 
 # pjdfstest on mounts, next to the disk underneath: make posix PJDFSTEST=directory-with-its-sources
 posix: $(VENV)/.dev

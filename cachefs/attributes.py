@@ -68,6 +68,11 @@ class Stat(NamedTuple):
     began_ns: int = 0
     """When the call began, on the monotonic clock. 0: not known, and later than everything."""
 
+    @property
+    def permissions(self) -> tuple[int, int, int]:
+        """What decides whom it is open to, but for an ACL."""
+        return self.mode, self.uid, self.gid
+
 
 class Inode(NamedTuple):
     """A record of the `inodes` table. `number` is its key; the rest is the value."""
@@ -102,6 +107,11 @@ class Inode(NamedTuple):
     """How often the kernel was told of it; counted only while it is not pinned."""
 
     @property
+    def permissions(self) -> tuple[int, int, int]:
+        """As in `Stat`."""
+        return self.mode, self.uid, self.gid
+
+    @property
     def is_directory(self) -> bool:
         return stat.S_ISDIR(self.mode)
 
@@ -130,12 +140,13 @@ class Inode(NamedTuple):
 
         Without birth times (a source that is a FUSE mount) the change time speaks for pinned files alone: that of a
         directory or of a growing log moves all the time, and they would be given a new number with every change.
+        And for symlinks: the kernel keeps the target of an inode for ever.
         """
         if self.source_inode != other.inode or self.device != other.device or (self.mode ^ other.mode) & 0o170000:
             return False
         if self.btime_ns and other.btime_ns:
             return self.btime_ns == other.btime_ns
-        return self.ctime_ns == other.ctime_ns or not (self.is_regular and self.flags & PINNED)
+        return self.ctime_ns == other.ctime_ns or not (self.is_symlink or (self.is_regular and self.flags & PINNED))
 
     def same_version(self, other: Stat) -> bool:
         """The same object, and unchanged: what was pinned or fetched of it still holds.

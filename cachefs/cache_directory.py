@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from cachefs import private_files, recovery, runs
+from cachefs.attributes import PINNED
 from cachefs.blob import Blob
 from cachefs.claims import Taken, lock_for_good
 from cachefs.environment import Environment, Table
@@ -37,6 +38,8 @@ FREE_SHARE = 0.9
 RCTIME_GRACE_S = 60
 _SESSION_KEY = b"session"
 _MUTABLE_KEY = b"mutable"
+_MUTABLE_SINCE_KEY = b"mutable-since"
+_SINCE = struct.Struct("<I4xQ")
 _SESSION = struct.Struct("<I4x2Q")  # flags, run, how often it was taken over
 _OWN_NAMES = {"cache.json", "secret", "lock", "blob", "index", "index.new", "daemon.log", "lost+found"}
 
@@ -131,15 +134,18 @@ class CacheDirectory:
         except OSError as error:
             raise CacheFsError(f"cannot open the blob in {self.path}: {error.strerror or error}") from error
 
-    def import_snapshot(self, file: Path, blob: Blob, root_inode: int) -> None:
-        """Make the index of a new cache from a metadata snapshot. Raises CacheFsError where that cannot be done."""
+    def import_snapshot(self, file: Path, blob: Blob, root_inode: int, mutable: Sequence[str]) -> None:
+        """Make the index of a new cache from a metadata snapshot. Raises CacheFsError where that cannot be done.
+
+        `root_inode`: of the source's root. `mutable`: the patterns of `--mutable`.
+        """
         index = self.path / "index"
         if (index / "data.mdb").exists() or blob.size():
             log.info("%s is not new: the snapshot %s is left alone", self.path, file)
             return
         for place in (index, index.with_name("index.new")):
             shutil.rmtree(place, ignore_errors=True)
-        command = [sys.executable, "-m", "cachefs.snapshot", str(file), str(index), str(root_inode)]
+        command = [sys.executable, "-m", "cachefs.snapshot", str(file), str(index), str(root_inode), *mutable]
         # Our own package, wherever that is: a daemon's directory is the root.
         package = Path(__file__).resolve().parent.parent
         done = subprocess.run(command, cwd=package, capture_output=True, text=True, check=False)
@@ -182,6 +188,13 @@ def mutable_patterns(durable: Environment) -> set[str]:
     return set(map(os.fsdecode, patterns.split(b"\0"))) if patterns else set()
 
 
+def _mutable_since(durable: Environment) -> int:
+    """The run in which the patterns were other ones than before for the last time."""
+    with durable.lmdb.begin() as txn:
+        value: bytes = txn.get(_MUTABLE_SINCE_KEY, default=_SINCE.pack(0, 0), db=durable.tables[Table.META])
+    return int(_SINCE.unpack(value)[1])
+
+
 class OpenedIndex:
     """The index of one run: durable and session environments, run number and floor."""
 
@@ -216,11 +229,14 @@ class OpenedIndex:
         # After a crash of the machine the last changes may be lost: nothing is taken on trust.
         trusted = last is not None and (before.clean or survived)
         unmoved = revalidate is Revalidate.RCTIME and rctime_unmoved(before.rctime, rctime, time.time())
-        keep = trusted and (revalidate is Revalidate.NEVER or unmoved) and mutable_patterns(durable) == set(mutable)
+        same_patterns = mutable_patterns(durable) == set(mutable)
+        keep = trusted and (revalidate is Revalidate.NEVER or unmoved) and same_patterns
         run = before.run + 1
         self.state = RunState(run, before.floor if keep else run, False, now, before.rctime if keep else rctime)
         if same_mount:
             self.state = before
+        self.names_floor = _mutable_since(durable) if same_patterns else run
+        """The run since which the patterns are what they are."""
         self.takeovers = takeovers + 1 if same_mount and takeovers is not None else 0
         """How many daemons went on with this run after another one had died."""
         self._durable = durable
@@ -232,6 +248,8 @@ class OpenedIndex:
         with durable.write() as txn:  # after the floor: a crash in between makes everything doubtful once more
             patterns = b"\0".join(os.fsencode(pattern) for pattern in sorted(set(mutable)))
             txn.put(_MUTABLE_KEY, FLAGS_PINNED + patterns, db=durable.tables[Table.META])
+            since = _SINCE.pack(PINNED, self.names_floor)
+            txn.put(_MUTABLE_SINCE_KEY, since, db=durable.tables[Table.META])
         self.index.note_run(self.state.run, time.time_ns())
 
     def count_takeovers(self, takeovers: int) -> None:

@@ -24,10 +24,13 @@ from typing import Any, BinaryIO
 from cachefs import mount_table
 from cachefs.claims import is_dying
 from cachefs.errors import CacheFsError
+from cachefs.hand_over import Handed, receive
 from cachefs.places import mount_directory
 from cachefs.unix_socket import socket_address
 
 PROTOCOL = 1
+ALIVE = b"security.cachefs.alive"
+"""The extended attribute of a mount by which a command sees that its daemon answers (daemon/probe.py)."""
 TIMEOUT_S = 120.0
 """Without a word from the daemon."""
 BATCH_BYTES = 2 << 20
@@ -179,9 +182,10 @@ class Client:
         """Returns when everything that is pinned and cached by now is in the index."""
         self._ask("flush")
 
-    def leave(self) -> None:
-        """Have the daemon end and leave the mount to the next one."""
-        self._ask("leave")
+    def leave(self) -> Handed:
+        """Have the daemon end and leave the mount to the next one: this process, which gets its open source files."""
+        with self._connected() as connection:
+            return connection.ask_for_descriptors("leave", descriptors=True)
 
     # --- the conversation ------------------------------------------------------------------------------------------
 
@@ -269,16 +273,36 @@ class _Connection:
         self, command: str, on_progress: Callable[[dict[str, Any]], None] = lambda progress: None, **arguments: Any
     ) -> dict[str, Any]:
         request = {"protocol": PROTOCOL, "command": command, **arguments}
-        try:
+        with self._failing():
             self._connection.sendall(json.dumps(request).encode() + b"\n")
             while "progress" in (answer := json.loads(self._lines.readline())):
                 on_progress(answer["progress"])
+        return _checked(answer)
+
+    def ask_for_descriptors(self, command: str, **arguments: Any) -> Handed:
+        """The last request of a connection: what comes behind its answer."""
+        request = {"protocol": PROTOCOL, "command": command, **arguments}
+        answer: dict[str, Any] = {}
+        with self._failing():
+            self._connection.sendall(json.dumps(request).encode() + b"\n")
+            opened = receive(self._connection, answer)
+        _checked(answer)
+        return opened
+
+    @contextmanager
+    def _failing(self) -> Iterator[None]:
+        try:
+            yield
         except (OSError, ValueError) as error:
             reason = str(error) if isinstance(error, OSError) else "it has ended"
             raise CacheFsError(f"the daemon of {self._mountpoint} does not answer: {reason}") from None
-        if not answer.pop("ok", False):
-            raise CacheFsError(str(answer.get("error", "unknown error")))
-        return dict(answer)
+
+
+def _checked(answer: dict[str, Any]) -> dict[str, Any]:
+    """Raises CacheFsError where it says that the request failed."""
+    if not answer.pop("ok", False):
+        raise CacheFsError(str(answer.get("error", "unknown error")))
+    return dict(answer)
 
 
 def is_served(mountpoint: str) -> bool:

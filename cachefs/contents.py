@@ -18,8 +18,6 @@ MAX_EXTENTS = 256
 """So many are told of one file."""
 VIRTUAL = b"user.cachefs."
 """Extended attributes with this prefix are not the source's."""
-ALIVE = b"security.cachefs.alive"
-"""What the watchdog asks for: nothing is looked at (daemon/probe.py)."""
 
 
 class Contents:

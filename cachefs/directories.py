@@ -94,21 +94,23 @@ class Directories:
         self._handles: dict[int, tuple[int, int]] = {}
         """Handle → (inode, owner)."""
         self._next_handle = 1
-        self.reader_of: Callable[[int], int] = lambda _: UNKNOWN
-        """Whom the fast path lists a directory for."""
+        self.request_at: Callable[[int], tuple[int, int]] = lambda _: (0, UNKNOWN)
+        """(inode, uid) of a request that the fast path passed on, by its handle."""
 
     def opendir(self, number: int) -> int:
         self._next_handle += 1
         self._handles[self._next_handle] = number, shares.owner()
         return self._next_handle
 
+    def _asked(self, handle: int) -> tuple[int, int]:
+        """What a request with this handle is about, and for whom: (inode, owner)."""
+        return self.request_at(handle) if handle & FAST_HANDLE else self._handles.get(handle, (0, UNKNOWN))
+
     def number_of(self, handle: int) -> int:
-        return handle & ~FAST_HANDLE if handle & FAST_HANDLE else self._handles[handle][0]
+        return self._asked(handle)[0]
 
     def owner_of(self, handle: int) -> int:
-        if handle & FAST_HANDLE:
-            return self.reader_of(handle & ~FAST_HANDLE)
-        return self._handles.get(handle, (0, UNKNOWN))[1]
+        return self._asked(handle)[1]
 
     def releasedir(self, handle: int) -> None:
         del self._handles[handle]
@@ -119,9 +121,9 @@ class Directories:
 
     async def readdir(self, handle: int, after: int, emit: Emit) -> None:
         """Emit entries from behind position `after` until `emit` says stop."""
-        number = self.number_of(handle)
+        number, owner = self._asked(handle)
         if after == 0 and not self._is_listed(await self._fs.believed(number)):
-            await self._listing(number, self.owner_of(handle))
+            await self._listing(number, owner)
         if after < 2 and not self._emit_dots(number, after, emit):
             return
         after = max(after, 2)
@@ -137,7 +139,7 @@ class Directories:
                 after += 1  # it goes as fast as we look
             else:
                 # More than once, because a FORGET that was on its way may drop the record that was just made.
-                await self._listing(number, self.owner_of(handle))
+                await self._listing(number, owner)
 
     async def entries(self, number: int) -> list[int]:
         """The inodes of a directory in the order of its listing, which is made if need be, without hurry.
@@ -323,7 +325,7 @@ class Directories:
             self._remember(self._bare, number, found.bare)
         if not known:
             shown = [name for name in names if name not in found.gone]
-            listed = await self._write_rows(directory, shown, pin, found.bare, {*before, *found.bare})
+            listed = await self._write_rows(directory, at.path, shown, pin, found.bare, {*before, *found.bare})
         else:
             listed = not found.bare
         if not listed:
@@ -432,12 +434,18 @@ class Directories:
                     self._fs.permissions.recorded(record, now, began_ns)
 
     async def _write_rows(
-        self, before: Inode, names: list[bytes], pin: bool, bare: Collection[bytes], was_bare: set[bytes]
+        self,
+        before: Inode,
+        path: bytes | None,
+        names: list[bytes],
+        pin: bool,
+        bare: Collection[bytes],
+        was_bare: set[bytes],
     ) -> bool:
         """Store a listing that was read when the directory's record was `before`. True if it is complete for good.
 
-        That is: all of its names are pinned, and the directory was not dropped or changed meanwhile. A name that has
-        no entry in such a directory does not exist.
+        That is: all of its names are pinned, no mutable one may come, and the directory was not dropped or changed
+        meanwhile. A name that has no entry in such a directory does not exist.
         """
         number = before.number
         with self._metadata.index.update() as update:
@@ -452,7 +460,7 @@ class Directories:
                 _, without = self._listings.add_rows(update, directory, part, pin=pin, bare=bare, placed=places)
             wanting += without
             await trio.lowlevel.checkpoint()
-        if not pin or wanting or bare:
+        if not pin or wanting or bare or self._metadata.mutable_names.may_come(path):
             return False
         with self._metadata.index.update() as update:
             directory = self._metadata.inode(update, number)

@@ -204,7 +204,7 @@ class View:
 class Update(View):
     """A View that writes to the session. Committed, unsynced, on leaving without an error."""
 
-    __slots__ = ("_in_flight", "_on_written", "_written")
+    __slots__ = ("_afterwards", "_in_flight", "_on_written", "_written")
 
     def __init__(
         self,
@@ -218,6 +218,11 @@ class Update(View):
         self._in_flight = in_flight
         self._on_written = on_written
         self._written: list[Key] = []
+        self._afterwards: list[Callable[[], None]] = []
+
+    def afterwards(self, call: Callable[[], None]) -> None:
+        """Call this when it has been committed."""
+        self._afterwards.append(call)
 
     def __enter__(self) -> "Update":
         return self
@@ -233,6 +238,9 @@ class Update(View):
         else:
             self._session.abort()
         self._end()
+        if error is None:
+            for call in self._afterwards:
+                call()
 
     def put(self, table: Table, key: bytes, value: bytes) -> None:
         """Every value begins with its flags; the pinned ones are on their way to the durable index."""

@@ -49,9 +49,7 @@ class Notifier(Protocol):
 
     def all_soon(self, entries: Sequence[tuple[int, bytes]], numbers: Sequence[int]) -> None: ...
 
-    async def entry(self, parent: int, name: bytes) -> None: ...
-
-    async def inode(self, number: int) -> None: ...
+    async def all(self, entries: Sequence[tuple[int, bytes]], numbers: Sequence[int]) -> None: ...
 
     def attributes(self, number: int) -> None: ...
 
@@ -90,12 +88,15 @@ class FileSystem:
         self.options = options
         self.notifier = notifier
         metadata.on_lost_name = notifier.entry_soon
+        metadata.on_changed = notifier.attributes
         # state
         self.lookups = 0
         """How many there were: whoever works in the background sees that others wait."""
         self.pinned_statfs: os.statvfs_result | None = None
         self.descriptor: Callable[[int, bool], AbstractAsyncContextManager[Use | None]] = lambda *_: nullcontext()
         """How to use a descriptor of an open inode: a writer's, or any. None: there is none. `OpenFiles` knows them."""
+        self.own_change: Callable[[int], trio.Event | None] = lambda _: None
+        """Set when this mount has made the change of an inode's names that is under way. None: there is none."""
         self.permissions = Permissions(metadata, source, slots, notifier, options)
         self._lstats: SingleFlight[tuple[int, bytes], Inode | None] = SingleFlight()
 
@@ -199,6 +200,16 @@ class FileSystem:
                 if link is not None:
                     with suppress(OSError):
                         found.append(self.metadata.paths.directory(view, link[0]))
+        return found
+
+    def above(self, number: int) -> list[int]:
+        """The directories above an object, the nearest one first."""
+        found = []
+        for directory in self._directories_of([number]):
+            above: Directory | None = directory
+            while above is not None:
+                found.append(above.number)
+                above = above.parent
         return found
 
     def pins(self, path: bytes) -> bool:
@@ -405,9 +416,46 @@ class FileSystem:
         with self.metadata.index.view() as view:
             target = values.get(view, Table.SYMLINKS, record)
         if target is None:
-            target = await self.ask(number, partial(self.source.readlink, self.object_of(number)))
-            self._keep(Table.SYMLINKS, record, b"", target)
+            target = await self._fetch_value(Table.SYMLINKS, number, b"", self.source.readlink)
         return target
+
+    async def _fetch_value(self, table: Table, number: int, name: bytes, read: Callable[[Object], bytes]) -> bytes:
+        """A value that is not known yet: it is compared with the record, as data are, and kept if that is pinned.
+
+        With the mode of one version the ACL of another would let in whom neither of them lets in.
+        """
+        while True:
+            before = self.record(number)
+            value, now = await self.ask_object(number, lambda at: self.source.with_stat(at, read))
+            record = self.record(number)
+            if now is None or now.ctime_ns == record.ctime_ns:
+                break
+            own_change = self.own_change(number)
+            if own_change is not None:
+                await own_change.wait()
+            elif before.ctime_ns == record.ctime_ns:
+                await self._other_version(record, now, whole=name != permissions.ACL)
+                if now.ctime_ns < self.record(number).ctime_ns:
+                    return value  # of before a change by this mount: not for those who come later
+                break
+        self._keep(table, record, name, value)
+        return value
+
+    async def _other_version(self, record: Inode, now: Stat, *, whole: bool) -> None:
+        """Raises ESTALE where an object has changed so that a value of it does not belong to its record.
+
+        `whole`: the value stands for itself; else the kernel combines it with the mode.
+        """
+        if record.is_directory and self.metadata.is_pinned(record):  # its times move with each name in it
+            await self.learnt_in(self.directory(record.number), now.ctime_ns)
+        elif self.metadata.is_pinned(record):
+            error = Changed()
+            self.changed_behind_our_back(record, error)
+            raise error
+        elif not whole and record.permissions != now.permissions:
+            self.metadata.saw(record.number, now)
+            self.notifier.attributes(record.number)
+            raise failed(errno.ESTALE)
 
     def _keep(self, table: Table, record: Inode, name: bytes, value: bytes) -> None:
         """Pin a value that was fetched, if it is still that version's."""
@@ -441,31 +489,36 @@ class FileSystem:
         record = await self._believed_or_open(number)
         cached = self._value(record, name)
         if cached is None:
-            try:
-                cached = values.KNOWN + await self.ask_object(number, lambda at: self.source.getxattr(at, name))
-            except OSError as error:
-                if error.errno not in values.NO_VALUE:
-                    raise
-                if error.errno == errno.EOPNOTSUPP and not name.startswith(_USUAL_NAMESPACES):
-                    raise
-                cached = values.ABSENT
-            self._keep(Table.XATTRS, record, name, cached)
+            cached = await self._fetch_value(Table.XATTRS, number, name, partial(self._read_xattr, name))
         if cached == values.ABSENT:
             raise failed(errno.ENODATA)
         return cached[1:]
+
+    def _read_xattr(self, name: bytes, at: Object) -> bytes:
+        """As `values` keeps it. In a thread."""
+        try:
+            return values.KNOWN + self.source.getxattr(at, name)
+        except OSError as error:
+            if error.errno not in values.NO_VALUE:
+                raise
+            if error.errno == errno.EOPNOTSUPP and not name.startswith(_USUAL_NAMESPACES):
+                raise
+            return values.ABSENT
+
+    def _list_xattrs(self, at: Object) -> bytes:
+        """As `values` keeps them. In a thread."""
+        try:
+            return values.KNOWN + b"\0".join(self.source.listxattr(at))
+        except OSError as error:
+            if error.errno not in (errno.EOPNOTSUPP, errno.ENOSYS):
+                raise
+            return values.KNOWN
 
     async def listxattr(self, number: int) -> list[bytes]:
         record = await self._believed_or_open(number)
         cached = self._value(record, b"")
         if cached is None:
-            try:
-                names = await self.ask_object(number, self.source.listxattr)
-            except OSError as error:
-                if error.errno not in (errno.EOPNOTSUPP, errno.ENOSYS):
-                    raise
-                names = []
-            cached = values.KNOWN + b"\0".join(names)
-            self._keep(Table.XATTRS, record, b"", cached)
+            cached = await self._fetch_value(Table.XATTRS, number, b"", self._list_xattrs)
         return [name for name in cached[1:].split(b"\0") if name]
 
     # --- changes behind our back -----------------------------------------------------------------------------------
@@ -508,10 +561,9 @@ class FileSystem:
         with self.metadata.index.view() as view:
             links = links_of(view, number)
         with trio.move_on_after(NOTIFY_TIMEOUT_S):
-            for parent, name in links:
-                await self.notifier.entry(parent, name)
+            await self.notifier.all(links, ())
 
-    async def doubt(self, numbers: Iterable[int], entries: Iterable[tuple[int, bytes]]) -> None:
+    async def doubt(self, numbers: Sequence[int], entries: Sequence[tuple[int, bytes]]) -> None:
         """A daemon died in the middle of a change to these: whatever is known of them is compared with the source."""
         with self.metadata.index.update() as update:
             for number in numbers:
@@ -520,10 +572,7 @@ class FileSystem:
                     self.metadata.drop(update, number)
                 elif record is not None:
                     self.metadata.put_inode(update, record._replace(expires_ns=0))
-        for parent, name in entries:
-            await self.notifier.entry(parent, name)
-        for number in numbers:
-            await self.notifier.inode(number)
+        await self.notifier.all(entries, numbers)
 
     async def invalidate(self, path: bytes) -> int:
         """Drop a file or a subtree, in the kernel too; returns when it has. The number of inodes dropped.
@@ -534,8 +583,7 @@ class FileSystem:
         if missing is not None:
             with self.metadata.index.update() as update:
                 self.metadata.drop_absence(update, number, missing)
-            await self.notifier.entry(number, missing)
-            await self.notifier.inode(number)
+            await self.notifier.all([(number, missing)], [number])
             return 0
         waiting = [number]
         dropped = 0
@@ -602,10 +650,7 @@ class FileSystem:
     async def _drop(self, numbers: list[int]) -> tuple[int, list[int]]:
         """Drop inodes, in the kernel too: how many there were, and what is beneath them."""
         dropped, links, children = self._drop_records(numbers)
-        for parent, name in links:
-            await self.notifier.entry(parent, name)
-        for number in dropped:
-            await self.notifier.inode(number)
+        await self.notifier.all(links, dropped)
         return len(dropped), children
 
     def _drop_records(self, numbers: list[int]) -> tuple[list[int], list[tuple[int, bytes]], list[int]]:

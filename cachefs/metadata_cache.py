@@ -41,7 +41,7 @@ from cachefs.index import Index
 from cachefs.metadata_retention import MetadataRetention
 from cachefs.mutable_names import MutableNames
 from cachefs.options import Options
-from cachefs.paths import Paths, directory_of, leads_to, links_of
+from cachefs.paths import Paths, directory_of, leads_to, link_key, link_value, links_of, name_expires_ns
 from cachefs.runs import FIRST_ALIAS, Numbers
 
 FIRST_POSITION = 3  # 1 and 2 are "." and ".."
@@ -61,17 +61,22 @@ class MetadataCache(Belief):
         run: int,
         floor: int,
         takeovers: int = 0,
+        names_floor: int = 0,
         retention: MetadataRetention | None = None,
         monotonic_ns: Callable[[], int] = time.monotonic_ns,
         realtime_ns: Callable[[], int] = time.time_ns,
     ) -> None:
-        """`retention`: None where as much is pinned as there is."""
+        """`names_floor`: the run since which `--mutable` is what it is: names that were pinned before are doubtful.
+
+        `retention`: None where as much is pinned as there is.
+        """
         # dependencies
         super().__init__(options, run, floor, monotonic_ns)
         self.index = index
         self._retention = retention
         self._realtime_ns = realtime_ns
         # constants
+        self._names_floor = names_floor
         self._unpinned_timeout_ns = int(options.unpinned_timeout_s * NANOSECONDS)
         # state
         self.numbers = Numbers(run, takeovers)
@@ -80,6 +85,9 @@ class MetadataCache(Belief):
         self.on_lost_name: Callable[[int, bytes], None] = lambda parent, name: None
         """Called with a pinned name that a comparison has taken from an inode: the kernel believes it for ever, and
         need not be who looked."""
+        self.on_changed: Callable[[int], None] = lambda number: None
+        """Called when it is recorded that a file has other attributes than before, and no answer says so yet. Of
+        directories permissions.py tells the kernel."""
         self._held: Counter[int] = Counter()
         """Directories whose records stay though the kernel forgets them: number → how many want that."""
         self._restless: set[int] = set()
@@ -179,8 +187,12 @@ class MetadataCache(Belief):
             if old is not None and all(mutable):
                 old = old._replace(flags=old.flags & ~(PINNED | IMMUTABLE))
             record = self._compared(number, old, now, pin and not any(mutable))
+            if record.flags & LISTED and self.mutable_names.may_come(self.paths.beneath(update, parent, name)):
+                record = record._replace(flags=record.flags & ~LISTED)
             if self._is_freezable(record) and not any(mutable):
                 record = record._replace(flags=record.flags | FREEZABLE)
+            if old is not None and record.is_regular and not old.same_version(now):
+                update.afterwards(partial(self.on_changed, number))
             self.put_inode(update, record._replace(lookups=record.lookups + counted))
         self._lost(self.dentry(update, parent, name), parent, name, unless=number)
         added = self._put_name(update, parent, name, number, pinned=bool(record.flags & PINNED))
@@ -211,7 +223,7 @@ class MetadataCache(Belief):
     def _cut_link(self, update: Update, number: int, link: tuple[int, bytes]) -> None:
         """The inode is not known by this name any more. A name that still leads to it is compared before it counts:
         in a complete listing a name without an entry would not exist."""
-        update.delete(Table.LINKS, inode_key(number) + inode_key(link[0]) + link[1])
+        update.delete(Table.LINKS, link_key(number, link))
         dentry = self.dentry(update, *link)
         if dentry is not None and dentry.inode == number and dentry.stamp:
             update.put(Table.DENTRIES, inode_key(link[0]) + link[1], dentry._replace(stamp=0).pack())
@@ -245,7 +257,7 @@ class MetadataCache(Belief):
     def _compared(self, number: int, old: Inode | None, now: Stat, pin: bool) -> Inode:
         flags = old.flags & (PINNED | IMMUTABLE | WRITTEN | LISTED) if old is not None else 0
         version = old.version if old is not None else self.next_sequence()
-        entries_stamp = old.entries_stamp if old is not None else self.run
+        entries_stamp = max(old.entries_stamp, self._names_floor) if old is not None else self.run
         unchanged = old is not None and old.same_version(now)
         if not unchanged:
             # What was cached of an older version no longer counts.
@@ -281,6 +293,8 @@ class MetadataCache(Belief):
     def apply_root(self, update: Update, now: Stat, *, pin: bool) -> Inode:
         """The root is number 1 whatever it is underneath; it is a directory on the path to every file."""
         record = self._compared(ROOT_INODE, self.inode(update, ROOT_INODE), now, pin)
+        if self.mutable_names.may_come(b""):
+            record = record._replace(flags=record.flags & ~LISTED)
         self.put_inode(update, record)
         return record
 
@@ -328,10 +342,13 @@ class MetadataCache(Belief):
             if row is not None:  # the name stays listed where it was, whatever it leads to
                 update.put(Table.LISTING, pair_key(parent, old.position), row)
         new = Dentry(PINNED if pinned else 0, number, self.run, old.position if old is not None else 0)
-        link = inode_key(number) + inode_key(parent) + name
-        if new != old or update.get(Table.LINKS, link) is None:
+        link = link_key(number, (parent, name))
+        if new != old:
             update.put(Table.DENTRIES, inode_key(parent) + name, new.pack())
-            update.put(Table.LINKS, link, FLAGS_PINNED if pinned else FLAGS_NONE)
+        if not pinned:
+            update.put(Table.LINKS, link, link_value(self._monotonic_ns() + self._unpinned_timeout_ns))
+        elif new != old or update.get(Table.LINKS, link) is None:
+            update.put(Table.LINKS, link, FLAGS_PINNED)
         self.paths.named(number, parent, name)
         return not known
 
@@ -345,7 +362,7 @@ class MetadataCache(Belief):
             update.delete(Table.LISTING, pair_key(parent, dentry.position))
         if dentry.inode == 0:
             return None
-        update.delete(Table.LINKS, inode_key(dentry.inode) + inode_key(parent) + name)
+        update.delete(Table.LINKS, link_key(dentry.inode, (parent, name)))
         record = self.inode(update, dentry.inode)
         if record is None or record.is_directory:
             self.paths.forget()
@@ -438,10 +455,12 @@ class MetadataCache(Belief):
         record = record._replace(mode=now.mode, uid=now.uid, gid=now.gid)
         self.put_inode(update, record._replace(flags=record.flags | UNSETTLED, expires_ns=0))
 
-    def pin_file(self, update: Update, record: Inode) -> Inode:
+    def pin_file(self, update: Update, record: Inode, *, seen_by: tuple[int, bytes] | None = None) -> Inode:
         """A regular file was opened read-only: it is immutable from now on, and pinned with all that leads to it.
 
-        A doubtful name stays doubtful: nobody has looked it up since it was invalidated.
+        But only with what is believed now. A name that has expired, or was invalidated, may lead elsewhere by now: it
+        is pinned when it is looked up again. A directory that has expired is pinned and compared once more at its next
+        use. `seen_by`: a name by which the source has just been asked for the file.
         """
         unsettled = record.flags & UNSETTLED
         expires_ns = self._monotonic_ns() + SETTLE_NS if unsettled else 0
@@ -450,7 +469,7 @@ class MetadataCache(Belief):
         self.put_inode(update, record)
         number = record.number
         while number != ROOT_INODE:
-            links = [link for link in links_of(update, number) if self._is_compared(update, link, number)]
+            links = self._believed_names(update, number, seen_by)
             for parent, name in links:
                 self._put_name(update, parent, name, number, pinned=True)
             best = self.paths.name(update, number)
@@ -462,13 +481,28 @@ class MetadataCache(Belief):
             directory = self.inode(update, number)
             if directory is None or directory.flags & PINNED:
                 break
-            self.put_inode(update, directory._replace(flags=directory.flags | PINNED, stamp=self.run, expires_ns=0))
+            flags = directory.flags | (PINNED if self.remaining_ns(directory) else PINNED | STALE)
+            self.put_inode(update, directory._replace(flags=flags, stamp=self.run, expires_ns=0))
         return record
 
-    def _is_compared(self, view: View, link: tuple[int, bytes], number: int) -> bool:
-        """Was the name seen to lead to the inode, in this run and since it was invalidated?"""
-        dentry = self.dentry(view, *link)
-        return dentry is not None and dentry.inode == number and dentry.stamp == self.run
+    def _believed_names(
+        self, update: Update, number: int, seen_by: tuple[int, bytes] | None
+    ) -> list[tuple[int, bytes]]:
+        """The names that an inode is believed to have. Where there are some, it is not known by expired ones any more:
+        a fetch by one of these would find another file."""
+        now_ns = self._monotonic_ns()
+        believed, expired = [], []
+        for link in links_of(update, number):
+            dentry = self.dentry(update, *link)
+            compared = dentry is not None and dentry.inode == number and dentry.stamp == self.run
+            expires_ns = name_expires_ns(update, number, link)
+            if compared and (expires_ns > now_ns or link == seen_by):
+                believed.append(link)
+            elif expires_ns <= now_ns:
+                expired.append(link)
+        for link in expired if believed else ():
+            self._cut_link(update, number, link)
+        return believed
 
     def drop(self, update: Update, number: int) -> list[tuple[int, bytes]]:
         """Forget what is known and cached of an inode; the next look-up compares it with the source.
@@ -487,7 +521,7 @@ class MetadataCache(Belief):
             dentry = self.dentry(update, parent, name)
             if dentry is not None:
                 update.put(Table.DENTRIES, inode_key(parent) + name, dentry._replace(stamp=0).pack())
-            update.put(Table.LINKS, inode_key(number) + inode_key(parent) + name, FLAGS_NONE)
+            update.put(Table.LINKS, link_key(number, (parent, name)), link_value(0))
         return links
 
     def follow_names(self, update: Update, number: int) -> tuple[list[tuple[int, bytes]], bool]:

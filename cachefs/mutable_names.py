@@ -5,7 +5,8 @@ OPEN names an inode, not the name that it was opened by. So the names that are k
 - *Any* of them matches: the file is not made immutable, and nothing of it is pinned from now on.
 - *All* of them match: nothing of it is immutable or pinned any more. A file that is immutable stays so as long as a job
   may read it under a name that does not match.
-- A name that matches is never pinned itself, whatever it leads to.
+- A name that matches is never pinned itself, whatever it leads to, nor that there is no such name. So where one may
+  come a directory is never marked LISTED.
 
 The names are looked at when this mount compares an object with the source (`MetadataCache.apply_stat`), when a file is
 opened for the first time (`OpenFiles.is_mutable`), and when this mount has changed a name (`OpenFiles.names_changed`).
@@ -36,6 +37,10 @@ class MutableNames:
             return self._globs.matches(self._paths.beneath(view, parent, name))
         except OSError:
             return False
+
+    def may_come(self, directory: bytes | None) -> bool:
+        """May a name match that the directory at this path does not have yet? Then no listing of it is complete."""
+        return bool(self._globs) and (directory is None or self._globs.match_within(directory))
 
     def names(self, view: View, number: int) -> tuple[list[tuple[int, bytes]], list[tuple[int, bytes]]]:
         """The names that are known of an inode: (those that match, the others)."""

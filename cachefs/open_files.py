@@ -12,7 +12,7 @@ import resource
 import struct
 from collections import Counter, OrderedDict
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TypeVar
@@ -20,24 +20,28 @@ from typing import TypeVar
 import trio
 from outcome import Outcome
 
-from cachefs import shares
+from cachefs import shares, values
 from cachefs.attributes import FREEZABLE, IMMUTABLE, STALE, UNLINKED, WRITTEN, Inode, Stat, inode_key, inode_of_key
-from cachefs.caller import Identity
+from cachefs.caller import Caller, Identity
 from cachefs.data_cache import DataCache
-from cachefs.environment import Table, Update
+from cachefs.environment import Table
 from cachefs.fetch import Fetcher, OpenFile, close_quietly
 from cachefs.filesystem import Entry, FileSystem, Use, failed
+from cachefs.hand_over import OpenSource
 from cachefs.identity import Changed
 from cachefs.metrics import Metrics
 from cachefs.options import CacheLevel
+from cachefs.paths import links_of
 from cachefs.shares import UNKNOWN, Shares
 from cachefs.single_flight import SingleFlight
+from cachefs.source import as_myself
 from cachefs.young_files import YoungFiles
 
 T = TypeVar("T")
 
 FAST_HANDLE = 1 << 63
-"""In a handle: the fast path gave it out, or nobody did; the rest is the inode (hazard 2)."""
+"""In a handle: the fast path gave it out, or nobody did (hazard 2). The rest is the inode. In a request that was passed
+on: where that lies (`Shared.request_at`)."""
 RECENT_FILES = 64
 RESERVED_DESCRIPTORS = 1536
 """Of the process: for calls to the source, directories, the index and connections. A quarter where there are few."""
@@ -128,6 +132,7 @@ class OpenFiles:
         )
         self._data = data
         filesystem.descriptor = self.descriptor
+        filesystem.own_change = lambda number: self._own_changes.get(number)
         # constants
         self._unseen_handles = unseen_handles
         # state
@@ -141,8 +146,8 @@ class OpenFiles:
         """Inode → a file that lost its name and may be open: until the kernel forgets it."""
         self.writers: Counter[int] = Counter()
         """How many writable handles an inode has."""
-        self.reader_of: Callable[[int], int] = lambda _: UNKNOWN
-        """Whom the fast path reads an inode for."""
+        self.request_at: Callable[[int], tuple[int, int]] = lambda _: (0, UNKNOWN)
+        """(inode, uid) of a request that the fast path passed on, by its handle."""
         self._reopens: SingleFlight[int, None] = SingleFlight()
         """By the identity of the handle."""
         self._descriptors = _shares_of_handles()
@@ -164,7 +169,7 @@ class OpenFiles:
     def owner_of(self, handle: int) -> int:
         """Who opened it, or reads by it now; UNKNOWN where Python cannot see that."""
         if handle & FAST_HANDLE:
-            return self.reader_of(handle & ~FAST_HANDLE)
+            return self.request_at(handle)[1]
         opened = self.handles.get(handle)
         return UNKNOWN if opened is None else opened.owner
 
@@ -298,7 +303,7 @@ class OpenFiles:
 
     # --- opening ---------------------------------------------------------------------------------------------------
 
-    async def open_for_reading(self, number: int) -> tuple[int, bool]:
+    async def open_for_reading(self, number: int, caller: Caller, *, executes: bool = False) -> tuple[int, bool]:
         """A handle, and whether the kernel may keep the pages it has. Makes the file immutable, unless it may not."""
         fetch_at_once = self._options.cache is CacheLevel.FULL and not self._unseen_handles
         with self._metadata.index.view() as view:
@@ -318,12 +323,15 @@ class OpenFiles:
             return self._add_handle(Handle(number, file=self._shared(record))), not self._young.is_young(record)
         if not self._may_be_immutable(record):
             generation = self._source.generation
-            fd = await self._open_mutable(number)
+            fd = await self._open_mutable(number, caller, executes=executes)
             return self._add_handle(Handle(number, fd=fd, generation=generation)), False
-        file = self._shared(record) if self._is_immutable(record) else await self._pin(record)
+        immutable = self._is_immutable(record)
+        file = self._shared(record) if immutable else await self._pin(record)
         if fetch_at_once:
             with self._metadata.index.view() as view:
                 self._fetcher.begin(view, file)
+        if not immutable:
+            await self._compare_above(number)
         return self._add_handle(Handle(number, file=file)), not self._young.is_young(file.inode)
 
     async def opened_unseen(self, number: int) -> bool:
@@ -340,6 +348,7 @@ class OpenFiles:
             return False  # its reads are passed on, and read from the source
         with self._metadata.index.update() as update:
             self._metadata.pin_file(update, record)
+        await self._compare_above(number)
         return True
 
     def is_young(self, number: int) -> bool:
@@ -353,17 +362,31 @@ class OpenFiles:
         a file that is not pinned are not cached. A record that has expired still counts: the fast path has compared the
         source with it. An open for writing that came first has withdrawn FREEZABLE.
         """
+        if self._options.read_only:  # nothing is FREEZABLE there
+            return
+        with self._metadata.index.view() as view:
+            found = [(self._metadata.inode(view, number), version) for number, version in fetched]
+        freezable = {
+            record.number: record
+            for record, version in found
+            if record is not None and record.version == version and self._is_freezable(record)
+        }
+        if not freezable:
+            return
         with self._metadata.index.update() as update:
-            for number, version in fetched:
-                record = self._metadata.inode(update, number)
-                if record is not None and record.version == version:
-                    self._pin_freezable(update, record)
+            for record in freezable.values():
+                links = links_of(update, record.number)
+                self._metadata.pin_file(update, record, seen_by=links[0] if links else None)
 
-    def _pin_freezable(self, update: Update, record: Inode) -> Inode:
-        """A file that the fast path has opened for reading becomes immutable, unless it may not be any more."""
-        if record.flags & (FREEZABLE | STALE) != FREEZABLE or not self._may_be_immutable(record):
-            return record
-        return self._metadata.pin_file(update, record)
+    def _is_freezable(self, record: Inode) -> bool:
+        """Does a file become immutable because the fast path has opened it for reading?"""
+        return record.flags & (FREEZABLE | STALE) == FREEZABLE and self._may_be_immutable(record)
+
+    async def _compare_above(self, number: int) -> None:
+        """A file has become immutable. Directories above it that had expired are compared now, not in epoch two."""
+        for number_above in self._fs.above(number):
+            with suppress(OSError):  # its name leads elsewhere by now
+                await self._fs.believed(number_above)
 
     async def pin(self, number: int) -> bool:
         """Make a file immutable even if it was written here. Is it now?"""
@@ -408,16 +431,28 @@ class OpenFiles:
         file.handles += 1
         return file
 
-    async def _open_mutable(self, number: int) -> int:
-        """Who opens such a file gets the size that it has now, not the one that the kernel still believes."""
-        fd, now = await self._fs.ask_object(number, self._source.open_file, discard=close_opened)
+    async def _open_mutable(self, number: int, caller: Caller, *, executes: bool) -> int:
+        """Who opens such a file gets the size that it has now, not the one that the kernel still believes.
+
+        The same with permissions: the source is asked as the caller. It cannot be asked whether a file may be
+        executed, so that one with other permissions than the kernel knows is not opened for that.
+        """
+        record = self._fs.record(number)
+        call = partial(self._source.open_file, run=as_myself if executes else caller.run)
+        try:
+            fd, now = await self._fs.ask_object(number, call, discard=close_opened)
+        except PermissionError:
+            self._fs.notifier.attributes(number)
+            raise
         try:
             await self._fs.learnt(number, now)
+            if not self.writers[number] and self._metadata.saw(number, now):
+                self._fs.notifier.attributes(number)
+            if executes and record.permissions != now.permissions:
+                raise failed(errno.ESTALE)
         except BaseException:
             close_quietly(fd)
             raise
-        if not self.writers[number] and self._metadata.saw(number, now):
-            self._fs.notifier.attributes(number)
         return fd
 
     async def _pin(self, record: Inode) -> OpenFile:
@@ -431,7 +466,8 @@ class OpenFiles:
             with self._metadata.index.update() as update:
                 return self._shared(self._metadata.pin_file(update, record))
         generation = self._source.generation
-        call = partial(self._source.open_file, self._fs.object_of(number))
+        at = self._fs.object_of(number)
+        call = partial(self._source.open_file, at)
         fd, now = await self._fs.ask(number, call, discard=close_opened)
         try:
             with self._metadata.index.update() as update:
@@ -441,7 +477,8 @@ class OpenFiles:
                 if self.writers[number] or current.flags & WRITTEN:  # while we waited
                     raise failed(errno.ESTALE)
                 if not current.flags & IMMUTABLE:
-                    current = self._metadata.pin_file(update, current)
+                    seen_by = at.directory.number, at.name
+                    current = self._metadata.pin_file(update, current, seen_by=seen_by)
         except BaseException:
             close_quietly(fd)
             raise
@@ -477,11 +514,24 @@ class OpenFiles:
         opened = Handle(number, fd=fd, writable=writable, flags=flags, writer=writer, generation=generation)
         return self._add_handle(opened)
 
-    def restore(self) -> list[Handle]:
+    def opened_at_source(self) -> Iterator[OpenSource]:
+        """For the next daemon: the descriptors by which files are open, but those of a source that has gone."""
+        generation = self._source.generation
+        for handle, opened in self.handles.items():
+            if not opened.is_cached and opened.fd >= 0 and opened.generation == generation:
+                yield OpenSource(handle, opened.number, 0, opened.fd)
+        for (number, version), file in self._files.items():
+            if not file.is_mutable and file.fd is not None and file.generation == generation:
+                yield OpenSource(0, number, version, file.fd)
+
+    def restore(self, handed: Iterable[OpenSource] = ()) -> list[Handle]:
         """Take over what a daemon that died had open: the kernel still has those handles.
 
-        The source is not asked for anything: see `reopen`. What it is to open again.
+        `handed`: descriptors that it has sent before (hand_over.py). The source is not asked for anything: see
+        `reopen`. What it is to open again.
         """
+        files = {each.handle: each for each in handed if each.handle}
+        data = [each for each in handed if not each.handle]
         with self._metadata.index.view() as view:
             saved = [(inode_of_key(key[len(_HANDLE) :]), value) for key, value in view.scan(Table.META, _HANDLE)]
         found = []
@@ -498,14 +548,34 @@ class OpenFiles:
             if record is None:
                 log.warning("a handle of inode %d is lost with the daemon that had it", number)
                 continue
-            if not writable and self._is_immutable(record):
+            lost_name = record.flags & UNLINKED and record.flags & IMMUTABLE
+            if not writable and (self._is_immutable(record) or lost_name):
                 opened.file = self._shared(record)
+            elif handle in files and files[handle].number == number:
+                opened.fd, opened.generation = files.pop(handle).fd, self._source.generation
             else:
                 found.append(opened)
             self.handles[handle] = opened
             self._descriptors.take(owner)
             self.writers[number] += writable
+        close_all([each.fd for each in files.values()])
+        self._adopt(data)
         return found
+
+    def _adopt(self, data: Iterable[OpenSource]) -> None:
+        """How immutable files that are open are read: the only way where the name has gone."""
+        for each in data:
+            with self._metadata.index.view() as view:
+                record = self._metadata.inode(view, each.number)
+            lost_name = record is not None and record.version == each.version and bool(record.flags & UNLINKED)
+            if record is not None and lost_name and each.number not in self._held:
+                self._held[each.number] = self._shared(record)
+            file = self._files.get((each.number, each.version))
+            if file is None or file.fd is not None:
+                close_quietly(each.fd)
+                continue
+            file.set_fd(each.fd, self._source.generation)
+            file.held = lost_name
 
     async def reopen(self, restored: Iterable[Handle]) -> None:
         """Before the names of these files go. A source that does not answer now is asked again when they are used."""
@@ -529,7 +599,7 @@ class OpenFiles:
 
     async def read(self, handle: int, offset: int, size: int) -> bytes | memoryview:
         if handle & FAST_HANDLE:
-            return await self._read_inode(handle & ~FAST_HANDLE, offset, size)
+            return await self._read_inode(self.request_at(handle)[0], offset, size)
         opened = self.handle(handle)
         if opened.file is not None and opened.is_cached:
             return await self._fetcher.read(opened.file, offset, size)
@@ -555,9 +625,9 @@ class OpenFiles:
         if held is not None and not held.is_mutable:
             return await self._fetcher.read(held, offset, size)
         record = await self._fs.believed(number)
-        if not self._is_immutable(record):
-            with self._metadata.index.update() as update:  # its OPEN may wait behind us
-                record = self._pin_freezable(update, record)
+        if not self._is_immutable(record) and self._is_freezable(record):  # its OPEN may wait behind us
+            with self._metadata.index.update() as update:
+                record = self._metadata.pin_file(update, record)
         if not self._is_immutable(record):
             with self._uncached_read(number):
                 data = await self._fs.ask_object(number, lambda at: self._source.read_file(at, size, offset))
@@ -686,7 +756,10 @@ class OpenFiles:
         `written`: the file stays mutable in this run.
         """
         with self._metadata.index.update() as update:
+            before = self._metadata.inode(update, number)
             after, dropped = self._metadata.apply_own_change(update, number, now)
+            if before is not None and before.permissions != now.permissions:
+                values.drop(update, number)  # a chmod changes the ACL as well
             if after is not None and written:
                 self._metadata.put_inode(update, after.written())
         for parent, name in dropped:

@@ -17,7 +17,8 @@ import trio
 from cachefs import shares
 from cachefs.attributes import NANOSECONDS, Inode
 from cachefs.caller import Caller
-from cachefs.contents import ALIVE, VIRTUAL, Contents
+from cachefs.client import ALIVE
+from cachefs.contents import VIRTUAL, Contents
 from cachefs.directories import Directories
 from cachefs.errors import errno_of
 from cachefs.filesystem import Entry, FileSystem
@@ -197,7 +198,7 @@ class Operations(pyfuse3.Operations):
             keep_cache = frozen and not self.files.is_young(inode)
             return pyfuse3.FileInfo(fh=FAST_HANDLE | inode, keep_cache=keep_cache)
         with self.files.opening():
-            handle, keep_cache = await self.files.open_for_reading(inode)
+            handle, keep_cache = await self.files.open_for_reading(inode, _caller(ctx), executes=bool(flags & _EXECUTE))
         return pyfuse3.FileInfo(fh=handle, keep_cache=keep_cache)
 
     @_handler
@@ -335,6 +336,8 @@ def _now(mark_ns: int) -> tuple[bool, bool]:
 
 _ACCESS_MODE = 0o3
 _TRUNCATE = 0o1000
+_EXECUTE = 0o40
+"""In the flags of an OPEN by execve(2): it needs permission to execute, not to read."""
 _REPORT = 1 << 30
 """In the flags of an OPEN that the fast path has answered (answer.c). Our answer counts if it died first."""
 _STATFS_FIELDS = (

@@ -2,6 +2,7 @@
 
 import errno
 import os
+import struct
 
 from cachefs.attributes import PINNED, ROOT_INODE, STALE, Dentry, Inode, inode_key, inode_of_key
 from cachefs.environment import Table, View
@@ -9,6 +10,8 @@ from cachefs.identity import identity_of
 from cachefs.source_directories import ROOT, Directory
 
 REMEMBERED_DIRECTORIES = 4096
+_LINK = struct.Struct("<IQ")  # flags, when the name expires
+_NEVER_NS = 1 << 63
 
 
 def links_of(view: View, number: int) -> list[tuple[int, bytes]]:
@@ -26,6 +29,25 @@ def leads_to(view: View, link: tuple[int, bytes], number: int) -> bool:
     """Does the name lead to the inode? A link that outlived its name or its inode's record does not count."""
     value = view.get(Table.DENTRIES, inode_key(link[0]) + link[1])
     return value is not None and Dentry.unpack(value).inode == number
+
+
+def link_key(number: int, link: tuple[int, bytes]) -> bytes:
+    return inode_key(number) + inode_key(link[0]) + link[1]
+
+
+def link_value(expires_ns: int) -> bytes:
+    """Of a name that is not pinned."""
+    return _LINK.pack(0, expires_ns)
+
+
+def name_expires_ns(view: View, number: int, link: tuple[int, bytes]) -> int:
+    """CLOCK_MONOTONIC until which a name is believed to lead to an inode. A pinned one has no such time: never."""
+    value = view.get(Table.LINKS, link_key(number, link))
+    if value is None:
+        return 0
+    if value[0] & PINNED:
+        return _NEVER_NS
+    return int(_LINK.unpack(value)[1]) if len(value) == _LINK.size else 0
 
 
 def _stamp(view: View, link: tuple[int, bytes]) -> int:
@@ -75,13 +97,16 @@ class Paths:
         """A name that leads to the inode: (parent, name). Of several the best.
 
         One in a directory that has no name any more may be of no use: only a descriptor leads to such a directory.
-        One that is doubtful, because it was invalidated, may lead to another inode by now. It counts only where no
-        other name does.
+        One that is doubtful, because it was invalidated or looked up before the others, may lead to another inode by
+        now. It counts only where no other name does.
         """
         names = [link for link in links_of(view, number) if leads_to(view, link, number)]
         if len(names) < 2:
             return names[0] if names else None
-        return max(names, key=lambda link: (self._leads_up(view, link[0]), _stamp(view, link)))
+        return max(
+            names,
+            key=lambda link: (self._leads_up(view, link[0]), _stamp(view, link), name_expires_ns(view, number, link)),
+        )
 
     def _leads_up(self, view: View, directory: int) -> bool:
         """A directory has one name only: this does not go deep."""

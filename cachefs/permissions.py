@@ -221,7 +221,7 @@ class Permissions:
             record = self._metadata.inode(view, number)
             if record is None or not self._metadata.is_pinned(record):
                 return False
-            same = (record.mode, record.uid, record.gid) == (now.mode, now.uid, now.gid)
+            same = record.permissions == now.permissions
             if same and seen.acl is not None:
                 # What is not known was never asked for, or there was none.
                 same = seen.acl == (values.get(view, Table.XATTRS, record, ACL) or values.ABSENT)

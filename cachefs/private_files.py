@@ -119,7 +119,9 @@ def open_file(path: Path, flags: int) -> int:
     """Open or create a file of ours, 0600, in a directory that was checked. Follows no symlink."""
     directory = os.open(path.parent, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        fd = os.open(path.name, flags | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK, FILE_MODE, dir_fd=directory)
+        # Emptied when it is known to be ours.
+        safe = flags & ~os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
+        fd = os.open(path.name, safe, FILE_MODE, dir_fd=directory)
     except OSError as error:
         if error.errno == errno.ELOOP:
             raise CacheFsError(f"{path} is a symbolic link, which cachefs does not make: remove it") from None
@@ -132,6 +134,8 @@ def open_file(path: Path, flags: int) -> int:
             raise CacheFsError(f"{path} is not a regular file of your own, with one name: remove it")
         if stat.S_IMODE(found.st_mode) != FILE_MODE:
             os.fchmod(fd, FILE_MODE)
+        if flags & os.O_TRUNC:
+            os.ftruncate(fd, 0)
         os.set_blocking(fd, True)
     except BaseException:
         os.close(fd)

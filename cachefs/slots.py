@@ -73,6 +73,8 @@ MAX_PAUSE_S = 0.1
 MAX_RETRIES_PER_S = 100
 """Of one owner: calls that pause longer the more there are, so that they leave the processor to others."""
 _WATCH_SHARE = 20  # deadlines are looked at this often within a timeout
+HURRIED_WATCH_S = 0.1
+"""Deadlines are looked at so often while the mount ends."""
 
 
 class Call(Generic[T]):
@@ -163,8 +165,10 @@ class SourceSlots:
         self._places = Shares(MAX_KEPT, reserve)
         """Of calls that are kept."""
         self._suspended = False
+        self._last_deadline = math.inf
+        """No call is waited for beyond this."""
         self._numbers = itertools.count()
-        self._pause_begun = trio.Event()
+        self._look_again = trio.Event()
         self._probes: Counter[int] = Counter()
         self._next_probe: dict[int, float] = {}
         self._stuck: Counter[int] = Counter()
@@ -192,7 +196,7 @@ class SourceSlots:
         call = Call(function, done, discard, once, question)
         now = self._clock()
         call.began = now
-        call.deadline = now + self.timeout_s
+        call.deadline = self._deadline()
         call.owner = next((owner for owner in call.party.owners if not self._is_stuck(owner)), call.owner)
         if self._suspended:
             self._keep(call)
@@ -208,6 +212,21 @@ class SourceSlots:
             self._probes[call.owner] += 1
             call.probe = True
             self._begin(call)
+
+    def _deadline(self) -> float:
+        """Of a call that begins now."""
+        return min(self._clock() + self.timeout_s, self._last_deadline)
+
+    def hurry(self, within_s: float) -> None:
+        """The mount ends: abandon whatever the source has not answered within this time, later calls as well.
+
+        Only the first time counts.
+        """
+        if self._last_deadline == math.inf:
+            self._last_deadline = self._clock() + within_s
+            for call in self._unanswered():
+                call.deadline = min(call.deadline, self._last_deadline)
+            self._look_again.set()
 
     def may_ask(self, question: Hashable) -> bool:
         """False while a call that asks this hangs. True now and then, for whoever is going to ask now."""
@@ -276,7 +295,7 @@ class SourceSlots:
 
     def _joined(self, call: Call[Any], owner: int) -> None:
         """Another owner wants what waits: it need not wait for the shares of those who were first."""
-        call.deadline = self._clock() + self.timeout_s
+        call.deadline = self._deadline()
         if self._shares.is_full(owner):
             self._wait(call, owner)
         else:
@@ -356,7 +375,7 @@ class SourceSlots:
         pause_s = max(call.pause_s, self._pausing_of[call.owner] / MAX_RETRIES_PER_S)
         heapq.heappush(self._retries, (self._clock() + pause_s, next(self._numbers), call))
         call.pause_s = min(2 * call.pause_s, MAX_PAUSE_S)
-        self._pause_begun.set()
+        self._look_again.set()
 
     def _end_pause(self, call: Call[Any]) -> None:
         del self._pausing[call]
@@ -420,17 +439,22 @@ class SourceSlots:
             if now >= next_look:
                 self.abandon_overdue()
                 next_look = now + self.timeout_s / _WATCH_SHARE
-            self._pause_begun = trio.Event()
+            if self._last_deadline < math.inf:
+                next_look = min(next_look, now + HURRIED_WATCH_S)
+            self._look_again = trio.Event()
             until = min(next_look, self._retries[0][0]) if self._retries else next_look
             with trio.move_on_after(max(0.0, until - now)):
-                await self._pause_begun.wait()
+                await self._look_again.wait()
+
+    def _unanswered(self) -> dict[Call[Any], None]:
+        """All calls whose callers wait."""
+        waiting = itertools.chain.from_iterable(self._waiting.values())
+        asking = itertools.chain.from_iterable(hang.waiting for hang in self._hangs.values())
+        return dict.fromkeys((*self._running, *waiting, *self._pausing, *self._kept, *asking))
 
     def abandon_overdue(self) -> None:
         now = self._clock()
-        waiting = itertools.chain.from_iterable(self._waiting.values())
-        asking = itertools.chain.from_iterable(hang.waiting for hang in self._hangs.values())
-        calls = dict.fromkeys((*self._running, *waiting, *self._pausing, *self._kept, *asking))
-        overdue = [call for call in calls if call.deadline <= now]
+        overdue = [call for call in self._unanswered() if call.deadline <= now]
         for call in overdue:
             if call.running:
                 self._abandon(call)

@@ -2,7 +2,8 @@
 
 What is in it: names, attributes, listings, symlinks and extended attributes that were compared with the source and are
 believed. What is not: data, absences, objects of other devices than the root's (their numbers differ between nodes),
-and what has to be compared again. A node that starts with it takes it as seen at that moment.
+and what has to be compared again. A node that starts with it takes it as seen at that moment; one whose `--mutable` is
+another compares it first, as a mount does whose patterns have changed.
 
 The file (docs/FORMAT.md): magic, version, a header of JSON, one zstd frame with a column after the other, XXH3-64 of
 all that. Columns are 64-bit numbers, most of them differences to something near, all first bytes before all second
@@ -25,8 +26,10 @@ import zstandard
 from numpy.typing import NDArray
 
 from cachefs.attributes import IMMUTABLE, LISTED, PINNED, ROOT_INODE, STALE, UNLINKED, UNSETTLED
+from cachefs.cache_directory import mutable_patterns
 from cachefs.environment import Environment, Table
 from cachefs.errors import CacheFsError
+from cachefs.private_files import opener
 from cachefs.runs import FIRST_ALIAS, RUN_BITS, RunState, ended, run_of
 
 MAGIC = b"CHFSNAP\n"
@@ -91,7 +94,8 @@ def _write(path: Path, header: dict[str, Any], columns: Iterable[tuple[str, byte
     said = json.dumps(header).encode()
     temporary = path.with_name(path.name + ".new")
     try:
-        with open(temporary, "wb") as file:
+        temporary.unlink(missing_ok=True)
+        with open(temporary, "xb", opener=opener) as file:
             hashed = _Hashed(file)
             hashed.write(MAGIC + _LENGTHS.pack(FORMAT_VERSION, len(said)) + said)
             compressor: Any = zstandard.ZstdCompressor(level=LEVEL, threads=-1)
@@ -140,11 +144,14 @@ def export(index: Path, path: Path, source: str) -> int:
         with environment.lmdb.begin() as txn:
             tables = {table: _Rows(txn.cursor(db=environment.tables[table])) for table in Table}
             floor = _floor(txn.get(b"run", db=environment.tables[Table.META]))
+        mutable = sorted(mutable_patterns(environment))
     finally:
         environment.close()
     inodes, dentries, names = _believed(tables[Table.INODES], tables[Table.DENTRIES], floor)
     numbers = inodes["number"]
-    header = {"source": source, "created_ns": time.time_ns(), "names": len(names), "inodes": len(numbers)}
+    header = {
+        "source": source, "created_ns": time.time_ns(), "names": len(names), "inodes": len(numbers), "mutable": mutable,
+    }  # fmt: skip
     known = dict(zip(numbers.tolist(), inodes["record"]["version"].tolist(), strict=True))
     texts = {table: list(_current(tables[table], known)) for table in (Table.SYMLINKS, Table.XATTRS)}
     aliases = [(k, v) for k, v in tables[Table.ALIASES] if int.from_bytes(v[8:16], "big") in known]
@@ -252,10 +259,11 @@ def _usual_blocks(size: Any) -> Column:
 # --- import ----------------------------------------------------------------------------------------------------------
 
 
-def load(path: Path, index: Path, root_inode: int) -> int:
+def load(path: Path, index: Path, root_inode: int, mutable: Iterable[str]) -> int:
     """Make a durable index of a snapshot, where there is none. The number of names in it.
 
-    `root_inode`: of the source's root. Raises CacheFsError where that is another tree, or the file is not sound.
+    `root_inode`: of the source's root. `mutable`: the patterns of `--mutable` of the mount that starts with it.
+    Raises CacheFsError where that is another tree, or the file is not sound.
     """
     header, columns = _read(path)
     numbers = _sums(_unshuffled(columns["number"])).view(np.uint64)
@@ -274,7 +282,9 @@ def load(path: Path, index: Path, root_inode: int) -> int:
     version = run << RUN_BITS
     """Never given out by the run itself, whose first is one higher."""
     records["version"] = version
-    records["stamp"] = records["entries_stamp"] = run
+    stamp = run if set(header.get("mutable", ())) == set(mutable) else last.run
+    """Of what was pinned with other patterns: below the floor of the new index, so that it is compared."""
+    records["stamp"] = records["entries_stamp"] = stamp
     at_root = records["source_inode"][numbers == ROOT_INODE]
     if len(at_root) != 1 or int(at_root[0]) != root_inode:
         raise CacheFsError(f"{path} is a snapshot of another tree: {header['source']}")
@@ -292,7 +302,7 @@ def load(path: Path, index: Path, root_inode: int) -> int:
                 """In the order of the keys: pages are filled one after the other."""
                 txn.cursor(db=environment.tables[table]).putmulti(rows, append=True)
 
-            _put_all(put, numbers, records, parents, children, positions, names, run)
+            _put_all(put, numbers, records, parents, children, positions, names, stamp)
             pinned = PINNED.to_bytes(4, "little")
             head = struct.pack("<I4xQ", PINNED, version)
             for table in (Table.SYMLINKS, Table.XATTRS):
@@ -318,12 +328,12 @@ def _last_run(numbers: NDArray[np.uint64], aliases: bytes) -> RunState:
 def _put_all(
     put: Callable[[Table, Iterable[tuple[bytes, bytes]]], None],
     numbers: Any, records: Any, parents: Any, children: Any, positions: Any, names: list[bytes],
-    run: int,
+    stamp: int,
 ) -> None:  # fmt: skip
     pinned = PINNED.to_bytes(4, "little")
     put(Table.INODES, zip(_cut(numbers.astype(">u8"), 8), _cut(records, _INODE.itemsize), strict=True))
     dentries = np.zeros(len(names), _DENTRY)
-    dentries["flags"], dentries["inode"], dentries["stamp"] = PINNED, children, run
+    dentries["flags"], dentries["inode"], dentries["stamp"] = PINNED, children, stamp
     dentries["position"] = positions
     parent_keys = list(_cut(parents.astype(">u8"), 8))
     keys = list(map(bytes.__add__, parent_keys, names))
@@ -350,11 +360,11 @@ def _parts(columns: dict[str, bytes], name: str) -> Iterator[bytes]:
 
 
 def main() -> None:
-    """`python -m cachefs.snapshot FILE INDEX ROOT_INODE`: in a process of its own, whose memory goes with it."""
-    path, index, root_inode = sys.argv[1:]
+    """`python -m cachefs.snapshot FILE INDEX ROOT_INODE [PATTERN…]`: in its own process, whose memory goes with it."""
+    path, index, root_inode, *mutable = sys.argv[1:]
     gc.disable()  # millions of small objects, and no cycles
     try:
-        print(load(Path(path), Path(index), int(root_inode)))
+        print(load(Path(path), Path(index), int(root_inode), mutable))
     except CacheFsError as error:
         sys.exit(str(error))
 

@@ -15,7 +15,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from cachefs import syscalls
 from cachefs.attributes import Inode, Stat
@@ -23,6 +23,7 @@ from cachefs.errors import Busy
 from cachefs.identity import GONE, Changed, Identity, check, check_version
 from cachefs.source_directories import ROOT, Directory, SourceDirectories
 
+T = TypeVar("T")
 _READ_FLAGS = os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_NOCTTY  # hazard 21
 
 
@@ -41,7 +42,7 @@ class Object(NamedTuple):
 Run = Callable[[Callable[[], int]], int]
 
 
-def _as_myself(call: Callable[[], int]) -> int:
+def as_myself(call: Callable[[], int]) -> int:
     return call()
 
 
@@ -192,7 +193,7 @@ class Source:
                 raise Changed from error
             raise
 
-    def _open_expected(self, at: Object, flags: int, run: Run = _as_myself, *, to_change: bool = False) -> int:
+    def _open_expected(self, at: Object, flags: int, run: Run = as_myself, *, to_change: bool = False) -> int:
         """Open what should be there; `Changed` where there is nothing of the kind."""
         if at.fd >= 0:
             path = f"/proc/self/fd/{at.fd}"
@@ -299,6 +300,16 @@ class Source:
         with self.hold(at) as fd:
             return [os.fsencode(name) for name in os.listxattr(f"/proc/self/fd/{fd}")]
 
+    def with_stat(self, at: Object, read: Callable[[Object], T]) -> tuple[T, Stat | None]:
+        """What `read` says of an object, and what that looks like afterwards.
+
+        None: the object was reached by an open descriptor, whose owner may use it whatever it has become.
+        """
+        if at.fd >= 0:
+            return read(at), None
+        with self.hold(at) as fd:
+            return read(by_descriptor(fd)), self.stat(fd)
+
     def statfs(self) -> os.statvfs_result:
         self.round_trip("statfs")
         return os.fstatvfs(self.root_fd)
@@ -310,7 +321,7 @@ class Source:
         return self.stat(fd)
 
     def open_file(
-        self, at: Object, flags: int = _READ_FLAGS, run: Run = _as_myself, *, to_change: bool = False
+        self, at: Object, flags: int = _READ_FLAGS, run: Run = as_myself, *, to_change: bool = False
     ) -> tuple[int, Stat]:
         """Open a regular file, and what was opened. O_NONBLOCK: a FIFO in its place blocks nobody (hazard 30).
 

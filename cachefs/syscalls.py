@@ -194,6 +194,7 @@ def renameat2(old_fd: int, old: bytes, new_fd: int, new: bytes, flags: int) -> N
 
 MS_BIND = 4096
 MS_PRIVATE = 1 << 18
+MNT_FORCE = 1
 MNT_DETACH = 2
 
 _libc.fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64]

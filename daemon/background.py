@@ -101,6 +101,7 @@ def run_in_background(serve: Serve, log_level: str, *, ends_with_command: bool) 
     def pass_on(number: int, _: object) -> None:
         if ends_with_command:
             os.kill(pid, signal.SIGTERM)
+            os.kill(pid, signal.SIGCONT)  # one that was stopped hears nothing
         else:
             raise CacheFsError("interrupted; the new daemon goes on in the background")
 

@@ -3,6 +3,8 @@
 import json
 import os
 import select
+import signal
+import time
 from contextlib import suppress
 from pathlib import Path
 
@@ -10,8 +12,10 @@ import click
 
 import cachefs
 from cachefs import mount_table, places
-from cachefs.client import Client, is_served
+from cachefs.claims import is_dying
+from cachefs.client import Client, is_served, server
 from cachefs.errors import CacheFsError
+from cachefs.hand_over import Handed
 from daemon import background, config, instance, mounting, process
 from daemon.doctor import doctor
 from daemon.graph import graph
@@ -26,6 +30,7 @@ from daemon.trace import trace
 from daemon.warmup import evict, info, invalidate, pin, unpin, warmup
 
 UMOUNT_TIMEOUT_S = 90.0
+END_POLL_S = 0.1
 _VERSION_THAT_DID_NOT_SAY = 3
 """Of the memory that daemon and fast path share."""
 
@@ -62,17 +67,44 @@ def umount(mountpoint: str) -> None:
     Example:
       cachefs umount /data/imagenet
     """
-    place = mount_table.absolute(mountpoint)
+    unmount_and_wait(mount_table.absolute(mountpoint))
+
+
+def unmount_and_wait(place: str) -> None:
+    """Raises CacheFsError with the reason."""
     mounting.check_mounted(place)
+    _wake_daemon(place)
     try:
-        daemon = os.pidfd_open(Client(place).status()["pid"])
+        pid = Client(place).status()["pid"]
+        daemon = os.pidfd_open(pid)
     except (CacheFsError, OSError):
-        mounting.unmount(place, lazy=True)  # its daemon is dead: nothing to wait for
+        if not instance.detach_abandoned(place):
+            mounting.unmount(place, lazy=True)  # its daemon is dead: nothing to wait for
         instance.remove_remains(place)
         return
-    mounting.unmount(place)
-    if not select.select([daemon], [], [], UMOUNT_TIMEOUT_S)[0]:
-        raise CacheFsError(f"unmounted, but the daemon is still writing after {UMOUNT_TIMEOUT_S:.0f} s")
+    top = mount_table.top_mount(place)
+    try:
+        mounting.unmount(place)
+        others = [m.mountpoint for m in mount_table.mounts() if top is not None and m.device == top.device]
+        if others:
+            raise CacheFsError(
+                f"unmounted, but the mount lives on at {', '.join(others)} (mount --bind): umount that, too"
+            )
+        if not _has_ended(pid, daemon, UMOUNT_TIMEOUT_S):
+            raise CacheFsError(f"unmounted, but the daemon is still writing after {UMOUNT_TIMEOUT_S:.0f} s")
+    finally:
+        os.close(daemon)
+
+
+def _has_ended(pid: int, pidfd: int, timeout_s: float) -> bool:
+    """Wait for the end of a daemon. One of its threads may remain, in the kernel, for a source that hangs."""
+    deadline = time.monotonic() + timeout_s
+    while not select.select([pidfd], [], [], END_POLL_S)[0]:
+        if is_dying(pid):
+            return True
+        if time.monotonic() > deadline:
+            return False
+    return True
 
 
 @main.command()
@@ -86,14 +118,15 @@ def restart(mountpoint: str) -> None:
       pip install --upgrade cachefs
       cachefs restart /data/imagenet
     """
+    process.leave_starter()
     place = mount_table.absolute(mountpoint)
     mounting.check_mounted(place)
     mount_config = config.load(places.mount_directory(place) / config.CONFIG_NAME)
     if is_served(place):
+        _wake_daemon(place)
         _check_replaceable(place)
     from daemon.session import Session
 
-    process.close_inherited()
     background.log_to_stderr(mount_config.log_level)
     # From the fork on all depends on the successor alone: this command may be killed.
     session = Session(mount_config, dismiss=lambda: _dismiss(place))
@@ -105,9 +138,15 @@ def _check_replaceable(place: str) -> None:
     from cachefs.fastpath import launcher
     from cachefs.fastpath.shared import VERSION
 
-    fastpath = Client(place).status()["fastpath"]
+    status = Client(place).status()
+    fastpath = status["fastpath"]
     if fastpath is None:
         return  # it says so itself
+    if not process.has_descriptors_of(status["pid"]):
+        raise CacheFsError(
+            f"more files are open on {place} than this shell lets its processes have: raise ulimit -n, or "
+            "restart it as its service does"
+        )
     if not launcher.is_built():
         raise CacheFsError("the fast path of this version is not built: nothing could take the mount over")
     if fastpath.get("shared_version", _VERSION_THAT_DID_NOT_SAY) != VERSION:
@@ -117,15 +156,25 @@ def _check_replaceable(place: str) -> None:
         )
 
 
-def _dismiss(place: str) -> None:
-    """Have the daemon end, and leave the mount. Raises CacheFsError where it does not."""
+def _wake_daemon(place: str) -> None:
+    """A daemon that was stopped (SIGSTOP) answers nobody, and hears no signal but these."""
+    pid = server(place)
+    with suppress(OSError):
+        if pid:
+            os.kill(pid, signal.SIGCONT)
+
+
+def _dismiss(place: str) -> Handed:
+    """Have the daemon end, and leave the mount; what it had open. Raises CacheFsError where it does not."""
     if not is_served(place):
-        return
+        return Handed()
     client = Client(place)
-    daemon = os.pidfd_open(client.status()["pid"])
-    client.leave()
-    if not select.select([daemon], [], [], UMOUNT_TIMEOUT_S)[0]:
+    pid = client.status()["pid"]
+    daemon = os.pidfd_open(pid)
+    opened = client.leave()
+    if not _has_ended(pid, daemon, UMOUNT_TIMEOUT_S):
         raise CacheFsError(f"the daemon is still busy after {UMOUNT_TIMEOUT_S:.0f} s; try again")
+    return opened
 
 
 @main.command()

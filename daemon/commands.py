@@ -44,9 +44,8 @@ class Commands:
         nursery: trio.Nursery,
         *,
         started: float,
-        leave: Callable[[], None],
     ) -> None:
-        """`configuration`: as it is now. `started`: time.monotonic() then. `leave`: end, and let the mount be."""
+        """`configuration`: as it is now. `started`: time.monotonic() then."""
         self._configuration = configuration
         self._parts = parts
         self._host = host
@@ -56,7 +55,6 @@ class Commands:
         self._connection = connection
         self._nursery = nursery
         self._started = started
-        self._leave = leave
         self._warm_ups: list[WarmUp] = []
         """In the background."""
 
@@ -147,14 +145,16 @@ class Commands:
             raise CacheFsError(f"not everything could be written within {FLUSH_TIMEOUT_S:.0f} s")
         return {}
 
-    async def leave(self, _: Request, tell: Tell) -> Answer:
-        """No more requests are taken; those that were are answered, and then the process ends."""
+    async def leave(self, request: Request, tell: Tell) -> Answer:
+        """May it end, and leave the mount? It does so when the answer is out (`Session._dismissed`).
+
+        `descriptors`: this connection gets what is open at the source before that.
+        """
         if self._host is None:
             raise OSError("without a fast path a mount ends with its daemon: umount it, and mount it again")
         if self._configuration().foreground:
             raise OSError("it runs in the foreground: whoever started it may start it again")
-        self._leave()
-        return {}
+        return {"descriptors": True} if request.get("descriptors") is True else {}
 
     async def invalidate(self, request: Request, tell: Tell) -> Answer:
         return {"dropped": await self._parts.filesystem.invalidate(control.path(request))}

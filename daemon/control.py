@@ -23,7 +23,8 @@ Answer = dict[str, Any]
 Tell = Callable[[Answer], Awaitable[None]]
 """Tell the client how far it is. Raises trio.BrokenResourceError when nobody listens any more."""
 Commands = Mapping[str, Callable[[Request, Tell], Awaitable[Answer]]]
-Afterwards = Mapping[str, Callable[[], None]]
+Afterwards = Mapping[str, Callable[[Answer, int], None]]
+"""Called with the answer, and the descriptor of the connection it went out by."""
 MAX_LINE = 16 << 20
 IDLE_TIMEOUT_S = 60.0
 SEND_TIMEOUT_S = 60.0
@@ -97,7 +98,7 @@ async def _converse(stream: trio.SocketStream, commands: Commands, afterwards: A
                 command, answer = await _execute(line, commands, lambda said: _send(stream, {"progress": said}))
                 await _send(stream, answer)
                 if answer["ok"] and command in afterwards:
-                    afterwards[command]()
+                    afterwards[command](answer, stream.socket.fileno())
         except (trio.BrokenResourceError, trio.TooSlowError):
             pass  # the client has gone
         except Exception:  # a mount does not end for that

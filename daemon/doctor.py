@@ -22,7 +22,6 @@ from rich.filesize import decimal
 from cachefs import mount_table
 from cachefs.client import Client
 from cachefs.errors import CacheFsError
-from cachefs.fastpath import launcher
 from cachefs.places import cache_root, is_root
 from daemon.mounting import MAX_BACKGROUND, READ_AHEAD_KIB
 from daemon.output import say
@@ -51,6 +50,8 @@ def version_of(release: str) -> tuple[int, int]:
 
 
 def machine() -> Iterator[Finding]:
+    from cachefs.fastpath import launcher  # trio takes its time to load
+
     release = platform.release()
     old = version_of(release) < RESEND
     yield Finding("kernel", release, "before 6.9 a killed fast path may cost a request an EIO: update" if old else "")

@@ -27,8 +27,8 @@ from cachefs.options import Options
 from cachefs.wishes import Wish, Wishes
 from cachefs.young_files import YoungFiles
 from daemon import descriptor_store
-from daemon.instance import MountInstance
-from daemon.predecessor import SOCKET, memory_name_of
+from daemon.instance import FASTPATH_SOCKET, MountInstance
+from daemon.predecessor import memory_name_of
 
 log = logging.getLogger(__name__)
 
@@ -56,7 +56,7 @@ def set_up(
     shared = Shared.create(memory_name_of(instance))
     shared.configure(options, seed=blob.seed, root_device=root_device, threads=SERVING_THREADS)
     shared["run"], shared["floor"], shared["serving"] = opened.state.run, opened.state.floor, 1
-    held = Inheritance(device, shared, source_fd, blob.fd, launcher.listen(instance.directory / SOCKET))
+    held = Inheritance(device, shared, source_fd, blob.fd, launcher.listen(instance.directory / FASTPATH_SOCKET))
     descriptor_store.put(held)
     return held
 
@@ -144,7 +144,7 @@ class FastPathHost:
         self._source_is_anew = False
         self._fastpath = FastPath(
             held,
-            runtime / SOCKET,
+            runtime / FASTPATH_SOCKET,
             session=opened.session_path,
             durable=opened.durable_path,
             log_path=log_path,

@@ -8,9 +8,11 @@ The kernel uses a device number again once a mount is gone. A daemon that is sti
 runtime directory by a descriptor; the next mount of that number has moved it aside.
 """
 
+import errno
 import fcntl
 import logging
 import os
+import socket
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -21,10 +23,13 @@ from cachefs.claims import Claim, Taken, is_at
 from cachefs.errors import CacheFsError
 from cachefs.mount_table import FSTYPE
 from cachefs.places import is_root
+from cachefs.unix_socket import socket_address
 from daemon import mounting
 
 log = logging.getLogger(__name__)
 
+FASTPATH_SOCKET = "fastpath"
+"""In the runtime directory: where the fast path listens for daemons."""
 _BIND = "source"
 _END_PATIENCE_S = 15.0
 """For whoever is about to mount or to take over at the same place. Longer than that one waits for a mount to answer."""
@@ -121,11 +126,32 @@ class MountInstance:
         except OSError as error:
             log.warning("cannot bind the source in %s: %s", place, error.strerror)
 
+    def is_abandoned(self) -> bool:
+        """Its daemon has died, and nobody holds what a successor needs. Its mountpoint is claimed.
+
+        The kernel need not know: a process that was stopped may have its /dev/fuse, and requests wait for ever.
+        """
+        try:
+            runtime = RuntimeDirectory(self.directory)
+        except OSError:
+            return False  # the mount belongs to another user, who can find out
+        runtime.close()
+        return runtime.is_ours and not _is_listened_to(self.directory / FASTPATH_SOCKET)
+
     # --- its end ---------------------------------------------------------------------------------------------------
 
     def is_on_top(self) -> bool:
         top = mount_table.top_mount(self.mountpoint)
         return top is not None and top.fstype == FSTYPE and top.device == self.device
+
+    def abort(self) -> None:
+        """Abort its connection, where fusectl is mounted: waiting callers get ECONNABORTED.
+
+        For a mount that was detached and that jobs still use. The caller has its /dev/fuse open.
+        """
+        number = self.device.partition(":")[2]
+        with suppress(OSError):
+            Path(f"/sys/fs/fuse/connections/{number}/abort").write_text("1")
 
     def unmount(self, claim: Claim | None) -> None:
         """Take it down if it is still there, dead or alive. `claim`: on the mountpoint, where that is held."""
@@ -148,10 +174,14 @@ class MountInstance:
             if not any(m.number == number and m.device == self.device for m in mount_table.mounts()):
                 return
             if is_root():
+                # It aborts the connection: waiting callers get ECONNABORTED. It fails all the same, as `fd` is open.
+                with suppress(OSError):
+                    syscalls.umount2(f"/proc/self/fd/{fd}", syscalls.MNT_FORCE)
                 syscalls.umount2(f"/proc/self/fd/{fd}", syscalls.MNT_DETACH)
         finally:
             os.close(fd)
         if not is_root():
+            self.abort()
             mounting.unmount(self.mountpoint, lazy=True)
 
     def remove(self) -> None:
@@ -166,6 +196,29 @@ class MountInstance:
                 remove_remains(self.mountpoint)
             finally:
                 claim.release()
+
+
+def detach_abandoned(mountpoint: str, claim: Claim | None = None) -> bool:
+    """Detach abandoned mounts, so that the kernel answers the jobs that wait for them. Were there any?
+
+    `claim`: where it is held.
+    """
+    found = False
+    with suppress(Taken, OSError), _claimed(mountpoint, claim) as held:  # who mounts there does it, too
+        while (there := MountInstance.on_top(mountpoint)) is not None and there.is_abandoned():
+            there.unmount(held)
+            if there.is_on_top():
+                break
+            found = True
+    return found
+
+
+def _is_listened_to(path: Path) -> bool:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection, suppress(OSError):
+        connection.setblocking(False)
+        with socket_address(path) as address:
+            return connection.connect_ex(address) not in (errno.ECONNREFUSED, errno.ENOENT)
+    return False
 
 
 def remove_remains(mountpoint: str, *, just_mounted: str | None = None) -> None:
@@ -190,13 +243,13 @@ def remove_remains(mountpoint: str, *, just_mounted: str | None = None) -> None:
 
 
 @contextmanager
-def _claimed(mountpoint: str, claim: Claim | None) -> Iterator[None]:
+def _claimed(mountpoint: str, claim: Claim | None) -> Iterator[Claim]:
     """Raises Taken."""
     if claim is not None:
-        yield
+        yield claim
         return
     taken = Claim.take(places.runtime_root(), f"mount-{places.path_id(mountpoint)}", patience_s=_END_PATIENCE_S)
     try:
-        yield
+        yield taken
     finally:
         taken.release()

@@ -299,7 +299,7 @@ def mount(**parameters: Any) -> None:
       cachefs mount /ceph/project /ceph/project --mutable 'runs/**' --mutable '*.log'
       cachefs mount --config /etc/cachefs/imagenet.toml
     """
-    process.close_inherited()
+    process.leave_starter()
     mount_config = make_mount_config(**parameters)
     check_daemon_package()
     # Imported here: pyfuse3 and trio take a third of a second that `cachefs status` need not wait for.

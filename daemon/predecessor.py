@@ -14,10 +14,7 @@ from cachefs.fastpath.shared import OtherVersion, mount_flags
 from cachefs.mount_table import top_mount
 from daemon import descriptor_store
 from daemon.config import MountConfig
-from daemon.instance import MountInstance
-
-SOCKET = "fastpath"
-"""In the runtime directory: where the fast path listens for daemons."""
+from daemon.instance import FASTPATH_SOCKET, MountInstance
 
 
 def memory_name_of(instance: MountInstance) -> str:
@@ -60,7 +57,7 @@ def _find(instance: MountInstance) -> Inheritance | None:
         held = None
     if held is not None and not launcher.running(name):
         return held  # the store has the listening socket, which takes connections and never answers
-    answer = Inheritance.ask(instance.directory / SOCKET)
+    answer = Inheritance.ask(instance.directory / FASTPATH_SOCKET)
     return answer or held or _taken_from(launcher.running(name), instance.mountpoint)
 
 

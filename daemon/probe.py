@@ -10,18 +10,14 @@ import errno
 import os
 import select
 import signal
-import subprocess
 import sys
 import time
-from collections.abc import Sequence
 
-import trio
-
-from cachefs.contents import ALIVE
+from cachefs.client import ALIVE
 from cachefs.errors import CacheFsError
 
 DIED_TIMEOUT_S = 10.0
-_ASK = """
+ASK = """
 import os, sys
 def ask():
     try:
@@ -38,8 +34,7 @@ try:
 except OSError as error:
     os.write(1, b"-%d" % error.errno)
 """
-_ASK_ONCE = _ASK + "os.write(1, b'%d' % ask())"
-_ASK_OFTEN = _ASK + "while os.read(0, 1): os.write(1, b'0' if ask() else b'1')"
+_ASK_ONCE = ASK + "os.write(1, b'%d' % ask())"
 
 
 def answer_of_child(code: str, *arguments: str, timeout_s: float) -> bytes | None:
@@ -94,38 +89,3 @@ def has_died(mountpoint: str) -> bool:
     """Has the daemon behind this mountpoint gone, and its fast path? Only the kernel says ENOTCONN to this question."""
     answer = answer_of_child(_ASK_ONCE, mountpoint, os.fsdecode(ALIVE), timeout_s=DIED_TIMEOUT_S)
     return answer is not None and answer in (b"%d" % errno.ENOTCONN, b"%d" % errno.ECONNABORTED)
-
-
-def _command(code: str, arguments: Sequence[str]) -> list[str]:
-    return [sys.executable, "-I", "-S", "-c", code, *arguments]
-
-
-class Probe:
-    def __init__(self, mountpoint: str) -> None:
-        self._mountpoint = mountpoint
-        self._process: trio.Process | None = None
-        self._asked = False
-
-    async def answers(self, timeout_s: float) -> bool:
-        """Within so many seconds. A question that was not answered is not asked again while it waits."""
-        with trio.move_on_after(timeout_s):
-            try:
-                if self._process is None or self._process.poll() is not None:
-                    self._process, self._asked = await self._start(), False
-                assert self._process.stdin is not None and self._process.stdout is not None
-                if not self._asked:
-                    self._asked = True
-                    await self._process.stdin.send_all(b"?")
-                answer = await self._process.stdout.receive_some(1)
-            except (OSError, trio.BrokenResourceError):  # no room for another process; or it was killed
-                answer = b""
-            self._asked = False
-            return bytes(answer) == b"1"
-        return False
-
-    async def _start(self) -> trio.Process:
-        """It ends when our end of its input is closed: with us."""
-        command = _command(_ASK_OFTEN, [self._mountpoint, os.fsdecode(ALIVE)])
-        return await trio.lowlevel.open_process(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, cwd="/"
-        )

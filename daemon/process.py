@@ -4,6 +4,7 @@ import contextlib
 import ctypes
 import os
 import resource
+import signal
 import sys
 
 SWITCH_INTERVAL_S = 0.0005
@@ -15,11 +16,29 @@ _FIRST_PASSED = 3
 def prepare() -> None:
     """Before anything runs that needs it."""
     tune_malloc()
-    raise_descriptor_limit()
+    raise_limits()
     sys.setswitchinterval(SWITCH_INTERVAL_S)
 
 
-def close_inherited() -> None:
+def leave_starter() -> None:
+    """Undo inherited settings that do not suit a daemon. `mount` and `restart` begin with it."""
+    _open_standard_streams()
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # if ignored, nobody hears how a child has ended
+    _close_inherited()
+
+
+def _open_standard_streams() -> None:
+    """Where one is closed, the next file to be opened would be taken for it."""
+    for fd, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
+        try:
+            os.fstat(fd)
+        except OSError:
+            null = os.open(os.devnull, os.O_RDWR)  # the lowest free number, which is this one
+            os.set_inheritable(null, True)
+            setattr(sys, name, os.fdopen(null, mode, closefd=False))
+
+
+def _close_inherited() -> None:
     """Close what the starter left open: a lock that it holds would be held as long as the mount lasts.
 
     Kept are the standard streams and what the service manager passes (LISTEN_FDS). What this process has opened
@@ -37,9 +56,29 @@ def close_inherited() -> None:
                 os.close(fd)
 
 
-def raise_descriptor_limit() -> None:
+def raise_limits() -> None:
+    """Of open files, and of the size of files: the kernel ends a process whose files grow beyond that."""
+    for limit in (resource.RLIMIT_NOFILE, resource.RLIMIT_FSIZE):
+        _, hard = resource.getrlimit(limit)
+        resource.setrlimit(limit, (hard, hard))
+
+
+def has_descriptors_of(pid: int) -> bool:
+    """May this process have as many descriptors as that one, which it is to follow? If not, and if it can, it may then.
+
+    False: it could not, and that one needs more than it may have.
+    """
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    try:
+        theirs = resource.prlimit(pid, resource.RLIMIT_NOFILE)
+    except OSError:  # it cannot be seen from here
+        return True
+    if hard >= theirs[1]:
+        return True
+    with contextlib.suppress(OSError, ValueError):  # not without CAP_SYS_RESOURCE
+        resource.setrlimit(resource.RLIMIT_NOFILE, theirs)
+        return True
+    return len(os.listdir(f"/proc/{pid}/fd")) < hard // 2
 
 
 def tune_malloc() -> None:

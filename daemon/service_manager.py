@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 import trio
 
 from cachefs.names import one_line
-from daemon.probe import Probe
+from daemon.watchdog import Probe
 
 log = logging.getLogger(__name__)
 

@@ -12,6 +12,7 @@ import contextlib
 import logging
 import os
 import signal
+import socket
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import replace
@@ -25,13 +26,14 @@ import trio
 from rich.filesize import decimal
 
 import cachefs
-from cachefs import places
+from cachefs import hand_over, places
 from cachefs.blob import Blob
 from cachefs.cache_directory import CacheDirectory, OpenedIndex
 from cachefs.claims import Claim, Taken
 from cachefs.errors import CacheFsError, IndexUnavailable
 from cachefs.fastpath import launcher
 from cachefs.fastpath.launcher import Inheritance
+from cachefs.hand_over import Handed
 from cachefs.hints import Hints
 from cachefs.operations import MAX_REQUESTS, Operations
 from cachefs.options import Options, Revalidate
@@ -54,11 +56,12 @@ from daemon import (
 from daemon.commands import Commands
 from daemon.config import MountConfig
 from daemon.fastpath_host import FastPathHost
-from daemon.instance import MountInstance, claim_mountpoint, remove_remains
+from daemon.instance import MountInstance, claim_mountpoint, detach_abandoned, remove_remains
 from daemon.mount import mount
 from daemon.predecessor import take_over
-from daemon.probe import Probe, has_died
+from daemon.probe import has_died
 from daemon.source_connection import Root, SourceConnection
+from daemon.watchdog import Probe
 from daemon.wiring import Parts, wire
 from policies import prefetch
 
@@ -71,6 +74,12 @@ CLAIM_PATIENCE_S = 10.0
 CLAIM_POLL_S = 0.05
 READER_CHECK_S = 60.0
 FLUSH_TIMEOUT_S = 60.0
+LAST_CALLS_S = 3.0
+"""Calls to the source that are under way when a mount ends, or changes hands, are waited for so long."""
+LAST_ANSWERS_S = 2.0
+"""Requests are waited for so much longer when a mount ends: those whose calls were abandoned are answered."""
+UNMOUNT_POLL_S = 0.5
+_ANSWER_POLL_S = 0.05
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 _PYFUSE3_OPTIONS = {"fsname=cachefs"}
 """It serves a descriptor (`/dev/fd/N`); what is mounted, and how, is no business of libfuse."""
@@ -79,13 +88,17 @@ _PYFUSE3_OPTIONS = {"fsname=cachefs"}
 class Session:
     """A mount."""
 
-    def __init__(self, mount_config: MountConfig, *, dismiss: Callable[[], None] | None = None) -> None:
+    def __init__(self, mount_config: MountConfig, *, dismiss: Callable[[], Handed] | None = None) -> None:
         """`dismiss`: take over the mount that there is, with a new fast path, after its daemon has been sent away by
-        this. Else the one that runs is kept, and if none does it is mounted."""
+        this, which returns what that had open. Else the one that runs is kept, and if none does it is mounted."""
         self.config = mount_config
         self._dismiss = dismiss
         self._restart = dismiss is not None
         self._leaving = False
+        self._successor: socket.socket | None = None
+        """Gets what is open at the source when we leave. None: there is none yet, or it does not want that."""
+        self._handed = Handed()
+        """What the predecessor had open at the source."""
         self.started = time.monotonic()
         self._source_fd = -1
         self._source_device: int | None = None
@@ -100,6 +113,8 @@ class Session:
         self._starting: trio.CancelScope | None = None
         """Cancelled to end before requests are served; None from then on."""
         self._is_pyfuse3_open = False
+        self._serving = trio.CancelScope()
+        """Requests under way. Cancelled when they outlast what a mount that ends, or changes hands, waits for."""
         self._told_to_end = False
         self._is_ready = False
         self._ended = False
@@ -158,7 +173,7 @@ class Session:
         place = self.config.mountpoint
         self._claim = await self._claim_mountpoint()
         if self._dismiss is not None:
-            await _in_thread(self._dismiss)
+            self._handed = await _in_thread(self._dismiss)
         instance = MountInstance.on_top(place)
         if instance is not None:
             self._held = take_over(self.config, instance)
@@ -171,12 +186,13 @@ class Session:
             instance.take_over()
             return  # the source may have gone, or hang: nothing is asked of it on the way
         if self._restart:
-            if instance is None or await _in_thread(has_died, place):
+            if instance is None or instance.is_abandoned() or await _in_thread(has_died, place):
                 self._instance = instance
                 self._take_down()
                 remove_remains(place)
                 raise CacheFsError(f"{place} was unmounted, or its connection aborted: mount it again")
             raise CacheFsError(f"the fast path of {place} is dead: umount it, and mount it again")
+        await _in_thread(detach_abandoned, place, self._claim)
         await _in_thread(mounting.make_room, self.config.source, place)
         await _in_thread(
             partial(mounting.check_places, self.config.source, place, timeout_s=self.config.options.source_timeout_s)
@@ -211,13 +227,17 @@ class Session:
         log.info("cachefs %s: %s on %s", cachefs.__version__, self.config.source, self.config.mountpoint)
         if self._took_over:
             log.info("taking over the mount on %s", self.config.mountpoint)
+        if self._handed.broke_off:
+            done = len(self._handed.opened)
+            log.warning("the hand-over of open files broke off: %d have come, the others are opened by path", done)
         self._log_path = None if self.config.foreground else cache_dir / background.LOG_NAME
         try:
             blob = directory.open_blob()
             try:
                 if self.config.metadata_snapshot is not None and not self._took_over:
                     root_inode = (await self._ask_source(os.fstat, self._source_fd)).st_ino
-                    directory.import_snapshot(self.config.metadata_snapshot, blob, root_inode)
+                    patterns = self.config.options.mutable.patterns
+                    directory.import_snapshot(self.config.metadata_snapshot, blob, root_inode, patterns)
                 durable = directory.open_durable(blob)
                 size = self.config.cache_size_bytes
                 options = replace(
@@ -318,8 +338,10 @@ class Session:
         ready: Callable[[], None],
     ) -> bool:
         """Serve until the mount is gone or we are told to stop. True if everything was flushed."""
-        parts = wire(source, opened, blob, options, nursery, self._device, unseen_handles=self._held is not None)
+        shared = self._held.shared.fd if self._held is not None else None
+        parts = wire(source, opened, blob, options, nursery, self._device, shared)
         self._parts = parts
+        nursery.start_soon(_forever, parts.notifier.run)
         parts.filesystem.pinned_statfs = self._statfs if options.pins_everything else None
         metadata, files, writes, data = parts.metadata, parts.files, parts.writes, parts.data
 
@@ -335,7 +357,7 @@ class Session:
             if now is not None:
                 root = metadata.apply_root(update, now, pin=parts.filesystem.pins(b""))
                 parts.filesystem.permissions.recorded(root, now, began_ns)
-        restored = files.restore() if self._took_over else []
+        restored = files.restore(self._handed.opened) if self._took_over else []
         if self._took_over:
             parts.young.restore()
             parts.notifier.restore(opened.index)
@@ -357,7 +379,7 @@ class Session:
                 unmounted=self._terminate,
             )
             served = self._host.mountpoint_for_pyfuse3
-            files.reader_of = parts.directories.reader_of = self._held.shared.reader_of
+            files.request_at = parts.directories.request_at = self._held.shared.request_at
         pyfuse3.init(parts.operations, served, _PYFUSE3_OPTIONS)
         self._is_pyfuse3_open = True
         try:
@@ -381,9 +403,8 @@ class Session:
                 connection,
                 nursery,
                 started=self.started,
-                leave=self._leave,
             )
-            await nursery.start(control.serve, runtime / "control", commands.by_name(), {"leave": self._terminate})
+            await nursery.start(control.serve, runtime / "control", commands.by_name(), {"leave": self._dismissed})
             if self.config.metrics is not None:
                 await self._serve_metrics(nursery, self.config.metrics, commands, must=not self._took_over)
             nursery.start_soon(files.reopen, restored)
@@ -398,8 +419,10 @@ class Session:
             self._starting = None
             if self._leaving:
                 self._terminate()
+            nursery.start_soon(self._watch_for_unmount)
             try:
-                await pyfuse3.main(min_tasks=MIN_IDLE_REQUESTS, max_tasks=MAX_REQUESTS)
+                with self._serving:
+                    await pyfuse3.main(min_tasks=MIN_IDLE_REQUESTS, max_tasks=MAX_REQUESTS)
             except* OSError as group:
                 # An aborted connection ends the loop like this; so does an unmount while a request is read.
                 log.info("the kernel closed the connection: %s", group.exceptions[0])
@@ -407,16 +430,20 @@ class Session:
             if self._leaving and not launcher.is_unmounted(self._device):
                 await writes.flush(FLUSH_TIMEOUT_S)
                 parts.notifier.save(opened.index)
+                parts.notifier.kill()
+                self._hand_over()
                 log.info("leaving the mount to the next daemon")
-                os._exit(0)  # the way of a daemon that dies, at a moment when nothing is under way
+                os._exit(0)  # the way of a daemon that dies; what the source has not answered the successor asks again
         finally:
             self._is_pyfuse3_open = False
             pyfuse3.close(unmount=False)
             if self._is_over():
                 assert self._instance is not None
                 self._instance.unmount(self._claim)
+                parts.notifier.end()
                 if self._host is not None:
                     with trio.CancelScope(shield=True):
+                        await self._let_fastpath_answer()
                         await self._host.stop()
         flushed = await writes.flush(FLUSH_TIMEOUT_S)
         if not flushed:
@@ -459,6 +486,22 @@ class Session:
 
     def _leave(self) -> None:
         self._leaving = True
+
+    def _dismissed(self, answer: control.Answer, connection: int) -> None:
+        """A successor has the answer to `leave`. If it has gone before that, we stay."""
+        self._leave()
+        if answer.get("descriptors"):
+            self._successor = socket.socket(fileno=os.dup(connection))
+        self._terminate()
+
+    def _hand_over(self) -> None:
+        """Nothing is served any more: what is open stays as it is."""
+        if self._successor is None:
+            return
+        try:
+            hand_over.send(self._successor, self._parts.files.opened_at_source())
+        except OSError as error:
+            log.warning("the next daemon does not take the open files (%s), and opens them by path", error)
 
     def _make_prefetcher(self, wishes: Wishes) -> Prefetcher | None:
         parts = self._parts
@@ -513,14 +556,39 @@ class Session:
                     self._starting.cancel()
 
     def _terminate(self) -> None:
-        if self._is_pyfuse3_open and self._leaving:
-            self._parts.notifier.hold_back(self._stop_serving)
-        else:
-            self._stop_serving()
-
-    def _stop_serving(self) -> None:
         if self._is_pyfuse3_open:
+            if self._leaving:
+                self._parts.notifier.hold_back()
+                # A request that is not answered is the successor's: it makes the calls again that can be repeated.
+                self._serving.deadline = min(self._serving.deadline, trio.current_time() + LAST_CALLS_S)
+            else:
+                self._hurry()
             pyfuse3.terminate()
+
+    def _hurry(self) -> None:
+        """The mount ends: requests that wait for the source are answered soon, with ETIMEDOUT."""
+        self._parts.slots.hurry(LAST_CALLS_S)
+        if self._held is not None:
+            self._held.shared.hurry(LAST_CALLS_S)
+        until = trio.current_time() + LAST_CALLS_S + LAST_ANSWERS_S
+        self._serving.deadline = min(self._serving.deadline, until)
+
+    async def _watch_for_unmount(self) -> None:
+        """pyfuse3 notices an unmount, and then waits for the requests that are under way."""
+        while not launcher.is_unmounted(self._device):  # noqa: ASYNC110
+            await trio.sleep(UNMOUNT_POLL_S)
+        self._hurry()
+
+    async def _let_fastpath_answer(self) -> None:
+        """A mount that is detached lives as long as jobs use it: the kernel has not ended what they wait for."""
+        assert self._held is not None
+        self._held.shared.hurry(_ANSWER_POLL_S)  # a READ that failed is tried again by the kernel
+        with trio.move_on_at(min(self._serving.deadline, trio.current_time() + LAST_CALLS_S)):
+            while not launcher.is_unmounted(self._device):  # noqa: ASYNC110
+                await trio.sleep(_ANSWER_POLL_S)
+            return
+        assert self._instance is not None
+        self._instance.abort()  # a thread that hangs in the source would keep it, and nobody would answer
 
     def _reload(self) -> None:
         """Read the configuration file again. What may change while mounted does; for the rest see its documentation."""

@@ -66,16 +66,22 @@ def wire(
     options: Options,
     nursery: trio.Nursery,
     device: int,
-    *,
-    unseen_handles: bool,
+    shared: int | None,
 ) -> Parts:
-    """`device`: /dev/fuse. `unseen_handles`: a fast path answers OPEN."""
+    """`device`: /dev/fuse. `shared`: the memory that a fast path shares, which answers OPEN. None: there is none."""
+    unseen_handles = shared is not None
     index, metrics = opened.index, Metrics()
     limit = None
     if options.metadata_limit is not None:
         limit = MetadataRetention(index, options.metadata_limit, options.metadata_retention)
     metadata = MetadataCache(
-        index, options, run=opened.state.run, floor=opened.state.floor, takeovers=opened.takeovers, retention=limit
+        index,
+        options,
+        run=opened.state.run,
+        floor=opened.state.floor,
+        takeovers=opened.takeovers,
+        names_floor=opened.names_floor,
+        retention=limit,
     )
     # Later: a number is wanted in the middle of an update of the session, which would wait for itself.
     later = trio.lowlevel.current_trio_token().run_sync_soon
@@ -92,7 +98,7 @@ def wire(
     if not options.fastpath or options.cache is not CacheLevel.FULL:  # else it says when it is through with old slabs
         writes.writer_has_gone(blob.frontier)
     slots = SourceSlots(SOURCE_SLOTS, options.source_timeout_s, reserve=RESERVED_SOURCE_SLOTS)
-    notifier = KernelNotifier(nursery, device)
+    notifier = KernelNotifier(device, shared)
     young = YoungFiles(notifier, index if unseen_handles else None)
     filesystem = FileSystem(source, slots, metadata, options, notifier)
     files = OpenFiles(

@@ -6,7 +6,7 @@ A pattern that matches a directory covers all that is beneath it. The rules of .
 """
 
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 
 class InvalidGlob(ValueError):
@@ -36,20 +36,27 @@ def _component(pattern: str) -> str:
     return "".join(out)
 
 
-def _translate(pattern: str) -> str:
+def _split(pattern: str) -> tuple[str, str]:
+    """The regular expression of what precedes the last component, its slash included; the last component."""
     stripped = pattern.strip("/")
     components = [c for c in stripped.split("/") if c]
     if not components or any(c in (".", "..") for c in components):
         raise InvalidGlob(f"not a pattern that can match beneath the mount: {pattern!r}")
     anchored = "/" in pattern.rstrip("/")
     expression = "" if anchored else "(?:.*/)?"
-    for index, component in enumerate(components):
-        last = index == len(components) - 1
-        if component == "**":
-            expression += ".+" if last else "(?:.*/)?"
-        else:
-            expression += _component(component) + ("" if last else "/")
-    return expression + "(?:/.*)?"
+    for component in components[:-1]:
+        expression += "(?:.*/)?" if component == "**" else _component(component) + "/"
+    return expression, components[-1]
+
+
+def _translate(pattern: str) -> str:
+    before, last = _split(pattern)
+    return before + (".+" if last == "**" else _component(last)) + "(?:/.*)?"
+
+
+def _translate_holders(pattern: str) -> str:
+    """The regular expression of directories, with a final slash but for the root, in which a name may match."""
+    return _split(pattern)[0]
 
 
 def _translate_above(pattern: str) -> str:
@@ -71,14 +78,14 @@ class Globs:
     def __init__(self, patterns: Iterable[str]) -> None:
         self.patterns = tuple(patterns)
         try:
-            self._compiled = [
-                re.compile(_translate(p).encode("utf-8", "surrogateescape"), re.DOTALL) for p in self.patterns
-            ]
-            self._above = [
-                re.compile(_translate_above(p).encode("utf-8", "surrogateescape"), re.DOTALL) for p in self.patterns
-            ]
+            self._compiled = self._compile(_translate)
+            self._above = self._compile(_translate_above)
+            self._holders = self._compile(_translate_holders)
         except re.error as error:
             raise InvalidGlob(f"not a valid pattern: {error}") from None
+
+    def _compile(self, translate: Callable[[str], str]) -> list[re.Pattern[bytes]]:
+        return [re.compile(translate(p).encode("utf-8", "surrogateescape"), re.DOTALL) for p in self.patterns]
 
     def __bool__(self) -> bool:
         return bool(self._compiled)
@@ -89,3 +96,8 @@ class Globs:
     def reach_beneath(self, directory: bytes) -> bool:
         """May a name beneath a directory match that would not match in every directory?"""
         return self.matches(directory) or any(expression.fullmatch(directory) for expression in self._above)
+
+    def match_within(self, directory: bytes) -> bool:
+        """May a name in a directory match, whatever is there now?"""
+        prefix = directory + b"/" if directory else b""
+        return self.matches(directory) or any(expression.fullmatch(prefix) for expression in self._holders)

@@ -8,21 +8,30 @@ import signal
 import subprocess
 import sys
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import settings
 
+from cachefs import syscalls
 from cachefs.client import Client
+from cachefs.errors import CacheFsError
 from cachefs.fastpath import launcher
+from daemon.cli import unmount_and_wait
+from daemon.instance import MountInstance
 
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # the command line is run a thousand times
 settings.register_profile("cachefs", deadline=None)  # a loaded machine is no defect
 settings.load_profile("cachefs")
 CLI = [sys.executable, "-m", "daemon"]
 REPOSITORY = Path(__file__).resolve().parent.parent
+MS_REMOUNT = 32
+AGE_S = 2.1
+TREES_AHEAD = 8
 
 
 def cachefs(*arguments: object, check: bool = True, **kwargs: Any) -> subprocess.CompletedProcess[str]:
@@ -79,8 +88,17 @@ class Mount:
         """Wait until everything that was read is in the index; the status then."""
         return wait_for(self.status, lambda s: s["write_behind_bytes"] == 0 and s["uncommitted"] == 0)
 
+    def drop_caches(self) -> None:
+        """Have the kernel forget what it knows of this mount, and of a source that is a mount itself.
+
+        /proc/sys/vm/drop_caches would take their caches from other tests, too, and tests run side by side.
+        """
+        for path in (self.path, self.source):
+            drop_caches_of(path)
+
     def umount(self) -> None:
-        cachefs("umount", self.path)
+        """As `cachefs umount` does, without the start of a program: a third of what a mount costs a test."""
+        unmount_and_wait(str(self.path))
         self.pid = 0
 
     def remount(self, *arguments: object) -> None:
@@ -100,16 +118,35 @@ class Mount:
         path = self.cache / "daemon.log"
         return path.read_text() if path.exists() else ""
 
+    def _abort(self) -> None:
+        if (there := MountInstance.on_top(str(self.path))) is not None:
+            there.abort()
+            subprocess.run(["umount", "--lazy", self.path], check=True)
+
     def cleanup(self) -> None:
         if self.pid:
-            done = cachefs("umount", self.path, check=False)
-            if done.returncode:
+            try:
+                unmount_and_wait(str(self.path))
+            except CacheFsError:
                 os.kill(self.pid, signal.SIGTERM)
-        while "fuse.cachefs" in mounted_on(self.path):
-            cachefs("umount", self.path)
+        try:
+            while "fuse.cachefs" in mounted_on(self.path):
+                unmount_and_wait(str(self.path))
+        except CacheFsError:  # pytest would hang when it deletes the directory
+            self._abort()
+            raise
         log = self.log()
         assert not any(word in log for word in ("bug in", "Traceback", "Sanitizer", "runtime error")), log
         assert log.count("the fast path has ended") <= self.killed_fastpaths, log
+
+
+def stuck_threads(*pids: int) -> int:
+    """How many threads of these processes wait for an answer of a FUSE filesystem: here that is the source."""
+    found = 0
+    for pid in pids:
+        for task in Path(f"/proc/{pid}/task").iterdir():
+            found += (task / "wchan").read_text() == "request_wait_answer"
+    return found
 
 
 def wait_for(probe: Callable[[], Any], accept: Callable[[Any], bool], timeout_s: float = 30.0) -> Any:
@@ -125,7 +162,14 @@ def wait_for(probe: Callable[[], Any], accept: Callable[[Any], bool], timeout_s:
 
 
 @pytest.fixture
-def mount(tmp_path: Path) -> Iterator[Callable[..., Mount]]:
+def beneath() -> Iterator[ExitStack]:
+    """What mounts lie over: it ends after them, so that they need not wait for it to come back."""
+    with ExitStack() as stack:
+        yield stack
+
+
+@pytest.fixture
+def mount(tmp_path: Path, beneath: ExitStack) -> Iterator[Callable[..., Mount]]:
     """`mount(source, *arguments, name=…)`: mounted until the test ends."""
     made: list[Mount] = []
 
@@ -154,7 +198,7 @@ def small_disk(place: Path, size: str) -> Iterator[Path]:
 
 def settle() -> None:
     """Let what was just written grow older than two seconds: younger objects are compared once more (hazard 11)."""
-    time.sleep(2.1)
+    time.sleep(AGE_S)
 
 
 def make_files(
@@ -175,46 +219,91 @@ def contents(root: Path) -> dict[Path, bytes]:
     return {p.relative_to(root): p.read_bytes() for p in sorted(root.rglob("*")) if p.is_file() and not p.is_symlink()}
 
 
+class Trees:
+    """Small trees, some of which are made long before they are wanted: they must be old enough to be believed."""
+
+    def __init__(self, base: Path) -> None:
+        self._base = base
+        self._made: deque[tuple[Path, float]] = deque()
+        self._count = 0
+
+    def __next__(self) -> Path:
+        while len(self._made) < TREES_AHEAD:
+            root = self._base / f"tree{self._count}"
+            self._count += 1
+            make_files(root, 40)
+            (root / "empty").write_bytes(b"")
+            (root / "link").symlink_to("d0/f00000")
+            self._made.append((root, time.monotonic()))
+        root, made_s = self._made.popleft()
+        time.sleep(max(0.0, made_s + AGE_S - time.monotonic()))
+        return root
+
+
 @pytest.fixture(scope="session")
-def trees(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """Small trees, one for each test that wants one, all old enough to be believed at once."""
-    base = tmp_path_factory.mktemp("trees")
-    roots = []
-    wanted = sum("source" in getattr(item, "fixturenames", ()) for item in request.session.items)
-    for index in range(wanted):
-        root = base / f"tree{index}"
-        make_files(root, 40)
-        (root / "empty").write_bytes(b"")
-        (root / "link").symlink_to("d0/f00000")
-        roots.append(root)
-    settle()
-    return iter(roots)
+def trees(tmp_path_factory: pytest.TempPathFactory) -> Trees:
+    return Trees(tmp_path_factory.mktemp("trees"))
 
 
 @pytest.fixture
-def source(trees: Iterator[Path]) -> Path:
+def source(trees: Trees) -> Path:
     """A tree of 40 small files in 4 directories, an empty file and a symlink; the test may change it."""
     return next(trees)
 
 
-@pytest.fixture
-def faulty(tmp_path: Path, source: Path) -> Iterator[tuple[Path, Path]]:
-    """(a source that fails on demand, the directory of its faults)"""
+def start_fault_fs(source: Path, tmp_path: Path, beneath: ExitStack) -> tuple[Path, Path, subprocess.Popen[bytes]]:
+    """(a source that fails on demand, the directory of its faults, its process)"""
     mountpoint, faults = tmp_path / "faulty", tmp_path / "faults"
     mountpoint.mkdir()
     faults.mkdir()
     process = subprocess.Popen([sys.executable, "-m", "tests.faultfs", source, mountpoint, faults], cwd=REPOSITORY)
+    beneath.callback(process.wait, 20)
+    beneath.callback(process.terminate)  # the mount over it may still hold its root
     wait_for(lambda: mounted_on(mountpoint), bool)
+    beneath.callback(subprocess.run, ["umount", "-l", mountpoint], check=True)
+    return mountpoint, faults, process
+
+
+@pytest.fixture
+def faulty(tmp_path: Path, source: Path, beneath: ExitStack) -> Iterator[tuple[Path, Path]]:
+    """(a source that fails on demand, the directory of its faults)"""
+    mountpoint, faults, _ = start_fault_fs(source, tmp_path, beneath)
     yield mountpoint, faults
     for fault in faults.iterdir():
         fault.unlink()
-    subprocess.run(["umount", "-l", mountpoint], check=True)
-    process.terminate()  # the mount over it may still hold its root
-    process.wait(20)
 
 
-def drop_caches() -> None:
-    Path("/proc/sys/vm/drop_caches").write_text("3")
+def children(pid: int) -> set[int]:
+    """Processes that any of its threads has started."""
+    found: set[int] = set()
+    for path in Path(f"/proc/{pid}/task").glob("*/children"):
+        with suppress(FileNotFoundError, ProcessLookupError):  # a thread that has ended
+            found.update(map(int, path.read_text().split()))
+    return found
+
+
+def drop_caches_of(path: Path) -> None:
+    """Remount the FUSE filesystem that is mounted here, if one is, with the flags that it has.
+
+    The kernel drops the names that are not in use, and FUSE the pages of an inode with its last name. Pages of files
+    that this process has open are dropped by themselves.
+    """
+    for line in reversed(Path("/proc/self/mountinfo").read_text().splitlines()):
+        fields = line.split(" ")
+        if fields[4] == str(path):
+            break
+    else:
+        return
+    kind, _, options = fields[fields.index("-") + 1 :]
+    if not kind.startswith("fuse"):
+        return
+    for name in os.listdir("/proc/self/fd"):
+        with suppress(OSError):  # it was the listing's own, or is no file
+            if os.readlink(f"/proc/self/fd/{name}").startswith(f"{path}/"):
+                os.posix_fadvise(int(name), 0, 0, os.POSIX_FADV_DONTNEED)
+    flags = {"ro": 1, "nosuid": 2, "nodev": 4}
+    given = {*fields[5].split(","), *options.split(",")}
+    syscalls.mount("", str(path), "", MS_REMOUNT | sum(flags[each] for each in given & flags.keys()))
 
 
 def raises_errno(number: int, function: Callable[[], object]) -> None:

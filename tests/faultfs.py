@@ -2,8 +2,9 @@
 
     python -m tests.faultfs ROOT MOUNTPOINT FAULTS
 
-While FAULTS/hang exists, READ, OPEN and LOOKUP of paths that contain what is in it do not answer;
+While FAULTS/hang exists, READ, OPEN and LOOKUP of paths that contain a line of it do not answer;
 while FAULTS/hang-all exists, GETATTR, STATFS and GETXATTR do not either;
+while FAULTS/hang-write exists, WRITE does not;
 while FAULTS/enotconn exists, STATFS fails with ENOTCONN;
 while FAULTS/edquot exists, FLUSH fails with EDQUOT;
 while FAULTS/fsync exists, FSYNC and FSYNCDIR fail with EIO;
@@ -32,7 +33,7 @@ class FaultFs(pyfuse3.Operations):
 
     def hangs(self, path: bytes) -> bool:
         try:
-            return (FAULTS / "hang").read_bytes() in path
+            return any(part in path for part in (FAULTS / "hang").read_bytes().splitlines() or [b""])
         except FileNotFoundError:
             return False
 
@@ -95,6 +96,8 @@ class FaultFs(pyfuse3.Operations):
         return os.readlink(self.paths[inode])
 
     async def write(self, fh, off, buf):
+        while (FAULTS / "hang-write").exists():
+            await trio.sleep(0.02)
         return os.pwrite(fh, buf, off)
 
     async def flush(self, fh):

@@ -246,14 +246,6 @@ static enum outcome serve_handle(struct worker *worker, const struct request *re
     return ANSWERED;
 }
 
-/* Where OPEN is never sent, and only there, fh is ours to write: Python reads by inode then (hazard 2). */
-static void name_inode(struct worker *worker, const struct request *request)
-{
-    uint64_t *handle = request->body; /* the first field of READ, READDIR and FSYNCDIR */
-    if (mounted_with(worker, NO_OPEN))
-        *handle = FAST_HANDLE | request->header->nodeid;
-}
-
 /* --- the rest ----------------------------------------------------------------------------------------------------- */
 
 /* Nobody counts look-ups of what is pinned: only the FORGETs of other inodes are of interest. */
@@ -314,7 +306,6 @@ enum outcome answer_request(struct worker *worker, const struct request *request
         }
         return serve_handle(worker, request, *(const uint64_t *)request->body);
     case FUSE_FSYNCDIR:
-        name_inode(worker, request);
         return PASS;
     case FUSE_IOCTL: /* Python's open() asks each file whether it is a terminal */
     case FUSE_LSEEK:
@@ -326,10 +317,6 @@ enum outcome answer_request(struct worker *worker, const struct request *request
         return ANSWERED;
     case FUSE_OPENDIR:
         return serve_opendir(worker, request);
-    case FUSE_READ:
-    case FUSE_READDIR:
-    case FUSE_READDIRPLUS:
-        name_inode(worker, request);
     }
     if (!worker->fastpath->shared->serving || view_begin(&worker->view))
         return PASS;

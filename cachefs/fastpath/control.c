@@ -166,7 +166,7 @@ static bool receive(struct control_socket *control)
 }
 
 /* A daemon that was killed while one of its threads waits in the kernel, for a source that hangs, keeps its sockets open. */
-static bool is_dying(pid_t pid)
+bool process_is_dying(pid_t pid)
 {
     char path[32], text[256];
     snprintf(path, sizeof path, "/proc/%d/stat", (int)pid);
@@ -200,7 +200,7 @@ void control_run(struct control_socket *control, int ended)
         fill_tick(control->fastpath->fill);
         interrupt_tick(control->fastpath);
         if (ready <= 0) {
-            if (control->daemon >= 0 && next_waits(control) && is_dying(control->pid)) {
+            if (control->daemon >= 0 && next_waits(control) && process_is_dying(control->pid)) {
                 daemon_gone(control);
                 if (control->process >= 0)
                     process_gone(control);

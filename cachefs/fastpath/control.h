@@ -6,6 +6,7 @@
 #include <stdbool.h>
 #include <stddef.h>
 #include <stdint.h>
+#include <sys/types.h>
 
 #include "shared.h"
 
@@ -22,6 +23,8 @@ struct control_socket {
 void control_init(struct control_socket *control, struct fastpath *fastpath, int listener, int shared_fd, int blob_fd);
 /* Serves until `ended` (an eventfd) is signalled. */
 void control_run(struct control_socket *control, int ended);
+/* Has its first thread ended? */
+bool process_is_dying(pid_t pid);
 /* From any thread. False: no daemon is there, or it does not keep up; nothing was sent. */
 bool control_send(struct control_socket *control, uint32_t type, uint64_t a, uint64_t b, const void *data, size_t length);
 

@@ -90,8 +90,7 @@ struct fetcher *fill_start_fetch(struct fill *fill, struct fetch *fetch)
     return NULL;
 }
 
-/* A fetch has ended: its owner may have one more, and a thread that is idle may be for that. */
-static struct fetcher *start_queued(struct fill *fill)
+struct fetcher *fill_start_queued(struct fill *fill)
 {
     struct fetch *fetch = fill->idle_count ? queue_pop_fair(&fill->queue, &fill->shares) : NULL;
     return fetch ? give_job(fill, fetch) : NULL;
@@ -149,7 +148,7 @@ void fill_run(struct fill *fill, struct fetch *fetch, struct counters *counters)
     fetch->waiters = NULL;
     bool abandoned = fetch->state == FETCH_ABANDONED;
     shares_give(&fill->shares, fetch->owner);
-    struct fetcher *next = start_queued(fill);
+    struct fetcher *next = fill_start_queued(fill); /* its owner may have one more, and a thread that is idle may be for that */
     if (abandoned) {
         fill_stuck(fill, fetch, false);
     } else {

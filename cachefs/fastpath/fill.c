@@ -119,16 +119,6 @@ static enum outcome refuse(struct worker *worker, const struct request *request)
     return ANSWERED;
 }
 
-/* A fetch of another owner that waits for that one's share: it becomes ours, if we may have one more. */
-static struct fetcher *take_over_queued(struct fill *fill, struct fetch *fetch, uint32_t owner)
-{
-    if (fetch->state != FETCH_QUEUED || fetch->owner == owner || shares_full(&fill->shares, owner))
-        return NULL;
-    queue_remove(&fill->queue, fetch);
-    fetch->owner = owner;
-    return fill_start_fetch(fill, fetch);
-}
-
 enum outcome fill_read(struct worker *worker, const struct inode_record *record, const struct request *request)
 {
     struct fill *fill = worker->fastpath->fill;
@@ -144,7 +134,7 @@ enum outcome fill_read(struct worker *worker, const struct inode_record *record,
         end = record->size;
     struct waiter reader = {
         .slot = worker->slot, .unique = request->header->unique, .offset = in->offset,
-        .since_ns = worker->begun_ns, .length = (uint32_t)(end - in->offset)};
+        .since_ns = worker->begun_ns, .length = (uint32_t)(end - in->offset), .owner = owner};
 
     pthread_mutex_lock(&fill->lock);
     struct fetch *fetch = table_find(&fill->table, inode, record->version, in->offset, end);
@@ -190,7 +180,9 @@ enum outcome fill_read(struct worker *worker, const struct inode_record *record,
     }
     *waiter = reader;
     add_waiter(fetch, waiter);
-    struct fetcher *fetcher = new ? NULL : take_over_queued(fill, fetch, owner);
+    /* It may have waited for the share of another owner, and ours may have room. */
+    bool joins = !new && fetch->state == FETCH_QUEUED && !shares_full(&fill->shares, owner);
+    struct fetcher *fetcher = joins ? fill_start_queued(fill) : NULL;
     /* Most serving threads may fetch themselves: that saves a wake-up. The others are there for hits. */
     bool ourselves = new && fill->inline_count + THREADS_FOR_HITS < shared->threads && !shares_full(&fill->shares, owner);
     if (ourselves) {
@@ -319,7 +311,7 @@ int fill_start(struct fastpath *fastpath, struct control_socket *control)
     if (!fill)
         return ENOMEM;
     fill->fastpath = fastpath;
-    shared->stuck = 0;
+    shared->stuck = shared->held_bytes = 0; /* of a predecessor that was killed */
     uint32_t most = FETCH_THREADS(shared) + shared->threads - THREADS_FOR_HITS;
     uint32_t reserve = reserved_fetchers(shared), places = most + reserve;
     if (!shares_init(&fill->shares, most, reserve, places) || !shares_init(&fill->stuck_shares, most, reserve, places))

@@ -11,7 +11,7 @@
 #include "window.h"
 #include "wishes.h"
 
-#define MAX_PATH 4000 /* the kernel's 4,096 and a margin; longer ones are walked by Python */
+#define MAX_PATH (32u << 10) /* on the stack; files beneath longer ones are Python's, and are not cached */
 /* Fetched and not yet appended; beyond that nothing more is cached. A parquet reader asks for 50 MB at once. */
 #define HELD_BYTES (64u << 20)
 #define HELD_SHARE 8
@@ -70,6 +70,8 @@ struct fetch *fill_add(struct fill *fill, const struct inode_record *record, uin
 void fill_begin(struct fill *fill, struct fetch *fetch);
 /* Who is to run it: a thread that must be woken, or NULL if all are busy and will come to it. */
 struct fetcher *fill_start_fetch(struct fill *fill, struct fetch *fetch);
+/* The same for the first that waits in the queue and that one of its owners may have now. */
+struct fetcher *fill_start_queued(struct fill *fill);
 /* A thread that has nothing to do, if there is a wish that may be fetched now; to be woken. */
 struct fetcher *fill_for_wishes(struct fill *fill);
 

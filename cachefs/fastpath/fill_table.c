@@ -47,15 +47,30 @@ struct fetch *queue_pop(struct fetch_queue *queue)
     return fetch;
 }
 
+/* Assigns the fetch to the first of its waiters whose share has room; false if none has. `full`: an owner whose share is known
+ * to be full. */
+static bool find_owner(struct fetch *fetch, const struct shares *shares, uint32_t *full)
+{
+    const struct waiter *waiter = fetch->waiters;
+    for (uint32_t owner = fetch->owner;; waiter = waiter->next) {
+        if (owner != *full && !shares_full(shares, owner)) {
+            fetch->owner = owner;
+            return true;
+        }
+        *full = owner;
+        if (!waiter)
+            return false;
+        owner = waiter->owner;
+    }
+}
+
 struct fetch *queue_pop_fair(struct fetch_queue *queue, const struct shares *shares)
 {
-    /* Most waiting fetches belong to one owner with a full share: its share is looked up once, for the first fetch. */
+    /* Most queued fetches belong to one owner with a full share: that share is looked up once. */
+    uint32_t full = DAEMON_OWNER; /* its fetches are never queued here */
     struct fetch *fetch = queue->first;
-    for (; fetch; fetch = fetch->queue_next) {
-        bool same = fetch != queue->first && fetch->owner == queue->first->owner;
-        if (!same && !shares_full(shares, fetch->owner))
-            break;
-    }
+    while (fetch && !find_owner(fetch, shares, &full))
+        fetch = fetch->queue_next;
     if (fetch)
         queue_remove(queue, fetch);
     return fetch;

@@ -14,7 +14,7 @@
 struct waiter { /* a READ that waits for a fetch; its slot is ours */
     struct waiter *next;
     uint64_t unique, offset, since_ns;
-    uint32_t slot, length;
+    uint32_t slot, length, owner;
 };
 
 enum fetch_state {
@@ -31,7 +31,7 @@ struct fetch {
     struct waiter *waiters;
     struct inode_record record;
     uint64_t inode, offset, since_ns, report;
-    uint32_t length, owner; /* `owner`: who asked first (shares.h) */
+    uint32_t length, owner; /* `owner`: whose share it takes a place of (shares.h): who asked first, or waits for it */
     enum fetch_state state;
     int references; /* of those who read `payload`, its owner included */
     bool cached;    /* to be appended; else just the bytes that were asked for */
@@ -51,7 +51,7 @@ struct fetch_queue { /* linked by `queue_next`; a fetch is in one at most */
 void queue_push(struct fetch_queue *queue, struct fetch *fetch);
 /* NULL: it is empty. */
 struct fetch *queue_pop(struct fetch_queue *queue);
-/* The first whose owner may have one more. NULL: there is none. */
+/* The first fetch that has a waiter whose share has room; that waiter becomes its owner. NULL: there is none. */
 struct fetch *queue_pop_fair(struct fetch_queue *queue, const struct shares *shares);
 void queue_remove(struct fetch_queue *queue, struct fetch *fetch);
 

@@ -43,7 +43,7 @@ _SETTLED_S = 0.2
 _MAX_PAUSE_S = 5.0
 _HANDOVER_TIMEOUT_S = 2.0  # a socket that only the descriptor store holds accepts, and never answers
 _STOP_TIMEOUT_S = 15.0
-_LOOK_S = 0.2
+_LOOK_S = 0.5
 
 
 class Message(enum.IntEnum):
@@ -191,20 +191,32 @@ def memory_name(link: str) -> str:
     return os.readlink(link).removeprefix("/memfd:").removesuffix(" (deleted)")
 
 
+def _runs_our_program(process: Path) -> bool:
+    """`process`: its directory in /proc. Raises OSError, StopIteration where it has ended.
+
+    Any user can start a set-user-ID program with arguments and open files of their choice. Therefore this looks at the
+    program itself and at all user ids of the process, not only the effective one.
+    """
+    if process.stat().st_uid != os.geteuid():  # most are sorted out by this
+        return False
+    program = os.path.basename(os.readlink(process / "exe")).removesuffix(" (deleted)")  # deleted: by an upgrade
+    lines = (process / "status").read_text(errors="replace").splitlines()
+    ids = next(line for line in lines if line.startswith("Uid:")).split()[1:]
+    return program == PROGRAM.name and set(map(int, ids)) == {os.geteuid()}
+
+
 def running(name: str) -> list[Running]:
     """The fast paths of this user that share the memory of this name. More than one is a mistake."""
     found = []
     for process in Path("/proc").glob("[0-9]*"):
         try:
-            if process.stat().st_uid != os.geteuid():
+            if not _runs_our_program(process):
                 continue
             command = (process / "cmdline").read_bytes().decode(errors="replace").split("\0")
-            if os.path.basename(command[0]) != PROGRAM.name:
-                continue
             fds = tuple(int(command[command.index(option) + 1]) for option in _HELD_OPTIONS)
             if memory_name(f"{process}/fd/{fds[1]}") == name:
                 found.append(Running(int(process.name), fds))
-        except (OSError, ValueError):  # it has ended, or is another program
+        except (OSError, ValueError, StopIteration):  # it has ended, or is another program
             continue
     return found
 
@@ -214,8 +226,8 @@ _HELD_OPTIONS = ("--device", "--shared", "--source", "--blob", "--listener")
 
 def is_running(pid: int) -> bool:
     """Zombies do not run."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in ("Z", "X")
+    try:  # of its first thread: the file of the process adds up what all of them have used
+        return Path(f"/proc/{pid}/task/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in ("Z", "X")
     except OSError:
         return False
 
@@ -302,20 +314,26 @@ class FastPath:
         return f"/dev/fd/{os.dup(self._python.fileno())}"
 
     async def replace(self) -> None:
-        """End the program that runs, so that `run` starts the one that is installed. Its requests go on with that."""
-        pidfd = self._open_process()
+        """End the program that runs, and start the one that is installed. Its requests go on with that.
+
+        The new one starts first and waits. If any process is killed meanwhile, another one still holds the mount.
+        """
+        pidfd, before = self._open_process(), self._pid
         if pidfd is None:
             return
         try:
+            self._spawn(after=before)
             for number in (signal.SIGTERM, signal.SIGKILL):
                 with contextlib.suppress(ProcessLookupError):
                     signal.pidfd_send_signal(pidfd, number)
+                    signal.pidfd_send_signal(pidfd, signal.SIGCONT)  # one that was stopped hears nothing
                 with trio.move_on_after(_STOP_TIMEOUT_S):
-                    await _end_of(self._pid, pidfd)
-                    break
+                    await _end_of(before, pidfd)
+                    return
+            os.kill(self._pid, signal.SIGKILL)
+            raise CacheFsError(f"the fast path (pid {before}) cannot be ended: it waits in the kernel")
         finally:
             os.close(pidfd)
-        self._pid = 0
 
     def _open_process(self) -> int | None:
         """A pidfd of the program that runs. None: none does."""
@@ -381,7 +399,8 @@ class FastPath:
             if not other.kill():
                 raise CacheFsError(f"the fast path (pid {other.pid}) cannot be ended: it waits in the kernel")
 
-    def _spawn(self) -> None:
+    def _spawn(self, *, after: int = 0) -> None:
+        """`after`: the pid of another one, for the end of which it waits."""
         held = self._held
         fds = {
             "--device": held.device,
@@ -393,7 +412,7 @@ class FastPath:
         command = [str(PROGRAM)]
         for name, fd in fds.items():
             command += (name, str(fd))
-        command += ("--session", str(self._session), "--durable", str(self._durable))
+        command += ("--session", str(self._session), "--durable", str(self._durable), "--after", str(after))
         with open(self._log_path, "ab", opener=opener) if self._log_path else contextlib.nullcontext() as log_file:
             self._process = subprocess.Popen(
                 command,
@@ -480,6 +499,7 @@ class FastPath:
             if self._pid:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(self._pid, number)
+                    os.kill(self._pid, signal.SIGCONT)  # one that was stopped hears nothing
             with trio.move_on_after(_STOP_TIMEOUT_S):
                 await self._ended.wait()
 

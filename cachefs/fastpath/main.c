@@ -4,6 +4,7 @@
  * a listening socket. It outlives the daemon, and ends when the mount does. */
 #include <errno.h>
 #include <fcntl.h>
+#include <poll.h>
 #include <pthread.h>
 #include <signal.h>
 #include <stdio.h>
@@ -11,6 +12,7 @@
 #include <string.h>
 #include <sys/eventfd.h>
 #include <sys/mman.h>
+#include <sys/syscall.h>
 #include <unistd.h>
 
 #include "control.h"
@@ -18,6 +20,7 @@
 #include "serve.h"
 
 #define STACK_BYTES (256u << 10)
+#define LOOK_MS 20
 
 static int fail(const char *what, const char *why)
 {
@@ -50,29 +53,30 @@ static int print_layout(void)
     FIELD(shared, simulate_latency_ns); FIELD(shared, root_device); FIELD(shared, run); FIELD(shared, floor);
     FIELD(shared, serving); FIELD(shared, capacity_bytes); FIELD(shared, committed_bytes); FIELD(shared, settled);
     FIELD(shared, pending_bytes); FIELD(shared, held_bytes); FIELD(shared, stuck); FIELD(shared, pid); FIELD(shared, passed); FIELD(shared, counters);
-    FIELD(shared, wishes_done); FIELD(shared, wish_jobs); FIELD(shared, accesses); FIELD(shared, latencies); FIELD(shared, readers);
+    FIELD(shared, wishes_done); FIELD(shared, wish_jobs); FIELD(shared, accesses); FIELD(shared, latencies); FIELD(shared, slots); FIELD(slot_head, word);
     FIELD(shared, young); FIELD(access_log, entries); FIELD(access, when_and_unit);
     FIELD(wish, inode); FIELD(wish, offset);
     FIELD(filled, report); FIELD(filled, inode); FIELD(filled, offset); FIELD(filled, version);
     FIELD(filled, blob_offset); FIELD(filled, record_bytes); FIELD(filled, length); FIELD(filled, checksums);
     FIELD(control, type); FIELD(control, length); FIELD(control, a); FIELD(control, b);
-    printf(",\n {\"shared_bytes\": %zu, \"counters\": %zu, \"threads\": %d}]\n", SHARED_BYTES, sizeof(struct counters),
-           MAX_THREADS);
+    printf(",\n {\"shared_bytes\": %zu, \"counters\": %zu, \"threads\": %d, \"slot\": %zu, \"head_bytes\": %zu}]\n",
+           SHARED_BYTES, sizeof(struct counters), MAX_THREADS, sizeof(struct slot_head), SHARED_HEAD_BYTES);
     return 0;
 }
 
 struct arguments {
     int device, shared, source, blob, listener;
     const char *session, *durable;
+    int after; /* the pid of another one on the same memory; 0: there is none */
 };
 
 static bool parse_arguments(int count, char **values, struct arguments *out)
 {
-    *out = (struct arguments){-1, -1, -1, -1, -1, NULL, NULL};
+    *out = (struct arguments){-1, -1, -1, -1, -1, NULL, NULL, 0};
     struct { const char *name; int *fd; const char **path; } known[] = {
         {"--device", &out->device, NULL}, {"--shared", &out->shared, NULL},     {"--source", &out->source, NULL},
         {"--blob", &out->blob, NULL},     {"--listener", &out->listener, NULL}, {"--session", NULL, &out->session},
-        {"--durable", NULL, &out->durable},
+        {"--durable", NULL, &out->durable}, {"--after", &out->after, NULL},
     };
     for (int i = 1; i + 1 < count; i += 2)
         for (size_t k = 0; k < sizeof known / sizeof *known; k++)
@@ -84,6 +88,16 @@ static bool parse_arguments(int count, char **values, struct arguments *out)
             }
     return out->device >= 0 && out->shared >= 0 && out->source >= 0 && out->blob >= 0 && out->listener >= 0 &&
            out->session && out->durable;
+}
+
+/* It holds what the mount is made of while we wait, and we go on with it, also if the daemon that started us is killed. */
+static void wait_for_end(pid_t pid)
+{
+    struct pollfd wait = {(int)syscall(SYS_pidfd_open, pid, 0), POLLIN, 0};
+    while (wait.fd >= 0 && poll(&wait, 1, LOOK_MS) <= 0 && !process_is_dying(pid)) /* a thread of it may wait for the source */
+        ;
+    if (wait.fd >= 0)
+        close(wait.fd);
 }
 
 static struct shared *map_shared(int fd)
@@ -124,8 +138,12 @@ int main(int count, char **values)
     if (!parse_arguments(count, values, &arguments))
         return fail("usage", "this program is started by cachefs, not by hand");
     signal(SIGPIPE, SIG_IGN);
+    signal(SIGXFSZ, SIG_IGN); /* a blob that may not grow is a full one */
     signal(SIGINT, SIG_IGN);
     signal(SIGHUP, SIG_IGN);
+
+    if (arguments.after)
+        wait_for_end(arguments.after);
 
     static struct fastpath fastpath;
     static struct control_socket control;

@@ -42,19 +42,17 @@ static void mark_now(const struct request *request)
     wanted->valid |= FATTR_CTIME;
 }
 
-/* Python is told of a handle, and of no caller. */
-static void note_reader(struct relay *relay, const struct request *request)
+/* Of these requests pyfuse3 hands on the handle, and neither inode nor caller. With a handle of ours, or with none where OPEN
+ * is never sent, Python needs both. So the handle is replaced by the place of the request, which is slot and generation:
+ * Python reads them from its header (shared.py). A request that was passed on is never served here again. */
+static void name_place(const struct relay *relay, uint32_t slot, const struct request *request)
 {
     uint32_t opcode = request->header->opcode;
-    if (opcode != FUSE_READ && opcode != FUSE_READDIR && opcode != FUSE_READDIRPLUS)
+    uint64_t *handle = request->body; /* the first field of all of them */
+    if (opcode != FUSE_READ && opcode != FUSE_READDIR && opcode != FUSE_READDIRPLUS && opcode != FUSE_FSYNCDIR)
         return;
-    uint64_t handle = ((const struct fuse_read_in *)request->body)->fh, inode = handle & ~FAST_HANDLE;
-    if (!(handle & FAST_HANDLE))
-        return;
-    struct reader *reader = &relay->shared->readers[inode % READERS];
-    reader->inode = 0;
-    reader->uid = request->header->uid;
-    reader->inode = inode;
+    if (*handle & FAST_HANDLE || relay->shared->flags & NO_OPEN)
+        *handle = FAST_HANDLE | head_of(relay, slot)->word >> 8 << 16 | slot;
 }
 
 /* False: not now. errno EAGAIN: its queue is full; else it is gone. */
@@ -66,7 +64,7 @@ static bool send_locked(struct relay *relay, uint32_t slot)
         return true;
     }
     uint32_t opcode = request.header->opcode;
-    note_reader(relay, &request);
+    name_place(relay, slot, &request);
     if (must_split(&request) && !split_begin(relay, slot, &request)) {
         fail_locked(relay, slot, EIO);
         return true;
@@ -268,7 +266,7 @@ static void deliver(struct relay *relay, struct fuse_out_header *answer, size_t 
         return;
     uint32_t slot = answer->unique & 0xffff, part = answer->unique >> 16 & 0xff;
     if (slot >= SLOT_COUNT)
-        return; /* of INIT. Notifications do not come this way: Python writes them to /dev/fuse itself (hazard 1) */
+        return; /* of INIT. Notifications do not come this way: a process of its own writes them to /dev/fuse (hazard 1) */
     pthread_mutex_lock(&relay->lock);
     enum slot_state state = state_of(relay, slot);
     bool known = unique_of(relay, slot, part) == answer->unique && (state == SLOT_PASSED || state == SLOT_ANSWERED);

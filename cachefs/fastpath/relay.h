@@ -21,7 +21,7 @@
 
 #define PART_BYTES (128u << 10) /* of a READ that is passed on: libfuse's reply is one message (hazard 5) */
 #define MAX_PARTS 16
-#define FAST_HANDLE ((uint64_t)1 << 63) /* in fh: ours; the rest is the inode (hazard 2) */
+#define FAST_HANDLE ((uint64_t)1 << 63) /* in fh: ours; the rest is the inode, or the request's place (relay.c; hazard 2) */
 #define NO_SLOT UINT32_MAX
 
 /* What nobody may take: for requests that arrive, of which nobody knows yet whether they are hits. */

@@ -13,13 +13,12 @@
 #include "latency.h"
 
 #define SHARED_MAGIC 0x48505443u /* "CTPH" */
-#define SHARED_VERSION 5
+#define SHARED_VERSION 6
 #define MAX_THREADS 192
 #define SLOT_COUNT 2048
 #define SLOT_BYTES (140u << 10) /* of one request: a WRITE of 128 KiB and what surrounds it */
 #define PARKED_COUNT 8192
 #define PARKED_BYTES 1016 /* of one request that waits for its share of slots */
-#define READERS 4096
 #define INIT_BYTES 128
 #define OPERATIONS 64
 #define YOUNG_ENTRIES 8192
@@ -96,11 +95,6 @@ struct parked { /* a request that waits for its owner's share of slots (relay_lo
 };
 static_assert(sizeof(struct parked) == 1024, "parked request");
 
-/* The uid that last read a file through a fast-path handle, at inode % READERS. Python sees no OPEN for those. */
-struct reader {
-    _Atomic uint64_t inode, uid;
-};
-
 struct shared {
     uint32_t magic, version, slot_count, slot_bytes;
     /* How the mount was set up: written by the daemon before the fast path starts. */
@@ -129,7 +123,6 @@ struct shared {
     struct access_log accesses[ACCESS_LOGS];
     struct slot_head slots[SLOT_COUNT];
     struct latencies latencies[LATENCY_COPIES];
-    struct reader readers[READERS];
     struct young_files young;
     struct parked parked[PARKED_COUNT];
 };

@@ -16,23 +16,27 @@ from cachefs.options import CacheLevel, Options
 from cachefs.shares import UNKNOWN
 
 MAGIC = 0x48505443
-VERSION = 5
+VERSION = 6
 SLOT_COUNT = 2048
 SLOT_BYTES = 140 << 10
 MAX_THREADS = 192
 COUNTERS_OFFSET = 4096
 COUNTER_BYTES = 192
-SHARED_BYTES = 303452160
+SHARED_BYTES = 303386624
+HEAD_BYTES = SHARED_BYTES - SLOT_COUNT * SLOT_BYTES
+"""Behind it are the requests themselves."""
 ACCESSES_OFFSET = 40960
 ACCESS_LOGS = 16
 ACCESS_ENTRIES = 4096
 ACCESS_UNIT_BITS = 24
+SLOTS_OFFSET = 1090560
+SLOT_HEAD_BYTES = 32
 LATENCIES_OFFSET = 1156096
 LATENCY_COPIES = 16
-READERS_OFFSET = 1263616
-READERS = 4096
-YOUNG_OFFSET = 1329152
+YOUNG_OFFSET = 1263616
 YOUNG_ENTRIES = 8192
+_REQUEST = struct.Struct("<16xQI")  # struct fuse_in_header: nodeid, uid
+_PLACE_MASK = (1 << 63) - 1
 _LOG_WORDS = 8 + 2 * ACCESS_ENTRIES
 _MARGIN = 256
 """So many of the oldest entries of a log may be overwritten while it is read."""
@@ -175,6 +179,10 @@ class Shared:
         self["reconnect_timeout_ns"] = int(options.reconnect_timeout_s * NANOSECONDS)
         self["source_timeout_ns"] = int(options.source_timeout_s * NANOSECONDS)
 
+    def hurry(self, within_s: float) -> None:
+        """The mount ends: fetches that are older than this are answered ETIMEDOUT."""
+        self["source_timeout_ns"] = min(self["source_timeout_ns"], int(within_s * NANOSECONDS))
+
     def counters(self) -> Counters:
         words = self._words["Q"][COUNTERS_OFFSET // 8 :][: MAX_THREADS * COUNTER_BYTES // 8].tolist()
         return Counters(*(sum(words[number :: COUNTER_BYTES // 8]) for number in range(len(fields(Counters)))))
@@ -195,14 +203,19 @@ class Shared:
             counts[OPERATION_NAMES.get(code, "other")] += count
         return dict(+counts)
 
-    def reader_of(self, inode: int) -> int:
-        """The uid that last read this file, or listed this directory, by a handle of the fast path and was passed on.
+    def request_at(self, handle: int) -> tuple[int, int]:
+        """(inode, uid of the caller) of a request that was passed on with this handle (relay.c).
 
-        UNKNOWN: others did since whose inodes are noted at the same place.
+        (0, UNKNOWN): its answer will find nobody, because it was passed on again.
         """
-        at = READERS_OFFSET // 8 + 2 * (inode % READERS)
-        noted, uid = self._words["Q"][at : at + 2]
-        return uid if noted == inode else UNKNOWN
+        slot = handle & 0xFFFF
+        if slot >= SLOT_COUNT:
+            return 0, UNKNOWN
+        word = self._words["Q"][(SLOTS_OFFSET + slot * SLOT_HEAD_BYTES) // 8]
+        if (word >> 8 << 16 | slot) & _PLACE_MASK != handle & _PLACE_MASK:
+            return 0, UNKNOWN
+        inode, uid = _REQUEST.unpack(os.pread(self.fd, _REQUEST.size, HEAD_BYTES + slot * SLOT_BYTES))
+        return inode, uid
 
     def accesses(self, seen: list[int]) -> list[tuple[int, int]]:
         """(inode, number of the chunk) of READs since the last time, in order.

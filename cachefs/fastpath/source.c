@@ -2,6 +2,7 @@
 
 #include <errno.h>
 #include <fcntl.h>
+#include <limits.h>
 #include <linux/openat2.h>
 #include <stdlib.h>
 #include <string.h>
@@ -27,10 +28,10 @@ static void simulate_latency(const struct shared *shared)
     }
 }
 
-static int open_beneath(int directory, const char *path)
+static int open_at(int directory, const char *path, uint64_t flags)
 {
     struct open_how how = {
-        .flags = O_RDONLY | O_NONBLOCK | O_NOFOLLOW | O_NOCTTY | O_CLOEXEC, /* hazard 21 */
+        .flags = flags | O_NOFOLLOW | O_CLOEXEC, /* hazard 21 */
         .resolve = RESOLVE_BENEATH | RESOLVE_NO_SYMLINKS | RESOLVE_NO_MAGICLINKS,
     };
     /* EAGAIN: a rename raced with the walk, and the next try succeeds; or another process holds a lease on the file
@@ -41,6 +42,31 @@ static int open_beneath(int directory, const char *path)
         if (fd < 0 && errno != EAGAIN && errno != EINTR)
             break;
     }
+    return fd;
+}
+
+/* A system call takes PATH_MAX bytes, the final zero included. A longer path is walked in pieces: a directory that is
+ * moved meanwhile keeps its children, and `same_version` compares what is found. */
+static int open_beneath(int directory, const char *path)
+{
+    int above = directory, fd = 0;
+    for (size_t length = strlen(path); length >= PATH_MAX && fd >= 0;) {
+        char piece[PATH_MAX];
+        const char *slash = memrchr(path, '/', PATH_MAX);
+        size_t taken = (size_t)(slash - path);
+        memcpy(piece, path, taken);
+        piece[taken] = 0;
+        fd = open_at(above, piece, O_PATH | O_DIRECTORY);
+        if (above != directory)
+            close(above);
+        above = fd;
+        path += taken + 1;
+        length -= taken + 1;
+    }
+    if (fd >= 0)
+        fd = open_at(above, path, O_RDONLY | O_NONBLOCK | O_NOCTTY);
+    if (above != directory && above >= 0)
+        close(above);
     return fd;
 }
 

@@ -14,6 +14,7 @@ from cachefs import attributes, latency
 from cachefs.attributes import Dentry, Extent, Inode
 from cachefs.fastpath import in_doubt, launcher, shared
 from cachefs.options import CacheLevel, Options
+from cachefs.shares import UNKNOWN
 from policies.globs import Globs
 
 built = pytest.mark.skipif(not launcher.is_built(), reason="the fast path is not built")
@@ -58,12 +59,15 @@ def test_the_shared_memory_has_one_layout(layout) -> None:  # type: ignore[no-un
     assert by_field["shared", "counters"][0] == shared.COUNTERS_OFFSET
     histograms = shared.LATENCY_COPIES * len(latency.KINDS) * (1 + latency.BUCKETS)
     assert by_field["shared", "latencies"] == (shared.LATENCIES_OFFSET, 8 * histograms)
-    assert by_field["shared", "readers"] == (shared.READERS_OFFSET, 16 * shared.READERS)
+    assert by_field["shared", "slots"] == (shared.SLOTS_OFFSET, shared.SLOT_HEAD_BYTES * shared.SLOT_COUNT)
+    assert by_field["slot_head", "word"] == (0, 8)
     assert by_field["shared", "young"] == (shared.YOUNG_OFFSET, 16 * (1 + shared.YOUNG_ENTRIES))
     assert sizes == {
         "shared_bytes": shared.SHARED_BYTES,
         "counters": shared.COUNTER_BYTES,
         "threads": shared.MAX_THREADS,
+        "slot": shared.SLOT_HEAD_BYTES,
+        "head_bytes": shared.HEAD_BYTES,
     }
 
 
@@ -82,6 +86,20 @@ def test_messages_have_one_layout(layout) -> None:  # type: ignore[no-untyped-de
 def test_the_program_says_so_when_it_is_started_by_hand() -> None:
     done = subprocess.run([launcher.PROGRAM], capture_output=True, text=True, check=False)
     assert done.returncode == 1 and "started by cachefs" in done.stderr
+
+
+def test_a_request_is_found_by_its_handle_until_its_slot_has_another_generation() -> None:
+    memory = shared.Shared.create()
+    slot, generation = 2047, (7 << 47) + 5
+    header = struct.pack("<2I2Q2I", 80, 15, 1, (1 << 62) + 3, 4321, 1)
+    os.pwrite(memory.fd, header, shared.HEAD_BYTES + slot * shared.SLOT_BYTES)
+    os.pwrite(memory.fd, struct.pack("<Q", generation << 8 & (1 << 64) - 1 | 4), shared.SLOTS_OFFSET + slot * 32)
+    handle = 1 << 63 | 5 << 16 | slot
+    assert memory.request_at(handle) == ((1 << 62) + 3, 4321)
+    assert memory.request_at(handle - (1 << 16)) == (0, UNKNOWN)
+    assert memory.request_at(handle - 1) == (0, UNKNOWN)
+    assert memory.request_at((1 << 64) - 1) == (0, UNKNOWN)
+    memory.close()
 
 
 def test_shared_memory_of_another_version_is_refused() -> None:

@@ -1,6 +1,7 @@
 """What a daemon that leaves does about notifications that the kernel has not taken yet."""
 
 import os
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -8,6 +9,7 @@ import pytest
 import trio
 import trio.testing
 
+from cachefs import notifier, notifier_process
 from cachefs.environment import Environment
 from cachefs.index import Index
 from cachefs.notifier import KernelNotifier
@@ -20,41 +22,81 @@ def index(tmp_path: Path) -> Iterator[Index]:
     made.close()
 
 
-def test_a_daemon_leaves_when_nothing_is_under_way_and_its_successor_sends_the_rest(index: Index) -> None:
-    """A pipe that is full stands for a kernel that waits for a request."""
-    reader, device = os.pipe()
-    filled = os.write(device, bytes(1 << 16))
-    messages: list[bytes] = []
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[int, int]]:
+    """(what reads, what the notifications are written to): a pipe, which when full is a kernel that waits."""
+    monkeypatch.setattr(notifier, "_clone", os.dup)
+    reader, writer = os.pipe()
+    yield reader, writer
+    os.close(reader)
+    os.close(writer)
+
+
+def test_a_daemon_leaves_at_once_and_its_successor_sends_what_is_not_confirmed(
+    index: Index, device: tuple[int, int]
+) -> None:
+    reader, writer = device
+    filled = os.write(writer, bytes(1 << 16))
+
+    def empty() -> None:
+        left = filled
+        while left:
+            left -= len(os.read(reader, left))
+
+    emptying = threading.Thread(target=empty)
 
     async def leave() -> None:
         async with trio.open_nursery() as nursery:
-            notifier = KernelNotifier(nursery, device)
-            left = trio.Event()
-            notifier.entry_soon(7, b"under way")
-            await trio.testing.wait_all_tasks_blocked()
-            notifier.hold_back(left.set)
-            await notifier.entry(8, b"held back")
-            await notifier.pages([9])
-            await trio.testing.wait_all_tasks_blocked(0.2)
-            assert not left.is_set()
-            while sum(map(len, messages)) < filled:
-                messages.append(await trio.to_thread.run_sync(os.read, reader, filled))
-            await left.wait()
-            notifier.save(index)
+            leaving = KernelNotifier(writer)
+            nursery.start_soon(leaving.run)
+            nursery.start_soon(leaving.all, [(7, b"under way")], [])
+            await trio.testing.wait_all_tasks_blocked(0.5)
+            leaving.hold_back()
+            with trio.fail_after(10):
+                await leaving.all([(8, b"held back")], [])
+                await leaving.pages([9])
+            leaving.save(index)
+            emptying.start()
+            nursery.cancel_scope.cancel()
 
-    async def take_over() -> None:
+    async def take_over(wanted: int) -> bytes:
+        sent = b""
         async with trio.open_nursery() as nursery:
-            KernelNotifier(nursery, device).restore(index)
+            successor = KernelNotifier(writer)
+            nursery.start_soon(successor.run)
+            successor.restore(index)
+            with trio.fail_after(20):
+                await successor.all([(10, b"end")], [])
+            nursery.cancel_scope.cancel()
+        while b"end" not in sent:
+            sent += os.read(reader, wanted)
+        return sent
 
-    try:
-        trio.run(leave)
-        under_way = os.read(reader, 1 << 16)
-        assert b"under way" in under_way and b"held back" not in under_way
-        for expected in (True, False):  # once
-            trio.run(take_over)
-            os.write(device, b"end")
-            sent = os.read(reader, 1 << 16)
-            assert (b"held back" in sent and (9).to_bytes(8, "little") in sent) == expected
-    finally:
-        os.close(reader)
-        os.close(device)
+    trio.run(leave)
+    emptying.join()
+    assert b"under way" in os.read(reader, 1 << 16), "the predecessor's process has sent it"
+    first = trio.run(take_over, 1 << 16)
+    assert all(sent in first for sent in (b"under way", b"held back", (9).to_bytes(8, "little")))
+    assert b"held back" not in trio.run(take_over, 1 << 16), "once"
+
+
+def test_many_notifications_in_several_packets(device: tuple[int, int]) -> None:
+    """As many as no socket takes at once."""
+    reader, writer = device
+    names = [b"%05d" % number + b"n" * 250 for number in range(2_000)]
+    received = b""
+
+    async def send() -> None:
+        nonlocal received
+        async with trio.open_nursery() as nursery:
+            sending = KernelNotifier(writer)
+            nursery.start_soon(sending.run)
+            nursery.start_soon(sending.all, [(7, name) for name in names], [])
+            while names[-1] not in received:
+                received += await trio.to_thread.run_sync(os.read, reader, 1 << 16)
+            nursery.cancel_scope.cancel()
+
+    trio.run(send)
+    assert len(received) > notifier_process.PACKET_BYTES
+    at = [received.find(name) for name in names]
+    assert -1 not in at and at == sorted(at)

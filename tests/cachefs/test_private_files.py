@@ -47,6 +47,13 @@ def test_files_are_closed(tmp_path: Path) -> None:
     assert (mode(path), path.read_bytes(), os.listdir(tmp_path)) == (0o600, b"other", ["file"])
 
 
+def test_a_file_of_ours_is_emptied_where_that_is_asked_for(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"older and longer")
+    with open(tmp_path / "file", "wb", opener=private_files.opener) as file:
+        file.write(b"new")
+    assert (tmp_path / "file").read_bytes() == b"new"
+
+
 def test_sockets_are_closed(tmp_path: Path) -> None:
     for name, wanted in (("control", 0o600), ("metrics", 0o660)):
         with socket.socket(socket.AF_UNIX) as listener:
@@ -61,8 +68,9 @@ def test_symlinks_and_second_names_are_refused(tmp_path: Path) -> None:
     (tmp_path / "link").hardlink_to(victim)
     os.mkfifo(tmp_path / "fifo")
     for name in ("symlink", "link", "fifo"):
-        with pytest.raises(CacheFsError, match=name):
-            private_files.open_file(tmp_path / name, os.O_RDWR | os.O_CREAT)
+        for flags in (os.O_RDWR | os.O_CREAT, os.O_WRONLY | os.O_CREAT | os.O_TRUNC):
+            with pytest.raises((CacheFsError, OSError), match=name):
+                private_files.open_file(tmp_path / name, flags)
     with pytest.raises(CacheFsError, match="symbolic link"):
         private_files.check_contents(tmp_path)
     assert victim.read_bytes() == b"precious"

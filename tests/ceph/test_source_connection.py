@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from tests.conftest import Mount, cachefs, contents, drop_caches, make_files, mounted_on, settle, wait_for
+from tests.conftest import Mount, cachefs, contents, make_files, mounted_on, settle, wait_for
 
 MakeMount = Callable[..., Mount]
 TOOLS = os.environ.get("CEPHFS_TOOLS")
@@ -31,6 +31,11 @@ pytestmark = [
 MODES = {"read-only": ["--read-only"], "read-write": [], "mutable": ["--mutable", "**"]}
 CACHED = ["read-only", "read-write"]
 BACK_WITHIN_S = 5.0
+
+
+def drop_caches() -> None:
+    """Of the whole machine: also of what lies beneath the mount."""
+    Path("/proc/sys/vm/drop_caches").write_text("3")
 
 
 class CephFs:

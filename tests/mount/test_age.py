@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from cachefs.client import Client
-from tests.conftest import Mount, cachefs, drop_caches, make_files, settle, wait_for
+from tests.conftest import Mount, cachefs, drop_caches_of, make_files, settle, wait_for
 from tests.holder import Holder
 
 MakeMount = Callable[..., Mount]
@@ -67,7 +67,7 @@ def test_what_is_read_during_a_write_is_not_there_afterwards(
     old, new = b"a" * 2 * HALF, b"b" * 2 * HALF
     (place / "victim").write_bytes(old)
     (slow / "rest").write_bytes(new[HALF:])
-    drop_caches()  # the rest must come from there
+    drop_caches_of(slow)  # the rest must come from there
     settle()
     m = mount(place, *mode)
     before = (place / "victim").stat().st_mtime_ns
@@ -89,7 +89,7 @@ def test_what_is_read_during_a_write_is_not_there_afterwards(
         return
 
     def is_cached() -> bool:
-        drop_caches()
+        m.drop_caches()
         assert (m.path / "victim").read_bytes() == new
         return bool(m.flush()["cached_bytes"] == len(new))
 
@@ -112,7 +112,7 @@ def test_a_young_file_is_served_and_counted_and_cached_when_it_is_old_enough(
     os.utime(path, (past, past))
 
     def is_cached() -> bool:
-        drop_caches()
+        m.drop_caches()
         try:
             assert (m.path / "d0/f00000").read_bytes() == content
         except OSError:  # it has changed, and is another file from the next open on
@@ -206,7 +206,7 @@ def test_what_is_read_during_a_write_is_not_there_after_a_take_over(
     old, new = b"a" * 2 * HALF, b"b" * 2 * HALF
     (place / "victim").write_bytes(old)
     (slow / "rest").write_bytes(new[HALF:])
-    drop_caches()  # the rest must come from there
+    drop_caches_of(slow)  # the rest must come from there
     settle()
     m = mount(place, *mode)
     before = (place / "victim").stat().st_mtime_ns

@@ -175,6 +175,7 @@ def test_foreground_and_sigterm(source: Path, tmp_path: Path) -> None:
     assert not mounted_on(place)
 
 
+@pytest.mark.alone
 def test_simulated_latency(mount: MakeMount, source: Path) -> None:
     import time
 
@@ -223,6 +224,7 @@ def user() -> Iterator[pwd.struct_passwd]:
     device.chmod(before)
 
 
+@pytest.mark.alone
 def test_an_unprivileged_user(user: pwd.struct_passwd, source: Path, tmp_path: Path) -> None:
     for path in (tmp_path, *tmp_path.parents):
         if path.stat().st_uid == 0 and path != Path("/"):

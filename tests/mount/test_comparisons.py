@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import Mount, cachefs, drop_caches, raises_errno, settle, wait_for
+from tests.conftest import Mount, cachefs, raises_errno, settle, wait_for
 
 MakeMount = Callable[..., Mount]
 MIB = 1 << 20
@@ -107,7 +107,7 @@ def test_a_file_that_is_rewritten_while_it_is_read_is_stale(
     assert results in ([old], [errno.ESTALE]) or (compared_by_open and results == [new])
     if results == [errno.ESTALE]:
         assert read_until_noticed(path) == new
-        drop_caches()
+        m.drop_caches()
         assert path.read_bytes() == new
 
 

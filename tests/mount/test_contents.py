@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import Mount, drop_caches, make_files, settle
+from tests.conftest import Mount, make_files, settle
 
 MakeMount = Callable[..., Mount]
 GIB = 1 << 30
@@ -78,7 +78,7 @@ def test_every_file_equals_the_source_with_eight_readers_cold_and_warm(
     for _ in range(2):
         with concurrent.futures.ProcessPoolExecutor(8) as pool:
             assert all(found == expected for found in pool.map(digests, [m.path] * 8))
-        drop_caches()
+        m.drop_caches()
     assert (m.path / "hard link").stat().st_ino == (m.path / "size-4097").stat().st_ino
     status = m.flush()
     assert status["errors"] == status["stale_reads"] == 0
@@ -93,7 +93,7 @@ def test_every_way_to_read(mount: MakeMount, awkward: Path, warm: bool) -> None:
         if warm:
             assert path.read_bytes() == expected
             m.flush()
-            drop_caches()
+            m.drop_caches()
         fd = os.open(path, os.O_RDONLY)
         try:
             size = len(expected)
@@ -165,7 +165,7 @@ def test_a_directory_of_a_hundred_thousand_entries(mount: MakeMount, tmp_path: P
     for _ in range(2):
         names = os.listdir(m.path / "d")
         assert len(names) == 100_000 and set(names) == expected
-        drop_caches()
+        m.drop_caches()
     assert m.ops()["readdir"] == 1
     m.remount()
     names = os.listdir(m.path / "d")

@@ -11,6 +11,7 @@ import pytest
 
 from cachefs.syscalls import UTIME_NOW, UTIME_OMIT, utimensat
 from tests.conftest import Mount, raises_errno
+from tests.load import fork
 from tests.users import as_user, open_to_all
 
 MakeMount = Callable[..., Mount]
@@ -100,12 +101,28 @@ def test_a_chmod_by_another_user_is_refused(mount: MakeMount, source: Path) -> N
 def test_a_file_that_was_open_when_the_daemon_died_is_written_by_its_opener(mount: MakeMount, source: Path) -> None:
     m = mounted(mount, source)
     a_file(source / "d0/program", 0o4777)
-    opened = as_user(USER, USER, [], lambda: os.open(m.path / "d0/program", os.O_WRONLY))
-    assert isinstance(opened, int)
+    opened, go_on = fork.Event(), fork.Event()
+
+    def write() -> int:
+        fd = os.open(m.path / "d0/program", os.O_WRONLY)
+        opened.set()
+        assert go_on.wait(60)
+        written = os.write(fd, b"x")
+        os.close(fd)
+        return written
+
+    def write_as_user() -> None:
+        assert as_user(USER, USER, [], write) == 1
+
+    # Another process: the commands that this one starts would close copies of the file, and wait for the next daemon.
+    writer = fork.Process(target=write_as_user)
+    writer.start()
+    assert opened.wait(20)
     m.kill()
     m.start()
-    assert as_user(USER, USER, [], lambda: os.write(opened, b"x")) == 1
-    as_user(USER, USER, [], lambda: os.close(opened))
+    go_on.set()
+    writer.join(20)
+    assert writer.exitcode == 0
     assert mode_of(source / "d0/program") == 0o777
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import Mount, cachefs, contents, drop_caches, make_files, settle, small_disk, wait_for
+from tests.conftest import Mount, cachefs, contents, make_files, settle, small_disk, wait_for
 
 MakeMount = Callable[..., Mount]
 
@@ -34,12 +34,12 @@ def test_flipped_bits_are_noticed_counted_and_fetched_again(mount: MakeMount, so
             byte = blob.read(1)[0]
             blob.seek(offset)
             blob.write(bytes([byte ^ (1 << draw.randrange(8))]))
-    drop_caches()
+    m.drop_caches()
     assert contents(m.path) == expected
     status = wait_for(m.status, lambda s: s["cached_files"] == 40 and s["uncommitted"] == 0)
     assert status["corrupt_records"] >= 10 and status["errors"] >= 10
     assert status["source_ops"]["open"] == 40 + status["corrupt_records"]
-    drop_caches()
+    m.drop_caches()
     assert contents(m.path) == expected
     assert m.status()["source_ops"] == status["source_ops"]  # fetched again, and cached again
 
@@ -53,11 +53,11 @@ def test_a_truncated_blob(mount: MakeMount, source: Path, restart: bool) -> None
     os.truncate(m.cache / "blob", size // 2)
     if restart:
         m.start("--revalidate", "never")
-    drop_caches()
+    m.drop_caches()
     assert contents(m.path) == expected
     status = wait_for(m.status, lambda s: s["cached_files"] == 40 and s["uncommitted"] == 0)
     assert 10 <= status["corrupt_records"] <= 30
-    drop_caches()
+    m.drop_caches()
     assert contents(m.path) == expected
 
 
@@ -132,7 +132,7 @@ def test_a_disk_that_fills_up_costs_hits_and_nothing_else(tiny_disk: Path, mount
     expected = contents(source)
     for _ in range(2):
         assert contents(m.path) == expected
-        drop_caches()
+        m.drop_caches()
     wait_for(m.status, lambda status: status["errors"] >= 1 and status["skipped_admissions"] >= 1)
     assert "cannot be written" in m.log()
     (m.path / "still writable").write_bytes(b"yes")
@@ -157,6 +157,6 @@ def test_a_kill_at_any_moment_of_the_first_epoch(mount: MakeMount, source: Path,
     status = m.flush()
     assert status["errors"] == 0
     before = status["source_ops"]
-    drop_caches()
+    m.drop_caches()
     assert {path: (m.path / path).read_bytes() for path in expected} == expected
     assert m.ops() == before

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from cachefs.directories import PARALLEL_BATCHES
-from tests.conftest import Mount, drop_caches, make_files, settle
+from tests.conftest import Mount, make_files, settle
 
 MakeMount = Callable[..., Mount]
 FILES = 20_000
@@ -48,7 +48,7 @@ def check_epochs(m: Mount, paths: list[Path], *, walk: bool) -> None:
     """Epochs 2 and 3, kernel caches dropped before each, ask the source for nothing."""
     before = m.flush()["source_ops"]
     for seed in (2, 3):
-        drop_caches()
+        m.drop_caches()
         if walk:
             assert walk_and_stat(m.path) == FILES + DIRECTORIES
         epoch(m.path, paths, seed)
@@ -102,7 +102,7 @@ def test_everything_cached_is_served_when_the_source_has_gone(mount: MakeMount, 
         entry.rename(elsewhere / entry.name)
     assert not list(source.iterdir())
     before = m.ops()
-    drop_caches()
+    m.drop_caches()
     for path, expected in attributes.items():
         found = os.lstat(m.path / path)
         assert (found.st_ino, found.st_mode, found.st_size, found.st_mtime_ns) == (
@@ -129,7 +129,7 @@ def test_a_cache_of_half_the_dataset_hits_half(mount: MakeMount, tmp_path: Path,
     first = m.flush()
     for seed in (2, 3):
         before = m.status()
-        drop_caches()
+        m.drop_caches()
         epoch(m.path, paths, seed)
         after = m.status()
         hits, misses = (after[k] - before[k] for k in ("hit_bytes", "miss_bytes"))

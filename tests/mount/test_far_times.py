@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from cachefs.syscalls import utimensat
-from tests.conftest import Mount, cachefs, contents, drop_caches, settle, small_disk, wait_for
+from tests.conftest import Mount, cachefs, contents, settle, small_disk, wait_for
 
 MakeMount = Callable[..., Mount]
 FUTURE_S, PAST_S = 15_032_385_535, -9_300_000_000
@@ -70,7 +70,7 @@ def test_what_has_a_far_time_is_served_and_so_is_all_around_it(
     for _ in range(2):
         assert sorted(entry.name for entry in os.scandir(m.path / "d") if entry.stat().st_size == 5000) == [*"abc"]
         assert contents(m.path) == contents(disk)
-        drop_caches()
+        m.drop_caches()
     m.remount(*mode)
     assert contents(m.path) == contents(disk)
     assert m.status()["errors"] == 0
@@ -96,7 +96,7 @@ def test_a_file_with_a_far_time_counts_as_in_the_future_or_as_old(
     report = json.loads(cachefs("warmup", m.path, "--json", check=False).stdout)
     assert (report["files"], report["cached_files"]) == (3, 2)
     assert report["problems"] == ["d/b: changed less than 2 s ago, or has a time in the future"]
-    drop_caches()
+    m.drop_caches()
     before = m.ops()
     assert (m.path / "d/c").read_bytes() == b"c" * 5000
     assert m.ops() == before

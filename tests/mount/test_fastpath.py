@@ -19,7 +19,7 @@ import pytest
 from cachefs.client import Client
 from cachefs.errors import CacheFsError
 from cachefs.fastpath import launcher, shared
-from tests.conftest import Mount, cachefs, contents, drop_caches, make_files, settle, wait_for
+from tests.conftest import Mount, cachefs, contents, make_files, settle, wait_for
 from tests.load import KILLS, Load, fork, sums_of
 from tests.service_manager import ServiceManager
 
@@ -62,7 +62,7 @@ def test_twenty_kills_in_mid_epoch(
     for number in range(KILLS):
         time.sleep(draw.uniform(0.0, 0.2))
         if number % 5 == 0:
-            drop_caches()
+            m.drop_caches()
         if victim == "fast path" or (victim == "in turn" and number % 2):
             kill_fastpath(m)
         else:
@@ -70,7 +70,7 @@ def test_twenty_kills_in_mid_epoch(
     longest = load.finish()
     record_property("longest_stall_s", round(longest, 3))
     print(f"{KILLS} kills, {victim}: longest stall {longest:.3f} s")
-    drop_caches()
+    m.drop_caches()
     assert sums_of(m.path).items() >= sums.items()
     assert m.status()["errors"] == 0
 
@@ -143,6 +143,7 @@ def test_a_restart_replaces_both_and_nobody_notices(mount: MakeMount, tmp_path: 
     assert sums_of(m.path).items() >= sums.items()
 
 
+@pytest.mark.alone
 def test_after_an_upgrade_the_fast_path_is_replaced_with_its_daemon(mount: MakeMount, source: Path) -> None:
     m = mount(source, "--read-only")
     expected = contents(m.path)
@@ -174,12 +175,12 @@ def test_hits_go_on_without_a_daemon(mount: MakeMount, source: Path) -> None:
     expected = contents(m.path)
     m.flush()
     m.kill()
-    drop_caches()
+    m.drop_caches()
     started = time.monotonic()
     assert contents(m.path) == expected
     assert time.monotonic() - started < 5
     m.start()
-    drop_caches()
+    m.drop_caches()
     assert contents(m.path) == expected
 
 
@@ -238,7 +239,7 @@ def test_an_open_file_that_lost_its_name_is_read_to_its_end(mount: MakeMount, so
     (m.path / "big").open("rb").close()  # immutable from here on: the next open is the fast path's
     fd = os.open(m.path / "big", os.O_RDONLY)
     os.unlink(m.path / "big")
-    drop_caches()
+    m.drop_caches()
     parts = [os.pread(fd, 1 << 20, at) for at in range(0, len(expected), 1 << 20)]
     os.close(fd)
     assert b"".join(parts) == expected
@@ -294,7 +295,7 @@ def test_a_first_open_does_not_wait_for_python_and_a_later_writer_is_refused(mou
     assert out == (source / name).read_bytes()
     assert outcomes == [errno.EPERM]
     m.flush()
-    drop_caches()
+    m.drop_caches()
     before = m.ops()
     assert (m.path / name).read_bytes() == out
     assert m.ops() == before  # what was read was cached
@@ -315,13 +316,13 @@ def test_a_lone_reader_finds_its_bytes_read_and_who_only_looks_costs_one_read(mo
     m.flush()
     names = sorted(expected)
     before = m.status()["hits"]
-    drop_caches()
+    m.drop_caches()
     for name in names:  # look-up, read, look-up, read
         assert (m.path / name).read_bytes() == expected[name]
     reads, used = guesses(m)
     assert m.status()["hits"] - before == len(names)
     assert used > len(names) // 2 and used <= reads <= len(names)
-    drop_caches()
+    m.drop_caches()
     for name in names:
         os.stat(m.path / name)
     assert guesses(m)[0] <= reads + 1
@@ -335,7 +336,7 @@ def test_what_was_read_ahead_is_not_served_for_another_version(mount: MakeMount,
     names = sorted(contents(source))
     assert contents(m.path) == contents(source)
     m.flush()
-    drop_caches()
+    m.drop_caches()
     for name in names[:20]:
         (m.path / name).read_bytes()
     os.stat(m.path / names[20])  # and its bytes are read ahead
@@ -349,7 +350,7 @@ def test_the_daemon_runs_no_python_for_a_hit(mount: MakeMount, source: Path) -> 
     m = mount(source, "--read-only")
     expected = contents(m.path)
     m.flush()
-    drop_caches()
+    m.drop_caches()
     before = m.status()["fastpath"]
     assert contents(m.path) == expected
     after = m.status()["fastpath"]
@@ -364,7 +365,7 @@ def test_fast_path_memory_does_not_grow_with_the_index(mount: MakeMount, tmp_pat
     m = mount(source, "--read-only")
     contents(m.path)
     m.flush()
-    drop_caches()
+    m.drop_caches()
     contents(m.path)
     status = Path(f"/proc/{fastpath_pid(m)}/status").read_text()
     anonymous = next(int(line.split()[1]) for line in status.splitlines() if line.startswith("RssAnon"))

@@ -15,7 +15,7 @@ import pytest
 
 from cachefs.attributes import inode_key
 from cachefs.environment import Environment, Table
-from tests.conftest import Mount, cachefs, contents, drop_caches, raises_errno, settle, wait_for
+from tests.conftest import Mount, cachefs, contents, raises_errno, settle, wait_for
 
 MakeMount = Callable[..., Mount]
 fork = multiprocessing.get_context("fork")
@@ -59,7 +59,7 @@ def test_05_reads_and_writes_larger_than_a_message(mount: MakeMount, source: Pat
     m = mount(source, "--mutable", "*.log", "--attr-timeout", "0")
     path = m.path / "large.log"
     path.write_bytes(content)
-    drop_caches()
+    m.drop_caches()
     fd = os.open(path, os.O_RDONLY | os.O_DIRECT)
     buffer = bytearray(4 << 20)
     assert os.preadv(fd, [memoryview(buffer)[: 1 << 20]], 1 << 20) == 1 << 20
@@ -169,7 +169,7 @@ def test_14_no_hole_is_punched_under_a_reader(mount: MakeMount, source: Path) ->
             cachefs("invalidate", m.path / "d0")
             wait_for(m.status, lambda status: status["cached_files"] == 30)
             before = (m.cache / "blob").stat().st_blocks
-            drop_caches()
+            m.drop_caches()
             for path in (path for path in expected if path.parts[0] != "d0"):
                 assert (m.path / path).read_bytes() == expected[path]
             assert (m.cache / "blob").stat().st_blocks >= before
@@ -220,7 +220,7 @@ def test_15_whoever_reads_the_blob_verifies_what_it_reads(mount: MakeMount, sour
     with open(m.cache / "blob", "r+b") as file:
         file.seek(blob.index(content[9 * BLOCK : 9 * BLOCK + 64]))
         file.write(b"damaged")
-    drop_caches()
+    m.drop_caches()
     fd = os.open(path, os.O_RDONLY | os.O_DIRECT)
     buffer = bytearray(BLOCK)
     for number in (0, 8, 10):
@@ -231,7 +231,7 @@ def test_15_whoever_reads_the_blob_verifies_what_it_reads(mount: MakeMount, sour
     os.close(fd)
     status = wait_for(m.status, lambda status: status["corrupt_records"] == 1)
     assert status["source_ops"]["open"] == 2
-    drop_caches()
+    m.drop_caches()
     assert path.read_bytes() == content
 
 
@@ -244,7 +244,7 @@ def test_16_a_fast_path_that_was_killed_leaves_no_transaction_behind(mount: Make
         os.kill(pid, signal.SIGKILL)
         m.killed_fastpaths += 1
         now = wait_for(lambda: m.status()["fastpath"]["pid"], lambda now, pid=pid: now not in (0, pid))
-        drop_caches()
+        m.drop_caches()
         assert contents(m.path) == expected
         index = Environment(m.cache / "index", sync=True)
         try:
@@ -259,7 +259,7 @@ def test_an_index_that_says_more_than_this_version_knows(mount: MakeMount, sourc
     m = mount(source, "--read-only")
     expected = contents(m.path)
     m.flush()
-    drop_caches()
+    m.drop_caches()
     before = m.status()["fastpath"]["passed"]
     assert contents(m.path) == expected
     assert m.status()["fastpath"]["passed"] == before

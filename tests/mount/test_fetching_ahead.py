@@ -130,7 +130,7 @@ def test_a_warm_up_finds_what_the_kernel_forgets_meanwhile(mount: MakeMount, tmp
             with os.scandir(looked_at) as entries:
                 for entry in entries:
                     entry.stat(follow_symlinks=False)
-            Path("/proc/sys/vm/drop_caches").write_text("2")
+            m.drop_caches()
 
     forgetful = threading.Thread(target=look_and_forget)
     forgetful.start()

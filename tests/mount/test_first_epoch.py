@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import Mount, drop_caches, make_files, settle
+from tests.conftest import Mount, make_files, settle
 from tests.load import fork
 
 MakeMount = Callable[..., Mount]
@@ -51,7 +51,7 @@ def test_after_a_first_epoch_of_many_readers_the_source_is_left_alone(
     read_all(m.path, paths)
     first = m.flush()
     assert first["cached_files"] == FILES, first
-    drop_caches()
+    m.drop_caches()
     read_all(m.path, paths)
     second = m.flush()
     assert (second["source_ops"], second["skipped_admissions"]) == (first["source_ops"], 0)

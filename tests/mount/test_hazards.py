@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from cachefs.syscalls import set_thread_fs_ids
-from tests.conftest import Mount, cachefs, contents, drop_caches, raises_errno, settle, wait_for
+from tests.conftest import Mount, cachefs, contents, raises_errno, settle, wait_for
 from tests.users import GROUP_OBJ, MASK, NOBODYS, OTHER, USER, USER_OBJ, acl, as_user, open_to_all
 
 MakeMount = Callable[..., Mount]
@@ -141,6 +141,7 @@ def test_08_listing_while_entries_come_and_go(mount: MakeMount, source: Path) ->
     assert os.listdir(m.path / "many") == [] == os.listdir(source / "many")
 
 
+@pytest.mark.alone
 def test_10_a_number_that_is_used_again_is_another_inode(mount: MakeMount, source: Path) -> None:
     victim = source / "d0/f00000"
     old = victim.read_bytes()
@@ -181,13 +182,13 @@ def test_11_a_young_object_is_compared_once_more(mount: MakeMount, source: Path)
 
     wait_for(read, lambda content: content == b"being written")
     settle()
-    drop_caches()
+    m.drop_caches()
     assert (m.path / "young").read_bytes() == b"being written"
     m.flush()
-    drop_caches()
+    m.drop_caches()
     (m.path / "young").stat()
     before = m.ops()
-    drop_caches()
+    m.drop_caches()
     assert (m.path / "young").read_bytes() == b"being written"
     assert m.ops() == before
 
@@ -200,7 +201,7 @@ def test_12_after_a_kill_what_was_pinned_is_still_there(mount: MakeMount, source
     m.start("--revalidate", "never")
     after_start = m.ops()  # a fast path has outlived the kill, and counts on
     assert "lstat" not in after_start and (after_start == {} or not m.no_fastpath)
-    drop_caches()
+    m.drop_caches()
     assert {p.relative_to(m.path): p.read_bytes() for p in m.path.rglob("f*")} == content
     assert m.ops() == after_start
 
@@ -243,7 +244,7 @@ def test_18_acls_are_honoured_and_pinned(mount: MakeMount, source: Path) -> None
     assert as_user(1234, 4321, [], look(m.path)) == errno.EACCES
     assert os.getxattr(m.path / "d0/f00000", "system.posix_acl_access") == stored
     before = m.ops()
-    drop_caches()
+    m.drop_caches()
     assert as_user(1234, 4321, [], look(m.path)) == errno.EACCES
     assert m.ops() == before
 
@@ -297,7 +298,7 @@ def test_20_hits_are_served_while_the_source_hangs(mount: MakeMount, faulty: tup
     threads = [threading.Thread(target=miss, args=(path,)) for path in rest]
     for thread in threads:
         thread.start()
-    drop_caches()
+    m.drop_caches()
     for path, content in cached.items():
         assert path.read_bytes() == content
     started = time.monotonic()

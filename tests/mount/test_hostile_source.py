@@ -16,7 +16,7 @@ import pytest
 from cachefs.client import Client
 from cachefs.errors import CacheFsError
 from tests import hostile
-from tests.conftest import Mount, cachefs, drop_caches, settle
+from tests.conftest import Mount, cachefs, settle
 
 MakeMount = Callable[..., Mount]
 READERS = 4
@@ -35,7 +35,7 @@ def command(m: Mount, draw: random.Random) -> str:
     name = draw.choice(["evict", "invalidate", "pin", "unpin", "warm_up", "drop_caches"])
     try:
         if name == "drop_caches":
-            drop_caches()
+            m.drop_caches()
         else:
             getattr(client, name)([path])
     except (CacheFsError, OSError):
@@ -116,7 +116,7 @@ def test_readers_get_one_version_of_the_right_file(
     time.sleep(4)
     quiet = time.monotonic()
     for _ in range(3):
-        drop_caches()
+        m.drop_caches()
         stop.clear()
         again = [hostile.start(hostile.read_mount, m.path, log, seed + 9, stop) for log in read_logs]
         time.sleep(1)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from cachefs.source_directories import MAX_HELD
-from tests.conftest import Mount, cachefs, drop_caches, raises_errno, settle, wait_for
+from tests.conftest import Mount, cachefs, raises_errno, settle, wait_for
 
 MakeMount = Callable[..., Mount]
 
@@ -31,7 +31,7 @@ def test_a1_a_directory_that_was_renamed_and_a_new_one_of_its_name(mount: MakeMo
     (source / "current/data").write_bytes(OLD)
     m = mount(source, "--cache", cache)
     assert (m.path / "current/data").stat().st_size == len(OLD)
-    drop_caches()
+    m.drop_caches()
     (source / "current").rename(source / "previous")
     (source / "current").mkdir()
     (source / "current/data").write_bytes(NEW)
@@ -44,12 +44,13 @@ def test_a1_a_directory_that_was_renamed_and_a_new_one_of_its_name(mount: MakeMo
     assert not (source / "previous/data").exists() and (source / "current/data").exists()
 
 
+@pytest.mark.alone
 def test_a1_a_directory_that_reuses_an_inode_number(mount: MakeMount, source: Path) -> None:
     (source / "first").mkdir()
     number = (source / "first").stat().st_ino
     m = mount(source)
     assert (m.path / "first").is_dir()
-    drop_caches()
+    m.drop_caches()
     (source / "first").rmdir()
     for attempt in range(100):
         (source / f"second{attempt}").mkdir()
@@ -152,7 +153,7 @@ def test_a4_a_file_replaced_while_it_is_open(mount: MakeMount, source: Path, mod
     with open(m.path / "file", "rb", buffering=0) as opened:
         assert os.pread(opened.fileno(), 4096, 0) == OLD[:4096]
         replace(source, NEW)
-        drop_caches()
+        m.drop_caches()
         try:
             found = os.pread(opened.fileno(), 1 << 20, 0)
         except OSError as error:
@@ -329,7 +330,7 @@ def test_d_an_immutable_open_file_without_a_name(mount: MakeMount, source: Path,
         raises_errno(errno.EPERM, lambda: os.fchmod(opened.fileno(), 0o600))
         with open(f"/proc/self/fd/{opened.fileno()}", "rb") as again:
             assert again.read() == OLD
-        drop_caches()
+        m.drop_caches()
         assert os.pread(opened.fileno(), 1 << 20, 0) == OLD
 
 

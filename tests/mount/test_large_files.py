@@ -15,7 +15,7 @@ import pyarrow.dataset
 import pyarrow.parquet
 import pytest
 
-from tests.conftest import Mount, drop_caches, settle, wait_for
+from tests.conftest import Mount, settle, wait_for
 
 MakeMount = Callable[..., Mount]
 MIB = 1 << 20
@@ -49,7 +49,7 @@ def test_what_is_read_from_end_to_end_is_fetched_once_in_large_pieces(
     # The kernel asks for a quarter of a MiB, twice as much, then one MiB after the other: about 42 times.
     assert m.ops()["read"] <= 20
     before = m.ops()
-    drop_caches()
+    m.drop_caches()
     assert (m.path / "large").read_bytes() == (large / "large").read_bytes()
     assert m.ops() == before
 
@@ -79,7 +79,7 @@ def test_of_a_file_in_which_somebody_jumps_about_only_what_he_reads_is_fetched(m
     assert len(asked) * 4096 - 4096 <= status["source_bytes"] <= len(asked) * 4096 * 1.1
     before = m.ops()
     for _ in range(2):  # and nobody fetches it again
-        drop_caches()
+        m.drop_caches()
         with open(m.path / "large", "rb", buffering=0) as file:
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_RANDOM)
             for page in sorted(asked):
@@ -116,7 +116,7 @@ def test_readers_of_all_kinds_at_once_read_what_is_there_whoever_dies(mount: Mak
                     wrong.append((seed, offset, length))
 
     for _ in range(3):
-        drop_caches()
+        m.drop_caches()
         threads = [threading.Thread(target=read, args=(seed,)) for seed in range(6)]
         for thread in threads:
             thread.start()
@@ -173,11 +173,11 @@ def test_of_a_parquet_dataset_two_columns_are_fetched_and_not_ten(
 
     expected = read(shards)
     assert expected.startswith(f"{SHARDS * GROUPS * ROWS} ")
-    drop_caches()
+    m.drop_caches()
     assert read(m.path) == expected
     status = committed(m)
     assert column_bytes(shards, names) <= status["source_bytes"] <= 1.3 * column_bytes(shards, names)  # type: ignore[operator]
-    drop_caches()
+    m.drop_caches()
     before = m.ops()
     assert read(m.path) == expected
     assert m.ops() == before

@@ -69,7 +69,7 @@ def daemon_pid(place: Path) -> int:
         return 0
 
 
-# --- H1: the command that started a successor is killed --------------------------------------------------------------
+# --- the command that started a successor is killed ------------------------------------------------------------------
 
 
 @pytest.mark.fastpath
@@ -120,7 +120,26 @@ def test_h1_a_successor_that_fails_leaves_the_mount(mount: MakeMount, source: Pa
     assert device_of(m.path) == device and contents(m.path) == expected
 
 
-# --- H2: a fast path that does not answer ----------------------------------------------------------------------------
+@pytest.mark.fastpath
+def test_h1_a_successor_that_is_killed_between_two_fast_paths_loses_no_mount(mount: MakeMount, source: Path) -> None:
+    m = mount(source, "--read-only")
+    expected, opened = contents(source), os.open(m.path / "d0", os.O_PATH)  # which asks nothing when it is closed
+    predecessor, fastpath = m.pid, os.pidfd_open(fastpath_pid(m))
+    command = start("restart", m.path)
+    wait_for(lambda: has_forked(command), bool)
+    (successor,) = (int(pid) for pid in Path(f"/proc/{command.pid}/task/{command.pid}/children").read_text().split())
+    assert select.select([fastpath], [], [], 60)[0]
+    os.kill(successor, signal.SIGKILL)
+    os.close(fastpath)
+    command.communicate(timeout=60)
+    assert not launcher.is_running(predecessor)
+    m.start()
+    assert os.listdir(f"/proc/self/fd/{opened}")  # another mount may have the same numbers
+    os.close(opened)
+    assert contents(m.path) == expected
+
+
+# --- a fast path that does not answer --------------------------------------------------------------------------------
 
 
 def check_only_one(place: Path, stopped: int, expected: dict[Path, bytes]) -> None:
@@ -167,7 +186,7 @@ def test_h2_a_stopped_fast_path_under_a_service_manager(source: Path, tmp_path: 
     assert not mounted_on(place) and not left_behind(place)
 
 
-# --- H3: another mount at the same place -----------------------------------------------------------------------------
+# --- another mount at the same place ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("how", ["closed", "told to end"])
@@ -211,7 +230,7 @@ def test_h3_a_daemon_that_ends_late_leaves_the_next_mount_alone(mount: MakeMount
     assert not left_behind(second.path)
 
 
-# --- H4: many at once ------------------------------------------------------------------------------------------------
+# --- many at once ----------------------------------------------------------------------------------------------------
 
 
 def test_h4_of_many_mounts_on_one_mountpoint_one_succeeds(source: Path, tmp_path: Path) -> None:
@@ -250,7 +269,7 @@ def test_h4_of_many_successors_one_takes_over(mount: MakeMount, source: Path) ->
     assert contents(m.path) == contents(source)
 
 
-# --- H5: told to end while it starts ---------------------------------------------------------------------------------
+# --- told to end while it starts -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("when", ["claimed", "mounted"])
@@ -273,7 +292,25 @@ def test_h5_nothing_stays_of_a_mount_that_is_stopped_early(source: Path, tmp_pat
     assert not places.session_directory(cache).exists()
 
 
-# --- H6: another layout of the shared memory -------------------------------------------------------------------------
+def test_h5_a_start_that_was_stopped_is_ended_by_its_command(source: Path, tmp_path: Path) -> None:
+    place = tmp_path / "mnt"
+    place.mkdir()
+    command = start("mount", source, place, "--cache-dir", tmp_path / "cache", "--simulate-latency", "60000")
+    wait_for(lambda: mounted_on(place), bool)
+    (daemon,) = (int(pid) for pid in Path(f"/proc/{command.pid}/task/{command.pid}/children").read_text().split())
+    os.kill(daemon, signal.SIGSTOP)
+    try:
+        command.send_signal(signal.SIGTERM)
+        _, said = command.communicate(timeout=30)
+        assert command.returncode == 1 and "before the mount was ready" in said and said.count("\n") == 1
+        assert not mounted_on(place) and not left_behind(place)
+    finally:
+        with suppress(ProcessLookupError):
+            os.kill(daemon, signal.SIGCONT)
+        command.kill()
+
+
+# --- another layout of the shared memory -----------------------------------------------------------------------------
 
 OTHER_VERSION = """
 import sys
@@ -298,7 +335,7 @@ def test_h6_a_restart_with_another_layout_is_refused_before_anything_is_done(mou
     assert contents(m.path) == contents(source)
 
 
-# --- H7: what the starter left open ----------------------------------------------------------------------------------
+# --- what the starter left open --------------------------------------------------------------------------------------
 
 
 def test_h7_inherited_descriptors_are_closed(source: Path, tmp_path: Path) -> None:
@@ -320,7 +357,7 @@ def test_h7_inherited_descriptors_are_closed(source: Path, tmp_path: Path) -> No
         cachefs("umount", place)
 
 
-# --- H8: the mount goes away -----------------------------------------------------------------------------------------
+# --- the mount goes away ---------------------------------------------------------------------------------------------
 
 
 @contextmanager
@@ -480,19 +517,39 @@ def test_a_mount_whose_source_hangs_is_alive(mount: MakeMount, faulty: tuple[Pat
     assert contents(m.path) == expected
 
 
-@pytest.mark.parametrize("beneath", ["", "d1"])
+@pytest.mark.parametrize("below", ["", "d1"])
 def test_a_source_that_hangs_is_not_waited_for_longer_than_its_time_out(
-    faulty: tuple[Path, Path], tmp_path: Path, beneath: str
+    faulty: tuple[Path, Path], tmp_path: Path, below: str
 ) -> None:
     source, faults = faulty
     place = tmp_path / "mnt"
     place.mkdir()
     (faults / "hang").touch()
     (faults / "hang-all").touch()
-    with start("mount", source / beneath, place, "--cache-dir", tmp_path / "c", "--source-timeout", "1") as command:
+    with start("mount", source / below, place, "--cache-dir", tmp_path / "c", "--source-timeout", "1") as command:
         _, said = command.communicate(timeout=30)
     assert command.returncode == 1 and "does not answer" in said and said.count("\n") == 1, said
     assert not mounted_on(place) and not left_behind(place)
+
+
+# --- more than one mountpoint ----------------------------------------------------------------------------------------
+
+
+def test_umount_says_where_a_mount_lives_on(mount: MakeMount, source: Path, tmp_path: Path) -> None:
+    """It does not wait for the daemon, which serves that place."""
+    m = mount(source)
+    other = tmp_path / "other"
+    other.mkdir()
+    subprocess.run(["mount", "--bind", m.path, other], check=True)
+    try:
+        done = cachefs("umount", m.path, check=False)
+        assert done.returncode == 1 and str(other) in done.stderr and done.stderr.count("\n") == 1, done.stderr
+        assert not mounted_on(m.path) and contents(other) == contents(source)
+    finally:
+        subprocess.run(["umount", other], check=True)
+    wait_for_end(m.pid)
+    m.pid = 0
+    wait_for(lambda: left_behind(m.path), lambda left: not left)
 
 
 # --- also ------------------------------------------------------------------------------------------------------------
@@ -502,3 +559,12 @@ def test_the_log_begins_with_what_is_mounted_and_no_claim_stays(mount: MakeMount
     m = mount(source)
     assert f"cachefs {package.__version__}: {source} on {m.path}" in m.log().splitlines()[0]
     assert not list(places.runtime_root().glob(f"lock-*{places.path_id(str(m.path))}*"))
+
+
+def test_a_mount_in_use_is_not_unmounted(mount: MakeMount, source: Path) -> None:
+    m = mount(source, "--read-only")
+    with open(m.path / "d0/f00000", "rb") as file:
+        done = cachefs("umount", m.path, check=False)
+        assert done.returncode == 1
+        assert done.stderr == f"cachefs: cannot unmount {m.path}: it is in use (a shell's directory, an open file)\n"
+        assert file.read() == (source / "d0/f00000").read_bytes()

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import Mount, cachefs, drop_caches, raises_errno, settle, wait_for
+from tests.conftest import Mount, cachefs, raises_errno, settle, wait_for
 
 MakeMount = Callable[..., Mount]
 OLD, NEW = b"old " * 5000, b"the new one " * 500
@@ -115,7 +115,7 @@ def test_who_has_it_open_while_it_gets_a_mutable_name_reads_on(mount: MakeMount,
     with open(m.path / "file", "rb", buffering=0) as before:
         assert before.read(10_000) == content[:10_000]
         (m.path / "file").rename(m.path / "new.log")
-        drop_caches()
+        m.drop_caches()
         rest = b"".join(iter(lambda: before.read(1 << 16), b""))
         assert content[:10_000] + rest == content
         assert os.fstat(before.fileno()).st_size == length
@@ -261,3 +261,67 @@ def test_invalidated_after_another_node_gave_it_a_mutable_name(mount: MakeMount,
     raises_errno(errno.EPERM, lambda: os.open(m.path / "runs/1/deep/file", os.O_WRONLY))
     cachefs("invalidate", m.path / "runs")
     rewrite_and_read(m.path / "runs/1/deep/file", tree / "runs/1/deep/file")
+
+
+# --- names that are not there yet, on a read-only mount -------------------------------------------------------------
+
+
+@pytest.mark.parametrize("known", ["listed", "looked up", "both"])
+@pytest.mark.parametrize("directory", ["", "out", "out/deep"])
+def test_a_mutable_name_that_another_node_makes_shows_up(
+    mount: MakeMount, tree: Path, known: str, directory: str
+) -> None:
+    m = mount(tree, "--read-only", *MUTABLE)
+    new = m.path / directory / "new.log"
+    if known != "looked up":
+        assert "new.log" not in os.listdir(m.path / directory)
+    if known != "listed":
+        assert not new.exists()
+    (tree / directory / "new.log").write_bytes(NEW)
+    assert wait_for(new.exists, bool)
+    assert new.read_bytes() == NEW
+    assert "new.log" in wait_for(lambda: os.listdir(m.path / directory), lambda names: "new.log" in names)
+    (tree / directory / "new.log").unlink()
+    assert not wait_for(new.exists, lambda exists: not exists)
+    wait_for(lambda: os.listdir(m.path / directory), lambda names: "new.log" not in names)
+    (tree / directory / "new.log").mkdir()
+    assert wait_for(new.is_dir, bool)
+
+
+def test_what_another_node_makes_in_a_mutable_directory_shows_up(mount: MakeMount, tree: Path) -> None:
+    m = mount(tree, "--read-only", *MUTABLE)
+    assert os.listdir(m.path / "runs") == []
+    (tree / "runs/1").mkdir()
+    wait_for(lambda: os.listdir(m.path / "runs"), lambda names: names == ["1"])
+    assert os.listdir(m.path / "runs/1") == []
+    (tree / "runs/1/state").write_bytes(NEW)
+    wait_for(lambda: os.listdir(m.path / "runs/1"), lambda names: names == ["state"])
+
+
+def test_where_no_name_can_match_listings_and_absences_are_pinned(mount: MakeMount, tree: Path) -> None:
+    m = mount(tree, "--read-only", "--mutable", "runs/**", "--mutable", "out/*.log")
+    for _ in range(2):
+        assert os.listdir(m.path / "out/deep") == ["file"]
+        assert not (m.path / "out/deep/new.log").exists()
+        (tree / "out/deep/new.log").write_bytes(NEW)
+        settle()  # longer than a name that is not pinned is believed
+
+
+@pytest.mark.parametrize("revalidate", ["lazy", "never"])
+@pytest.mark.parametrize("known", ["listed", "looked up"])
+def test_a_name_that_was_pinned_as_missing_is_mutable_for_a_mount_that_says_so(
+    mount: MakeMount, tree: Path, revalidate: str, known: str
+) -> None:
+    m = mount(tree, "--read-only", "--revalidate", revalidate)
+    if known == "listed":
+        assert "new.log" not in os.listdir(m.path / "out")
+    assert not (m.path / "out/new.log").exists()
+    m.flush()
+    for _ in range(2):
+        m.remount("--read-only", "--revalidate", revalidate, *MUTABLE)
+        assert not (m.path / "out/new.log").exists()
+        (tree / "out/new.log").write_bytes(NEW)
+        assert wait_for((m.path / "out/new.log").exists, bool)
+        wait_for(lambda: os.listdir(m.path / "out"), lambda names: "new.log" in names)
+        (tree / "out/new.log").unlink()
+        assert not wait_for((m.path / "out/new.log").exists, lambda exists: not exists)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from cachefs import places
-from tests.conftest import Mount, cachefs, make_files, mounted_on, settle
+from tests.conftest import Mount, cachefs, make_files, mounted_on, settle, wait_for
 
 MakeMount = Callable[..., Mount]
 
@@ -84,6 +84,26 @@ def test_over_a_source_that_is_a_fuse_mount(mount: MakeMount, bindfs: Path, sour
     m.start()
     check_over_itself(m, expected)
     m.umount()
+
+
+@pytest.mark.parametrize("arguments", [(), ("--cache", "none"), ("--no-fastpath",)], ids=lambda a: "-".join(a))
+def test_a_symlink_that_took_the_number_of_another_leads_where_it_says(
+    mount: MakeMount, bindfs: Path, source: Path, arguments: tuple[str, ...]
+) -> None:
+    """Without birth times both are the same object; the kernel keeps the target of an object for ever."""
+    link, number = source / "another", 0
+    link.symlink_to("d0")
+    m = mount(bindfs, *arguments)
+    assert (m.path / "another").readlink() == Path("d0")
+    for _ in range(100):
+        number = link.lstat().st_ino
+        link.unlink()
+        link.symlink_to("d1")
+        if link.lstat().st_ino == number:
+            break
+    else:
+        pytest.skip("this filesystem does not use numbers again")
+    wait_for(lambda: (m.path / "another").readlink(), lambda target: target == Path("d1"), 10)
 
 
 @pytest.fixture

@@ -6,10 +6,11 @@ import os
 import signal
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tests.conftest import Mount, cachefs, contents, drop_caches, make_files, raises_errno, settle, wait_for
+from tests.conftest import Mount, cachefs, contents, make_files, raises_errno, settle, wait_for
 
 MakeMount = Callable[..., Mount]
 FILES = 3000
@@ -42,7 +43,7 @@ def test_everything_is_fetched_before_anybody_asks(mount: MakeMount, dataset: Pa
     wait_for(m.status, lambda s: s["prefetch"] == "idle")
     before = m.ops()
     assert before["open"] <= FILES + 3 + 1
-    drop_caches()
+    m.drop_caches()
     assert contents(m.path) == contents(dataset)
     assert m.ops() == before
     assert m.status()["misses"] == 0
@@ -83,21 +84,22 @@ def test_the_rest_of_a_directory_follows_its_first_file(mount: MakeMount, datase
 
 def test_a_file_that_changes_meanwhile_is_nobodys_problem(mount: MakeMount, source: Path) -> None:
     files = sorted(path for path in source.rglob("f*") if path.is_file())
-    m = mount(source, "--read-only", "--prefetch", "all", "--simulate-latency", 20)
-    for path in files[-5:]:
+    before = {path: path.read_bytes() for path in files[-5:]}
+    m = mount(source, "--read-only", "--prefetch", "all", "--simulate-latency", 100)
+    for path in before:
         path.write_bytes(b"another version, of another length")
     wait_for(m.status, lambda s: s["prefetch"] == "idle")
     status = m.flush()
     assert status["errors"] == 0
     for path in files[:-5]:
         assert (m.path / path.relative_to(source)).read_bytes() == path.read_bytes()
-    for path in files[-5:]:
+    for path, old in before.items():
         try:
             content = (m.path / path.relative_to(source)).read_bytes()
         except OSError as error:
             assert error.errno == errno.ESTALE
         else:
-            assert content == path.read_bytes()
+            assert content in (old, path.read_bytes())  # old: the prefetch was quicker
 
 
 @pytest.mark.fastpath
@@ -184,6 +186,11 @@ def test_what_depends_on_a_partition_is_there_before_it_is_opened(
         assert fetched(m, expected)["cached_files"] == expected
 
 
+def cached_by(status: dict[str, Any]) -> int:
+    """How many opens at the source have led to a cached file: a miss in a full cache does not wait for room."""
+    return int(status["source_ops"].get("open", 0) - status["skipped_admissions"])
+
+
 def test_a_cache_of_half_the_partitions_retires_those_that_are_done(
     mount: MakeMount, partitions: tuple[Path, Path]
 ) -> None:
@@ -192,13 +199,14 @@ def test_a_cache_of_half_the_partitions_retires_those_that_are_done(
     m = mount(source, "--read-only", "--prefetch-graph", graph, "--cache-size", size, "--simulate-latency", 1)
     for part in [*range(PARTS), *range(PARTS)]:
         before = m.status()
-        drop_caches()
+        m.drop_caches()
         assert contents(m.path / f"p{part}") == contents(source / f"p{part}")
         assert part == 0 or m.status()["misses"] == before["misses"]
         # Nobody has fetched the first one, and nobody needs another after the last one.
-        opens = before["source_ops"].get("open", 0) + 40 * (part == 0) + 40 * (part + 1 < PARTS)
-        status = wait_for(m.flush, lambda s, opens=opens: s["source_ops"]["open"] >= opens)
-        assert status["source_ops"]["open"] == opens
+        files = cached_by(before) + 40 * (part == 0) + 40 * (part + 1 < PARTS)
+        status = wait_for(m.flush, lambda s, files=files: cached_by(s) >= files)
+        assert cached_by(status) == files
+        assert part == 0 or status["skipped_admissions"] == before["skipped_admissions"]
         assert status["blob_bytes"] <= size
     assert m.status()["evictions"] > 0 and m.status()["errors"] == 0
 

@@ -1,19 +1,25 @@
 """What the daemon creates is closed to others, and what others planted is not used (B1, hazard 28)."""
 
 import os
+import signal
 import socket
 import stat
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from cachefs.fastpath import launcher
+from cachefs.fastpath.shared import SHARED_BYTES
 from cachefs.places import mount_directory
-from tests.conftest import Mount, cachefs
+from tests.conftest import Mount, cachefs, contents
 from tests.users import as_user, open_to_all
 
 MakeMount = Callable[..., Mount]
 OTHER = 1234
+HELD_OPTIONS = ("--device", "--shared", "--source", "--blob", "--listener")
 
 
 def modes(root: Path) -> dict[str, str]:
@@ -101,3 +107,34 @@ def test_the_fast_path_hands_its_descriptors_to_its_own_user_only(mount: MakeMou
         os.close(directory)
     m.start()
     assert (m.path / "d0/f00000").read_bytes() == (source / "d0/f00000").read_bytes()
+
+
+@pytest.mark.fastpath
+def test_a_set_user_id_program_that_looks_like_a_fast_path_is_not_believed(mount: MakeMount, source: Path) -> None:
+    """Whoever starts one chooses its name and arguments, and what it has open: what a successor would serve with."""
+    m = mount(source, "--read-only")
+    name = f"cachefs-{mount_directory(str(m.path)).name}"
+    planted = os.memfd_create(name, os.MFD_CLOEXEC)
+    os.truncate(planted, SHARED_BYTES)
+    options = [word for option in HELD_OPTIONS for word in (option, str(planted))]
+    with subprocess.Popen(
+        ["cachefs-fastpath", "-I", "-S", "-c", "import sys; print(flush=True); sys.stdin.read()", *options],
+        executable=sys.executable,
+        preexec_fn=lambda: os.setresuid(OTHER, 0, 0),
+        pass_fds=[planted],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    ) as impostor:
+        try:
+            assert impostor.stdout is not None and impostor.stdout.readline() == b"\n"
+            fastpath = m.status()["fastpath"]["pid"]
+            assert [found.pid for found in launcher.running(name)] == [fastpath]
+            m.killed_fastpaths += 1
+            m.kill()
+            os.kill(fastpath, signal.SIGKILL)
+            m.start()
+            assert contents(m.path) == contents(source)
+            assert impostor.poll() is None
+        finally:
+            impostor.kill()
+            os.close(planted)

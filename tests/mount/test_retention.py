@@ -49,6 +49,7 @@ def epochs(seed: int) -> Iterator[list[int]]:
 
 
 @pytest.mark.slow
+@pytest.mark.alone
 @pytest.mark.parametrize("retention", ["no-replacement", "lru", "fifo"])
 def test_a_mount_hits_what_the_simulator_says(
     mount: MakeMount, dataset: tuple[Path, list[Path], list[int]], retention: str

@@ -1,7 +1,6 @@
 """Nothing is kept in memory for each file, and nothing is loaded at start."""
 
 import os
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,7 +12,8 @@ MakeMount = Callable[..., Mount]
 FILES = 200_000
 DIRECTORIES = 200
 BYTES_PER_FILE = 400
-MOUNT_S = 2.0
+MOUNT_S = 0.5
+"""Of the processor, more than a new cache takes."""
 
 
 def rss_anon_bytes(pid: int) -> int:
@@ -21,6 +21,12 @@ def rss_anon_bytes(pid: int) -> int:
         if line.startswith("RssAnon:"):
             return int(line.split()[1]) * 1024
     raise AssertionError("no RssAnon")
+
+
+def processor_s(pid: int) -> float:
+    """What a process has used of the processor: unlike elapsed time, it hardly depends on what else runs."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 @pytest.mark.slow
@@ -34,7 +40,7 @@ def test_pinned_metadata_costs_no_memory_and_mounting_no_time(mount: MakeMount, 
             os.close(os.open(place / f"sample-{index:06}.jpg", os.O_WRONLY | os.O_CREAT))
     settle()
     m = mount(source, "--read-only")
-    before = rss_anon_bytes(m.pid)
+    before, fresh_s = rss_anon_bytes(m.pid), processor_s(m.pid)
     count = 0
     for directory, _, names in os.walk(m.path):
         for name in names:
@@ -47,11 +53,10 @@ def test_pinned_metadata_costs_no_memory_and_mounting_no_time(mount: MakeMount, 
           f"{after / FILES:.0f} with all that Python takes")  # fmt: skip
     assert after / FILES <= BYTES_PER_FILE
     m.umount()
-    started = time.perf_counter()
     m.start("--revalidate", "never")
-    elapsed = time.perf_counter() - started  # the status that start() asks for included
-    print(f"mounting a cache of {FILES:,} files: {elapsed:.2f} s")
-    assert elapsed <= MOUNT_S
+    spent_s = processor_s(m.pid)
+    print(f"mounting a cache of {FILES:,} files: {spent_s:.2f} s of the processor, a new one {fresh_s:.2f} s")
+    assert spent_s <= fresh_s + MOUNT_S
     assert m.status()["pinned_inodes"] == FILES + DIRECTORIES + 1
     assert len(os.listdir(m.path / "class-000")) == FILES // DIRECTORIES
     assert m.ops() == {}

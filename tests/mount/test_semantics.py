@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import Mount, drop_caches, raises_errno, settle, wait_for
+from tests.conftest import Mount, raises_errno, settle, wait_for
 
 MakeMount = Callable[..., Mount]
 
@@ -199,7 +199,7 @@ def test_read_only_mounts_pin_symlinks_and_xattrs(mount: MakeMount, source: Path
     first = look()
     raises_errno(errno.ENODATA, lambda: os.getxattr(path, "user.none"))
     before = m.ops()
-    Path("/proc/sys/vm/drop_caches").write_text("2")
+    m.drop_caches()
     assert look() == first == ("d0/f00000", b"cat", ["user.label"])
     raises_errno(errno.ENODATA, lambda: os.getxattr(path, "user.none"))
     assert m.ops() == before
@@ -296,7 +296,7 @@ def test_a_directory_that_the_kernel_forgot_is_listed_anew(mount: MakeMount, sou
     expected = {name: sorted(os.listdir(source / name)) for name in sorted(os.listdir(source)) if name[0] == "d"}
     for _ in range(5):
         assert {name: sorted(os.listdir(m.path / name)) for name in expected} == expected
-        drop_caches()
+        m.drop_caches()
 
 
 def test_cache_metadata_pins_metadata_and_keeps_no_data(mount: MakeMount, source: Path) -> None:

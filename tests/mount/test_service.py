@@ -101,6 +101,7 @@ def test_a_restart_keeps_the_mount(service: Callable[..., ServiceManager], tmp_p
     print(f"4 restarts: longest stall {longest:.3f} s")
 
 
+@pytest.mark.alone
 def test_the_watchdog_is_fed_as_long_as_the_mount_answers(
     service: Callable[..., ServiceManager], source: Path, tmp_path: Path
 ) -> None:
@@ -126,6 +127,7 @@ def test_the_watchdog_is_fed_as_long_as_the_mount_answers(
     wait_for(lambda: manager.heard("WATCHDOG=1", since=seen), bool)
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("mode", [["--read-only"], [], ["--cache", "none"]], ids=["read-only", "read-write", "none"])
 def test_the_watchdog_is_fed_while_the_source_hangs(
     service: Callable[..., ServiceManager], faulty: tuple[Path, Path], mode: list[str]

@@ -2,13 +2,14 @@
 
 import os
 import shutil
+import stat
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from tests.conftest import Mount, cachefs, contents, make_files, settle
+from tests.conftest import Mount, cachefs, contents, make_files, settle, wait_for
 
 MakeMount = Callable[..., Mount]
 
@@ -102,6 +103,32 @@ def test_what_is_not_known_is_left_out(mount: MakeMount, tree: Path, tmp_path: P
     assert sorted(map(str, everything(n.path, "atime_ns"))) == sorted(map(str, everything(tree, "atime_ns")))
 
 
+def test_what_was_pinned_with_other_mutable_patterns_is_compared(
+    mount: MakeMount, snapshot: Path, tree: Path, tmp_path: Path
+) -> None:
+    log = tree / "d0/f00007"
+    log.write_bytes(b"longer than it was in the snapshot")
+    (tree / "d0/another.log").write_bytes(b"new")
+    settle()
+    patterns = ("--mutable", log.name, "--mutable", "*.log")
+    m = mount(tree, "--read-only", "--metadata-snapshot", snapshot, *patterns, name="m")
+    assert contents(m.path) == contents(tree)
+    assert sorted(map(str, everything(m.path, "atime_ns"))) == sorted(map(str, everything(tree, "atime_ns")))
+    log.write_bytes(b"mutable")
+    wait_for(lambda: (m.path / "d0" / log.name).read_bytes(), lambda data: data == b"mutable")
+
+    cachefs("warmup", m.path, "--metadata-only")
+    cachefs("snapshot", "export", m.path, tmp_path / "another")
+    same = mount(tree, "--read-only", "--metadata-snapshot", tmp_path / "another", *patterns[2:], *patterns[:2])
+    assert os.lstat(same.path / "d1/f00001").st_size == os.lstat(tree / "d1/f00001").st_size
+    assert same.ops() == {}
+    log.write_bytes(b"immutable")
+    settle()
+    none = mount(tree, "--read-only", "--metadata-snapshot", tmp_path / "another", name="none")
+    assert contents(none.path) == contents(tree)
+
+
+@pytest.mark.alone  # whoever looks at all mounts of the machine, as tests of ours do, pins its root
 @pytest.mark.parametrize("arguments", [("--read-only",), ()], ids=["read-only", "read-write"])
 def test_a_mount_that_knows_nothing_is_not_exported(
     mount: MakeMount, source: Path, tmp_path: Path, arguments: tuple[str, ...]
@@ -159,3 +186,23 @@ def test_another_tree_and_bad_places(mount: MakeMount, snapshot: Path, source: P
     done = cachefs("snapshot", "export", tmp_path / "first", tmp_path / "no/where", check=False)
     assert done.returncode == 1 and done.stderr.count("\n") == 1 and "cannot write" in done.stderr
     shutil.rmtree(tmp_path / "new", ignore_errors=True)
+
+
+def test_an_export_follows_nothing_that_was_planted_and_is_closed_to_others(
+    mount: MakeMount, tree: Path, tmp_path: Path
+) -> None:
+    """It has all names, also those below directories that others may not read."""
+    m = mount(tree, "--read-only")
+    cachefs("warmup", m.path, "--metadata-only")
+    victim = tmp_path / "victim"
+    victim.write_bytes(b"precious")
+    for name in ("snap", "snap.new"):
+        (tmp_path / name).symlink_to(victim)
+    before = os.umask(0)
+    try:
+        cachefs("snapshot", "export", m.path, tmp_path / "snap")
+    finally:
+        os.umask(before)
+    assert victim.read_bytes() == b"precious"
+    found = (tmp_path / "snap").lstat()
+    assert stat.S_ISREG(found.st_mode) and stat.S_IMODE(found.st_mode) == 0o600 and found.st_size > 100

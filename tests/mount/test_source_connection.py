@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import Mount, cachefs, contents, drop_caches, mounted_on, raises_errno, settle, wait_for
+from tests.conftest import Mount, cachefs, contents, mounted_on, raises_errno, settle, wait_for
 from tests.holder import Holder
 
 MakeMount = Callable[..., Mount]
@@ -103,7 +103,7 @@ def test_c1_a_source_mounted_again_is_used_again(bindfs: Bindfs, mount: MakeMoun
     if mode in CACHED:
         m.flush()
     bindfs.kill()
-    drop_caches()
+    m.drop_caches()
     if mode in CACHED:
         check(m, first)
     waits = m.path / next(iter(rest))
@@ -112,7 +112,7 @@ def test_c1_a_source_mounted_again_is_used_again(bindfs: Bindfs, mount: MakeMoun
     reader.start()
     assert "not connected" in lost(m)
     if mode in CACHED:
-        drop_caches()
+        m.drop_caches()
         # Without a fast path the kernel sends one LOOKUP at a time to a directory.
         check(m, {path: data for path, data in first.items() if path.parts[0] != waits.parent.name})
     assert reader.is_alive()
@@ -150,7 +150,7 @@ def test_c1_misses_fail_after_the_time_out_while_the_source_is_away(
     if mode in CACHED:
         m.flush()
     bindfs.kill()
-    drop_caches()
+    m.drop_caches()
     missing = m.path / next(iter(rest))
     started = time.monotonic()
     raises_errno(errno.ETIMEDOUT, missing.read_bytes)
@@ -340,7 +340,7 @@ def test_c2_a_successor_takes_over_without_the_source(bindfs: Bindfs, mount: Mak
     if mode in CACHED:
         m.flush()
     bindfs.kill()
-    drop_caches()
+    m.drop_caches()
     if how == "restart":
         cachefs("restart", m.path)
         m.pid = int(m.status()["pid"])
@@ -416,7 +416,7 @@ def test_c6_a_source_that_hangs_does_not_delay_a_take_over(
     m = mount(place, *MODES[mode], "--source-timeout", "40")
     check(m, first)
     m.flush()
-    drop_caches()
+    m.drop_caches()
     (faults / "hang").touch()
     (faults / "hang-all").touch()
     reader = Reader(m, first)

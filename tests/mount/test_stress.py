@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import Mount, cachefs, drop_caches, make_files, settle, wait_for
+from tests.conftest import Mount, cachefs, make_files, settle, wait_for
 
 MakeMount = Callable[..., Mount]
 WORKERS = 8
@@ -112,7 +112,7 @@ def test_many_processes_at_once(mount: MakeMount, tmp_path: Path, pytestconfig: 
         while time.monotonic() < until:
             generation += 1
             if generation % 2:
-                drop_caches()
+                m.drop_caches()
             else:
                 for name in (f"d{generation % 4}", f"large{generation // 2 % LARGE_FILES}"):
                     cachefs("invalidate", m.path / "shared" / name, check=False)

@@ -2,6 +2,7 @@
 
 import errno
 import os
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,7 +12,7 @@ from tests.conftest import Mount, settle, wait_for
 from tests.users import as_user, open_to_all
 
 MakeMount = Callable[..., Mount]
-USER, VICTIM = 1234, 4321
+USER, VICTIM, GROUP = 1234, 4321, 5555
 READ_WRITE = pytest.mark.parametrize(
     "arguments", [(), ("--mutable", "**"), ("--cache", "none"), ("--attr-timeout", "60")], ids=lambda a: "-".join(a)
 )
@@ -101,3 +102,53 @@ def test_a_read_only_mount_does_not_show_what_took_the_place_of_mine(
         listed = as_user(USER, USER, [], lambda: os.listdir(directory))
         assert "in-victim" not in listed if isinstance(listed, list) else listed in REFUSED, listed
         assert as_user(USER, USER, [], (directory / "in-victim").read_bytes) in REFUSED
+
+
+@pytest.mark.parametrize("arguments", [("--mutable", "**"), ("--cache", "none"), ()], ids=lambda a: "-".join(a))
+@pytest.mark.parametrize("more", [(), ("--no-fastpath",)], ids=["", "no-fastpath"])
+def test_who_may_not_read_a_mutable_file_any_more_does_not_open_it(
+    mount: MakeMount, source: Path, arguments: tuple[str, ...], more: tuple[str, ...]
+) -> None:
+    """What he opens he could read for as long as he likes, whatever is written then."""
+    log = source / "log"
+    log.write_bytes(b"public")
+    owned(log, VICTIM, 0o640)
+    os.chown(log, VICTIM, GROUP)
+    settle()
+    m = mount(source, "--allow-other", "--attr-timeout", "30", *arguments, *more)
+    open_to_all(log)
+    open_to_all(m.path)
+    path = m.path / "log"
+    os.close(os.open(path, os.O_WRONLY))  # written here: mutable in any mode
+    assert as_user(USER, USER, [GROUP], path.read_bytes) == b"public"
+    assert as_user(USER, USER, [GROUP], lambda: path.stat().st_gid) == GROUP
+    os.chown(log, VICTIM, VICTIM)
+    log.write_bytes(b"secret")
+    for _ in range(3):
+        assert as_user(USER, USER, [GROUP], path.read_bytes) in REFUSED
+    assert as_user(VICTIM, VICTIM, [], path.read_bytes) == b"secret"
+
+
+@pytest.mark.parametrize("arguments", [("--mutable", "**"), ("--cache", "none")], ids=lambda a: "-".join(a))
+@pytest.mark.parametrize("more", [(), ("--no-fastpath",)], ids=["", "no-fastpath"])
+def test_a_program_that_may_be_run_and_not_read(
+    mount: MakeMount, source: Path, arguments: tuple[str, ...], more: tuple[str, ...]
+) -> None:
+    program = source / "program"
+    program.write_bytes(Path("/bin/true").read_bytes())
+    owned(program, VICTIM, 0o711)
+    settle()
+    m = mount(source, "--allow-other", *arguments, *more)
+    open_to_all(program)
+    open_to_all(m.path)
+    path = m.path / "program"
+    assert as_user(USER, USER, [], path.read_bytes) == errno.EACCES
+
+    def runs() -> int:
+        return subprocess.run([path], user=USER, group=USER, extra_groups=[]).returncode
+
+    assert runs() == 0
+    path.stat()
+    program.chmod(0o700)
+    with pytest.raises(PermissionError):
+        runs()

@@ -135,11 +135,15 @@ def test_large_files_and_links(mount: MakeMount, tmp_path: Path) -> None:
     assert cachefs("info", tmp_path / "link").stdout.splitlines()[0].split() == ["path", "other"]
 
 
-def test_in_the_background(mount: MakeMount, source: Path) -> None:
-    m = mount(source, "--read-only", "--simulate-latency", "30")
+def test_in_the_background(mount: MakeMount, faulty: tuple[Path, Path]) -> None:
+    """It lasts until it has been looked at: one file hangs."""
+    source, faults = faulty
+    m = mount(source, "--read-only", "--source-timeout", "120")
+    (faults / "hang").write_text("f00001")
     done = cachefs("warmup", m.path, "--background", "--jobs", "1")
     assert done.stdout == f"in the background: cachefs status {m.path}\n"
     assert "warm-up" in cachefs("status", m.path).stdout
+    (faults / "hang").unlink()
     wait_for(m.status, lambda status: not status["warm_ups"])
     assert json.loads(cachefs("warmup", "--check", m.path, "--json").stdout)["is_complete"]
 

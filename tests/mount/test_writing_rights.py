@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import Mount, drop_caches, raises_errno
+from tests.conftest import Mount, raises_errno
 from tests.users import GROUP_OBJ, MASK, NOBODYS, OTHER, USER, USER_OBJ, acl, as_user, open_to_all
 
 MakeMount = Callable[..., Mount]
@@ -136,7 +136,7 @@ def test_an_open_for_reading_truncates_when_it_is_told_to(
     assert ((source / "free").read_bytes(), (source / "closed").read_bytes()) == (b"", b"content")
     assert (m.path / "free").stat().st_size == 0
     (m.path / "free").write_bytes(b"again")
-    drop_caches()
+    m.drop_caches()
     assert (m.path / "free").read_bytes() == b"again" == (source / "free").read_bytes()
 
 

@@ -59,6 +59,24 @@ def test_globs_know_beneath_which_directories_names_match(pattern: str, yes: lis
     assert [path for path in no if globs.reach_beneath(path.encode())] == []
 
 
+@pytest.mark.parametrize(
+    ("pattern", "yes", "no"),
+    [
+        ("runs/**", ["runs", "runs/1", "runs/1/2"], ["", "run", "out/runs"]),
+        ("*.log", ["", "a", "a/b"], []),
+        ("a/*/c", ["a/b", "a/b/c", "a/b/c/d"], ["", "a", "b/c", "a/b/d"]),
+        ("a/**/c", ["a", "a/b", "a/b/b"], ["", "b", "b/a"]),
+        ("/x", ["", "x", "x/y"], ["y"]),
+        ("**/x", ["", "a", "a/b"], []),
+        ("**", ["", "a"], []),
+    ],
+)
+def test_globs_know_in_which_directories_a_name_may_match(pattern: str, yes: list[str], no: list[str]) -> None:
+    globs = Globs([pattern])
+    assert [path for path in yes if not globs.match_within(path.encode())] == []
+    assert [path for path in no if globs.match_within(path.encode())] == []
+
+
 @pytest.mark.parametrize("pattern", ["", "/", "../x", "a/../b", "./a", "[z-a]"])
 def test_patterns_that_can_match_nothing_are_refused(pattern: str) -> None:
     with pytest.raises(InvalidGlob):

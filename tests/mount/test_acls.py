@@ -1,0 +1,97 @@
+"""POSIX ACLs: the kernel combines them with the mode, so that both must be of the same moment."""
+
+import errno
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import Mount, settle
+from tests.users import GROUP_OBJ, MASK, NOBODYS, OTHER, USER, USER_OBJ, acl, as_user, open_to_all
+
+MakeMount = Callable[..., Mount]
+ALICE, BOB, STAFF = 4321, 1234, 5555
+ACL = "system.posix_acl_access"
+MODES = [
+    ("--read-only",),
+    ("--read-only", "--no-fastpath"),
+    (),
+    ("--no-fastpath",),
+    ("--mutable", "**"),
+    ("--cache", "none"),
+]
+READ_WRITE = [mode for mode in MODES if "--read-only" not in mode]
+
+
+def modes(arguments: list[tuple[str, ...]]) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize("arguments", arguments, ids=lambda a: "-".join(a))
+
+
+def allows(user: int, permissions: int, *, others: int) -> bytes:
+    """rwx for the owner, nothing for the group, something for one user and for others."""
+    user_entry = USER, permissions, user
+    mask = MASK, permissions, NOBODYS
+    return acl((USER_OBJ, 7, NOBODYS), user_entry, (GROUP_OBJ, 0, NOBODYS), mask, (OTHER, others, NOBODYS))
+
+
+def bob(function: Callable[[], object], *groups: int) -> object:
+    return as_user(BOB, BOB, groups, function)
+
+
+@pytest.fixture
+def directory(source: Path) -> Path:
+    """With one file, which everyone may read."""
+    directory = source / "dir"
+    directory.mkdir()
+    (directory / "file").write_bytes(b"secret")
+    (directory / "file").chmod(0o644)
+    directory.chmod(0o755)
+    return directory
+
+
+@modes(MODES)
+@pytest.mark.parametrize("which", [".", "file"])
+def test_the_mode_of_one_version_does_not_meet_the_acl_of_another(
+    mount: MakeMount, source: Path, directory: Path, which: str, arguments: tuple[str, ...]
+) -> None:
+    """In a mode the mask stands where the group's permissions are when there is no ACL: the group never had these."""
+    target = directory / which
+    os.chown(target, 0, STAFF)
+    os.setxattr(target, ACL, allows(ALICE, 5, others=0))
+    settle()
+    m = mount(source, "--allow-other", *arguments)
+    open_to_all(directory)
+    open_to_all(m.path)
+    assert (m.path / "dir/file").read_bytes() == b"secret"  # root owns both: the kernel asks for no ACL
+    assert os.listdir(m.path / "dir") == ["file"]
+    assert bob((directory / "file").read_bytes, STAFF) == errno.EACCES
+    os.removexattr(target, ACL)
+    target.chmod(0o700)
+    assert bob((directory / "file").read_bytes, STAFF) == errno.EACCES
+    assert bob((m.path / "dir/file").read_bytes, STAFF) in (errno.EACCES, errno.ESTALE)
+    if which == ".":
+        assert bob(lambda: os.listdir(m.path / "dir"), STAFF) in (errno.EACCES, errno.ESTALE)
+
+
+@modes(READ_WRITE)
+@pytest.mark.parametrize(("user", "mode"), [(BOB, 0o710), (ALICE, 0o750)], ids=["named", "others"])
+def test_a_chmod_through_the_mount_changes_the_acl_as_well(
+    mount: MakeMount, source: Path, directory: Path, user: int, mode: int, arguments: tuple[str, ...]
+) -> None:
+    os.setxattr(directory, ACL, allows(user, 5, others=5))
+    settle()
+    m = mount(source, "--allow-other", *arguments)
+    open_to_all(directory)
+    open_to_all(m.path)
+    for _ in range(2):
+        assert bob((m.path / "dir/file").read_bytes) == b"secret"
+        m.drop_caches()  # the directory is pinned now, and the ACL when the kernel asks for it again
+    (m.path / "dir").chmod(mode)
+
+    def found(root: Path) -> list[object]:
+        return [bob(lambda: os.listdir(root / "dir")), bob((root / "dir/file").read_bytes)]
+
+    assert found(source)[0] == errno.EACCES
+    assert found(m.path) == found(source)
+    assert os.getxattr(m.path / "dir", ACL) == os.getxattr(directory, ACL)

@@ -1,0 +1,217 @@
+"""The end of a mount, and a restart, while calls to the source hang: nobody waits for `--source-timeout`."""
+
+import errno
+import os
+import select
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from cachefs.fastpath import launcher
+from tests.conftest import Mount, cachefs, contents, mounted_on, stuck_threads, wait_for
+
+MakeMount = Callable[..., Mount]
+SERVING = {"fast path": [], "Python alone": ["--no-fastpath"]}
+MODES = {"read-only": ["--read-only"], "read-write": [], "mutable": ["--mutable", "**"], "none": ["--cache", "none"]}
+TIMEOUT_S = 300
+"""Of the source."""
+BOUND_S = 30
+"""A mount ends within 10 s; this is for machines that are busy."""
+ENDED = {errno.ETIMEDOUT, errno.EIO, errno.ECONNABORTED, errno.ENOTCONN}
+
+
+class Waiting:
+    """A call of a job that waits for the source, in a thread."""
+
+    def __init__(self, call: Callable[[], object]) -> None:
+        self.error: int | None = None
+        """errno; 0 if the call succeeded; None while it waits."""
+        self._call = call
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            self._call()
+            self.error = 0
+        except OSError as error:
+            self.error = error.errno
+
+    def end(self) -> int | None:
+        self._thread.join(BOUND_S)
+        return self.error
+
+
+def processes(m: Mount) -> list[int]:
+    status = m.status()
+    return [m.pid] + ([status["fastpath"]["pid"]] if status["fastpath"] else [])
+
+
+def wait_until_over(m: Mount, pids: list[int], since: float) -> None:
+    """Neither mount nor process is there; what the kernel keeps of a thread that it cannot kill does not count."""
+    left_s = BOUND_S - (time.monotonic() - since)
+    wait_for(lambda: [pid for pid in pids if launcher.is_running(pid)], lambda left: not left, left_s)
+    print(f"it took {time.monotonic() - since:.1f} s")
+    m.pid = 0
+    assert not mounted_on(m.path)
+
+
+def hang(m: Mount, faults: Path) -> list[Waiting]:
+    """Have a look-up and a read wait for the source."""
+    os.stat(m.path / "h1/known")
+    os.stat(m.path / "h2")
+    (faults / "hang").write_text("known")
+    waiting = [Waiting((m.path / name).read_bytes) for name in ("h1/known", "h2/unknown")]
+    wait_for(lambda: stuck_threads(*processes(m)), lambda count: count >= len(waiting))
+    return waiting
+
+
+@pytest.fixture(autouse=True, scope="session")
+def fusectl() -> None:
+    """As systemd does on every machine."""
+    if not os.path.ismount("/sys/fs/fuse/connections"):  # or another test does so now
+        subprocess.run(["mount", "-t", "fusectl", "none", "/sys/fs/fuse/connections"], check=False)
+    assert os.path.ismount("/sys/fs/fuse/connections")
+
+
+@pytest.fixture
+def hanging(faulty: tuple[Path, Path], source: Path) -> tuple[Path, Path]:
+    """`faulty`, with files that hang when that is asked for: in two directories, as one asks one thing at a time."""
+    for name in ("h1/known", "h2/unknown"):
+        (source / name).parent.mkdir()
+        (source / name).write_bytes(b"x" * 5000)
+    return faulty
+
+
+def unmount_by_command(m: Mount) -> None:
+    cachefs("umount", m.path)
+
+
+def unmount(m: Mount) -> None:
+    subprocess.run(["umount", m.path], check=True)
+
+
+def detach_and_tell(m: Mount) -> None:
+    subprocess.run(["umount", "-l", m.path], check=True)
+    tell(m)
+
+
+def tell(m: Mount) -> None:
+    os.kill(m.pid, signal.SIGTERM)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("serving", SERVING)
+@pytest.mark.parametrize("end", [tell, detach_and_tell])
+def test_a_mount_that_jobs_wait_for_ends_though_its_source_hangs(
+    mount: MakeMount, hanging: tuple[Path, Path], end: Callable[[Mount], None], serving: str, mode: str
+) -> None:
+    place, faults = hanging
+    m = mount(place, "--source-timeout", TIMEOUT_S, *SERVING[serving], *MODES[mode])
+    waiting, pids = hang(m, faults), processes(m)
+    expected = contents(m.path / "d0")  # it is on its way to the cache when the end comes
+    started = time.monotonic()
+    end(m)
+    wait_until_over(m, pids, started)
+    assert {each.end() for each in waiting} <= ENDED
+    m.start()
+    if mode in ("read-only", "read-write"):
+        assert m.status()["cached_files"] >= len(expected)
+    assert contents(m.path / "d0") == expected
+
+
+@pytest.mark.parametrize("mode", ["read-only", "read-write"])
+@pytest.mark.parametrize("serving", SERVING)
+@pytest.mark.parametrize("end", [tell, unmount_by_command, unmount])
+def test_a_mount_that_nobody_uses_ends_though_its_source_hangs(
+    mount: MakeMount, hanging: tuple[Path, Path], end: Callable[[Mount], None], serving: str, mode: str
+) -> None:
+    """What waits for the source is the mount's own: a warm-up."""
+    place, faults = hanging
+    m = mount(place, "--source-timeout", TIMEOUT_S, *SERVING[serving], *MODES[mode])
+    expected, pids = contents(m.path / "d0"), processes(m)
+    (faults / "hang").write_text("known")
+    cachefs("warmup", "--background", m.path / "h1", m.path / "h2")
+    wait_for(lambda: stuck_threads(*pids), lambda count: count >= 2)
+    started = time.monotonic()
+    end(m)
+    wait_until_over(m, pids, started)
+    m.start()
+    assert contents(m.path / "d0") == expected
+
+
+@pytest.mark.parametrize("serving", SERVING)
+def test_a_mount_ends_though_its_source_is_stopped(mount: MakeMount, hanging: tuple[Path, Path], serving: str) -> None:
+    """Calls to this source can be killed: nothing stays of the processes."""
+    place, _ = hanging
+    m = mount(place, "--source-timeout", TIMEOUT_S, "--read-only", *SERVING[serving])
+    expected, pids = contents(m.path / "d0"), processes(m)
+    os.stat(m.path / "h1/known")
+    source = next(pid for pid in children() if b"tests.faultfs" in Path(f"/proc/{pid}/cmdline").read_bytes())
+    os.kill(source, signal.SIGSTOP)
+    try:
+        waiting = [Waiting((m.path / name).read_bytes) for name in ("h1/known", "h2/unknown")]
+        wait_for(lambda: stuck_threads(*pids), lambda count: count >= 2)
+        started, pidfd = time.monotonic(), os.pidfd_open(m.pid)
+        tell(m)
+        assert select.select([pidfd], [], [], BOUND_S)[0], "a thread of it is left"
+        wait_until_over(m, pids, started)
+        assert {each.end() for each in waiting} <= ENDED
+    finally:
+        os.kill(source, signal.SIGCONT)
+    m.start()
+    assert contents(m.path / "d0") == expected
+
+
+def children() -> list[int]:
+    return [int(pid) for pid in Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()]
+
+
+@pytest.mark.parametrize("serving", SERVING)
+def test_a_write_that_the_end_cuts_off_fails(mount: MakeMount, hanging: tuple[Path, Path], serving: str) -> None:
+    place, faults = hanging
+    m = mount(place, "--source-timeout", TIMEOUT_S, *SERVING[serving])
+    pids, fd = processes(m), os.open(m.path / "written", os.O_WRONLY | os.O_CREAT)
+    try:
+        assert os.write(fd, b"before") == 6
+        (faults / "hang-write").touch()
+        writing = Waiting(lambda: os.write(fd, b"cut off"))
+        wait_for(lambda: stuck_threads(*pids), bool)
+        started = time.monotonic()
+        tell(m)
+        assert writing.end() in ENDED
+    finally:
+        try:
+            os.close(fd)  # its FLUSH finds no mount
+        except OSError as error:
+            assert error.errno in ENDED
+    wait_until_over(m, pids, started)
+    (faults / "hang-write").unlink()
+    assert (place / "written").read_bytes() in (b"before", b"beforecut off")  # the source may still do it
+
+
+@pytest.mark.fastpath
+@pytest.mark.parametrize("mode", MODES)
+def test_a_restart_does_not_wait_for_a_source_that_hangs(
+    mount: MakeMount, hanging: tuple[Path, Path], mode: str
+) -> None:
+    """The successor makes the calls again: jobs see no error."""
+    place, faults = hanging
+    m = mount(place, "--source-timeout", TIMEOUT_S, *MODES[mode])
+    expected = contents(m.path / "d0")
+    waiting, pids = hang(m, faults), processes(m)
+    started = time.monotonic()
+    cachefs("restart", m.path)
+    print(f"it took {time.monotonic() - started:.1f} s")
+    assert time.monotonic() - started < BOUND_S
+    assert not any(launcher.is_running(pid) for pid in pids)
+    m.pid = int(m.status()["pid"])
+    assert contents(m.path / "d0") == expected
+    assert [each.error for each in waiting] == [None, None]
+    (faults / "hang").unlink()
+    assert [each.end() for each in waiting] == [0, 0]

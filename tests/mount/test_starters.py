@@ -1,0 +1,63 @@
+"""What whoever starts a daemon leaves to it, and is no business of a mount."""
+
+import resource
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests import conftest
+from tests.conftest import CLI, Mount, contents
+
+MakeMount = Callable[..., Mount]
+
+
+def started(monkeypatch: pytest.MonkeyPatch, *before: str) -> None:
+    """The command line is started by these words from now on."""
+    monkeypatch.setattr(conftest, "CLI", [*before, *CLI])
+
+
+def check_it_works(m: Mount, source: Path) -> None:
+    assert contents(m.path) == contents(source)
+    m.remount("--read-only")
+    assert contents(m.path) == contents(source)
+    m.umount()
+
+
+def test_a_starter_that_ignores_the_ends_of_its_children(
+    mount: MakeMount, source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SIGCHLD is ignored: the kernel takes children away before anybody can ask how they ended."""
+    ignoring = (
+        "import os, signal, sys; signal.signal(signal.SIGCHLD, signal.SIG_IGN); os.execvp(sys.argv[1], sys.argv[1:])"
+    )
+    started(monkeypatch, sys.executable, "-c", ignoring)
+    check_it_works(mount(source), source)
+
+
+@pytest.mark.parametrize("streams", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
+def test_a_starter_that_has_closed_its_streams(
+    mount: MakeMount, source: Path, monkeypatch: pytest.MonkeyPatch, streams: str
+) -> None:
+    started(monkeypatch, "sh", "-c", f'exec "$@" {streams}', "sh")
+    check_it_works(mount(source), source)
+
+
+@pytest.mark.parametrize("command", ["mount", "restart"])
+def test_a_starter_whose_files_may_not_grow(
+    mount: MakeMount, source: Path, monkeypatch: pytest.MonkeyPatch, command: str
+) -> None:
+    """The signal that the kernel sends who goes beyond it ends a process."""
+    for number in range(40):
+        (source / f"large{number}").write_bytes(bytes([number]) * (500 << 10))
+    conftest.settle()
+    m = mount(source, "--read-only")
+    started(monkeypatch, "prlimit", f"--fsize={8 << 20}:{resource.RLIM_INFINITY}")
+    if command == "mount":
+        m.remount("--read-only")
+    else:
+        conftest.cachefs("restart", m.path)
+        m.pid = int(m.status()["pid"])
+    assert contents(m.path) == contents(source)
+    assert m.flush()["cached_files"] == sum(map(bool, contents(source).values()))

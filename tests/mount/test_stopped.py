@@ -1,0 +1,125 @@
+"""Processes of a mount that were stopped (SIGSTOP): a restart repairs it, and its end leaves no process."""
+
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import pytest
+
+from cachefs.fastpath import launcher
+from tests.conftest import Mount, cachefs, children, contents, mounted_on, wait_for
+from tests.holder import Holder
+from tests.mount.test_life_cycle import device_of, fastpath_pid, left_behind
+from tests.mount.test_notifications import kill_and_wait, started_notifier, state
+
+MakeMount = Callable[..., Mount]
+BOUND_S = 15
+"""An end takes 6 s with a stopped fast path. Who waits for it to hear a signal takes 20 s."""
+SERVING = {"fast path": [], "Python alone": ["--no-fastpath"]}
+
+
+@contextmanager
+def stopped(*pids: int) -> Iterator[None]:
+    for pid in pids:
+        os.kill(pid, signal.SIGSTOP)
+        wait_for(lambda pid=pid: state(pid), lambda now: now == "T")  # type: ignore[misc]
+    try:
+        yield
+    finally:
+        for pid in pids:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGCONT)
+
+
+def processes(m: Mount) -> set[int]:
+    return {m.pid, started_notifier(m.pid), *children(m.pid)}
+
+
+def check_over(m: Mount, pids: set[int], since: float) -> None:
+    wait_for(lambda: {pid for pid in pids if launcher.is_running(pid)}, lambda left: not left)
+    took_s = time.monotonic() - since
+    m.pid = 0
+    assert not mounted_on(m.path) and not left_behind(m.path)
+    assert took_s < BOUND_S
+
+
+@pytest.mark.fastpath
+@pytest.mark.parametrize("which", ["daemon", "fast path", "notifier", "all"])
+def test_a_restart_repairs_a_mount_of_which_a_process_was_stopped(mount: MakeMount, source: Path, which: str) -> None:
+    m = mount(source)
+    device, notifier = device_of(m.path), started_notifier(m.pid)
+    pids = {"daemon": [m.pid], "fast path": [fastpath_pid(m)], "notifier": [notifier]}
+    pids["all"] = [pid for each in pids.values() for pid in each]
+    with Holder(m.path / "file") as holder:
+        assert holder.ask("write", 0, "kept") == "kept"
+        (m.path / "file").unlink()
+        with stopped(*pids[which]):
+            before = m.pid
+            cachefs("restart", m.path)
+            m.pid = int(m.status()["pid"])
+            assert m.pid != before and device_of(m.path) == device
+            assert contents(m.path) == contents(source)
+            assert holder.ask("read", 0, "kept") == "kept"
+            wait_for(lambda: [pid for pid in pids[which] if launcher.is_running(pid)], lambda left: not left)
+    everything, since = processes(m), time.monotonic()
+    cachefs("umount", m.path)
+    check_over(m, everything, since)
+
+
+@pytest.mark.parametrize("serving", SERVING)
+@pytest.mark.parametrize("which", ["daemon", "notifier"])
+def test_a_mount_of_which_a_process_was_stopped_is_unmounted(
+    mount: MakeMount, source: Path, which: str, serving: str
+) -> None:
+    m = mount(source, *SERVING[serving])
+    expected, everything = contents(m.path), processes(m)
+    with stopped(m.pid if which == "daemon" else started_notifier(m.pid)):
+        since = time.monotonic()
+        cachefs("umount", m.path)
+        check_over(m, everything, since)
+    m.start()
+    assert m.status()["cached_files"] == sum(map(bool, expected.values()))  # nothing that was on its way is lost
+
+
+@pytest.mark.fastpath
+@pytest.mark.parametrize("end", ["umount", "tell"])
+def test_a_mount_whose_fast_path_was_stopped_ends(mount: MakeMount, source: Path, end: str) -> None:
+    m = mount(source)
+    everything = processes(m)
+    with stopped(fastpath_pid(m)):
+        since = time.monotonic()
+        if end == "tell":
+            os.kill(m.pid, signal.SIGTERM)
+        else:
+            cachefs("umount", m.path)
+        check_over(m, everything, since)
+
+
+@pytest.mark.parametrize("serving", SERVING)
+@pytest.mark.parametrize("command", ["mount", "umount"])
+def test_a_stopped_notifier_keeps_no_dead_mount(mount: MakeMount, source: Path, command: str, serving: str) -> None:
+    """It has a /dev/fuse of the mount: the kernel does not know that nobody will read from it any more."""
+    m = mount(source, *SERVING[serving])
+    notifier = started_notifier(m.pid)
+    others = processes(m) - {notifier}
+    m.killed_fastpaths += 1
+    with stopped(notifier):
+        kill_and_wait(*others)
+        with subprocess.Popen(["stat", m.path / "d3"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as job:
+            try:
+                with pytest.raises(subprocess.TimeoutExpired):
+                    job.wait(0.5)
+                if command == "mount":
+                    m.start()
+                    assert contents(m.path) == contents(source)
+                else:
+                    m.pid = 0
+                    cachefs("umount", m.path)
+                    assert not mounted_on(m.path)
+                assert job.wait(BOUND_S) == 1
+            finally:
+                job.kill()
