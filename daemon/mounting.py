@@ -10,6 +10,7 @@ import os
 import shutil
 import stat
 import subprocess
+import time
 from pathlib import Path
 
 from cachefs import syscalls
@@ -26,6 +27,9 @@ READ_AHEAD_KIB = 1024
 MAX_BACKGROUND = 1024
 """READs of one user that wait for the source must not keep those of others in the kernel."""
 CONGESTION = 48
+_IN_USE = "it is in use (a shell's directory, an open file)"
+_BUSY_PATIENCE_S = 1.0
+_BUSY_POLL_S = 0.02
 
 
 def check_mounted(place: str) -> None:
@@ -35,20 +39,27 @@ def check_mounted(place: str) -> None:
 
 
 def unmount(path: str, *, lazy: bool = False) -> None:
-    """Raises CacheFsError with the reason."""
+    """Wait for what uses it for a moment only, as a recorder's queue does. Raises CacheFsError with the reason."""
+    ends_s = time.monotonic() + _BUSY_PATIENCE_S
+    while (reason := _try_to_unmount(path, lazy=lazy)) is not None:
+        if reason != _IN_USE or time.monotonic() > ends_s:
+            raise CacheFsError(f"cannot unmount {path}: {reason}")
+        time.sleep(_BUSY_POLL_S)
+
+
+def _try_to_unmount(path: str, *, lazy: bool) -> str | None:
+    """Why not."""
     if is_root():
         try:
             syscalls.umount2(path, syscalls.MNT_DETACH if lazy else 0)
         except OSError as error:
-            reason = (
-                "it is in use (a shell's directory, an open file)" if error.errno == errno.EBUSY else error.strerror
-            )
-            raise CacheFsError(f"cannot unmount {path}: {reason}") from error
-        return
+            return _IN_USE if error.errno == errno.EBUSY else error.strerror
+        return None
     command = ["fusermount3", "-u", *(["-z"] if lazy else []), "--", path]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode != 0:
-        raise CacheFsError(f"cannot unmount {path}: {done.stderr.strip() or 'fusermount3 failed'}")
+    if done.returncode == 0:
+        return None
+    return _IN_USE if os.strerror(errno.EBUSY) in done.stderr else done.stderr.strip() or "fusermount3 failed"
 
 
 def check_fuse() -> None:

@@ -7,6 +7,7 @@ import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from threading import Timer
 
 from cachefs.trace import read_trace
 from tests.conftest import CLI, REPOSITORY, Mount, cachefs
@@ -56,6 +57,21 @@ def test_it_ends_with_the_mount(mount: MakeMount, source: Path, tmp_path: Path) 
         m.umount()
         assert process.wait(20) == 0
     assert len(read_trace(tmp_path / "job.trace")[0].accesses) == 1
+
+
+def test_what_the_recorder_has_not_read_yet_does_not_keep_the_mount(
+    mount: MakeMount, source: Path, tmp_path: Path
+) -> None:
+    """Each event that waits for it holds a file open."""
+    m = mount(source, "--read-only")
+    with recording(m, tmp_path / "job.trace") as process:
+        process.send_signal(signal.SIGSTOP)
+        (m.path / "d0/f00000").read_bytes()
+        resume = Timer(0.3, process.send_signal, [signal.SIGCONT])
+        resume.start()
+        m.umount()
+        resume.join()
+        assert process.wait(20) == 0
 
 
 def test_what_cannot_be_recorded_is_one_clear_line(mount: MakeMount, source: Path, tmp_path: Path) -> None:
