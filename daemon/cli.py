@@ -78,8 +78,9 @@ def unmount_and_wait(place: str) -> None:
         pid = Client(place).status()["pid"]
         daemon = os.pidfd_open(pid)
     except (CacheFsError, OSError):
-        if not instance.detach_abandoned(place):
-            mounting.unmount(place, lazy=True)  # its daemon is dead: nothing to wait for
+        # Its fast path would have its jobs wait for a daemon that cannot come any more.
+        if not instance.detach_dead(place, instance.MountInstance.has_lost_daemon):
+            mounting.unmount(place, lazy=True)  # its daemon does not answer: nothing to wait for
         instance.remove_remains(place)
         return
     top = mount_table.top_mount(place)

@@ -14,7 +14,7 @@ import logging
 import os
 import socket
 import stat
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -126,17 +126,21 @@ class MountInstance:
         except OSError as error:
             log.warning("cannot bind the source in %s: %s", place, error.strerror)
 
-    def is_abandoned(self) -> bool:
-        """Its daemon has died, and nobody holds what a successor needs. Its mountpoint is claimed.
-
-        The kernel need not know: a process that was stopped may have its /dev/fuse, and requests wait for ever.
-        """
+    def has_lost_daemon(self) -> bool:
+        """Its mountpoint is claimed."""
         try:
             runtime = RuntimeDirectory(self.directory)
         except OSError:
             return False  # the mount belongs to another user, who can find out
         runtime.close()
-        return runtime.is_ours and not _is_listened_to(self.directory / FASTPATH_SOCKET)
+        return runtime.is_ours
+
+    def is_abandoned(self) -> bool:
+        """Its daemon has died, and nobody holds what a successor needs. Its mountpoint is claimed.
+
+        The kernel need not know: a process that was stopped may have its /dev/fuse, and requests wait for ever.
+        """
+        return self.has_lost_daemon() and not _is_listened_to(self.directory / FASTPATH_SOCKET)
 
     # --- its end ---------------------------------------------------------------------------------------------------
 
@@ -198,14 +202,14 @@ class MountInstance:
                 claim.release()
 
 
-def detach_abandoned(mountpoint: str, claim: Claim | None = None) -> bool:
-    """Detach abandoned mounts, so that the kernel answers the jobs that wait for them. Were there any?
+def detach_dead(mountpoint: str, is_dead: Callable[[MountInstance], bool], claim: Claim | None = None) -> bool:
+    """Detach dead mounts and abort them, so that the kernel answers the jobs that wait for them. Were there any?
 
     `claim`: where it is held.
     """
     found = False
     with suppress(Taken, OSError), _claimed(mountpoint, claim) as held:  # who mounts there does it, too
-        while (there := MountInstance.on_top(mountpoint)) is not None and there.is_abandoned():
+        while (there := MountInstance.on_top(mountpoint)) is not None and is_dead(there):
             there.unmount(held)
             if there.is_on_top():
                 break

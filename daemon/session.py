@@ -56,7 +56,7 @@ from daemon import (
 from daemon.commands import Commands
 from daemon.config import MountConfig
 from daemon.fastpath_host import FastPathHost
-from daemon.instance import MountInstance, claim_mountpoint, detach_abandoned, remove_remains
+from daemon.instance import MountInstance, claim_mountpoint, detach_dead, remove_remains
 from daemon.mount import mount
 from daemon.predecessor import take_over
 from daemon.probe import has_died
@@ -192,7 +192,7 @@ class Session:
                 remove_remains(place)
                 raise CacheFsError(f"{place} was unmounted, or its connection aborted: mount it again")
             raise CacheFsError(f"the fast path of {place} is dead: umount it, and mount it again")
-        await _in_thread(detach_abandoned, place, self._claim)
+        await _in_thread(detach_dead, place, MountInstance.is_abandoned, self._claim)
         await _in_thread(mounting.make_room, self.config.source, place)
         await _in_thread(
             partial(mounting.check_places, self.config.source, place, timeout_s=self.config.options.source_timeout_s)

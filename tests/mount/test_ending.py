@@ -215,3 +215,18 @@ def test_a_restart_does_not_wait_for_a_source_that_hangs(
     assert [each.error for each in waiting] == [None, None]
     (faults / "hang").unlink()
     assert [each.end() for each in waiting] == [0, 0]
+
+
+@pytest.mark.fastpath
+@pytest.mark.parametrize("mode", MODES)
+def test_umount_without_a_daemon_lets_no_job_wait_for_the_next_one(mount: MakeMount, source: Path, mode: str) -> None:
+    m = mount(source, *MODES[mode])
+    (fastpath,) = [pid for pid in processes(m) if pid != m.pid]
+    m.kill()
+    job = Waiting(lambda: (m.path / "d0/f00000").read_bytes())
+    wait_for(lambda: stuck_threads(os.getpid()), bool)
+    began = time.monotonic()
+    cachefs("umount", m.path)
+    assert job.end() in ENDED
+    wait_until_over(m, [fastpath], began)
+    assert not mounted_on(m.path)
