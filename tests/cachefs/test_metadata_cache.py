@@ -79,6 +79,20 @@ def test_a_removed_inode_is_known_as_long_as_the_kernel_may_know_it(index: Index
         assert look_up(metadata, update, b"second", 3, pin=True).number != first.number
 
 
+@pytest.mark.parametrize("removed", [False, True], ids=["forgotten", "removed and forgotten"])
+def test_a_dropped_directory_is_known_as_long_as_the_kernel_may_know_it(index: Index, removed: bool) -> None:
+    """While it was pinned nobody counted look-ups. The kernel would say EIO if its number became that of a file."""
+    metadata = MetadataCache(index, READ_ONLY, run=1, floor=1)
+    with index.update() as update:
+        first = look_up(metadata, update, b"first", 2, pin=True)
+        metadata.drop(update, first.number)
+        if removed:
+            metadata.apply_absence(update, ROOT_INODE, b"first", pin=True)
+        metadata.forget(update, first.number, 1)
+        file = stat(first.number, 0o100644, 3)
+        assert metadata.apply_stat(update, ROOT_INODE, b"second", file, pin=True).number != first.number
+
+
 @pytest.mark.parametrize("options", [READ_ONLY, Options()], ids=["read-only", "read-write"])
 def test_an_answer_that_was_overtaken_does_not_replace_a_later_one(index: Index, options: Options) -> None:
     """A file is written under one name and renamed; the lstat of the first name is slow."""
