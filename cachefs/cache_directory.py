@@ -19,7 +19,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from cachefs import private_files, recovery, runs
+from cachefs import overflow, private_files, recovery, runs
 from cachefs.attributes import PINNED
 from cachefs.blob import Blob
 from cachefs.claims import Taken, lock_for_good
@@ -33,14 +33,17 @@ from cachefs.runs import RunState
 log = logging.getLogger(__name__)
 
 FORMAT_VERSION = 1
+SESSION_RESERVE_BYTES = 1 << 20
+"""Allocated when a run begins: so many bytes of the session have room, whatever else fills the runtime directory."""
 FREE_SHARE = 0.9
 """Of the free space of the cache's disk: the default size."""
 RCTIME_GRACE_S = 60
+_DATA = "data.mdb"
 _SESSION_KEY = b"session"
 _MUTABLE_KEY = b"mutable"
 _MUTABLE_SINCE_KEY = b"mutable-since"
 _SINCE = struct.Struct("<I4xQ")
-_SESSION = struct.Struct("<I4x2Q")  # flags, run, how often it was taken over
+_SESSION = struct.Struct("<2I2Q")  # flags, was something forgotten, run, how often it was taken over
 _OWN_NAMES = {"cache.json", "secret", "lock", "blob", "index", "index.new", "daemon.log", "lost+found"}
 
 
@@ -213,37 +216,48 @@ class OpenedIndex:
         `mutable`: the patterns of `--mutable`. What was pinned with others is compared, and may be mutable now.
 
         `same_mount`: goes on with the run of a daemon that died and whose mount did not (hazard 12). Raises
-        CacheFsError where its session is not there.
+        CacheFsError where its session is not there. Where the session could not take all that this daemon knew
+        (overflow.py) another run begins for the same mount, which compares everything.
         """
         self.session_path = session_path
+        self._forgot = 0
+        """As the session says of itself."""
         self.durable_path = durable.path
         last = runs.last_run(durable)
         before = last or RunState()
         now = boot_id()
         takeovers = self._takeovers(session_path, before, now)
         survived = takeovers is not None
+        is_complete = survived and overflow.is_complete(session_path / _DATA)
         if same_mount and not survived:
             raise CacheFsError(f"cannot take the mount over: its session {session_path} is gone")
         if not survived:
             shutil.rmtree(session_path, ignore_errors=True)
         # After a crash of the machine the last changes may be lost: nothing is taken on trust.
-        trusted = last is not None and (before.clean or survived)
+        trusted = last is not None and (before.clean or is_complete)
         unmoved = revalidate is Revalidate.RCTIME and rctime_unmoved(before.rctime, rctime, time.time())
         same_patterns = mutable_patterns(durable) == set(mutable)
         keep = trusted and (revalidate is Revalidate.NEVER or unmoved) and same_patterns
         run = before.run + 1
         self.state = RunState(run, before.floor if keep else run, False, now, before.rctime if keep else rctime)
-        if same_mount:
+        if same_mount and is_complete:
             self.state = before
-        self.names_floor = _mutable_since(durable) if same_patterns else run
-        """The run since which the patterns are what they are."""
+        self.forgot = same_mount and (not is_complete or bool(self._forgot))
+        """The kernel may know of inodes and versions that a daemon before us knew, and we do not."""
+        is_known = same_patterns and (is_complete or not survived)
+        self.names_floor = _mutable_since(durable) if is_known else run
+        """The run since which the patterns are what they are, and no name is missing: a directory that has not changed
+        does not vouch for names that were recorded before."""
         self.takeovers = takeovers + 1 if same_mount and takeovers is not None else 0
         """How many daemons went on with this run after another one had died."""
         self._durable = durable
         self.index = Index(durable, Environment(session_path, sync=False))
+        self.index.session.reserve(SESSION_RESERVE_BYTES)
         if survived:
-            self.index.recover_session(same_mount=same_mount)
+            self._recover(rctime, same_mount=same_mount)
         self.count_takeovers(self.takeovers)
+        if self.state == last and same_patterns:
+            return  # what a full disk might not take is there
         self._store()
         with durable.write() as txn:  # after the floor: a crash in between makes everything doubtful once more
             patterns = b"\0".join(os.fsencode(pattern) for pattern in sorted(set(mutable)))
@@ -251,15 +265,30 @@ class OpenedIndex:
             since = _SINCE.pack(PINNED, self.names_floor)
             txn.put(_MUTABLE_SINCE_KEY, since, db=durable.tables[Table.META])
         self.index.note_run(self.state.run, time.time_ns())
+        self.index.session.overflow.begin()
+
+    def _recover(self, rctime: bytes, *, same_mount: bool) -> None:
+        """Go on with the session of a daemon that died. Where there is no room for that, and no mount needs it, a new
+        one begins: it is no more than what was on its way to the durable index."""
+        try:
+            self.index.recover_session(same_mount=same_mount)
+        except IndexUnavailable as error:
+            if same_mount:
+                raise
+            log.warning("%s; everything is compared with the source", error)
+            self.index.session.close()
+            shutil.rmtree(self.session_path, ignore_errors=True)
+            self.index = Index(self._durable, Environment(self.session_path, sync=False))
+            self.state = replace(self.state, floor=self.state.run, rctime=rctime)
+            self.names_floor = self.state.run
 
     def count_takeovers(self, takeovers: int) -> None:
         """Store how many take-overs there were, so that the successor's numbers begin behind ours (runs.py)."""
         self.takeovers = takeovers
-        with self.index.session.write() as txn:
-            txn.put(_SESSION_KEY, _SESSION.pack(0, self.state.run, takeovers), db=self._meta(self.index.session))
+        with self.index.update() as update:
+            update.put(Table.META, _SESSION_KEY, _SESSION.pack(0, self.forgot, self.state.run, takeovers))
 
-    @staticmethod
-    def _takeovers(path: Path, before: RunState, now: bytes) -> int | None:
+    def _takeovers(self, path: Path, before: RunState, now: bytes) -> int | None:
         """How often the session changed hands; None unless its daemon crashed, in this boot, and left it behind."""
         if before.clean or before.boot_id != now or not (path / "data.mdb").exists():
             return None
@@ -271,8 +300,10 @@ class OpenedIndex:
         with session.lmdb.begin() as txn:
             value = txn.get(_SESSION_KEY, db=OpenedIndex._meta(session))
         session.close()
-        _, run, takeovers = _SESSION.unpack(value) if value else (0, 0, 0)
-        return int(takeovers) if run == before.run else None
+        _, self._forgot, run, takeovers = _SESSION.unpack(value) if value else (0, 0, 0, 0)
+        # The daemon that found this mark may have died in the middle of beginning another run.
+        is_complete = overflow.is_complete(path / _DATA)
+        return int(takeovers) if run == before.run or not is_complete else None
 
     @staticmethod
     def _meta(environment: Environment) -> Any:

@@ -67,9 +67,9 @@ class Claim:
             os.close(fd)  # its last holder has just removed it
 
     def sign(self) -> None:
-        """Say which process holds it: this one."""
-        os.ftruncate(self._fd, 0)
-        os.pwrite(self._fd, f"{os.getpid()}\n".encode(), 0)
+        """Say which process holds it: this one. Where the disk has no room for that, nothing does."""
+        with suppress(OSError):
+            _write(self._fd, f"{os.getpid()}\n")
 
     def release(self) -> None:
         if self._fd < 0:
@@ -79,6 +79,12 @@ class Claim:
         fcntl.flock(self._fd, fcntl.LOCK_UN)  # a child may have it open as well
         os.close(self._fd)
         self._fd = -1
+
+
+def _write(fd: int, line: str) -> None:
+    """In place of what is there, without giving its block back before: a full disk would not let us have it again."""
+    os.pwrite(fd, line.encode(), 0)
+    os.ftruncate(fd, len(line))
 
 
 def is_at(fd: int, path: Path) -> bool:
@@ -109,8 +115,7 @@ def lock_for_good(path: Path) -> int:
                     raise Taken(pid or "unknown") from None
                 path.unlink(missing_ok=True)
                 continue
-            os.ftruncate(fd, 0)
-            os.pwrite(fd, f"{os.getpid()} {_started('self')}\n".encode(), 0)
+            _write(fd, f"{os.getpid()} {_started('self')}\n")
             return fd
     finally:
         os.close(directory)

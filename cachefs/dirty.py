@@ -28,6 +28,8 @@ class Batch:
     keys: list[Key]
     moment: Any
     """A read transaction of the session, begun when the batch was taken: later values belong to later batches."""
+    above: dict[Key, bytes | None] = field(default_factory=dict)
+    """What the session's overflow had at that moment."""
     incomplete: set[bytes] = field(default_factory=set)
     """Keys of directories of which names are still to come: their records are written without LISTED."""
 

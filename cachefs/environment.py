@@ -1,7 +1,8 @@
 """LMDB environments with the tables of the index, and reading two of them as one.
 
 `View` reads one moment of both: the session first, then the durable index; an empty value in the session is a
-tombstone, and hides what the durable index says. `Update` writes to the session. index.py says what the two are for.
+tombstone, and hides what the durable index says. `Update` writes to the session. index.py says what the two are for,
+overflow.py what happens when the session cannot be written.
 """
 
 import enum
@@ -20,6 +21,7 @@ from cachefs import private_files
 from cachefs.attributes import PINNED
 from cachefs.errors import IndexUnavailable
 from cachefs.extents import Extents
+from cachefs.overflow import MISSING, Missing, Overflow, Value
 
 MAP_SIZE_BYTES = 1 << 40  # address space, not disk: growing a map under live readers is unsafe (hazard 16)
 MAX_READERS = 1024
@@ -87,6 +89,8 @@ class Environment:
             self.tables = [self.lmdb.open_db(table.name.lower().encode()) for table in Table]
         except lmdb.Error as error:
             raise IndexUnavailable(f"cannot open the index in {path}: {error}") from error
+        self.overflow = Overflow(path / "data.mdb", len(Table))
+        """Of a session: what it could not take."""
 
     @contextmanager
     def write(self) -> Iterator[Any]:
@@ -96,6 +100,16 @@ class Environment:
                 yield txn
         except lmdb.Error as error:
             raise IndexUnavailable(f"cannot write to the index in {self.path}: {error}") from error
+
+    def reserve(self, size: int) -> None:
+        """Allocate the first bytes of the file, which LMDB uses as it grows."""
+        fd = os.open(self.path / "data.mdb", os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+        try:
+            os.posix_fallocate(fd, 0, size)
+        except OSError as error:
+            log.warning("cannot reserve %d bytes for the index in %s: %s", size, self.path, error.strerror)
+        finally:
+            os.close(fd)
 
     def close(self) -> None:
         self.lmdb.close()
@@ -120,9 +134,10 @@ class Environment:
 class View:
     """Reads of one moment, through both environments. Short: nothing is awaited while one is open."""
 
-    __slots__ = ("_durable", "_durable_tables", "_session", "_session_tables")
+    __slots__ = ("_above", "_durable", "_durable_tables", "_session", "_session_tables")
 
     def __init__(self, session: Environment, durable: Environment, *, write: bool = False) -> None:
+        self._above = session.overflow if session.overflow else None
         # The session first: what leaves it is in the durable index before it leaves.
         self._session: Any = session.lmdb.begin(write=write)
         try:
@@ -150,14 +165,24 @@ class View:
         """
         self._session = self._durable = None
 
-    def get(self, table: Table, key: bytes) -> bytes | None:
+    def _in_session(self, table: Table, key: bytes) -> bytes | None:
+        if self._above is not None:
+            above = self._above.find(table, key)
+            if not isinstance(above, Missing):
+                return above
         value: bytes | None = self._session.get(key, db=self._session_tables[table])
+        return value
+
+    def get(self, table: Table, key: bytes) -> bytes | None:
+        value = self._in_session(table, key)
         if value is None:
             value = self._durable.get(key, db=self._durable_tables[table])
         return value or None
 
     def first_key(self, table: Table, prefix: bytes) -> bytes | None:
         """The first key that begins with `prefix`."""
+        if self._above is not None:
+            return next((key for key, _ in self.scan(table, prefix)), None)
         session: Any = self._session.cursor(db=self._session_tables[table])
         durable: Any = self._durable.cursor(db=self._durable_tables[table])
         in_session = session.set_range(prefix) and session.key().startswith(prefix)
@@ -169,7 +194,8 @@ class View:
 
     def last_key(self, table: Table, prefix: bytes) -> bytes | None:
         """The last key that begins with `prefix`, or did before it was deleted: a tombstone counts."""
-        found: list[bytes] = []
+        above = self._above.last_key(table, prefix) if self._above is not None else None
+        found = [above] if above is not None else []
         for txn, tables in ((self._session, self._session_tables), (self._durable, self._durable_tables)):
             cursor = txn.cursor(db=tables[table])
             beyond = (int.from_bytes(prefix, "big") + 1).to_bytes(len(prefix) + 1, "big")[-len(prefix) :]
@@ -180,10 +206,10 @@ class View:
 
     def scan(self, table: Table, prefix: bytes, start: bytes | None = None) -> Iterator[tuple[bytes, bytes]]:
         """All (key, value) whose key begins with `prefix`, in order, from the key `start` on."""
-        return _merge(
-            _prefixed(self._session, self._session_tables[table], prefix, start),
-            _prefixed(self._durable, self._durable_tables[table], prefix, start),
-        )
+        session = _prefixed(self._session, self._session_tables[table], prefix, start)
+        if self._above is not None:
+            session = _over(self._above.scan(table, prefix, start), session)
+        return _merge(session, _prefixed(self._durable, self._durable_tables[table], prefix, start))
 
     @property
     def extents(self) -> Extents:
@@ -202,9 +228,10 @@ class View:
 
 
 class Update(View):
-    """A View that writes to the session. Committed, unsynced, on leaving without an error."""
+    """A View that writes to the session. Committed, unsynced, on leaving without an error. That never fails: what the
+    session does not take goes into its overflow."""
 
-    __slots__ = ("_afterwards", "_in_flight", "_on_written", "_written")
+    __slots__ = ("_afterwards", "_changes", "_environment", "_in_flight", "_on_refused", "_on_written", "_written")
 
     def __init__(
         self,
@@ -212,12 +239,20 @@ class Update(View):
         durable: Environment,
         in_flight: set[Key],
         on_written: Callable[[Sequence[Key]], None],
+        on_refused: Callable[[lmdb.Error], None],
     ) -> None:
-        """`on_written`: given the keys that the durable index must hear of; `in_flight`: it is just hearing of them."""
-        super().__init__(session, durable, write=True)
+        """`on_written`: given the keys that the durable index must hear of; `in_flight`: it is just hearing of them.
+
+        `on_refused`: given the reason where the session could not be written.
+        """
+        super().__init__(session, durable, write=not session.overflow)
+        self._environment = session
         self._in_flight = in_flight
         self._on_written = on_written
+        self._on_refused = on_refused
         self._written: list[Key] = []
+        self._changes: list[tuple[Table, bytes, Value | Missing]] = []
+        """What was written to the session; or, while it overflows, what that had under the keys before."""
         self._afterwards: list[Callable[[], None]] = []
 
     def afterwards(self, call: Callable[[], None]) -> None:
@@ -232,19 +267,39 @@ class Update(View):
     ) -> None:
         self._durable.abort()
         if error is None:
-            self._session.commit()
+            self._commit()
             if self._written:
                 self._on_written(self._written)
         else:
-            self._session.abort()
+            self._abort()
         self._end()
         if error is None:
             for call in self._afterwards:
                 call()
 
+    def _commit(self) -> None:
+        overflow = self._environment.overflow
+        if self._above is not None:
+            self._session.abort()
+            overflow.settle()
+            return
+        try:
+            self._session.commit()
+        except lmdb.Error as error:
+            for change in self._changes:
+                overflow.put(*change)
+            overflow.settle()
+            self._on_refused(error)
+
+    def _abort(self) -> None:
+        self._session.abort()
+        if self._above is not None:
+            for change in reversed(self._changes):
+                self._above.put(*change)
+
     def put(self, table: Table, key: bytes, value: bytes) -> None:
         """Every value begins with its flags; the pinned ones are on their way to the durable index."""
-        self._session.put(key, value, db=self._session_tables[table])
+        self._write(table, key, value)
         if value[0] & PINNED or self._reaches_durable(table, key):
             self._written.append((table, key))
 
@@ -254,8 +309,24 @@ class Update(View):
 
     def delete(self, table: Table, key: bytes) -> None:
         if self._reaches_durable(table, key):
-            self._session.put(key, TOMBSTONE, db=self._session_tables[table])
+            self._write(table, key, TOMBSTONE)
             self._written.append((table, key))
+        else:
+            self.clear(table, key)
+
+    def clear(self, table: Table, key: bytes) -> None:
+        """Take a key out of the session: what the durable index has of it is to be seen."""
+        has = self._above is None or self._session.get(key, db=self._session_tables[table]) is not None
+        self._write(table, key, None if has else MISSING)
+
+    def _write(self, table: Table, key: bytes, value: Value | Missing) -> None:
+        if self._above is not None:
+            self._changes.append((table, key, self._above.find(table, key)))
+            self._above.put(table, key, value)
+            return
+        self._changes.append((table, key, value))
+        if isinstance(value, bytes):
+            self._session.put(key, value, db=self._session_tables[table])
         else:
             self._session.delete(key, db=self._session_tables[table])
 
@@ -267,6 +338,24 @@ def _prefixed(txn: Any, table: Any, prefix: bytes, start: bytes | None) -> Itera
             if not key.startswith(prefix):
                 break
             yield key, value
+
+
+def _over(
+    above: Iterator[tuple[bytes, Value]], session: Iterator[tuple[bytes, bytes]]
+) -> Iterator[tuple[bytes, bytes]]:
+    """The session with what it could not take, in key order; tombstones are values."""
+    end: tuple[Any, Value] = (None, None)
+    upper, lower = next(above, end), next(session, end)
+    while upper[0] is not None or lower[0] is not None:
+        if upper[0] is None or (lower[0] is not None and lower[0] < upper[0]):
+            yield lower[0], lower[1] or TOMBSTONE
+            lower = next(session, end)
+            continue
+        if upper[0] == lower[0]:
+            lower = next(session, end)
+        if upper[1] is not None:
+            yield upper[0], upper[1]
+        upper = next(above, end)
 
 
 def _merge(upper: Iterator[tuple[bytes, bytes]], lower: Iterator[tuple[bytes, bytes]]) -> Iterator[tuple[bytes, bytes]]:

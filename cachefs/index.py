@@ -3,7 +3,7 @@
 - The **durable** index lies in the cache directory and is always synced. It holds what is pinned, and the extents.
 - The **session** lies in the runtime directory and is never synced (MDB_NOSYNC: 3 µs a commit, 261 µs synced). It
   holds what the kernel was told and the durable index has not got (yet): it survives a crash of the daemon, not of
-  the machine. A record is committed here before the reply goes out.
+  the machine. A record is committed here before the reply goes out; where there is no room, to memory (overflow.py).
 
 Reading looks into the session first, then into the durable index. A tombstone (an empty value) in the session hides
 what the durable index says. `commit` moves what is pinned from the session to the durable index in batches; a log
@@ -30,11 +30,13 @@ from cachefs.dirty import Batch, Dirty
 from cachefs.environment import TOMBSTONE, Environment, Key, Table, Update, View
 from cachefs.errors import IndexUnavailable
 from cachefs.extents import Extents
+from cachefs.overflow import MISSING, Missing
 
 log = logging.getLogger(__name__)
 
 _STARTED = b"started:"
 _STARTED_CODEC = struct.Struct("<I4xQ")
+DRAIN_KEYS = 256
 _NUMBERS = 1 << 64
 """Inodes and offsets are below."""
 
@@ -91,6 +93,8 @@ class Index:
         """False after a failed commit, until one succeeds: nothing new is pinned meanwhile."""
         self.on_dirty: Callable[[], None] = lambda: None
         """Called when there is something to commit."""
+        self.on_refused: Callable[[str], None] = lambda reason: None
+        """Called when the session could not be written."""
         with self.durable.lmdb.begin() as txn:
             value: Any = txn.get(b"totals", db=self.durable.tables[Table.META])
         self.totals = Totals.unpack(value) if value else Totals()
@@ -99,7 +103,37 @@ class Index:
         return View(self.session, self.durable)
 
     def update(self) -> Update:
-        return Update(self.session, self.durable, self.in_flight, self._written)
+        return Update(self.session, self.durable, self.in_flight, self._written, self._refused)
+
+    def _refused(self, error: lmdb.Error) -> None:
+        self.on_refused(
+            f"{self.session.path} cannot be written, and is kept in memory: requests are slower until there is room "
+            f"again ({error})"
+        )
+
+    def drain(self) -> bool:
+        """Write some of what the session could not take. False: it cannot yet, or there is nothing."""
+        overflow = self.session.overflow
+        # A directory's record goes behind its names: it says that there are no others.
+        waiting = overflow.first(DRAIN_KEYS, last=Table.INODES)
+        if not waiting:
+            return False
+        try:
+            with self.session.lmdb.begin(write=True) as txn:
+                for table, key, value in waiting:
+                    if value is None:
+                        txn.delete(key, db=self.session.tables[table])
+                    else:
+                        txn.put(key, value, db=self.session.tables[table])
+        except lmdb.Error as error:
+            self._refused(error)
+            return False
+        for table, key, _ in waiting:
+            overflow.put(table, key, MISSING)
+        overflow.settle()
+        if not overflow:
+            log.info("%s can be written again", self.session.path)
+        return True
 
     def _written(self, keys: Sequence[Key]) -> None:
         for key in keys:
@@ -186,11 +220,14 @@ class Index:
         """
         keys = self.dirty.take(limit, first)
         batch = Batch(keys, self.session.lmdb.begin() if keys else None)
+        if overflow := self.session.overflow:
+            found = ((key, overflow.find(*key)) for key in keys)
+            batch.above = {key: value for key, value in found if not isinstance(value, Missing)}
         self.in_flight.update(keys)
         for table, key in keys:
             if table is Table.INODES and self.dirty.has_names_of(key):
                 batch.incomplete.add(key)
-                value = batch.moment.get(key, db=self.session.tables[table])
+                value = self._value_in_session(batch, table, key)
                 if value and value[0] & LISTED:
                     self.dirty.add((table, key))  # once more, with the last of its names
         return batch
@@ -261,9 +298,15 @@ class Index:
     def _value(self, batch: Batch | None, table: Table, key: bytes) -> bytes | None:
         """What a batch writes under a key."""
         assert batch is not None
-        value: bytes | None = batch.moment.get(key, db=self.session.tables[table])
+        value = self._value_in_session(batch, table, key)
         if value and table is Table.INODES and value[0] & LISTED and key in batch.incomplete:
             value = bytes([value[0] & ~LISTED]) + value[1:]
+        return value
+
+    def _value_in_session(self, batch: Batch, table: Table, key: bytes) -> bytes | None:
+        if (table, key) in batch.above:
+            return batch.above[table, key]
+        value: bytes | None = batch.moment.get(key, db=self.session.tables[table])
         return value
 
     def _add_extent(self, txn: lmdb.Transaction, inode: int, offset: int, extent: Extent, result: Commit) -> None:
@@ -308,13 +351,13 @@ class Index:
 
     def forget_committed(self, flushed: Iterable[tuple[Key, bytes | None]]) -> None:
         """Take what was committed out of the session, unless it has changed since. On the trio thread."""
-        with self.session.lmdb.begin(write=True) as txn:
+        with self.update() as update:
             for (table, key), value in flushed:
                 self.in_flight.discard((table, key))
                 if value is None or (value and not value[0] & PINNED):
                     continue  # not pinned: the session is where it lives
                 if (table, key) not in self.dirty:  # else it was written again meanwhile
-                    txn.delete(key, db=self.session.tables[table])
+                    update.clear(table, key)
 
     def close(self) -> None:
         self.session.close()

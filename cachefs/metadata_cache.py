@@ -61,12 +61,15 @@ class MetadataCache(Belief):
         run: int,
         floor: int,
         takeovers: int = 0,
+        forgot: bool = False,
         names_floor: int = 0,
         retention: MetadataRetention | None = None,
         monotonic_ns: Callable[[], int] = time.monotonic_ns,
         realtime_ns: Callable[[], int] = time.time_ns,
     ) -> None:
         """`names_floor`: the run since which `--mutable` is what it is: names that were pinned before are doubtful.
+
+        `forgot`: the kernel may know inodes and versions of which no record is left.
 
         `retention`: None where as much is pinned as there is.
         """
@@ -77,6 +80,7 @@ class MetadataCache(Belief):
         self._realtime_ns = realtime_ns
         # constants
         self._names_floor = names_floor
+        self._forgot = forgot
         self._unpinned_timeout_ns = int(options.unpinned_timeout_s * NANOSECONDS)
         # state
         self.numbers = Numbers(run, takeovers)
@@ -137,7 +141,7 @@ class MetadataCache(Belief):
             number = 0
         if number:
             record = self.inode(update, number)
-            if record is None and self._is_free(update, number):
+            if record is None and not self._forgot and self._is_free(update, number):
                 return number, None
             if (
                 record is not None
@@ -152,7 +156,8 @@ class MetadataCache(Belief):
     def _kernel_has_data(self, record: Inode) -> bool:
         """The kernel may hold pages of this version, which nothing would ever drop."""
         fixed = record.flags & IMMUTABLE or (self._options.pins_everything and record.flags & PINNED)
-        return bool(record.is_regular and record.stamp == self.run and (fixed or record.flags & STALE))
+        is_told = record.stamp == self.run or self._forgot
+        return bool(record.is_regular and is_told and (fixed or record.flags & STALE))
 
     def _is_overtaken(self, record: Inode, now: Stat) -> bool:
         """A later call was faster: the record was compared with the source after this call had begun.

@@ -38,6 +38,7 @@ BATCH_DELAY_S = 0.5
 """How long a batch may gather: each costs a few syncs, of the disk that readers wait for."""
 PUNCH_RETRY_S = 0.1
 FORGET_CHUNK = 16
+REPORT_S = 60.0
 PAUSE_S = 30.0
 """After the disk has refused a write: how long to leave it alone."""
 
@@ -129,7 +130,8 @@ class WriteBehind:
         self._gone: deque[tuple[int, int]] = deque()
         """(`_handled` when its last report has been, the end of its slabs) of writers that have gone."""
         self._paused_until = 0.0
-        self._warned: set[str] = set()
+        self._warned: dict[str, float] = {}
+        """Kind of failure → when it was said."""
         self._wake = trio.Event()
         self._full = trio.Event()
         self._round = trio.Event()
@@ -139,6 +141,7 @@ class WriteBehind:
         self._urgent = 0
         """How many wait for what there is to be written."""
         index.on_dirty = self.wake
+        index.on_refused = partial(self.failed, "session")
         # who wants to know
         self.settled: Callable[[int], None] = lambda report: None
         """Called when the reports up to this one are in the index, or never will be."""
@@ -245,11 +248,12 @@ class WriteBehind:
         self.failed("blob", f"the blob cannot be written, trying again in {PAUSE_S:.0f} s: {error}")
 
     def failed(self, kind: str, message: str) -> None:
-        """Count a failure of the cache; say so once for each kind."""
+        """Count a failure of the cache; say so once a minute at most for each kind."""
         self._metrics.errors += 1
-        if kind not in self._warned:
-            self._warned.add(kind)
-            log.warning("%s (counted in `errors`, not reported again)", message)
+        now_s = self._clock()
+        if now_s - self._warned.get(kind, -REPORT_S) >= REPORT_S:
+            self._warned[kind] = now_s
+            log.warning("%s (counted in `errors`, reported once a minute at most)", message)
 
     # --- the task --------------------------------------------------------------------------------------------------
 

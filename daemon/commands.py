@@ -154,6 +154,12 @@ class Commands:
             raise OSError("without a fast path a mount ends with its daemon: umount it, and mount it again")
         if self._configuration().foreground:
             raise OSError("it runs in the foreground: whoever started it may start it again")
+        index = self._parts.opened.index
+        while index.drain():
+            await trio.lowlevel.checkpoint()
+        if index.session.overflow:
+            place = index.session.path
+            raise CacheFsError(f"{place} has no room for what the next daemon must know: free some, and restart again")
         return {"descriptors": True} if request.get("descriptors") is True else {}
 
     async def invalidate(self, request: Request, tell: Tell) -> Answer:

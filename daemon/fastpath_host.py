@@ -55,10 +55,22 @@ def set_up(
     """What a new mount's fast path needs, and every successor of ours. It belongs to them from here on."""
     shared = Shared.create(memory_name_of(instance))
     shared.configure(options, seed=blob.seed, root_device=root_device, threads=SERVING_THREADS)
-    shared["run"], shared["floor"], shared["serving"] = opened.state.run, opened.state.floor, 1
+    follow_index(shared, opened)
     held = Inheritance(device, shared, source_fd, blob.fd, launcher.listen(instance.directory / FASTPATH_SOCKET))
     descriptor_store.put(held)
     return held
+
+
+def follow_index(shared: Shared, opened: OpenedIndex) -> None:
+    """Tell the fast path which records count; and, from now on, whether all of them are where it can see them."""
+
+    def serve(overflows: bool) -> None:
+        shared["serving"] = not overflows
+
+    shared["run"], shared["floor"] = opened.state.run, opened.state.floor
+    overflow = opened.index.session.overflow
+    overflow.on_change = serve
+    serve(bool(overflow))
 
 
 class FastWishes(Wishes):

@@ -79,6 +79,7 @@ LAST_CALLS_S = 3.0
 LAST_ANSWERS_S = 2.0
 """Requests are waited for so much longer when a mount ends: those whose calls were abandoned are answered."""
 UNMOUNT_POLL_S = 0.5
+DRAIN_S = 1.0
 _ANSWER_POLL_S = 0.05
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 _PYFUSE3_OPTIONS = {"fsname=cachefs"}
@@ -311,6 +312,7 @@ class Session:
             if self._held.blob >= 0:
                 os.close(self._held.blob)
             self._held.blob = blob.fd
+            fastpath_host.follow_index(self._held.shared, opened)
             return
         self._device = fuse_device.mount(
             self.config.source,
@@ -389,7 +391,7 @@ class Session:
                 if options.logs_accesses:
                     nursery.start_soon(_forever, self._host.collect)
                 await self._host.start(replace=self._restart)
-            config.save(self.config, runtime / config.CONFIG_NAME)
+            self._save_config(must=not self._took_over)
             wishes = self._host.wishes if self._host is not None else OwnWishes(files, nursery)
             prefetcher = self._make_prefetcher(wishes)
             hints = Hints(parts.filesystem, files, data, wishes)
@@ -408,7 +410,7 @@ class Session:
             if self.config.metrics is not None:
                 await self._serve_metrics(nursery, self.config.metrics, commands, must=not self._took_over)
             nursery.start_soon(files.reopen, restored)
-            for task in (connection.run, writes.run, hints.run, parts.young.run, self._check_readers):
+            for task in (connection.run, writes.run, hints.run, parts.young.run, self._check_readers, self._drain):
                 nursery.start_soon(_forever, task)
             if parts.limit is not None:
                 data.on_accessed.append(parts.limit.accessed)
@@ -430,6 +432,8 @@ class Session:
             if self._leaving and not launcher.is_unmounted(self._device):
                 await writes.flush(FLUSH_TIMEOUT_S)
                 parts.notifier.save(opened.index)
+                while opened.index.drain():
+                    pass
                 parts.notifier.kill()
                 self._hand_over()
                 log.info("leaving the mount to the next daemon")
@@ -607,12 +611,30 @@ class Session:
             self._held.shared.set_timeouts(now.options)
         if self._host is not None:
             self._host.refresh()
-        assert self._instance is not None
-        config.save(now, self._instance.directory / config.CONFIG_NAME)
+        self._save_config()
         if waiting:
             log.warning("the configuration was read again; only a new mount takes up %s", ", ".join(waiting))
         else:
             log.info("the configuration was read again")
+
+    def _save_config(self, *, must: bool = False) -> None:
+        """Write down how it is mounted, for `cachefs restart`. `must`: raise CacheFsError where there is no room."""
+        assert self._instance is not None
+        path = self._instance.directory / config.CONFIG_NAME
+        try:
+            config.save(self.config, path)
+        except OSError as error:
+            message = f"cannot write {path}: {error.strerror}"
+            if must:
+                raise CacheFsError(message) from error
+            self._parts.writes.failed("configuration", f"{message}; a restart goes on with the last one")
+
+    async def _drain(self) -> None:
+        """A task, for ever: write what the session could not take before."""
+        while True:
+            await trio.sleep(DRAIN_S)
+            while self._parts.opened.index.drain():
+                await trio.lowlevel.checkpoint()
 
     async def _check_readers(self) -> None:
         """A reader that was killed inside a transaction would keep old pages for ever (hazard 16)."""

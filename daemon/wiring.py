@@ -1,5 +1,6 @@
 """The filesystem's objects and what each of them is given."""
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -32,6 +33,12 @@ from policies.prefetch.dependency_graph import DependencyGraph, parse_graph
 SOURCE_SLOTS = 64
 """Of one user."""
 RESERVED_SOURCE_SLOTS = 64
+_FIRST_HANDLE = 1 << 62
+"""Handles of earlier versions are below. Each daemon's begin at the time of its start: that needs no record of them."""
+
+
+def boot_time_ns() -> int:
+    return time.clock_gettime_ns(time.CLOCK_BOOTTIME)
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +87,7 @@ def wire(
         run=opened.state.run,
         floor=opened.state.floor,
         takeovers=opened.takeovers,
+        forgot=opened.forgot,
         names_floor=opened.names_floor,
         retention=limit,
     )
@@ -102,7 +110,7 @@ def wire(
     young = YoungFiles(notifier, index if unseen_handles else None)
     filesystem = FileSystem(source, slots, metadata, options, notifier)
     files = OpenFiles(
-        filesystem, data, metrics, young, unseen_handles=unseen_handles, first_handle=(opened.takeovers << 40) + 1
+        filesystem, data, metrics, young, unseen_handles=unseen_handles, first_handle=_FIRST_HANDLE | boot_time_ns()
     )
     directories = Directories(filesystem, nursery)
     mutations = Mutations(filesystem, files, directories)

@@ -6,7 +6,9 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+import lmdb
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -20,6 +22,7 @@ from cachefs.index import Index
 from cachefs.listings import Listings
 from cachefs.metadata_cache import MetadataCache
 from cachefs.options import Options
+from cachefs.overflow import is_complete
 
 PINNED_VALUE, PLAIN_VALUE = PINNED.to_bytes(4, "little"), bytes(4)
 
@@ -55,6 +58,17 @@ class IndexMachine(RuleBasedStateMachine):
             update.put(Table.XATTRS, b"2", PLAIN_VALUE)
             raise RuntimeError
 
+    @rule()
+    def session_is_full(self) -> None:
+        """Until there is room: whatever is written goes where this key is."""
+        self.index.session.overflow.put(Table.META, b"it is full", None)
+
+    @rule()
+    def there_is_room(self) -> None:
+        while self.index.drain():
+            pass
+        assert not self.index.session.overflow
+
     @rule(limit=st.integers(1, 4))
     def take(self, limit: int) -> None:
         if not self.taken:
@@ -78,6 +92,7 @@ class IndexMachine(RuleBasedStateMachine):
     @rule()
     def crash(self) -> None:
         """A kill of the daemon: what was pinned or deleted stays so, the rest was of a kernel that is gone."""
+        self.there_is_room()
         if self.taken:
             self.taken.end()
         self.index.close()
@@ -110,6 +125,8 @@ class IndexMachine(RuleBasedStateMachine):
             for key in (b"%d" % number for number in range(6)):
                 assert view.get(Table.XATTRS, key) == self.model.get(key)
                 assert view.first_key(Table.XATTRS, key) == (key if key in self.model else None)
+                tail = dict(view.scan(Table.XATTRS, b"", key))
+                assert tail == {each: value for each, value in self.model.items() if each >= key}
 
     def teardown(self) -> None:
         if hasattr(self, "index"):
@@ -119,6 +136,31 @@ class IndexMachine(RuleBasedStateMachine):
 
 TestIndexMachine = IndexMachine.TestCase
 TestIndexMachine.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+
+
+class Refusing:
+    """An LMDB environment on a disk without room."""
+
+    def __init__(self, real: Any) -> None:
+        self._real = real
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._real, name)
+
+    def begin(self, *, write: bool = False) -> Any:
+        return RefusingTransaction(self._real.begin(write=write)) if write else self._real.begin()
+
+
+class RefusingTransaction(Refusing):
+    def commit(self) -> None:
+        self._real.abort()
+        raise lmdb.DiskError("No space left on device")
+
+    def __enter__(self) -> "RefusingTransaction":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.commit()
 
 
 @pytest.fixture
@@ -192,6 +234,29 @@ def test_14_a_reader_holds_back_punching(index: Index) -> None:
     assert index.durable.oldest_reader() is None
     with index.durable.lmdb.begin():
         assert index.durable.oldest_reader() == dropped.transaction
+
+
+def test_what_a_full_session_refuses_is_there_all_the_same(index: Index) -> None:
+    said: list[str] = []
+    changes: list[bool] = []
+    index.on_refused, index.session.overflow.on_change = said.append, changes.append
+    data = index.session.path / "data.mdb"
+    put(index, inode(7, 1))
+    real, index.session.lmdb = index.session.lmdb, Refusing(index.session.lmdb)
+    put(index, inode(7, 2))
+    put(index, inode(8, 1))
+    assert len(said) == 1 and "No space left" in said[0] and str(index.session.path) in said[0]
+    assert changes == [True] and not is_complete(data)
+    assert not index.drain() and len(said) == 2
+    with index.view() as view:
+        assert Inode.unpack(7, view.get(Table.INODES, inode_key(7)) or b"").version == 2
+        assert [key for key, _ in view.scan(Table.INODES, b"")] == [inode_key(7), inode_key(8)]
+    assert commit(index, (7, 0, extent(2)), (8, 0, extent(1, 5000))) == []  # what is pinned is cached
+    index.session.lmdb = real
+    while index.drain():
+        pass
+    assert changes == [True, False] and is_complete(data)
+    assert index.session.entries(Table.INODES) == 0 and index.durable.entries(Table.INODES) == 2
 
 
 def test_16_a_full_index_refuses_and_the_session_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

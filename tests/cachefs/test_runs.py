@@ -141,6 +141,29 @@ def test_a_daemon_that_used_its_numbers_up_leaves_the_next_ones_alone(tmp_path: 
     after.close(flushed=False)
 
 
+@pytest.mark.parametrize("same_mount", [True, False])
+def test_a_session_that_is_not_complete_begins_another_run(tmp_path: Path, same_mount: bool) -> None:
+    """Nothing that its daemon recorded is taken on trust; and that stays so for those who take over from there."""
+    session = tmp_path / "session"
+
+    def opened(*, same_mount: bool) -> OpenedIndex:
+        durable = Environment(tmp_path / "index", sync=False)
+        return OpenedIndex(durable, session, Revalidate.NEVER, b"", same_mount=same_mount)
+
+    first = opened(same_mount=False)
+    first.index.session.overflow.put(Table.META, b"more", b"than fits")
+    first.index.session.overflow.settle()
+    first.close(flushed=False)
+    second = opened(same_mount=same_mount)
+    run = first.state.run + 1
+    assert (second.state.run, second.state.floor, second.names_floor) == (run, run, run)
+    assert second.forgot == same_mount
+    second.close(flushed=False)
+    third = opened(same_mount=True)
+    assert (third.state.run, third.forgot, third.names_floor) == (run, same_mount, run)
+    third.close(flushed=False)
+
+
 def test_a_fresh_number_is_free(durable: Environment, tmp_path: Path) -> None:
     """The index holds numbers of this very run: those of a snapshot that an older cachefs imported."""
     index = Index(durable, Environment(tmp_path / "session", sync=False))
