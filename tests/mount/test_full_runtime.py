@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from cachefs import places, syscalls
-from tests.conftest import Mount, cachefs, contents, make_files, mounted_on, settle, wait_for
+from tests.conftest import Mount, cachefs, contents, make_files, mounted_on, settle, small_disk, wait_for
 
 MakeMount = Callable[..., Mount]
 CLONE_NEWNS, MS_REC, MS_PRIVATE = 0x20000, 1 << 14, 1 << 18
@@ -268,3 +268,28 @@ def test_an_unmount_leaves_nothing_behind(mount: MakeMount, runtime: Runtime, ma
     overflow(m, runtime)
     m.umount()
     assert os.listdir(runtime.path) == ["filler"]
+
+
+@pytest.mark.fastpath
+def test_a_full_cache_disk_hinders_neither_a_restart_nor_a_mount_after_a_kill(
+    mount: MakeMount, many: Path, tmp_path: Path
+) -> None:
+    with small_disk(tmp_path / "disk", "32M") as disk:
+        m = mount(many, "--read-only", "--cache-size", "1G", cache=disk / "cache")
+        expected = seen(many)
+        assert contents(m.path / "d0") == contents(many / "d0")
+        m.flush()
+        Runtime(disk).fill_up()
+        assert seen(m.path) == expected
+        wait_for(m.status, lambda status: status["errors"] >= 1)
+        cachefs("restart", m.path)
+        m.pid = int(m.status()["pid"])
+        m.drop_caches()
+        assert seen(m.path) == expected
+        Runtime(disk).fill_up()  # what the last daemon had allocated and not used was given back
+        m.kill()
+        m.start()
+        m.drop_caches()
+        assert seen(m.path) == expected
+        Runtime(disk).free()
+        m.umount()
