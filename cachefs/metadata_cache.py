@@ -45,6 +45,8 @@ from cachefs.paths import Paths, directory_of, leads_to, link_key, link_value, l
 from cachefs.runs import FIRST_ALIAS, Numbers
 
 FIRST_POSITION = 3  # 1 and 2 are "." and ".."
+FORGOTTEN_POSITIONS = 1 << 32
+"""More than a daemon can have given out in one directory after what is known of it was written."""
 FLAGS_PINNED = PINNED.to_bytes(4, "little")
 FLAGS_NONE = bytes(4)
 _UNLINKED_MARK = b"unlinked:"
@@ -273,6 +275,10 @@ class MetadataCache(Belief):
                 flags &= ~PINNED
         if pin and self.may_pin(number):
             flags |= PINNED
+        next_position = (old.next_position if old is not None else 0) or FIRST_POSITION
+        if self._forgot and old is not None and old.stamp != self.run:
+            flags &= ~LISTED  # names may be missing
+            next_position += FORGOTTEN_POSITIONS
         checked_again = unchanged and old is not None and old.flags & UNSETTLED
         if number in self._restless or (is_young(now, self._realtime_ns()) and not checked_again):
             flags |= UNSETTLED
@@ -285,7 +291,7 @@ class MetadataCache(Belief):
                 version=version,
                 stamp=self.run,
                 entries_stamp=entries_stamp,
-                next_position=old.next_position if old is not None and old.next_position else FIRST_POSITION,
+                next_position=next_position,
                 lookups=old.lookups if old is not None else 0,
             )
         )
