@@ -32,24 +32,39 @@ def default_cache_dir(source: str) -> Path:
     return cache_root() / path_id(source)
 
 
-def runtime_root() -> Path:
-    """Where sockets and sessions lie: /run/cachefs, or the user's own runtime directory."""
+def _place_of_runtime_root() -> Path:
     if is_root():
         return Path("/run/cachefs")
     base = os.environ.get("XDG_RUNTIME_DIR")
     return Path(base) / "cachefs" if base else Path(f"/tmp/cachefs-{os.geteuid()}")
 
 
-def make_runtime_root() -> Path:
-    root = runtime_root()
+def runtime_root() -> Path:
+    """Where sockets and sessions lie: /run/cachefs, or the user's own runtime directory.
+
+    It belongs to the user and is closed to others, and so is all that is in it: only then may that be believed, and
+    written to. Raises CacheFsError where it is not so, FileNotFoundError where there is none, which another user might
+    make at any moment.
+    """
+    root = _place_of_runtime_root()
     try:
-        with contextlib.suppress(FileNotFoundError):
-            if root.lstat().st_mode & 0o077:
-                raise CacheFsError(f"{root} must be closed to others (mode 0700)")
+        private_files.check_directory(root)
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        raise CacheFsError(f"cannot use the runtime directory {root}: {error.strerror or error}") from error
+    return root
+
+
+def make_runtime_root() -> Path:
+    with contextlib.suppress(FileNotFoundError):
+        return runtime_root()
+    root = _place_of_runtime_root()
+    try:
         private_files.make_directory(root)
     except OSError as error:
         raise CacheFsError(f"cannot make the runtime directory {root}: {error.strerror or error}") from error
-    return root
+    return runtime_root()
 
 
 def instance_directory(mountpoint: str, device: str) -> Path:
@@ -57,6 +72,7 @@ def instance_directory(mountpoint: str, device: str) -> Path:
     `mount.json` (how it was mounted), `fastpath` (where that listens for the next daemon).
 
     `device`: of the mount, major:minor. Others that lie on the same mountpoint, before or later, have another one.
+    Raises as `runtime_root`, and so do those below.
     """
     return runtime_root() / f"{instance_prefix(mountpoint)}{device.rpartition(':')[2]}"
 

@@ -28,20 +28,42 @@ _DIRECTORY = os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 def make_directory(path: Path) -> None:
     """Create the directory, or check that it is ours; its mode is 0700 then. Missing parents are made with 0755."""
-    fd = _walk(path)
+    fd = _walk(path, makes=True)
     try:
-        found = os.fstat(fd)
-        if found.st_uid != os.geteuid():
-            raise CacheFsError(f"{path} belongs to {_owner(found)}: only a directory of your own is used")
+        _check_owner(path, os.fstat(fd))
         os.chmod(f"/proc/self/fd/{fd}", DIRECTORY_MODE)
     finally:
         os.close(fd)
 
 
-def _walk(path: Path) -> int:
-    """An O_PATH descriptor of the directory, which is made if it is missing. Each directory on the way is checked.
+def check_directory(path: Path) -> None:
+    """Check that only this user can have put anything into it, and can do so from now on. Nothing is changed.
 
-    Symlinks are followed where those who made them could make them point elsewhere only with our consent.
+    Raises FileNotFoundError where it is missing.
+    """
+    fd = _walk(path, makes=False)
+    try:
+        found = os.fstat(fd)
+        if path.is_symlink():
+            raise CacheFsError(f"{path} is a symbolic link, which cachefs does not make: remove it")
+        _check_owner(path, found)
+        if found.st_mode & 0o077:
+            raise CacheFsError(f"{path} must be closed to others (mode 0700)")
+    finally:
+        os.close(fd)
+    check_contents(path)
+
+
+def _check_owner(path: Path, found: os.stat_result) -> None:
+    if found.st_uid != os.geteuid():
+        raise CacheFsError(f"{path} belongs to {_owner(found)}: only a directory of your own is used")
+
+
+def _walk(path: Path, *, makes: bool) -> int:
+    """An O_PATH descriptor of the directory. Each directory on the way is checked.
+
+    `makes`: what is missing is made; else it raises FileNotFoundError. Symlinks are followed where those who made them
+    could make them point elsewhere only with our consent.
     """
     waiting = deque(Path(os.path.abspath(path)).parts[1:])
     at, walked, symlinks = os.open("/", _DIRECTORY), Path("/"), 0
@@ -52,6 +74,8 @@ def _walk(path: Path) -> int:
             try:
                 following = os.open(name, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=at)
             except FileNotFoundError:
+                if not makes:
+                    raise
                 _make(at, name, PARENT_MODE if waiting else DIRECTORY_MODE)
                 following = os.open(name, _DIRECTORY, dir_fd=at)
             found = os.fstat(following)
@@ -108,7 +132,10 @@ def check_contents(path: Path) -> None:
     """Nothing in a directory of ours is a symlink or another user's: it may have been open to others before."""
     with os.scandir(path) as entries:
         for entry in entries:
-            found = entry.stat(follow_symlinks=False)
+            try:
+                found = entry.stat(follow_symlinks=False)
+            except FileNotFoundError:  # another process of ours has just removed it
+                continue
             if entry.is_symlink():
                 raise CacheFsError(f"{entry.path} is a symbolic link, which cachefs does not make: remove it")
             if found.st_uid not in (0, os.geteuid()):

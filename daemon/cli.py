@@ -122,7 +122,11 @@ def restart(mountpoint: str) -> None:
     process.leave_starter()
     place = mount_table.absolute(mountpoint)
     mounting.check_mounted(place)
-    mount_config = config.load(places.mount_directory(place) / config.CONFIG_NAME)
+    try:
+        directory = places.mount_directory(place)
+    except FileNotFoundError:
+        raise CacheFsError(f"{place} was mounted by another user: only they may restart it") from None
+    mount_config = config.load(directory / config.CONFIG_NAME)
     if is_served(place):
         _wake_daemon(place)
         _check_replaceable(place)

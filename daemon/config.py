@@ -73,7 +73,8 @@ def save(mount_config: MountConfig, path: Path) -> None:
 def load(path: Path) -> MountConfig:
     """Raises CacheFsError where there is none that this version understands."""
     try:
-        fields = json.loads(path.read_text())
+        with open(path, encoding="utf-8", opener=private_files.opener) as file:
+            fields = json.load(file)
         options = {name: _RESTORE.get(name, _as_it_is)(value) for name, value in fields.pop("options").items()}
         places = [fields.pop(name, None) for name in ("cache_dir", "config_file", "metadata_snapshot")]
         cache_dir, config_file, snapshot = (Path(place) if place is not None else None for place in places)

@@ -162,7 +162,7 @@ class MountInstance:
         if not self.is_on_top():
             return
         try:
-            with _claimed(self.mountpoint, claim):
+            with _claimed(self.directory.parent, self.mountpoint, claim):
                 if self._runtime is None or self._runtime.is_at(self.directory):
                     self._unmount_if_same()
         except Taken as other:
@@ -194,7 +194,7 @@ class MountInstance:
             return
         self._runtime.remove()
         self._runtime = None
-        with suppress(Taken, OSError):  # then the next one does it
+        with suppress(Taken, OSError, CacheFsError):  # then the next one does it
             claim = claim_mountpoint(self.mountpoint)
             try:
                 remove_remains(self.mountpoint)
@@ -208,7 +208,7 @@ def detach_dead(mountpoint: str, is_dead: Callable[[MountInstance], bool], claim
     `claim`: where it is held.
     """
     found = False
-    with suppress(Taken, OSError), _claimed(mountpoint, claim) as held:  # who mounts there does it, too
+    with suppress(Taken, OSError), _claimed(places.runtime_root(), mountpoint, claim) as held:  # or who mounts does it
         while (there := MountInstance.on_top(mountpoint)) is not None and is_dead(there):
             there.unmount(held)
             if there.is_on_top():
@@ -230,12 +230,16 @@ def remove_remains(mountpoint: str, *, just_mounted: str | None = None) -> None:
 
     `just_mounted`: the device number of a mount that has no runtime directory yet.
     """
+    try:
+        root = places.runtime_root()
+    except FileNotFoundError:
+        return
     kept = {
         places.instance_directory(mountpoint, m.device)
         for m in mount_table.mounts()
         if m.mountpoint == mountpoint and m.fstype == FSTYPE and m.device != just_mounted
     }
-    for path in places.runtime_root().glob(f"{places.instance_prefix(mountpoint)}*"):
+    for path in root.glob(f"{places.instance_prefix(mountpoint)}*"):
         if path in kept:
             continue
         with suppress(OSError):
@@ -247,12 +251,12 @@ def remove_remains(mountpoint: str, *, just_mounted: str | None = None) -> None:
 
 
 @contextmanager
-def _claimed(mountpoint: str, claim: Claim | None) -> Iterator[Claim]:
-    """Raises Taken."""
+def _claimed(root: Path, mountpoint: str, claim: Claim | None) -> Iterator[Claim]:
+    """`root`: where claims lie; what was checked when a mount began serves its end. Raises Taken."""
     if claim is not None:
         yield claim
         return
-    taken = Claim.take(places.runtime_root(), f"mount-{places.path_id(mountpoint)}", patience_s=_END_PATIENCE_S)
+    taken = Claim.take(root, f"mount-{places.path_id(mountpoint)}", patience_s=_END_PATIENCE_S)
     try:
         yield taken
     finally:

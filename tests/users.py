@@ -3,8 +3,10 @@
 import ctypes
 import os
 import struct
+import subprocess
+import sys
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 from cachefs.syscalls import set_thread_groups
@@ -31,6 +33,35 @@ def as_user(uid: int, gid: int, groups: Iterable[int], function: Callable[[], ob
     thread.start()
     thread.join()
     return result[0]
+
+
+# The interpreter may lie where only root can read, so everything is imported before privileges are dropped.
+_COMMAND = """
+import os, sys
+import daemon.cli, daemon.session, daemon.display, click, trio, encodings.idna
+uid, gid = map(int, sys.argv[1:3])
+os.setgroups([]); os.setgid(gid); os.setuid(uid)
+if sys.argv[3] == "read":
+    print(open(sys.argv[4], "rb").read().hex(), end="")
+else:
+    daemon.cli.main(sys.argv[3:])
+"""
+
+
+def cachefs_as(
+    uid: int, gid: int, environment: Mapping[str, str], *arguments: object
+) -> subprocess.CompletedProcess[str]:
+    """Run the command line as that user; `read FILE` prints its bytes."""
+    repository = Path(__file__).resolve().parent.parent
+    python_path = os.pathsep.join([str(repository), *sys.path])
+    return subprocess.run(
+        [sys.executable, "-c", _COMMAND, str(uid), str(gid), *map(str, arguments)],
+        env={"PATH": os.defpath, "PYTHONPATH": python_path, **environment},
+        cwd="/",
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
 
 
 USER_OBJ, USER, GROUP_OBJ, MASK, OTHER = 1, 2, 4, 16, 32

@@ -9,11 +9,14 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
+import psutil
 import pytest
 
 from tests.conftest import REPOSITORY, Mount, cachefs, contents, mounted_on, small_disk, wait_for
+from tests.users import cachefs_as
 
 MakeMount = Callable[..., Mount]
 
@@ -199,19 +202,6 @@ def test_another_distribution_named_daemon_is_noticed(tmp_path: Path, source: Pa
     assert done.returncode == 1 and "python-daemon" in done.stderr and done.stderr.count("\n") == 1
 
 
-# The interpreter may lie where only root can read, so everything is imported before privileges are dropped.
-AS_USER = """
-import os, sys
-import daemon.cli, daemon.session, daemon.display, click, trio, encodings.idna
-uid, gid = map(int, sys.argv[1:3])
-os.setgroups([]); os.setgid(gid); os.setuid(uid)
-if sys.argv[3] == "read":
-    print(open(sys.argv[4], "rb").read().hex(), end="")
-else:
-    daemon.cli.main(sys.argv[3:])
-"""
-
-
 @pytest.fixture
 def user() -> Iterator[pwd.struct_passwd]:
     """Somebody without privileges, on a machine whose /dev/fuse is open to all, as distributions have it."""
@@ -238,16 +228,8 @@ def test_an_unprivileged_user(user: pwd.struct_passwd, source: Path, tmp_path: P
     (home / "run").mkdir(mode=0o700)
     for path in (home, home / "place", home / "run"):
         os.chown(path, user.pw_uid, user.pw_gid)
-    environment = {
-        "PATH": os.defpath, "XDG_RUNTIME_DIR": str(home / "run"), "XDG_CACHE_HOME": str(home / "cache"),
-        "PYTHONPATH": os.pathsep.join([str(REPOSITORY), *sys.path]),
-    }  # fmt: skip
-
-    def run(*arguments: object) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-c", AS_USER, user.pw_uid, user.pw_gid, *arguments]
-        return subprocess.run(
-            [*map(str, command)], env=environment, cwd="/", capture_output=True, text=True, timeout=60
-        )
+    environment = {"XDG_RUNTIME_DIR": str(home / "run"), "XDG_CACHE_HOME": str(home / "cache")}
+    run = partial(cachefs_as, user.pw_uid, user.pw_gid, environment)
 
     if "user_allow_other" not in re.findall(r"^\w+", Path("/etc/fuse.conf").read_text(), re.MULTILINE):
         done = run("mount", source, home / "place", "--allow-other")
@@ -264,3 +246,21 @@ def test_an_unprivileged_user(user: pwd.struct_passwd, source: Path, tmp_path: P
         done = run("umount", home / "place")
     assert done.returncode == 0, done.stderr
     assert not mounted_on(home / "place")
+
+    def daemon() -> int:
+        done = run("mount", source, home / "place", "--read-only")
+        assert done.returncode == 0, done.stderr
+        return int(json.loads(run("status", home / "place", "--json").stdout)["pid"])
+
+    pid = daemon()
+    assert "was mounted by another user" in refused("status", home / "place")
+    assert cachefs("umount", home / "place").stderr == ""  # as root
+    assert not mounted_on(home / "place")
+    wait_for(lambda: psutil.pid_exists(pid), lambda lives: not lives)
+
+    pid = daemon()
+    (home / "run/cachefs").chmod(0o755)
+    assert "must be closed to others" in run("umount", home / "place").stderr
+    os.kill(pid, signal.SIGTERM)  # the daemon has checked it when it began
+    wait_for(lambda: mounted_on(home / "place"), lambda there: there == [])
+    wait_for(lambda: psutil.pid_exists(pid), lambda lives: not lives)

@@ -14,7 +14,7 @@ import pytest
 import cachefs as package
 from cachefs.client import PROTOCOL, Client
 from cachefs.errors import CacheFsError
-from cachefs.places import mount_directory
+from cachefs.places import make_runtime_root, mount_directory
 from cachefs.unix_socket import socket_address
 from tests.conftest import Mount, cachefs, contents, wait_for
 
@@ -106,7 +106,8 @@ def test_a_line_without_end_is_hung_up_on(nonsense: Mount) -> None:
 def test_others_are_hung_up_on(mount: MakeMount, source: Path) -> None:
     m = mount(source)
     place = mount_directory(str(m.path))
-    opened = [place.parent, place, place / "control"]
+    directory = os.open(place, os.O_PATH)  # past the runtime directory of all mounts, which stays closed
+    opened = [place, place / "control"]
     before = [path.stat().st_mode for path in opened]
     for path in opened:
         path.chmod(0o777)  # somebody was careless
@@ -117,7 +118,7 @@ def test_others_are_hung_up_on(mount: MakeMount, source: Path) -> None:
             try:
                 os.setgid(65534)
                 os.setuid(65534)
-                with connected(m.path, place) as connection:
+                with connected(m.path, Path(f"/proc/self/fd/{directory}")) as connection:
                     connection.sendall(b'{"command": "leave"}\n')
                     status = 0 if connection.recv(100) == b"" else 2
             except ConnectionError:
@@ -128,13 +129,15 @@ def test_others_are_hung_up_on(mount: MakeMount, source: Path) -> None:
     finally:
         for path, mode in zip(opened, before, strict=True):
             path.chmod(mode & 0o7777)
+        os.close(directory)
     assert contents(m.path) == contents(source) and m.status()["pid"] == m.pid
 
 
 def test_a_daemon_that_speaks_another_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A client of today with the daemon of another day."""
+    make_runtime_root()
     place = mount_directory(str(tmp_path))
-    place.mkdir(parents=True)
+    place.mkdir()
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     with socket_address(place / "control") as address:
         listener.bind(address)

@@ -1,12 +1,15 @@
 """What the daemon creates is closed to others, and what others planted is not used (B1, hazard 28)."""
 
 import os
+import shutil
 import signal
 import socket
 import stat
 import subprocess
 import sys
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -14,8 +17,9 @@ import pytest
 from cachefs.fastpath import launcher
 from cachefs.fastpath.shared import SHARED_BYTES
 from cachefs.places import mount_directory
+from cachefs.unix_socket import socket_address
 from tests.conftest import Mount, cachefs, contents
-from tests.users import as_user, open_to_all
+from tests.users import as_user, cachefs_as, open_to_all
 
 MakeMount = Callable[..., Mount]
 OTHER = 1234
@@ -80,6 +84,75 @@ def test_a_cache_directory_that_another_user_made_is_refused(source: Path, tmp_p
     assert "lock is a symbolic link" in refused()
     everybody.chmod(0o777)
     assert "may be written to by everybody" in refused()
+
+
+@contextmanager
+def impostor(path: Path) -> Iterator[list[object]]:
+    """Listens there as a daemon would, and hangs up. Yields who has come."""
+    callers: list[object] = []
+
+    def serve() -> None:
+        with suppress(OSError):  # shut down
+            while True:
+                connection, _ = listener.accept()
+                callers.append(connection.getpeername())
+                connection.close()
+
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
+        with socket_address(path) as address:
+            listener.bind(address)
+        path.chmod(0o777)
+        listener.listen()
+        thread = threading.Thread(target=serve)
+        thread.start()
+        try:
+            yield callers
+        finally:
+            listener.shutdown(socket.SHUT_RDWR)
+            thread.join()
+
+
+@pytest.mark.parametrize("place", ["in /tmp", "by XDG_RUNTIME_DIR", "symlink", "open to all"])
+def test_commands_believe_no_runtime_directory_that_another_user_may_have_filled(
+    mount: MakeMount, source: Path, tmp_path: Path, place: str
+) -> None:
+    m = mount(source)
+    user = OTHER + 1
+    open_to_all(tmp_path / "x")
+    environment = {"HOME": str(tmp_path)}
+    default = Path(f"/tmp/cachefs-{user}")
+    root = tmp_path / "cachefs" if place in ("by XDG_RUNTIME_DIR", "symlink") else default
+    if place == "by XDG_RUNTIME_DIR":
+        environment["XDG_RUNTIME_DIR"] = str(tmp_path)
+    root.mkdir()
+    try:
+        if place == "symlink":
+            default.symlink_to(root)
+        directory = root / mount_directory(str(m.path)).name
+        directory.mkdir()
+        (directory / "mount.json").write_text("planted")
+        with impostor(directory / "control") as callers:
+            for path in (root, directory, *directory.iterdir()):
+                os.chown(path, OTHER, OTHER)
+                path.chmod(0o777)
+            if place == "open to all":
+                os.chown(root, user, user)
+            before = sorted(root.rglob("*"))
+            for command in ("status", "restart", "umount", "info"):
+                done = cachefs_as(user, user, environment, command, m.path)
+                assert done.returncode == 1 and done.stdout == "", done
+                assert done.stderr.count("\n") == 1, done.stderr
+                reason = {"open to all": "must be closed to others", "symlink": "is a symbolic link"}.get(place)
+                assert (reason or f"belongs to user {OTHER}") in done.stderr, done.stderr
+            assert callers == []
+            assert sorted(root.rglob("*")) == before
+    finally:
+        for path in {root, default}:
+            if path.is_symlink():
+                path.unlink()
+            else:
+                shutil.rmtree(path, ignore_errors=True)
+    assert contents(m.path) == contents(source)
 
 
 @pytest.mark.fastpath
