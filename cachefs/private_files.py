@@ -170,6 +170,26 @@ def open_file(path: Path, flags: int) -> int:
     return fd
 
 
+def open_given(path: Path) -> int:
+    """Open a file that the daemon is told to believe, to read it. Symlinks are followed: the file itself counts.
+
+    Raises CacheFsError unless it is a regular file of root or this user that nobody else may write to.
+    """
+    fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
+    try:
+        found = os.fstat(fd)
+        if not stat.S_ISREG(found.st_mode):
+            raise CacheFsError(f"{path} is not a regular file")
+        if found.st_uid not in (0, os.geteuid()):
+            raise CacheFsError(f"{path} belongs to {_owner(found)}: make a copy of your own if you trust its content")
+        if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):  # of the group: or by an entry of an ACL
+            raise CacheFsError(f"{path} may be written to by others: chmod go-w if you trust its content")
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
+
+
 def write_file(path: Path, content: bytes) -> None:
     """Replace a file of ours; it has the old content or the new, also after a crash of the machine."""
     temporary = path.with_suffix(".new")

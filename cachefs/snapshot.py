@@ -29,7 +29,7 @@ from cachefs.attributes import IMMUTABLE, LISTED, PINNED, ROOT_INODE, STALE, UNL
 from cachefs.cache_directory import mutable_patterns
 from cachefs.environment import Environment, Table
 from cachefs.errors import CacheFsError
-from cachefs.private_files import opener
+from cachefs.private_files import open_given, opener
 from cachefs.runs import FIRST_ALIAS, RUN_BITS, RunState, ended, run_of
 
 MAGIC = b"CHFSNAP\n"
@@ -112,9 +112,14 @@ def _write(path: Path, header: dict[str, Any], columns: Iterable[tuple[str, byte
 
 
 def _read(path: Path) -> tuple[dict[str, Any], dict[str, bytes]]:
-    """The header and the columns. Raises CacheFsError where a byte of it is not what was written."""
+    """The header and the columns.
+
+    Raises CacheFsError where a byte of it is not what was written, and where another user could have written it: the
+    checksum is no signature.
+    """
     try:
-        data = path.read_bytes()
+        with open(open_given(path), "rb") as file:
+            data = file.read()
     except OSError as error:
         raise CacheFsError(f"cannot read the snapshot {path}: {error.strerror}") from error
     if not data.startswith(MAGIC):

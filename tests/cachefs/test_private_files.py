@@ -1,5 +1,6 @@
 """Files of the daemon: closed to others whatever the umask, and nothing that another user planted is used (B1)."""
 
+import errno
 import os
 import socket
 import stat
@@ -10,6 +11,7 @@ import pytest
 
 from cachefs import private_files
 from cachefs.errors import CacheFsError
+from tests.users import as_user, open_to_all
 
 OTHER = 1234
 root_only = pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
@@ -142,3 +144,36 @@ def test_a_group_of_other_users_may_not_write_to_a_parent(tmp_path: Path) -> Non
     shared.chmod(0o775)
     with pytest.raises(CacheFsError, match=f"by group {OTHER}"):
         private_files.make_directory(shared / "cache")
+
+
+@root_only
+def test_a_given_file_is_believed_where_nobody_but_root_and_the_user_may_write_it(tmp_path: Path) -> None:
+    path = tmp_path / "given"
+    path.write_bytes(b"content")
+    open_to_all(path)
+
+    def read_by(user: int) -> object:
+        def read() -> object:
+            try:
+                with open(private_files.open_given(path), "rb") as file:
+                    return file.read()
+            except CacheFsError as error:
+                return str(error)
+
+        return as_user(user, user, [], read)
+
+    for owner, mode in ((0, 0o644), (OTHER, 0o600), (OTHER, 0o444)):
+        os.chown(path, owner, owner)
+        path.chmod(mode)
+        assert read_by(OTHER) == b"content"
+    assert f"belongs to user {OTHER}" in str(read_by(OTHER + 1))
+    assert f"belongs to user {OTHER}" in str(read_by(0))
+    for owner, mode in ((0, 0o646), (OTHER, 0o664)):
+        os.chown(path, owner, owner)
+        path.chmod(mode)
+        assert "may be written to by others" in str(read_by(OTHER))
+    path.unlink()
+    os.mkfifo(path)
+    path.chmod(0o600)
+    assert "is not a regular file" in str(read_by(0))
+    assert read_by(OTHER) == errno.EACCES

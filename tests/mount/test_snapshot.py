@@ -9,9 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import Mount, cachefs, contents, make_files, settle, wait_for
+from tests.conftest import Mount, cachefs, contents, make_files, mounted_on, settle, wait_for
 
 MakeMount = Callable[..., Mount]
+OTHER = 1234
 
 
 def everything(root: Path, *but: str) -> list[object]:
@@ -126,6 +127,39 @@ def test_what_was_pinned_with_other_mutable_patterns_is_compared(
     settle()
     none = mount(tree, "--read-only", "--metadata-snapshot", tmp_path / "another", name="none")
     assert contents(none.path) == contents(tree)
+
+
+def test_a_snapshot_that_another_user_could_have_written_is_refused(
+    mount: MakeMount, snapshot: Path, tree: Path, tmp_path: Path
+) -> None:
+    """Names, modes and owners in it would be shown to every user of the mount."""
+    place = tmp_path / "refused"
+    place.mkdir()
+    cache = tmp_path / "new cache"
+    link, pipe = tmp_path / "link", tmp_path / "pipe"
+    link.symlink_to(snapshot)
+    os.mkfifo(pipe, 0o600)
+
+    def refused(file: Path) -> str:
+        command = ("mount", tree, place, "--read-only", "--cache-dir", cache, "--metadata-snapshot", file)
+        done = cachefs(*command, check=False)
+        if mounted_on(place):
+            cachefs("umount", place)
+        assert done.returncode == 1 and done.stderr.count("\n") == 1, done
+        return done.stderr
+
+    os.chown(snapshot, OTHER, OTHER)
+    assert f"{snapshot} belongs to user {OTHER}" in refused(snapshot)
+    assert f"{link} belongs to user {OTHER}" in refused(link)
+    os.chown(snapshot, 0, OTHER)
+    for mode in (0o620, 0o602):
+        snapshot.chmod(mode)
+        assert f"{snapshot} may be written to by others" in refused(snapshot)
+    assert f"{pipe} is not a regular file" in refused(pipe)
+    snapshot.chmod(0o644)
+    os.lchown(link, OTHER, OTHER)  # what it leads to is what counts
+    m = mount(tree, "--read-only", "--metadata-snapshot", link, cache=cache)
+    assert m.status()["pinned_inodes"] == 315
 
 
 @pytest.mark.alone  # whoever looks at all mounts of the machine, as tests of ours do, pins its root
