@@ -69,7 +69,7 @@ def test_what_is_missing_is_not_looked_into(root: Path) -> None:
     for function in (places.runtime_root, lambda: places.mount_directory("/mnt")):
         assert found(function) == errno.ENOENT
     assert found(lambda: instance.remove_remains("/mnt")) is None
-    assert found(lambda: instance.detach_abandoned("/mnt")) is False
+    assert found(lambda: instance.detach_dead("/mnt", instance.MountInstance.is_abandoned)) is False
     assert not root.exists()
 
 
