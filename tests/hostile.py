@@ -16,8 +16,8 @@ import shutil
 import struct
 import time
 from collections import defaultdict
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from multiprocessing.synchronize import Event
 from pathlib import Path
 from typing import Any
@@ -210,17 +210,30 @@ def change_through(mountpoint: Path, log_path: Path, seed: int, stop: Event) -> 
     log.close()
 
 
-def read_whole(path: Path, pieces: int) -> bytes:
-    fd = os.open(path, os.O_RDONLY)
+@contextmanager
+def call(name: str) -> Iterator[None]:
+    """An error says in which call it came."""
     try:
-        size = os.fstat(fd).st_size
+        yield
+    except OSError as error:
+        error.add_note(name)
+        raise
+
+
+def read_whole(path: Path, pieces: int) -> bytes:
+    with call("open"):
+        fd = os.open(path, os.O_RDONLY)
+    try:
+        with call("fstat"):
+            size = os.fstat(fd).st_size
         step = -(-size // pieces // BLOCK) * BLOCK or BLOCK
         parts = []
         for offset in range(0, size, step):
             end = min(offset + step, size)
-            while offset < end and (part := os.pread(fd, end - offset, offset)):  # short: the rest may be an error
-                parts.append(part)
-                offset += len(part)
+            with call(f"pread {offset} of {size}"):
+                while offset < end and (part := os.pread(fd, end - offset, offset)):  # short: the rest may be an error
+                    parts.append(part)
+                    offset += len(part)
         return b"".join(parts)
     finally:
         os.close(fd)
@@ -255,11 +268,13 @@ def read_mount(mountpoint: Path, log_path: Path, seed: int, stop: Event) -> None
         started = time.monotonic()
         try:
             if draw.random() < 0.05:
-                os.listdir((mountpoint / path).parent)
+                with call("listdir"):
+                    os.listdir((mountpoint / path).parent)
             found = look(mountpoint / path, draw.choice([1, 1, 3]))
         except OSError as error:
             if error.errno not in TOLERATED:
-                log.write(kind="failed", errno=error.errno, began=started, at=time.monotonic(), path=path)
+                failed = getattr(error, "__notes__", [])
+                log.write(kind="failed", errno=error.errno, call=failed, began=started, at=time.monotonic(), path=path)
                 stop.wait(0.05)
             continue
         reads += 1
