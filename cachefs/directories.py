@@ -10,7 +10,6 @@ it the name that hangs, or the source? The directory itself is asked: only if it
 
 import errno
 import itertools
-import time
 from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import suppress
 from functools import partial
@@ -71,15 +70,13 @@ class _Comparison:
 
 
 class Directories:
-    def __init__(
-        self, filesystem: FileSystem, nursery: trio.Nursery, *, clock: Callable[[], float] = time.monotonic
-    ) -> None:
+    def __init__(self, filesystem: FileSystem, nursery: trio.Nursery) -> None:
         # dependencies
         self._fs = filesystem
         self._metadata = filesystem.metadata
         self._listings = Listings(filesystem.metadata)
         self._nursery = nursery
-        self._clock = clock
+        self._clock = filesystem.source.clock
         # state
         self._flights: SingleFlight[int, None] = SingleFlight()
         self._fresh: dict[int, tuple[int, float]] = {}
@@ -261,7 +258,7 @@ class Directories:
         if self._fs.options.pins_everything and complete:
             return True
         version, until = self._fresh.get(record.number, (0, 0.0))
-        return version == record.version and self._clock() < until
+        return version == record.version and self._clock.monotonic_s() < until
 
     async def _listing(self, number: int, owner: int = ROOT_USER) -> None:
         self._polite.discard(number)
@@ -302,7 +299,7 @@ class Directories:
                 if not directory.flags & UNLINKED:
                     raise
                 names = []  # removed, and still open
-        started = self._clock()
+        started = self._clock.monotonic_s()
         doubtful = await self._doubtful(directory, names)
         found = _Comparison(POLITE_BATCHES if number in self._polite else PARALLEL_BATCHES)
         asked = [name for name in doubtful if self._fs.slots.may_ask((number, name))]
@@ -364,7 +361,7 @@ class Directories:
             if not self._fs.slots.may_risk():  # too many calls hang: the names will do
                 found.give_up(names)
                 return
-            began_ns = time.time_ns()
+            began_ns = self._clock.realtime_ns()
             look = Look(self._fs.source, at, names)
             found.looks.add(look)
             try:

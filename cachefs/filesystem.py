@@ -10,7 +10,6 @@ notification waits for (hazard 1).
 
 import errno
 import os
-import time
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext, suppress
 from functools import partial
@@ -38,6 +37,8 @@ from cachefs.source_directories import ROOT, Directory
 
 DROP_CHUNK = 256
 """How many inodes are dropped without letting other tasks run."""
+MOST_ABSENT = 1 << 14
+"""Names that are missing in the root and not pinned: so many are believed at a time."""
 _USUAL_NAMESPACES = (b"security.", b"system.", b"trusted.", b"user.")
 T = TypeVar("T")
 
@@ -90,6 +91,8 @@ class FileSystem:
         metadata.on_lost_name = notifier.entry_soon
         metadata.on_changed = notifier.attributes
         # state
+        self._absent_in_root: dict[bytes, float] = {}
+        """Names that the kernel believes missing in the root, and until when; none that are pinned."""
         self.lookups = 0
         """How many there were: whoever works in the background sees that others wait."""
         self.pinned_statfs: os.statvfs_result | None = None
@@ -257,11 +260,28 @@ class FileSystem:
             return Entry(None, self.timeout_s(directory))
         found = await self.compare(parent, name, caller)
         if found is None:
-            pinned = self.pins(self._beneath(parent, name))
-            return Entry(None, float("inf") if pinned else self.options.unpinned_timeout_s)
+            return Entry(None, self._absence_timeout_s(parent, name))
         with self.metadata.index.view() as view:
             mutable_name = self.metadata.mutable_names.matches(view, parent, name)
         return Entry(found, self.entry_timeout_s(found, mutable_name=mutable_name))
+
+    def _absence_timeout_s(self, parent: int, name: bytes) -> float:
+        """How long the kernel may believe that there is no such name: as long as `invalidate` can tell it otherwise.
+
+        Of other directories it drops the directory, and all names with it.
+        """
+        if self.pins(self._beneath(parent, name)):
+            return float("inf")
+        timeout_s = self.options.unpinned_timeout_s
+        if parent != ROOT_INODE:
+            return timeout_s
+        now_s = self.source.clock.monotonic_s()
+        if len(self._absent_in_root) >= MOST_ABSENT:
+            self._absent_in_root = {each: until for each, until in self._absent_in_root.items() if until > now_s}
+        if len(self._absent_in_root) >= MOST_ABSENT:
+            return 0.0
+        self._absent_in_root[name] = now_s + timeout_s
+        return timeout_s
 
     def _beneath(self, parent: int, name: bytes) -> bytes:
         with self.metadata.index.view() as view:
@@ -376,7 +396,7 @@ class FileSystem:
 
     def _unsettled_ns(self, record: Inode) -> int:
         """How long until a file is old enough, and until its record is compared for the last time."""
-        wait_ns = age.worth_waiting_ns(record, time.time_ns())
+        wait_ns = age.worth_waiting_ns(record, self.source.clock.realtime_ns())
         if record.flags & UNSETTLED and self.metadata.is_pinned(record):
             wait_ns = max(wait_ns, self.metadata.remaining_ns(record))
         return wait_ns
@@ -667,7 +687,8 @@ class FileSystem:
                     beneath, absent = self.metadata.drop_children(update, number)
                     children += beneath
                     if number == ROOT_INODE:  # other directories lose them with their own entry
-                        links += [(number, name) for name in absent]
+                        links += [(number, name) for name in {*absent, *self._absent_in_root}]
+                        self._absent_in_root.clear()
                 dropped.append(number)
                 links += self.metadata.drop(update, number)
         return dropped, links, children

@@ -25,7 +25,6 @@ a change the pinned directories above it are looked at, unless that was done wit
 import errno
 import math
 import os
-import time
 from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import NamedTuple, Protocol
@@ -108,7 +107,7 @@ def look(source: Source, guards: Iterable[Guard], ctime_ns: int) -> list[Look]:
     for guard in guards:
         if guard.held_ns >= ctime_ns:
             continue
-        vouches_ns = max(ctime_ns, time.time_ns() - SETTLE_NS)
+        vouches_ns = max(ctime_ns, source.clock.realtime_ns() - SETTLE_NS)
         now = source.lstat_directory(guard.directory)
         acl = _acl(source, guard.directory) if now.ctime_ns != guard.ctime_ns else None
         looks.append(Look(guard.directory.number, now, acl, vouches_ns))
@@ -134,7 +133,7 @@ def _enter(source: Source, guards: Iterable[Guard], caller: Caller) -> None:
 
 def lstat(source: Source, directory: Directory, name: bytes, guards: Sequence[Guard]) -> tuple[Stat, int, list[Look]]:
     """lstat of a name, when it was made, and what the directories above look like if that counts. In a thread."""
-    began_ns = time.time_ns()
+    began_ns = source.clock.realtime_ns()
     now = source.lstat(directory, name)
     return now, began_ns, look(source, guards, now.ctime_ns)
 
@@ -202,7 +201,7 @@ class Permissions:
 
     def _told_of(self, number: int) -> float:
         told, until_s = self._told.get(number, (0, 0.0))
-        if told and until_s < time.monotonic():
+        if told and until_s < self._source.clock.monotonic_s():
             del self._told[number]
             return 0
         return told
@@ -257,7 +256,7 @@ class Permissions:
             self._notifier.attributes(number)
         if untold:
             self._count += 1
-            self._told.update(dict.fromkeys(untold, (self._count, time.monotonic() + QUEUED_S)))
+            self._told.update(dict.fromkeys(untold, (self._count, self._source.clock.monotonic_s() + QUEUED_S)))
 
     async def learnt(self, directory: Directory, ctime_ns: int) -> None:
         """An object in this directory that changed at `ctime_ns` is about to be shown."""
@@ -267,7 +266,7 @@ class Permissions:
 
     async def before_change(self, caller: Caller, *directories: Directory) -> None:
         """Something in these directories is about to be changed for a thread."""
-        now_s = time.monotonic()
+        now_s = self._source.clock.monotonic_s()
         with self._metadata.index.view() as view:
             guards = {guard.directory.number: guard for each in directories for guard in self.guards(view, each)}
         due = [

@@ -19,6 +19,7 @@ from typing import NamedTuple, TypeVar
 
 from cachefs import syscalls
 from cachefs.attributes import Inode, Stat
+from cachefs.clock import SYSTEM, Clock
 from cachefs.errors import Busy
 from cachefs.identity import GONE, Changed, Identity, check, check_version
 from cachefs.source_directories import ROOT, Directory, SourceDirectories
@@ -123,17 +124,28 @@ class Source:
     the source for nothing: a successor does so while the source hangs.
     """
 
-    def __init__(self, root_fd: int, *, root_device: int | None = None, simulate_latency_s: float = 0.0) -> None:
-        """`root_device`: st_dev of `root_fd`, which is asked for where it is not given."""
+    def __init__(
+        self,
+        root_fd: int,
+        *,
+        root_device: int | None = None,
+        simulate_latency_s: float = 0.0,
+        clock: Clock = SYSTEM,
+    ) -> None:
+        """`root_device`: st_dev of `root_fd`, which is asked for where it is not given.
+
+        `clock`: what its times are compared with, by everyone who has this source.
+        """
         self.root_fd = root_fd
         self.root_devices: tuple[int, ...] = (os.fstat(root_fd).st_dev if root_device is None else root_device,)
         """The one of now, and the one before, by which calls that are under way may have been answered."""
         self.generation = 0
         """How often the source was mounted anew. Descriptors of an earlier generation are dead."""
         self.counters = SourceCounters()
+        self.clock = clock
         self._latency_s = simulate_latency_s
         self._has_openat2 = _has_openat2()
-        self.directories = SourceDirectories(root_fd, self._open_at, self.fstat, self._lstat_at)
+        self.directories = SourceDirectories(root_fd, self._open_at, self.fstat, self._lstat_at, clock=clock)
 
     @property
     def root_device(self) -> int:

@@ -19,13 +19,13 @@ Used from the threads of `slots.py`, all at once.
 
 import os
 import threading
-import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 from cachefs.attributes import ROOT_INODE, Stat
+from cachefs.clock import SYSTEM, Clock
 from cachefs.identity import GONE, Changed, Identity, Renamed, check, is_same
 
 MAX_HELD = 1000
@@ -68,12 +68,12 @@ ROOT = Directory(ROOT_INODE)
 class _Held:
     __slots__ = ("fd", "identity", "is_dropped", "named_until", "users")
 
-    def __init__(self, fd: int, identity: Identity | None) -> None:
+    def __init__(self, fd: int, identity: Identity | None, named_until: float) -> None:
         self.fd = fd
         self.identity = identity
         self.users = 0
         self.is_dropped = False
-        self.named_until = time.monotonic() + NAME_HOLDS_S
+        self.named_until = named_until
 
 
 class SourceDirectories:
@@ -85,6 +85,7 @@ class SourceDirectories:
         lstat: Callable[[int, bytes], Stat],
         *,
         limit: int = MAX_HELD,
+        clock: Clock = SYSTEM,
     ) -> None:
         """`open_at(directory descriptor, name, flags)` opens one component, following no symlink.
 
@@ -95,6 +96,7 @@ class SourceDirectories:
         self._open_at = open_at
         self._stat = stat
         self._lstat = lstat
+        self._clock = clock
         # constants
         self._limit = limit
         # state, behind the lock
@@ -135,9 +137,9 @@ class SourceDirectories:
             if below.has_pinned_name:
                 held = self._take(below) or self._open(below)
                 try:
-                    if time.monotonic() >= held.named_until:
+                    if self._clock.monotonic_s() >= held.named_until:
                         self._compare_name(below, below.parent)
-                        held.named_until = time.monotonic() + NAME_HOLDS_S
+                        held.named_until = self._clock.monotonic_s() + NAME_HOLDS_S
                 finally:
                     self._release(held)
             below = below.parent
@@ -235,7 +237,7 @@ class SourceDirectories:
         except BaseException:
             os.close(fd)
             raise
-        made = _Held(fd, directory.identity)
+        made = _Held(fd, directory.identity, self._clock.monotonic_s() + NAME_HOLDS_S)
         made.users = 1
         with self._lock:
             if directory.number in self._held or generation != self._generation:  # another thread was faster

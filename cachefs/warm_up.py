@@ -8,7 +8,6 @@ What has been cached is never fetched again, so that a warm-up that was interrup
 import errno
 import itertools
 import os
-import time
 from array import array
 from collections import deque
 from collections.abc import Iterable, Sequence
@@ -453,6 +452,6 @@ class WarmUp:
         except OSError as error:
             return error.strerror or str(error)
         with suppress(OSError):
-            if age.is_young(self._fs.record(number), time.time_ns()):
+            if age.is_young(self._fs.record(number), self._fs.source.clock.realtime_ns()):
                 return "changed less than 2 s ago, or has a time in the future"
         return "could not be cached"

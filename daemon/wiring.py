@@ -59,6 +59,7 @@ class Parts:
     young: YoungFiles
     files: OpenFiles
     directories: Directories
+    mutations: Mutations
     contents: Contents
     operations: Operations
     prefetch: Prefetch
@@ -74,9 +75,13 @@ def wire(
     nursery: trio.Nursery,
     device: int,
     shared: int | None,
+    notifier: KernelNotifier | None = None,
 ) -> Parts:
-    """`device`: /dev/fuse. `shared`: the memory that a fast path shares, which answers OPEN. None: there is none."""
-    unseen_handles = shared is not None
+    """`device`: /dev/fuse. `shared`: the memory that a fast path shares, which answers OPEN. None: there is none.
+
+    `notifier`: of another kernel than the one behind `device`.
+    """
+    unseen_handles, clock = shared is not None, source.clock
     index, metrics = opened.index, Metrics()
     limit = None
     if options.metadata_limit is not None:
@@ -90,6 +95,8 @@ def wire(
         forgot=opened.forgot,
         names_floor=opened.names_floor,
         retention=limit,
+        monotonic_ns=clock.monotonic_ns,
+        realtime_ns=clock.realtime_ns,
     )
     # Later: a number is wanted in the middle of an update of the session, which would wait for itself.
     later = trio.lowlevel.current_trio_token().run_sync_soon
@@ -106,8 +113,13 @@ def wire(
     if not options.fastpath or options.cache is not CacheLevel.FULL:  # else it says when it is through with old slabs
         writes.writer_has_gone(blob.frontier)
     slots = SourceSlots(SOURCE_SLOTS, options.source_timeout_s, reserve=RESERVED_SOURCE_SLOTS)
-    notifier = KernelNotifier(device, shared)
-    young = YoungFiles(notifier, index if unseen_handles else None)
+    notifier = notifier or KernelNotifier(device, shared)
+    young = YoungFiles(
+        notifier,
+        index if unseen_handles else None,
+        realtime_ns=clock.realtime_ns,
+        monotonic_ns=clock.monotonic_ns,
+    )
     filesystem = FileSystem(source, slots, metadata, options, notifier)
     files = OpenFiles(
         filesystem, data, metrics, young, unseen_handles=unseen_handles, first_handle=_FIRST_HANDLE | boot_time_ns()
@@ -130,6 +142,7 @@ def wire(
         young=young,
         files=files,
         directories=directories,
+        mutations=mutations,
         contents=contents,
         operations=Operations(filesystem, files, directories, mutations, contents, metrics.latencies),
         prefetch=policy,
