@@ -216,24 +216,26 @@ class MetadataCache(Belief):
             if link == keep:
                 continue
             self._lost(self.dentry(update, *link), *link)
-            if gone and leads_to(update, link, number):
-                self.remove_name(update, *link)
-            else:
-                self._cut_link(update, number, link)
-                self.paths.forget()
+            self._cut_link(update, number, link, is_known=not gone)
+            self.paths.forget()
 
     def _lost(self, dentry: Dentry | None, parent: int, name: bytes, *, unless: int = 0) -> None:
         """A name does not lead to what it led to, `unless` that is this inode. The kernel knows of what was dropped."""
         if dentry is not None and dentry.flags & PINNED and dentry.stamp and dentry.inode not in (0, unless):
             self.on_lost_name(parent, name)
 
-    def _cut_link(self, update: Update, number: int, link: tuple[int, bytes]) -> None:
+    def _cut_link(self, update: Update, number: int, link: tuple[int, bytes], *, is_known: bool = True) -> None:
         """The inode is not known by this name any more. A name that still leads to it is compared before it counts:
-        in a complete listing a name without an entry would not exist."""
+        in a complete listing a name without an entry would not exist.
+
+        `is_known`: it may still lead to this inode. Else to another one, or to none: it keeps its place in the listing.
+        """
         update.delete(Table.LINKS, link_key(number, link))
         dentry = self.dentry(update, *link)
-        if dentry is not None and dentry.inode == number and dentry.stamp:
-            update.put(Table.DENTRIES, inode_key(link[0]) + link[1], dentry._replace(stamp=0).pack())
+        if dentry is not None and dentry.inode == number:
+            doubtful = dentry._replace(stamp=0) if is_known else Dentry(0, 0, 0, dentry.position)
+            if doubtful != dentry:
+                update.put(Table.DENTRIES, inode_key(link[0]) + link[1], doubtful.pack())
 
     def _are_mutable(self, view: View, number: int, parent: int, name: bytes, now: Stat) -> list[bool]:
         """Of each name of an object that was just looked at by one of them: does `--mutable` match it?"""
@@ -569,7 +571,7 @@ class MetadataCache(Belief):
             if dentry.inode:
                 children.append(dentry.inode)
             else:
-                update.delete(Table.DENTRIES, key)
+                self.remove_name(update, directory, key[8:])
                 absent.append(key[8:])
         return children, absent
 

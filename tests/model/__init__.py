@@ -1,0 +1,7 @@
+"""A reference model of docs/SEMANTICS.md, and what is compared with it under Hypothesis.
+
+`reference.py` is the model: what the source was at each moment, and which of that a mount may show now. `machine.py`
+draws operations on the mount, and changes of the source behind its back, and compares every answer. It drives
+`node.py`: the filesystem's objects under a kernel (`kernel.py`) and clocks (`clocks.py`) of our own, a thousand runs a
+minute.
+"""

@@ -1,0 +1,59 @@
+"""What the machine has found: named, and as short as it gets."""
+
+import os
+import random
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.model.clocks import Clocks
+from tests.model.modes import OPTIONS
+from tests.model.node import Node, Synchronous, TrioThread
+
+
+class Tree:
+    """A source, and a mount of it."""
+
+    def __init__(self, root: Path, node: Any, clocks: Clocks) -> None:
+        self.root, self.node, self.clocks = root, node, clocks
+
+
+@pytest.fixture
+def tree(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Tree]:
+    clocks = Clocks()
+    root = tmp_path / "source"
+    for directory in ("d", "e"):
+        (root / directory).mkdir(parents=True)
+    for path in ("a", "d/a", "e/a"):
+        (root / path).write_bytes(path.encode())
+    with TrioThread(clocks).running() as call:
+        node = Node(root, tmp_path, OPTIONS[getattr(request, "param", "read-write")], clocks, random.Random(0))
+        call(node.start)
+        yield Tree(root, Synchronous(node, call), clocks)
+        call(node.end)
+
+
+def replace_directory(root: Path) -> None:
+    """`d` becomes `e`, and another `d` takes its place."""
+    shutil.rmtree(root / "e")
+    os.rename(root / "d", root / "e")
+    (root / "d").mkdir()
+
+
+@pytest.mark.parametrize("tree", OPTIONS, indirect=True)
+def test_a_name_stays_listed_though_what_it_led_to_was_seen_elsewhere(tree: Tree) -> None:
+    assert sorted(tree.node.listdir("")) == ["a", "d", "e"]
+    replace_directory(tree.root)
+    tree.node.listdir("e")
+    assert sorted(tree.node.listdir("")) == ["a", "d", "e"]
+
+
+def test_a_missing_name_in_the_root_is_looked_up_again_after_everything_was_invalidated(tree: Tree) -> None:
+    with pytest.raises(FileNotFoundError):
+        tree.node.stat("new")
+    (tree.root / "new").mkdir()
+    tree.node.invalidate("")
+    tree.node.stat("new")
