@@ -76,6 +76,7 @@ def test_each_read_of_a_young_file_has_its_pages_dropped_when_it_is_due() -> Non
     trio.run(main, clock=trio.testing.MockClock(autojump_threshold=0))
 
 
+@pytest.mark.promise("CH-16")
 def test_a_successor_drops_the_pages_that_its_predecessor_has_not(tmp_path: Path) -> None:
     """Of one file it has, one was read again after a later change, and one while its pages were being dropped."""
     index = Index(Environment(tmp_path / "durable", sync=False), Environment(tmp_path / "session", sync=False))

@@ -40,6 +40,7 @@ class Runs:
         return state.floor < state.run
 
 
+@pytest.mark.promise("CH-17")
 def test_lazy_compares_and_never_trusts(tmp_path: Path) -> None:
     runs = Runs(tmp_path)
     assert runs.run(NEVER, "clean").run == 1
@@ -59,6 +60,7 @@ def test_12_after_a_kill_never_still_trusts_and_finds_what_was_not_yet_durable(t
     opened.close(flushed=True)
 
 
+@pytest.mark.promise("CH-19")
 def test_12_after_a_crash_of_the_machine_never_behaves_as_lazy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     runs = Runs(tmp_path)
     runs.run(NEVER, "crashed")
@@ -69,6 +71,7 @@ def test_12_after_a_crash_of_the_machine_never_behaves_as_lazy(tmp_path: Path, m
     assert not runs.trusts(kind=NEVER)
 
 
+@pytest.mark.promise("EX-7")
 def test_never_trusts_only_what_the_same_patterns_of_mutable_let_be_pinned(tmp_path: Path) -> None:
     def trusts(*mutable: str) -> bool:
         durable = Environment(tmp_path / "index", sync=True)
@@ -84,6 +87,7 @@ def test_never_trusts_only_what_the_same_patterns_of_mutable_let_be_pinned(tmp_p
     assert trusts()
 
 
+@pytest.mark.promise("CH-18")
 def test_rctime_trusts_what_stands_still(tmp_path: Path) -> None:
     runs = Runs(tmp_path)
     runs.run(RCTIME, "clean", OLD_RCTIME)
@@ -94,6 +98,7 @@ def test_rctime_trusts_what_stands_still(tmp_path: Path) -> None:
     assert not runs.trusts(OLD_RCTIME, kind=RCTIME)
 
 
+@pytest.mark.promise("CH-18")
 def test_rctime_needs_a_grace_period() -> None:
     assert rctime_unmoved(b"1000.5", b"1000.5", 1061.0)
     assert not rctime_unmoved(b"1000.5", b"1000.5", 1059.0)

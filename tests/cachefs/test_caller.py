@@ -45,18 +45,21 @@ def test_our_own_process_has_our_own_identity() -> None:
     assert Caller(os.geteuid(), os.getegid(), os.getpid()).identity() == own_identity()
 
 
+@pytest.mark.promise("WR-1")
 @root_only
 def test_a_user_has_no_capabilities_but_its_groups() -> None:
     command = ["setpriv", "--reuid", "1234", "--regid", "4321", "--groups", "7,8", "--"]
     assert identity_of(command, 1234, 4321) == Identity(1234, 4321, (7, 8), 0)
 
 
+@pytest.mark.promise("WR-1")
 @root_only
 def test_root_with_fewer_capabilities_keeps_fewer() -> None:
     found = identity_of(["setpriv", "--bounding-set", "-fsetid", "--inh-caps", "-fsetid", "--"])
     assert own_identity().capabilities & ~found.capabilities == 1 << 4
 
 
+@pytest.mark.promise("WR-4")
 @root_only
 def test_capabilities_of_another_user_namespace_do_not_count() -> None:
     assert identity_of(["unshare", "--user", "--map-root-user", "--"]).capabilities == 0

@@ -10,6 +10,7 @@ from cachefs.names import one_line
 from daemon import background
 
 
+@pytest.mark.promise("PE-17")
 @pytest.mark.parametrize(
     ("name", "shown"),
     [
@@ -29,6 +30,7 @@ def test_b8_a_name_is_one_line_and_commands_nothing(name: str | bytes, shown: st
     one_line(name).encode()  # no half of a surrogate pair is left
 
 
+@pytest.mark.promise("PE-17")
 def test_b8_a_name_forges_no_line_of_the_log(tmp_path: Path) -> None:
     root = logging.getLogger()
     before = root.handlers[:], root.level, logging.raiseExceptions
@@ -50,6 +52,7 @@ def test_b8_a_name_forges_no_line_of_the_log(tmp_path: Path) -> None:
     assert r"OSError: x\x1b[31m" in lines[-1]
 
 
+@pytest.mark.promise("PE-17")
 def test_b8_a_name_forges_no_line_on_stderr() -> None:
     record = logging.LogRecord("x", logging.WARNING, "f", 1, "%s", ("a\n<3>forged",), None)
     for formatter in (background._Journal(), background._Lines(background.SHORT_FORMAT)):

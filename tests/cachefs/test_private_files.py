@@ -28,6 +28,7 @@ def mode(path: Path) -> int:
     return stat.S_IMODE(path.lstat().st_mode)
 
 
+@pytest.mark.promise("PE-14")
 def test_directories_are_closed_and_their_parents_are_not_writable(tmp_path: Path) -> None:
     path = tmp_path / "a/b/cache"
     private_files.make_directory(path)
@@ -37,6 +38,7 @@ def test_directories_are_closed_and_their_parents_are_not_writable(tmp_path: Pat
     assert mode(path) == 0o700
 
 
+@pytest.mark.promise("PE-14")
 def test_files_are_closed(tmp_path: Path) -> None:
     path = tmp_path / "file"
     os.close(private_files.open_file(path, os.O_RDWR | os.O_CREAT))
@@ -78,6 +80,7 @@ def test_symlinks_and_second_names_are_refused(tmp_path: Path) -> None:
     assert victim.read_bytes() == b"precious"
 
 
+@pytest.mark.promise("PE-15")
 @pytest.mark.parametrize("bits", [0o777, 0o757])
 def test_a_parent_that_others_may_write_to_is_refused_unless_it_is_sticky(tmp_path: Path, bits: int) -> None:
     open_to_all = tmp_path / "open"
@@ -107,6 +110,7 @@ def test_our_own_symlinks_are_followed(tmp_path: Path) -> None:
         private_files.make_directory(tmp_path / "file")
 
 
+@pytest.mark.promise("PE-15")
 @root_only
 def test_what_belongs_to_another_user_is_refused(tmp_path: Path) -> None:
     theirs = tmp_path / "theirs"
@@ -146,6 +150,7 @@ def test_a_group_of_other_users_may_not_write_to_a_parent(tmp_path: Path) -> Non
         private_files.make_directory(shared / "cache")
 
 
+@pytest.mark.promise("PI-17")
 @root_only
 def test_a_given_file_is_believed_where_nobody_but_root_and_the_user_may_write_it(tmp_path: Path) -> None:
     path = tmp_path / "given"

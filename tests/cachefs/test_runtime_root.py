@@ -73,6 +73,7 @@ def test_what_is_missing_is_not_looked_into(root: Path) -> None:
     assert not root.exists()
 
 
+@pytest.mark.promise("PE-16")
 @pytest.mark.parametrize("mode", [0o700, 0o777], ids=oct)
 def test_one_that_another_user_made_is_refused(root: Path, mode: int) -> None:
     own(root, OTHER, mode)
@@ -80,6 +81,7 @@ def test_one_that_another_user_made_is_refused(root: Path, mode: int) -> None:
     assert os.listdir(root) == []
 
 
+@pytest.mark.promise("PE-16")
 @pytest.mark.parametrize("owner", [USER, OTHER])
 def test_a_symlink_is_refused(root: Path, tmp_path: Path, owner: int) -> None:
     target = own(tmp_path / "target", USER)
@@ -90,6 +92,7 @@ def test_a_symlink_is_refused(root: Path, tmp_path: Path, owner: int) -> None:
     assert os.listdir(target) == []
 
 
+@pytest.mark.promise("PE-16")
 @pytest.mark.parametrize("mode", [0o701, 0o710, 0o755, 0o777], ids=oct)
 def test_one_that_is_open_to_others_is_refused(root: Path, mode: int) -> None:
     own(root, USER, mode)
@@ -112,6 +115,7 @@ def test_a_file_is_refused(root: Path) -> None:
     refused(f"{root}")
 
 
+@pytest.mark.promise("PE-16")
 def test_one_in_a_directory_of_another_user_is_refused(
     root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

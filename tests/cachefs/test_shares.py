@@ -23,6 +23,7 @@ SLOTS = 4
 """Of one owner. There are six, and another owner may have one of those that are left."""
 
 
+@pytest.mark.promise("FA-2")
 def test_nobody_has_more_than_three_quarters() -> None:
     places = Shares(100)
     counts = []
@@ -298,6 +299,7 @@ def test_b7_calls_that_wait_for_leases_try_the_less_often_the_more_there_are() -
     run(main)
 
 
+@pytest.mark.promise("FA-6")
 def test_b7_a_lease_that_is_never_given_up_ends_in_a_time_out() -> None:
     async def main() -> None:
         slots = SourceSlots(1, 0.3)

@@ -342,6 +342,7 @@ def test_a_disk_that_refuses_is_left_alone_for_a_while(tmp_path: Path, monkeypat
     run(main)
 
 
+@pytest.mark.promise("TE-2")
 def test_whatever_fails_behind_the_readers_costs_hits_and_nothing_else(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

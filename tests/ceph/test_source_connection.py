@@ -122,6 +122,7 @@ def check_back(m: Mount, expected: dict[Path, bytes]) -> None:
     check(m, expected)
 
 
+@pytest.mark.promise("FA-10")
 @pytest.mark.parametrize("restarts", [False, True], ids=["", "restart"])
 @pytest.mark.parametrize("mode", MODES)
 def test_a_client_that_is_killed_and_mounted_again(
@@ -150,6 +151,7 @@ def test_a_client_that_is_killed_and_mounted_again(
     assert (status["source_lost"], status["source_reconnects"]) == (False, 1)
 
 
+@pytest.mark.promise("FA-10")
 @pytest.mark.parametrize("mode", CACHED)
 def test_a_client_that_is_evicted(
     cephfs: CephFs, dataset: tuple[Path, dict[Path, bytes]], mount: MakeMount, mode: str

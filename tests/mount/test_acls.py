@@ -50,6 +50,7 @@ def directory(source: Path) -> Path:
     return directory
 
 
+@pytest.mark.promise("PE-4")
 @modes(MODES)
 @pytest.mark.parametrize("which", [".", "file"])
 def test_the_mode_of_one_version_does_not_meet_the_acl_of_another(
@@ -74,6 +75,7 @@ def test_the_mode_of_one_version_does_not_meet_the_acl_of_another(
         assert bob(lambda: os.listdir(m.path / "dir"), STAFF) in (errno.EACCES, errno.ESTALE)
 
 
+@pytest.mark.promise("PE-5")
 @modes(READ_WRITE)
 @pytest.mark.parametrize(("user", "mode"), [(BOB, 0o710), (ALICE, 0o750)], ids=["named", "others"])
 def test_a_chmod_through_the_mount_changes_the_acl_as_well(

@@ -56,6 +56,7 @@ class StalledWrite:
         os.close(self._file)
 
 
+@pytest.mark.promise("CH-13")
 @MODES
 def test_what_is_read_during_a_write_is_not_there_afterwards(
     mount: MakeMount, source: Path, tmp_path: Path, faulty: tuple[Path, Path], mode: tuple[str, ...]
@@ -96,6 +97,7 @@ def test_what_is_read_during_a_write_is_not_there_afterwards(
     wait_for(is_cached, bool)
 
 
+@pytest.mark.promise("CH-14")
 @pytest.mark.parametrize("mode", [("--read-only",), ()], ids=["read-only", "read-write"])
 def test_a_young_file_is_served_and_counted_and_cached_when_it_is_old_enough(
     mount: MakeMount, source: Path, mode: tuple[str, ...]
@@ -122,6 +124,7 @@ def test_a_young_file_is_served_and_counted_and_cached_when_it_is_old_enough(
     wait_for(is_cached, bool)
 
 
+@pytest.mark.promise("CH-15")
 @pytest.mark.parametrize("mode", [("--read-only",), ()], ids=["read-only", "read-write"])
 def test_the_kernel_does_not_keep_the_pages_of_a_file_with_a_time_in_the_future(
     mount: MakeMount, source: Path, mode: tuple[str, ...]
@@ -142,6 +145,7 @@ def test_the_kernel_does_not_keep_the_pages_of_a_file_with_a_time_in_the_future(
     assert m.flush()["cached_files"] == 0
 
 
+@pytest.mark.promise("CH-13")
 def test_each_open_of_a_young_file_reads_it_anew(mount: MakeMount, source: Path) -> None:
     future = time.time() + HOUR_S
     os.utime(source / "d0/f00000", (future, future))
@@ -170,6 +174,7 @@ def replace_processes(m: Mount, what: str) -> None:
         m.pid = int(m.status()["pid"])
 
 
+@pytest.mark.promise("CH-16")
 @pytest.mark.fastpath
 @EVERY_MODE
 @pytest.mark.parametrize("what", ["daemon", "fast path", "both by restart"])
@@ -193,6 +198,7 @@ def test_pages_of_a_young_file_are_dropped_whatever_dies(
         wait_for(reads, lambda count: count > before)
 
 
+@pytest.mark.promise("CH-16")
 @pytest.mark.fastpath
 @EVERY_MODE
 @pytest.mark.parametrize("what", ["daemon", "both by restart"])
@@ -282,6 +288,7 @@ def test_a_young_large_file_claims_its_room_once(mount: MakeMount, source: Path)
     assert (report["cached_files"], report["problems"]) == (1, [])
 
 
+@pytest.mark.promise("CH-15")
 def test_a_warm_up_says_what_is_not_cached_because_of_its_time(mount: MakeMount, source: Path) -> None:
     m = mount(source, "--read-only")
     future = time.time() + HOUR_S

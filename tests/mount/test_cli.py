@@ -137,6 +137,7 @@ def test_a_cache_directory_on_a_full_or_read_only_disk(disk: Path, source: Path,
     assert not mounted_on(place)
 
 
+@pytest.mark.promise("FA-22")
 def test_a_dead_daemon_is_reported_and_replaced(mount: MakeMount, source: Path) -> None:
     m = mount(source)
     m.kill()

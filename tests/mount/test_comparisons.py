@@ -47,6 +47,7 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
+@pytest.mark.promise("CH-10")
 @MODES
 def test_a_file_that_is_rewritten_with_its_mtime_kept_is_never_mixed(
     mount: MakeMount, large: Path, mode: tuple[str, ...]
@@ -77,6 +78,7 @@ def test_a_cached_file_that_was_rewritten_with_its_mtime_kept_is_noticed_after_a
     assert read_until_noticed(path) == new
 
 
+@pytest.mark.promise("IM-2", "CH-10")
 @MODES
 def test_a_file_that_is_rewritten_while_it_is_read_is_stale(
     mount: MakeMount, source: Path, mode: tuple[str, ...]
@@ -111,6 +113,7 @@ def test_a_file_that_is_rewritten_while_it_is_read_is_stale(
         assert path.read_bytes() == new
 
 
+@pytest.mark.promise("EX-8")
 @pytest.mark.parametrize("mode", [("--mutable", "**"), ("--cache", "none"), ()], ids=["mutable", "none", "unpinned"])
 @pytest.mark.parametrize("pieces", [1, 300], ids=["shorter", "longer"])
 def test_who_opens_a_mutable_file_gets_the_size_that_it_has_now(

@@ -67,6 +67,7 @@ def digests(root: Path) -> dict[bytes, str]:
     return found
 
 
+@pytest.mark.promise("TE-1")
 @pytest.mark.parametrize("mode", [["--read-only"], []], ids=["read-only", "read-write"])
 @pytest.mark.parametrize("level", ["none", "metadata", "full"])
 def test_every_file_equals_the_source_with_eight_readers_cold_and_warm(

@@ -49,6 +49,7 @@ def _write(path: Path) -> int:
         os.close(fd)
 
 
+@pytest.mark.promise("WR-2")
 @MODES
 def test_set_user_id_bits_clear_when_another_user_writes(
     mount: MakeMount, source: Path, arguments: tuple[str, ...]
@@ -63,6 +64,7 @@ def test_set_user_id_bits_clear_when_another_user_writes(
         assert mode_of(m.path / name) == 0o777
 
 
+@pytest.mark.promise("WR-2")
 def test_set_user_id_bits_clear_when_another_user_truncates(mount: MakeMount, source: Path) -> None:
     m = mounted(mount, source)
 
@@ -82,6 +84,7 @@ def test_set_user_id_bits_clear_when_another_user_truncates(mount: MakeMount, so
         assert mode_of(m.path / by) == 0o777
 
 
+@pytest.mark.promise("WR-2")
 def test_set_user_id_bits_stay_when_root_writes(mount: MakeMount, source: Path) -> None:
     m = mounted(mount, source)
     a_file(source / "d0/program", 0o4755, owner=USER)
@@ -89,6 +92,7 @@ def test_set_user_id_bits_stay_when_root_writes(mount: MakeMount, source: Path) 
     assert mode_of(source / "d0/program") == 0o4755
 
 
+@pytest.mark.promise("PE-1")
 def test_a_chmod_by_another_user_is_refused(mount: MakeMount, source: Path) -> None:
     m = mounted(mount, source)
     a_file(source / "d0/program", 0o4777)
@@ -97,6 +101,7 @@ def test_a_chmod_by_another_user_is_refused(mount: MakeMount, source: Path) -> N
     assert mode_of(source / "d0/program") == 0o4777
 
 
+@pytest.mark.promise("WR-3")
 @pytest.mark.fastpath
 def test_a_file_that_was_open_when_the_daemon_died_is_written_by_its_opener(mount: MakeMount, source: Path) -> None:
     m = mounted(mount, source)
@@ -159,6 +164,7 @@ def fill(path: Path) -> int:
         os.close(fd)
 
 
+@pytest.mark.promise("WR-2")
 def test_blocks_reserved_for_root_are_not_for_users(mount: MakeMount, reserved_disk: Path) -> None:
     m = mounted(mount, reserved_disk)
     directly = as_user(USER, USER, [], lambda: fill(reserved_disk / "direct"))
@@ -175,6 +181,7 @@ def test_blocks_reserved_for_root_are_not_for_users(mount: MakeMount, reserved_d
 # --- O_DIRECT and times (D) ------------------------------------------------------------------------------------------
 
 
+@pytest.mark.promise("WR-11")
 @MODES
 def test_direct_writes_and_reads_work(mount: MakeMount, source: Path, arguments: tuple[str, ...]) -> None:
     m = mounted(mount, source, *arguments)
@@ -199,6 +206,7 @@ def test_direct_writes_and_reads_work(mount: MakeMount, source: Path, arguments:
     assert (source / "d0/direct").read_bytes() == expected[:3] + b"unaligned" + expected[12:]
 
 
+@pytest.mark.promise("WR-10")
 @MODES
 def test_touch_by_a_user_who_may_write_but_does_not_own(
     mount: MakeMount, source: Path, arguments: tuple[str, ...]
@@ -218,6 +226,7 @@ def test_touch_by_a_user_who_may_write_but_does_not_own(
     assert (source / "d0/shared").stat().st_mtime_ns == found.st_mtime_ns
 
 
+@pytest.mark.promise("WR-10")
 @MODES
 def test_a_time_that_is_left_out_is_left_alone(mount: MakeMount, source: Path, arguments: tuple[str, ...]) -> None:
     m = mounted(mount, source, *arguments)
@@ -271,6 +280,7 @@ def test_a_directory_that_is_open_can_be_changed_although_its_parents_are_closed
     assert (source / "closed/mine/directory").stat().st_uid == USER
 
 
+@pytest.mark.promise("PE-3")
 def test_a_file_made_read_only_at_the_source_is_not_written(mount: MakeMount, source: Path) -> None:
     """The source checks as well: what the mount believes for a second gives no right."""
     m = mounted(mount, source, "--attr-timeout", "60")

@@ -10,6 +10,8 @@ import pytest
 
 from tests.conftest import Mount, cachefs, contents, make_files, settle, small_disk, wait_for
 
+pytestmark = pytest.mark.promise("FA-16")
+
 MakeMount = Callable[..., Mount]
 
 
@@ -22,6 +24,7 @@ def filled(mount: MakeMount, source: Path, *arguments: object) -> tuple[Mount, d
     return m, expected
 
 
+@pytest.mark.promise("TE-2")
 @pytest.mark.parametrize("seed", range(5))
 def test_flipped_bits_are_noticed_counted_and_fetched_again(mount: MakeMount, source: Path, seed: int) -> None:
     m, expected = filled(mount, source)
@@ -61,6 +64,7 @@ def test_a_truncated_blob(mount: MakeMount, source: Path, restart: bool) -> None
     assert contents(m.path) == expected
 
 
+@pytest.mark.promise("TE-2")
 def test_a_deleted_index_is_rebuilt_from_the_blob_and_revalidated(mount: MakeMount, source: Path) -> None:
     m, expected = filled(mount, source)
     before = m.status()
@@ -124,6 +128,7 @@ def tiny_disk(tmp_path: Path) -> Iterator[Path]:
         yield place
 
 
+@pytest.mark.promise("TE-2")
 def test_a_disk_that_fills_up_costs_hits_and_nothing_else(tiny_disk: Path, mount: MakeMount, tmp_path: Path) -> None:
     source = tmp_path / "bigger"
     make_files(source, 100, (90_000, 110_000))

@@ -11,6 +11,8 @@ import pytest
 
 from tests.conftest import Mount, settle
 
+pytestmark = pytest.mark.promise("CL-8")
+
 fork = multiprocessing.get_context("fork")
 NAME = "d" * 250
 LEVELS = 2000

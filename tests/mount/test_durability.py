@@ -14,6 +14,7 @@ from tests.conftest import Mount, contents, raises_errno
 MakeMount = Callable[..., Mount]
 
 
+@pytest.mark.promise("WR-8")
 @pytest.mark.parametrize("sync", [os.fsync, os.fdatasync])
 def test_fsync_is_the_fsync_of_the_source(
     mount: MakeMount, faulty: tuple[Path, Path], sync: Callable[[int], None]
@@ -30,6 +31,7 @@ def test_fsync_is_the_fsync_of_the_source(
     os.close(fd)
 
 
+@pytest.mark.promise("WR-8")
 def test_fsync_of_a_directory_is_that_of_the_source(mount: MakeMount, faulty: tuple[Path, Path]) -> None:
     source, faults = faulty
     m = mount(source)

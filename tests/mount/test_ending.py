@@ -105,6 +105,7 @@ def tell(m: Mount) -> None:
     os.kill(m.pid, signal.SIGTERM)
 
 
+@pytest.mark.promise("LC-12", "LC-14")
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("serving", SERVING)
 @pytest.mark.parametrize("end", [tell, detach_and_tell])
@@ -125,6 +126,7 @@ def test_a_mount_that_jobs_wait_for_ends_though_its_source_hangs(
     assert contents(m.path / "d0") == expected
 
 
+@pytest.mark.promise("LC-12")
 @pytest.mark.parametrize("mode", ["read-only", "read-write"])
 @pytest.mark.parametrize("serving", SERVING)
 @pytest.mark.parametrize("end", [tell, unmount_by_command, unmount])
@@ -145,6 +147,7 @@ def test_a_mount_that_nobody_uses_ends_though_its_source_hangs(
     assert contents(m.path / "d0") == expected
 
 
+@pytest.mark.promise("LC-12")
 @pytest.mark.parametrize("serving", SERVING)
 def test_a_mount_ends_though_its_source_is_stopped(mount: MakeMount, hanging: tuple[Path, Path], serving: str) -> None:
     """Calls to this source can be killed: nothing stays of the processes."""
@@ -172,6 +175,7 @@ def children() -> list[int]:
     return [int(pid) for pid in Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()]
 
 
+@pytest.mark.promise("LC-13")
 @pytest.mark.parametrize("serving", SERVING)
 def test_a_write_that_the_end_cuts_off_fails(mount: MakeMount, hanging: tuple[Path, Path], serving: str) -> None:
     place, faults = hanging
@@ -195,6 +199,7 @@ def test_a_write_that_the_end_cuts_off_fails(mount: MakeMount, hanging: tuple[Pa
     assert (place / "written").read_bytes() in (b"before", b"beforecut off")  # the source may still do it
 
 
+@pytest.mark.promise("LC-18")
 @pytest.mark.fastpath
 @pytest.mark.parametrize("mode", MODES)
 def test_a_restart_does_not_wait_for_a_source_that_hangs(
@@ -217,6 +222,7 @@ def test_a_restart_does_not_wait_for_a_source_that_hangs(
     assert [each.end() for each in waiting] == [0, 0]
 
 
+@pytest.mark.promise("LC-17")
 @pytest.mark.fastpath
 @pytest.mark.parametrize("mode", MODES)
 def test_umount_without_a_daemon_lets_no_job_wait_for_the_next_one(mount: MakeMount, source: Path, mode: str) -> None:

@@ -57,6 +57,7 @@ def check_epochs(m: Mount, paths: list[Path], *, walk: bool) -> None:
     assert (status["errors"], status["cached_files"]) == (0, FILES)
 
 
+@pytest.mark.promise("TE-3", "CH-17", "CL-1")
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["read-write", "read-only"])
 def test_epochs_and_restarts(mount: MakeMount, dataset: tuple[Path, list[Path]], mode: str) -> None:
@@ -88,6 +89,7 @@ def test_epochs_and_restarts(mount: MakeMount, dataset: tuple[Path, list[Path]],
     assert m.ops() == asked
 
 
+@pytest.mark.promise("FA-1")
 def test_everything_cached_is_served_when_the_source_has_gone(mount: MakeMount, source: Path, tmp_path: Path) -> None:
     m = mount(source, "--read-only")
     content = {p.relative_to(m.path): p.read_bytes() for p in sorted(m.path.rglob("*")) if p.is_file()}
@@ -117,6 +119,7 @@ def test_everything_cached_is_served_when_the_source_has_gone(mount: MakeMount, 
     assert m.ops() == before
 
 
+@pytest.mark.promise("CL-4")
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", [["--read-only"], []], ids=["read-only", "read-write"])
 def test_a_cache_of_half_the_dataset_hits_half(mount: MakeMount, tmp_path: Path, mode: list[str]) -> None:

@@ -149,6 +149,7 @@ def ask_for_attributes(path: Path, count: int) -> None:
     Crowd(GREEDY, [partial(os.getxattr, fd, f"user.missing-{number}") for number in range(count)]).join(120)
 
 
+@pytest.mark.promise("FA-2")
 def test_b6_a_crowd_that_waits_for_the_source_delays_no_hit_and_no_miss_of_another_user(
     mount: MakeMount, source: Path, waiting: Waiting
 ) -> None:
@@ -180,6 +181,7 @@ def test_b6_a_crowd_that_waits_for_the_source_delays_no_hit_and_no_miss_of_anoth
         assert not (m.path / "d1/missing-too").exists()
 
 
+@pytest.mark.promise("FA-5")
 @pytest.mark.fastpath
 def test_b6_requests_beyond_a_share_survive_the_fast_path(mount: MakeMount, source: Path, waiting: Waiting) -> None:
     m = mount(source, "--read-only", "--simulate-latency", "500", "--source-timeout", "4")
@@ -199,6 +201,7 @@ def test_b6_requests_beyond_a_share_survive_the_fast_path(mount: MakeMount, sour
     assert waiting(m) == 0
 
 
+@pytest.mark.promise("LC-1")
 @pytest.mark.fastpath
 def test_b6_a_crowd_that_is_killed_dies_also_beyond_its_share(
     mount: MakeMount, source: Path, faulty: tuple[Path, Path], waiting: Waiting
@@ -220,6 +223,7 @@ def test_b6_a_crowd_that_is_killed_dies_also_beyond_its_share(
     assert (m.path / "d0/f00000").read_bytes() == (source / "d0/f00000").read_bytes()
 
 
+@pytest.mark.promise("FA-6")
 def test_b7_leased_files_cost_no_time_of_the_processor_and_no_places(
     mount: MakeMount, tmp_path: Path, waiting: Waiting
 ) -> None:
@@ -256,6 +260,7 @@ def test_b7_leased_files_cost_no_time_of_the_processor_and_no_places(
         signal.signal(signal.SIGIO, before)
 
 
+@pytest.mark.promise("FA-4")
 @pytest.mark.parametrize("users", [1, 2, 8])
 @pytest.mark.parametrize("arguments", [[], ["--read-only"], ["--mutable", "greedy*"]], ids=["", "read-only", "mutable"])
 def test_b7_users_who_read_leased_files_keep_no_other_user_waiting_however_many_they_are(
@@ -307,6 +312,7 @@ def test_b7_users_who_read_leased_files_keep_no_other_user_waiting_however_many_
         signal.signal(signal.SIGIO, before)
 
 
+@pytest.mark.promise("FA-3")
 def test_c7_who_opens_very_many_files_leaves_descriptors_for_others(
     mount: MakeMount, source: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -350,6 +356,7 @@ def test_c7_who_opens_very_many_files_leaves_descriptors_for_others(
         wait_for(opens_again, bool)
 
 
+@pytest.mark.promise("FA-2")
 @pytest.mark.parametrize("operation", ["lookup", "read"])
 def test_b5_calls_that_hang_block_only_whoever_made_them(
     mount: MakeMount, source: Path, faulty: tuple[Path, Path], waiting: Waiting, operation: str
@@ -379,6 +386,7 @@ def test_b5_calls_that_hang_block_only_whoever_made_them(
         crowd.join()
 
 
+@pytest.mark.promise("FA-2")
 @pytest.mark.fastpath  # without it the kernel asks for one listing of a directory at a time
 @pytest.mark.parametrize("arguments", [["--read-only"], ["--attr-timeout", "60"]], ids=["read-only", "read-write"])
 def test_a_listing_that_another_user_asked_for_first_does_not_wait_for_that_users_share(
@@ -413,6 +421,7 @@ def test_a_listing_that_another_user_asked_for_first_does_not_wait_for_that_user
         crowd.join()
 
 
+@pytest.mark.promise("FA-2")
 @pytest.mark.fastpath
 @pytest.mark.parametrize("arguments", [["--read-only"], ["--attr-timeout", "60"]], ids=["read-only", "read-write"])
 @pytest.mark.parametrize("operation", ["readdir", "read"])
@@ -461,6 +470,7 @@ def test_two_users_who_ask_for_one_thing_at_once_each_count_for_themselves(
         crowd.join()
 
 
+@pytest.mark.promise("FA-2")
 @pytest.mark.fastpath
 def test_a_fetch_that_two_users_wait_for_takes_the_first_share_that_has_room(
     mount: MakeMount, source: Path, faulty: tuple[Path, Path], waiting: Waiting

@@ -13,6 +13,8 @@ import pytest
 from cachefs.syscalls import utimensat
 from tests.conftest import Mount, cachefs, contents, settle, small_disk, wait_for
 
+pytestmark = pytest.mark.promise("CH-20")
+
 MakeMount = Callable[..., Mount]
 FUTURE_S, PAST_S = 15_032_385_535, -9_300_000_000
 LATEST_S, EARLIEST_S = 9_223_372_036, -9_223_372_037

@@ -44,6 +44,7 @@ def kill_daemon(m: Mount) -> None:
     m.start()
 
 
+@pytest.mark.promise("LC-2", "FA-25")
 @pytest.mark.slow
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("read_only", [True, False], ids=["read-only", "read-write"])
@@ -75,6 +76,7 @@ def test_twenty_kills_in_mid_epoch(
     assert m.status()["errors"] == 0
 
 
+@pytest.mark.promise("FA-26")
 @pytest.mark.slow
 @pytest.mark.timeout(240)
 def test_both_killed_at_once_with_a_descriptor_store(tmp_path: Path, request: pytest.FixtureRequest) -> None:
@@ -116,6 +118,7 @@ def test_both_killed_at_once_with_a_descriptor_store(tmp_path: Path, request: py
     assert manager.process is not None and manager.process.wait(20) == 0
 
 
+@pytest.mark.promise("LC-4")
 @pytest.mark.slow
 def test_a_restart_replaces_both_and_nobody_notices(mount: MakeMount, tmp_path: Path) -> None:
     source = tmp_path / "dataset"
@@ -170,6 +173,7 @@ def test_a_restart_that_cannot_be(mount: MakeMount, source: Path, tmp_path: Path
     assert refused.returncode == 1 and "nothing is mounted" in refused.stderr
 
 
+@pytest.mark.promise("FA-22", "FA-23")
 def test_hits_go_on_without_a_daemon(mount: MakeMount, source: Path) -> None:
     m = mount(source, "--read-only")
     expected = contents(m.path)
@@ -184,6 +188,7 @@ def test_hits_go_on_without_a_daemon(mount: MakeMount, source: Path) -> None:
     assert contents(m.path) == expected
 
 
+@pytest.mark.promise("FA-23")
 def test_misses_wait_for_the_next_daemon_and_then_give_up(mount: MakeMount, source: Path) -> None:
     m = mount(source, "--read-only", "--reconnect-timeout", "1")
     os.listdir(m.path)
@@ -196,6 +201,7 @@ def test_misses_wait_for_the_next_daemon_and_then_give_up(mount: MakeMount, sour
     assert sorted(os.listdir(m.path / "d1")) == sorted(os.listdir(source / "d1"))
 
 
+@pytest.mark.promise("FA-22")
 def test_a_takeover_wants_the_same_options(mount: MakeMount, source: Path) -> None:
     m = mount(source, "--read-only")
     m.kill()
@@ -213,6 +219,7 @@ def write_twice(path: Path, written: Event, go_on: Event) -> None:
         os.fsync(file.fileno())
 
 
+@pytest.mark.promise("FA-24")
 def test_a_writer_survives_its_daemon(mount: MakeMount, source: Path) -> None:
     m = mount(source)
     written, go_on = fork.Event(), fork.Event()
@@ -255,6 +262,7 @@ def test_a_kill_finds_no_page_fault_under_a_request(mount: MakeMount, source: Pa
     assert resident and int(resident[1]) * 1024 >= shared.SLOT_BYTES
 
 
+@pytest.mark.promise("IM-2")
 def test_a_first_open_does_not_wait_for_python_and_a_later_writer_is_refused(mount: MakeMount, tmp_path: Path) -> None:
     source = tmp_path / "source"
     names = make_files(source, 40, (1000, 50_000), directories=1)

@@ -87,6 +87,7 @@ def list_with_a_handler(path: Path, results: Any) -> None:
         results.put((error.errno, signals))
 
 
+@pytest.mark.promise("LC-1")
 @pytest.mark.parametrize("before", [[], [signal.SIGALRM]], ids=["at once", "after another signal"])
 def test_06_who_is_killed_dies_though_the_source_hangs(
     mount: MakeMount, faulty: tuple[Path, Path], before: list[int]
@@ -108,6 +109,7 @@ def test_06_who_is_killed_dies_though_the_source_hangs(
     assert passed(m, "interrupt") == 0
 
 
+@pytest.mark.promise("LC-1")
 def test_06_who_has_a_handler_waits_on(mount: MakeMount, faulty: tuple[Path, Path]) -> None:
     """A job whose children end (SIGCHLD) is not prepared for EINTR from a file system."""
     source, faults = faulty
@@ -127,6 +129,7 @@ def test_06_who_has_a_handler_waits_on(mount: MakeMount, faulty: tuple[Path, Pat
     process.join(10)
 
 
+@pytest.mark.promise("LC-2", "LC-3", "FA-24")
 def test_09_what_a_dead_daemon_was_at_is_not_done_twice(mount: MakeMount, source: Path) -> None:
     """A MKDIR that Python had is answered EIO and looked at again; a look-up that it had is done again."""
     m = mount(source, "--simulate-latency", "1500")

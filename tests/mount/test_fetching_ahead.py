@@ -70,6 +70,7 @@ def test_a_cache_that_evicts_and_becomes_small_still_hits(
     assert status["hits"] == 200 and status["evictions"] == 0
 
 
+@pytest.mark.promise("CL-12")
 @pytest.mark.parametrize(
     "arguments",
     [("--retention", "lru", "--cache-size", "1M"), ("--metadata-limit", "80", "--metadata-retention", "lru"),
@@ -89,6 +90,7 @@ def test_a_report_says_what_is_cached_in_the_end(
     assert complete or done["problems"]
 
 
+@pytest.mark.promise("CL-11")
 def test_one_file_that_is_too_large_does_not_end_prefetching(mount: MakeMount, uneven: Path, tmp_path: Path) -> None:
     file = tmp_path / "set.toml"
     file.write_text('cache-size = "4M"\n')
@@ -115,6 +117,7 @@ def test_one_file_that_is_too_large_takes_none_along_in_a_warm_up(mount: MakeMou
     assert report(m.path, "--check", check=False)["cached_files"] == 40
 
 
+@pytest.mark.promise("CL-13")
 @pytest.mark.parametrize("directories", [1, 250])
 def test_a_warm_up_finds_what_the_kernel_forgets_meanwhile(mount: MakeMount, tmp_path: Path, directories: int) -> None:
     """Before: with an unpinned file or directory its record went, and the report left it out as if it had gone."""

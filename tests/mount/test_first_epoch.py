@@ -43,6 +43,7 @@ def read_all(root: Path, paths: list[Path]) -> None:
     assert [process.exitcode for process in processes] == [0] * READERS
 
 
+@pytest.mark.promise("TE-3")
 def test_after_a_first_epoch_of_many_readers_the_source_is_left_alone(
     mount: MakeMount, many: tuple[Path, list[Path]]
 ) -> None:

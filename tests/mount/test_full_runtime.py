@@ -108,6 +108,7 @@ def make_source(root: Path) -> None:
     settle()
 
 
+@pytest.mark.promise("FA-17")
 @pytest.mark.parametrize("mode", MODES)
 def test_reads_go_on_with_right_bytes(mount: MakeMount, runtime: Runtime, many: Path, mode: str) -> None:
     m = mount(many, *MODES[mode])
@@ -122,6 +123,7 @@ def test_reads_go_on_with_right_bytes(mount: MakeMount, runtime: Runtime, many: 
     assert seen(m.path) == expected
 
 
+@pytest.mark.promise("FA-17")
 @pytest.mark.parametrize("mode", ["none", "read-only-none", "full", "mutable"])
 def test_it_is_counted_said_once_and_over_when_there_is_room(
     mount: MakeMount, runtime: Runtime, many: Path, mode: str
@@ -138,6 +140,7 @@ def test_it_is_counted_said_once_and_over_when_there_is_room(
     assert seen(m.path) == expected
 
 
+@pytest.mark.promise("FA-17")
 @pytest.mark.fastpath
 @pytest.mark.parametrize("mode", ["full", "mutable-logs"])
 def test_the_fast_path_answers_nothing_from_an_index_that_is_not_complete(
@@ -169,6 +172,7 @@ def change_everything(root: Path) -> None:
     (root / "d5/f00005").write_bytes(b"another")
 
 
+@pytest.mark.promise("FA-17")
 @pytest.mark.parametrize("mode", ["none", "metadata", "full", "mutable"])
 def test_changes_show_at_once(mount: MakeMount, runtime: Runtime, tmp_path: Path, mode: str) -> None:
     source = tmp_path / "source"
@@ -194,6 +198,7 @@ def is_one_line_that_says_where(answer: str, runtime: Runtime) -> bool:
     return len(answer.strip().splitlines()) == 1 and str(runtime.path) in answer and "Traceback" not in answer
 
 
+@pytest.mark.promise("FA-18")
 @pytest.mark.fastpath
 @pytest.mark.parametrize("mode", ["none", "full", "read-only"])
 def test_a_restart_works_or_says_what_to_free(mount: MakeMount, runtime: Runtime, many: Path, mode: str) -> None:
@@ -219,6 +224,7 @@ def test_a_restart_works_or_says_what_to_free(mount: MakeMount, runtime: Runtime
     assert seen(m.path) == expected
 
 
+@pytest.mark.promise("FA-19")
 @pytest.mark.parametrize(("mode", "kills"), [("none", 1), ("none", 2), ("full", 2), ("read-only-none", 1)])
 def test_after_a_kill_the_next_daemon_compares_everything(
     mount: MakeMount, runtime: Runtime, tmp_path: Path, mode: str, kills: int
@@ -254,6 +260,7 @@ def without(m: Mount) -> list[str]:
     return ["--no-fastpath"] if m.no_fastpath else []
 
 
+@pytest.mark.promise("FA-21")
 def test_a_new_mount_says_what_to_free(runtime: Runtime, many: Path, tmp_path: Path) -> None:
     runtime.fill_up()
     place = tmp_path / "mnt"
@@ -270,6 +277,7 @@ def test_an_unmount_leaves_nothing_behind(mount: MakeMount, runtime: Runtime, ma
     assert os.listdir(runtime.path) == ["filler"]
 
 
+@pytest.mark.promise("FA-20")
 @pytest.mark.fastpath
 def test_a_full_cache_disk_hinders_neither_a_restart_nor_a_mount_after_a_kill(
     mount: MakeMount, many: Path, tmp_path: Path

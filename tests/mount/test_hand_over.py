@@ -95,6 +95,7 @@ def opened(path: Path, flags: int, *, is_lost: bool = False) -> Iterator[int]:
             os.close(fd)
 
 
+@pytest.mark.promise("LC-5")
 @pytest.mark.fastpath
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("how", ["unlinked", "unlinked at the source", "replaced", "replaced at the source"])
@@ -126,6 +127,7 @@ def test_an_open_file_without_a_name_goes_on_after_a_restart(
     assert "cannot be opened" not in m.log()
 
 
+@pytest.mark.promise("LC-5")
 @pytest.mark.fastpath
 def test_an_immutable_open_file_without_a_name_goes_on_after_a_restart(mount: MakeMount, source: Path) -> None:
     large = os.urandom(24 << 20)
@@ -140,6 +142,7 @@ def test_an_immutable_open_file_without_a_name_goes_on_after_a_restart(mount: Ma
         assert b"".join(os.pread(fd, 1 << 20, at << 20) for at in range(24)) == large
 
 
+@pytest.mark.promise("LC-5")
 @pytest.mark.fastpath
 def test_an_open_directory_that_was_removed_goes_on_after_a_restart(mount: MakeMount, source: Path) -> None:
     (source / "gone").mkdir()
@@ -152,6 +155,7 @@ def test_an_open_directory_that_was_removed_goes_on_after_a_restart(mount: MakeM
         raises_errno(errno.ENOENT, lambda: os.open("new", os.O_WRONLY | os.O_CREAT, dir_fd=fd))
 
 
+@pytest.mark.promise("LC-6")
 @pytest.mark.fastpath
 def test_after_a_kill_an_open_file_without_a_name_is_lost(mount: MakeMount, source: Path) -> None:
     (source / "file").write_bytes(OLD)
@@ -163,6 +167,7 @@ def test_after_a_kill_an_open_file_without_a_name_is_lost(mount: MakeMount, sour
         raises_errno(errno.ESTALE, lambda: os.pwrite(fd, b"more", 0))
 
 
+@pytest.mark.promise("LC-6")
 @pytest.mark.fastpath
 def test_a_successor_that_asks_for_no_descriptors_gets_none(mount: MakeMount, source: Path) -> None:
     """As one of an older version does: what has a name is opened again."""
@@ -179,6 +184,7 @@ def test_a_successor_that_asks_for_no_descriptors_gets_none(mount: MakeMount, so
     assert "hand-over" not in m.log()
 
 
+@pytest.mark.promise("LC-6")
 @pytest.mark.fastpath
 def test_a_predecessor_that_dies_while_it_sends(mount: MakeMount, source: Path) -> None:
     m = mount(source)
@@ -218,6 +224,7 @@ def test_a_successor_that_goes_before_it_is_answered_changes_nothing(mount: Make
     assert not mounted_on(m.path)
 
 
+@pytest.mark.promise("LC-9")
 @pytest.mark.fastpath
 @pytest.mark.parametrize("may_raise_it", [True, False])
 def test_a_restart_by_a_shell_with_few_descriptors(
@@ -244,6 +251,7 @@ def test_a_restart_by_a_shell_with_few_descriptors(
         assert contents(m.path) == contents(source)
 
 
+@pytest.mark.promise("NP-1")
 @pytest.mark.fastpath
 @pytest.mark.parametrize("ends", ["restart", "killed"])
 def test_locks_outlive_the_daemon(mount: MakeMount, source: Path, ends: str) -> None:
@@ -271,6 +279,7 @@ def test_locks_outlive_the_daemon(mount: MakeMount, source: Path, ends: str) -> 
         fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
+@pytest.mark.promise("NP-2")
 def test_o_tmpfile_is_not_supported(mount: MakeMount, source: Path) -> None:
     m = mount(source)
     raises_errno(errno.EOPNOTSUPP, lambda: os.open(m.path, os.O_TMPFILE | os.O_RDWR))

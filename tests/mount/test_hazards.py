@@ -17,6 +17,7 @@ from tests.users import GROUP_OBJ, MASK, NOBODYS, OTHER, USER, USER_OBJ, acl, as
 MakeMount = Callable[..., Mount]
 
 
+@pytest.mark.promise("PI-7")
 def test_01_invalidation_reaches_the_kernel_and_returns_when_it_has(mount: MakeMount, source: Path) -> None:
     m = mount(source, "--read-only")
     path = m.path / "d0/f00000"
@@ -54,6 +55,7 @@ def test_01_invalidation_reaches_the_kernel_and_returns_when_it_has(mount: MakeM
     assert "0 dropped" in cachefs("invalidate", m.path / "nothing/here").stdout
 
 
+@pytest.mark.promise("PI-7")
 @pytest.mark.parametrize("revalidate", ["never", "lazy"])
 def test_what_was_invalidated_is_still_there_after_a_restart(mount: MakeMount, source: Path, revalidate: str) -> None:
     """In a listing that is complete, a name that nothing is known of does not exist: it must be known."""
@@ -67,6 +69,7 @@ def test_what_was_invalidated_is_still_there_after_a_restart(mount: MakeMount, s
     assert contents(m.path) == expected
 
 
+@pytest.mark.promise("PI-4")
 def test_03_a_mutable_file_that_changes_at_equal_size_shows_its_new_bytes(mount: MakeMount, source: Path) -> None:
     (source / "state.log").write_bytes(b"aaaa")
     m = mount(source, "--mutable", "*.log", "--attr-timeout", "0")
@@ -75,6 +78,7 @@ def test_03_a_mutable_file_that_changes_at_equal_size_shows_its_new_bytes(mount:
         assert (m.path / "state.log").read_bytes() == bytes([letter]) * 4
 
 
+@pytest.mark.promise("WR-9")
 def test_04_a_write_error_that_the_source_reports_at_close_is_reported(
     mount: MakeMount, faulty: tuple[Path, Path]
 ) -> None:
@@ -141,6 +145,7 @@ def test_08_listing_while_entries_come_and_go(mount: MakeMount, source: Path) ->
     assert os.listdir(m.path / "many") == [] == os.listdir(source / "many")
 
 
+@pytest.mark.promise("CH-21")
 @pytest.mark.alone
 def test_10_a_number_that_is_used_again_is_another_inode(mount: MakeMount, source: Path) -> None:
     victim = source / "d0/f00000"
@@ -166,6 +171,7 @@ def test_10_a_number_that_is_used_again_is_another_inode(mount: MakeMount, sourc
     assert old != b"the new file"
 
 
+@pytest.mark.promise("CH-12")
 def test_11_a_young_object_is_compared_once_more(mount: MakeMount, source: Path) -> None:
     m = mount(source, "--read-only")
     (source / "young").write_bytes(b"being writ")
@@ -206,6 +212,7 @@ def test_12_after_a_kill_what_was_pinned_is_still_there(mount: MakeMount, source
     assert m.ops() == after_start
 
 
+@pytest.mark.promise("PI-1")
 def test_13_flag_files_of_other_nodes_show_up(mount: MakeMount, source: Path) -> None:
     m = mount(source, "--attr-timeout", "0.1")
     for path in sorted(m.path.rglob("*")):
@@ -215,6 +222,7 @@ def test_13_flag_files_of_other_nodes_show_up(mount: MakeMount, source: Path) ->
     wait_for((m.path / "d1/ready").exists, bool, 5)
 
 
+@pytest.mark.promise("PE-1")
 def test_18_acls_are_honoured_and_pinned(mount: MakeMount, source: Path) -> None:
     path = source / "d0/f00000"
     path.chmod(0o660)
@@ -249,6 +257,7 @@ def test_18_acls_are_honoured_and_pinned(mount: MakeMount, source: Path) -> None
     assert m.ops() == before
 
 
+@pytest.mark.promise("WR-1")
 def test_19_files_are_made_by_whoever_asks_with_all_groups_and_umask(mount: MakeMount, source: Path) -> None:
     shared = source / "shared"
     shared.mkdir()
@@ -279,6 +288,7 @@ def raise_eperm() -> None:
     raise OSError(errno.EPERM, "")
 
 
+@pytest.mark.promise("FA-1")
 def test_20_hits_are_served_while_the_source_hangs(mount: MakeMount, faulty: tuple[Path, Path]) -> None:
     source, faults = faulty
     m = mount(source, "--read-only", "--source-timeout", "1")
@@ -320,6 +330,7 @@ def _reads(path: Path) -> bool:
         return False
 
 
+@pytest.mark.promise("PE-2")
 def test_21_a_fifo_in_place_of_a_file_does_not_hang_the_fetch(mount: MakeMount, source: Path) -> None:
     m = mount(source, "--read-only")
     path = m.path / "d0/f00000"
@@ -329,6 +340,7 @@ def test_21_a_fifo_in_place_of_a_file_does_not_hang_the_fetch(mount: MakeMount, 
     raises_errno(errno.ESTALE, path.read_bytes)
 
 
+@pytest.mark.promise("PE-2")
 def test_21_a_symlink_in_the_source_leads_nowhere_outside(mount: MakeMount, source: Path, tmp_path: Path) -> None:
     (tmp_path / "secret").mkdir()
     (tmp_path / "secret/f00000").write_bytes(b"secret")

@@ -64,6 +64,7 @@ def kill(m: Mount, draw: random.Random) -> str:
     return kind
 
 
+@pytest.mark.promise("TE-1", "EX-8")
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", MODES)
 def test_readers_get_one_version_of_the_right_file(

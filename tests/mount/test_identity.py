@@ -25,6 +25,7 @@ def swap(first: Path, second: Path) -> None:
     between.rename(second)
 
 
+@pytest.mark.promise("CH-2")
 @pytest.mark.parametrize("cache", ["none", "metadata", "full"])
 def test_a1_a_directory_that_was_renamed_and_a_new_one_of_its_name(mount: MakeMount, source: Path, cache: str) -> None:
     (source / "current").mkdir()
@@ -44,6 +45,7 @@ def test_a1_a_directory_that_was_renamed_and_a_new_one_of_its_name(mount: MakeMo
     assert not (source / "previous/data").exists() and (source / "current/data").exists()
 
 
+@pytest.mark.promise("CH-2")
 @pytest.mark.alone
 def test_a1_a_directory_that_reuses_an_inode_number(mount: MakeMount, source: Path) -> None:
     (source / "first").mkdir()
@@ -87,6 +89,7 @@ def test_a_directory_that_is_open_while_it_is_renamed_keeps_its_children(mount: 
         os.close(fd)
 
 
+@pytest.mark.promise("CH-2")
 @pytest.mark.parametrize("restart", [False, True])
 def test_a_pinned_directory_that_was_swapped_is_never_mistaken(mount: MakeMount, source: Path, restart: bool) -> None:
     for directory in ("first", "other"):
@@ -132,6 +135,7 @@ def replace(source: Path, content: bytes) -> None:
     (source / "new").rename(source / "file")
 
 
+@pytest.mark.promise("CH-1")
 @EVERY_MODE
 @pytest.mark.parametrize("content", [NEW, OLD + NEW], ids=["shorter", "longer"])
 def test_a4_a_file_replaced_between_look_up_and_open(mount: MakeMount, source: Path, mode: str, content: bytes) -> None:
@@ -147,6 +151,7 @@ def test_a4_a_file_replaced_between_look_up_and_open(mount: MakeMount, source: P
     assert (m.path / "file").stat().st_size == len(content)
 
 
+@pytest.mark.promise("CH-1")
 @EVERY_MODE
 def test_a4_a_file_replaced_while_it_is_open(mount: MakeMount, source: Path, mode: str) -> None:
     m = mount_in(mode, mount, source)
@@ -169,6 +174,7 @@ def test_a4_a_file_replaced_while_it_is_open(mount: MakeMount, source: Path, mod
         assert found == NEW
 
 
+@pytest.mark.promise("CH-1")
 @pytest.mark.parametrize("mode", ["mutable", "unpinned", "written"])
 def test_a4_a_file_replaced_before_it_is_opened_for_writing(mount: MakeMount, source: Path, mode: str) -> None:
     m = mount_in(mode, mount, source)
@@ -187,6 +193,7 @@ def test_a4_a_file_replaced_before_it_is_opened_for_writing(mount: MakeMount, so
     assert (source / "kept").read_bytes() == OLD
 
 
+@pytest.mark.promise("CH-1")
 @pytest.mark.parametrize("mode", ["mutable", "unpinned", "written"])
 def test_a4_attributes_of_a_file_that_was_replaced(mount: MakeMount, source: Path, mode: str) -> None:
     m = mount_in(mode, mount, source)
@@ -236,6 +243,7 @@ def test_b5_a_fifo_under_a_name_that_is_believed_absent_blocks_nobody(mount: Mak
     assert "timeouts" not in m.status() or not m.status()["timeouts"]
 
 
+@pytest.mark.promise("PE-2")
 def test_a_symlink_under_a_name_that_is_believed_absent(mount: MakeMount, source: Path) -> None:
     m = mount(source, "--attr-timeout", "30")
     assert not (m.path / "new").exists()
@@ -272,6 +280,7 @@ def test_a_look_up_is_one_lstat(mount: MakeMount, source: Path) -> None:
 READER, WRITER = os.O_RDONLY, os.O_RDWR
 
 
+@pytest.mark.promise("ON-1")
 @pytest.mark.parametrize(
     ("mode", "removed", "access"),
     [
@@ -316,6 +325,7 @@ def test_d_an_open_file_without_a_name(mount: MakeMount, source: Path, mode: str
         assert (source / "file").read_bytes() == NEW and (source / "file").stat().st_uid != 1234
 
 
+@pytest.mark.promise("ON-1")
 @pytest.mark.parametrize("replaced", [False, True])
 def test_d_an_immutable_open_file_without_a_name(mount: MakeMount, source: Path, replaced: bool) -> None:
     m = mount_in("pinned", mount, source)
@@ -334,6 +344,7 @@ def test_d_an_immutable_open_file_without_a_name(mount: MakeMount, source: Path,
         assert os.pread(opened.fileno(), 1 << 20, 0) == OLD
 
 
+@pytest.mark.promise("ON-1")
 def test_d_links_that_remain_are_counted(mount: MakeMount, source: Path) -> None:
     (source / "one").write_bytes(OLD)
     os.link(source / "one", source / "two")
@@ -347,6 +358,7 @@ def test_d_links_that_remain_are_counted(mount: MakeMount, source: Path) -> None
         wait_for(lambda: os.fstat(opened.fileno()).st_nlink, lambda count: count == 0)
 
 
+@pytest.mark.promise("ON-1")
 def test_d_an_open_directory_that_was_removed(mount: MakeMount, source: Path) -> None:
     (source / "gone").mkdir()
     m = mount(source)
@@ -371,6 +383,7 @@ def test_a_removal_is_not_refused_for_the_sake_of_another_name(mount: MakeMount,
     assert not (source / "one").exists()
 
 
+@pytest.mark.promise("CH-2")
 def test_a_pinned_directory_that_was_removed_and_made_again(mount: MakeMount, source: Path) -> None:
     (source / "runs").mkdir()
     (source / "runs/first").write_bytes(OLD)
@@ -398,6 +411,7 @@ KINDS = pytest.mark.parametrize(
 )
 
 
+@pytest.mark.promise("PI-9")
 @KINDS
 def test_links_in_directories_that_were_exchanged(mount: MakeMount, source: Path, mode: list[str]) -> None:
     """A file is reached by a name that leads up to the root, not in a directory whose name is not known yet."""
@@ -419,6 +433,7 @@ def test_links_in_directories_that_were_exchanged(mount: MakeMount, source: Path
             (m.path / f"others/{number}/file").stat()
 
 
+@pytest.mark.promise("PI-9")
 @KINDS
 def test_one_of_three_links_was_replaced(mount: MakeMount, source: Path, mode: list[str]) -> None:
     """After an invalidation one name that was looked up says nothing of the others."""

@@ -36,6 +36,7 @@ def committed(m: Mount) -> dict[str, object]:
     return dict(wait_for(m.flush, lambda s: s["cached_bytes"] == s["source_bytes"]))
 
 
+@pytest.mark.promise("CL-9")
 @pytest.mark.parametrize("prefetch", ["sequential", "none"])
 def test_what_is_read_from_end_to_end_is_fetched_once_in_large_pieces(
     mount: MakeMount, large: Path, prefetch: str
@@ -54,6 +55,7 @@ def test_what_is_read_from_end_to_end_is_fetched_once_in_large_pieces(
     assert m.ops() == before
 
 
+@pytest.mark.promise("CL-9")
 @pytest.mark.parametrize(("prefetch", "mib"), [("sequential", 21), ("none", 17)])
 def test_who_reads_on_finds_the_next_chunk_fetched(mount: MakeMount, large: Path, prefetch: str, mib: int) -> None:
     m = mount(large, "--read-only", "--prefetch", prefetch)
@@ -64,6 +66,7 @@ def test_who_reads_on_finds_the_next_chunk_fetched(mount: MakeMount, large: Path
         assert committed(m)["source_bytes"] == mib * MIB
 
 
+@pytest.mark.promise("CL-9")
 def test_of_a_file_in_which_somebody_jumps_about_only_what_he_reads_is_fetched(mount: MakeMount, large: Path) -> None:
     m = mount(large, "--read-only")
     expected = (large / "large").read_bytes()

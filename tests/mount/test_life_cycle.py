@@ -72,6 +72,7 @@ def daemon_pid(place: Path) -> int:
 # --- the command that started a successor is killed ------------------------------------------------------------------
 
 
+@pytest.mark.promise("LC-7")
 @pytest.mark.fastpath
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT], ids=["SIGKILL", "SIGINT"])
 def test_h1_a_restart_goes_on_when_its_command_is_killed(
@@ -103,6 +104,7 @@ def test_h1_a_mount_whose_command_is_killed_is_there_or_not(mount: MakeMount, so
     cachefs("umount", place)
 
 
+@pytest.mark.promise("LC-10")
 @pytest.mark.fastpath
 def test_h1_a_successor_that_fails_leaves_the_mount(mount: MakeMount, source: Path) -> None:
     m = mount(source, "--read-only")
@@ -120,6 +122,7 @@ def test_h1_a_successor_that_fails_leaves_the_mount(mount: MakeMount, source: Pa
     assert device_of(m.path) == device and contents(m.path) == expected
 
 
+@pytest.mark.promise("LC-10")
 @pytest.mark.fastpath
 def test_h1_a_successor_that_is_killed_between_two_fast_paths_loses_no_mount(mount: MakeMount, source: Path) -> None:
     m = mount(source, "--read-only")
@@ -189,6 +192,7 @@ def test_h2_a_stopped_fast_path_under_a_service_manager(source: Path, tmp_path: 
 # --- another mount at the same place ---------------------------------------------------------------------------------
 
 
+@pytest.mark.promise("LC-19")
 @pytest.mark.parametrize("how", ["closed", "told to end"])
 def test_h3_the_daemon_of_a_detached_mount_leaves_the_next_one_alone(mount: MakeMount, source: Path, how: str) -> None:
     first = mount(source)
@@ -211,6 +215,7 @@ def test_h3_the_daemon_of_a_detached_mount_leaves_the_next_one_alone(mount: Make
     assert not left_behind(second.path)
 
 
+@pytest.mark.promise("LC-19")
 def test_h3_a_daemon_that_ends_late_leaves_the_next_mount_alone(mount: MakeMount, source: Path) -> None:
     """The kernel gives the next mount the same device number."""
     first = mount(source)
@@ -233,6 +238,7 @@ def test_h3_a_daemon_that_ends_late_leaves_the_next_mount_alone(mount: MakeMount
 # --- many at once ----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.promise("LC-19")
 def test_h4_of_many_mounts_on_one_mountpoint_one_succeeds(source: Path, tmp_path: Path) -> None:
     place = tmp_path / "mnt"
     place.mkdir()
@@ -255,6 +261,7 @@ def test_h4_of_many_mounts_on_one_mountpoint_one_succeeds(source: Path, tmp_path
             cachefs("umount", place)
 
 
+@pytest.mark.promise("LC-19")
 @pytest.mark.fastpath
 def test_h4_of_many_successors_one_takes_over(mount: MakeMount, source: Path) -> None:
     m = mount(source, "--read-only")
@@ -272,6 +279,7 @@ def test_h4_of_many_successors_one_takes_over(mount: MakeMount, source: Path) ->
 # --- told to end while it starts -------------------------------------------------------------------------------------
 
 
+@pytest.mark.promise("LC-19")
 @pytest.mark.parametrize("when", ["claimed", "mounted"])
 @pytest.mark.parametrize("how", ["--foreground", "--no-allow-other"], ids=["foreground", "background"])
 def test_h5_nothing_stays_of_a_mount_that_is_stopped_early(source: Path, tmp_path: Path, when: str, how: str) -> None:
@@ -292,6 +300,7 @@ def test_h5_nothing_stays_of_a_mount_that_is_stopped_early(source: Path, tmp_pat
     assert not places.session_directory(cache).exists()
 
 
+@pytest.mark.promise("LC-19")
 def test_h5_a_start_that_was_stopped_is_ended_by_its_command(source: Path, tmp_path: Path) -> None:
     place = tmp_path / "mnt"
     place.mkdir()
@@ -371,6 +380,7 @@ def connections(directory: Path) -> Iterator[Path]:
         subprocess.run(["umount", directory], check=True)
 
 
+@pytest.mark.promise("LC-19")
 def test_h8_after_an_abort_the_daemon_cleans_up(mount: MakeMount, source: Path, tmp_path: Path) -> None:
     m = mount(source)
     assert (m.path / "d0/f00000").read_bytes()
@@ -384,6 +394,7 @@ def test_h8_after_an_abort_the_daemon_cleans_up(mount: MakeMount, source: Path, 
     assert contents(m.path) == contents(source)
 
 
+@pytest.mark.promise("LC-19")
 @pytest.mark.fastpath
 @pytest.mark.parametrize("when", ["forked", "left"])
 def test_h8_an_unmount_during_a_restart(mount: MakeMount, source: Path, when: str) -> None:
@@ -431,6 +442,7 @@ def test_h8_a_disk_that_is_full_from_the_start(source: Path, tmp_path: Path, fre
 # --- a daemon that is killed while its source hangs ------------------------------------------------------------------
 
 
+@pytest.mark.promise("LC-14")
 @pytest.mark.fastpath
 def test_a_daemon_that_cannot_end_has_a_successor(mount: MakeMount, faulty: tuple[Path, Path]) -> None:
     """One of its threads waits in the kernel for the source. It still has its sockets, and its lock on the cache."""
@@ -483,6 +495,7 @@ def test_a_daemon_that_cannot_end_and_has_no_fast_path(
 # --- a source that fails, or hangs, while a command is run -----------------------------------------------------------
 
 
+@pytest.mark.promise("LC-20")
 @pytest.mark.parametrize("mode", [["--read-only"], [], ["--cache", "none"]], ids=["read-only", "read-write", "none"])
 def test_a_mount_whose_source_says_enotconn_is_alive(
     mount: MakeMount, faulty: tuple[Path, Path], mode: list[str]
@@ -500,6 +513,7 @@ def test_a_mount_whose_source_says_enotconn_is_alive(
     assert contents(m.path) == expected
 
 
+@pytest.mark.promise("LC-20")
 @pytest.mark.parametrize("mode", [["--read-only"], [], ["--cache", "none"]], ids=["read-only", "read-write", "none"])
 def test_a_mount_whose_source_hangs_is_alive(mount: MakeMount, faulty: tuple[Path, Path], mode: list[str]) -> None:
     source, faults = faulty
@@ -517,6 +531,7 @@ def test_a_mount_whose_source_hangs_is_alive(mount: MakeMount, faulty: tuple[Pat
     assert contents(m.path) == expected
 
 
+@pytest.mark.promise("LC-20")
 @pytest.mark.parametrize("below", ["", "d1"])
 def test_a_source_that_hangs_is_not_waited_for_longer_than_its_time_out(
     faulty: tuple[Path, Path], tmp_path: Path, below: str
@@ -561,6 +576,7 @@ def test_the_log_begins_with_what_is_mounted_and_no_claim_stays(mount: MakeMount
     assert not list(places.runtime_root().glob(f"lock-*{places.path_id(str(m.path))}*"))
 
 
+@pytest.mark.promise("LC-15")
 def test_a_mount_in_use_is_not_unmounted(mount: MakeMount, source: Path) -> None:
     m = mount(source, "--read-only")
     with open(m.path / "d0/f00000", "rb") as file:

@@ -51,6 +51,7 @@ def listed(directory: Path) -> list[str]:
     return found
 
 
+@pytest.mark.promise("PI-8")
 @pytest.mark.parametrize(
     ("mode", "place"),
     [(READ_ONLY, "d/sub"), (READ_ONLY, ""), (READ_WRITE, "d"), (MUTABLE, "d")],
@@ -76,6 +77,7 @@ def test_a_listing_after_an_invalidation_is_complete_and_stays_so(
         os.stat(m.path / "d/sub" / name)
 
 
+@pytest.mark.promise("PI-8")
 def test_a_listing_under_way_shows_each_name_once_though_it_is_invalidated(mount: MakeMount, tree: Path) -> None:
     m = mount(tree, "--read-only")
     with os.scandir(m.path / "d/sub") as entries:
@@ -109,6 +111,7 @@ def test_mutable_names_of_a_listed_directory_are_there_after_a_restart(mount: Ma
     assert listed(m.path / "e") == listed(tree / "e")
 
 
+@pytest.mark.promise("PI-8")
 @pytest.mark.parametrize(
     ("what", "directory", "known"),
     [
@@ -142,6 +145,7 @@ def test_invalidating_a_name_that_does_not_exist_is_no_error(mount: MakeMount, t
     assert listed(m.path / "d/sub") == listed(tree / "d/sub")
 
 
+@pytest.mark.promise("FA-7")
 @pytest.mark.parametrize("arguments", [READ_ONLY, READ_WRITE])
 def test_a_name_that_cannot_be_looked_at_spoils_no_listing(
     mount: MakeMount, tree: Path, tmp_path: Path, arguments: list[str]
@@ -208,6 +212,7 @@ MODES = pytest.mark.parametrize(
 )
 
 
+@pytest.mark.promise("FA-8")
 @MODES
 def test_a_name_that_hangs_costs_a_listing_a_second_once(
     mount: MakeMount, tree: Path, tmp_path: Path, mode: list[str]
@@ -235,6 +240,7 @@ def test_a_name_that_hangs_costs_a_listing_a_second_once(
     assert listed(m.path / "e") == expected
 
 
+@pytest.mark.promise("FA-9")
 @pytest.mark.parametrize("mode", [READ_ONLY, READ_WRITE], ids=["read-only", "read-write"])
 def test_a_stat_of_a_name_that_hangs_has_a_time_out_and_no_slot_of_its_own(
     mount: MakeMount, tree: Path, tmp_path: Path, mode: list[str]
@@ -253,6 +259,7 @@ def test_a_stat_of_a_name_that_hangs_has_a_time_out_and_no_slot_of_its_own(
     assert (m.path / "e/hangs").is_dir()
 
 
+@pytest.mark.promise("FA-8")
 @pytest.mark.parametrize("mode", [READ_ONLY, READ_WRITE], ids=["read-only", "read-write"])
 def test_many_names_that_hang_leave_slots_for_others(
     mount: MakeMount, tree: Path, tmp_path: Path, mode: list[str]

@@ -86,6 +86,7 @@ def rename(path: Path) -> None:
 CHANGES = [create, open_for_writing, truncate, make_directory, link, symlink, unlink, rename]
 
 
+@pytest.mark.promise("CH-4")
 @pytest.mark.parametrize(
     ("change", "place"),
     [*((change, "first") for change in CHANGES), (create, "first/below")],
@@ -105,6 +106,7 @@ def test_a_change_is_made_where_its_name_leads(
     assert (m.path / place / "read").read_bytes() == NEW
 
 
+@pytest.mark.promise("CH-4")
 @pytest.mark.parametrize("change", [create, open_for_writing, unlink])
 def test_a_change_by_a_name_that_is_gone_is_not_made(
     mount: MakeMount, tree: Path, change: Callable[[Path], None]
@@ -119,6 +121,7 @@ def test_a_change_by_a_name_that_is_gone_is_not_made(
     change(m.path / "moved")
 
 
+@pytest.mark.promise("CH-5")
 def test_who_has_it_open_makes_changes_in_the_directory_that_was_opened(mount: MakeMount, tree: Path) -> None:
     m = pinned(mount, tree)
     fds = [os.open(m.path / name, os.O_RDONLY | os.O_DIRECTORY) for name in ("first", "first/below")]
@@ -134,6 +137,41 @@ def test_who_has_it_open_makes_changes_in_the_directory_that_was_opened(mount: M
             os.close(fd)
 
 
+def change_owner(path: Path) -> None:
+    os.chown(path, 4711, 4711)
+
+
+def change_time(path: Path) -> None:
+    os.utime(path, (1, 1))
+
+
+def change_mode(path: Path) -> None:
+    path.chmod(0o711)
+
+
+def set_attribute(path: Path) -> None:
+    os.setxattr(path, "user.made", b"made")
+
+
+@pytest.mark.promise("CH-6")
+@pytest.mark.parametrize("change", [change_mode, change_owner, change_time, set_attribute])
+def test_attributes_are_changed_of_the_object_that_was_looked_up(
+    mount: MakeMount, tree: Path, change: Callable[[Path], None]
+) -> None:
+    m = pinned(mount, tree)
+    swap(tree)
+
+    def attributes(name: str) -> tuple[object, ...]:
+        now = (tree / name).stat()
+        return now.st_mode, now.st_uid, now.st_gid, now.st_mtime_ns, os.listxattr(tree / name)
+
+    looked_up, of_its_name = attributes("other"), attributes("first")
+    change(m.path / "first")
+    assert attributes("other") != looked_up
+    assert attributes("first") == of_its_name
+
+
+@pytest.mark.promise("CH-3")
 def test_what_is_read_by_a_pinned_name_stays_until_it_is_invalidated(mount: MakeMount, tree: Path) -> None:
     """Also what had not been looked at: it comes from the same directory, never from the one of its name."""
     m = pinned(mount, tree)
@@ -146,6 +184,7 @@ def test_what_is_read_by_a_pinned_name_stays_until_it_is_invalidated(mount: Make
         assert (m.path / name).read_bytes() == NEW
 
 
+@pytest.mark.promise("CH-7")
 @pytest.mark.parametrize("known", [True, False], ids=["known", "lost"])
 def test_a_directory_that_took_the_place_of_a_pinned_one_is_renamed(mount: MakeMount, tree: Path, known: bool) -> None:
     """`lost`: the index knows already that the pinned one has another name. The kernel must know it as well."""
@@ -164,6 +203,7 @@ def test_a_directory_that_took_the_place_of_a_pinned_one_is_renamed(mount: MakeM
     assert (tree / "third/made").exists()
 
 
+@pytest.mark.promise("CH-7")
 def test_a_file_that_took_the_place_of_a_pinned_one_is_renamed(mount: MakeMount, tree: Path) -> None:
     m = pinned(mount, tree)
     (tree / "other/read").rename(tree / "first/read")
@@ -172,6 +212,7 @@ def test_a_file_that_took_the_place_of_a_pinned_one_is_renamed(mount: MakeMount,
     assert not (m.path / "first/read").exists()
 
 
+@pytest.mark.promise("CH-8")
 @pytest.mark.parametrize("remove", [os.unlink, lambda path: os.rename(path, path.with_name("new"))], ids=["rm", "mv"])
 def test_a_pinned_name_that_the_source_does_not_have_goes_with_the_attempt(
     mount: MakeMount, tree: Path, remove: Callable[[Path], None]
@@ -183,6 +224,7 @@ def test_a_pinned_name_that_the_source_does_not_have_goes_with_the_attempt(
     assert sorted(os.listdir(m.path / "first")) == ["below", "unread"]
 
 
+@pytest.mark.promise("CH-4")
 def test_a_change_beneath_many_pinned_directories(mount: MakeMount, tree: Path) -> None:
     deep = Path(*["d"] * 500)
     (tree / deep).mkdir(parents=True)
@@ -195,6 +237,7 @@ def test_a_change_beneath_many_pinned_directories(mount: MakeMount, tree: Path) 
     assert (tree / deep / "made").read_bytes() == b"made"
 
 
+@pytest.mark.promise("CH-9")
 def test_a_name_that_the_index_lost_is_not_resolved_by_the_kernel(mount: MakeMount, tree: Path) -> None:
     m = pinned(mount, tree)
     (tree / "first").rename(tree / "moved")

@@ -50,6 +50,7 @@ def rewrite_and_read(path: Path, beneath: Path) -> None:
 # --- renames ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.promise("EX-4")
 @LEVELS
 def test_an_immutable_file_that_gets_a_mutable_name_is_mutable(mount: MakeMount, tree: Path, cache: str) -> None:
     m = mount(tree, *MUTABLE, "--cache", cache)
@@ -63,6 +64,7 @@ def test_an_immutable_file_that_gets_a_mutable_name_is_mutable(mount: MakeMount,
     assert m.flush()["cached_files"] == 0
 
 
+@pytest.mark.promise("EX-6")
 def test_a_mutable_name_that_another_node_replaces_shows_the_new_file(mount: MakeMount, tree: Path) -> None:
     m = mount(tree, *MUTABLE)
     assert (m.path / "file").read_bytes() == OLD
@@ -73,6 +75,7 @@ def test_a_mutable_name_that_another_node_replaces_shows_the_new_file(mount: Mak
     wait_for((m.path / "new.log").read_bytes, lambda content: content == NEW)
 
 
+@pytest.mark.promise("EX-5")
 def test_it_is_immutable_again_under_another_name(mount: MakeMount, tree: Path) -> None:
     m = mount(tree, *MUTABLE)
     assert (m.path / "file").read_bytes() == OLD
@@ -84,6 +87,7 @@ def test_it_is_immutable_again_under_another_name(mount: MakeMount, tree: Path) 
     assert state(m.path / "file") == "immutable"
 
 
+@pytest.mark.promise("EX-5")
 @LEVELS
 @pytest.mark.parametrize("written", [False, True])
 def test_a_mutable_file_that_gets_another_name(mount: MakeMount, tree: Path, cache: str, written: bool) -> None:
@@ -97,6 +101,7 @@ def test_a_mutable_file_that_gets_another_name(mount: MakeMount, tree: Path, cac
     assert is_immutable(m.path / "job.txt") != written
 
 
+@pytest.mark.promise("EX-5")
 def test_a_mutable_file_that_a_writer_has_open_gets_another_name(mount: MakeMount, tree: Path) -> None:
     m = mount(tree, *MUTABLE)
     with open(m.path / "job.log", "r+b", buffering=0) as writer:
@@ -106,6 +111,7 @@ def test_a_mutable_file_that_a_writer_has_open_gets_another_name(mount: MakeMoun
         assert (m.path / "job.txt").read_bytes() == NEW + OLD[len(NEW) :]
 
 
+@pytest.mark.promise("EX-4")
 @pytest.mark.parametrize("length", [100_000, 5 << 20], ids=["small", "large"])
 def test_who_has_it_open_while_it_gets_a_mutable_name_reads_on(mount: MakeMount, tree: Path, length: int) -> None:
     content = os.urandom(length)
@@ -125,6 +131,7 @@ def test_who_has_it_open_while_it_gets_a_mutable_name_reads_on(mount: MakeMount,
         assert os.fstat(before.fileno()).st_size == length + 4
 
 
+@pytest.mark.promise("EX-4")
 def test_a_directory_that_gets_a_mutable_name(mount: MakeMount, tree: Path) -> None:
     m = mount(tree, *MUTABLE)
     assert (m.path / "out/deep/file").read_bytes() == OLD
@@ -142,6 +149,7 @@ def test_a_directory_that_gets_a_mutable_name(mount: MakeMount, tree: Path) -> N
     assert is_immutable(m.path / "out/deep/file")
 
 
+@pytest.mark.promise("EX-4")
 def test_two_names_that_are_exchanged(mount: MakeMount, tree: Path) -> None:
     from cachefs.syscalls import renameat2
 
@@ -161,6 +169,7 @@ def test_two_names_that_are_exchanged(mount: MakeMount, tree: Path) -> None:
 # --- hard links ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.promise("EX-3")
 @LEVELS
 def test_a_mutable_name_more_does_not_make_a_file_mutable(mount: MakeMount, tree: Path, cache: str) -> None:
     """A job may read it by the other. When that goes, the file is mutable."""
@@ -175,6 +184,7 @@ def test_a_mutable_name_more_does_not_make_a_file_mutable(mount: MakeMount, tree
     rewrite_and_read(m.path / "new.log", tree / "new.log")
 
 
+@pytest.mark.promise("EX-4")
 def test_the_last_name_that_is_not_mutable_is_replaced(mount: MakeMount, tree: Path) -> None:
     m = mount(tree, *MUTABLE)
     assert (m.path / "file").read_bytes() == OLD
@@ -183,6 +193,7 @@ def test_the_last_name_that_is_not_mutable_is_replaced(mount: MakeMount, tree: P
     rewrite_and_read(m.path / "new.log", tree / "new.log")
 
 
+@pytest.mark.promise("EX-2")
 @LEVELS
 @pytest.mark.parametrize("here", [True, False], ids=["linked here", "linked before"])
 def test_another_name_of_a_mutable_file_does_not_make_it_immutable(
@@ -201,6 +212,7 @@ def test_another_name_of_a_mutable_file_does_not_make_it_immutable(
     assert m.flush()["cached_files"] == 0
 
 
+@pytest.mark.promise("EX-6")
 @pytest.mark.parametrize("kind", ["read-write", "read-only"])
 def test_a_mutable_name_of_an_immutable_file_is_not_pinned(mount: MakeMount, tree: Path, kind: str) -> None:
     """The name shows what other nodes make of it; the other one keeps what was read."""
@@ -219,6 +231,7 @@ def test_a_mutable_name_of_an_immutable_file_is_not_pinned(mount: MakeMount, tre
 # --- another --mutable -----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.promise("EX-7")
 @pytest.mark.parametrize("revalidate", ["lazy", "never"])
 def test_what_was_immutable_is_mutable_for_a_mount_that_says_so(mount: MakeMount, tree: Path, revalidate: str) -> None:
     m = mount(tree, "--revalidate", revalidate)
@@ -232,6 +245,7 @@ def test_what_was_immutable_is_mutable_for_a_mount_that_says_so(mount: MakeMount
     rewrite_and_read(m.path / "job.log", tree / "job.log")
 
 
+@pytest.mark.promise("EX-7")
 def test_what_gets_a_mutable_name_is_mutable_after_a_restart(mount: MakeMount, tree: Path) -> None:
     m = mount(tree, *MUTABLE)
     assert (m.path / "file").read_bytes() == OLD
@@ -244,6 +258,7 @@ def test_what_gets_a_mutable_name_is_mutable_after_a_restart(mount: MakeMount, t
     rewrite_and_read(m.path / "runs/1/deep/file", tree / "runs/1/deep/file")
 
 
+@pytest.mark.promise("CL-3")
 def test_cache_none_has_no_immutable_files_under_any_name(mount: MakeMount, tree: Path) -> None:
     m = mount(tree, *MUTABLE, "--cache", "none")
     assert (m.path / "file").read_bytes() == OLD
@@ -253,6 +268,7 @@ def test_cache_none_has_no_immutable_files_under_any_name(mount: MakeMount, tree
     rewrite_and_read(m.path / "file", tree / "file")
 
 
+@pytest.mark.promise("EX-7")
 def test_invalidated_after_another_node_gave_it_a_mutable_name(mount: MakeMount, tree: Path) -> None:
     m = mount(tree, *MUTABLE)
     assert (m.path / "out/deep/file").read_bytes() == OLD
@@ -266,6 +282,7 @@ def test_invalidated_after_another_node_gave_it_a_mutable_name(mount: MakeMount,
 # --- names that are not there yet, on a read-only mount -------------------------------------------------------------
 
 
+@pytest.mark.promise("PI-5")
 @pytest.mark.parametrize("known", ["listed", "looked up", "both"])
 @pytest.mark.parametrize("directory", ["", "out", "out/deep"])
 def test_a_mutable_name_that_another_node_makes_shows_up(
@@ -288,6 +305,7 @@ def test_a_mutable_name_that_another_node_makes_shows_up(
     assert wait_for(new.is_dir, bool)
 
 
+@pytest.mark.promise("PI-5")
 def test_what_another_node_makes_in_a_mutable_directory_shows_up(mount: MakeMount, tree: Path) -> None:
     m = mount(tree, "--read-only", *MUTABLE)
     assert os.listdir(m.path / "runs") == []
@@ -298,6 +316,7 @@ def test_what_another_node_makes_in_a_mutable_directory_shows_up(mount: MakeMoun
     wait_for(lambda: os.listdir(m.path / "runs/1"), lambda names: names == ["state"])
 
 
+@pytest.mark.promise("PI-6")
 def test_where_no_name_can_match_listings_and_absences_are_pinned(mount: MakeMount, tree: Path) -> None:
     m = mount(tree, "--read-only", "--mutable", "runs/**", "--mutable", "out/*.log")
     for _ in range(2):

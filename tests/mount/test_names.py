@@ -8,6 +8,8 @@ import pytest
 
 from tests.conftest import Mount, cachefs, settle
 
+pytestmark = pytest.mark.promise("PE-17")
+
 MakeMount = Callable[..., Mount]
 
 FORGED = "cachefs: all 9 files are cached"

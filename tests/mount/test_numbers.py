@@ -7,7 +7,11 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
+
 from tests.conftest import Mount, cachefs, contents, settle
+
+pytestmark = pytest.mark.promise("CH-22")
 
 MakeMount = Callable[..., Mount]
 FILES = 40

@@ -23,6 +23,7 @@ MODES = {
 OLD, NEW = b"old" * 1000, b"the new one" * 2000
 
 
+@pytest.mark.promise("TE-1")
 @pytest.mark.parametrize("serving", [[], ["--no-fastpath"]], ids=["fast path", "Python alone"])
 @pytest.mark.parametrize("first, second", [(OLD, NEW), (NEW, OLD)], ids=["grown", "cut off"])
 @pytest.mark.parametrize("mode", MODES)

@@ -10,6 +10,8 @@ import pytest
 
 from tests.conftest import Mount, settle
 
+pytestmark = pytest.mark.promise("CH-11")
+
 MakeMount = Callable[..., Mount]
 SIZE, PART = 8 << 20, 1 << 20
 

@@ -108,6 +108,7 @@ def mounted(mount: MakeMount, source: Path, arguments: tuple[str, ...]) -> Mount
     return m
 
 
+@pytest.mark.promise("PE-6", "PE-7", "PE-10")
 @modes(MODES)
 def test_what_is_made_in_a_closed_directory_is_not_shown(
     mount: MakeMount, source: Path, arguments: tuple[str, ...]
@@ -143,6 +144,7 @@ def test_what_is_made_in_a_closed_directory_is_not_shown(
         assert bob(lambda inner=inner: sorted(os.listdir(inner))) == ["new", "old", "other"], name
 
 
+@pytest.mark.promise("PE-8")
 @modes(MODES)
 def test_the_names_of_a_closed_directory_are_not_listed(
     mount: MakeMount, source: Path, arguments: tuple[str, ...]
@@ -168,6 +170,7 @@ def test_the_names_of_a_closed_directory_are_not_listed(
         assert alice(lambda name=name: sorted(os.listdir(m.path / name / "inner"))) == ["new", "old"], name
 
 
+@pytest.mark.promise("PE-8")
 @modes(SOME)
 def test_who_may_still_enter_lists_a_directory_that_was_closed_to_others(
     mount: MakeMount, source: Path, arguments: tuple[str, ...]
@@ -182,6 +185,7 @@ def test_who_may_still_enter_lists_a_directory_that_was_closed_to_others(
     assert alice(lambda: sorted(os.listdir(m.path / "outer/inner"))) == ["new", "old"]
 
 
+@pytest.mark.promise("PE-7")
 @modes(SOME)
 def test_a_directory_that_was_moved_into_a_closed_one(
     mount: MakeMount, source: Path, arguments: tuple[str, ...]
@@ -201,6 +205,7 @@ def test_a_directory_that_was_moved_into_a_closed_one(
     assert alice((m.path / "private/inner/new").read_bytes) == b"secret"
 
 
+@pytest.mark.promise("PE-9")
 @modes(SOME)
 def test_who_has_a_directory_open_looks_names_up_in_it(
     mount: MakeMount, source: Path, arguments: tuple[str, ...]
@@ -230,6 +235,7 @@ def test_who_has_a_directory_open_looks_names_up_in_it(
         os.close(opened)
 
 
+@pytest.mark.promise("PE-6")
 @modes(SOME)
 def test_nothing_slips_through_while_a_directory_is_being_closed(
     mount: MakeMount, source: Path, arguments: tuple[str, ...]
@@ -271,6 +277,23 @@ def test_nothing_slips_through_while_a_directory_is_being_closed(
     assert not stolen
 
 
+@pytest.mark.promise("PE-13")
+@modes(SOME)
+def test_that_a_name_does_not_exist_is_answered_without_a_comparison(
+    mount: MakeMount, source: Path, arguments: tuple[str, ...]
+) -> None:
+    inner = a_tree(source, "outer")
+    settle()
+    m = mounted(mount, source, arguments)
+    for _ in range(2):
+        assert bob((m.path / "outer/inner/old").read_bytes) == b"old"
+        settle()  # what is pinned now is believed for ever
+    inner.chmod(0o700)
+    assert bob((m.path / "outer/inner/missing").stat) == errno.ENOENT
+    put(inner / "made", b"secret")
+    assert bob((m.path / "outer/inner/made").stat) == errno.EACCES  # which is compared
+
+
 # --- changes ---------------------------------------------------------------------------------------------------------
 
 
@@ -293,6 +316,7 @@ def _changes(inner: Path) -> dict[str, Callable[[], object]]:
     }
 
 
+@pytest.mark.promise("PE-12")
 @modes(READ_WRITE)
 def test_nothing_is_changed_beneath_a_closed_directory(
     mount: MakeMount, source: Path, arguments: tuple[str, ...]
@@ -340,6 +364,7 @@ def test_nothing_is_changed_beneath_a_closed_directory(
 # --- what it costs ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.promise("PE-11")
 @modes([("--read-only",), ()])
 def test_each_directory_is_looked_at_once_for_many_new_objects(
     mount: MakeMount, source: Path, arguments: tuple[str, ...]

@@ -10,6 +10,8 @@ import pytest
 
 from tests.conftest import Mount, cachefs, settle, wait_for
 
+pytestmark = pytest.mark.promise("IM-3")
+
 MakeMount = Callable[..., Mount]
 OLD, NEW = b"old " * 5000, b"the new one " * 500
 TIMEOUT_S = 0.3

@@ -34,6 +34,7 @@ def create(path: Path, mode: int) -> Path:
     return path
 
 
+@pytest.mark.promise("WR-2")
 @MODES
 def test_chmod_12_3_4_7_8_11_12_writing_clears_set_user_id_bits(directory: Path) -> None:
     def write(path: Path, flags: int) -> int:
@@ -50,6 +51,7 @@ def test_chmod_12_3_4_7_8_11_12_writing_clears_set_user_id_bits(directory: Path)
         assert path.stat().st_mode & 0o7777 == 0o777
 
 
+@pytest.mark.promise("WR-10")
 @MODES
 def test_utimensat_06_11_now_needs_write_permission_only(directory: Path) -> None:
     path = create(directory / "file", 0o644)
@@ -70,6 +72,7 @@ def test_utimensat_06_11_now_needs_write_permission_only(directory: Path) -> Non
     assert path.stat().st_mtime > 1
 
 
+@pytest.mark.promise("ON-1")
 @MODES
 def test_unlink_14_4_an_open_file_whose_name_is_gone_has_no_links(directory: Path) -> None:
     path = create(directory / "file", 0o644)

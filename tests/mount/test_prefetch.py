@@ -35,6 +35,7 @@ def fetched(m: Mount, count: int) -> dict[str, int]:
     return wait_for(m.status, lambda s: s["cached_files"] >= count and s["write_behind_bytes"] == 0, 60.0)
 
 
+@pytest.mark.promise("CL-10")
 def test_everything_is_fetched_before_anybody_asks(mount: MakeMount, dataset: Path) -> None:
     m = mount(dataset, "--read-only", "--prefetch", "all")
     status = fetched(m, all_files(dataset))
@@ -60,6 +61,7 @@ def test_readers_and_prefetching_fetch_nothing_twice(mount: MakeMount, dataset: 
     assert status["cached_bytes"] == sum(path.stat().st_size for path in dataset.rglob("*") if path.is_file())
 
 
+@pytest.mark.promise("CL-11")
 def test_it_stops_at_the_size_of_the_cache(mount: MakeMount, dataset: Path) -> None:
     size = 4 << 20
     m = mount(dataset, "--read-only", "--prefetch", "all", "--cache-size", size)
@@ -71,6 +73,7 @@ def test_it_stops_at_the_size_of_the_cache(mount: MakeMount, dataset: Path) -> N
     assert m.status()["blob_bytes"] <= size
 
 
+@pytest.mark.promise("CL-10")
 def test_the_rest_of_a_directory_follows_its_first_file(mount: MakeMount, dataset: Path) -> None:
     m = mount(dataset, "--read-only", "--prefetch", "directory")
     name = sorted(os.listdir(dataset / "d1"))[17]
@@ -172,6 +175,7 @@ def partitions(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return root / "source", root / "graph.jsonl"
 
 
+@pytest.mark.promise("CL-10")
 def test_what_depends_on_a_partition_is_there_before_it_is_opened(
     mount: MakeMount, partitions: tuple[Path, Path]
 ) -> None:

@@ -40,6 +40,7 @@ def modes(root: Path) -> dict[str, str]:
     return found
 
 
+@pytest.mark.promise("PE-14")
 def test_everything_the_daemon_creates_is_closed_to_others(mount: MakeMount, source: Path, tmp_path: Path) -> None:
     before = os.umask(0)
     try:
@@ -57,6 +58,7 @@ def test_everything_the_daemon_creates_is_closed_to_others(mount: MakeMount, sou
         assert stat.S_IMODE(parent.stat().st_mode) == 0o755
 
 
+@pytest.mark.promise("PE-15")
 def test_a_cache_directory_that_another_user_made_is_refused(source: Path, tmp_path: Path) -> None:
     """It was renamed away where everybody could write, and another one planted."""
     victim, mountpoint = tmp_path / "victim", tmp_path / "mnt"
@@ -112,6 +114,7 @@ def impostor(path: Path) -> Iterator[list[object]]:
             thread.join()
 
 
+@pytest.mark.promise("PE-16")
 @pytest.mark.parametrize("place", ["in /tmp", "by XDG_RUNTIME_DIR", "symlink", "open to all"])
 def test_commands_believe_no_runtime_directory_that_another_user_may_have_filled(
     mount: MakeMount, source: Path, tmp_path: Path, place: str
@@ -155,6 +158,7 @@ def test_commands_believe_no_runtime_directory_that_another_user_may_have_filled
     assert contents(m.path) == contents(source)
 
 
+@pytest.mark.promise("PE-18")
 @pytest.mark.fastpath
 def test_the_fast_path_hands_its_descriptors_to_its_own_user_only(mount: MakeMount, source: Path) -> None:
     m = mount(source)
@@ -182,6 +186,7 @@ def test_the_fast_path_hands_its_descriptors_to_its_own_user_only(mount: MakeMou
     assert (m.path / "d0/f00000").read_bytes() == (source / "d0/f00000").read_bytes()
 
 
+@pytest.mark.promise("PE-18")
 @pytest.mark.fastpath
 def test_a_set_user_id_program_that_looks_like_a_fast_path_is_not_believed(mount: MakeMount, source: Path) -> None:
     """Whoever starts one chooses its name and arguments, and what it has open: what a successor would serve with."""

@@ -48,6 +48,7 @@ def epochs(seed: int) -> Iterator[list[int]]:
         yield order
 
 
+@pytest.mark.promise("CL-5")
 @pytest.mark.slow
 @pytest.mark.alone
 @pytest.mark.parametrize("retention", ["no-replacement", "lru", "fifo"])
@@ -76,6 +77,7 @@ def test_a_mount_hits_what_the_simulator_says(
     assert status["errors"] == 0 and (status["evictions"] > 0) == (retention != "no-replacement")
 
 
+@pytest.mark.promise("CL-5")
 def test_what_is_evicted_leaves_the_disk_and_is_fetched_again(
     mount: MakeMount, dataset: tuple[Path, list[Path], list[int]]
 ) -> None:
@@ -100,6 +102,7 @@ def test_what_is_evicted_leaves_the_disk_and_is_fetched_again(
     assert status["hits"] > 0.9 * status["cached_files"] and status["blob_bytes"] <= capacity
 
 
+@pytest.mark.promise("CL-5")
 def test_directories_that_are_done_make_room(mount: MakeMount, dataset: tuple[Path, list[Path], list[int]]) -> None:
     """A cache of two directories and a half: the one that is read, and the one before it, are never given away."""
     source, paths, sizes = dataset
@@ -123,6 +126,7 @@ def test_an_unknown_policy_is_one_clear_line(source: Path, tmp_path: Path) -> No
 LIMIT = 30
 
 
+@pytest.mark.promise("PI-10")
 @pytest.mark.parametrize("mode", [["--read-only"], []])
 @pytest.mark.parametrize("retention", ["fifo", "lru"])
 def test_metadata_beyond_the_limit_make_room_for_others(
@@ -145,6 +149,7 @@ def test_metadata_beyond_the_limit_make_room_for_others(
     assert m.flush()["metadata_evictions"] == 0
 
 
+@pytest.mark.promise("PI-10")
 def test_what_is_read_again_and_again_stays_pinned(mount: MakeMount, source: Path) -> None:
     m = mount(source, "--read-only", "--metadata-limit", LIMIT, "--metadata-retention", "lru")
     expected = contents(source)
@@ -158,6 +163,7 @@ def test_what_is_read_again_and_again_stays_pinned(mount: MakeMount, source: Pat
     assert m.status()["metadata_evictions"] > 0
 
 
+@pytest.mark.promise("PI-11")
 @pytest.mark.parametrize("mode", [["--read-only"], []])
 def test_without_replacement_nothing_is_pinned_beyond_the_limit(
     mount: MakeMount, source: Path, mode: list[str]

@@ -1,5 +1,6 @@
 """docs/SEMANTICS.md, sentence by sentence, on a real mount."""
 
+import ctypes
 import errno
 import os
 import subprocess
@@ -9,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import Mount, raises_errno, settle, wait_for
+from tests.conftest import Mount, raises_errno, settle, small_disk, wait_for
 
 MakeMount = Callable[..., Mount]
 
@@ -18,15 +19,24 @@ def read(path: Path) -> bytes:
     return path.read_bytes()
 
 
+def fallocate(fd: int, length: int) -> None:
+    """Without the fallback of posix_fallocate(3), which writes zeros."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.fallocate(fd, 0, ctypes.c_int64(0), ctypes.c_int64(length)) != 0:
+        raise OSError(ctypes.get_errno(), "fallocate")
+
+
 # --- immutable once read ---------------------------------------------------------------------------------------------
 
 
+@pytest.mark.promise("EX-10")
 def test_a_file_is_mutable_until_it_is_read(mount: MakeMount, source: Path) -> None:
     m = mount(source)
     (m.path / "d0/f00000").write_bytes(b"new")
     assert (source / "d0/f00000").read_bytes() == b"new"
 
 
+@pytest.mark.promise("IM-4")
 @pytest.mark.parametrize(
     "change",
     [
@@ -50,6 +60,7 @@ def test_once_read_it_is_like_chattr_i(mount: MakeMount, source: Path, change: C
     assert read(path) == before == (source / "d0/f00000").read_bytes()
 
 
+@pytest.mark.promise("IM-1")
 def test_a_file_that_a_writer_has_open_stays_mutable(mount: MakeMount, source: Path) -> None:
     m = mount(source)
     path = m.path / "d0/f00000"
@@ -60,6 +71,7 @@ def test_a_file_that_a_writer_has_open_stays_mutable(mount: MakeMount, source: P
     assert read(path).startswith(b"more")
 
 
+@pytest.mark.promise("IM-1", "EX-10")
 def test_attributes_and_data_come_from_the_cache_from_then_on(mount: MakeMount, source: Path) -> None:
     m = mount(source)
     path = m.path / "d0/f00000"
@@ -69,6 +81,7 @@ def test_attributes_and_data_come_from_the_cache_from_then_on(mount: MakeMount, 
     assert path.stat().st_mtime_ns == attributes.st_mtime_ns
 
 
+@pytest.mark.promise("IM-5")
 def test_unlink_of_an_immutable_file_drops_the_entry_and_open_handles_keep_the_data(
     mount: MakeMount, source: Path
 ) -> None:
@@ -82,6 +95,7 @@ def test_unlink_of_an_immutable_file_drops_the_entry_and_open_handles_keep_the_d
         assert os.fstat(opened.fileno()).st_size == len(content)
 
 
+@pytest.mark.promise("IM-5")
 @pytest.mark.parametrize("level", ["metadata", "full"])
 def test_an_unlinked_file_that_was_never_read_through_its_handle_keeps_its_data(
     mount: MakeMount, source: Path, level: str
@@ -95,6 +109,7 @@ def test_an_unlinked_file_that_was_never_read_through_its_handle_keeps_its_data(
         assert b"".join(iter(lambda: opened.read(1 << 20), b"")) == content
 
 
+@pytest.mark.promise("IM-5")
 def test_rename_over_an_immutable_file(mount: MakeMount, source: Path) -> None:
     m = mount(source)
     path = m.path / "d0/f00000"
@@ -106,6 +121,7 @@ def test_rename_over_an_immutable_file(mount: MakeMount, source: Path) -> None:
         assert opened.read() == old
 
 
+@pytest.mark.promise("IM-5")
 def test_rename_of_an_immutable_file_keeps_what_is_cached(mount: MakeMount, source: Path) -> None:
     m = mount(source)
     content = read(m.path / "d0/f00000")
@@ -122,6 +138,7 @@ def test_rename_of_an_immutable_file_keeps_what_is_cached(mount: MakeMount, sour
 # --- exceptions ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.promise("EX-1")
 def test_mutable_globs_are_never_immutable_and_never_cached(mount: MakeMount, source: Path) -> None:
     (source / "runs/1").mkdir(parents=True)
     (source / "runs/1/state").write_bytes(b"one")
@@ -138,6 +155,7 @@ def test_mutable_globs_are_never_immutable_and_never_cached(mount: MakeMount, so
     assert m.flush()["cached_files"] == 0
 
 
+@pytest.mark.promise("PI-4")
 def test_what_other_nodes_write_to_a_mutable_file_shows_up(mount: MakeMount, source: Path) -> None:
     (source / "job.log").write_bytes(b"line 1\n")
     m = mount(source, "--read-only", "--mutable", "*.log")
@@ -147,6 +165,7 @@ def test_what_other_nodes_write_to_a_mutable_file_shows_up(mount: MakeMount, sou
     wait_for(lambda: read(m.path / "job.log"), lambda content: content == b"line 1\nline 2\n")
 
 
+@pytest.mark.promise("EX-9")
 def test_a_file_written_through_this_mount_stays_mutable_until_a_restart(mount: MakeMount, source: Path) -> None:
     m = mount(source)
     path = m.path / "checkpoint"
@@ -162,6 +181,7 @@ def test_a_file_written_through_this_mount_stays_mutable_until_a_restart(mount: 
 # --- what is pinned --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.promise("PI-1")
 def test_read_write_mounts_see_new_names_of_other_nodes(mount: MakeMount, source: Path) -> None:
     m = mount(source, "--attr-timeout", "0.2")
     read(m.path / "d0/f00000")
@@ -174,6 +194,7 @@ def test_read_write_mounts_see_new_names_of_other_nodes(mount: MakeMount, source
     wait_for(flag.exists, lambda found: not found, 5)
 
 
+@pytest.mark.promise("PI-2")
 def test_read_only_mounts_pin_names_listings_and_absences(mount: MakeMount, source: Path) -> None:
     m = mount(source, "--read-only")
     names = sorted(os.listdir(m.path / "d0"))
@@ -187,6 +208,7 @@ def test_read_only_mounts_pin_names_listings_and_absences(mount: MakeMount, sour
     assert m.ops() == before
 
 
+@pytest.mark.promise("PI-2")
 def test_read_only_mounts_pin_symlinks_and_xattrs(mount: MakeMount, source: Path) -> None:
     os.setxattr(source / "d0/f00000", "user.label", b"cat")
     settle()
@@ -205,6 +227,7 @@ def test_read_only_mounts_pin_symlinks_and_xattrs(mount: MakeMount, source: Path
     assert m.ops() == before
 
 
+@pytest.mark.promise("PI-3")
 def test_read_only_mounts_refuse_writes(mount: MakeMount, source: Path) -> None:
     m = mount(source, "--read-only")
     for change in (
@@ -218,9 +241,37 @@ def test_read_only_mounts_refuse_writes(mount: MakeMount, source: Path) -> None:
         raises_errno(errno.EROFS, change)
 
 
+@pytest.mark.promise("PI-18")
+def test_the_size_of_a_read_only_mount_is_what_it_was_when_it_was_mounted(mount: MakeMount, tmp_path: Path) -> None:
+    with small_disk(tmp_path / "disk", "16M") as disk:
+        m = mount(disk, "--read-only")
+        before = os.statvfs(disk).f_bfree
+        (disk / "new").write_bytes(bytes(8 << 20))
+        assert os.statvfs(disk).f_bfree < before
+        assert os.statvfs(m.path).f_bfree == before
+        m.umount()
+        m.start()
+        assert os.statvfs(m.path).f_bfree == os.statvfs(disk).f_bfree
+        m.umount()
+
+
+@pytest.mark.promise("NP-3")
+@pytest.mark.parametrize("mode", [["--read-only"], []], ids=["read-only", "read-write"])
+def test_the_time_of_access_is_that_of_the_look_up(mount: MakeMount, source: Path, mode: list[str]) -> None:
+    m = mount(source, *mode)
+    path = m.path / "d0/f00000"
+    read(path)
+    before = path.stat().st_atime_ns
+    os.utime(source / "d0/f00000", ns=(10**18, (source / "d0/f00000").stat().st_mtime_ns))
+    m.drop_caches()
+    read(path)
+    assert path.stat().st_atime_ns == before
+
+
 # --- changes behind our back -----------------------------------------------------------------------------------------
 
 
+@pytest.mark.promise("IM-2", "CH-10")
 @pytest.mark.parametrize("mode", [["--read-only"], []], ids=["read-only", "read-write"])
 def test_a_change_before_the_fetch_is_estale_and_the_next_open_sees_the_new_version_whole(
     mount: MakeMount, source: Path, mode: list[str]
@@ -255,6 +306,7 @@ def test_a_file_that_was_replaced_before_a_restart_stays_listed(mount: MakeMount
     assert sorted(os.listdir(m.path / "d0")) == names
 
 
+@pytest.mark.promise("CH-9")
 def test_renames_by_other_nodes_lead_nobody_astray(mount: MakeMount, source: Path) -> None:
     m = mount(source, "--attr-timeout", "0.1")
     content = (source / "d3/f00003").read_bytes()
@@ -267,6 +319,7 @@ def test_renames_by_other_nodes_lead_nobody_astray(mount: MakeMount, source: Pat
     assert m.status()["stale_reads"] == 0
 
 
+@pytest.mark.promise("CH-17")
 def test_a_changed_small_file_is_seen_whole_after_a_restart(mount: MakeMount, source: Path) -> None:
     m = mount(source, "--read-only")
     old = read(m.path / "d0/f00000")
@@ -279,6 +332,7 @@ def test_a_changed_small_file_is_seen_whole_after_a_restart(mount: MakeMount, so
 # --- cache levels ----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.promise("CL-3")
 def test_cache_none_passes_everything_through(mount: MakeMount, source: Path) -> None:
     m = mount(source, "--cache", "none", "--attr-timeout", "0")
     path = m.path / "d0/f00000"
@@ -299,6 +353,7 @@ def test_a_directory_that_the_kernel_forgot_is_listed_anew(mount: MakeMount, sou
         m.drop_caches()
 
 
+@pytest.mark.promise("CL-2")
 def test_cache_metadata_pins_metadata_and_keeps_no_data(mount: MakeMount, source: Path) -> None:
     m = mount(source, "--cache", "metadata", "--read-only")
     names = [p for p in m.path.rglob("*") if p.is_file()]
@@ -315,6 +370,7 @@ def test_cache_metadata_pins_metadata_and_keeps_no_data(mount: MakeMount, source
 # --- writes ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.promise("TE-4", "WR-8")
 def test_writes_pass_through_at_once_and_show_at_once(mount: MakeMount, source: Path) -> None:
     m = mount(source)
     a, b = m.path, source
@@ -356,6 +412,7 @@ def test_writes_pass_through_at_once_and_show_at_once(mount: MakeMount, source: 
     assert os.statvfs(a).f_blocks == os.statvfs(b).f_blocks
 
 
+@pytest.mark.promise("WR-8")
 def test_rename_flags(mount: MakeMount, source: Path) -> None:
     from cachefs.syscalls import renameat2
 
@@ -371,6 +428,7 @@ def test_rename_flags(mount: MakeMount, source: Path) -> None:
     assert (read(m.path / "a"), read(m.path / "b")) == (b"b", b"a") == (read(source / "a"), read(source / "b"))
 
 
+@pytest.mark.promise("WR-8")
 def test_appends_and_sparse_writes(mount: MakeMount, source: Path) -> None:
     m = mount(source)
     with open(m.path / "sparse", "wb") as file:
@@ -385,6 +443,21 @@ def test_appends_and_sparse_writes(mount: MakeMount, source: Path) -> None:
     assert read(m.path / "log") == b"0123456789"
 
 
+@pytest.mark.promise("NP-4")
+@pytest.mark.parametrize("mode", [[], ["--mutable", "**"]], ids=["", "mutable"])
+def test_holes_are_not_seen_and_room_is_not_reserved(mount: MakeMount, source: Path, mode: list[str]) -> None:
+    with open(source / "sparse", "wb") as file:
+        file.truncate(4 << 20)
+    m = mount(source, *mode)
+    with open(m.path / "sparse", "rb") as file:
+        assert os.lseek(file.fileno(), 0, os.SEEK_HOLE) == 4 << 20
+        assert os.lseek(file.fileno(), 100, os.SEEK_DATA) == 100
+    with open(m.path / "new", "wb") as file:
+        raises_errno(errno.EOPNOTSUPP, lambda: fallocate(file.fileno(), 1 << 20))
+        assert os.fstat(file.fileno()).st_size == 0
+
+
+@pytest.mark.promise("ON-1")
 def test_an_open_file_without_a_name_goes_on(mount: MakeMount, source: Path) -> None:
     """The usual temporary file: create, unlink, write, stat, read."""
     m = mount(source, "--attr-timeout", "0")
@@ -399,6 +472,7 @@ def test_an_open_file_without_a_name_goes_on(mount: MakeMount, source: Path) -> 
     os.close(fd)
 
 
+@pytest.mark.promise("NP-1")
 def test_locks_are_local_and_work(mount: MakeMount, source: Path) -> None:
     m = mount(source)
     (m.path / "lock").write_bytes(b"")

@@ -82,6 +82,7 @@ def test_reload(service: Callable[..., ServiceManager], source: Path, tmp_path: 
     assert status(tmp_path / "mnt")["cache_size_bytes"] == 30 << 20
 
 
+@pytest.mark.promise("LC-4")
 @pytest.mark.fastpath
 @pytest.mark.slow
 def test_a_restart_keeps_the_mount(service: Callable[..., ServiceManager], tmp_path: Path) -> None:
@@ -127,6 +128,7 @@ def test_the_watchdog_is_fed_as_long_as_the_mount_answers(
     wait_for(lambda: manager.heard("WATCHDOG=1", since=seen), bool)
 
 
+@pytest.mark.promise("LC-21")
 @pytest.mark.alone
 @pytest.mark.parametrize("mode", [["--read-only"], [], ["--cache", "none"]], ids=["read-only", "read-write", "none"])
 def test_the_watchdog_is_fed_while_the_source_hangs(

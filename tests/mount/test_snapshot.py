@@ -62,6 +62,7 @@ def snapshot(mount: MakeMount, tree: Path, tmp_path: Path) -> Path:
     return tmp_path / "snap"
 
 
+@pytest.mark.promise("PI-14")
 def test_a_new_node_asks_for_nothing(mount: MakeMount, snapshot: Path, tree: Path) -> None:
     m = mount(tree, "--read-only", "--metadata-snapshot", snapshot)
     assert m.status()["pinned_inodes"] == 315  # one file has two names, and the root has none
@@ -83,6 +84,7 @@ def test_a_new_node_asks_for_nothing(mount: MakeMount, snapshot: Path, tree: Pat
     assert m.ops().get("read", 0) == 0
 
 
+@pytest.mark.promise("PI-14")
 def test_what_changed_since_is_never_mixed(mount: MakeMount, snapshot: Path, tree: Path) -> None:
     (tree / "d0/f00007").write_bytes(b"another")
     settle()
@@ -92,6 +94,7 @@ def test_what_changed_since_is_never_mixed(mount: MakeMount, snapshot: Path, tre
     assert (m.path / "d0/f00007").read_bytes() == b"another"
 
 
+@pytest.mark.promise("PI-16")
 def test_what_is_not_known_is_left_out(mount: MakeMount, tree: Path, tmp_path: Path) -> None:
     m = mount(tree, "--read-only", name="first")
     list((m.path / "d0").iterdir())
@@ -104,6 +107,7 @@ def test_what_is_not_known_is_left_out(mount: MakeMount, tree: Path, tmp_path: P
     assert sorted(map(str, everything(n.path, "atime_ns"))) == sorted(map(str, everything(tree, "atime_ns")))
 
 
+@pytest.mark.promise("PI-15")
 def test_what_was_pinned_with_other_mutable_patterns_is_compared(
     mount: MakeMount, snapshot: Path, tree: Path, tmp_path: Path
 ) -> None:
@@ -129,6 +133,7 @@ def test_what_was_pinned_with_other_mutable_patterns_is_compared(
     assert contents(none.path) == contents(tree)
 
 
+@pytest.mark.promise("PI-17")
 def test_a_snapshot_that_another_user_could_have_written_is_refused(
     mount: MakeMount, snapshot: Path, tree: Path, tmp_path: Path
 ) -> None:
@@ -222,6 +227,7 @@ def test_another_tree_and_bad_places(mount: MakeMount, snapshot: Path, source: P
     shutil.rmtree(tmp_path / "new", ignore_errors=True)
 
 
+@pytest.mark.promise("PI-16")
 def test_an_export_follows_nothing_that_was_planted_and_is_closed_to_others(
     mount: MakeMount, tree: Path, tmp_path: Path
 ) -> None:

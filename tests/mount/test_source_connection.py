@@ -95,6 +95,7 @@ def lost(m: Mount) -> str:
     return str(wait_for(lambda: m.status()["source_problem"], bool))
 
 
+@pytest.mark.promise("FA-10")
 @pytest.mark.parametrize("mode", MODES)
 def test_c1_a_source_mounted_again_is_used_again(bindfs: Bindfs, mount: MakeMount, mode: str) -> None:
     first, rest = halves(small_files(bindfs.root))
@@ -127,6 +128,7 @@ def test_c1_a_source_mounted_again_is_used_again(bindfs: Bindfs, mount: MakeMoun
     assert m.log().count("the source is lost") == m.log().count("the source is back") == 1
 
 
+@pytest.mark.promise("FA-10")
 @pytest.mark.parametrize("mode", MODES)
 def test_c1_it_happens_again_and_again(bindfs: Bindfs, mount: MakeMount, mode: str) -> None:
     files = list(small_files(bindfs.root).items())
@@ -140,6 +142,7 @@ def test_c1_it_happens_again_and_again(bindfs: Bindfs, mount: MakeMount, mode: s
     assert (m.path / "link").readlink() == Path("d0/f00000")
 
 
+@pytest.mark.promise("FA-10")
 @pytest.mark.parametrize("mode", MODES)
 def test_c1_misses_fail_after_the_time_out_while_the_source_is_away(
     bindfs: Bindfs, mount: MakeMount, mode: str
@@ -164,6 +167,7 @@ def test_c1_misses_fail_after_the_time_out_while_the_source_is_away(
     check(m, rest)
 
 
+@pytest.mark.promise("FA-10")
 def test_c1_names_and_attributes_wait_for_the_source_too(bindfs: Bindfs, mount: MakeMount) -> None:
     m = mount(bindfs.path)
     names = sorted(os.listdir(m.path / "d1"))
@@ -178,6 +182,7 @@ def test_c1_names_and_attributes_wait_for_the_source_too(bindfs: Bindfs, mount: 
     assert sorted(os.listdir(m.path / "d1")) == names
 
 
+@pytest.mark.promise("FA-10")
 def test_c1_changes_go_to_the_source_that_is_there_now(bindfs: Bindfs, mount: MakeMount) -> None:
     m = mount(bindfs.path)
     (m.path / "d0/before").write_bytes(b"before")
@@ -190,6 +195,7 @@ def test_c1_changes_go_to_the_source_that_is_there_now(bindfs: Bindfs, mount: Ma
     assert (bindfs.root / "d1/before").read_bytes() == b"before"
 
 
+@pytest.mark.promise("FA-13")
 def test_c1_large_files_that_are_open_go_on(bindfs: Bindfs, mount: MakeMount) -> None:
     data = os.urandom(24 << 20)
     (bindfs.root / "large").write_bytes(data)
@@ -204,6 +210,7 @@ def test_c1_large_files_that_are_open_go_on(bindfs: Bindfs, mount: MakeMount) ->
     assert m.status()["source_reconnects"] == 1
 
 
+@pytest.mark.promise("FA-13")
 def test_c1_mutable_files_that_are_open_go_on(bindfs: Bindfs, mount: MakeMount) -> None:
     data = os.urandom(4 << 20)
     (bindfs.root / "log").write_bytes(data)
@@ -215,6 +222,7 @@ def test_c1_mutable_files_that_are_open_go_on(bindfs: Bindfs, mount: MakeMount) 
         assert os.pread(opened.fileno(), 4096, 3 << 20) == data[3 << 20 : (3 << 20) + 4096]
 
 
+@pytest.mark.promise("FA-14")
 def test_c1_a_writer_hears_once_that_its_writes_may_be_lost(bindfs: Bindfs, mount: MakeMount) -> None:
     """A client that dies may take written data with it. fsync must not say that all is well."""
     m = mount(bindfs.path)
@@ -231,6 +239,7 @@ def test_c1_a_writer_hears_once_that_its_writes_may_be_lost(bindfs: Bindfs, moun
     assert (bindfs.root / "written").read_bytes()[4096:] == b"b" * 4096
 
 
+@pytest.mark.promise("FA-14")
 def test_c1_a_writer_that_has_synced_goes_on(bindfs: Bindfs, mount: MakeMount) -> None:
     m = mount(bindfs.path)
     fd = os.open(m.path / "written", os.O_RDWR | os.O_CREAT)
@@ -247,6 +256,7 @@ def test_c1_a_writer_that_has_synced_goes_on(bindfs: Bindfs, mount: MakeMount) -
     assert (bindfs.root / "written").read_bytes() == b"a" * 4096 + b"b" * 4096
 
 
+@pytest.mark.promise("FA-10")
 def test_c1_another_directory_at_its_path_is_not_taken_for_it(bindfs: Bindfs, mount: MakeMount, tmp_path: Path) -> None:
     other = tmp_path / "other"
     (other / "d1").mkdir(parents=True)
@@ -269,6 +279,7 @@ def test_c1_another_directory_at_its_path_is_not_taken_for_it(bindfs: Bindfs, mo
     check(m, rest)
 
 
+@pytest.mark.promise("FA-11")
 @pytest.mark.parametrize("mode", MODES)
 def test_c1_a_source_mounted_anew_that_hangs_stays_lost_until_it_answers(
     bindfs: Bindfs, mount: MakeMount, mode: str
@@ -298,6 +309,7 @@ def test_c1_a_source_mounted_anew_that_hangs_stays_lost_until_it_answers(
     assert m.status()["source_reconnects"] == m.log().count("the source is back") == 1
 
 
+@pytest.mark.promise("FA-11")
 def test_c1_one_that_hangs_for_ever_does_not_keep_the_next_one_out(bindfs: Bindfs, mount: MakeMount) -> None:
     first, rest = halves(small_files(bindfs.root))
     m = mount(bindfs.path, "--source-timeout", "1")
@@ -316,6 +328,7 @@ def test_c1_one_that_hangs_for_ever_does_not_keep_the_next_one_out(bindfs: Bindf
         os.kill(stopped, signal.SIGKILL)
 
 
+@pytest.mark.promise("FA-12")
 def test_c1_over_the_source_itself_the_status_says_what_to_do(bindfs: Bindfs, mount: MakeMount) -> None:
     m = mount(bindfs.path, "--source-timeout", "1", name=".")
     first, rest = halves(small_files(bindfs.root))
@@ -330,6 +343,7 @@ def test_c1_over_the_source_itself_the_status_says_what_to_do(bindfs: Bindfs, mo
     m.umount()
 
 
+@pytest.mark.promise("FA-15")
 @pytest.mark.fastpath
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("how", ["restart", "killed"])
@@ -357,6 +371,7 @@ def test_c2_a_successor_takes_over_without_the_source(bindfs: Bindfs, mount: Mak
     check(m, first)
 
 
+@pytest.mark.promise("FA-15")
 @pytest.mark.fastpath
 def test_c2_successors_of_both_processes_use_the_new_source(bindfs: Bindfs, mount: MakeMount) -> None:
     files = list(small_files(bindfs.root).items())
@@ -405,6 +420,7 @@ class Reader:
         assert not self.failed and self.rounds
 
 
+@pytest.mark.promise("FA-15")
 @pytest.mark.fastpath
 @pytest.mark.parametrize("mode", CACHED)
 @pytest.mark.parametrize("how", ["restart", "killed"])
@@ -439,6 +455,7 @@ def test_c6_a_source_that_hangs_does_not_delay_a_take_over(
 TIMED_OUT = str(errno.ETIMEDOUT)
 
 
+@pytest.mark.promise("FA-15")
 @pytest.mark.fastpath
 def test_c6_open_handles_wait_for_the_source_and_are_kept(mount: MakeMount, faulty: tuple[Path, Path]) -> None:
     """The successor does not give them up, nor does it wait for them."""
@@ -464,6 +481,7 @@ def test_c6_open_handles_wait_for_the_source_and_are_kept(mount: MakeMount, faul
     assert (m.source / "log11").read_bytes() == b"after!"
 
 
+@pytest.mark.promise("FA-15")
 @pytest.mark.fastpath
 def test_c2_open_handles_survive_a_successor_that_finds_no_source(bindfs: Bindfs, mount: MakeMount) -> None:
     m = mount(bindfs.path, "--source-timeout", "2")
@@ -482,6 +500,7 @@ def test_c2_open_handles_survive_a_successor_that_finds_no_source(bindfs: Bindfs
     assert (bindfs.root / "written").read_bytes() == b"after!"
 
 
+@pytest.mark.promise("FA-14")
 @pytest.mark.fastpath
 def test_c2_a_successor_tells_a_writer_too_that_its_writes_may_be_lost(bindfs: Bindfs, mount: MakeMount) -> None:
     m = mount(bindfs.path, "--source-timeout", "2")

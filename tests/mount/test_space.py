@@ -80,6 +80,7 @@ def kill_everything(m: Mount) -> None:
         subprocess.run(["umount", "-l", m.path], check=True)
 
 
+@pytest.mark.promise("CL-6")
 @pytest.mark.parametrize(("retention", "size"), [("no-replacement", 50 * MIB), ("lru", 10 * MIB)])
 def test_what_killed_runs_leave_behind_is_given_back(
     mount: MakeMount, dataset: Path, retention: str, size: int
@@ -97,6 +98,7 @@ def test_what_killed_runs_leave_behind_is_given_back(
     assert status["corrupt_records"] == 0 and contents(m.path) == contents(dataset)
 
 
+@pytest.mark.promise("CL-7")
 def test_a_cache_that_has_become_smaller_gives_back_what_is_too_much(
     mount: MakeMount, dataset: Path, tmp_path: Path
 ) -> None:
@@ -238,6 +240,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize("sequence", range(metafunc.config.getoption("--sequences")))
 
 
+@pytest.mark.promise("CL-6")
 def test_a_random_sequence(mount: MakeMount, dataset: Path, tmp_path: Path, sequence: int) -> None:
     seed = sequence if sequence < 3 else int.from_bytes(os.urandom(4))
     draw = random.Random(seed)

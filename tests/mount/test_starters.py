@@ -10,6 +10,8 @@ import pytest
 from tests import conftest
 from tests.conftest import CLI, Mount, contents
 
+pytestmark = pytest.mark.promise("LC-11")
+
 MakeMount = Callable[..., Mount]
 
 

@@ -16,6 +16,8 @@ from tests.holder import Holder
 from tests.mount.test_life_cycle import device_of, fastpath_pid, left_behind
 from tests.mount.test_notifications import kill_and_wait, started_notifier, state
 
+pytestmark = pytest.mark.promise("LC-8")
+
 MakeMount = Callable[..., Mount]
 BOUND_S = 15
 """An end takes 6 s with a stopped fast path. Who waits for it to hear a signal takes 20 s."""

@@ -11,6 +11,8 @@ import pytest
 from tests.conftest import Mount, settle, wait_for
 from tests.users import as_user, open_to_all
 
+pytestmark = pytest.mark.promise("PE-3")
+
 MakeMount = Callable[..., Mount]
 USER, VICTIM, GROUP = 1234, 4321, 5555
 READ_WRITE = pytest.mark.parametrize(

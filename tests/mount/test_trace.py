@@ -9,6 +9,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from threading import Timer
 
+import pytest
+
 from cachefs.trace import read_trace
 from tests.conftest import CLI, REPOSITORY, Mount, cachefs
 
@@ -59,6 +61,7 @@ def test_it_ends_with_the_mount(mount: MakeMount, source: Path, tmp_path: Path) 
     assert len(read_trace(tmp_path / "job.trace")[0].accesses) == 1
 
 
+@pytest.mark.promise("LC-16")
 def test_what_the_recorder_has_not_read_yet_does_not_keep_the_mount(
     mount: MakeMount, source: Path, tmp_path: Path
 ) -> None:

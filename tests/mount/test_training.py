@@ -26,6 +26,7 @@ def losses(said: str) -> list[str]:
     return re.findall(r"epoch \d+: loss \S+", said)
 
 
+@pytest.mark.promise("TE-3")
 @pytest.mark.slow
 def test_the_same_losses_and_no_call_from_the_second_epoch_on(mount: MakeMount, tmp_path: Path) -> None:
     direct, source = tmp_path / "direct", tmp_path / "source"

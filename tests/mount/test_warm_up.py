@@ -38,6 +38,7 @@ def reads(m: Mount) -> int:
     return m.ops().get("read", 0)
 
 
+@pytest.mark.promise("PI-12")
 @pytest.mark.parametrize("mode", [("--read-only",), ()], ids=["read-only", "read-write"])
 def test_what_was_warmed_up_is_not_fetched_again(mount: MakeMount, source: Path, mode: tuple[str, ...]) -> None:
     m = mount(source, *mode)
@@ -184,6 +185,7 @@ def test_sigkill_of_the_daemon_loses_nothing(mount: MakeMount, tmp_path: Path) -
     assert json.loads(cachefs("warmup", m.path, "--check", "--json").stdout)["cached_files"] == 2000
 
 
+@pytest.mark.promise("PI-12")
 def test_hints(mount: MakeMount, source: Path) -> None:
     m = mount(source, "--read-only", "--simulate-latency", "2")
     client = Client(m.path)
@@ -210,6 +212,7 @@ def test_hints_that_are_taken_back(mount: MakeMount, tmp_path: Path) -> None:
     assert reads(m) < 1500
 
 
+@pytest.mark.promise("PI-13")
 def test_evict_gives_the_room_back(mount: MakeMount, tmp_path: Path) -> None:
     root = tmp_path / "source"
     make_files(root, 200, (40_000, 50_000))
@@ -232,6 +235,7 @@ def test_evict_gives_the_room_back(mount: MakeMount, tmp_path: Path) -> None:
     assert done.returncode == 1 and done.stderr.count("\n") == 1
 
 
+@pytest.mark.promise("EX-9")
 def test_pin_and_unpin(mount: MakeMount, source: Path) -> None:
     m = mount(source)
     made = m.path / "made"

@@ -32,6 +32,7 @@ def mounted(mount: MakeMount, source: Path, mode: tuple[str, ...]) -> Mount:
 # --- extended attributes -------------------------------------------------------------------------------------------
 
 
+@pytest.mark.promise("WR-7")
 @pytest.mark.parametrize("mode", [("--read-only",), ("--read-only", "--no-fastpath"), (), ("--mutable", "**")], ids=str)
 def test_names_of_trusted_attributes_are_hidden_from_users(
     mount: MakeMount, source: Path, mode: tuple[str, ...]
@@ -79,6 +80,7 @@ def rewrite(path: Path) -> None:
     path.write_text("new")
 
 
+@pytest.mark.promise("WR-6")
 @MODES
 def test_a_file_with_capabilities_is_changed_by_whoever_may_write_it_and_loses_them(
     mount: MakeMount, source: Path, mode: tuple[str, ...]
@@ -159,6 +161,7 @@ def make_everything(place: Path) -> dict[str, int]:
     return {path.name: path.stat().st_mode & 0o7777 for path in place.iterdir()}
 
 
+@pytest.mark.promise("WR-5")
 @pytest.mark.fastpath
 @pytest.mark.parametrize("mode", [(), ("--mutable", "**"), ("--cache", "none")], ids=lambda m: "".join(m) or "rw")
 def test_the_umask_does_not_count_where_a_default_acl_does(
@@ -179,6 +182,7 @@ def test_the_umask_does_not_count_where_a_default_acl_does(
     assert as_user(BOB, BOB, [], lambda: (m.path / "through/directory/below").touch()) is None
 
 
+@pytest.mark.promise("WR-5")
 @MODES
 def test_the_umask_counts_everywhere_else(mount: MakeMount, source: Path, mode: tuple[str, ...]) -> None:
     (source / "plain").mkdir()

@@ -19,6 +19,7 @@ def test_no_replacement_never_exceeds_its_capacity_and_wastes_no_room_for_what_f
     assert used <= capacity
 
 
+@pytest.mark.promise("EX-1")
 @pytest.mark.parametrize(
     ("pattern", "yes", "no"),
     [
@@ -42,6 +43,7 @@ def test_globs(pattern: str, yes: list[str], no: list[str]) -> None:
     assert [path for path in no if globs.matches(path.encode())] == []
 
 
+@pytest.mark.promise("EX-1")
 @pytest.mark.parametrize(
     ("pattern", "yes", "no"),
     [
@@ -59,6 +61,7 @@ def test_globs_know_beneath_which_directories_names_match(pattern: str, yes: lis
     assert [path for path in no if globs.reach_beneath(path.encode())] == []
 
 
+@pytest.mark.promise("EX-1")
 @pytest.mark.parametrize(
     ("pattern", "yes", "no"),
     [
