@@ -17,7 +17,7 @@ tests = $(BIN)/python -m pytest -n $(AT_ONCE) --dist worksteal -m "not alone$(1)
 	$(BIN)/python -m pytest -m "alone$(1)" $(2)
 FUZZ_S    ?= 20
 
-.PHONY: demo test check fuzz stress posix ceph format bench clean
+.PHONY: demo test check fuzz stress crash posix ceph format bench clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.run
@@ -50,6 +50,11 @@ stress: $(VENV)/.dev
 	$(BIN)/python -m pytest tests/mount/test_space.py --sequences 30
 	$(BIN)/python -m pytest tests/mount/test_space.py --sequences 30 --no-fastpath
 	$(call tests,,tests/mount --no-fastpath)
+
+# 1,000 power cuts and 500 kills: a quarter of an hour.
+crash: $(VENV)/.dev
+	scripts/build-fastpath
+	$(BIN)/python -m pytest tests/crash -s --crash-points 1000 --kills 500 --timeout 3600
 
 # pjdfstest on mounts, next to the disk underneath: make posix PJDFSTEST=directory-with-its-sources
 posix: $(VENV)/.dev

@@ -322,6 +322,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
     parser.addoption("--stress-seconds", type=int, default=0, help="how long each stress test lasts; 0: a short form")
+    parser.addoption("--crash-points", type=int, default=40, help="how many power cuts tests/crash checks")
+    parser.addoption("--kills", type=int, default=6, help="how many SIGKILLs tests/crash has its writers survive")
     parser.addoption("--seed", type=int, default=0, help="of the stress tests; 0: a fresh one, which is printed")
 
 
@@ -335,7 +337,7 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     usable = os.geteuid() == 0 and os.path.exists("/dev/fuse")
     for item in items:
-        if "/tests/mount/" in str(item.path):
+        if "/tests/mount/" in str(item.path) or "/tests/crash/" in str(item.path):
             item.add_marker(pytest.mark.mount)
             if not usable:
                 item.add_marker(pytest.mark.skip(reason="needs root and /dev/fuse"))
