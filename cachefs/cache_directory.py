@@ -44,7 +44,9 @@ _MUTABLE_KEY = b"mutable"
 _MUTABLE_SINCE_KEY = b"mutable-since"
 _SINCE = struct.Struct("<I4xQ")
 _SESSION = struct.Struct("<2I2Q")  # flags, was something forgotten, run, how often it was taken over
-_OWN_NAMES = {"cache.json", "secret", "lock", "blob", "index", "index.new", "daemon.log", "lost+found"}
+_WRITTEN = {"cache.json", "secret"}
+_OWN_NAMES = {"lock", "blob", "index", "index.new", "index.broken", "daemon.log", "lost+found"} | _WRITTEN
+_OWN_NAMES |= {private_files.temporary_of(Path(name)).name for name in _WRITTEN}
 
 
 def boot_id() -> bytes:
@@ -160,24 +162,38 @@ class CacheDirectory:
     def open_durable(self, blob: Blob) -> Environment:
         """The durable index; rebuilt from the blob if it is lost or cannot be read."""
         path = self.path / "index"
-        fresh = not (path / "data.mdb").exists()
+        is_lost = not (path / _DATA).exists()
         try:
-            durable = Environment(path, sync=True)
+            return self._open_or_rebuild(path, blob)
         except IndexUnavailable as error:
-            if fresh:
+            if is_lost:
                 raise CacheFsError(str(error)) from error
             aside = path.with_name("index.broken")
             log.warning("%s; kept as %s, rebuilding it from the blob", error, aside)
             shutil.rmtree(aside, ignore_errors=True)
             path.rename(aside)
-            fresh = True
-            durable = Environment(path, sync=True)
+            return self._open_or_rebuild(path, blob)
         except OSError as error:
             raise CacheFsError(f"cannot open the index in {path}: {error.strerror or error}") from error
-        if fresh and blob.size():
+
+    def _open_or_rebuild(self, path: Path, blob: Blob) -> Environment:
+        if not (path / _DATA).exists() and blob.size():
+            self._rebuild(path, blob)
+        return Environment(path, sync=True)
+
+    @staticmethod
+    def _rebuild(path: Path, blob: Blob) -> None:
+        """Make the index from the blob. It gets its name when it is complete: a crash before leaves no index."""
+        temporary = path.with_name("index.new")
+        for place in (path, temporary):
+            shutil.rmtree(place, ignore_errors=True)
+        durable = Environment(temporary, sync=True)
+        try:
             totals = recovery.rebuild(blob, durable)
-            log.warning("index rebuilt from the blob: %d files, %d bytes", totals.cached_files, totals.cached_bytes)
-        return durable
+        finally:
+            durable.close()
+        temporary.rename(path)
+        log.warning("index rebuilt from the blob: %d files, %d bytes", totals.cached_files, totals.cached_bytes)
 
     def close(self) -> None:
         os.close(self._lock)

@@ -190,9 +190,14 @@ def open_given(path: Path) -> int:
     return fd
 
 
+def temporary_of(path: Path) -> Path:
+    """Where `write_file` puts the new content first. A crash may leave it there."""
+    return path.with_suffix(".new")
+
+
 def write_file(path: Path, content: bytes) -> None:
     """Replace a file of ours; it has the old content or the new, also after a crash of the machine."""
-    temporary = path.with_suffix(".new")
+    temporary = temporary_of(path)
     temporary.unlink(missing_ok=True)
     with os.fdopen(open_file(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL), "wb") as file:
         file.write(content)
