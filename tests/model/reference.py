@@ -208,6 +208,8 @@ class Reference:
         self.mounted(now)
         self._told: dict[object, float] = {}
         """Name or file → since when nothing older may be shown."""
+        self._ever_pinned: set[Id] = set()
+        """Maybe, on any mount: it stays immutable over restarts."""
         self.opened: list[Opened] = []
 
     def mounted(self, now: float) -> None:
@@ -268,6 +270,7 @@ class Reference:
             self._names.setdefault(name, since)
         for file in found.files:
             self._files.setdefault(file, since)
+            self._ever_pinned.add(file)
 
     def listed(self, directory: Id, now: float) -> None:
         if not self._options.read_only or self._options.cache is CacheLevel.NONE:
@@ -277,6 +280,7 @@ class Reference:
             for each in self.source.leads_to((directory, name), now - self._belief_s):
                 if each is not None and not each.is_directory:
                     self._files.setdefault(each, now - self._belief_s)
+                    self._ever_pinned.add(each)
 
     def told(self, key: object, since: float) -> None:
         """Nothing older than this is shown any more."""
@@ -312,7 +316,7 @@ class Reference:
     # --- open files ------------------------------------------------------------------------------------------------
 
     def may_be_pinned(self, file: Id) -> bool:
-        return file in self._files
+        return file in self._ever_pinned
 
     def is_immutable(self, files: set[Id]) -> bool:
         """Opened for reading now, for certain."""

@@ -1,11 +1,11 @@
-"""The filesystem's objects against the reference, in memory."""
+"""The filesystem's objects against the reference. MODEL_RUNS, MODEL_STEPS: how much."""
 
 import os
 import random
-from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
+from hypothesis.stateful import run_state_machine_as_test
 
 from cachefs.options import Options
 from tests.model.clocks import Clocks
@@ -44,9 +44,7 @@ def machine_for(options: Options) -> type[Machine]:
 
 
 @pytest.mark.parametrize("mode", OPTIONS)
-def test_a_node_shows_what_the_reference_allows(mode: str, tmp_path: Path) -> None:
-    from hypothesis.stateful import run_state_machine_as_test
-
+def test_a_node_shows_what_the_reference_allows(mode: str) -> None:
     run_state_machine_as_test(
         machine_for(OPTIONS[mode]),
         settings=settings(

@@ -1,0 +1,68 @@
+"""Real mounts against the reference.
+
+MODEL_RUNS, MODEL_STEPS: how much; MODEL_WAITS: the three times that may pass, in seconds. What the machine finds in
+another cachefs: MODEL_PROGRAM, its command line; MODEL_ANY_ERROR: errors do not count, so that it finds wrong bytes and
+names; MODEL_NO_SHRINK: the first find will do.
+"""
+
+import os
+import shlex
+from dataclasses import replace
+
+import pytest
+from hypothesis import HealthCheck, Phase, settings
+from hypothesis.stateful import run_state_machine_as_test
+
+from cachefs.options import Options
+from tests.conftest import Mount
+from tests.model.machine import Driven, Machine
+from tests.model.modes import OPTIONS
+from tests.model.mounted import OURS, Mounted
+
+pytestmark = pytest.mark.mount
+PROGRAM = shlex.split(os.environ.get("MODEL_PROGRAM", "")) or OURS
+RUNS, STEPS = int(os.environ.get("MODEL_RUNS", "2")), int(os.environ.get("MODEL_STEPS", "30"))
+SHRINKS = "MODEL_NO_SHRINK" not in os.environ
+ATTRIBUTES_S = 0.1
+ARGUMENTS = {
+    "read-write": [],
+    "read-only": ["--read-only"],
+    "mutable": ["--mutable", "**"],
+    "none": ["--cache", "none"],
+    "metadata": ["--cache", "metadata"],
+}
+
+
+def machine_for(mode: str) -> type[Machine]:
+    class OnMount(Machine):
+        options: Options = replace(OPTIONS[mode], **{} if mode == "read-only" else {"attr_timeout_s": ATTRIBUTES_S})
+        slack_s = 0.3
+        judges_errors = "MODEL_ANY_ERROR" not in os.environ
+        waits = tuple(map(float, os.environ.get("MODEL_WAITS", "0.05,0.15,2.2").split(",")))
+
+        def make(self) -> Driven:
+            arguments = ["--small-file", "64K", *ARGUMENTS[mode], *["--no-fastpath"] * Mount.no_fastpath]
+            if mode != "read-only":
+                arguments += ["--attr-timeout", str(ATTRIBUTES_S)]
+            self._mounted = Mounted(PROGRAM, self.root, self.place, arguments)
+            return self._mounted
+
+        def end(self) -> None:
+            self._close_all()
+            self._mounted.end()
+
+    return OnMount
+
+
+@pytest.mark.parametrize("mode", OPTIONS)
+def test_a_mount_shows_what_the_reference_allows(mode: str) -> None:
+    run_state_machine_as_test(
+        machine_for(mode),
+        settings=settings(
+            max_examples=RUNS,
+            stateful_step_count=STEPS,
+            report_multiple_bugs=False,
+            suppress_health_check=list(HealthCheck),
+            phases=[Phase.generate, *[Phase.shrink] * SHRINKS],
+        ),
+    )
