@@ -396,7 +396,7 @@ class FileSystem:
 
     def _unsettled_ns(self, record: Inode) -> int:
         """How long until a file is old enough, and until its record is compared for the last time."""
-        wait_ns = age.worth_waiting_ns(record, self.source.clock.realtime_ns())
+        wait_ns = age.worth_waiting_ns(record, self.source.clock.realtime_ns(), self.options.settle_ns)
         if record.flags & UNSETTLED and self.metadata.is_pinned(record):
             wait_ns = max(wait_ns, self.metadata.remaining_ns(record))
         return wait_ns

@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from functools import partial
 
-from cachefs.age import SETTLE_NS, is_young
+from cachefs.age import is_young
 from cachefs.attributes import (
     FREEZABLE,
     IMMUTABLE,
@@ -83,6 +83,7 @@ class MetadataCache(Belief):
         # constants
         self._names_floor = names_floor
         self._forgot = forgot
+        self._settle_ns = options.settle_ns
         self._unpinned_timeout_ns = int(options.unpinned_timeout_s * NANOSECONDS)
         # state
         self.numbers = Numbers(run, takeovers)
@@ -168,7 +169,7 @@ class MetadataCache(Belief):
         """
         if record.stamp != self.run or not now.began_ns:
             return False
-        believed_for = SETTLE_NS if self.is_pinned(record) else self._unpinned_timeout_ns
+        believed_for = self._settle_ns if self.is_pinned(record) else self._unpinned_timeout_ns
         return record.expires_ns - believed_for > now.began_ns
 
     def apply_stat(
@@ -282,7 +283,7 @@ class MetadataCache(Belief):
             flags &= ~LISTED  # names may be missing
             next_position += FORGOTTEN_POSITIONS
         checked_again = unchanged and old is not None and old.flags & UNSETTLED
-        if number in self._restless or (is_young(now, self._realtime_ns()) and not checked_again):
+        if number in self._restless or (is_young(now, self._realtime_ns(), self._settle_ns) and not checked_again):
             flags |= UNSETTLED
         blank = Inode(number, *(0,) * 6, 4096, *(0,) * 14)
         record = (
@@ -298,7 +299,7 @@ class MetadataCache(Belief):
             )
         )
         if self.is_pinned(record):
-            expires_ns = self._monotonic_ns() + SETTLE_NS if flags & UNSETTLED else 0
+            expires_ns = self._monotonic_ns() + self._settle_ns if flags & UNSETTLED else 0
         else:
             expires_ns = self._monotonic_ns() + self._unpinned_timeout_ns
         return record._replace(expires_ns=expires_ns)
@@ -476,7 +477,7 @@ class MetadataCache(Belief):
         use. `seen_by`: a name by which the source has just been asked for the file.
         """
         unsettled = record.flags & UNSETTLED
-        expires_ns = self._monotonic_ns() + SETTLE_NS if unsettled else 0
+        expires_ns = self._monotonic_ns() + self._settle_ns if unsettled else 0
         flags = record.flags & ~FREEZABLE | PINNED | IMMUTABLE
         record = record._replace(flags=flags, expires_ns=expires_ns, stamp=self.run)
         self.put_inode(update, record)

@@ -4,6 +4,7 @@ import enum
 import math
 from dataclasses import dataclass, field
 
+from cachefs.age import SETTLE_NS
 from policies.globs import Globs
 from policies.prefetch import GRAPH, LISTENING
 
@@ -50,6 +51,8 @@ class Options:
     """Of prefetch "graph": the partitions, as lines of JSON."""
     reconnect_timeout_s: float = 60.0
     """How long requests that need the daemon wait for another when it has died."""
+    settle_ns: int = SETTLE_NS
+    """How long an object must not have changed to be believed for ever, and a file to be cached (age.py)."""
 
     @property
     def unpinned_timeout_s(self) -> float:

@@ -30,7 +30,6 @@ from functools import partial
 from typing import NamedTuple, Protocol
 
 from cachefs import values
-from cachefs.age import SETTLE_NS
 from cachefs.attributes import Inode, Stat
 from cachefs.caller import Caller
 from cachefs.environment import Table, View
@@ -94,8 +93,10 @@ class Look(NamedTuple):
     now: Stat
     acl: bytes | None
     """As `values` keeps it. None: it was not asked for, because nothing of the directory has changed."""
-    vouches_ns: int
-    """If the permissions are the recorded ones, they have held until then."""
+    asked_ns: int
+    """When the object changed for whose sake it was looked at."""
+    began_ns: int
+    """When it was looked at."""
 
 
 def look(source: Source, guards: Iterable[Guard], ctime_ns: int) -> list[Look]:
@@ -107,10 +108,10 @@ def look(source: Source, guards: Iterable[Guard], ctime_ns: int) -> list[Look]:
     for guard in guards:
         if guard.held_ns >= ctime_ns:
             continue
-        vouches_ns = max(ctime_ns, source.clock.realtime_ns() - SETTLE_NS)
+        began_ns = source.clock.realtime_ns()
         now = source.lstat_directory(guard.directory)
         acl = _acl(source, guard.directory) if now.ctime_ns != guard.ctime_ns else None
-        looks.append(Look(guard.directory.number, now, acl, vouches_ns))
+        looks.append(Look(guard.directory.number, now, acl, ctime_ns, began_ns))
     return looks
 
 
@@ -148,6 +149,7 @@ class Permissions:
         self._slots = slots
         self._notifier = notifier
         # constants
+        self._settle_ns = options.settle_ns
         self._believed_s = min(BELIEVED_S, options.unpinned_timeout_s)
         # state
         self._held: dict[int, tuple[int, int]] = {}
@@ -231,13 +233,13 @@ class Permissions:
                     values.put(update, Table.XATTRS, record, ACL, seen.acl)
             self._told[number] = _UNTOLD, math.inf
             return True
-        self._have_held(number, seen.vouches_ns, now.ctime_ns)
+        self._have_held(number, max(seen.asked_ns, seen.began_ns - self._settle_ns), now.ctime_ns)
         return False
 
     def recorded(self, record: Inode, now: Stat, began_ns: int) -> None:
         """An lstat that began at `began_ns` said this of an object, and this is its record now."""
         if record.is_directory and record.ctime_ns == now.ctime_ns:
-            self._have_held(record.number, began_ns - SETTLE_NS, now.ctime_ns)
+            self._have_held(record.number, began_ns - self._settle_ns, now.ctime_ns)
 
     def _have_held(self, number: int, until_ns: int, ctime_ns: int) -> None:
         if self._told_of(number) == _UNTOLD:

@@ -18,7 +18,7 @@ from functools import partial
 import trio
 
 from cachefs import age, record
-from cachefs.attributes import Inode
+from cachefs.attributes import NANOSECONDS, Inode
 from cachefs.client import Progress, Report
 from cachefs.data_cache import DataCache
 from cachefs.directories import Directories
@@ -452,6 +452,7 @@ class WarmUp:
         except OSError as error:
             return error.strerror or str(error)
         with suppress(OSError):
-            if age.is_young(self._fs.record(number), self._fs.source.clock.realtime_ns()):
-                return "changed less than 2 s ago, or has a time in the future"
+            settle_ns = self._fs.options.settle_ns
+            if age.is_young(self._fs.record(number), self._fs.source.clock.realtime_ns(), settle_ns):
+                return f"changed less than {settle_ns / NANOSECONDS:g} s ago, or has a time in the future"
         return "could not be cached"

@@ -48,6 +48,7 @@ class YoungFiles:
         kernel: Pages,
         index: Index | None = None,
         *,
+        settle_ns: int = age.SETTLE_NS,
         realtime_ns: Callable[[], int] = time.time_ns,
         monotonic_ns: Callable[[], int] = time.monotonic_ns,
     ) -> None:
@@ -57,6 +58,8 @@ class YoungFiles:
         self._index = index
         self._realtime_ns = realtime_ns
         self._monotonic_ns = monotonic_ns
+        # constants
+        self._settle_ns = settle_ns
         # state
         self._entries: list[_Entry] = []
         """A heap."""
@@ -64,14 +67,14 @@ class YoungFiles:
         self._wake = trio.Event()
 
     def is_young(self, inode: Inode) -> bool:
-        return age.is_young(inode, self._realtime_ns())
+        return age.is_young(inode, self._realtime_ns(), self._settle_ns)
 
     def was_read(self, inode: Inode) -> None:
         """Data of a file that was young when the read began go to the kernel now.
 
         Its pages stay until its record expires: a reader then looks at the file before it misses them.
         """
-        due_ns = self._monotonic_ns() + age.until_written_ns(inode, self._realtime_ns())
+        due_ns = self._monotonic_ns() + age.until_written_ns(inode, self._realtime_ns(), self._settle_ns)
         due_ns = max(due_ns, inode.expires_ns if inode.flags & UNSETTLED else 0)
         self.note(inode.number, due_ns)
         if self._index is not None:

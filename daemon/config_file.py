@@ -65,19 +65,25 @@ def read(path: Path, context: click.Context) -> dict[str, Any]:
         values = tomllib.loads(text)
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise InvalidFile(path, None, str(error)) from None
-    parameters = {key_of(parameter): parameter for parameter in context.command.params}
+    parameters = {key_of(parameter): parameter for parameter in context.command.params if may_be_in_file(parameter)}
     found: dict[str, Any] = {}
     for key, value in values.items():
         parameter = parameters.get(key)
-        if parameter is None or key in _NOT_IN_FILES:
-            near = [name for name in parameters if name not in _NOT_IN_FILES]
-            raise InvalidFile(path, _line_of(text, key), f"{key!r} is no option; there are {', '.join(sorted(near))}")
+        if parameter is None:
+            raise InvalidFile(
+                path, _line_of(text, key), f"{key!r} is no option; there are {', '.join(sorted(parameters))}"
+            )
         try:
             _check(parameter, value, context)
         except click.BadParameter as error:
             raise InvalidFile(path, _line_of(text, key), f"{key}: {error.message}") from None
         found[str(parameter.name)] = value
     return found
+
+
+def may_be_in_file(parameter: click.Parameter) -> bool:
+    """Those that are hidden are not for users."""
+    return key_of(parameter) not in _NOT_IN_FILES and not getattr(parameter, "hidden", False)
 
 
 def key_of(parameter: click.Parameter) -> str:

@@ -10,13 +10,15 @@ from typing import Any, TextIO
 import click
 
 from cachefs import mount_table, places
+from cachefs.age import SETTLE_NS
+from cachefs.attributes import NANOSECONDS
 from cachefs.errors import CacheFsError
 from cachefs.metadata_retention import NAMES as METADATA_RETENTION
 from cachefs.options import CacheLevel, Options, Revalidate
 from daemon import background, config, config_file, probe, process, settings
 from daemon.conflict import check_daemon_package
 from daemon.output import say
-from daemon.parameters import MetricsAddress, Place, Seconds, Size, one_line_errors
+from daemon.parameters import MetricsAddress, MinimumAge, Place, Seconds, Size, one_line_errors
 from policies import prefetch as prefetch_policies
 from policies import retention as retention_policies
 from policies.globs import Globs, InvalidGlob
@@ -51,6 +53,7 @@ def make_mount_config(
     profile: str,
     log_level: str,
     metrics: str | None,
+    minimum_age: float,
 ) -> config.MountConfig:
     """In the context of the command, which knows where the values come from.
 
@@ -100,6 +103,7 @@ def make_mount_config(
         fastpath=fastpath,
         fetch_threads=fetch_threads,
         reconnect_timeout_s=reconnect_timeout,
+        settle_ns=round(minimum_age * NANOSECONDS),
     )
     allow_other = places.is_root() if allow_other is None else allow_other
     realpath = partial(probe.realpath, timeout_s=source_timeout)
@@ -289,6 +293,7 @@ def make_mount_config(
     help="Serve metrics for Prometheus there: a Unix socket (/run/imagenet.sock) or a loopback port (9123). "
     "[default: no]",
 )
+@click.option("--minimum-age", type=MinimumAge(), default=SETTLE_NS / NANOSECONDS, hidden=True)  # for tests
 @one_line_errors
 def mount(**parameters: Any) -> None:
     """Mount SOURCE on MOUNTPOINT, which may be SOURCE itself.

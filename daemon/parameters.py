@@ -10,6 +10,8 @@ from typing import Any
 
 import click
 
+from cachefs.age import SETTLE_NS
+from cachefs.attributes import NANOSECONDS
 from cachefs.errors import CacheFsError
 from daemon import config
 from daemon.output import say
@@ -66,6 +68,19 @@ class Seconds(click.ParamType[float]):
             self.fail(f"{value!r} is not a number of seconds", param, ctx)
         if seconds == 0 and not self._allow_zero:
             self.fail("must be more than 0", param, ctx)
+        return seconds
+
+
+class MinimumAge(Seconds):
+    """How old files must be to be cached. More than the rule of age.py has no use, and none at all is none."""
+
+    def __init__(self) -> None:
+        super().__init__(allow_infinity=False)
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        seconds = super().convert(value, param, ctx)
+        if not 0.001 <= seconds <= SETTLE_NS / NANOSECONDS:
+            self.fail(f"must be between 0.001 and {SETTLE_NS / NANOSECONDS:g}", param, ctx)
         return seconds
 
 

@@ -10,7 +10,7 @@ from cachefs.client import is_served
 from cachefs.errors import CacheFsError
 from cachefs.fastpath import launcher
 from cachefs.fastpath.launcher import Inheritance
-from cachefs.fastpath.shared import OtherVersion, mount_flags
+from cachefs.fastpath.shared import OtherVersion
 from cachefs.mount_table import top_mount
 from daemon import descriptor_store
 from daemon.config import MountConfig
@@ -44,7 +44,7 @@ def take_over(mount_config: MountConfig, instance: MountInstance) -> Inheritance
         return None
     if top.source != mount_config.source:
         raise CacheFsError(f"{place} is in use: {top.source} is mounted there by a cachefs whose daemon has died")
-    if held.shared["flags"] != mount_flags(mount_config.options):
+    if not held.shared.was_set_up_for(mount_config.options):
         raise CacheFsError(f"{place} was mounted with other options: unmount it first")
     return held
 

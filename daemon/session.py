@@ -27,6 +27,7 @@ from rich.filesize import decimal
 
 import cachefs
 from cachefs import hand_over, places
+from cachefs.age import SETTLE_NS
 from cachefs.blob import Blob
 from cachefs.cache_directory import CacheDirectory, OpenedIndex
 from cachefs.claims import Claim, Taken
@@ -226,6 +227,8 @@ class Session:
         directory = self._directory = CacheDirectory(cache_dir, self.config.source)
         claimed(cache_dir)
         log.info("cachefs %s: %s on %s", cachefs.__version__, self.config.source, self.config.mountpoint)
+        if self.config.options.settle_ns < SETTLE_NS:
+            log.warning("--minimum-age is for tests: what is read while it is written may be cached, and stay wrong")
         if self._took_over:
             log.info("taking over the mount on %s", self.config.mountpoint)
         if self._handed.broke_off:

@@ -24,7 +24,6 @@ PROFILES: dict[str, dict[str, Any]] = {
 """Options by the names of their parameters."""
 RELOADABLE = ("cache_size", "source_timeout", "reconnect_timeout", "log_level")
 """What SIGHUP may change: parameters that are fields of a MountConfig or its Options, by another name some of them."""
-_NOT_SHOWN = frozenset({"config", "help"})
 
 
 def use_profile(context: click.Context, _: click.Parameter, name: str) -> str:
@@ -42,7 +41,7 @@ def settings(context: click.Context, computed: dict[str, Any]) -> dict[str, Sett
     for parameter in context.command.params:
         name = str(parameter.name)
         key = config_file.key_of(parameter)
-        if key in _NOT_SHOWN:
+        if not config_file.may_be_in_file(parameter):
             continue
         value = context.params[name]
         if value is None:

@@ -117,6 +117,7 @@ def wire(
     young = YoungFiles(
         notifier,
         index if unseen_handles else None,
+        settle_ns=options.settle_ns,
         realtime_ns=clock.realtime_ns,
         monotonic_ns=clock.monotonic_ns,
     )

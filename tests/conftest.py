@@ -18,6 +18,8 @@ import pytest
 from hypothesis import settings
 
 from cachefs import syscalls
+from cachefs.age import SETTLE_NS
+from cachefs.attributes import NANOSECONDS
 from cachefs.client import Client
 from cachefs.errors import CacheFsError
 from cachefs.fastpath import launcher
@@ -30,7 +32,9 @@ settings.load_profile("cachefs")
 CLI = [sys.executable, "-m", "daemon"]
 REPOSITORY = Path(__file__).resolve().parent.parent
 MS_REMOUNT = 32
-AGE_S = 2.1
+FULL_AGE_S = SETTLE_NS / NANOSECONDS
+SHORT_AGE_S = 0.1
+"""How old files must be for mounts of tests that are not about that. A write() may take longer: not for users."""
 TREES_AHEAD = 8
 
 
@@ -64,6 +68,8 @@ class Mount:
 
     no_fastpath = False
     """All mounts of this run of the tests are made without the fast path."""
+    minimum_age_s = FULL_AGE_S
+    """How old files must be for the mounts of this test."""
 
     def __init__(self, source: Path, path: Path, cache: Path, arguments: tuple[object, ...]) -> None:
         self.source, self.path, self.cache, self.arguments = source, path, cache, arguments
@@ -71,11 +77,16 @@ class Mount:
         self.killed_fastpaths = 0
         self.start()
 
+    @classmethod
+    def given(cls) -> list[str]:
+        """Options that all mounts of this test get."""
+        age = ["--minimum-age", str(cls.minimum_age_s)] if cls.minimum_age_s != FULL_AGE_S else []
+        return ["--no-fastpath"] * cls.no_fastpath + age
+
     def start(self, *more: object) -> None:
         if not mounted_on(self.path):
             self.path.mkdir(exist_ok=True)
-        without = ["--no-fastpath"] if self.no_fastpath else []
-        cachefs("mount", self.source, self.path, "--cache-dir", self.cache, *without, *self.arguments, *more)
+        cachefs("mount", self.source, self.path, "--cache-dir", self.cache, *self.given(), *self.arguments, *more)
         self.pid = int(self.status()["pid"])
 
     def status(self) -> dict[str, Any]:
@@ -196,9 +207,19 @@ def small_disk(place: Path, size: str) -> Iterator[Path]:
         subprocess.run(["umount", "-l", place], check=True)
 
 
+def settled_after_s() -> float:
+    """When what was written is old enough for the mounts of this test. The kernel's time of files moves in steps."""
+    return Mount.minimum_age_s + 0.05
+
+
 def settle() -> None:
-    """Let what was just written grow older than two seconds: younger objects are compared once more (hazard 11)."""
-    time.sleep(AGE_S)
+    """Let what was just written grow old: younger objects are compared once more (hazard 11), and not cached."""
+    time.sleep(settled_after_s())
+
+
+def expire() -> None:
+    """Let all that is not pinned be believed no longer, neither by a mount nor by the kernel: both do for a second."""
+    time.sleep(2.1)
 
 
 def make_files(
@@ -236,7 +257,7 @@ class Trees:
             (root / "link").symlink_to("d0/f00000")
             self._made.append((root, time.monotonic()))
         root, made_s = self._made.popleft()
-        time.sleep(max(0.0, made_s + AGE_S - time.monotonic()))
+        time.sleep(max(0.0, made_s + settled_after_s() - time.monotonic()))
         return root
 
 
@@ -332,6 +353,11 @@ def pytest_configure(config: pytest.Config) -> None:
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     Mount.no_fastpath = config.getoption("--no-fastpath")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:  # before its fixtures, also those of its module
+    Mount.minimum_age_s = FULL_AGE_S if item.get_closest_marker("full_age") else SHORT_AGE_S
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

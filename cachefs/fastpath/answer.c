@@ -201,7 +201,7 @@ static enum outcome serve_open(struct worker *worker, const struct request *requ
     }
     if (!view_inode(&worker->view, request->header->nodeid, &record))
         return PASS;
-    if (is_young(&record))
+    if (is_young(worker->fastpath->shared, &record))
         out.open_flags &= ~(uint32_t)FOPEN_KEEP_CACHE;
     if (opens_for_reading(in) && is_freezable(&record) && remaining_ns(&worker->view, &record)) {
         /* Python hears of it before the kernel has our answer: whoever opens the file for writing next arrives behind

@@ -140,7 +140,7 @@ void fill_run(struct fill *fill, struct fetch *fetch, struct counters *counters)
     pthread_mutex_lock(&fill->lock);
     struct waiter *waiters = fetch->waiters;
     if (good && fetch->young && waiters) { /* before the kernel has them */
-        good = young_note(&fastpath->shared->young, fetch->inode, &fetch->record);
+        good = young_note(fastpath->shared, fetch->inode, &fetch->record);
         counters->young_reads += good;
     }
     if (waiters && fetch->length <= QUICK_READ_BYTES)
@@ -189,7 +189,8 @@ static struct fetch *begin_wish(struct fetcher *fetcher, const struct wish *wish
     if (!fill->fastpath->shared->serving || (!view->index && view_init(view, &fill->fastpath->index)) || view_begin(view))
         return NULL;
     bool wanted = view_inode(view, wish->inode, &record) && !(record.flags & (STALE | UNLINKED)) &&
-                  remaining_ns(view, &record) && is_immutable(view, &record) && wish->offset < record.size && !is_young(&record);
+                  remaining_ns(view, &record) && is_immutable(view, &record) && wish->offset < record.size &&
+                  !is_young(fill->fastpath->shared, &record);
     wanted = wanted && view_path(view, wish->inode, path, sizeof path);
     view_end(view);
     if (!wanted)

@@ -65,7 +65,7 @@ static struct known what_is_known(struct worker *worker, uint64_t inode, uint64_
 static struct fetcher *read_ahead_locked(struct fill *fill, const struct known *known, const struct inode_record *record,
                                          const char *path, uint64_t end, uint32_t owner)
 {
-    if (!(fill->fastpath->shared->flags & READS_AHEAD) || !fill->idle_count || is_young(record))
+    if (!(fill->fastpath->shared->flags & READS_AHEAD) || !fill->idle_count || is_young(fill->fastpath->shared, record))
         return NULL;
     struct window next = window_after(known, record->size, end);
     uint32_t length = (uint32_t)(next.end - next.start);
@@ -87,7 +87,7 @@ static struct fetch *begin_fetch(struct worker *worker, const struct inode_recor
     struct window window = {0, record->size, false};
     if (!is_small(fill->fastpath->shared, record->size))
         window = window_of(known, record->size, start, end);
-    bool young = is_young(record);
+    bool young = is_young(fill->fastpath->shared, record);
     bool cached = !young && fill_admits(fill, (uint32_t)(window.end - window.start), false);
     worker->counters->skipped_admissions += !cached && !young;
     if (!cached)

@@ -10,6 +10,7 @@ import struct
 from collections import Counter
 from dataclasses import dataclass, fields
 
+from cachefs.age import SETTLE_NS
 from cachefs.attributes import NANOSECONDS
 from cachefs.latency import BUCKETS, KINDS, Histogram
 from cachefs.options import CacheLevel, Options
@@ -80,6 +81,7 @@ FIELDS = {
     "pid": (304, "Q"),
     "wishes_done": (824, "Q"),
     "wish_jobs": (832, "Q"),
+    "settle_ns": (840, "Q"),
     "young_written": (YOUNG_OFFSET, "Q"),
     "young_taken": (YOUNG_OFFSET + 8, "Q"),
 }
@@ -174,6 +176,12 @@ class Shared:
         self.set_timeouts(options)
         self["simulate_latency_ns"] = int(options.simulate_latency_s * NANOSECONDS)
         self["root_device"] = root_device
+        self["settle_ns"] = options.settle_ns
+
+    def was_set_up_for(self, options: Options) -> bool:
+        """Is this what `configure` wrote down for the same options, as far as a mount keeps them for its life?"""
+        settle_ns = self["settle_ns"] or SETTLE_NS  # a daemon that knew of no other
+        return self["flags"] == mount_flags(options) and settle_ns == options.settle_ns
 
     def set_timeouts(self, options: Options) -> None:
         self["reconnect_timeout_ns"] = int(options.reconnect_timeout_s * NANOSECONDS)

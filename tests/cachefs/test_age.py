@@ -37,9 +37,9 @@ def test_both_times_count_and_the_future_is_young(
     mtime_s: float, ctime_s: float, young: bool, written_s: float, waiting_s: float
 ) -> None:
     file = changed(mtime_s, ctime_s)
-    assert age.is_young(file, NOW_NS) is young
-    assert age.until_written_ns(file, NOW_NS) == written_s * SECOND_NS
-    assert age.worth_waiting_ns(file, NOW_NS) == waiting_s * SECOND_NS
+    assert age.is_young(file, NOW_NS, age.SETTLE_NS) is young
+    assert age.until_written_ns(file, NOW_NS, age.SETTLE_NS) == written_s * SECOND_NS
+    assert age.worth_waiting_ns(file, NOW_NS, age.SETTLE_NS) == waiting_s * SECOND_NS
 
 
 class Kernel:

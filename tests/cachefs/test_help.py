@@ -62,3 +62,10 @@ def test_completion(shell: str) -> None:
 def test_what_is_no_command() -> None:
     done = subprocess.run([*CLI, "wamrup"], cwd=REPOSITORY, capture_output=True, text=True, check=False)
     assert done.returncode == 2 and "No such command 'wamrup'" in done.stderr and "Traceback" not in done.stderr
+
+
+def test_a_minimum_age_is_for_tests_and_never_longer_than_the_rule() -> None:
+    assert "minimum-age" not in CliRunner().invoke(main, ["mount", "--help"]).output
+    for value in ("0", "-1", "2.5", "inf", "nan", "soon"):
+        refused = CliRunner().invoke(main, ["mount", "/nowhere", "/place", "--minimum-age", value])
+        assert refused.exit_code == 2 and "--minimum-age" in refused.output, value

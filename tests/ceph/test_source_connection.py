@@ -18,6 +18,8 @@ import pytest
 
 from tests.conftest import Mount, cachefs, contents, make_files, mounted_on, settle, wait_for
 
+pytestmark = pytest.mark.full_age  # times of files come from another clock
+
 MakeMount = Callable[..., Mount]
 TOOLS = os.environ.get("CEPHFS_TOOLS")
 

@@ -16,6 +16,8 @@ from cachefs.client import Client
 from tests.conftest import Mount, cachefs, drop_caches_of, make_files, settle, wait_for
 from tests.holder import Holder
 
+pytestmark = pytest.mark.full_age  # what it is about
+
 MakeMount = Callable[..., Mount]
 MODES = pytest.mark.parametrize(
     "mode", [("--read-only",), (), ("--mutable", "victim")], ids=["read-only", "read-write", "mutable"]
@@ -297,3 +299,39 @@ def test_a_warm_up_says_what_is_not_cached_because_of_its_time(mount: MakeMount,
     report = json.loads(done.stdout)
     assert (report["files"], report["cached_files"]) == (41, 40)
     assert report["problems"] == ["d0/f00000: changed less than 2 s ago, or has a time in the future"]
+
+
+# --- tests that do not wait so long -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("more", [(), ("--no-fastpath",)], ids=["", "no-fastpath"])
+def test_a_smaller_minimum_age_is_kept_by_every_daemon_and_said_to_be_for_tests(
+    mount: MakeMount, source: Path, more: tuple[str, ...]
+) -> None:
+    m = mount(source, "--read-only", "--minimum-age", "0.1", *more)
+    served_by_python = bool(more) or m.no_fastpath
+
+    def is_cached(name: str) -> bool:
+        """A file that was read as soon as it was a tenth of a second old."""
+        before = m.flush()["cached_files"]
+        (source / name).write_bytes(b"content")
+        time.sleep(0.15)
+        assert (m.path / name).read_bytes() == b"content"
+        return bool(m.flush()["cached_files"] == before + 1)
+
+    assert is_cached("first")
+    if served_by_python:
+        m.umount()
+        m.start()
+    else:
+        cachefs("restart", m.path)
+        m.pid = int(m.status()["pid"])
+        assert is_cached("second")
+        m.kill()
+        m.start()
+    assert is_cached("third")
+    assert m.log().count("--minimum-age is for tests") == (2 if served_by_python else 3)
+    m.umount()
+    m.arguments = ("--read-only", *more)
+    m.start()
+    assert not is_cached("fourth")

@@ -215,6 +215,7 @@ def user() -> Iterator[pwd.struct_passwd]:
     device.chmod(before)
 
 
+@pytest.mark.full_age
 @pytest.mark.alone
 def test_an_unprivileged_user(user: pwd.struct_passwd, source: Path, tmp_path: Path) -> None:
     for path in (tmp_path, *tmp_path.parents):

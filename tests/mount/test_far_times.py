@@ -89,6 +89,7 @@ def test_far_times_are_set_through_the_mount(mount: MakeMount, disk: Path, mode:
         assert (m.path / "new").read_bytes() == b"new"
 
 
+@pytest.mark.full_age
 @WITH_AND_WITHOUT
 def test_a_file_with_a_far_time_counts_as_in_the_future_or_as_old(
     mount: MakeMount, disk: Path, mode: tuple[str, ...]

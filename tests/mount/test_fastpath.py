@@ -87,6 +87,7 @@ def test_both_killed_at_once_with_a_descriptor_store(tmp_path: Path, request: py
     place = tmp_path / "mnt"
     place.mkdir()
     command = ["mount", source, place, "--cache-dir", tmp_path / "cache", "--read-only", "--foreground"]
+    command += Mount.given()
     manager = ServiceManager(tmp_path, command)
     request.addfinalizer(manager.close)
 
@@ -205,8 +206,9 @@ def test_misses_wait_for_the_next_daemon_and_then_give_up(mount: MakeMount, sour
 def test_a_takeover_wants_the_same_options(mount: MakeMount, source: Path) -> None:
     m = mount(source, "--read-only")
     m.kill()
-    refused = cachefs("mount", source, m.path, "--cache-dir", m.cache, check=False)
-    assert refused.returncode == 1 and "other options" in refused.stderr
+    for other in (m.given(), [*m.arguments, "--minimum-age", "0.5"], [*m.arguments, "--minimum-age", "2"]):
+        refused = cachefs("mount", source, m.path, "--cache-dir", m.cache, *other, check=False)
+        assert refused.returncode == 1 and "other options" in refused.stderr
     m.start()
 
 

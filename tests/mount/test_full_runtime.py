@@ -242,7 +242,7 @@ def test_after_a_kill_the_next_daemon_compares_everything(
     for _ in range(kills):
         assert seen(m.path) == expected
         m.kill()
-        done = cachefs("mount", source, m.path, "--cache-dir", m.cache, *arguments, *without(m), check=False)
+        done = cachefs("mount", source, m.path, "--cache-dir", m.cache, *arguments, *m.given(), check=False)
         if done.returncode:
             assert is_one_line_that_says_where(done.stderr, runtime), done.stderr
             runtime.free()
@@ -254,10 +254,6 @@ def test_after_a_kill_the_next_daemon_compares_everything(
         assert seen(m.path) == expected
     runtime.free()
     assert seen(m.path) == expected
-
-
-def without(m: Mount) -> list[str]:
-    return ["--no-fastpath"] if m.no_fastpath else []
 
 
 @pytest.mark.promise("FA-21")

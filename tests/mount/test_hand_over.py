@@ -189,7 +189,7 @@ def test_a_successor_that_asks_for_no_descriptors_gets_none(mount: MakeMount, so
 def test_a_predecessor_that_dies_while_it_sends(mount: MakeMount, source: Path) -> None:
     m = mount(source)
     m.kill()
-    arguments = ["mount", source, m.path, "--cache-dir", m.cache]
+    arguments = ["mount", source, m.path, "--cache-dir", m.cache, *m.given()]
     subprocess.run([sys.executable, "-c", DIES_WHILE_IT_SENDS, *arguments], cwd=REPOSITORY, check=True)
     m.pid = int(m.status()["pid"])
     with contextlib.ExitStack() as stack:

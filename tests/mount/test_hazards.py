@@ -171,6 +171,7 @@ def test_10_a_number_that_is_used_again_is_another_inode(mount: MakeMount, sourc
     assert old != b"the new file"
 
 
+@pytest.mark.full_age
 @pytest.mark.promise("CH-12")
 def test_11_a_young_object_is_compared_once_more(mount: MakeMount, source: Path) -> None:
     m = mount(source, "--read-only")

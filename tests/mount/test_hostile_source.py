@@ -18,6 +18,8 @@ from cachefs.errors import CacheFsError
 from tests import hostile
 from tests.conftest import Mount, cachefs, settle
 
+pytestmark = pytest.mark.full_age  # files are read while they are written
+
 MakeMount = Callable[..., Mount]
 READERS = 4
 MOST_S = 40

@@ -26,9 +26,9 @@ MakeMount = Callable[..., Mount]
 
 def start(*arguments: object, **kwargs: object) -> subprocess.Popen[str]:
     """The command line, in the background."""
-    without = ["--no-fastpath"] if arguments[0] == "mount" and Mount.no_fastpath else []
+    given = Mount.given() if arguments[0] == "mount" else []
     return subprocess.Popen(  # type: ignore[call-overload, no-any-return]
-        [*CLI, *map(str, arguments), *without], cwd=REPOSITORY, stderr=subprocess.PIPE, text=True, **kwargs
+        [*CLI, *map(str, arguments), *given], cwd=REPOSITORY, stderr=subprocess.PIPE, text=True, **kwargs
     )
 
 

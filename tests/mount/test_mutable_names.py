@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import Mount, cachefs, raises_errno, settle, wait_for
+from tests.conftest import Mount, cachefs, expire, raises_errno, settle, wait_for
 
 MakeMount = Callable[..., Mount]
 OLD, NEW = b"old " * 5000, b"the new one " * 500
@@ -323,7 +323,7 @@ def test_where_no_name_can_match_listings_and_absences_are_pinned(mount: MakeMou
         assert os.listdir(m.path / "out/deep") == ["file"]
         assert not (m.path / "out/deep/new.log").exists()
         (tree / "out/deep/new.log").write_bytes(NEW)
-        settle()  # longer than a name that is not pinned is believed
+        expire()
 
 
 @pytest.mark.parametrize("revalidate", ["lazy", "never"])

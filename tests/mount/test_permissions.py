@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import Mount, cachefs, settle, wait_for
+from tests.conftest import Mount, cachefs, expire, settle, wait_for
 from tests.users import as_user, open_to_all
 
 MakeMount = Callable[..., Mount]
@@ -119,7 +119,7 @@ def test_what_is_made_in_a_closed_directory_is_not_shown(
     for _ in range(2):
         for name, inner in inside.items():
             assert bob((inner / "old").read_bytes) == b"old", name
-        settle()  # what is pinned now is believed for ever
+        expire()  # what is pinned now is believed for ever
     for name, inner in trees.items():
         CLOSINGS[name][1](inner)
         put(inner / "new", b"secret")
@@ -287,7 +287,7 @@ def test_that_a_name_does_not_exist_is_answered_without_a_comparison(
     m = mounted(mount, source, arguments)
     for _ in range(2):
         assert bob((m.path / "outer/inner/old").read_bytes) == b"old"
-        settle()  # what is pinned now is believed for ever
+        expire()  # what is pinned now is believed for ever
     inner.chmod(0o700)
     assert bob((m.path / "outer/inner/missing").stat) == errno.ENOENT
     put(inner / "made", b"secret")
@@ -373,7 +373,7 @@ def test_each_directory_is_looked_at_once_for_many_new_objects(
     (m.path / "d0/f00000").read_bytes()
     for number in range(50):
         (source / f"d0/new{number}").write_bytes(b"new")
-    settle()
+    expire()
     settle()
     before = m.ops()
     for number in range(50):

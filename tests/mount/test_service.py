@@ -39,8 +39,16 @@ def service(tmp_path: Path) -> Iterator[Callable[..., ServiceManager]]:
     def start(source: Path, *arguments: object, watchdog_s: float | None = None) -> ServiceManager:
         place = tmp_path / "mnt"
         place.mkdir()
-        without = ["--no-fastpath"] if Mount.no_fastpath else []
-        command = ["mount", source, place, "--cache-dir", tmp_path / "cache", "--foreground", *without, *arguments]
+        command = [
+            "mount",
+            source,
+            place,
+            "--cache-dir",
+            tmp_path / "cache",
+            "--foreground",
+            *Mount.given(),
+            *arguments,
+        ]
         manager = ServiceManager(tmp_path, command, watchdog_s=watchdog_s)
         made.append(manager)
         manager.start()
@@ -275,6 +283,7 @@ print(count)
 """
 
 
+@pytest.mark.full_age
 @pytest.mark.fastpath
 @pytest.mark.slow
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root")

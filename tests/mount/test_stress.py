@@ -12,6 +12,8 @@ import pytest
 
 from tests.conftest import Mount, cachefs, make_files, settle, wait_for
 
+pytestmark = pytest.mark.full_age  # files are read while they are written
+
 MakeMount = Callable[..., Mount]
 WORKERS = 8
 LARGE_FILES, LARGE_BYTES = 3, 9_000_000
