@@ -124,7 +124,7 @@ def test_what_is_made_in_a_closed_directory_is_not_shown(
         CLOSINGS[name][1](inner)
         put(inner / "new", b"secret")
         put(inner / "other", b"secret")
-    settle()
+    expire()
     for name, inner in inside.items():
         assert bob((inner / "new").read_bytes) == errno.EACCES, name
         assert bob((inner / "other").stat) == errno.EACCES, name
@@ -157,7 +157,7 @@ def test_the_names_of_a_closed_directory_are_not_listed(
     for name, inner in trees.items():
         CLOSINGS[name][1](inner)
         put(inner / "new", b"secret")
-    settle()
+    expire()
     for name in trees:
         listed = bob(lambda name=name: os.listdir(m.path / name / "inner"))
         if name == "not searchable":  # he may see the names, and nothing else
@@ -345,7 +345,7 @@ def test_nothing_is_changed_beneath_a_closed_directory(
         bob(lambda place=place: [each.stat() for each in (m.path / place / "inner").iterdir()])
     for (closed, _), place in places.items():
         (source / place / "inner" if closed == "inner" else source / place).chmod(0o700)
-    settle()
+    expire()
     before = state()
     for key in places:
         assert change(*key) == errno.EACCES, key
