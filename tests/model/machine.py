@@ -318,6 +318,14 @@ class Machine(RuleBasedStateMachine):
                 return
         self._check(not self.judges_errors, f"{path} cannot be read, however often it is opened")
 
+    @rule(path=paths, start=numbers)
+    def read_some(self, path: str, start: int) -> None:
+        """Open, read somewhere, close."""
+        opened = self._open_to_read(path)
+        if opened is not None:
+            self._read(opened, start * 300, 5000)
+            self._close(opened)
+
     @precondition(lambda self: self.reference.opened)
     @rule(which=numbers)
     def close(self, which: int) -> None:

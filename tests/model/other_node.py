@@ -77,7 +77,15 @@ class OtherNode:
         (self._root / "d").mkdir()
         self.create("d/a", 5000)
 
+    def add_many(self, path: str, _: str) -> None:
+        """So many names that a listing needs several requests."""
+        directory = (self._root / path).parent if (self._root / path).is_file() else self._root / path
+        first = len(list(directory.iterdir()))
+        for number in range(MANY):
+            (directory / f"many-{first + number}").touch()
 
+
+MANY = 40
 CONTENTS: tuple[Callable[[OtherNode, str, int], None], ...] = (
     OtherNode.rewrite,
     OtherNode.replace,
@@ -90,4 +98,5 @@ NAMES: tuple[Callable[[OtherNode, str, str], None], ...] = (
     OtherNode.link,
     OtherNode.make_directory,
     OtherNode.replace_directory,
+    OtherNode.add_many,
 )

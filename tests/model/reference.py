@@ -205,6 +205,10 @@ class Reference:
         self._options = options
         self._belief_s = options.unpinned_timeout_s + slack
         self.began: float
+        self._names: dict[Name, float] = {}
+        """Pinned, maybe: since when."""
+        self._files: dict[Id, float] = {}
+        self._listed: dict[Id, float] = {}
         self.mounted(now)
         self._told: dict[object, float] = {}
         """Name or file → since when nothing older may be shown."""
@@ -213,12 +217,12 @@ class Reference:
         self.opened: list[Opened] = []
 
     def mounted(self, now: float) -> None:
-        """A new mount."""
+        """A new mount. What was pinned before is still pinned, if a comparison after `now` agrees: a directory that has
+        not changed vouches for its names."""
         self.began = now
-        self._names: dict[Name, float] = {}
-        """Pinned, maybe: since when."""
-        self._files: dict[Id, float] = {}
-        self._listed: dict[Id, float] = {}
+        self._names = dict.fromkeys(self._names, now)
+        self._files = dict.fromkeys(self._files, now)
+        self._listed = dict.fromkeys(self._listed, now)
         self.frozen: set[Id] = set()
         """Immutable for certain."""
         self.written: set[Id] = set()
