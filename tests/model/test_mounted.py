@@ -1,8 +1,8 @@
 """Real mounts against the reference.
 
-MODEL_RUNS, MODEL_STEPS: how much; MODEL_WAITS: the three times that may pass, in seconds. What the machine finds in
-another cachefs: MODEL_PROGRAM, its command line; MODEL_ANY_ERROR: errors do not count, so that it finds wrong bytes and
-names; MODEL_NO_SHRINK: the first find will do.
+MODEL_RUNS, MODEL_STEPS: how much; MODEL_WAITS: the three times that may pass, in seconds (machine.py). To see what the
+machine finds in another cachefs: MODEL_PROGRAM, its command line; MODEL_ANY_ERROR: errors do not count, so that it
+finds wrong bytes and names; MODEL_NO_SHRINK: the first find will do.
 """
 
 import os
@@ -21,7 +21,7 @@ from tests.model.mounted import OURS, Mounted
 
 pytestmark = pytest.mark.mount
 PROGRAM = shlex.split(os.environ.get("MODEL_PROGRAM", "")) or OURS
-RUNS, STEPS = int(os.environ.get("MODEL_RUNS", "2")), int(os.environ.get("MODEL_STEPS", "30"))
+RUNS, STEPS = int(os.environ.get("MODEL_RUNS", "5")), int(os.environ.get("MODEL_STEPS", "30"))
 SHRINKS = "MODEL_NO_SHRINK" not in os.environ
 ATTRIBUTES_S = 0.1
 ARGUMENTS = {
@@ -38,10 +38,10 @@ def machine_for(mode: str) -> type[Machine]:
         options: Options = replace(OPTIONS[mode], **{} if mode == "read-only" else {"attr_timeout_s": ATTRIBUTES_S})
         slack_s = 0.3
         judges_errors = "MODEL_ANY_ERROR" not in os.environ
-        waits = tuple(map(float, os.environ.get("MODEL_WAITS", "0.05,0.15,2.2").split(",")))
+        waits = tuple(map(float, os.environ.get("MODEL_WAITS", "0.05,0.15,0.3").split(",")))
 
         def make(self) -> Driven:
-            arguments = ["--small-file", "64K", *ARGUMENTS[mode], *["--no-fastpath"] * Mount.no_fastpath]
+            arguments = ["--small-file", "64K", *ARGUMENTS[mode], *(Mount.given() if PROGRAM == OURS else ())]
             if mode != "read-only":
                 arguments += ["--attr-timeout", str(ATTRIBUTES_S)]
             self._mounted = Mounted(PROGRAM, self.root, self.place, arguments)
