@@ -188,6 +188,12 @@ class MountInstance:
             self.abort()
             mounting.unmount(self.mountpoint, lazy=True)
 
+    def let_go(self) -> None:
+        """Of its runtime directory: who removes it may be another."""
+        if self._runtime is not None:
+            self._runtime.close()
+            self._runtime = None
+
     def remove(self) -> None:
         """Its runtime directory, and those of earlier mounts there whose daemons could not end themselves."""
         if self._runtime is None:

@@ -143,6 +143,8 @@ class Session:
         try:
             trio.run(self._until_told, ready, claimed)
         finally:
+            if self._claim is not None:
+                self._clear_away()
             self._release_claim()
 
     async def _until_told(self, ready: Callable[[], None], claimed: Callable[[Path], None]) -> None:
@@ -188,10 +190,10 @@ class Session:
             instance.take_over()
             return  # the source may have gone, or hang: nothing is asked of it on the way
         if self._restart:
-            if instance is None or instance.is_abandoned() or await _in_thread(has_died, place):
+            has_ended = instance is None or instance.is_abandoned() or await _in_thread(has_died, place)
+            if instance is None or has_ended or not instance.is_on_top():
                 self._instance = instance
                 self._take_down()
-                remove_remains(place)
                 raise CacheFsError(f"{place} was unmounted, or its connection aborted: mount it again")
             raise CacheFsError(f"the fast path of {place} is dead: umount it, and mount it again")
         await _in_thread(detach_dead, place, MountInstance.is_abandoned, self._claim)
@@ -308,6 +310,13 @@ class Session:
             os.close(self._device)
         if self._instance is not None:
             self._instance.remove()
+
+    def _clear_away(self) -> None:
+        """It ended before it was ready. A mount that is gone, whenever that happened, leaves nothing."""
+        if self._instance is not None:
+            self._instance.let_go()
+        with contextlib.suppress(OSError, CacheFsError):  # then the next one does it
+            remove_remains(self.config.mountpoint)
 
     def _open_device(self, source: Source, opened: OpenedIndex, blob: Blob, options: Options) -> None:
         """Mount, unless that was done by those whom we take over from."""

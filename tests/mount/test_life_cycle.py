@@ -414,6 +414,48 @@ def test_h8_an_unmount_during_a_restart(mount: MakeMount, source: Path, when: st
     assert contents(m.path) == contents(source)
 
 
+UNMOUNT_AT = """
+import subprocess, sys
+from daemon import cli, instance, session
+
+def unmounted_before(owner, name):
+    function = getattr(owner, name)
+    def unmount_first(*arguments, **keywords):
+        subprocess.run(["umount", "-l", sys.argv[-1]], check=True)
+        return function(*arguments, **keywords)
+    setattr(owner, name, unmount_first)
+
+unmounted_before(*{
+    "comes": (session, "take_over"),
+    "has come": (instance.MountInstance, "take_over"),
+    "opens the cache": (session, "OpenedIndex"),
+}[sys.argv.pop(1)])
+cli.main(sys.argv[1:])
+"""
+
+
+@pytest.mark.promise("LC-19")
+@pytest.mark.fastpath
+@pytest.mark.parametrize("is_stopped", [False, True], ids=["fast path ends", "fast path is stopped"])
+@pytest.mark.parametrize("when", ["comes", "has come", "opens the cache"])
+def test_an_unmount_while_a_successor_starts_leaves_nothing(
+    mount: MakeMount, source: Path, when: str, is_stopped: bool
+) -> None:
+    m = mount(source)
+    fastpath = fastpath_pid(m)
+    m.kill()
+    if is_stopped:
+        os.kill(fastpath, signal.SIGSTOP)
+    command = [sys.executable, "-c", UNMOUNT_AT, when, "restart", str(m.path)]
+    restart = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=60)
+    assert restart.returncode == 1 and restart.stderr.count("\n") == 1, restart.stderr
+    assert "was unmounted" in restart.stderr
+    assert not mounted_on(m.path) and not left_behind(m.path)
+    if is_stopped:
+        os.kill(fastpath, signal.SIGCONT)
+    wait_for_end(fastpath)
+
+
 @pytest.mark.parametrize("free_kib", [0, 32, 48, 52, 60])
 def test_h8_a_disk_that_is_full_from_the_start(source: Path, tmp_path: Path, free_kib: int) -> None:
     """Either it mounts and serves, or it says in one line why not."""
