@@ -52,7 +52,7 @@ Emit = Callable[[bytes, Inode | None, float, int], bool]
 class _Comparison:
     """What a listing has found out about names that must be compared."""
 
-    __slots__ = ("bare", "errors", "gone", "limiter", "looks")
+    __slots__ = ("bare", "errors", "gone", "limiter", "looks", "overtaken")
 
     def __init__(self, batches: int) -> None:
         self.limiter = trio.CapacityLimiter(batches)
@@ -63,6 +63,8 @@ class _Comparison:
         """Names that did not exist any more when they were looked at."""
         self.bare: dict[bytes, OSError] = {}
         """Names that cannot be looked at, and why. A look-up of one asks the source, and gets its error."""
+        self.overtaken: set[bytes] = set()
+        """Names that this mount has changed meanwhile. What the source said of them does not count."""
 
     def give_up(self, names: Iterable[bytes]) -> None:
         for name in names:
@@ -84,6 +86,8 @@ class Directories:
         record that is made next has another version."""
         self._bare: dict[int, dict[bytes, OSError]] = {}
         """Directory → names that are listed without attributes, and why."""
+        self._under_way: dict[int, _Comparison] = {}
+        """Directory → its listing."""
         self._turn = trio.Lock()
         self._polite: set[int] = set()
         """Listings that only background work waits for."""
@@ -115,6 +119,11 @@ class Directories:
     def changed(self, number: int) -> None:
         """This mount changed the directory: the next listing reads it again."""
         self._fresh.pop(number, None)
+
+    def overtake(self, number: int, name: bytes) -> None:
+        """This mount changed what a name leads to."""
+        if number in self._under_way:
+            self._under_way[number].overtaken.add(name)
 
     async def readdir(self, handle: int, after: int, emit: Emit) -> None:
         """Emit entries from behind position `after` until `emit` says stop."""
@@ -267,6 +276,9 @@ class Directories:
     async def _listing_for(self, number: int, owner: int = ROOT_USER) -> None:
         """`owner`: who gets to see it. The kernel does not walk the path again for a listing: ESTALE is for those who
         may not list the directory any more."""
+        if number in self._under_way and self._under_way[number].overtaken:
+            with suppress(OSError):  # it began too early for whoever asks now
+                await self._begin_listing(number).wait()
         try:
             await self._begin_listing(number).wait()
         except PermissionsChanged as error:
@@ -275,7 +287,7 @@ class Directories:
             await self._begin_listing(number).wait()
 
     def _begin_listing(self, number: int) -> Flight[None]:
-        return self._flights.begin(number, in_task(self._nursery, partial(self._list, number)), unwrap)
+        return self._flights.begin(number, in_task(self._nursery, partial(self._list_once, number)), unwrap)
 
     async def _step_aside(self, number: int) -> None:
         """Somebody waits for other requests: a moment for those, if nobody waits for this."""
@@ -283,7 +295,15 @@ class Directories:
             self._lookups_seen = self._fs.lookups
             await trio.sleep(PAUSE_S)
 
-    async def _list(self, number: int) -> None:
+    async def _list_once(self, number: int) -> None:
+        found = _Comparison(POLITE_BATCHES if number in self._polite else PARALLEL_BATCHES)
+        self._under_way[number] = found
+        try:
+            await self._list(number, found)
+        finally:
+            del self._under_way[number]
+
+    async def _list(self, number: int, found: _Comparison) -> None:
         """Make the listing in the index complete, and every entry in it comparable without the source."""
         directory = await self._fs.believed(number)
         at = self._fs.directory(number)
@@ -301,7 +321,6 @@ class Directories:
                 names = []  # removed, and still open
         started = self._clock.monotonic_s()
         doubtful = await self._doubtful(directory, names)
-        found = _Comparison(POLITE_BATCHES if number in self._polite else PARALLEL_BATCHES)
         asked = [name for name in doubtful if self._fs.slots.may_ask((number, name))]
         if len(asked) < len(doubtful):
             found.give_up(set(doubtful).difference(asked))
@@ -317,6 +336,8 @@ class Directories:
             watching.cancel_scope.cancel()
         if found.errors:
             raise found.errors[0]
+        for name in found.overtaken:
+            found.bare.pop(name, None)
         before = self._bare.pop(number, {})
         if found.bare:
             self._remember(self._bare, number, found.bare)
@@ -325,7 +346,7 @@ class Directories:
             listed = await self._write_rows(directory, at.path, shown, pin, found.bare, {*before, *found.bare})
         else:
             listed = not found.bare
-        if not listed:
+        if not listed and not found.overtaken:
             self._remember(self._fresh, number, (directory.version, started + self._fs.options.unpinned_timeout_s))
 
     def _remember(self, table: dict[int, T], number: int, value: T) -> None:
@@ -399,7 +420,8 @@ class Directories:
         found.gone.update(name for name, now in answers if now is None)
         for start in range(0, len(answers), TURN_NAMES):
             async with self._turn:
-                self._write_stats(at, answers[start : start + TURN_NAMES], began_ns)
+                part = answers[start : start + TURN_NAMES]
+                self._write_stats(at, [answer for answer in part if answer[0] not in found.overtaken], began_ns)
             await self._step_aside(at.number)
 
     async def _watch(self, at: Directory, looks: set[Look]) -> None:

@@ -30,7 +30,7 @@ from cachefs.metrics import Metrics
 from cachefs.options import Options
 from cachefs.paths import links_of
 from cachefs.permissions import NOTIFY_TIMEOUT_S, Permissions, PermissionsChanged
-from cachefs.single_flight import SingleFlight
+from cachefs.single_flight import Overtaken, SingleFlight
 from cachefs.slots import SourceSlots
 from cachefs.source import Object, Source, by_descriptor
 from cachefs.source_directories import ROOT, Directory
@@ -321,11 +321,17 @@ class FileSystem:
         )
         try:
             found = await self._lstats.begin((parent, name), start, finish).wait()
+        except Overtaken:
+            return await self.compare(parent, name, caller)
         except PermissionsChanged as error:
             await self.permissions.tell(error)
             raise
         await self.permissions.let_in(guards, caller)
         return found
+
+    def overtake(self, parent: int, name: bytes) -> None:
+        """This mount changed what a name leads to."""
+        self._lstats.overtake((parent, name))
 
     async def resolve(self, path: bytes) -> Inode:
         """What lies at a path. Symlinks on the way are not followed. ENOENT where there is nothing."""

@@ -81,6 +81,12 @@ class Mutations:
             self._files.store_own_change(number, now)
             self._directories.changed(number)
 
+    def _names_changed(self, *names: tuple[int, bytes]) -> None:
+        """What was asked about them before this mount changed what they lead to is of before or after."""
+        for parent, name in names:
+            self._fs.overtake(parent, name)
+            self._directories.overtake(parent, name)
+
     def _added(self, parent: int, name: bytes, now: Stat, directory: Stat, *, written: bool) -> Inode:
         with self._metadata.index.update() as update:
             record = self._metadata.apply_stat(update, parent, name, now, pin=False)
@@ -89,6 +95,7 @@ class Mutations:
                 record = record._replace(flags=record.flags | WRITTEN, lookups=record.lookups + 1)
                 self._metadata.put_inode(update, record)
         self._own_change((parent, directory))
+        self._names_changed((parent, name))
         return record
 
     # --- files -----------------------------------------------------------------------------------------------------
@@ -260,6 +267,7 @@ class Mutations:
             self._own_change((number, now), (parent, directory))
         with self._metadata.index.update() as update:
             record = self._metadata.apply_stat(update, parent, name, now, pin=False)
+        self._names_changed((parent, name))
         await self._files.names_changed(number)
         return record
 
@@ -276,6 +284,7 @@ class Mutations:
             with self._metadata.index.update() as update:
                 self._metadata.remove_name(update, parent, name)
             self._own_change((parent, directory))
+            self._names_changed((parent, name))
             if number:
                 await self._files.compare_own_change(number)
                 await self._files.names_changed(number)
@@ -328,6 +337,7 @@ class Mutations:
                 else:
                     self._metadata.move_name(update, parent, name, new_parent, new_name)
             self._own_change((parent, old_directory), (new_parent, new_directory))
+            self._names_changed((parent, name), (new_parent, new_name))
             if moved:
                 self._own_change((moved, now))
             if replaced:

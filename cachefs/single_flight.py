@@ -2,6 +2,9 @@
 
 A flight belongs to nobody: a waiter that goes away neither cancels nor poisons it. Its calls to the source use the
 shares of all who wait for it (shares.Party).
+
+A change that this mount makes overtakes the flights that began before: what they bring may be of before or after. It is
+not taken down, and whoever waits asks anew.
 """
 
 import copy
@@ -23,10 +26,15 @@ Start = Callable[[Done[T]], None]
 """Starts something that will call its argument, on the trio thread and not before this has returned."""
 
 
+class Overtaken(Exception):
+    """A flight was overtaken by a change."""
+
+
 class Flight(Generic[V]):
-    __slots__ = ("_done", "_outcome", "_party")
+    __slots__ = ("_done", "_outcome", "_party", "is_overtaken")
 
     def __init__(self, party: Party) -> None:
+        self.is_overtaken = False
         self._party = party
         self._done = trio.Event()
         self._outcome: outcome.Outcome[V] | None = None
@@ -36,6 +44,7 @@ class Flight(Generic[V]):
         self._done.set()
 
     async def wait(self) -> V:
+        """What `finish` returns or raises; raises Overtaken."""
         if self._outcome is None:
             with shares.party().waits_for(self._party):
                 await self._done.wait()
@@ -59,12 +68,21 @@ class SingleFlight(Generic[K, V]):
         if flight is None:
 
             def done(answer: outcome.Outcome[Any]) -> None:
-                self._flights.pop(key).land(outcome.capture(finish, answer))
+                if new.is_overtaken:
+                    new.land(outcome.Error(Overtaken()))
+                else:
+                    del self._flights[key]
+                    new.land(outcome.capture(finish, answer))
 
             with shares.new_party() as party:
-                flight = self._flights[key] = Flight(party)
+                flight = new = self._flights[key] = Flight(party)
                 start(done)
         return flight
+
+    def overtake(self, key: K) -> None:
+        flight = self._flights.pop(key, None)
+        if flight is not None:
+            flight.is_overtaken = True
 
 
 def unwrap(answer: outcome.Outcome[T]) -> T:

@@ -3,6 +3,8 @@
     python -m tests.faultfs ROOT MOUNTPOINT FAULTS
 
 While FAULTS/hang exists, READ, OPEN and LOOKUP of paths that contain a line of it do not answer;
+while FAULTS/late exists, the first LOOKUP of each path that contains a line of it is answered later, with what was
+true before;
 while FAULTS/hang-all exists, GETATTR, STATFS and GETXATTR do not either;
 while FAULTS/hang-write exists, WRITE does not;
 while FAULTS/enotconn exists, STATFS fails with ENOTCONN;
@@ -26,14 +28,15 @@ class FaultFs(pyfuse3.Operations):
     def __init__(self) -> None:
         super().__init__()
         self.paths = {pyfuse3.ROOT_INODE: os.fsencode(ROOT)}
+        self.late: set[bytes] = set()
 
     async def fault(self, path: bytes) -> None:
-        while self.hangs(path):
+        while self.is_named(path, "hang"):
             await trio.sleep(0.02)
 
-    def hangs(self, path: bytes) -> bool:
+    def is_named(self, path: bytes, fault: str) -> bool:
         try:
-            return any(part in path for part in (FAULTS / "hang").read_bytes().splitlines() or [b""])
+            return any(part in path for part in (FAULTS / fault).read_bytes().splitlines() or [b""])
         except FileNotFoundError:
             return False
 
@@ -56,8 +59,16 @@ class FaultFs(pyfuse3.Operations):
         return entry
 
     async def lookup(self, parent_inode, name, ctx):
-        await self.fault(self.paths[parent_inode] + b"/" + name)
-        return self.attributes(self.paths[parent_inode] + b"/" + name)
+        path = self.paths[parent_inode] + b"/" + name
+        await self.fault(path)
+        try:
+            return self.attributes(path)
+        finally:
+            if path not in self.late:
+                self.late.add(path)
+                while self.is_named(path, "late"):
+                    await trio.sleep(0.02)
+                self.late.remove(path)
 
     async def getattr(self, inode, ctx):
         await self.fault_of_all()
@@ -85,6 +96,14 @@ class FaultFs(pyfuse3.Operations):
         path = self.paths[parent_inode] + b"/" + name
         fd = os.open(path, flags | os.O_CREAT, mode)
         return pyfuse3.FileInfo(fh=fd), self.attributes(path)
+
+    async def unlink(self, parent_inode, name, ctx):
+        os.unlink(self.paths[parent_inode] + b"/" + name)
+
+    async def rename(self, parent_inode_old, name_old, parent_inode_new, name_new, flags, ctx):
+        old, new = self.paths[parent_inode_old] + b"/" + name_old, self.paths[parent_inode_new] + b"/" + name_new
+        os.rename(old, new)
+        self.attributes(new)
 
     async def read(self, fh, off, size):
         await self.fault(os.readlink(f"/proc/self/fd/{fh}".encode()))

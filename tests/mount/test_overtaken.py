@@ -5,13 +5,14 @@ with those, although they may be older.
 """
 
 import os
+import subprocess
 import threading
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from tests.conftest import Mount, stuck_threads, wait_for
+from tests.conftest import CLI, REPOSITORY, Mount, stuck_threads, wait_for
 
 MakeMount = Callable[..., Mount]
 MODES = {
@@ -52,3 +53,71 @@ def test_a_file_is_read_whole_though_the_kernel_ignored_its_size(
     for name in ("d1/link", "d0/file"):
         assert (m.path / name).read_bytes() == second
         assert os.stat(m.path / name).st_size == len(second)
+
+
+# --- what this mount changes while the source is asked about it ------------------------------------------------------
+
+
+class Asked:
+    """A mount by which `cachefs warmup` asks for names in d1; the kernel asks for none while it changes the directory.
+
+    The source answers when this ends, with what was true before.
+    """
+
+    def __init__(self, m: Mount, faults: Path, what: Path, *late: str) -> None:
+        self._late = faults / "late"
+        self._late.write_text("\n".join(late))
+        self._warm_up = subprocess.Popen([*CLI, "warmup", str(what)], cwd=REPOSITORY, stderr=subprocess.DEVNULL)
+        wait_for(lambda: stuck_threads(m.pid), lambda count: count >= len(late))
+
+    def answer(self) -> None:
+        self._late.unlink()
+        self._warm_up.wait(60)
+
+
+@pytest.fixture
+def unpinned(mount: MakeMount, faulty: tuple[Path, Path], source: Path) -> Mount:
+    """The kernel knows the names in d1, here and at the source: it changes them while another look-up is under way."""
+    served, _ = faulty
+    for each in ("victim", "other", "gone"):
+        (source / "d1" / each).write_text(each)
+    list(os.scandir(served / "d1"))
+    for each in os.listdir(served / "d1"):
+        os.stat(served / "d1" / each)
+    m = mount(served, "--attr-timeout", 60)
+    for each in ("victim", "other", "gone"):
+        os.stat(m.path / "d1" / each)
+    return m
+
+
+def test_a_listing_does_not_bring_back_what_this_mount_has_replaced(
+    unpinned: Mount, faulty: tuple[Path, Path], source: Path
+) -> None:
+    asked = Asked(unpinned, faulty[1], unpinned.path / "d1", "d1/victim")
+    os.rename(unpinned.path / "d1/other", unpinned.path / "d1/victim")
+    asked.answer()
+    unpinned.drop_caches()
+    assert (unpinned.path / "d1/victim").read_text() == "other"
+    assert set(os.listdir(unpinned.path / "d1")) == set(os.listdir(source / "d1"))
+
+
+def test_a_listing_does_not_hide_a_file_that_this_mount_has_made(
+    unpinned: Mount, faulty: tuple[Path, Path], source: Path
+) -> None:
+    asked = Asked(unpinned, faulty[1], unpinned.path / "d1", "d1/f00001")
+    (unpinned.path / "d1/new").write_text("new")
+    assert set(os.listdir(unpinned.path / "d1")) == set(os.listdir(source / "d1"))
+    asked.answer()
+    assert set(os.listdir(unpinned.path / "d1")) == set(os.listdir(source / "d1"))
+
+
+@pytest.mark.parametrize("what", ["d1", "d1/gone"], ids=["listing", "look-up"])
+def test_a_look_up_does_not_get_an_answer_of_before_a_removal_by_this_mount(
+    unpinned: Mount, faulty: tuple[Path, Path], source: Path, what: str
+) -> None:
+    asked = Asked(unpinned, faulty[1], unpinned.path / what, "d1/gone")
+    os.unlink(unpinned.path / "d1/gone")
+    assert not (unpinned.path / "d1/gone").exists()
+    asked.answer()
+    assert not (unpinned.path / "d1/gone").exists()
+    assert set(os.listdir(unpinned.path / "d1")) == set(os.listdir(source / "d1"))
