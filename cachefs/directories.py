@@ -320,7 +320,7 @@ class Directories:
                     raise
                 names = []  # removed, and still open
         started = self._clock.monotonic_s()
-        doubtful = await self._doubtful(directory, names)
+        doubtful, is_current = await self._doubtful(directory, names)
         asked = [name for name in doubtful if self._fs.slots.may_ask((number, name))]
         if len(asked) < len(doubtful):
             found.give_up(set(doubtful).difference(asked))
@@ -341,7 +341,9 @@ class Directories:
         before = self._bare.pop(number, {})
         if found.bare:
             self._remember(self._bare, number, found.bare)
-        if not known:
+        if is_current and not pin and not before:
+            listed = False
+        elif not known:
             shown = [name for name in names if name not in found.gone]
             listed = await self._write_rows(directory, at.path, shown, pin, found.bare, {*before, *found.bare})
         else:
@@ -354,9 +356,12 @@ class Directories:
             table.clear()
         table[number] = value
 
-    async def _doubtful(self, directory: Inode, names: list[bytes]) -> list[bytes]:
-        """The names that must be stat-ed."""
+    async def _doubtful(self, directory: Inode, names: list[bytes]) -> tuple[list[bytes], bool]:
+        """The names that must be stat-ed. And: are all believed, and the rows those of these names, and no others?"""
         doubtful = []
+        with self._metadata.index.view() as view:
+            rows = {name: position for position, name in self._listings.rows(view, directory.number, 0)}
+        in_place = 0
         for start in range(0, len(names), CHUNK_NAMES):
             with self._metadata.index.view() as view:
                 for name in names[start : start + CHUNK_NAMES]:
@@ -365,10 +370,11 @@ class Directories:
                         record = self._metadata.inode(view, dentry.inode)
                         pinned = record is not None and self._metadata.is_pinned(record)
                         if record is not None and pinned and self._metadata.remaining_ns(record):
+                            in_place += dentry.position == rows.get(name)
                             continue
                     doubtful.append(name)
             await trio.lowlevel.checkpoint()
-        return doubtful
+        return doubtful, in_place == len(names) == len(rows)
 
     async def _stat_batch(
         self,
