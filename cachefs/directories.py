@@ -220,10 +220,12 @@ class Directories:
         with self._metadata.index.view() as view:
             directory = self._metadata.inode(view, number)
             bare = self._bare.get(number, {})
+            mutable_names = self._metadata.mutable_names
+            may_match = bool(mutable_names)
             for position, name in self._listings.rows(view, number, after):
                 dentry = self._metadata.dentry(view, number, name)
                 record = self._metadata.inode(view, dentry.inode) if dentry is not None and dentry.inode else None
-                if name in bare and not self._counts(directory, dentry, record):
+                if bare and name in bare and not self._counts(directory, dentry, record):
                     is_here = dentry is None or dentry.position in (0, position)
                     if is_here and not emit(name, None, 0.0, position):
                         break
@@ -236,13 +238,17 @@ class Directories:
                     after = position
                     continue
                 pinned = self._metadata.is_pinned(record)
-                holds = self._metadata.entry_holds(directory, dentry)
-                mutable_name = pinned and self._metadata.mutable_names.matches(view, number, name)
-                believed = (holds or mutable_name) and self._metadata.remaining_ns(record)
-                if pinned and not believed and position != compared:
-                    complete, after = False, position - 1
-                    break
-                timeout_s = self._fs.entry_timeout_s(record, mutable_name=mutable_name)
+                mutable_name = may_match and pinned and mutable_names.matches(view, number, name)
+                remaining_ns = self._metadata.remaining_ns(record)
+                if pinned and position != compared:
+                    holds = mutable_name or self._metadata.entry_holds(directory, dentry)
+                    if not holds or not remaining_ns:
+                        complete, after = False, position - 1
+                        break
+                if mutable_name:
+                    timeout_s = self._fs.mutable_name_timeout_s(record)
+                else:
+                    timeout_s = self._fs.timeout_s(record, remaining_ns)
                 if not emit(name, record, timeout_s, position):
                     break
                 after = position

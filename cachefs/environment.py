@@ -174,7 +174,10 @@ class View:
         return value
 
     def get(self, table: Table, key: bytes) -> bytes | None:
-        value = self._in_session(table, key)
+        if self._above is None:
+            value = self._session.get(key, db=self._session_tables[table])
+        else:
+            value = self._in_session(table, key)
         if value is None:
             value = self._durable.get(key, db=self._durable_tables[table])
         return value or None

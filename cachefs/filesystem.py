@@ -9,6 +9,7 @@ notification waits for (hazard 1).
 """
 
 import errno
+import math
 import os
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext, suppress
@@ -219,16 +220,17 @@ class FileSystem:
         """Does this mount pin whatever it sees at this path?"""
         return self.options.pins_everything and not self.metadata.mutable_names.matches_path(path)
 
-    def timeout_s(self, record: Inode) -> float:
+    def timeout_s(self, record: Inode, remaining_ns: int | None = None) -> float:
+        """`remaining_ns`: of the record, where that is known."""
         if record.flags & UNLINKED and not record.flags & IMMUTABLE:
             return self.options.unpinned_timeout_s  # it may have names that we do not know
-        remaining = self.metadata.remaining_ns(record)
-        return float("inf") if remaining == FOREVER_NS else remaining / NANOSECONDS
+        if remaining_ns is None:
+            remaining_ns = self.metadata.remaining_ns(record)
+        return math.inf if remaining_ns == FOREVER_NS else remaining_ns / NANOSECONDS
 
-    def entry_timeout_s(self, record: Inode, *, mutable_name: bool) -> float:
+    def mutable_name_timeout_s(self, record: Inode) -> float:
         """A name that --mutable matches is not pinned, whatever it leads to."""
-        timeout_s = self.timeout_s(record)
-        return min(timeout_s, self.options.unpinned_timeout_s) if mutable_name else timeout_s
+        return min(self.timeout_s(record), self.options.unpinned_timeout_s)
 
     def record(self, number: int) -> Inode:
         """The record of an inode that the kernel was told of. ESTALE if it has gone."""
@@ -263,7 +265,7 @@ class FileSystem:
             return Entry(None, self._absence_timeout_s(parent, name))
         with self.metadata.index.view() as view:
             mutable_name = self.metadata.mutable_names.matches(view, parent, name)
-        return Entry(found, self.entry_timeout_s(found, mutable_name=mutable_name))
+        return Entry(found, self.mutable_name_timeout_s(found) if mutable_name else self.timeout_s(found))
 
     def _absence_timeout_s(self, parent: int, name: bytes) -> float:
         """How long the kernel may believe that there is no such name: as long as `invalidate` can tell it otherwise.
@@ -271,7 +273,7 @@ class FileSystem:
         Of other directories it drops the directory, and all names with it.
         """
         if self.pins(self._beneath(parent, name)):
-            return float("inf")
+            return math.inf
         timeout_s = self.options.unpinned_timeout_s
         if parent != ROOT_INODE:
             return timeout_s
