@@ -81,7 +81,9 @@ def read_some(root: Path, paths: list[str], readers: int, count: int, *, drop: s
     return run
 
 
-def hit_rows(base: Path, source: Path, other: Path, paths: list[str], seconds: float) -> list[Comparison]:
+def hit_rows(
+    base: Path, source: Path, other: Path, paths: list[str], seconds: float, rows_with: str
+) -> list[Comparison]:
     rows: dict[str, Comparison] = {}
     for pair in range(PAIRS):
         for name, arguments in (("read-only", ["--read-only"]), ("read-write", [])):
@@ -89,7 +91,8 @@ def hit_rows(base: Path, source: Path, other: Path, paths: list[str], seconds: f
                 sides = Sides(stack, base, source, other, pair, *arguments)
 
                 def compare(name: str, rate: Callable[[Path], Rate], sides: Sides = sides) -> None:
-                    sides.compare(rows.setdefault(name, Comparison(name, BOUND)), rate, paths, seconds / PAIRS)
+                    if rows_with in name:
+                        sides.compare(rows.setdefault(name, Comparison(name, BOUND)), rate, paths, seconds / PAIRS)
 
                 for readers in (1, 4):
                     for state, count, drop in STATES:
@@ -134,17 +137,18 @@ def compare_misses(
 @click.argument("other", type=click.Path(exists=True, file_okay=False, path_type=Path))
 @click.option("--seconds", default=42.0, show_default=True, help="For each row of hits.")
 @click.option("--only", default="", help="hits or misses.")
-def main(other: Path, seconds: float, only: str) -> None:
+@click.option("--rows", default="", help="Rows of hits whose name contains this.")
+def main(other: Path, seconds: float, only: str, rows: str) -> None:
     """This checkout against the one in OTHER, which has a virtual environment and a fast path of its own."""
-    rows: list[Comparison] = []
+    found: list[Comparison] = []
     with tempfile.TemporaryDirectory(dir=os.environ.get("BENCH_DIR")) as work:
         base = Path(work)
         if only in ("", "hits"):
             paths = make_tree(base / "source", DIRECTORIES, FILES // DIRECTORIES, SIZES)
-            rows += hit_rows(base, base / "source", other.resolve(), paths, seconds)
+            found += hit_rows(base, base / "source", other.resolve(), paths, seconds, rows)
         if only in ("", "misses"):
-            rows += miss_rows(base, other.resolve())
-    holds = report(f"This checkout against {other.resolve().name}", rows, "files/s or entries/s", ("this", "other"))
+            found += miss_rows(base, other.resolve())
+    holds = report(f"This checkout against {other.resolve().name}", found, "files/s or entries/s", ("this", "other"))
     raise SystemExit(0 if holds else 1)
 
 
