@@ -3,15 +3,17 @@
 import ctypes
 import itertools
 import random
+import shutil
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 
 from tests.model import slots
-from tests.model.relay import FIRST_UNIQUE, SLOTS, Relay, build
+from tests.model.relay import FIRST_UNIQUE, SLOTS, SOURCES, Relay, build
 from tests.model.slots import NONE, Operation, Scenario, State
 
-RUNS = 600
+RUNS = 300
 STEPS = 60
 MANY_WRITES = 40
 Make = Callable[[Scenario], Relay]
@@ -168,6 +170,42 @@ def test_the_relay_does_what_the_model_does_also_after_kills_at_any_write(
             relay.close()
         kills += sum("killed" in step for step in way)
     assert kills > RUNS // len(SCENARIOS)
+
+
+WRONG = {
+    "no new generation": (
+        "relay_slots.c",
+        "    renew(relay, slot, SLOT_FREE);\n",
+        "    set_state(relay, slot, SLOT_FREE);\n",
+    ),
+    "PASSING is passed on again": (
+        "relay.c",
+        "Python may have it, or may not */\n            repeat_locked(relay, slot, false);",
+        "Python may have it, or may not */\n            repeat_locked(relay, slot, true);",
+    ),
+    "answered while it counts as passed": (
+        "relay.c",
+        "            set_state(relay, slot, SLOT_ANSWERING);",
+        "            ",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_the_comparison_sees_what_is_wrong_in_c(name: str, tmp_path: Path) -> None:
+    file, right, wrong = WRONG[name]
+    sources = shutil.copytree(SOURCES, tmp_path / "sources", ignore=shutil.ignore_patterns("*-fastpath*", "*.py*"))
+    text = (sources / file).read_text()
+    assert text.count(right) == 1
+    (sources / file).write_text(text.replace(right, wrong))
+    library = build(tmp_path, sources)
+    with pytest.raises((AssertionError, slots.Violation)):
+        for number in range(2000):
+            relay = Relay(library, SCENARIOS[number % len(SCENARIOS)])
+            try:
+                walk(relay, seed=number)
+            finally:
+                relay.close()
 
 
 # --- what the model has found -----------------------------------------------------------------------------------------
