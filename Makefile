@@ -10,7 +10,8 @@ SANITIZED := -k "not memory" \
              tests/mount/test_semantics.py tests/mount/test_damage.py tests/mount/test_fastpath.py \
              tests/mount/test_fastpath_hazards.py tests/mount/test_large_files.py
 PROMISES  := $(addprefix tests/mount/test_, semantics.py places.py posix.py own_changes.py comparisons.py contents.py \
-             credentials.py writing_rights.py hazards.py warm_up.py damage.py numbers.py)
+             credentials.py writing_rights.py hazards.py warm_up.py damage.py numbers.py) \
+             tests/security
 # Tests wait most of the time: some run side by side, and afterwards those that are to be alone. $(call tests,MARKERS,ARGUMENTS)
 AT_ONCE   ?= 3
 tests = $(BIN)/python -m pytest -n $(AT_ONCE) --dist worksteal -m "not alone$(1)" $(2) && \

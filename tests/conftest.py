@@ -363,7 +363,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:  # before its fixtures, als
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     usable = os.geteuid() == 0 and os.path.exists("/dev/fuse")
     for item in items:
-        if "/tests/mount/" in str(item.path) or "/tests/crash/" in str(item.path):
+        if any(f"/tests/{where}/" in str(item.path) for where in ("mount", "crash", "security")):
             item.add_marker(pytest.mark.mount)
             if not usable:
                 item.add_marker(pytest.mark.skip(reason="needs root and /dev/fuse"))
