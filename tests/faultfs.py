@@ -4,7 +4,7 @@
 
 While FAULTS/hang exists, READ, OPEN and LOOKUP of paths that contain a line of it do not answer;
 while FAULTS/late exists, the first LOOKUP of each path that contains a line of it is answered later, with what was
-true before;
+true before; FAULTS/has-late says that there is one;
 while FAULTS/hang-all exists, GETATTR, STATFS and GETXATTR do not either;
 while FAULTS/hang-write exists, WRITE does not;
 while FAULTS/enotconn exists, STATFS fails with ENOTCONN;
@@ -66,6 +66,8 @@ class FaultFs(pyfuse3.Operations):
         finally:
             if path not in self.late:
                 self.late.add(path)
+                if self.is_named(path, "late"):
+                    (FAULTS / "has-late").touch()
                 while self.is_named(path, "late"):
                     await trio.sleep(0.02)
                 self.late.remove(path)

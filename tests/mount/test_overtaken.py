@@ -7,7 +7,7 @@ with those, although they may be older.
 import os
 import subprocess
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -64,38 +64,40 @@ class Asked:
     The source answers when this ends, with what was true before.
     """
 
-    def __init__(self, m: Mount, faults: Path, what: Path, *late: str) -> None:
+    def __init__(self, faults: Path, what: Path, late: str) -> None:
         self._late = faults / "late"
-        self._late.write_text("\n".join(late))
+        self._late.write_text(late)
         self._warm_up = subprocess.Popen([*CLI, "warmup", str(what)], cwd=REPOSITORY, stderr=subprocess.DEVNULL)
-        wait_for(lambda: stuck_threads(m.pid), lambda count: count >= len(late))
+        wait_for((faults / "has-late").exists, bool)
 
-    def answer(self) -> None:
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *_: object) -> None:
         self._late.unlink()
         self._warm_up.wait(60)
 
 
 @pytest.fixture
-def unpinned(mount: MakeMount, faulty: tuple[Path, Path], source: Path) -> Mount:
+def unpinned(mount: MakeMount, faulty: tuple[Path, Path], source: Path) -> Iterator[Mount]:
     """The kernel knows the names in d1, here and at the source: it changes them while another look-up is under way."""
     served, _ = faulty
     for each in ("victim", "other", "gone"):
         (source / "d1" / each).write_text(each)
-    list(os.scandir(served / "d1"))
-    for each in os.listdir(served / "d1"):
-        os.stat(served / "d1" / each)
+    held = [os.open(served / "d1" / each, os.O_PATH) for each in os.listdir(served / "d1")]  # or it may forget them
     m = mount(served, "--attr-timeout", 60)
     for each in ("victim", "other", "gone"):
         os.stat(m.path / "d1" / each)
-    return m
+    yield m
+    for fd in held:
+        os.close(fd)
 
 
 def test_a_listing_does_not_bring_back_what_this_mount_has_replaced(
     unpinned: Mount, faulty: tuple[Path, Path], source: Path
 ) -> None:
-    asked = Asked(unpinned, faulty[1], unpinned.path / "d1", "d1/victim")
-    os.rename(unpinned.path / "d1/other", unpinned.path / "d1/victim")
-    asked.answer()
+    with Asked(faulty[1], unpinned.path / "d1", "d1/victim"):
+        os.rename(unpinned.path / "d1/other", unpinned.path / "d1/victim")
     unpinned.drop_caches()
     assert (unpinned.path / "d1/victim").read_text() == "other"
     assert set(os.listdir(unpinned.path / "d1")) == set(os.listdir(source / "d1"))
@@ -104,10 +106,9 @@ def test_a_listing_does_not_bring_back_what_this_mount_has_replaced(
 def test_a_listing_does_not_hide_a_file_that_this_mount_has_made(
     unpinned: Mount, faulty: tuple[Path, Path], source: Path
 ) -> None:
-    asked = Asked(unpinned, faulty[1], unpinned.path / "d1", "d1/f00001")
-    (unpinned.path / "d1/new").write_text("new")
-    assert set(os.listdir(unpinned.path / "d1")) == set(os.listdir(source / "d1"))
-    asked.answer()
+    with Asked(faulty[1], unpinned.path / "d1", "d1/f00001"):
+        (unpinned.path / "d1/new").write_text("new")
+        assert set(os.listdir(unpinned.path / "d1")) == set(os.listdir(source / "d1"))
     assert set(os.listdir(unpinned.path / "d1")) == set(os.listdir(source / "d1"))
 
 
@@ -115,9 +116,8 @@ def test_a_listing_does_not_hide_a_file_that_this_mount_has_made(
 def test_a_look_up_does_not_get_an_answer_of_before_a_removal_by_this_mount(
     unpinned: Mount, faulty: tuple[Path, Path], source: Path, what: str
 ) -> None:
-    asked = Asked(unpinned, faulty[1], unpinned.path / what, "d1/gone")
-    os.unlink(unpinned.path / "d1/gone")
-    assert not (unpinned.path / "d1/gone").exists()
-    asked.answer()
+    with Asked(faulty[1], unpinned.path / what, "d1/gone"):
+        os.unlink(unpinned.path / "d1/gone")
+        assert not (unpinned.path / "d1/gone").exists()
     assert not (unpinned.path / "d1/gone").exists()
     assert set(os.listdir(unpinned.path / "d1")) == set(os.listdir(source / "d1"))
