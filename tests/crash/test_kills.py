@@ -1,5 +1,6 @@
 """Daemon, fast path, or both are killed again and again under writers: what was acknowledged is at the source."""
 
+import errno
 import json
 import os
 import random
@@ -13,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import REPOSITORY, Mount, contents, make_files, settle, wait_for
-from tests.crash.writer import models
+from tests.conftest import REPOSITORY, Mount, contents, make_files, raises_errno, settle, wait_for
+from tests.crash.writer import data_of, models, read_whole
 
 MakeMount = Callable[..., Mount]
 WRITERS = 3
@@ -39,6 +40,21 @@ def kill_both(m: Mount) -> None:
     os.kill(fast_path, signal.SIGKILL)
     m.kill()
     m.start()
+
+
+@pytest.mark.fastpath
+def test_a_part_of_a_file_is_followed_by_an_error_where_the_mount_is_gone(mount: MakeMount, source: Path) -> None:
+    """What the writers must not take for a short file: the kernel gives the pages that it has."""
+    content = data_of(1, 200_000)
+    (source / "large").write_bytes(content)
+    m = mount(source, "--attr-timeout", "60")  # the size is asked for before each read, and that must not fail
+    handle = os.open(m.path / "large", os.O_RDWR)
+    os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_RANDOM)  # the kernel reads nothing ahead
+    assert os.pread(handle, 53_248, 0) == content[:53_248]
+    kill_both(m)
+    assert os.pread(handle, 300_000, 0) == content[:53_248]
+    raises_errno(errno.ENOTCONN, lambda: read_whole(handle))
+    raises_errno(errno.ENOTCONN, lambda: os.close(handle))
 
 
 @pytest.mark.slow

@@ -38,9 +38,8 @@ def test_02_handles_go_back_to_whoever_gave_them(mount: MakeMount, source: Path)
     assert os.read(reader, 100) == b"first second"
     for fd in (writer, reader):
         os.close(fd)
-    before = passed(m, "release")
     assert path.read_bytes() == b"first second"
-    wait_for(lambda: passed(m, "release"), lambda count: count == before + 1)
+    wait_for(lambda: passed(m, "release"), lambda count: count == 3)  # close() does not wait for them
     settle()
     m.remount()
     assert path.read_bytes() == b"first second"  # makes it immutable, by a report that Python may see after this
