@@ -51,6 +51,11 @@ static bool settle(struct fastpath *fastpath, uint64_t unique)
     return relay_interrupt(&fastpath->relay, unique) || fill_interrupt(fastpath->fill, unique);
 }
 
+void interrupt_init(struct fastpath *fastpath)
+{
+    count = relay_interruptible(&fastpath->relay, interrupted, MAX_INTERRUPTED);
+}
+
 void interrupt(struct fastpath *fastpath, uint64_t unique)
 {
     if (settle(fastpath, unique))

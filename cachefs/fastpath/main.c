@@ -17,6 +17,7 @@
 
 #include "control.h"
 #include "fill.h"
+#include "interrupt.h"
 #include "serve.h"
 
 #define STACK_BYTES (256u << 10)
@@ -165,6 +166,7 @@ int main(int count, char **values)
     pthread_mutex_init(&fastpath.turn, NULL);
     if (!relay_init(&fastpath.relay, fastpath.shared, fastpath.device))
         return fail("requests cannot be taken over", strerror(errno));
+    interrupt_init(&fastpath);
     control_init(&control, &fastpath, arguments.listener, arguments.shared, arguments.blob);
     uint32_t threads = fastpath.shared->threads;
     if (!threads || threads > SLOTS_FOR_THREADS)

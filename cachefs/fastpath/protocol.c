@@ -103,6 +103,16 @@ bool request_changes(const struct request *request)
     return shape_of(request->header->opcode)->change;
 }
 
+bool request_overwrites(uint32_t opcode)
+{
+    return opcode == FUSE_WRITE || opcode == FUSE_SETATTR;
+}
+
+bool request_forgets(uint32_t opcode)
+{
+    return opcode == FUSE_FORGET || opcode == FUSE_BATCH_FORGET;
+}
+
 bool request_interruptible(uint32_t opcode)
 {
     return opcode == FUSE_READ || opcode == FUSE_READDIR || opcode == FUSE_READDIRPLUS || opcode == FUSE_GETXATTR || opcode == FUSE_LISTXATTR ||

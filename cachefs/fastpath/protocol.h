@@ -21,6 +21,12 @@ bool request_parse(void *message, size_t length, struct request *out);
 /* Would doing it twice be seen? Such a request is never passed on again. */
 bool request_changes(const struct request *request);
 
+/* Sets what it finds: doing it twice is doing it once, unless another request came in between. */
+bool request_overwrites(uint32_t opcode);
+
+/* Has no answer. Python counts it: twice is once too often. */
+bool request_forgets(uint32_t opcode);
+
 /* Has nothing to be undone if its caller stops waiting. */
 bool request_interruptible(uint32_t opcode);
 

@@ -86,8 +86,8 @@ static bool send_locked(struct relay *relay, uint32_t slot)
         set_state(relay, slot, SLOT_QUEUED);
         return false;
     }
-    if (opcode == FUSE_FORGET || opcode == FUSE_BATCH_FORGET)
-        free_locked(relay, slot); /* nobody answers those */
+    if (request_forgets(opcode))
+        free_locked(relay, slot);
     else
         set_state(relay, slot, SLOT_PASSED);
     return true;
@@ -129,6 +129,10 @@ static void repeat_locked(struct relay *relay, uint32_t slot, bool unseen)
         fail_locked(relay, slot, EIO);
     } else if (!unseen && request_changes(&request)) {
         doubt_locked(relay, slot);
+    } else if (!unseen && request_forgets(request.header->opcode)) {
+        free_locked(relay, slot); /* better a look-up too many is counted than one too few */
+    } else if (state_of(relay, slot) == SLOT_ANSWERING && request_overwrites(request.header->opcode)) {
+        doubt_locked(relay, slot); /* its caller may have overwritten it since */
     } else {
         request.header->unique = head_of(relay, slot)->unique; /* a kill may have left ours in it */
         split_drop(relay, slot);
@@ -169,8 +173,7 @@ bool relay_pass(struct relay *relay, uint32_t slot)
     bool given = true;
     pthread_mutex_lock(&relay->lock);
     uint32_t opcode = ((struct fuse_in_header *)slot_data(relay, slot))->opcode;
-    bool forget = opcode == FUSE_FORGET || opcode == FUSE_BATCH_FORGET;
-    if (relay->python < 0 && forget)
+    if (relay->python < 0 && request_forgets(opcode))
         free_locked(relay, slot); /* a record too many in the session; a slot would cost more */
     else if (relay->given_up)
         fail_locked(relay, slot, EIO);
@@ -269,13 +272,17 @@ static void deliver(struct relay *relay, struct fuse_out_header *answer, size_t 
         return; /* of INIT. Notifications do not come this way: a process of its own writes them to /dev/fuse (hazard 1) */
     pthread_mutex_lock(&relay->lock);
     enum slot_state state = state_of(relay, slot);
-    bool known = unique_of(relay, slot, part) == answer->unique && (state == SLOT_PASSED || state == SLOT_ANSWERED);
-    if (known && relay->splits[slot]) {
+    bool split = relay->splits[slot]; /* its first parts may be answered while the others are still to be sent */
+    bool known = unique_of(relay, slot, part) == answer->unique &&
+                 (state == SLOT_PASSED || state == SLOT_ANSWERED || state == SLOT_ANSWERING || (split && state == SLOT_QUEUED));
+    if (known && split) {
         split_answer(relay, slot, part, answer);
     } else if (known) {
         answer->unique = head_of(relay, slot)->unique;
-        if (state == SLOT_PASSED)
+        if (state != SLOT_ANSWERED) {
+            set_state(relay, slot, SLOT_ANSWERING); /* first: a WRITE would be made again, after what its caller does next */
             reply_message(relay->device, answer, length);
+        }
         free_locked(relay, slot);
     }
     pthread_mutex_unlock(&relay->lock);
@@ -299,8 +306,10 @@ static void settle_locked(struct relay *relay)
         enum slot_state state = state_of(relay, slot);
         if (state == SLOT_ANSWERED)
             free_locked(relay, slot);
-        else if (state == SLOT_PASSED || state == SLOT_PASSING)
+        else if (state == SLOT_PASSED || state == SLOT_PASSING || state == SLOT_ANSWERING)
             repeat_locked(relay, slot, unread[slot]);
+        else if (state == SLOT_QUEUED && relay->splits[slot]) /* the next one gets all parts, not the rest */
+            repeat_locked(relay, slot, true);
     }
 }
 
@@ -376,24 +385,33 @@ bool relay_init(struct relay *relay, struct shared *shared, int device)
         case SLOT_READING:
             if (!message->unique || message->len < sizeof *message || message->len > SLOT_BYTES)
                 free_locked(relay, slot);
-            else if (head->attempts++ == 0)
-                head->unique = message->unique, head->length = message->len, add_work_locked(relay, slot);
-            else { /* it may be what the last ones died of: Python's */
-                count_passed_locked(relay, slot);
-                enqueue_locked(relay, slot);
+            else {
+                relay_fill_slot(relay, slot, message->len, message->unique); /* before the attempt counts: we may die, too */
+                if (head->attempts++ == 0) {
+                    add_work_locked(relay, slot);
+                } else { /* it may be what the last ones died of: Python's */
+                    count_passed_locked(relay, slot);
+                    enqueue_locked(relay, slot);
+                }
             }
             break;
         case SLOT_PASSING: /* did it arrive? Python may have it, or may not */
             repeat_locked(relay, slot, false);
             break;
         case SLOT_PASSED:
+        case SLOT_ANSWERING: /* the answer is still in the socket, unless its Python is gone */
             if (head->parts) /* a READ, and the parts that had come died with the predecessor */
                 repeat_locked(relay, slot, false);
             break;
         case SLOT_QUEUED:
-            enqueue_locked(relay, slot);
+            if (head->parts) /* some may have been sent: their answers are not for the parts that we send */
+                repeat_locked(relay, slot, true);
+            else
+                enqueue_locked(relay, slot);
             break;
-        case SLOT_IN_DOUBT:
+        case SLOT_IN_DOUBT: /* its answer may have died with the predecessor */
+            reply(relay->device, head->unique, EIO, NULL, 0);
+            break;
         case SLOT_ANSWERED:
             break;
         }
@@ -464,9 +482,10 @@ static void fail_passed_locked(struct relay *relay)
 {
     for (uint32_t slot = 0; slot < SLOT_COUNT; slot++) {
         struct request request;
-        if (state_of(relay, slot) != SLOT_PASSED)
+        enum slot_state state = state_of(relay, slot);
+        if (state != SLOT_PASSED && state != SLOT_ANSWERING)
             continue;
-        if (parse_slot(relay, slot, &request) && request_changes(&request))
+        if (state == SLOT_ANSWERING || (parse_slot(relay, slot, &request) && request_changes(&request)))
             doubt_locked(relay, slot);
         else
             fail_locked(relay, slot, EIO);

@@ -115,6 +115,9 @@ bool relay_pass(struct relay *relay, uint32_t slot);
 void relay_pass_init(struct relay *relay);
 /* A caller stops waiting. True if it was found and answered. */
 bool relay_interrupt(struct relay *relay, uint64_t unique);
+/* Requests that a predecessor left, and that need not be answered once their callers are dying: at most `room` of their
+ * uniques. Before any thread. */
+uint32_t relay_interruptible(const struct relay *relay, uint64_t *uniques, uint32_t room);
 /* The process of a request that waits for its share. 0: there is none. */
 uint32_t relay_parked_caller(struct relay *relay, uint64_t unique);
 

@@ -141,10 +141,13 @@ void park_locked(struct relay *relay, uint32_t slot)
         memcpy(relay->shared->parked[place].message, header, length);
         relay->shared->parked[place].length = length; /* from here on it is owed twice, until the slot is emptied */
         link_last(relay, place);
-    } else if (header->opcode != FUSE_FORGET && header->opcode != FUSE_BATCH_FORGET) { /* nobody waits for those */
+    } else if (!request_forgets(header->opcode)) { /* nobody waits for those */
+        set_state(relay, slot, SLOT_IN_DOUBT); /* as in fail_locked */
         reply(relay->device, head_of(relay, slot)->unique, EAGAIN, NULL, 0);
+        set_state(relay, slot, SLOT_FREE);
     }
     relay_ready_slot(relay, slot);
+    set_state(relay, slot, SLOT_READING);
     if (relay->counted[slot]) {
         uncount_locked(relay, slot);
         unpark_locked(relay);
@@ -252,4 +255,18 @@ bool interrupt_parked_locked(struct relay *relay, uint64_t unique)
     reply(relay->device, unique, EINTR, NULL, 0);
     leave(relay, place);
     return true;
+}
+
+uint32_t relay_interruptible(const struct relay *relay, uint64_t *uniques, uint32_t room)
+{
+    uint32_t count = 0;
+    for (uint32_t slot = 0; slot < SLOT_COUNT && count < room; slot++) {
+        const struct fuse_in_header *header = slot_data(relay, slot);
+        if (state_of(relay, slot) != SLOT_FREE && request_interruptible(header->opcode))
+            uniques[count++] = head_of(relay, slot)->unique;
+    }
+    for (uint32_t place = relay->lot.first; place != NO_SLOT && count < room; place = relay->lot.next[place])
+        if (request_interruptible(parked_header(relay, place)->opcode))
+            uniques[count++] = parked_header(relay, place)->unique;
+    return count;
 }

@@ -44,6 +44,7 @@ void free_locked(struct relay *relay, uint32_t slot)
 
 void fail_locked(struct relay *relay, uint32_t slot, int error)
 {
+    set_state(relay, slot, SLOT_IN_DOUBT); /* first: a successor would do what its caller was told had failed */
     reply(relay->device, head_of(relay, slot)->unique, error, NULL, 0);
     free_locked(relay, slot);
 }
@@ -81,6 +82,7 @@ void relay_ready_slot(struct relay *relay, uint32_t slot)
     /* A successor tells by the message itself whether one has arrived: nothing runs between its arrival and a kill. */
     struct slot_head *head = head_of(relay, slot);
     memset(slot_data(relay, slot), 0, sizeof(struct fuse_in_header));
+    head->unique = 0; /* an INTERRUPT of the last request would find the process of the next one */
     head->length = head->parts = head->attempts = 0;
 }
 

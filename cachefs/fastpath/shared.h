@@ -15,9 +15,11 @@
 #define SHARED_MAGIC 0x48505443u /* "CTPH" */
 #define SHARED_VERSION 6
 #define MAX_THREADS 192
+#ifndef SLOT_COUNT /* a test has fewer */
 #define SLOT_COUNT 2048
-#define SLOT_BYTES (140u << 10) /* of one request: a WRITE of 128 KiB and what surrounds it */
 #define PARKED_COUNT 8192
+#endif
+#define SLOT_BYTES (140u << 10) /* of one request: a WRITE of 128 KiB and what surrounds it */
 #define PARKED_BYTES 1016 /* of one request that waits for its share of slots */
 #define INIT_BYTES 128
 #define OPERATIONS 64
@@ -84,8 +86,10 @@ enum slot_state {
     SLOT_QUEUED,   /* to be passed on */
     SLOT_PASSING,  /* being sent: it may have arrived or not */
     SLOT_PASSED,   /* Python has it */
-    SLOT_IN_DOUBT, /* answered EIO: a Python that died may have done it. Kept until a daemon has been told */
+    SLOT_IN_DOUBT, /* answered with an error, or about to be: a Python that died may have done it. Kept until a daemon has
+                      been told */
     SLOT_ANSWERED, /* the kernel was answered (EINTR), Python's answer is still to come */
+    SLOT_ANSWERING, /* Python's answer is on its way to the kernel: it may have arrived or not */
 };
 
 struct parked { /* a request that waits for its owner's share of slots (relay_lot.c) */

@@ -4,4 +4,7 @@
 draws operations on the mount, and changes of the source behind its back, and compares every answer. It drives
 `node.py`: the filesystem's objects under a kernel (`kernel.py`) and clocks (`clocks.py`) of our own, a thousand runs a
 minute.
+
+Two more models: `slots.py`, of the requests that are owed (docs/FASTPATH.md), explored state by state; `relay.py`
+drives the relay in C through the same operations.
 """
