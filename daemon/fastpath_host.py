@@ -172,9 +172,8 @@ class FastPathHost:
         held.shared.accesses(self._seen)  # what was read before our time
         self.refresh()
 
-    @property
-    def mountpoint_for_pyfuse3(self) -> str:
-        return self._fastpath.mountpoint_for_pyfuse3()
+    def descriptor_for_pyfuse3(self) -> int:
+        return self._fastpath.descriptor_for_pyfuse3()
 
     async def start(self, *, replace: bool) -> None:
         """Returns when a fast path is attached. `replace`: not the one that runs, but the one that is installed.

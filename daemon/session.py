@@ -49,6 +49,7 @@ from daemon import (
     descriptor_store,
     fastpath_host,
     fuse_device,
+    last_requests,
     mounting,
     process,
     service_manager,
@@ -99,6 +100,8 @@ class Session:
         self._leaving = False
         self._successor: socket.socket | None = None
         """Gets what is open at the source when we leave. None: there is none yet, or it does not want that."""
+        self._left = trio.Event()
+        """pyfuse3 is to leave what it has not read to a successor."""
         self._handed = Handed()
         """What the predecessor had open at the source."""
         self.started = time.monotonic()
@@ -376,7 +379,7 @@ class Session:
             parts.young.restore()
             parts.notifier.restore(opened.index)
         if self._held is None:
-            served = f"/dev/fd/{os.dup(self._device)}"
+            served = os.dup(self._device)
         else:
             self._host = FastPathHost(
                 self._held,
@@ -392,9 +395,9 @@ class Session:
                 died=self._drop_dead_readers,
                 unmounted=self._terminate,
             )
-            served = self._host.mountpoint_for_pyfuse3
+            served = self._host.descriptor_for_pyfuse3()
             files.request_at = parts.directories.request_at = self._held.shared.request_at
-        pyfuse3.init(parts.operations, served, _PYFUSE3_OPTIONS)
+        pyfuse3.init(parts.operations, f"/dev/fd/{served}", _PYFUSE3_OPTIONS)  # which closes it at the end
         self._is_pyfuse3_open = True
         try:
             if self._host is not None:
@@ -430,6 +433,7 @@ class Session:
             if prefetcher is not None:
                 nursery.start_soon(_forever, prefetcher.run)
             nursery.start_soon(self._announce, parts.operations, ready)
+            nursery.start_soon(self._stop_reading, served)
             self._starting = None
             if self._leaving:
                 self._terminate()
@@ -577,8 +581,15 @@ class Session:
                 self._parts.notifier.hold_back()
                 # A request that is not answered is the successor's: it makes the calls again that can be repeated.
                 self._serving.deadline = min(self._serving.deadline, trio.current_time() + LAST_CALLS_S)
+                self._left.set()
             else:
                 self._hurry()
+                pyfuse3.terminate()
+
+    async def _stop_reading(self, descriptor: int) -> None:
+        await self._left.wait()
+        await last_requests.all_read(descriptor)
+        if self._is_pyfuse3_open:
             pyfuse3.terminate()
 
     def _hurry(self) -> None:

@@ -309,9 +309,9 @@ class FastPath:
     def pid(self) -> int:
         return self._pid
 
-    def mountpoint_for_pyfuse3(self) -> str:
-        """libfuse takes an open descriptor under this name; it closes it at the end."""
-        return f"/dev/fd/{os.dup(self._python.fileno())}"
+    def descriptor_for_pyfuse3(self) -> int:
+        """From which requests are read. The caller closes it."""
+        return os.dup(self._python.fileno())
 
     async def replace(self) -> None:
         """End the program that runs, and start the one that is installed. Its requests go on with that.
