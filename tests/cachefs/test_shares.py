@@ -336,6 +336,7 @@ def test_a_question_that_hangs_is_asked_once_and_again_when_its_call_has_returne
             gate.wait(15)
 
         slots.start(ask, answers.append, question="name")
+        await until(lambda: asked)
         clock.now += 6
         slots.abandon_overdue()
         assert slots.stuck == 1 and len(answers) == 1
