@@ -28,6 +28,12 @@ def passed(m: Mount, operation: str) -> int:
     return int(m.status()["fastpath"]["passed"].get(operation, 0))
 
 
+def calls_passed(m: Mount) -> dict[str, int]:
+    """Without what nobody waits for: it may arrive at any time."""
+    passed_on = m.status()["fastpath"]["passed"]
+    return {name: count for name, count in passed_on.items() if name not in ("forget", "release", "releasedir")}
+
+
 def test_02_handles_go_back_to_whoever_gave_them(mount: MakeMount, source: Path) -> None:
     m = mount(source)
     path = m.path / "d0/new"
@@ -262,9 +268,9 @@ def test_an_index_that_says_more_than_this_version_knows(mount: MakeMount, sourc
     expected = contents(m.path)
     m.flush()
     m.drop_caches()
-    before = m.status()["fastpath"]["passed"]
+    before = calls_passed(m)
     assert contents(m.path) == expected
-    assert m.status()["fastpath"]["passed"] == before
+    assert calls_passed(m) == before
     m.umount()
     index = Environment(m.cache / "index", sync=True)
     with index.lmdb.begin(write=True) as txn:
