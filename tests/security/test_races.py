@@ -24,7 +24,10 @@ from tests.users import open_to_all
 MakeMount = Callable[..., Mount]
 USER = 1234
 NAMES = 16
-SECRET, CLOSED, OPEN = b"secret of the outside", b"closed to the user", b"open to all"
+SECRET, CLOSED, OPEN = b"hidden: of the outside", b"hidden: in a closed directory", b"open to all"
+SHUT = b"hidden: of a closed file"
+HIDDEN_S = 1_000_000_000
+"""When what the user may not even see the attributes of was changed last."""
 AT_FDCWD, RENAME_EXCHANGE = -100, 2
 SEEN_IN_TIME_S = 60.0
 HUNG_S = 60.0
@@ -41,12 +44,20 @@ def a_file(path: Path, content: bytes, mode: int) -> None:
     path.chmod(mode)
 
 
+def fill_hidden(directory: Path, content: bytes) -> None:
+    """With what is open to all who may come here, under a known name and one that only a listing shows."""
+    directory.mkdir()
+    for name in ("file", "hidden name"):
+        a_file(directory / name, content, 0o644)
+        os.setxattr(directory / name, "user.hidden", content)
+        os.utime(directory / name, (HIDDEN_S, HIDDEN_S))
+
+
 def make_racers(source: Path, outside: Path) -> None:
     """`top/N` and `top/N.file` are on the paths that the user takes; beside them lies what takes their places."""
     outside.mkdir()
-    (outside / "inner").mkdir()
-    a_file(outside / "inner/file", SECRET, 0o644)
-    os.setxattr(outside / "inner/file", "user.secret", SECRET)
+    fill_hidden(outside / "inner", SECRET)
+    os.utime(outside / "inner", (HIDDEN_S, HIDDEN_S))
     outside.chmod(0o700)
     top, away = source / "top", source / "away"
     top.mkdir()
@@ -55,13 +66,11 @@ def make_racers(source: Path, outside: Path) -> None:
         (top / f"{number}").mkdir()
         a_file(top / f"{number}/file", OPEN, 0o644)
         (away / f"{number}.link").symlink_to(outside / "inner")
-        (away / f"{number}.closed").mkdir()
-        a_file(away / f"{number}.closed/file", CLOSED, 0o644)
-        os.setxattr(away / f"{number}.closed/file", "user.secret", CLOSED)
+        fill_hidden(away / f"{number}.closed", CLOSED)
         (away / f"{number}.closed").chmod(0o700)
         a_file(top / f"{number}.file", OPEN, 0o644)
         (away / f"{number}.file.link").symlink_to(outside / "inner/file")
-        a_file(away / f"{number}.file.closed", CLOSED, 0o600)
+        a_file(away / f"{number}.file.closed", SHUT, 0o600)
         os.mkfifo(away / f"{number}.file.fifo", 0o666)
         os.mknod(away / f"{number}.file.device", 0o666 | stat.S_IFCHR, os.makedev(1, 5))
         os.chmod(away / f"{number}.file.fifo", 0o666)
@@ -86,7 +95,7 @@ def swap(source: Path, races: int, seed: int, stop: Event, results: Any) -> None
 
 
 def look(top: Path, seed: int, stop: Event, results: Any) -> None:
-    """Look as a user without rights; what was seen how often, and any bytes that are not open to all."""
+    """Look as a user without rights; what was seen how often, and anything that is not open to all."""
     os.setgroups([])
     os.setgid(USER)
     os.setuid(USER)
@@ -101,10 +110,21 @@ def look(top: Path, seed: int, stop: Event, results: Any) -> None:
         finally:
             os.close(fd)
 
-    def kind(path: Path) -> bytes:
-        mode = os.lstat(path).st_mode
-        seen[f"is {stat.S_IFMT(mode):o} {mode & 0o777:o}"] += 1
-        return b""
+    def kind(path: Path) -> os.stat_result:
+        found = os.lstat(path)
+        seen[f"is {stat.S_IFMT(found.st_mode):o} {found.st_mode & 0o777:o}"] += 1
+        return found
+
+    def entries(path: Path) -> list[object]:
+        with os.scandir(path) as listing:
+            return [(entry.name, int(entry.stat().st_mtime) == HIDDEN_S) for entry in listing]
+
+    def is_hidden(answer: object) -> bool:
+        if isinstance(answer, os.stat_result):
+            return int(answer.st_mtime) == HIDDEN_S
+        if isinstance(answer, bytes) and answer and not answer.strip(b"\0"):
+            return True  # a device
+        return "hidden" in repr(answer) or "True" in repr(answer)
 
     ways: tuple[Callable[[Path], object], ...] = (
         read,
@@ -113,7 +133,8 @@ def look(top: Path, seed: int, stop: Event, results: Any) -> None:
         os.stat,
         os.readlink,
         lambda path: [os.getxattr(path, name) for name in os.listxattr(path)],
-        lambda path: os.getxattr(path, "user.secret"),
+        lambda path: os.getxattr(path, "user.hidden"),
+        entries,
     )
     while not stop.is_set():
         number = draw.randrange(NAMES)
@@ -121,11 +142,9 @@ def look(top: Path, seed: int, stop: Event, results: Any) -> None:
         way = draw.choice(ways)
         try:
             answer = way(path)
-            result = "zeros" if isinstance(answer, bytes) and answer and not answer.strip(b"\0") else "done"
-            if any(hidden in repr(answer).encode() for hidden in (SECRET, CLOSED)) or result == "zeros":
+            if is_hidden(answer):
                 leaked.append(f"{path}: {answer!r}")
-            if answer == OPEN:
-                result = "open"
+            result = "open" if answer == OPEN else "done"
         except OSError as error:
             result = errno.errorcode[error.errno or 0]
         seen[result] += 1
@@ -149,7 +168,7 @@ MAY_BE = {"done", "EINVAL", "EISDIR", "ELOOP", "ENODATA", "ENOENT", "ENOTDIR", "
 
 
 @pytest.mark.promise("PE-2")
-@pytest.mark.parametrize("arguments", [(), ("--mutable", "**")], ids=["immutable", "mutable"])
+@pytest.mark.parametrize("arguments", [(), ("--mutable", "**"), ("--read-only",)], ids=["", "mutable", "read-only"])
 def test_what_is_swapped_at_the_source_shows_a_user_nothing_that_is_not_theirs(
     mount: MakeMount,
     source: Path,
