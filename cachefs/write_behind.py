@@ -148,7 +148,7 @@ class WriteBehind:
         self.undone: Callable[[], None] = lambda: None
         """Called when what was appended could not be put on disk: nothing is to be built upon it."""
         self.committed: Callable[[], None] = lambda: None
-        """Called after each commit: there may be more room."""
+        """Called after each round of the task, when what is to go has been chosen."""
         self.make_room: Callable[[], None] = lambda: None
         """Called where data are evicted, when the policy has heard of a commit."""
 
@@ -239,6 +239,11 @@ class WriteBehind:
     def is_evicting(self) -> bool:
         """Something has yet to go."""
         return bool(self._evicting)
+
+    @property
+    def may_have_room_soon(self) -> bool:
+        """Something has yet to go, or the policy has yet to hear of it."""
+        return bool(self._evicting or self._filled)
 
     # --- trouble ---------------------------------------------------------------------------------------------------
 
@@ -371,10 +376,7 @@ class WriteBehind:
         self._metrics.skipped_admissions += commit.unclaimed
         self._freed.extend((commit.transaction, extent) for extent in (*commit.rejected, *commit.freed))
         await self._account()
-        self._follow_up()
-        if self._eviction is not None:
-            self._eviction.committed(commit.indexed)
-        self.make_room()
+        self._follow_up(commit.indexed)
 
     async def _account(self) -> None:
         """Give back what can be, and account for the rest."""
@@ -392,9 +394,14 @@ class WriteBehind:
 
         await trio.to_thread.run_sync(account, limiter=self._thread)
 
-    def _follow_up(self) -> None:
+    def _follow_up(self, indexed: Iterable[tuple[int, int]] | None = None) -> None:
+        """`indexed`: what a commit has put into the index, (inode, file offset). None: there was no commit."""
         self._stored_bytes = self._index.totals.blob_bytes
         self._committing_bytes = 0
+        if indexed is not None:
+            if self._eviction is not None:
+                self._eviction.committed(indexed)
+            self.make_room()
         self._hurried = self._hurried and bool(self._evicting)
         self.committed()
 

@@ -143,7 +143,8 @@ class FastPathHost:
         self._nursery = nursery
         self._young = young
         # state
-        self._wants_room = False
+        self._room_wanted: int | None = None
+        """The number of the request for room that waits for an answer."""
         self._young_dropped: set[int] = set()
         """Places of entries that are done with, behind one that is not."""
         self._first_slab = blob.frontier
@@ -275,7 +276,7 @@ class FastPathHost:
             self._data.writes.refused(OSError(a, os.strerror(a)))
             self.refresh()
         elif message is Message.ROOM:
-            self._wants_room = True
+            self._room_wanted = a
             self._data.accessed(self._held.shared.accesses(self._seen))
             self._data.make_room(urgent=True)
         elif message is Message.IN_DOUBT:
@@ -293,9 +294,9 @@ class FastPathHost:
 
     def _committed(self) -> None:
         self.refresh()
-        if self._wants_room and not self._data.writes.is_evicting:
-            self._wants_room = False
-            self._fastpath.send(Message.ROOM)
+        if self._room_wanted is not None and not self._data.writes.may_have_room_soon:
+            self._fastpath.send(Message.ROOM, self._room_wanted)
+            self._room_wanted = None
 
     def _settled(self, report: int) -> None:
         self.refresh()  # before the number: what is settled must be counted by then

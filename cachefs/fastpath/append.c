@@ -40,6 +40,7 @@ struct appender {
     uint64_t granted;          /* offset of a slab that was granted and not begun, UINT64_MAX: none */
     bool asked, daemon_gone, idle, writing, tell_again;
     uint64_t settled_seen;
+    uint64_t room_asked, room_answered; /* requests for room, numbered */
     struct unsettled { uint64_t report, bytes; } unsettled[MAX_UNSETTLED];
     uint32_t unsettled_first, unsettled_count;
     uint64_t unsettled_bytes;
@@ -133,9 +134,11 @@ void append_daemon_gone(struct appender *appender)
     pthread_mutex_unlock(&appender->lock);
 }
 
-void append_room(struct appender *appender)
+void append_room(struct appender *appender, uint64_t answered)
 {
     pthread_mutex_lock(&appender->lock);
+    if (answered <= appender->room_asked)
+        appender->room_answered = answered;
     pthread_cond_broadcast(&appender->changed);
     pthread_mutex_unlock(&appender->lock);
 }
@@ -254,7 +257,7 @@ static void finish_batch(struct appender *appender, bool good)
     pthread_mutex_unlock(&appender->lock);
 }
 
-/* The daemon evicts what its policy says. False: it has not, for so long that nobody should wait for it. */
+/* The daemon evicts what its policy gives away. False: that is not enough, or takes so long that nobody should wait. */
 static bool wait_for_room(struct appender *appender, uint64_t bytes)
 {
     if (appender->batch_count)
@@ -264,8 +267,9 @@ static bool wait_for_room(struct appender *appender, uint64_t bytes)
     pthread_mutex_lock(&appender->lock);
     bool room = has_room_locked(appender, bytes, 0), waited = false;
     if (!room && !appender->daemon_gone)
-        control_send(appender->control, CONTROL_ROOM, 0, 0, NULL, 0);
-    while (!room && !waited && !appender->daemon_gone && bytes <= appender->shared->capacity_bytes) {
+        control_send(appender->control, CONTROL_ROOM, ++appender->room_asked, 0, NULL, 0);
+    while (!room && !waited && !appender->daemon_gone && appender->room_answered != appender->room_asked &&
+           bytes <= appender->shared->capacity_bytes) {
         waited = pthread_cond_timedwait(&appender->changed, &appender->lock, &deadline);
         room = has_room_locked(appender, bytes, 0);
     }

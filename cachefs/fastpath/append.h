@@ -37,8 +37,8 @@ bool append_admits(struct appender *appender, uint32_t length, bool ahead);
 bool append_queue(struct appender *appender, struct fetch *fetch);
 
 void append_slab(struct appender *appender, uint64_t offset);
-/* The daemon has evicted something. */
-void append_room(struct appender *appender);
+/* The daemon has evicted all that its policy gives away, for the request for room of this number. */
+void append_room(struct appender *appender, uint64_t answered);
 /* A daemon is there, the same one or the next: it can be asked for slabs. */
 void append_attached(struct appender *appender, bool same);
 void append_daemon_gone(struct appender *appender);

@@ -156,7 +156,7 @@ static bool receive(struct control_socket *control)
     } else if (head.type == CONTROL_SLAB) {
         fill_slab(control->fastpath->fill, head.a);
     } else if (head.type == CONTROL_ROOM) {
-        fill_room(control->fastpath->fill);
+        fill_room(control->fastpath->fill, head.a);
     } else if (head.type == CONTROL_WISH && control->fastpath->fill) {
         fill_wish(control->fastpath->fill, wishes, ((size_t)length - sizeof head) / sizeof *wishes);
     }

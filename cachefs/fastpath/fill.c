@@ -227,10 +227,10 @@ void fill_slab(struct fill *fill, uint64_t offset)
         append_slab(fill->appender, offset);
 }
 
-void fill_room(struct fill *fill)
+void fill_room(struct fill *fill, uint64_t answered)
 {
     if (fill)
-        append_room(fill->appender);
+        append_room(fill->appender, answered);
 }
 
 void fill_attached(struct fill *fill, bool same)

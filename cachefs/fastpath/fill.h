@@ -23,8 +23,8 @@ enum outcome fill_read(struct worker *worker, const struct inode_record *record,
 bool fill_interrupt(struct fill *fill, uint64_t unique);
 /* The daemon grants a slab of the blob: from `offset` to the end of it we are the only writer. */
 void fill_slab(struct fill *fill, uint64_t offset);
-/* The daemon has evicted something. */
-void fill_room(struct fill *fill);
+/* The daemon has evicted all that its policy gives away, for the request for room of this number. */
+void fill_room(struct fill *fill, uint64_t answered);
 /* What the daemon would like to have fetched, when no reader minds. */
 void fill_wish(struct fill *fill, const struct wish *wishes, size_t count);
 void fill_attached(struct fill *fill, bool same);

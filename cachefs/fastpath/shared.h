@@ -153,7 +153,7 @@ enum control_type {
     CONTROL_FILLED = 7,   /* fast path → daemon: an array of struct filled */
     CONTROL_CORRUPT = 8,  /* fast path → daemon: of inode a, offset b, the record at the blob offset that follows */
     CONTROL_REFUSED = 9,  /* fast path → daemon: the blob cannot be written, errno a */
-    CONTROL_ROOM = 10,    /* fast path → daemon: a record has none; and back: there may be */
+    CONTROL_ROOM = 10,    /* fast path → daemon: a record has none, a: number; and back: what can go has gone, a: the same */
     CONTROL_WISH = 11,    /* daemon → fast path: an array of struct wish, to be fetched when nobody minds */
     CONTROL_TOLD = 12,    /* fast path → daemon: all that an earlier daemon granted has been reported, and is not written to */
     CONTROL_SOURCE = 13,  /* daemon → fast path: it was mounted anew; descriptor: its root */

@@ -130,6 +130,19 @@ def test_directories_that_are_done_make_room(mount: MakeMount, dataset: tuple[Pa
     assert misses(m, directories[-1]) == 0 and m.ops() == before
 
 
+@pytest.mark.promise("CL-5")
+def test_what_no_room_is_made_for_does_not_wait_for_it(
+    mount: MakeMount, dataset: tuple[Path, list[Path], list[int]]
+) -> None:
+    """A cache of half a directory that is in use: the policy gives nothing away. Each record waited two seconds."""
+    source, paths, sizes = dataset
+    m = mount(source, "--read-only", "--retention", "retire", "--cache-size", sum(sizes) // 20)
+    for path in paths:
+        if path.parts[0] == "d0":
+            read_past_the_page_cache(m.path / path)
+    assert m.flush()["evictions"] == 0 and m.status()["skipped_admissions"] > 0
+
+
 def test_an_unknown_policy_is_one_clear_line(source: Path, tmp_path: Path) -> None:
     done = cachefs("mount", source, tmp_path / "mnt", "--retention", "opt", check=False)
     assert done.returncode == 2 and "'opt' is not one of 'no-replacement', 'lru', 'fifo', 'retire'" in done.stderr
