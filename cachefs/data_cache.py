@@ -26,6 +26,7 @@ from cachefs.eviction import Eviction, Victim
 from cachefs.index import Index
 from cachefs.metrics import Metrics
 from cachefs.options import CacheLevel, Options
+from cachefs.threads import is_refused
 from cachefs.write_behind import Pending, WriteBehind
 from policies.admission import Capacity
 from policies.prefetch.sequential import CHUNK_BYTES
@@ -134,7 +135,13 @@ class DataCache:
             pass
         except OSError as error:
             log.debug("no RWF_NOWAIT here: %s", error)
-        data = await trio.to_thread.run_sync(partial(self._blob.read, extent, start, length), limiter=self._threads)
+        read = partial(self._blob.read, extent, start, length)
+        try:
+            data = await trio.to_thread.run_sync(read, limiter=self._threads)
+        except RuntimeError as error:
+            if not is_refused(error):
+                raise
+            data = read()  # others wait for the disk of the cache as well, but nobody for a thread that may never come
         self._metrics.disk_bytes += len(data)
         return data
 

@@ -8,6 +8,7 @@ notices when the source is back. A hit never comes here.
 Slots are shared by owner (shares.py): what one user is blocked in blocks no other. A call that several users wait for
 waits in the queue of each of them, and takes the first slot that one of them gets. A file that another process holds a
 lease on cannot be opened yet (`Busy`): the call gives its slot back, pauses, and is made again until its deadline.
+A call for which the machine refuses a thread does the same.
 
 A question that hangs is asked once. `question` says what a call asks, such as the attributes of one name. While a call
 that was abandoned has not returned, others that ask the same wait for its return, without a slot, and are made then. So
@@ -43,6 +44,7 @@ from cachefs import shares
 from cachefs.errors import Busy
 from cachefs.shares import Shares
 from cachefs.source import may_be_lost
+from cachefs.threads import is_refused
 
 T = TypeVar("T")
 
@@ -313,13 +315,25 @@ class SourceSlots:
                     del self._waiting[owner]
 
     def _begin(self, call: Call[Any]) -> None:
+        # The one that was idle last: its stack and its memory are still in the processor's caches.
+        worker = self._idle.pop() if self._idle else self._new_worker()
+        if worker is None:
+            self._pause(call)
+            return
         if not call.probe:
             self._shares.take(call.owner)
         call.running = True
         self._running[call] = None
-        # The one that was idle last: its stack and its memory are still in the processor's caches.
-        worker = self._idle.pop() if self._idle else _Worker(self._token, self._returned)
         worker.begin(call)
+
+    def _new_worker(self) -> "_Worker | None":
+        """None: the machine refuses a thread."""
+        try:
+            return _Worker(self._token, self._returned)
+        except RuntimeError as error:
+            if not is_refused(error):
+                raise
+            return None
 
     def _returned(self, worker: "_Worker", call: Call[Any], answer: outcome.Outcome[Any]) -> None:
         self._idle.append(worker)

@@ -25,6 +25,7 @@ from cachefs.index import Commit, Index
 from cachefs.metrics import Metrics
 from cachefs.options import MIB
 from cachefs.space import Space
+from cachefs.threads import in_thread
 
 log = logging.getLogger(__name__)
 
@@ -138,6 +139,7 @@ class WriteBehind:
         """Set at the end of a round of the task; then there is another."""
         self._rounds = 0
         self._thread = trio.CapacityLimiter(1)
+        self._committing = False
         self._urgent = 0
         """How many wait for what there is to be written."""
         index.on_dirty = self.wake
@@ -282,7 +284,11 @@ class WriteBehind:
                 await self._full.wait()
             self._wake = trio.Event()
             self._full = trio.Event()
-            await self._commit()
+            self._committing = True
+            try:
+                await self._commit()
+            finally:
+                self._committing = False
             if self._queue or self._filled or self._index.dirty or self._dropped:
                 self.wake()
             elif self._freed:
@@ -298,8 +304,9 @@ class WriteBehind:
 
     @property
     def is_idle(self) -> bool:
-        """There is nothing to be written, and nothing to be given back."""
-        return not (self._queue or self._filled or self._index.dirty or self._dropped or self._freed)
+        """There is nothing to be written, nothing is being written, and there is nothing to be given back."""
+        waiting = self._queue or self._filled or self._index.dirty or self._dropped or self._freed
+        return not (self._committing or waiting)
 
     async def flush(self, timeout_s: float = 60.0) -> bool:
         """Everything, on disk and in the index, when nothing more comes. False if that could not be had."""
@@ -341,12 +348,13 @@ class WriteBehind:
         batch = self._index.take_dirty(BATCH_KEYS, first)
         dropped = list(self._dropped)
         if not (units or filled or batch or dropped):
+            self._index.available = True  # what comes next tries
             await self._account()
             self._follow_up()
             return
         try:
             write = partial(self._write, units, filled, batch, dropped)
-            commit, refused = await trio.to_thread.run_sync(write, limiter=self._thread)
+            commit, refused = await in_thread(write, limiter=self._thread)
         except Exception as error:
             if not isinstance(error, IndexUnavailable):
                 log.exception("bug in write-behind; the batch is not cached")
@@ -360,6 +368,7 @@ class WriteBehind:
             self._metrics.skipped_admissions += len(units)
             self._end_round()
             await trio.sleep(1.0)
+            self.wake()
             return
         self._index.available = True
         if refused is not None:
@@ -392,7 +401,7 @@ class WriteBehind:
             written = self._index.totals.blob_bytes + filled_bytes + sum(e.record_bytes for _, e in self._freed)
             self._quietly(partial(self.space.measure, written, [extent for _, extent in self._freed]))
 
-        await trio.to_thread.run_sync(account, limiter=self._thread)
+        await in_thread(account, limiter=self._thread)
 
     def _follow_up(self, indexed: Iterable[tuple[int, int]] | None = None) -> None:
         """`indexed`: what a commit has put into the index, (inode, file offset). None: there was no commit."""

@@ -29,6 +29,7 @@ from cachefs.errors import CacheFsError
 from cachefs.index import Index
 from cachefs.slots import SourceSlots
 from cachefs.source import Source, may_be_lost
+from cachefs.threads import in_thread
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -217,5 +218,5 @@ class SourceConnection:
         self._limiters = {number: limiter for number, limiter in self._limiters.items() if limiter.borrowed_tokens}
         limiter = self._limiters.setdefault(mount, trio.CapacityLimiter(MAX_THREADS))
         with trio.move_on_after(min(TIMEOUT_S, self._slots.timeout_s)):
-            return await trio.to_thread.run_sync(function, abandon_on_cancel=True, limiter=limiter)
+            return await in_thread(function, abandon_on_cancel=True, limiter=limiter)
         raise TimeoutError(errno.ETIMEDOUT, os.strerror(errno.ETIMEDOUT))

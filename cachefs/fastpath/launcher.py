@@ -9,7 +9,9 @@ lives on. When the daemon is killed the fast path holds the same things, and han
 import array
 import contextlib
 import enum
+import errno
 import logging
+import math
 import os
 import select
 import signal
@@ -17,9 +19,10 @@ import socket
 import struct
 import subprocess
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 import trio
 
@@ -28,9 +31,11 @@ from cachefs.errors import CacheFsError
 from cachefs.fastpath.shared import OtherVersion, Shared
 from cachefs.private_files import bind_socket, opener
 from cachefs.syscalls import pidfd_getfd
+from cachefs.threads import is_refused
 from cachefs.unix_socket import socket_address
 from cachefs.write_behind import Filled
 
+T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 PROGRAM = Path(__file__).parent / "cachefs-fastpath"
@@ -44,6 +49,10 @@ _MAX_PAUSE_S = 5.0
 _HANDOVER_TIMEOUT_S = 2.0  # a socket that only the descriptor store holds accepts, and never answers
 _STOP_TIMEOUT_S = 15.0
 _LOOK_S = 0.5
+_SHORTAGES = frozenset({errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ETOOMANYREFS})
+"""What a machine answers that has no process, memory or descriptor to give at the moment."""
+_SHORTAGE_PAUSE_S = 0.1
+_PATIENCE_S = 10.0
 
 
 class Message(enum.IntEnum):
@@ -318,11 +327,19 @@ class FastPath:
 
         The new one starts first and waits. If any process is killed meanwhile, another one still holds the mount.
         """
-        pidfd, before = self._open_process(), self._pid
+        before = self._pid
+
+        async def open_process() -> int | None:
+            return self._open_process()
+
+        async def spawn() -> None:
+            self._spawn(after=before)
+
+        pidfd = await self._until_granted(open_process, patient=False)
         if pidfd is None:
             return
         try:
-            self._spawn(after=before)
+            await self._until_granted(spawn, patient=False)
             for number in (signal.SIGTERM, signal.SIGKILL):
                 with contextlib.suppress(ProcessLookupError):
                     signal.pidfd_send_signal(pidfd, number)
@@ -359,16 +376,14 @@ class FastPath:
         told = False
         while not self._stopping and not is_unmounted(self._held.device):
             started = trio.current_time()
-            pidfd = self._open_process()
+            pidfd = await self._until_granted(self._running_process, patient=told)
             if pidfd is None:
-                await trio.to_thread.run_sync(self._end_others)
-                self._spawn()
-                pidfd = os.pidfd_open(self._pid)  # our child: there until it is waited for
+                break
             try:
                 async with trio.open_nursery() as nursery:
                     nursery.start_soon(self._until_death, pidfd, nursery.cancel_scope)
                     try:
-                        await self._attach()
+                        await self._until_granted(self._attach, patient=True)
                         if not told:
                             told = True
                             task_status.started()
@@ -391,6 +406,40 @@ class FastPath:
             pause_s = 0.0 if killed or lived > _SETTLED_S else min(max(0.05, 2 * pause_s), _MAX_PAUSE_S)
             await trio.sleep(pause_s)
         return told
+
+    async def _running_process(self) -> int:
+        """A pidfd of the program, which is started if none runs."""
+        pidfd = self._open_process()
+        if pidfd is None:
+            try:
+                await trio.to_thread.run_sync(self._end_others)
+            except RuntimeError as error:
+                if not is_refused(error):
+                    raise
+                raise OSError(errno.EAGAIN, str(error)) from error
+            self._spawn()
+            pidfd = os.pidfd_open(self._pid)  # our child: there until it is waited for
+        return pidfd
+
+    async def _until_granted(self, attempt: Callable[[], Awaitable[T]], *, patient: bool) -> T | None:
+        """Try until the machine has what that needs: a process, descriptors, memory. None: the mount has ended before.
+
+        `patient`: for as long as the mount lives, which does not end for that. Else the error is raised after a while.
+        """
+        give_up_at = trio.current_time() + (math.inf if patient else _PATIENCE_S)
+        said = False
+        while True:
+            try:
+                return await attempt()
+            except OSError as error:
+                if error.errno not in _SHORTAGES or trio.current_time() >= give_up_at:
+                    raise
+                if not said:
+                    log.warning("the fast path cannot be started or reached, trying again: %s", error.strerror)
+                    said = True
+            await trio.sleep(_SHORTAGE_PAUSE_S)
+            if self._stopping or is_unmounted(self._held.device):
+                return None
 
     def _end_others(self) -> None:
         """Two on the same memory would answer the same requests. One that was stopped does not end with its daemon."""
@@ -430,6 +479,9 @@ class FastPath:
         scope.cancel()
 
     async def _attach(self) -> None:
+        if self._connection is not None:  # of an attempt for which the machine had not all that it needs
+            self._connection.close()
+            self._connection = None
         self._connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._connection.setblocking(False)
         while True:
