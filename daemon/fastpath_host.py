@@ -16,6 +16,7 @@ import trio
 
 from cachefs.blob import Blob
 from cachefs.cache_directory import OpenedIndex
+from cachefs.clock import TIME_OF_DAY
 from cachefs.data_cache import DataCache
 from cachefs.fastpath import launcher
 from cachefs.fastpath.in_doubt import touched
@@ -288,9 +289,10 @@ class FastPathHost:
         self._fastpath.send(Message.SLAB, self._blob.grant())
 
     def refresh(self) -> None:
-        """Tell the fast path how much is cached, and how much may be."""
+        """Tell the fast path how much is cached, how much may be, and what time it is."""
         self._held.shared["committed_bytes"] = self._index.totals.blob_bytes
         self._held.shared["capacity_bytes"] = self._data.admission_bytes
+        self._held.shared["clock_offset_ns"] = TIME_OF_DAY.offset_ns
 
     def _committed(self) -> None:
         self.refresh()

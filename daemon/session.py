@@ -28,9 +28,11 @@ from rich.filesize import decimal
 import cachefs
 from cachefs import hand_over, places
 from cachefs.age import SETTLE_NS
+from cachefs.attributes import NANOSECONDS
 from cachefs.blob import Blob
 from cachefs.cache_directory import CacheDirectory, OpenedIndex
 from cachefs.claims import Claim, Taken
+from cachefs.clock import TIME_OF_DAY
 from cachefs.errors import CacheFsError, IndexUnavailable
 from cachefs.fastpath import launcher
 from cachefs.fastpath.launcher import Inheritance
@@ -74,6 +76,7 @@ T = TypeVar("T")
 MIN_IDLE_REQUESTS = 16
 CLAIM_PATIENCE_S = 10.0
 CLAIM_POLL_S = 0.05
+CLOCK_CHECK_S = 1.0
 READER_CHECK_S = 60.0
 FLUSH_TIMEOUT_S = 60.0
 LAST_CALLS_S = 3.0
@@ -366,7 +369,7 @@ class Session:
         nursery.start_soon(_forever, parts.slots.watch)
         with opened.index.view() as view:
             root = metadata.inode(view, pyfuse3.ROOT_INODE)
-        began_ns = time.time_ns()
+        began_ns = source.clock.realtime_ns()
         now = await parts.slots.run(partial(source.lstat, ROOT)) if root is None else None
         with opened.index.update() as update:
             if not self._took_over:
@@ -425,7 +428,15 @@ class Session:
             if self.config.metrics is not None:
                 await self._serve_metrics(nursery, self.config.metrics, commands, must=not self._took_over)
             nursery.start_soon(files.reopen, restored)
-            for task in (connection.run, writes.run, hints.run, parts.young.run, self._check_readers, self._drain):
+            for task in (
+                connection.run,
+                writes.run,
+                hints.run,
+                parts.young.run,
+                self._check_readers,
+                self._drain,
+                _watch_clock,
+            ):
                 nursery.start_soon(_forever, task)
             if parts.limit is not None:
                 data.on_accessed.append(parts.limit.accessed)
@@ -669,6 +680,22 @@ class Session:
         index = self._parts.opened.index
         index.durable.lmdb.reader_check()
         index.session.lmdb.reader_check()
+
+
+async def _watch_clock() -> None:
+    """Say so where the clock was set forward: files count as young for so much longer."""
+    said_ns = 0
+    while True:
+        ahead_ns = TIME_OF_DAY.ahead_ns()
+        if abs(ahead_ns - said_ns) > SETTLE_NS:
+            said_ns = ahead_ns
+            if ahead_ns > SETTLE_NS:
+                log.warning(
+                    "the clock was set forward by %.0f s: until `cachefs restart` files count as so much younger, "
+                    "and are not cached before they are old enough",
+                    ahead_ns / NANOSECONDS,
+                )
+        await trio.sleep(CLOCK_CHECK_S)
 
 
 async def _forever(task: Callable[[], Awaitable[None]]) -> None:

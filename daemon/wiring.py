@@ -1,6 +1,5 @@
 """The filesystem's objects and what each of them is given."""
 
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -9,6 +8,7 @@ import trio
 
 from cachefs.blob import Blob
 from cachefs.cache_directory import OpenedIndex
+from cachefs.clock import boot_time_ns
 from cachefs.contents import Contents
 from cachefs.data_cache import DataCache
 from cachefs.directories import Directories
@@ -35,10 +35,6 @@ SOURCE_SLOTS = 64
 RESERVED_SOURCE_SLOTS = 64
 _FIRST_HANDLE = 1 << 62
 """Handles of earlier versions are below. Each daemon's begin at the time of its start: that needs no record of them."""
-
-
-def boot_time_ns() -> int:
-    return time.clock_gettime_ns(time.CLOCK_BOOTTIME)
 
 
 @dataclass(frozen=True, slots=True)

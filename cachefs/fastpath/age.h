@@ -16,13 +16,26 @@ static inline int64_t settle_ns(const struct shared *shared)
     return shared->settle_ns && shared->settle_ns < SETTLE_NS ? (int64_t)shared->settle_ns : SETTLE_NS;
 }
 
+static inline int64_t read_clock_ns(clockid_t clock)
+{
+    struct timespec now;
+    clock_gettime(clock, &now);
+    return (int64_t)now.tv_sec * 1000000000 + now.tv_nsec;
+}
+
+/* The time of day, but for what the clock was set forward since the daemon started (clock.py says why). */
+static inline int64_t believed_time_ns(const struct shared *shared)
+{
+    int64_t now = read_clock_ns(CLOCK_REALTIME), offset = (int64_t)shared->clock_offset_ns;
+    int64_t steady = read_clock_ns(CLOCK_BOOTTIME) + offset;
+    return offset && steady < now ? steady : now;
+}
+
 /* How long until the file is old enough; 0 if it is. */
 static inline int64_t until_old_ns(const struct shared *shared, const struct inode_record *record)
 {
-    struct timespec now;
-    clock_gettime(CLOCK_REALTIME, &now);
     int64_t changed = record->mtime_ns > record->ctime_ns ? record->mtime_ns : record->ctime_ns;
-    int64_t old = (int64_t)now.tv_sec * 1000000000 + now.tv_nsec - settle_ns(shared);
+    int64_t old = believed_time_ns(shared) - settle_ns(shared);
     return changed > old ? changed - old : 0; /* times of the index may be as far away as INT64_MIN and INT64_MAX */
 }
 

@@ -56,7 +56,7 @@ struct appender {
 static struct timespec after_ns(uint64_t ns)
 {
     struct timespec moment;
-    clock_gettime(CLOCK_REALTIME, &moment);
+    clock_gettime(CLOCK_MONOTONIC, &moment); /* as `changed` does: nobody can set it */
     ns += (uint64_t)moment.tv_nsec;
     return (struct timespec){.tv_sec = moment.tv_sec + (time_t)(ns / SECOND_NS), .tv_nsec = (long)(ns % SECOND_NS)};
 }
@@ -443,7 +443,10 @@ struct appender *append_start(struct shared *shared, struct control_socket *cont
     appender->granted = UINT64_MAX;
     shared->pending_bytes = 0;
     pthread_mutex_init(&appender->lock, NULL);
-    pthread_cond_init(&appender->changed, NULL);
+    pthread_condattr_t attributes;
+    pthread_condattr_init(&attributes);
+    pthread_condattr_setclock(&attributes, CLOCK_MONOTONIC);
+    pthread_cond_init(&appender->changed, &attributes);
     if (!stage_open(&appender->stage, blob_fd) || pthread_create(&appender->thread, NULL, run, appender)) {
         free(appender);
         return NULL;

@@ -82,6 +82,7 @@ FIELDS = {
     "wishes_done": (824, "Q"),
     "wish_jobs": (832, "Q"),
     "settle_ns": (840, "Q"),
+    "clock_offset_ns": (848, "Q"),
     "young_written": (YOUNG_OFFSET, "Q"),
     "young_taken": (YOUNG_OFFSET + 8, "Q"),
 }
