@@ -18,7 +18,7 @@ tests = $(BIN)/python -m pytest -n $(AT_ONCE) --dist worksteal -m "not alone$(1)
 	$(BIN)/python -m pytest -m "alone$(1)" $(2)
 FUZZ_S    ?= 20
 
-.PHONY: demo test check fuzz stress crash posix ceph format bench clean
+.PHONY: demo test check fuzz stress soak crash posix ceph format bench clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.run
@@ -51,6 +51,12 @@ stress: $(VENV)/.dev
 	$(BIN)/python -m pytest tests/mount/test_space.py --sequences 30
 	$(BIN)/python -m pytest tests/mount/test_space.py --sequences 30 --no-fastpath
 	$(call tests,,tests/mount --no-fastpath)
+
+# Everything at once: make soak MINUTES=60 [SOAK_SOURCE=directory in which the source is made]
+MINUTES ?= 60
+soak: $(VENV)/.dev
+	scripts/build-fastpath
+	SOAK_SOURCE="$(SOAK_SOURCE)" $(BIN)/python -m pytest tests/soak -s --stress-seconds $$(($(MINUTES) * 60)) --timeout 0
 
 # 1,000 power cuts and 500 kills: a quarter of an hour.
 crash: $(VENV)/.dev

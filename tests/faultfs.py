@@ -10,7 +10,9 @@ while FAULTS/hang-write exists, WRITE does not;
 while FAULTS/enotconn exists, STATFS fails with ENOTCONN;
 while FAULTS/edquot exists, FLUSH fails with EDQUOT;
 while FAULTS/fsync exists, FSYNC and FSYNCDIR fail with EIO;
-while FAULTS/eio exists, READ of the file whose path it contains fails with EIO.
+while FAULTS/fails exists, each line of it, such as `read EIO d0/f00000`, says which operation (lookup, open, read or
+write) fails how for paths that end in this;
+while FAULTS/short exists, READ of paths that end in it returns half of what was asked for.
 """
 
 import errno
@@ -40,6 +42,16 @@ class FaultFs(pyfuse3.Operations):
         except FileNotFoundError:
             return False
 
+    def fail(self, operation: str, path: bytes) -> None:
+        try:
+            lines = (FAULTS / "fails").read_text().splitlines()
+        except FileNotFoundError:
+            return
+        for line in lines:
+            which, name, end = line.split(" ", 2)
+            if which == operation and path.endswith(end.encode()):
+                raise pyfuse3.FUSEError(getattr(errno, name))
+
     async def fault_of_all(self) -> None:
         while (FAULTS / "hang-all").exists():
             await trio.sleep(0.02)
@@ -61,6 +73,7 @@ class FaultFs(pyfuse3.Operations):
     async def lookup(self, parent_inode, name, ctx):
         path = self.paths[parent_inode] + b"/" + name
         await self.fault(path)
+        self.fail("lookup", path)
         try:
             return self.attributes(path)
         finally:
@@ -92,6 +105,7 @@ class FaultFs(pyfuse3.Operations):
 
     async def open(self, inode, flags, ctx):
         await self.fault(self.paths[inode])
+        self.fail("open", self.paths[inode])
         return pyfuse3.FileInfo(fh=os.open(self.paths[inode], flags), keep_cache=False)
 
     async def create(self, parent_inode, name, mode, flags, ctx):
@@ -108,10 +122,11 @@ class FaultFs(pyfuse3.Operations):
         self.attributes(new)
 
     async def read(self, fh, off, size):
-        await self.fault(os.readlink(f"/proc/self/fd/{fh}".encode()))
-        if (FAULTS / "eio").exists() and os.readlink(f"/proc/self/fd/{fh}").endswith((FAULTS / "eio").read_text()):
-            raise pyfuse3.FUSEError(errno.EIO)
-        return os.pread(fh, size, off)
+        path = os.readlink(f"/proc/self/fd/{fh}".encode())
+        await self.fault(path)
+        self.fail("read", path)
+        is_short = (FAULTS / "short").exists() and path.endswith((FAULTS / "short").read_bytes())
+        return os.pread(fh, size // 2 if is_short else size, off)
 
     async def readlink(self, inode, ctx):
         return os.readlink(self.paths[inode])
@@ -119,6 +134,7 @@ class FaultFs(pyfuse3.Operations):
     async def write(self, fh, off, buf):
         while (FAULTS / "hang-write").exists():
             await trio.sleep(0.02)
+        self.fail("write", os.readlink(f"/proc/self/fd/{fh}".encode()))
         return os.pwrite(fh, buf, off)
 
     async def flush(self, fh):

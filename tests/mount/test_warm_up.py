@@ -92,7 +92,7 @@ def test_a_list_of_paths(mount: MakeMount, source: Path, tmp_path: Path) -> None
 def test_what_cannot_be_read_is_named(mount: MakeMount, faulty: tuple[Path, Path]) -> None:
     place, faults = faulty
     m = mount(place, "--read-only")
-    (faults / "eio").write_text("d0/f00000")
+    (faults / "fails").write_text("read EIO d0/f00000")
     done = cachefs("warmup", m.path, check=False)
     assert done.returncode == 1 and "d0/f00000: Input/output error" in done.stderr
     assert "40 of 41 files cached (97.6 %)" in done.stdout
