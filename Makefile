@@ -9,6 +9,9 @@ SANITIZE  := -fsanitize=address,undefined -fno-sanitize-recover=undefined -fno-o
 SANITIZED := -k "not memory" \
              tests/mount/test_semantics.py tests/mount/test_damage.py tests/mount/test_fastpath.py \
              tests/mount/test_fastpath_hazards.py tests/mount/test_large_files.py
+THREADS   := -fsanitize=thread -fno-omit-frame-pointer -O1
+# Where memory lies is not left to chance: this sanitizer has a place of its own for what it notes.
+THREADED  := TSAN_OPTIONS=report_thread_leaks=0 setarch -R $(BIN)/python -m pytest
 PROMISES  := $(addprefix tests/mount/test_, semantics.py places.py posix.py own_changes.py comparisons.py contents.py \
              credentials.py writing_rights.py hazards.py warm_up.py damage.py numbers.py) \
              tests/security
@@ -18,13 +21,14 @@ tests = $(BIN)/python -m pytest -n $(AT_ONCE) --dist worksteal -m "not alone$(1)
 	$(BIN)/python -m pytest -m "alone$(1)" $(2)
 FUZZ_S    ?= 20
 
-.PHONY: demo test check fuzz stress soak crash posix ceph format bench clean
+.PHONY: demo test check fuzz stress soak soak-sanitized crash posix ceph format bench clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.run
 	$(BIN)/python -m benchmarks.demo
 
-# Everything with the fast path, the promises once more without it, and once more with a fast path that checks itself.
+# Everything with the fast path, the promises once more without it, and once more with a fast path that checks itself: its
+# memory, and what its threads share.
 # `make stress` has all the others without it.
 test: $(VENV)/.dev
 	scripts/build-fastpath
@@ -32,6 +36,8 @@ test: $(VENV)/.dev
 	$(call tests, and not slow,$(PROMISES) --no-fastpath)
 	scripts/build-fastpath $(SANITIZE)
 	{ $(call tests, and not slow,$(SANITIZED)); } || { scripts/build-fastpath; exit 1; }
+	scripts/build-fastpath $(THREADS)
+	$(THREADED) tests/mount/test_fastpath_hazards.py tests/soak || { scripts/build-fastpath; exit 1; }
 	scripts/build-fastpath
 	$(MAKE) fuzz
 
@@ -54,9 +60,18 @@ stress: $(VENV)/.dev
 
 # Everything at once: make soak MINUTES=60 [SOAK_SOURCE=directory in which the source is made]
 MINUTES ?= 60
+SOAK = tests/soak -s --stress-seconds $$(($(MINUTES) * 60)) --timeout 0
 soak: $(VENV)/.dev
 	scripts/build-fastpath
-	SOAK_SOURCE="$(SOAK_SOURCE)" $(BIN)/python -m pytest tests/soak -s --stress-seconds $$(($(MINUTES) * 60)) --timeout 0
+	SOAK_SOURCE="$(SOAK_SOURCE)" $(BIN)/python -m pytest $(SOAK)
+
+# The same with a fast path that checks itself.
+soak-sanitized: $(VENV)/.dev
+	scripts/build-fastpath $(SANITIZE)
+	$(BIN)/python -m pytest $(SOAK) || { scripts/build-fastpath; exit 1; }
+	scripts/build-fastpath $(THREADS)
+	$(THREADED) $(SOAK) || { scripts/build-fastpath; exit 1; }
+	scripts/build-fastpath
 
 # 1,000 power cuts and 500 kills: a quarter of an hour.
 crash: $(VENV)/.dev

@@ -38,7 +38,8 @@ struct appender {
     uint32_t queued_count;
     uint64_t next, end;        /* of the slab; equal: there is none */
     uint64_t granted;          /* offset of a slab that was granted and not begun, UINT64_MAX: none */
-    bool asked, daemon_gone, idle, writing, tell_again;
+    bool asked, idle, writing, tell_again;
+    _Atomic bool daemon_gone;  /* `tell` looks at it without the lock */
     uint64_t settled_seen;
     uint64_t room_asked, room_answered; /* requests for room, numbered */
     struct unsettled { uint64_t report, bytes; } unsettled[MAX_UNSETTLED];

@@ -19,8 +19,11 @@ static uint32_t caller_of(struct fastpath *fastpath, uint64_t unique)
 {
     for (uint32_t slot = 0; slot < SLOT_COUNT; slot++) {
         const struct slot_head *head = &fastpath->shared->slots[slot];
-        if (head->unique == unique && (head->word & 0xff) != SLOT_FREE)
-            return ((const struct fuse_in_header *)slot_data(&fastpath->relay, slot))->pid;
+        if (head->unique != unique || (head->word & 0xff) == SLOT_FREE)
+            continue;
+        uint32_t caller = head->caller;
+        if (head->unique == unique) /* else it is another request's by now */
+            return caller;
     }
     return relay_parked_caller(&fastpath->relay, unique);
 }

@@ -1,4 +1,5 @@
 #include <errno.h>
+#include <stdatomic.h>
 #include <string.h>
 
 #include "relay_parts.h"
@@ -82,14 +83,16 @@ void relay_ready_slot(struct relay *relay, uint32_t slot)
     /* A successor tells by the message itself whether one has arrived: nothing runs between its arrival and a kill. */
     struct slot_head *head = head_of(relay, slot);
     memset(slot_data(relay, slot), 0, sizeof(struct fuse_in_header));
-    head->unique = 0; /* an INTERRUPT of the last request would find the process of the next one */
+    /* An INTERRUPT of the last request would find the process of the next one. */
+    atomic_store_explicit(&head->unique, 0, memory_order_relaxed);
     head->length = head->parts = head->attempts = 0;
 }
 
 void relay_fill_slot(struct relay *relay, uint32_t slot, uint32_t length, uint64_t unique)
 {
     struct slot_head *head = head_of(relay, slot);
-    head->unique = unique;
+    atomic_store_explicit(&head->caller, ((const struct fuse_in_header *)slot_data(relay, slot))->pid, memory_order_relaxed);
+    atomic_store_explicit(&head->unique, unique, memory_order_release);
     head->length = length;
 }
 

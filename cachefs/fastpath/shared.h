@@ -73,11 +73,11 @@ struct young_files {
 
 struct slot_head {
     _Atomic uint64_t word;  /* generation << 8 | enum slot_state */
-    uint64_t unique;        /* the kernel's */
+    _Atomic uint64_t unique; /* the kernel's */
     uint32_t length;        /* of the request */
     uint32_t parts;         /* a READ that was passed on in this many pieces */
     uint32_t attempts;      /* how many fast paths died with it in hand */
-    uint32_t reserved;
+    _Atomic uint32_t caller; /* the process that waits for it; 0: it is of a version that did not say */
 };
 
 enum slot_state {
