@@ -345,7 +345,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--stress-seconds", type=int, default=0, help="how long each stress test lasts; 0: a short form")
     parser.addoption("--crash-points", type=int, default=40, help="how many power cuts tests/crash checks")
     parser.addoption("--kills", type=int, default=6, help="how many SIGKILLs tests/crash has its writers survive")
-    parser.addoption("--seed", type=int, default=0, help="of the stress tests; 0: a fresh one, which is printed")
+    parser.addoption("--seed", type=int, default=0, help="of what is drawn at random; 0: a fresh one, which is printed")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -353,6 +353,19 @@ def pytest_configure(config: pytest.Config) -> None:
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     Mount.no_fastpath = config.getoption("--no-fastpath")
+    config.option.seed = config.option.seed or random.SystemRandom().randrange(1, 1 << 32)
+
+
+def pytest_report_header(config: pytest.Config) -> str:
+    return f"drawn at random with --seed {config.option.seed}"
+
+
+@pytest.fixture
+def random_seed(pytestconfig: pytest.Config) -> int:
+    """Another one in each run of the tests; where a test fails it says which."""
+    seed: int = pytestconfig.option.seed
+    print(f"--seed {seed}")
+    return seed
 
 
 @pytest.hookimpl(tryfirst=True)

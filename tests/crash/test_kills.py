@@ -60,12 +60,10 @@ def test_a_part_of_a_file_is_followed_by_an_error_where_the_mount_is_gone(mount:
 @pytest.mark.slow
 @pytest.mark.promise("LC-2")
 def test_what_was_acknowledged_under_kills_is_at_the_source(
-    mount: MakeMount, tmp_path: Path, pytestconfig: pytest.Config
+    mount: MakeMount, tmp_path: Path, pytestconfig: pytest.Config, random_seed: int
 ) -> None:
     kills = pytestconfig.getoption("--kills")
-    seed = pytestconfig.getoption("--seed") or random.SystemRandom().randrange(1, 1 << 32)
-    print(f"--seed {seed}")
-    draw, source = random.Random(seed), tmp_path / "source"
+    draw, source = random.Random(random_seed), tmp_path / "source"
     paths = make_files(source, 100, (1, 100_000))
     expected = contents(source)
     settle()

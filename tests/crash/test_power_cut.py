@@ -134,14 +134,12 @@ def test_a_rebuild_that_was_cut_off_anywhere_leads_to_no_run_number_twice(
 @pytest.mark.promise("TE-2", "CH-19")
 @pytest.mark.parametrize("name", CAMPAIGNS)
 def test_a_power_cut_leaves_a_cache_that_mounts_and_serves_no_wrong_byte(
-    mount: MakeMount, tmp_path: Path, pytestconfig: pytest.Config, name: str
+    mount: MakeMount, tmp_path: Path, pytestconfig: pytest.Config, random_seed: int, name: str
 ) -> None:
     arguments, options = CAMPAIGNS[name]
     points = max(pytestconfig.getoption("--crash-points") // len(CAMPAIGNS), 1)
     mounts = max(points // POINTS_A_MOUNT, 1)
-    seed = pytestconfig.getoption("--seed") or random.SystemRandom().randrange(1, 1 << 32)
-    print(f"--seed {seed}")
-    draw = random.Random(seed)
+    draw = random.Random(random_seed)
     source, directory, written = tmp_path / "source", tmp_path / "recorded", tmp_path / "log"
     paths = make_files(source, 60, (1, 60_000))
     for number in range(2):
@@ -162,14 +160,14 @@ def test_a_power_cut_leaves_a_cache_that_mounts_and_serves_no_wrong_byte(
     began, lost = time.monotonic(), 0
     with in_process(source) as survivors:
         for number in range(points):
-            point = random.Random(f"{seed}-{number}")
+            point = random.Random(f"{random_seed}-{number}")
             moment, place = log.draw_moment(point), tmp_path / f"point{number}"
             place.mkdir()
             log.leave(moment, point, place / "cache")
             lost_index = point.random() < LOST_INDEX_SHARE
             lost += lost_index
             revalidate = point.choice([Revalidate.LAZY, Revalidate.NEVER])
-            where = f"--seed {seed}: point {number} of {name}, {moment} of {len(log)} entries, {revalidate}"
+            where = f"--seed {random_seed}: point {number} of {name}, {moment} of {len(log)} entries, {revalidate}"
             try:
                 survivors.check(place, replace(options, revalidate=revalidate), lost_index=lost_index)
             except BaseException as error:
@@ -178,7 +176,7 @@ def test_a_power_cut_leaves_a_cache_that_mounts_and_serves_no_wrong_byte(
             shutil.rmtree(place)
     assert survivors.hits > points, "what was left was never used"
     for number in range(mounts):
-        point = random.Random(f"{seed}-mounted-{number}")
+        point = random.Random(f"{random_seed}-mounted-{number}")
         place = tmp_path / f"mounted{number}"
         moment = log.draw_moment(point)
         log.leave(moment, point, place)

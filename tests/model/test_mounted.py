@@ -1,8 +1,9 @@
 """Real mounts against the reference.
 
-MODEL_RUNS, MODEL_STEPS: how much; with MODEL_RUNS the runs are drawn anew each time. MODEL_WAITS: the three times that
-may pass, in seconds (machine.py). To see what the machine finds in another cachefs: MODEL_PROGRAM, its command line;
-MODEL_ANY_ERROR: errors do not count, so that it finds wrong bytes and names; MODEL_NO_SHRINK: the first find will do.
+MODEL_RUNS, MODEL_STEPS: how much. MODEL_WAITS: the three times that may pass, in seconds (machine.py).
+
+To see what the machine finds in another cachefs: MODEL_PROGRAM, its command line; MODEL_ANY_ERROR: errors do not count,
+so that it finds wrong bytes and names; MODEL_NO_SHRINK: the first find will do.
 """
 
 import os
@@ -10,7 +11,7 @@ import shlex
 from dataclasses import replace
 
 import pytest
-from hypothesis import HealthCheck, Phase, settings
+from hypothesis import HealthCheck, Phase, seed, settings
 from hypothesis.stateful import run_state_machine_as_test
 
 from cachefs.options import Options
@@ -55,12 +56,11 @@ def machine_for(mode: str) -> type[Machine]:
 
 
 @pytest.mark.parametrize("mode", OPTIONS)
-def test_a_mount_shows_what_the_reference_allows(mode: str) -> None:
+def test_a_mount_shows_what_the_reference_allows(mode: str, random_seed: int) -> None:
     run_state_machine_as_test(
-        machine_for(mode),
+        seed(random_seed)(machine_for(mode)),
         settings=settings(
             max_examples=RUNS,
-            derandomize="MODEL_RUNS" not in os.environ,
             stateful_step_count=STEPS,
             report_multiple_bugs=False,
             suppress_health_check=list(HealthCheck),

@@ -70,14 +70,12 @@ def kill(m: Mount, draw: random.Random) -> str:
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", MODES)
 def test_readers_get_one_version_of_the_right_file(
-    mount: MakeMount, tmp_path: Path, pytestconfig: pytest.Config, mode: str
+    mount: MakeMount, tmp_path: Path, pytestconfig: pytest.Config, random_seed: int, mode: str
 ) -> None:
     seconds = pytestconfig.getoption("--stress-seconds")
     if not seconds:
         pytest.skip("a stress test: make stress, or --stress-seconds")
-    seed = pytestconfig.getoption("--seed") or random.SystemRandom().randrange(1 << 32)
-    print(f"--seed {seed}")
-    draw = random.Random(seed)
+    draw = random.Random(random_seed)
     for parent in (tmp_path, *tmp_path.parents):  # the readers are strangers
         if parent.stat().st_uid == os.geteuid() and not parent.stat().st_mode & 0o001:
             parent.chmod(parent.stat().st_mode | 0o011)
@@ -85,7 +83,7 @@ def test_readers_get_one_version_of_the_right_file(
     source.mkdir()
     logs.mkdir(mode=0o777)
     logs.chmod(0o777)
-    changer = hostile.Changer(source, hostile.Log(logs / "source"), seed)
+    changer = hostile.Changer(source, hostile.Log(logs / "source"), random_seed)
     changer.build()
     changer.log.flush()
     settle()
@@ -94,9 +92,11 @@ def test_readers_get_one_version_of_the_right_file(
     processes = [hostile.start(hostile.change_source, changer, stop, 0.03)]
     changer.log.close()
     if mode != "read-only":
-        processes.append(hostile.start(hostile.change_through, m.path, logs / "through", seed, stop))
+        processes.append(hostile.start(hostile.change_through, m.path, logs / "through", random_seed, stop))
     read_logs = [logs / f"reader{number}" for number in range(READERS)]
-    processes += [hostile.start(hostile.read_mount, m.path, log, seed + i, stop) for i, log in enumerate(read_logs)]
+    processes += [
+        hostile.start(hostile.read_mount, m.path, log, random_seed + i, stop) for i, log in enumerate(read_logs)
+    ]
     dead: list[tuple[float, float]] = []
     done: Counter[str] = Counter()
     try:
@@ -123,7 +123,7 @@ def test_readers_get_one_version_of_the_right_file(
     for _ in range(3):
         m.drop_caches()
         stop.clear()
-        again = [hostile.start(hostile.read_mount, m.path, log, seed + 9, stop) for log in read_logs]
+        again = [hostile.start(hostile.read_mount, m.path, log, random_seed + 9, stop) for log in read_logs]
         time.sleep(1)
         stop.set()
         for process in again:

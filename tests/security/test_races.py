@@ -174,12 +174,10 @@ def test_what_is_swapped_at_the_source_shows_a_user_nothing_that_is_not_theirs(
     source: Path,
     tmp_path: Path,
     arguments: tuple[str, ...],
-    pytestconfig: pytest.Config,
+    random_seed: int,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    seed = pytestconfig.getoption("--seed") or random.randrange(1, 1 << 32)
     races = int(os.environ.get("RACES", "2000"))
-    print(f"--seed {seed}")
     os.umask(0o022)
     make_racers(source, tmp_path / "outside")
     m = mount(source, "--allow-other", *arguments)
@@ -188,8 +186,8 @@ def test_what_is_swapped_at_the_source_shows_a_user_nothing_that_is_not_theirs(
     (tmp_path / "outside").chmod(0o700)
     swaps, looks = fork.Queue(), fork.Queue()
     stop = fork.Event()
-    writer = fork.Process(target=swap, args=(source, races, seed, stop, swaps))
-    reader = fork.Process(target=look, args=(m.path / "top", seed + 1, stop, looks))
+    writer = fork.Process(target=swap, args=(source, races, random_seed, stop, swaps))
+    reader = fork.Process(target=look, args=(m.path / "top", random_seed + 1, stop, looks))
     for process in (writer, reader):
         process.start()
     try:
@@ -207,7 +205,7 @@ def test_what_is_swapped_at_the_source_shows_a_user_nothing_that_is_not_theirs(
             told, seen, leaked = looks.get(timeout=HUNG_S)
         assert not leaked
         with capsys.disabled():
-            print(f"\n--seed {seed}: {done} swaps, {dict(sorted(seen.items()))}")
+            print(f"\n--seed {random_seed}: {done} swaps, {dict(sorted(seen.items()))}")
     finally:
         for process in (writer, reader):
             process.join(1)

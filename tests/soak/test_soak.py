@@ -103,12 +103,10 @@ class Operator:
 
 
 @pytest.mark.promise("TE-1", "TE-2", "LC-2", "LC-3", "LC-4")
-def test_soak(mount: MakeMount, tmp_path: Path, pytestconfig: pytest.Config) -> None:
+def test_soak(mount: MakeMount, tmp_path: Path, pytestconfig: pytest.Config, random_seed: int) -> None:
     seconds = pytestconfig.getoption("--stress-seconds") or SHORT_S
-    seed = pytestconfig.getoption("--seed") or random.SystemRandom().randrange(1 << 32)
-    print(f"--seed {seed}")
     with TemporaryDirectory(dir=os.environ.get("SOAK_SOURCE") or None, prefix="soak-") as place:
-        soak(mount, tmp_path, Path(place), seconds, seed)
+        soak(mount, tmp_path, Path(place), seconds, random_seed)
 
 
 def soak(make: MakeMount, tmp_path: Path, place: Path, seconds: int, seed: int) -> None:
