@@ -177,14 +177,16 @@ class FastPathHost:
     def descriptor_for_pyfuse3(self) -> int:
         return self._fastpath.descriptor_for_pyfuse3()
 
-    async def start(self, *, replace: bool) -> None:
-        """Returns when a fast path is attached. `replace`: not the one that runs, but the one that is installed.
+    async def start(self, *, new: bool, replace: bool) -> None:
+        """Returns when a fast path is attached. Raises CacheFsError if none can be, on a mount that is new.
+
+        `replace`: not the one that runs, but the one that is installed.
 
         One that is not installed any more, after an upgrade, is replaced as well.
         """
         if replace or (self._fastpath.pid and not launcher.is_installed(self._fastpath.pid)):
             await self._fastpath.replace()
-        await self._nursery.start(self._fastpath.run)
+        await self._nursery.start(partial(self._fastpath.run, new=new))
 
     def source_changed(self, root_device: int) -> None:
         """The source's root descriptor leads to another mount now."""

@@ -408,7 +408,7 @@ class Session:
                 nursery.start_soon(_forever, self._host.watch_young)
                 if options.logs_accesses:
                     nursery.start_soon(_forever, self._host.collect)
-                await self._host.start(replace=self._restart)
+                await self._host.start(new=not self._took_over, replace=self._restart)
             self._save_config(must=not self._took_over)
             wishes = self._host.wishes if self._host is not None else OwnWishes(files, nursery)
             prefetcher = self._make_prefetcher(wishes)

@@ -46,6 +46,8 @@ _SAME_PYTHON = 1
 _SETTLED_S = 0.2
 """A fast path that lived this long is started again at once; younger ones after a pause that grows."""
 _MAX_PAUSE_S = 5.0
+_FIRST_STARTS = 5
+"""So often it may end by itself before a new mount gives up: a library is missing, or the like."""
 _HANDOVER_TIMEOUT_S = 2.0  # a socket that only the descriptor store holds accepts, and never answers
 _STOP_TIMEOUT_S = 15.0
 _LOOK_S = 0.5
@@ -360,17 +362,20 @@ class FastPath:
             self._pid = 0
             return None
 
-    async def run(self, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
-        """Keep a fast path running until the mount is gone. Started when one is attached, or the mount gone."""
+    async def run(self, *, new: bool, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
+        """Keep a fast path running until the mount is gone. Started when one is attached, or the mount gone.
+
+        `new`: nobody uses the mount yet. Raises CacheFsError if the first ones end as soon as they are started.
+        """
         try:
-            if not await self._run(task_status):
+            if not await self._run(task_status, _FIRST_STARTS if new else math.inf):
                 task_status.started()
         finally:
             self._ended.set()
         if not self._stopping:
             self._unmounted()
 
-    async def _run(self, task_status: trio.TaskStatus[None]) -> bool:
+    async def _run(self, task_status: trio.TaskStatus[None], most_starts: float) -> bool:
         """Was one attached?"""
         pause_s = 0.0
         told = False
@@ -397,9 +402,12 @@ class FastPath:
                     await trio.sleep_forever()
             finally:
                 os.close(pidfd)
-            killed = self._bury() == -signal.SIGKILL
+            status = self._bury()
+            killed = status == -signal.SIGKILL
             if self._stopping or is_unmounted(self._held.device):
                 break
+            if not told and not killed and self.starts >= most_starts:
+                raise CacheFsError(f"the fast path ends as soon as it is started, with status {status}: see the log")
             log.warning("the fast path has ended; starting another")
             lived = trio.current_time() - started
             # Only what ends by itself is kept from doing so all the time.

@@ -7,6 +7,7 @@ import subprocess
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -237,7 +238,7 @@ class Sockets:
 def attach(program: Program, mend: Callable[[], None], tried: list[object]) -> None:
     async def main() -> None:
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(program.fastpath.run)
+            nursery.start_soon(partial(program.fastpath.run, new=False))
             await until(lambda: tried)
             mend()
             await program.answer()

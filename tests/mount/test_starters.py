@@ -1,6 +1,8 @@
 """What whoever starts a daemon leaves to it, and is no business of a mount."""
 
+import os
 import resource
+import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -8,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests import conftest
-from tests.conftest import CLI, Mount, contents
+from tests.conftest import CLI, Mount, cachefs, contents, mounted_on, wait_for
 
 pytestmark = pytest.mark.promise("LC-11")
 
@@ -63,3 +65,43 @@ def test_a_starter_whose_files_may_not_grow(
         m.pid = int(m.status()["pid"])
     assert contents(m.path) == contents(source)
     assert m.flush()["cached_files"] == sum(map(bool, contents(source).values()))
+
+
+@pytest.fixture
+def libraries(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty directory that what is started looks for libraries in first."""
+    path = tmp_path / "libraries"
+    path.mkdir()
+    monkeypatch.setenv("LD_LIBRARY_PATH", str(path))
+    return path
+
+
+@pytest.mark.fastpath
+def test_a_fast_path_that_ends_as_soon_as_it_starts_is_one_clear_line(
+    source: Path, tmp_path: Path, libraries: Path
+) -> None:
+    """A library of it is damaged. Before: `cachefs mount` never returned, and said nothing."""
+    (libraries / "liblmdb.so.0").write_bytes(b"")
+    mountpoint = tmp_path / "mnt"
+    mountpoint.mkdir()
+    done = cachefs("mount", source, mountpoint, "--cache-dir", tmp_path / "cache", check=False)
+    assert done.returncode == 1
+    (line,) = done.stderr.splitlines()
+    assert "the fast path ends as soon as it is started, with status 127" in line
+    assert "liblmdb.so.0" in (tmp_path / "cache/daemon.log").read_text()
+    assert not mounted_on(mountpoint)
+
+
+@pytest.mark.fastpath
+def test_a_mount_in_use_waits_until_its_fast_path_can_be_started(
+    mount: MakeMount, source: Path, libraries: Path
+) -> None:
+    m = mount(source, "--read-only")
+    assert contents(m.path) == contents(source)
+    m.killed_fastpaths = 100
+    damaged = libraries / "liblmdb.so.0"
+    damaged.write_bytes(b"")
+    os.kill(int(m.status()["fastpath"]["pid"]), signal.SIGKILL)
+    wait_for(lambda: m.log().count("the fast path has ended"), lambda ends: ends > 6)
+    damaged.unlink()
+    assert contents(m.path) == contents(source)
