@@ -119,7 +119,8 @@ class Environment:
             return int(txn.stat(self.tables[table])["entries"])
 
     def oldest_reader(self) -> int | None:
-        """The transaction number that the oldest reader sees; None without readers."""
+        """The transaction number that the oldest reader sees; None without readers. One that was killed is none."""
+        self.lmdb.reader_check()
         numbers = []
         for line in self.lmdb.readers().splitlines()[1:]:
             fields = line.split()

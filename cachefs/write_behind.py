@@ -304,9 +304,12 @@ class WriteBehind:
 
     @property
     def is_idle(self) -> bool:
-        """There is nothing to be written, nothing is being written, and there is nothing to be given back."""
-        waiting = self._queue or self._filled or self._index.dirty or self._dropped or self._freed
-        return not (self._committing or waiting)
+        """There is nothing to be written, and nothing is being written.
+
+        Space that a reader of the index holds may still have to be given back: by this daemon, or by the next one.
+        """
+        waiting = self._queue or self._filled or self._index.dirty or self._dropped
+        return not (self._committing or waiting or self._punchable())
 
     async def flush(self, timeout_s: float = 60.0) -> bool:
         """Everything, on disk and in the index, when nothing more comes. False if that could not be had."""
@@ -431,8 +434,10 @@ class WriteBehind:
             self._queued_record_bytes -= record.record_bytes(len(unit.payload))
 
     def _punchable(self) -> bool:
+        if not self._freed:
+            return False
         oldest = self._index.durable.oldest_reader()
-        return bool(self._freed) and (oldest is None or oldest >= self._freed[0][0])
+        return oldest is None or oldest >= self._freed[0][0]
 
     def _write(
         self, units: list[Pending], filled: list[Filled], batch: Batch, dropped: list[tuple[int, int, int]]

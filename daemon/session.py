@@ -79,6 +79,8 @@ CLAIM_POLL_S = 0.05
 CLOCK_CHECK_S = 1.0
 READER_CHECK_S = 60.0
 FLUSH_TIMEOUT_S = 60.0
+HAND_OVER_S = 10.0
+"""So long, at most, calls wait while a daemon that is replaced writes what it has. The rest is lost, as in a crash."""
 LAST_CALLS_S = 3.0
 """Calls to the source that are under way when a mount ends, or changes hands, are waited for so long."""
 LAST_ANSWERS_S = 2.0
@@ -457,7 +459,7 @@ class Session:
                 log.info("the kernel closed the connection: %s", group.exceptions[0])
             self._ended = not self._leaving
             if self._leaving and not launcher.is_unmounted(self._device):
-                await writes.flush(FLUSH_TIMEOUT_S)
+                await writes.settle(HAND_OVER_S)  # the fast path may be fetching all the time
                 parts.notifier.save(opened.index)
                 while opened.index.drain():
                     pass

@@ -389,11 +389,13 @@ def test_14_a_hole_is_punched_only_when_no_reader_can_see_the_extent(tmp_path: P
             assert found is not None
             extent = found[1]
             parts.pin(inode(version=2))
-            assert not await parts.data.writes.flush(0.5)  # the reader holds it back
+            assert await parts.data.writes.flush(10)  # but for the hole: the reader holds it back
             assert parts.index.totals.cached_files == 0 and punched == []
             assert parts.blob.read(extent, 0, 10) == parts.source.payload[:10]
             reader.abort()
-            assert await parts.data.writes.flush(10)
+            with trio.fail_after(10):
+                while not punched:
+                    await trio.sleep(0.01)
             nursery.cancel_scope.cancel()
         assert punched == [extent]
         parts.close()

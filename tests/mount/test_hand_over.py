@@ -308,3 +308,43 @@ def test_two_thousand_open_files_without_names(mount: MakeMount, source: Path) -
         for fd in fds:
             os.close(fd)
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+
+
+@contextlib.contextmanager
+def reader_of_the_index(m: Mount) -> Iterator[None]:
+    """A transaction in which a process reads it: what was evicted since keeps its space until that ends."""
+    script = "import lmdb, sys; t = lmdb.open(sys.argv[1], max_dbs=20).begin(); print(flush=True); sys.stdin.read()"
+    process = subprocess.Popen(
+        [sys.executable, "-c", script, m.cache / "index"], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
+    assert process.stdin is not None and process.stdout is not None and process.stdout.read(1)
+    try:
+        yield
+    finally:
+        process.stdin.close()
+        process.wait(20)
+        process.stdout.close()
+
+
+@pytest.mark.fastpath
+@pytest.mark.parametrize("command", ["restart", "umount"])
+def test_who_reads_the_index_delays_neither_a_restart_nor_an_unmount(
+    mount: MakeMount, source: Path, command: str
+) -> None:
+    """Both waited a minute for space that could not be given back yet, and so did every call that Python answers."""
+    m = mount(source)
+    expected = contents(source)
+    assert contents(m.path) == expected
+    m.flush()
+    with reader_of_the_index(m):
+        cachefs("evict", m.path / "d0")
+        began = time.monotonic()
+        if command == "restart":
+            restart(m)
+        else:
+            m.umount()
+            m.start()
+        taken_s = time.monotonic() - began
+    assert "not everything could be written" not in m.log()
+    assert taken_s < 30
+    assert contents(m.path) == expected
