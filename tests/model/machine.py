@@ -481,6 +481,8 @@ class Machine(RuleBasedStateMachine):
         self._check(old_name[0] in above.directories and new_name[0] in target.directories, "in another directory")
         self._check((old_name[1], new_name[1]) == (old.rpartition("/")[2], new.rpartition("/")[2]), "another name")
 
+        self.reference.renamed(old_name, new_name, now)
+
     def _link(self, old: str, new: str) -> None:
         now = self.now()
         found, parent, there = self.reference.find(old, now), self._parent(new, now), self.reference.find(new, now)

@@ -301,6 +301,11 @@ class Reference:
             self.written.add(file)
             self.frozen.discard(file)
 
+    def renamed(self, old: Name, new: Name, now: float) -> None:
+        """By this mount: what was pinned under the old name is pinned under the new one."""
+        if old in self._names:
+            self._names[new] = now
+
     def changed_behind(self, change: Change) -> None:
         if change.names or change.files:
             self.disturbed = True

@@ -57,3 +57,18 @@ def test_a_missing_name_in_the_root_is_looked_up_again_after_everything_was_inva
     (tree.root / "new").mkdir()
     tree.node.invalidate("")
     tree.node.stat("new")
+
+
+@pytest.mark.promise("CH-24")
+def test_a_pinned_name_that_is_renamed_here_stays_pinned(tree: Tree) -> None:
+    node = tree.node
+    node.pass_time(5.0)
+    opened = node.open("a", os.O_RDONLY)
+    assert node.read(opened, 0, 10) == b"a"
+    node.close(opened)
+    node.rename("a", "b")
+    os.rename(tree.root / "b", tree.root / "elsewhere")
+    node.pass_time(5.0)
+    opened = node.open("b", os.O_RDONLY)
+    assert node.read(opened, 0, 10) == b"a"
+    node.close(opened)
