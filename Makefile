@@ -19,7 +19,7 @@ PROMISES  := $(addprefix tests/mount/test_, semantics.py places.py posix.py own_
 AT_ONCE   ?= 3
 tests = $(BIN)/python -m pytest -n $(AT_ONCE) --dist worksteal -m "not alone$(1)" $(2) && \
 	$(BIN)/python -m pytest -m "alone$(1)" $(2)
-FUZZ_S    ?= 20
+FUZZ_S    ?= 10
 
 .PHONY: demo test check fuzz stress soak soak-sanitized crash posix ceph format bench clean
 .DELETE_ON_ERROR:
@@ -89,7 +89,7 @@ ceph: $(VENV)/.dev
 	CEPHFS_TOOLS="$(CEPHFS_TOOLS)" $(BIN)/python -m pytest tests/ceph
 	CEPHFS_TOOLS="$(CEPHFS_TOOLS)" $(BIN)/python -m pytest tests/ceph --no-fastpath
 
-# What arrives from the kernel, from a blob or from a predecessor's memory may be anything.
+# What arrives from the kernel, lies in an index or was left by a predecessor may be anything: make fuzz FUZZ_S=600
 fuzz:
 	scripts/system-packages --fuzz
 	tests/fuzz/run $(FUZZ_S)

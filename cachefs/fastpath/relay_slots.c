@@ -52,7 +52,8 @@ void fail_locked(struct relay *relay, uint32_t slot, int error)
 
 bool parse_slot(const struct relay *relay, uint32_t slot, struct request *request)
 {
-    return request_parse(slot_data(relay, slot), head_of(relay, slot)->length, request);
+    uint32_t length = head_of(relay, slot)->length;
+    return length <= SLOT_BYTES && request_parse(slot_data(relay, slot), length, request);
 }
 
 uint32_t relay_take_slot(struct relay *relay)

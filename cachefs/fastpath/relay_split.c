@@ -13,9 +13,11 @@ struct split { /* a READ that was passed on in parts */
 bool split_begin(struct relay *relay, uint32_t slot, const struct request *request)
 {
     uint32_t size = ((const struct fuse_read_in *)request->body)->size;
+    if (size > MAX_PARTS * PART_BYTES)
+        return false;
     uint32_t count = (size + PART_BYTES - 1) / PART_BYTES;
     if (!relay->splits[slot]) {
-        struct split *split = count <= MAX_PARTS ? calloc(1, sizeof *split + size) : NULL;
+        struct split *split = calloc(1, sizeof *split + size);
         if (!split)
             return false;
         split->count = count;
