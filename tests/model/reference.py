@@ -212,6 +212,8 @@ class Reference:
         self.mounted(now)
         self._told: dict[object, float] = {}
         """Name or file → since when nothing older may be shown."""
+        self._moved: set[Id] = set()
+        """By another node: the mount may take what each name leads to for a file of its own."""
         self._ever_pinned: set[Id] = set()
         """Maybe, on any mount: it stays immutable over restarts."""
         self.opened: list[Opened] = []
@@ -297,7 +299,8 @@ class Reference:
             if after is not None and not after.is_directory and after not in self._files:
                 self.told(after, now)
         for file in change.files:
-            self.told(file, now)
+            if not (file in self._moved and file in self._files):
+                self.told(file, now)
             self.written.add(file)
             self.frozen.discard(file)
 
@@ -307,6 +310,8 @@ class Reference:
             self._names[new] = now
 
     def changed_behind(self, change: Change) -> None:
+        for before, after in change.names.values():
+            self._moved |= {each for each in (before, after) if each is not None}
         if change.names or change.files:
             self.disturbed = True
             self.frozen.clear()

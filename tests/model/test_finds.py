@@ -72,3 +72,21 @@ def test_a_pinned_name_that_is_renamed_here_stays_pinned(tree: Tree) -> None:
     opened = node.open("b", os.O_RDONLY)
     assert node.read(opened, 0, 10) == b"a"
     node.close(opened)
+
+
+@pytest.mark.promise("EX-11")
+def test_what_was_read_and_then_renamed_by_another_node_is_a_file_of_its_own_under_its_new_name(tree: Tree) -> None:
+    node = tree.node
+    node.pass_time(5.0)
+    opened = node.open("a", os.O_RDONLY)
+    assert node.read(opened, 0, 10) == b"a"
+    node.close(opened)
+    os.rename(tree.root / "a", tree.root / "b")
+    node.pass_time(5.0)
+    opened = node.open("b", os.O_WRONLY | os.O_TRUNC)
+    node.write(opened, 0, b"new")
+    node.close(opened)
+    for name, expected in (("a", b"a"), ("b", b"new")):
+        opened = node.open(name, os.O_RDONLY)
+        assert node.read(opened, 0, 10) == expected
+        node.close(opened)

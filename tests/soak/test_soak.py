@@ -9,6 +9,7 @@ import random
 import time
 from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
@@ -19,6 +20,7 @@ from cachefs.client import Client
 from cachefs.errors import CacheFsError
 from cachefs.fastpath import launcher
 from cachefs.latency import quantile_s
+from cachefs.source_directories import MAX_HELD
 from tests import hostile
 from tests.conftest import Mount, cachefs, make_files, settle, wait_for
 from tests.mount.test_space import allocated
@@ -43,13 +45,21 @@ class Sample(NamedTuple):
 
     anonymous: int
     descriptors: int
+    """But for those of directories."""
+    directories: int
+    """Of the source, which are held open: O_PATH."""
     threads: int
 
     @classmethod
     def of(cls, pid: int) -> "Sample":
         status = Path(f"/proc/{pid}/status").read_text()
         anonymous = int(status.split("RssAnon:")[1].split()[0]) * 1024
-        return cls(anonymous, len(os.listdir(f"/proc/{pid}/fd")), int(status.split("Threads:")[1].split()[0]))
+        paths = others = 0
+        for info in Path(f"/proc/{pid}/fdinfo").iterdir():
+            with suppress(OSError):  # closed meanwhile
+                is_path = int(info.read_text().split("flags:")[1].split()[0], 8) & os.O_PATH
+                paths, others = paths + bool(is_path), others + (not is_path)
+        return cls(anonymous, others, paths, int(status.split("Threads:")[1].split()[0]))
 
 
 def processes(m: Mount) -> list[int]:
@@ -189,4 +199,5 @@ def check_growth(before: dict[int, Sample], after: dict[int, Sample]) -> None:
         now = after[pid]
         assert now.anonymous <= 1.25 * then.anonymous + 16 * MIB or is_sanitized()
         assert now.descriptors <= then.descriptors + 30  # some dozens are open at any moment
+        assert now.directories <= MAX_HELD + 30
         assert now.threads <= MOST_THREADS
