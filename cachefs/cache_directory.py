@@ -37,7 +37,6 @@ SESSION_RESERVE_BYTES = 1 << 20
 """Allocated when a run begins: so many bytes of the session have room, whatever else fills the runtime directory."""
 FREE_SHARE = 0.9
 """Of the free space of the cache's disk: the default size."""
-RCTIME_GRACE_S = 60
 _DATA = "data.mdb"
 _SESSION_KEY = b"session"
 _MUTABLE_KEY = b"mutable"
@@ -51,13 +50,6 @@ _OWN_NAMES |= {private_files.temporary_of(Path(name)).name for name in _WRITTEN}
 
 def boot_id() -> bytes:
     return bytes.fromhex(Path("/proc/sys/kernel/random/boot_id").read_text().strip().replace("-", ""))
-
-
-def rctime_unmoved(before: bytes, now: bytes, now_s: float) -> bool:
-    """CephFS: has nothing beneath the root changed? The value follows a change by 5 to 10 s, hence the grace."""
-    if not before or before != now:
-        return False
-    return now_s - float(now) > RCTIME_GRACE_S
 
 
 def read_seed(directory: Path) -> int | None:
@@ -227,7 +219,7 @@ class OpenedIndex:
         mutable: Sequence[str] = (),
         same_mount: bool = False,
     ) -> None:
-        """Begins a new run. `rctime`: what the source says now, empty where it says nothing.
+        """Begins a new run. `rctime`: of the source's root (rctime.py), empty where it says nothing.
 
         `mutable`: the patterns of `--mutable`. What was pinned with others is compared, and may be mutable now.
 
@@ -251,11 +243,11 @@ class OpenedIndex:
             shutil.rmtree(session_path, ignore_errors=True)
         # After a crash of the machine the last changes may be lost: nothing is taken on trust.
         trusted = last is not None and (before.clean or is_complete)
-        unmoved = revalidate is Revalidate.RCTIME and rctime_unmoved(before.rctime, rctime, time.time())
         same_patterns = mutable_patterns(durable) == set(mutable)
-        keep = trusted and (revalidate is Revalidate.NEVER or unmoved) and same_patterns
         run = before.run + 1
-        self.state = RunState(run, before.floor if keep else run, False, now, before.rctime if keep else rctime)
+        floor = before.floor if trusted and same_patterns and revalidate is Revalidate.NEVER else run
+        stands_still = trusted and same_patterns and bool(rctime) and rctime == before.rctime
+        self.state = RunState(run, floor, False, now, rctime, before.unmoved_floor if stands_still else run)
         if same_mount and is_complete:
             self.state = before
         self.forgot = same_mount and (not is_complete or bool(self._forgot))
@@ -295,8 +287,25 @@ class OpenedIndex:
             self.index.session.close()
             shutil.rmtree(self.session_path, ignore_errors=True)
             self.index = Index(self._durable, Environment(self.session_path, sync=False))
-            self.state = replace(self.state, floor=self.state.run, rctime=rctime)
+            self.state = replace(self.state, floor=self.state.run, rctime=rctime, unmoved_floor=self.state.run)
             self.names_floor = self.state.run
+
+    @property
+    def may_be_unmoved(self) -> bool:
+        """Would earlier runs be believed if the source's root had the same rctime for longer?"""
+        return bool(self.state.rctime) and self.state.unmoved_floor < self.state.floor
+
+    def believe_unmoved(self, rctime: bytes) -> bool:
+        """`rctime`: a while after the run began. True if nothing has moved: the floor is that of then from now on.
+
+        Raises IndexUnavailable where that cannot be stored.
+        """
+        if not self.may_be_unmoved or rctime != self.state.rctime:
+            return False
+        state = replace(self.state, floor=self.state.unmoved_floor)
+        state.store(self._durable)
+        self.state = state
+        return True
 
     def count_takeovers(self, takeovers: int) -> None:
         """Store how many take-overs there were, so that the successor's numbers begin behind ours (runs.py)."""

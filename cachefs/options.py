@@ -5,6 +5,7 @@ import math
 from dataclasses import dataclass, field
 
 from cachefs.age import SETTLE_NS
+from cachefs.attributes import NANOSECONDS
 from policies.globs import Globs
 from policies.prefetch import GRAPH, LISTENING
 
@@ -18,6 +19,7 @@ class CacheLevel(enum.Enum):
 
 
 class Revalidate(enum.Enum):
+    AUTO = "auto"
     LAZY = "lazy"
     NEVER = "never"
     RCTIME = "rctime"
@@ -32,7 +34,7 @@ class Options:
     small_file_bytes: int = 1 * MIB
     attr_timeout_s: float = 1.0
     """How long anything that is not pinned is believed. `inf` only on read-only mounts."""
-    revalidate: Revalidate = Revalidate.LAZY
+    revalidate: Revalidate = Revalidate.AUTO
     source_timeout_s: float = 30.0
     simulate_latency_s: float = 0.0
     fastpath: bool = True
@@ -53,6 +55,11 @@ class Options:
     """How long requests that need the daemon wait for another when it has died."""
     settle_ns: int = SETTLE_NS
     """How long an object must not have changed to be believed for ever, and a file to be cached (age.py)."""
+
+    @property
+    def rctime_grace_s(self) -> float:
+        """How far behind a recursive ctime may be (rctime.py): a minute. Tests have less time, for this as for ages."""
+        return 30 * self.settle_ns / NANOSECONDS
 
     @property
     def unpinned_timeout_s(self) -> float:

@@ -46,17 +46,21 @@ class RunState:
     clean: bool = True
     boot_id: bytes = bytes(16)
     rctime: bytes = b""
-    """`ceph.dir.rctime` of the root when the records at or above the floor began to be made; empty: unknown."""
+    """Of the source's root when this run began (rctime.py); empty: it has none, or cannot tell anything."""
+    unmoved_floor: int = 0
+    """The first run that began with this `rctime`, and since which everything was recorded."""
 
-    _CODEC = struct.Struct("<II2Q16s40s")
+    _CODEC = struct.Struct("<II2Q16s40sQ")
 
     def pack(self) -> bytes:
-        return self._CODEC.pack(PINNED, self.clean, self.run, self.floor, self.boot_id, self.rctime)
+        return self._CODEC.pack(PINNED, self.clean, self.run, self.floor, self.boot_id, self.rctime, self.unmoved_floor)
 
     @classmethod
     def unpack(cls, value: bytes) -> "RunState":
-        _, clean, run, floor, boot_id, rctime = cls._CODEC.unpack(value)
-        return cls(run, floor, bool(clean), boot_id, rctime.rstrip(b"\0"))
+        if len(value) < cls._CODEC.size:  # of a version that did not know the last field: nothing is said
+            value = value.ljust(cls._CODEC.size, b"\xff")
+        _, clean, run, floor, boot_id, rctime, unmoved_floor = cls._CODEC.unpack(value)
+        return cls(run, floor, bool(clean), boot_id, rctime.rstrip(b"\0"), min(unmoved_floor, run + 1))
 
     def store(self, durable: Environment) -> None:
         with durable.write() as txn:

@@ -26,7 +26,7 @@ import trio
 from rich.filesize import decimal
 
 import cachefs
-from cachefs import hand_over, places
+from cachefs import hand_over, places, rctime
 from cachefs.age import SETTLE_NS
 from cachefs.attributes import NANOSECONDS
 from cachefs.blob import Blob
@@ -269,7 +269,7 @@ class Session:
                     durable,
                     places.session_directory(cache_dir),
                     options.revalidate,
-                    b"" if self._took_over else await self._ask_source(_rctime, source, options),
+                    b"" if self._took_over else await self._ask_source(_rctime_to_record, self._source_fd, options),
                     mutable=options.mutable.patterns,
                     same_mount=self._took_over,
                 )
@@ -445,6 +445,8 @@ class Session:
                 nursery.start_soon(_forever, partial(parts.filesystem.limit_metadata, parts.limit, parts.metrics))
             if prefetcher is not None:
                 nursery.start_soon(_forever, prefetcher.run)
+            if options.revalidate in (Revalidate.AUTO, Revalidate.RCTIME):
+                nursery.start_soon(self._believe_unmoved, source, opened, options)
             nursery.start_soon(self._announce, parts.operations, ready)
             nursery.start_soon(self._stop_reading, served)
             self._starting = None
@@ -672,6 +674,27 @@ class Session:
             while self._parts.opened.index.drain():
                 await trio.lowlevel.checkpoint()
 
+    async def _believe_unmoved(self, source: Source, opened: OpenedIndex, options: Options) -> None:
+        """A task: what earlier runs recorded is believed once it is certain that nothing has changed (rctime.py)."""
+        while opened.may_be_unmoved:
+            await trio.sleep(options.rctime_grace_s)
+            try:
+                now = await self._parts.slots.run(partial(rctime.ask, partial(source.getxattr, Object(ROOT))))
+                believed = opened.believe_unmoved(now)
+            except OSError as error:
+                log.info("the source does not say when it was changed last, asking again: %s", error.strerror)
+                continue
+            except IndexUnavailable as error:
+                log.warning("%s: everything is compared with the source", error)
+                return
+            if not believed:
+                log.info("the source has changed: what is cached is compared with it, each object at its first use")
+                return
+            self._parts.metadata.floor = opened.state.floor
+            if self._held is not None:
+                self._held.shared["floor"] = opened.state.floor
+            log.info("the source has not changed: what is cached is not compared with it any more")
+
     async def _check_readers(self) -> None:
         """A reader that was killed inside a transaction would keep old pages for ever (hazard 16)."""
         while True:
@@ -727,11 +750,13 @@ async def _in_thread(function: Callable[..., T], *arguments: Any) -> T:
     return await trio.to_thread.run_sync(partial(function, *arguments), abandon_on_cancel=True)
 
 
-def _rctime(source: Source, options: Options) -> bytes:
-    if options.revalidate is not Revalidate.RCTIME:
-        return b""
+def _rctime_to_record(source_fd: int, options: Options) -> bytes:
+    """Asked for whatever `--revalidate` says, so that the next mount can tell."""
     try:
-        return source.getxattr(Object(ROOT), b"ceph.dir.rctime")
+        value = rctime.ask(partial(os.getxattr, f"/proc/self/fd/{source_fd}"))
     except OSError as error:
-        log.warning("the source has no ceph.dir.rctime (%s): revalidating lazily", error.strerror)
+        log.warning("the source does not say when it was changed last (%s): everything is compared", error.strerror)
         return b""
+    if not value and options.revalidate is Revalidate.RCTIME:
+        log.warning("the source has no ceph.dir.rctime: everything is compared, as with --revalidate lazy")
+    return rctime.recordable(value, time.time(), options.rctime_grace_s)

@@ -7,6 +7,7 @@ while FAULTS/late exists, the first LOOKUP of each path that contains a line of 
 true before; FAULTS/has-late says that there is one;
 while FAULTS/hang-all exists, GETATTR, STATFS and GETXATTR do not either;
 while FAULTS/hang-write exists, WRITE does not;
+while FAULTS/rctime exists, it is the extended attribute ceph.dir.rctime of every directory;
 while FAULTS/enotconn exists, STATFS fails with ENOTCONN;
 while FAULTS/edquot exists, FLUSH fails with EDQUOT;
 while FAULTS/fsync exists, FSYNC and FSYNCDIR fail with EIO;
@@ -163,6 +164,8 @@ class FaultFs(pyfuse3.Operations):
 
     async def getxattr(self, inode, name, ctx):
         await self.fault_of_all()
+        if name == b"ceph.dir.rctime" and (FAULTS / "rctime").exists():
+            return (FAULTS / "rctime").read_bytes()
         raise pyfuse3.FUSEError(errno.ENODATA)
 
 

@@ -1,20 +1,28 @@
 """Whose cache it is, and how far it is trusted after a restart, a crash of the daemon, and one of the machine."""
 
+import errno
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from cachefs import cache_directory
+from cachefs import cache_directory, rctime
 from cachefs.attributes import PINNED
-from cachefs.cache_directory import CacheDirectory, OpenedIndex, rctime_unmoved
+from cachefs.cache_directory import CacheDirectory, OpenedIndex
 from cachefs.environment import Environment, Table
 from cachefs.errors import CacheFsError
 from cachefs.options import Revalidate
 from cachefs.runs import RunState
 
-LAZY, NEVER, RCTIME = Revalidate.LAZY, Revalidate.NEVER, Revalidate.RCTIME
-OLD_RCTIME = b"1000000000.09123"
+AUTO, LAZY, NEVER = Revalidate.AUTO, Revalidate.LAZY, Revalidate.NEVER
+RCTIME = b"1000000000.09123"
+
+
+def stored(opened: OpenedIndex) -> bytes:
+    """What is durable of the run."""
+    with opened._durable.lmdb.begin() as txn:
+        return bytes(txn.get(b"run", db=opened._durable.tables[Table.META]))
 
 
 class Runs:
@@ -23,9 +31,12 @@ class Runs:
     def __init__(self, path: Path) -> None:
         self.path = path
 
+    def begin(self, kind: Revalidate, rctime: bytes = b"") -> OpenedIndex:
+        return OpenedIndex(Environment(self.path / "index", sync=True), self.path / "session", kind, rctime)
+
     def run(self, kind: Revalidate, end: str, rctime: bytes = b"") -> RunState:
         """`end`: clean, killed (the session survives) or crashed (the machine: it does not)."""
-        opened = OpenedIndex(Environment(self.path / "index", sync=True), self.path / "session", kind, rctime)
+        opened = self.begin(kind, rctime)
         with opened.index.update() as update:
             update.put(Table.XATTRS, b"key", PINNED.to_bytes(4, "little") + b"%d" % opened.state.run)
         state = opened.state
@@ -88,22 +99,82 @@ def test_never_trusts_only_what_the_same_patterns_of_mutable_let_be_pinned(tmp_p
 
 
 @pytest.mark.promise("CH-18")
-def test_rctime_trusts_what_stands_still(tmp_path: Path) -> None:
+def test_what_was_recorded_before_is_believed_when_the_rctime_has_stood_still(tmp_path: Path) -> None:
     runs = Runs(tmp_path)
-    runs.run(RCTIME, "clean", OLD_RCTIME)
-    assert runs.trusts(OLD_RCTIME, kind=RCTIME)
-    assert not runs.trusts(b"1000000001.09", kind=RCTIME)
-    assert not runs.trusts(b"", kind=RCTIME)
-    runs.run(RCTIME, "crashed", OLD_RCTIME)
-    assert not runs.trusts(OLD_RCTIME, kind=RCTIME)
+    first = runs.run(LAZY, "clean", RCTIME)  # whatever --revalidate says, it is recorded
+    for _ in range(2):  # also if a run in between has ended before it was certain
+        again = runs.begin(AUTO, RCTIME)
+        assert again.state.floor == again.state.run and again.may_be_unmoved
+        again.close(flushed=True)
+    again = runs.begin(AUTO, RCTIME)
+    assert not again.believe_unmoved(b"1000000001.5") and not again.believe_unmoved(b"")
+    assert again.state.floor == again.state.run
+    assert again.believe_unmoved(RCTIME)
+    assert again.state.floor == first.run == RunState.unpack(stored(again)).floor
+    assert not again.may_be_unmoved
+    again.close(flushed=True)
+    assert runs.run(NEVER, "clean", RCTIME).floor == first.run
 
 
 @pytest.mark.promise("CH-18")
-def test_rctime_needs_a_grace_period() -> None:
-    assert rctime_unmoved(b"1000.5", b"1000.5", 1061.0)
-    assert not rctime_unmoved(b"1000.5", b"1000.5", 1059.0)
-    assert not rctime_unmoved(b"1000.5", b"1000.6", 9999.0)
-    assert not rctime_unmoved(b"", b"", 9999.0)
+@pytest.mark.parametrize(
+    ("end", "before", "now"),
+    [
+        ("clean", RCTIME, b"1000000001.5"),
+        ("clean", RCTIME, b""),
+        ("clean", b"", RCTIME),
+        ("crashed", RCTIME, RCTIME),
+    ],
+    ids=["moved", "not told", "not known before", "crash of the machine"],
+)
+def test_nothing_is_believed_of_before_where_the_rctime_tells_nothing(
+    tmp_path: Path, end: str, before: bytes, now: bytes
+) -> None:
+    runs = Runs(tmp_path)
+    runs.run(AUTO, end, before)
+    again = runs.begin(AUTO, now)
+    assert not again.may_be_unmoved and not again.believe_unmoved(now)
+    assert again.state.floor == again.state.run
+    again.close(flushed=True)
+
+
+@pytest.mark.promise("CH-18")
+def test_what_never_took_on_trust_is_not_believed_for_an_rctime_of_later(tmp_path: Path) -> None:
+    runs = Runs(tmp_path)
+    runs.run(LAZY, "clean", RCTIME)
+    kept = runs.run(NEVER, "clean", b"1000000001.5")
+    assert kept.floor < kept.run
+    again = runs.begin(AUTO, b"1000000001.5")
+    assert again.believe_unmoved(b"1000000001.5") and again.state.floor == kept.run
+    again.close(flushed=True)
+
+
+@pytest.mark.promise("CH-18")
+def test_an_rctime_that_is_too_young_tells_nothing() -> None:
+    assert rctime.recordable(b"1000.5", 1061.0, 60.0) == b"1000.5"
+    assert rctime.recordable(b"1000.5", 1060.0, 60.0) == b""
+    assert rctime.recordable(b"", 1060.0, 60.0) == b""
+
+
+def test_a_run_that_was_recorded_by_a_version_without_rctimes_floor_is_compared() -> None:
+    old = RunState(7, 3, True, bytes(16), RCTIME, 3).pack()[:-8]
+    assert RunState.unpack(old).unmoved_floor == 8
+
+
+def test_a_source_without_rctime_and_one_that_says_nonsense() -> None:
+    def says(answer: bytes | OSError) -> Callable[[bytes], bytes]:
+        def getxattr(name: bytes) -> bytes:
+            if isinstance(answer, OSError):
+                raise answer
+            return answer
+
+        return getxattr
+
+    assert rctime.ask(says(b"1000.5\0")) == b"1000.5"
+    assert rctime.ask(says(b"yesterday")) == b""
+    assert rctime.ask(says(OSError(errno.ENODATA, ""))) == b""
+    with pytest.raises(OSError):
+        rctime.ask(says(OSError(errno.EIO, "")))
 
 
 def test_a_cache_directory_is_locked_and_belongs_to_one_source(tmp_path: Path) -> None:
