@@ -21,7 +21,7 @@ tests = $(BIN)/python -m pytest -n $(AT_ONCE) --dist worksteal -m "not alone$(1)
 	$(BIN)/python -m pytest -m "alone$(1)" $(2)
 FUZZ_S    ?= 10
 
-.PHONY: demo test check fuzz stress soak soak-sanitized crash posix ceph format bench clean
+.PHONY: demo test check fuzz stress soak soak-sanitized crash posix test-ceph format bench clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.run
@@ -83,8 +83,8 @@ posix: $(VENV)/.dev
 	scripts/build-fastpath
 	PJDFSTEST="$(PJDFSTEST)" $(BIN)/python -m tests.posix
 
-# A real CephFS whose client dies: make ceph CEPHFS_TOOLS=directory-with-cephfs-up-and-cephfs-down
-ceph: $(VENV)/.dev
+# A real CephFS whose clients and servers fail: make test-ceph CEPHFS_TOOLS=directory-with-cephfs-up-and-cephfs-down
+test-ceph: $(VENV)/.dev
 	scripts/build-fastpath
 	CEPHFS_TOOLS="$(CEPHFS_TOOLS)" $(BIN)/python -m pytest tests/ceph
 	CEPHFS_TOOLS="$(CEPHFS_TOOLS)" $(BIN)/python -m pytest tests/ceph --no-fastpath

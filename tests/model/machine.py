@@ -404,6 +404,7 @@ class Machine(RuleBasedStateMachine):
         data = self.other_node.content(size)
         result, names, files = self._change(lambda: self.driven.write(opened.file, start * 10, data))
         self._check(not isinstance(result, OSError), f"a write failed: {result}")
+        self.source.may_be_written(opened.candidates, start * 10, data, self.now())
         self._check(not names, f"a write changed {names}")
         self._check(files <= opened.candidates, f"a write changed {files} and not {opened.candidates}")
 

@@ -126,6 +126,14 @@ class Source:
             moments[-1].until = ended
         moments.append(_Moment(value, began))
 
+    def may_be_written(self, files: set[Id], offset: int, data: bytes, now: float) -> None:
+        """One of these was written to through the mount. Of those without a name nobody can see whether."""
+        for file in files - set(self._tree.values()):
+            for moment in self._contents[file][-8:]:  # the last of them, and what that may have become
+                before = moment.value.ljust(offset, b"\0")
+                content = before[:offset] + data + before[offset + len(data) :]
+                self._contents[file].append(_Moment(content, now))
+
     def leads_to(self, name: Name, since: float) -> set[Id | None]:
         """All that a name has led to since then."""
         moments = self._names.get(name, [])

@@ -1,0 +1,82 @@
+"""The MDS is killed and started again; the OSD stops for a while.
+
+Hits never fail, and misses work within `BACK_WITHIN_S` seconds of the source's return.
+"""
+
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.ceph.conftest import CACHED, MODES, CephFs, Dataset, check, check_back, drop_caches, halves
+from tests.conftest import Mount, mounted_on
+
+MakeMount = Callable[..., Mount]
+STOPPED_S = 10.0
+
+
+def source_serves(path: Path) -> None:
+    """Returns when it does, asked without us."""
+    fd = os.open(path, os.O_RDONLY)
+    os.fstat(fd)
+    os.close(fd)
+
+
+def reader(path: Path) -> "subprocess.Popen[bytes]":
+    return subprocess.Popen(["cat", path], stdout=subprocess.PIPE)
+
+
+@pytest.mark.promise("FA-10")
+@pytest.mark.parametrize("mode", MODES)
+def test_an_mds_that_is_killed_and_started_again(cephfs: CephFs, dataset: Dataset, mount: MakeMount, mode: str) -> None:
+    root, files = dataset
+    first, rest = halves(files)
+    m = mount(root, *MODES[mode])
+    check(m, first)
+    if mode in CACHED:
+        m.flush()
+    drop_caches()
+    cephfs.kill_mds()
+    waiting, expected = rest.popitem()
+    job = reader(m.path / waiting)
+    try:
+        if mode in CACHED:
+            check(m, first)
+            assert job.poll() is None  # it waits for the MDS; nobody else does
+        cephfs.start_mds()
+        probe, _ = rest.popitem()
+        source_serves(root / probe)
+        check_back(m, rest)
+        assert job.communicate(timeout=30)[0] == expected
+    finally:
+        job.kill()
+        job.wait()
+    check(m, first)
+    assert mounted_on(cephfs.path)
+
+
+@pytest.mark.promise("FA-10")
+@pytest.mark.parametrize("mode", CACHED)
+def test_an_osd_that_stops_for_a_while(cephfs: CephFs, dataset: Dataset, mount: MakeMount, mode: str) -> None:
+    root, files = dataset
+    first, rest = halves(files)
+    m = mount(root, *MODES[mode])
+    check(m, first)
+    m.flush()
+    drop_caches()
+    cephfs.signal_osd(signal.SIGSTOP)
+    try:
+        waiting, expected = rest.popitem()
+        job = reader(m.path / waiting)
+        until = time.monotonic() + STOPPED_S
+        while time.monotonic() < until:
+            check(m, first)
+        assert job.poll() is None
+    finally:
+        cephfs.signal_osd(signal.SIGCONT)
+    assert job.communicate(timeout=30)[0] == expected
+    check_back(m, rest)
