@@ -238,6 +238,11 @@ class Directories:
                     after = position
                     continue
                 pinned = self._metadata.is_pinned(record)
+                if not pinned and self._fs.is_changing(record):
+                    if not emit(name, None, 0.0, position):
+                        break
+                    after = position
+                    continue
                 mutable_name = may_match and pinned and mutable_names.matches(view, number, name)
                 remaining_ns = self._metadata.remaining_ns(record)
                 if pinned and position != compared:

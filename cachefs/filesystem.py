@@ -11,6 +11,7 @@ notification waits for (hazard 1).
 import errno
 import math
 import os
+from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext, suppress
 from functools import partial
@@ -101,6 +102,8 @@ class FileSystem:
         """How to use a descriptor of an open inode: a writer's, or any. None: there is none. `OpenFiles` knows them."""
         self.own_change: Callable[[int], trio.Event | None] = lambda _: None
         """Set when this mount has made the change of an inode's names that is under way. None: there is none."""
+        self.writers: Counter[int] = Counter()
+        """How many writable handles an inode has. While there are any, its record says nothing of its size."""
         self.permissions = Permissions(metadata, source, slots, notifier, options)
         self._lstats: SingleFlight[tuple[int, bytes], Inode | None] = SingleFlight()
 
@@ -231,6 +234,11 @@ class FileSystem:
     def mutable_name_timeout_s(self, record: Inode) -> float:
         """A name that --mutable matches is not pinned, whatever it leads to."""
         return min(self.timeout_s(record), self.options.unpinned_timeout_s)
+
+    def is_changing(self, record: Inode) -> bool:
+        """Has this mount changed it, or may be about to, since the record was made? The kernel, which knows, would take
+        over an older size, and append there."""
+        return not record.is_directory and (bool(self.writers[record.number]) or not record.expires_ns)
 
     def record(self, number: int) -> Inode:
         """The record of an inode that the kernel was told of. ESTALE if it has gone."""

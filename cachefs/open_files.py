@@ -10,7 +10,7 @@ import logging
 import os
 import resource
 import struct
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, field
@@ -144,8 +144,7 @@ class OpenFiles:
         """Inode → what reads without a handle of ours share, for a while."""
         self._held: dict[int, OpenFile] = {}
         """Inode → a file that lost its name and may be open: until the kernel forgets it."""
-        self.writers: Counter[int] = Counter()
-        """How many writable handles an inode has."""
+        self.writers = filesystem.writers
         self.request_at: Callable[[int], tuple[int, int]] = lambda _: (0, UNKNOWN)
         """(inode, uid) of a request that the fast path passed on, by its handle."""
         self._reopens: SingleFlight[int, None] = SingleFlight()

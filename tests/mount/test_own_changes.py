@@ -122,3 +122,35 @@ def test_a_file_that_grew_before_our_own_change_is_read_whole(mount: MakeMount, 
     os.rename(m.path / "file", m.path / "renamed")
     assert read_again(m.path / "renamed") == b"o" * SIZE + b"more"
     assert os.stat(m.path / "renamed").st_size == SIZE + 4
+
+
+@pytest.mark.promise("TE-4")
+@pytest.mark.parametrize("arguments", [(), ("--mutable", "**"), ("--cache", "none")], ids=["", "mutable", "none"])
+@pytest.mark.parametrize("append", [0, os.O_APPEND], ids=["", "append"])
+@pytest.mark.parametrize("reopen", [False, True], ids=["", "reopen"])
+def test_what_is_written_is_there_after_a_listing(
+    mount: MakeMount, tree: Path, arguments: tuple[str, ...], append: int, reopen: bool
+) -> None:
+    """Listings told the kernel the size that the file had before, for a second: the writer could not read its own
+    bytes, and the next ones that it appended replaced them."""
+    m = mount(tree, *arguments)
+    flags = os.O_RDWR | os.O_CREAT | append
+    fd = os.open(m.path / "new", flags)
+    reader = os.open(m.path / "new", os.O_RDONLY)
+    written = b""
+    for number in range(5):
+        list(os.scandir(m.path))
+        os.write(fd, b"%d" % number)
+        written += b"%d" % number
+        list(os.scandir(m.path))
+        assert os.pread(fd, 100, 0) == os.pread(reader, 100, 0) == written
+        assert os.fstat(fd).st_size == os.stat(m.path / "new").st_size == len(written)
+        if reopen:
+            os.close(fd)
+            list(os.scandir(m.path))
+            assert os.pread(reader, 100, 0) == written
+            fd = os.open(m.path / "new", flags)
+            os.lseek(fd, 0, os.SEEK_END)
+    os.close(fd)
+    os.close(reader)
+    assert (tree / "new").read_bytes() == written
