@@ -475,7 +475,7 @@ class OpenFiles:
                     raise failed(errno.ESTALE)
                 if self.writers[number] or current.flags & WRITTEN:  # while we waited
                     raise failed(errno.ESTALE)
-                if not current.flags & IMMUTABLE:
+                if not self._is_immutable(current):
                     seen_by = at.directory.number, at.name
                     current = self._metadata.pin_file(update, current, seen_by=seen_by)
         except BaseException:

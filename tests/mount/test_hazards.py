@@ -355,3 +355,21 @@ def test_21_a_symlink_in_the_source_leads_nowhere_outside(mount: MakeMount, sour
         assert (m.path / "d0/f00000").read_bytes() == expected
     except OSError as error:
         assert error.errno == errno.ESTALE
+
+
+@pytest.mark.promise("IM-1")
+@pytest.mark.parametrize("waits_s", [0.0, 1.5], ids=["", "expired"])
+def test_what_was_invalidated_while_it_was_open_is_immutable_once_it_is_read_again(
+    mount: MakeMount, source: Path, waits_s: float
+) -> None:
+    """The record stays while somebody has the file open. It was not pinned again, and could be written to."""
+    m = mount(source)
+    path = m.path / "d0/f00000"
+    with open(path, "rb"):
+        path.read_bytes()
+        cachefs("invalidate", path)
+        os.stat(path)
+        time.sleep(waits_s)
+        path.read_bytes()
+        with pytest.raises(PermissionError):
+            os.open(path, os.O_RDWR)
