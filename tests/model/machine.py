@@ -149,7 +149,7 @@ class Machine(RuleBasedStateMachine):
         if not self._read_only:
             with self._unknown_paths():
                 self.driven.unpin(path)
-            self.reference.frozen.clear()
+            self.reference.unpinned()
 
     @contextmanager
     def _unknown_paths(self) -> Iterator[None]:

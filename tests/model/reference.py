@@ -126,6 +126,9 @@ class Source:
             moments[-1].until = ended
         moments.append(_Moment(value, began))
 
+    def files(self) -> set[Id]:
+        return set(self._contents)
+
     def may_be_written(self, files: set[Id], offset: int, data: bytes, now: float) -> None:
         """One of these was written to through the mount. Of those without a name nobody can see whether."""
         for file in files - set(self._tree.values()):
@@ -323,6 +326,11 @@ class Reference:
         if change.names or change.files:
             self.disturbed = True
             self.frozen.clear()
+
+    def unpinned(self) -> None:
+        """Some file is mutable until it is pinned, or a new mount: as if it had been written here."""
+        self.frozen.clear()
+        self.written.update(self.source.files())
 
     def forgot(self, now: float) -> None:
         """Everything was invalidated: nothing from before is believed."""

@@ -22,7 +22,7 @@ from tests.model.mounted import OURS, Mounted
 
 pytestmark = pytest.mark.mount
 PROGRAM = shlex.split(os.environ.get("MODEL_PROGRAM", "")) or OURS
-RUNS, STEPS = int(os.environ.get("MODEL_RUNS", "5")), int(os.environ.get("MODEL_STEPS", "30"))
+RUNS, STEPS = int(os.environ.get("MODEL_RUNS", "4")), int(os.environ.get("MODEL_STEPS", "30"))
 SHRINKS = "MODEL_NO_SHRINK" not in os.environ
 ATTRIBUTES_S = 0.1
 ARGUMENTS = {

@@ -13,7 +13,7 @@ from tests.model.machine import Driven, Machine
 from tests.model.modes import OPTIONS
 from tests.model.node import Node, Synchronous, TrioThread
 
-RUNS, STEPS = int(os.environ.get("MODEL_RUNS", "50")), int(os.environ.get("MODEL_STEPS", "25"))
+RUNS, STEPS = int(os.environ.get("MODEL_RUNS", "20")), int(os.environ.get("MODEL_STEPS", "25"))
 
 
 def machine_for(options: Options) -> type[Machine]:
