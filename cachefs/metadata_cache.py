@@ -621,7 +621,9 @@ class MetadataCache(Belief):
             self._forget_names(update, number)
             self.paths.forget()
             if update.first_key(Table.DENTRIES, inode_key(number)) is not None:
-                self.put_inode(update, record._replace(lookups=0))
+                # Another version: whoever has noted that this one is listed would list what is left.
+                version, flags = self.next_sequence(), record.flags & ~LISTED
+                self.put_inode(update, record._replace(lookups=0, version=version, flags=flags))
                 return False
         if record.flags & UNLINKED:
             update.delete(Table.META, _UNLINKED_MARK + inode_key(number))

@@ -279,3 +279,15 @@ def test_many_names_that_hang_leave_slots_for_others(
         for number in range(40):
             assert (m.path / f"e/hangs{number:02}").is_dir()
         assert listed(m.path / "e") == expected
+
+
+@pytest.mark.promise("TE-1")
+def test_a_directory_that_the_kernel_forgot_is_listed_whole(mount: MakeMount, tree: Path) -> None:
+    """A pinned name of it is kept, and so was its record: what was listed just before counted, and had gone."""
+    m = mount(tree)
+    names = listed(tree / "e")
+    assert listed(m.path / "e") == names
+    os.link(m.path / "e/f000", m.path / "another")
+    (m.path / "e/f000").read_bytes()
+    m.drop_caches()
+    assert listed(m.path / "e") == names
