@@ -20,7 +20,7 @@ def recorded(cephfs: CephFs, dataset: Dataset, mount: MakeMount) -> Mount:
     """A mount, ended, that has read everything when nothing had been changed for longer than rctime.py asks for."""
     root, files = dataset
     wait_for(time.time, lambda now: now - cephfs.rctime(root) > GRACE_S + 1, timeout_s=60)
-    m = mount(root, "--read-only", "--minimum-age", str(AGE_S))
+    m = mount(root, "--read-only", "--minimum-age", str(AGE_S), "--revalidate", "auto")
     check(m, files)
     m.flush()
     m.umount()

@@ -1,4 +1,8 @@
-"""The filesystem's objects against the reference. MODEL_RUNS, MODEL_STEPS: how much."""
+"""The filesystem's objects against the reference. MODEL_RUNS, MODEL_STEPS: how much.
+
+With MODEL_RUNS the runs are drawn anew each time. Without, they are always the same, as long as every 2,000 of them still
+find something: docs/TESTING.md.
+"""
 
 import os
 import random
@@ -13,7 +17,7 @@ from tests.model.machine import Driven, Machine
 from tests.model.modes import OPTIONS
 from tests.model.node import Node, Synchronous, TrioThread
 
-RUNS, STEPS = int(os.environ.get("MODEL_RUNS", "20")), int(os.environ.get("MODEL_STEPS", "25"))
+RUNS, STEPS = int(os.environ.get("MODEL_RUNS", "50")), int(os.environ.get("MODEL_STEPS", "25"))
 
 
 def machine_for(options: Options) -> type[Machine]:
@@ -46,7 +50,7 @@ def machine_for(options: Options) -> type[Machine]:
 @pytest.mark.parametrize("mode", OPTIONS)
 def test_a_node_shows_what_the_reference_allows(mode: str, random_seed: int) -> None:
     run_state_machine_as_test(
-        seed(random_seed)(machine_for(OPTIONS[mode])),
+        seed(random_seed if "MODEL_RUNS" in os.environ else 0)(machine_for(OPTIONS[mode])),
         settings=settings(
             max_examples=RUNS,
             stateful_step_count=STEPS,
