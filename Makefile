@@ -21,7 +21,7 @@ tests = $(BIN)/python -m pytest -n $(AT_ONCE) --dist worksteal -m "not alone$(1)
 	$(BIN)/python -m pytest -m "alone$(1)" $(2)
 FUZZ_S    ?= 10
 
-.PHONY: demo test check fuzz stress soak soak-sanitized crash posix test-ceph format bench clean
+.PHONY: demo test check fuzz stress soak soak-sanitized crash mutate posix test-ceph format bench clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.run
@@ -77,6 +77,12 @@ soak-sanitized: $(VENV)/.dev
 crash: $(VENV)/.dev
 	scripts/build-fastpath
 	$(BIN)/python -m pytest tests/crash -s --crash-points 1000 --kills 500 --timeout 3600
+
+# Would a test fail if the code were wrong? Goes on where the last run ended: make mutate [SEED=number] [NUMBER=how-many]
+NUMBER ?= 300
+mutate: $(VENV)/.dev
+	scripts/build-fastpath
+	$(BIN)/python -m tests.mutation $(if $(SEED),--seed $(SEED)) --number $(NUMBER)
 
 # pjdfstest on mounts, next to the disk underneath: make posix PJDFSTEST=directory-with-its-sources
 posix: $(VENV)/.dev

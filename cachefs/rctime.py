@@ -14,8 +14,8 @@ or later is as it is at the source, if the number is the same now. But the numbe
 
 What this mount changes itself moves the number, too: the next run compares.
 
-It says nothing of what is changed by a name outside the source, where a file has several, nor of another filesystem that
-is mounted beneath. Therefore it is not the default.
+It says nothing of what is changed by a name outside the source, where a file has several, nor of another filesystem
+that is mounted beneath. Therefore it is not the default.
 """
 
 import errno

@@ -1,7 +1,7 @@
 """The filesystem's objects against the reference. MODEL_RUNS, MODEL_STEPS: how much.
 
-With MODEL_RUNS the runs are drawn anew each time. Without, they are always the same, as long as every 2,000 of them still
-find something: docs/TESTING.md.
+With MODEL_RUNS the runs are drawn anew each time. Without, they are always the same, as long as every 2,000 of them
+still find something: docs/TESTING.md.
 """
 
 import os
