@@ -85,13 +85,14 @@ def statx(directory_fd: int, path: bytes, root_devices: Container[int] = (), *, 
 def openat2(directory_fd: int, path: bytes, flags: int, mode: int = 0) -> int:
     """Open beneath `directory_fd`: no symlink is followed, nothing outside is reached."""
     how = _HOW.pack(flags | os.O_CLOEXEC, mode, _HOW_FLAGS)
-    # EAGAIN: a rename elsewhere raced with the walk, and the next try succeeds; or another process holds a lease on the
-    # file, which takes as long as that process likes (hazard 30). Whoever called us pauses then.
+    # EAGAIN, EXDEV: a rename raced with the walk (EXDEV: what was found is outside by now), and the next try finds what
+    # is there; or another process holds a lease on the file, which takes as long as that process likes (hazard 30).
+    # Whoever called us pauses then.
     for _ in range(_OPEN_TRIES):
         fd: int = _openat2(_SYS_OPENAT2, directory_fd, path, how, _HOW.size)
         if fd >= 0:
             return fd
-        if ctypes.get_errno() not in (errno.EAGAIN, errno.EINTR):
+        if ctypes.get_errno() not in (errno.EAGAIN, errno.EXDEV, errno.EINTR):
             raise _fail(path)
     raise Busy
 

@@ -34,12 +34,13 @@ static int open_at(int directory, const char *path, uint64_t flags)
         .flags = flags | O_NOFOLLOW | O_CLOEXEC, /* hazard 21 */
         .resolve = RESOLVE_BENEATH | RESOLVE_NO_SYMLINKS | RESOLVE_NO_MAGICLINKS,
     };
-    /* EAGAIN: a rename raced with the walk, and the next try succeeds; or another process holds a lease on the file
-     * (hazard 30). That is Python's, whose slots.py tries again with pauses, and without a thread that waits. */
+    /* EAGAIN, EXDEV: a rename raced with the walk (EXDEV: what was found is outside by now), and the next try finds what
+     * is there; or another process holds a lease on the file (hazard 30). That is Python's, whose slots.py tries again
+     * with pauses, and without a thread that waits. */
     int fd = -1;
     for (int tries = 0; tries < OPEN_TRIES && fd < 0; tries++) {
         fd = (int)syscall(SYS_openat2, directory, path, &how, sizeof how);
-        if (fd < 0 && errno != EAGAIN && errno != EINTR)
+        if (fd < 0 && errno != EAGAIN && errno != EXDEV && errno != EINTR)
             break;
     }
     return fd;

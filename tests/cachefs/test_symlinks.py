@@ -3,7 +3,9 @@
 import errno
 import os
 import stat
+from collections import Counter
 from collections.abc import Iterator
+from multiprocessing.synchronize import Event
 from pathlib import Path
 
 import pytest
@@ -13,6 +15,7 @@ from cachefs.source import Source
 from cachefs.source_directories import ROOT
 from tests.cachefs.test_identity import below
 from tests.conftest import raises_errno
+from tests.load import fork
 
 
 @pytest.fixture(params=[True, False], ids=["openat2", "openat"])
@@ -48,3 +51,34 @@ def test_a_symlink_to_a_directory_is_not_walked(source: Source, tmp_path: Path) 
         source.readdir(directory)
     with pytest.raises(Changed):
         source.lstat(directory, b"secret")
+
+
+OPENS = 50_000
+
+
+def test_what_is_moved_away_while_it_is_opened_is_looked_for_again(source: Source, tmp_path: Path) -> None:
+    """openat2 says EXDEV of a file that left the directory between its look-up and the end of the walk."""
+    (tmp_path / "away").mkdir()
+    (tmp_path / "root/file").touch()
+
+    def move(stop: Event) -> None:
+        while not stop.is_set():
+            os.rename(tmp_path / "root/file", tmp_path / "away/file")
+            os.rename(tmp_path / "away/file", tmp_path / "root/file")
+
+    stop = fork.Event()
+    mover = fork.Process(target=move, args=(stop,))
+    mover.start()
+    answers: Counter[str] = Counter()
+    try:
+        for _ in range(OPENS):
+            try:
+                os.close(source._open_at(source.root_fd, b"file", os.O_RDONLY))
+                answers["opened"] += 1
+            except OSError as error:
+                answers[errno.errorcode[error.errno or 0]] += 1
+    finally:
+        stop.set()
+        mover.join(30)
+    assert answers["opened"] and answers["ENOENT"]
+    assert answers.keys() <= {"opened", "ENOENT", "EAGAIN"}  # EAGAIN: `Busy`, which is asked again after a pause
