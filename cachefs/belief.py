@@ -6,7 +6,8 @@
 - Everything else: for `unpinned_timeout_s` from the lstat.
 
 Validation is one number: a record counts if its `stamp` is at or above the floor, so that a new run makes a whole
-index doubtful, or trusts it, in one step. A directory that has not changed vouches for its names (dentries, listing,
+index doubtful, or trusts it, in one step. `strict_floor` is another one, for what rctime.py cannot know of: files with
+several names and objects of other devices. A directory that has not changed vouches for its names (dentries, listing,
 absences), so each object costs exactly one lstat. Where it has changed, `entries_stamp` makes its names doubtful.
 """
 
@@ -21,7 +22,13 @@ FOREVER_NS = 1 << 63
 
 class Belief:
     def __init__(
-        self, options: Options, run: int, floor: int, monotonic_ns: Callable[[], int] = time.monotonic_ns
+        self,
+        options: Options,
+        run: int,
+        floor: int,
+        monotonic_ns: Callable[[], int] = time.monotonic_ns,
+        *,
+        strict_floor: int = 0,
     ) -> None:
         # dependencies
         self._options = options
@@ -29,6 +36,7 @@ class Belief:
         # constants
         self.run = run
         self.floor = floor
+        self.strict_floor = strict_floor
 
     def is_pinned(self, record: Inode) -> bool:
         """Pinned in the sense of this mount: a read-write mount pins files that were read and directories only."""
@@ -38,6 +46,14 @@ class Belief:
             and self._options.pins_files
         )
 
+    def counts(self, record: Inode) -> bool:
+        """Was it compared with the source recently enough?"""
+        if record.stamp < self.floor:
+            return False
+        if record.stamp >= self.strict_floor:
+            return True
+        return not record.device and (record.nlink <= 1 or record.is_directory)
+
     def remaining_ns(self, record: Inode) -> int:
         """How long the record is believed from now on; FOREVER_NS, or 0 if it must be compared first."""
         if record.flags & STALE:
@@ -45,7 +61,7 @@ class Belief:
         if record.flags & UNLINKED:
             return FOREVER_NS
         if self.is_pinned(record):
-            if record.stamp < self.floor:
+            if not self.counts(record):
                 return 0
             if not record.flags & UNSETTLED:
                 return FOREVER_NS
@@ -59,7 +75,7 @@ class Belief:
             dentry.flags & PINNED
             and self.is_pinned(parent)
             and dentry.stamp >= parent.entries_stamp
-            and parent.stamp >= self.floor
+            and self.counts(parent)
             and not parent.flags & STALE
         )
 

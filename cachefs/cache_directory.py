@@ -245,11 +245,17 @@ class OpenedIndex:
         trusted = last is not None and (before.clean or is_complete)
         same_patterns = mutable_patterns(durable) == set(mutable)
         run = before.run + 1
-        floor = before.floor if trusted and same_patterns and revalidate is Revalidate.NEVER else run
+        is_lax = revalidate is Revalidate.NEVER
+        floor = before.floor if trusted and same_patterns and is_lax else run
         stands_still = trusted and same_patterns and bool(rctime) and rctime == before.rctime
-        self.state = RunState(run, floor, False, now, rctime, before.unmoved_floor if stands_still else run)
+        # What was imported has the number of the run that begins, and was not compared in it.
+        unmoved_floor = before.unmoved_floor if stands_still else max(run, before.unmoved_floor)
+        if floor < unmoved_floor:  # what is opened in this run gets its number, and need not be compared
+            unmoved_floor = run + 1
+        self.state = RunState(run, floor, False, now, rctime, unmoved_floor)
         if same_mount and is_complete:
             self.state = before
+        self._is_lax = is_lax
         self.forgot = same_mount and (not is_complete or bool(self._forgot))
         """The kernel may know of inodes and versions that a daemon before us knew, and we do not."""
         is_known = same_patterns and (is_complete or not survived)
@@ -289,6 +295,11 @@ class OpenedIndex:
             self.index = Index(self._durable, Environment(self.session_path, sync=False))
             self.state = replace(self.state, floor=self.state.run, rctime=rctime, unmoved_floor=self.state.run)
             self.names_floor = self.state.run
+
+    @property
+    def strict_floor(self) -> int:
+        """Of what rctime.py cannot know of: only `never` believes earlier runs."""
+        return self.state.floor if self._is_lax else self.state.run
 
     @property
     def may_be_unmoved(self) -> bool:

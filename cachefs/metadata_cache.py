@@ -65,6 +65,7 @@ class MetadataCache(Belief):
         takeovers: int = 0,
         forgot: bool = False,
         names_floor: int = 0,
+        strict_floor: int = 0,
         retention: MetadataRetention | None = None,
         monotonic_ns: Callable[[], int] = time.monotonic_ns,
         realtime_ns: Callable[[], int] = time.time_ns,
@@ -76,7 +77,7 @@ class MetadataCache(Belief):
         `retention`: None where as much is pinned as there is.
         """
         # dependencies
-        super().__init__(options, run, floor, monotonic_ns)
+        super().__init__(options, run, floor, monotonic_ns, strict_floor=strict_floor)
         self.index = index
         self._retention = retention
         self._realtime_ns = realtime_ns

@@ -14,8 +14,16 @@ or later is as it is at the source, if the number is the same now. But the numbe
 
 What this mount changes itself moves the number, too: the next run compares.
 
-It says nothing of what is changed by a name outside the source, where a file has several, nor of another filesystem
-that is mounted beneath. Therefore it is not the default.
+The number does not show everything, so that some things are compared in each run all the same (`strict_floor`):
+
+- CephFS counts a file with several names where its first name is, which may be outside the source, whichever of its
+  names it is changed by. Files with several names are compared. So are objects of other filesystems mounted beneath.
+- What a run recorded that had not compared it is vouched for by nothing: what it was given by a metadata snapshot, and
+  what `never` believes (`unmoved_floor` is above such a run).
+
+What remains: while a client writes to a file without a pause of a few seconds, and nobody else looks at the file, the
+MDS does not hear of it. Such a file may be shown as it was recorded until the writer pauses or closes it and the mount
+begins again; no read mixes the two, because whatever is fetched is compared.
 """
 
 import errno

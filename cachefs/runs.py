@@ -48,7 +48,7 @@ class RunState:
     rctime: bytes = b""
     """Of the source's root when this run began (rctime.py); empty: it has none, or cannot tell anything."""
     unmoved_floor: int = 0
-    """The first run that began with this `rctime`, and since which everything was recorded."""
+    """The first run that began with this `rctime`, and since which nothing was recorded that was not compared."""
 
     _CODEC = struct.Struct("<II2Q16s40sQ")
 
@@ -57,10 +57,10 @@ class RunState:
 
     @classmethod
     def unpack(cls, value: bytes) -> "RunState":
-        if len(value) < cls._CODEC.size:  # of a version that did not know the last field: nothing is said
-            value = value.ljust(cls._CODEC.size, b"\xff")
-        _, clean, run, floor, boot_id, rctime, unmoved_floor = cls._CODEC.unpack(value)
-        return cls(run, floor, bool(clean), boot_id, rctime.rstrip(b"\0"), min(unmoved_floor, run + 1))
+        _, clean, run, floor, boot_id, rctime, unmoved_floor = cls._CODEC.unpack(value.ljust(cls._CODEC.size, b"\0"))
+        if len(value) < cls._CODEC.size:  # of a version that did not know the last field: no run is vouched for
+            unmoved_floor = run + 1
+        return cls(run, floor, bool(clean), boot_id, rctime.rstrip(b"\0"), unmoved_floor)
 
     def store(self, durable: Environment) -> None:
         with durable.write() as txn:

@@ -13,10 +13,12 @@ bytes and so on: what hardly varies takes no room (as in Blosc's shuffle filter)
 import gc
 import json
 import os
+import stat
 import struct
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import IO, Any
 
@@ -148,11 +150,11 @@ def export(index: Path, path: Path, source: str) -> int:
     try:
         with environment.lmdb.begin() as txn:
             tables = {table: _Rows(txn.cursor(db=environment.tables[table])) for table in Table}
-            floor = _floor(txn.get(b"run", db=environment.tables[Table.META]))
+            floor, strict_floor = _floors(txn.get(b"run", db=environment.tables[Table.META]))
         mutable = sorted(mutable_patterns(environment))
     finally:
         environment.close()
-    inodes, dentries, names = _believed(tables[Table.INODES], tables[Table.DENTRIES], floor)
+    inodes, dentries, names = _believed(tables[Table.INODES], tables[Table.DENTRIES], floor, strict_floor)
     numbers = inodes["number"]
     header = {
         "source": source, "created_ns": time.time_ns(), "names": len(names), "inodes": len(numbers), "mutable": mutable,
@@ -174,11 +176,15 @@ class _Rows(list[tuple[bytes, bytes]]):
         return b"".join(value for _, value in self)
 
 
-def _floor(run: bytes | None) -> int:
-    return int(struct.unpack_from("<II2Q", run)[3]) if run else 0
+def _floors(run: bytes | None) -> tuple[int, int]:
+    """What is at or above which is believed (belief.py): the floor, and the strict one."""
+    if run is None:
+        return 0, 0
+    state = RunState.unpack(run)
+    return state.floor, state.run if state.floor == state.unmoved_floor else state.floor
 
 
-def _believed(inodes: _Rows, dentries: _Rows, floor: int) -> tuple[Any, Any, list[bytes]]:
+def _believed(inodes: _Rows, dentries: _Rows, floor: int, strict_floor: int) -> tuple[Any, Any, list[bytes]]:
     """What needs no comparison with the source: (inodes with their numbers, dentries with their parents, names).
 
     Raises CacheFsError where the root is not among them: nothing can be made of such a snapshot.
@@ -188,6 +194,8 @@ def _believed(inodes: _Rows, dentries: _Rows, floor: int) -> tuple[Any, Any, lis
     flags = records["flags"]
     good = (flags & PINNED != 0) & (flags & (STALE | UNLINKED | UNSETTLED) == 0)
     good &= (records["stamp"] >= floor) & (records["device"] == 0)
+    vouched = (records["nlink"] <= 1) | (records["mode"] & 0o170000 == stat.S_IFDIR)
+    good &= (records["stamp"] >= strict_floor) | vouched
     if not np.any(good & (numbers == ROOT_INODE)):
         raise CacheFsError("the root directory is not pinned, so that nothing is: run `cachefs warmup --metadata-only`")
 
@@ -315,7 +323,7 @@ def load(path: Path, index: Path, root_inode: int, mutable: Iterable[str]) -> in
                 put(table, ((key, head + value) for key, value in zip(keys, values, strict=True)))
             rows = (aliases[start : start + 24] for start in range(0, len(aliases), 24))
             put(Table.ALIASES, ((row[:16], pinned + bytes(4) + row[16:]) for row in rows))
-        last.store(environment)
+        replace(last, unmoved_floor=run + 1).store(environment)  # no rctime vouches for what others have compared
         environment.lmdb.sync(True)
     finally:
         environment.close()

@@ -68,6 +68,7 @@ def follow_index(shared: Shared, opened: OpenedIndex) -> None:
     def serve(overflows: bool) -> None:
         shared["serving"] = not overflows
 
+    shared["strict_floor"] = opened.strict_floor
     shared["run"], shared["floor"] = opened.state.run, opened.state.floor
     overflow = opened.index.session.overflow
     overflow.on_change = serve

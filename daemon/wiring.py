@@ -90,6 +90,7 @@ def wire(
         takeovers=opened.takeovers,
         forgot=opened.forgot,
         names_floor=opened.names_floor,
+        strict_floor=opened.strict_floor,
         retention=limit,
         monotonic_ns=clock.monotonic_ns,
         realtime_ns=clock.realtime_ns,

@@ -87,6 +87,7 @@ int view_begin(struct view *view)
         return 0;
     const struct shared *shared = view->index->shared;
     view->floor = shared->floor;
+    view->strict_floor = shared->strict_floor;
     view->run = shared->run;
     /* The session first: what leaves it is in the durable index before it leaves. */
     int error = mdb_txn_renew(view->session);
@@ -289,6 +290,14 @@ bool is_freezable(const struct inode_record *record)
     return (record->flags & (FREEZABLE | IMMUTABLE | WRITTEN | STALE | UNLINKED)) == FREEZABLE;
 }
 
+/* Was it compared with the source recently enough? belief.py has the same rule. */
+static bool counts(const struct view *view, const struct inode_record *record)
+{
+    if (record->stamp < view->floor)
+        return false;
+    return record->stamp >= view->strict_floor || (!record->device && (record->nlink <= 1 || S_ISDIR(record->mode)));
+}
+
 uint64_t remaining_ns(const struct view *view, const struct inode_record *record)
 {
     if (record->flags & STALE)
@@ -296,7 +305,7 @@ uint64_t remaining_ns(const struct view *view, const struct inode_record *record
     if (record->flags & UNLINKED)
         return FOREVER;
     if (is_pinned(view, record)) {
-        if (record->stamp < view->floor)
+        if (!counts(view, record))
             return 0;
         if (!(record->flags & UNSETTLED))
             return FOREVER;
@@ -310,7 +319,7 @@ uint64_t remaining_ns(const struct view *view, const struct inode_record *record
 bool entry_holds(const struct view *view, const struct inode_record *parent, const struct dentry_record *dentry)
 {
     return (dentry->flags & PINNED) && is_pinned(view, parent) && dentry->stamp >= parent->entries_stamp &&
-           parent->stamp >= view->floor && !(parent->flags & STALE);
+           counts(view, parent) && !(parent->flags & STALE);
 }
 
 bool knows_absent(const struct view *view, const struct inode_record *parent, const struct dentry_record *dentry)

@@ -30,7 +30,7 @@ struct view {
     const struct index *index;
     MDB_txn *session, *durable;
     MDB_cursor *session_cursors[TABLES], *durable_cursors[TABLES]; /* of the tables that are scanned */
-    uint64_t floor, run;
+    uint64_t floor, strict_floor, run;
     bool open;
 };
 

@@ -54,7 +54,7 @@ static int print_layout(void)
     FIELD(shared, simulate_latency_ns); FIELD(shared, root_device); FIELD(shared, run); FIELD(shared, floor);
     FIELD(shared, serving); FIELD(shared, capacity_bytes); FIELD(shared, committed_bytes); FIELD(shared, settled);
     FIELD(shared, pending_bytes); FIELD(shared, held_bytes); FIELD(shared, stuck); FIELD(shared, pid); FIELD(shared, passed); FIELD(shared, counters);
-    FIELD(shared, wishes_done); FIELD(shared, wish_jobs); FIELD(shared, settle_ns); FIELD(shared, clock_offset_ns); FIELD(shared, accesses); FIELD(shared, latencies); FIELD(shared, slots); FIELD(slot_head, word);
+    FIELD(shared, wishes_done); FIELD(shared, wish_jobs); FIELD(shared, settle_ns); FIELD(shared, clock_offset_ns); FIELD(shared, strict_floor); FIELD(shared, accesses); FIELD(shared, latencies); FIELD(shared, slots); FIELD(slot_head, word);
     FIELD(shared, young); FIELD(access_log, entries); FIELD(access, when_and_unit);
     FIELD(wish, inode); FIELD(wish, offset);
     FIELD(filled, report); FIELD(filled, inode); FIELD(filled, offset); FIELD(filled, version);

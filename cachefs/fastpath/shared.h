@@ -125,6 +125,7 @@ struct shared {
     _Atomic uint64_t wish_jobs;       /* the daemon's: how many are fetched at once; 0: as many as readers do not mind */
     uint64_t settle_ns;               /* how the mount was set up, too (age.h); 0: by a daemon that knew of no other than SETTLE_NS */
     _Atomic uint64_t clock_offset_ns; /* the daemon's: from CLOCK_BOOTTIME to the time of day (age.h); 0: by a daemon that did not say */
+    _Atomic uint64_t strict_floor;    /* the daemon's (counts); 0: by a daemon that knew of none */
     _Alignas(4096) struct counters counters[MAX_THREADS];
     struct access_log accesses[ACCESS_LOGS];
     struct slot_head slots[SLOT_COUNT];

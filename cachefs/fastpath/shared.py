@@ -83,6 +83,7 @@ FIELDS = {
     "wish_jobs": (832, "Q"),
     "settle_ns": (840, "Q"),
     "clock_offset_ns": (848, "Q"),
+    "strict_floor": (856, "Q"),
     "young_written": (YOUNG_OFFSET, "Q"),
     "young_taken": (YOUNG_OFFSET + 8, "Q"),
 }

@@ -3,12 +3,15 @@
 A real one is in tests/ceph; here it is a file.
 """
 
+import os
+import subprocess
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
-from tests.conftest import Mount, contents, wait_for
+from tests.conftest import Mount, cachefs, contents, settle, wait_for
 
 MakeMount = Callable[..., Mount]
 LONG_AGO, LATER = "1000000000.5", "1000000007.25"
@@ -95,3 +98,81 @@ def test_a_source_that_does_not_answer_is_asked_again(
     hang.unlink()
     wait_for(m.log, lambda log: BELIEVED in log)
     assert contents(m.path) == contents(source)
+
+
+@pytest.mark.parametrize("where", ["hard link", "mounted beneath"])
+@pytest.mark.parametrize("mode", [[], ["--read-only"]], ids=["read-write", "read-only"])
+def test_what_the_number_does_not_vouch_for_is_compared(
+    mount: MakeMount,
+    faulty: tuple[Path, Path],
+    source: Path,
+    tmp_path: Path,
+    beneath: ExitStack,
+    mode: list[str],
+    where: str,
+) -> None:
+    """A file that has another name outside, and may count there; another filesystem."""
+    root, faults = faulty
+    (faults / "rctime").write_text(LONG_AGO)
+    if where == "hard link":
+        changed, path = tmp_path / "outside", Path("d0/f00000")
+        os.link(source / path, changed)
+    else:
+        (source / "other").mkdir()
+        subprocess.run(["mount", "-t", "tmpfs", "tmpfs", root / "other"], check=True)
+        beneath.callback(subprocess.run, ["umount", "-l", root / "other"], check=True)
+        path = Path("other/file")
+        changed = root / path
+        changed.write_bytes(b"before")
+    settle()
+    m = mount(root, *mode)
+    for file in [path, Path("d1/f00001")]:
+        assert (m.path / file).read_bytes() == (root / file).read_bytes()
+    m.flush()
+    m.umount()
+    changed.write_bytes(b"changed")
+    m.start()
+    wait_for(m.log, lambda log: BELIEVED in log)
+    before = m.ops()
+    assert (m.path / "d1/f00001").read_bytes() == (source / "d1/f00001").read_bytes()
+    assert m.ops() == before
+    assert (m.path / path).read_bytes() == b"changed"
+
+
+def test_what_a_snapshot_said_is_compared_after_a_restart(
+    mount: MakeMount, faulty: tuple[Path, Path], source: Path, tmp_path: Path
+) -> None:
+    """It was recorded before the number was: a change in between moved the number, and is in neither."""
+    root, faults = faulty
+    (faults / "rctime").write_text(LONG_AGO)
+    m = mount(root, "--read-only", name="exporter")
+    cachefs("warmup", m.path, "--metadata-only")
+    cachefs("snapshot", "export", m.path, tmp_path / "snapshot")
+    (source / "d0/f00000").write_bytes(b"changed")
+    (faults / "rctime").write_text(LATER)
+    m = mount(root, "--read-only", "--metadata-snapshot", tmp_path / "snapshot")
+    assert os.stat(m.path / "d0/f00000").st_size != len(b"changed")
+    for _ in range(2):
+        m.umount()
+        m.start()
+    wait_for(m.log, lambda log: BELIEVED in log)  # what the second run has compared, and that was nothing
+    assert (m.path / "d0/f00000").read_bytes() == b"changed"
+
+
+def test_a_snapshot_leaves_out_what_the_number_does_not_vouch_for(
+    mount: MakeMount, faulty: tuple[Path, Path], source: Path, tmp_path: Path
+) -> None:
+    root, faults = faulty
+    (faults / "rctime").write_text(LONG_AGO)
+    os.link(source / "d0/f00000", tmp_path / "outside")
+    settle()
+    m = mount(root, "--read-only", name="exporter")
+    cachefs("warmup", m.path, "--metadata-only")
+    m.umount()
+    (tmp_path / "outside").write_bytes(b"changed")
+    m.start()
+    wait_for(m.log, lambda log: BELIEVED in log)
+    cachefs("snapshot", "export", m.path, tmp_path / "snapshot")
+    m = mount(root, "--read-only", "--metadata-snapshot", tmp_path / "snapshot")
+    assert contents(m.path) == contents(source)
+    assert m.ops()["lstat"] < 10  # of 46: the file, and a directory that is not completely known
