@@ -6,6 +6,7 @@ import platform
 import random
 import resource
 import shutil
+import socket
 import statistics
 import sys
 import time
@@ -33,6 +34,9 @@ SAMPLE_FILES = 32
 MAX_LISTED = 5000
 SLOW_DISK_MB = 300
 SLOW_SOURCE_MS = 20.0
+MANY_CAPS = 800_000
+ADMIN_TIMEOUT_S = 2.0
+MAX_ANSWER_BYTES = 1 << 20
 RESEND = (6, 9)
 
 
@@ -152,7 +156,9 @@ def source(place: str) -> Iterator[Finding]:
         advice = "warm up before the first epoch, with more --jobs than usual" if slow else ""
         yield Finding("source latency", f"stat {stat_ms:.2f} ms, open and read {open_ms:.2f} ms", advice)
     if kind == "ceph":
-        yield from caps()
+        yield from map(_caps, _kernel_caps())
+    elif kind == "fuse.ceph-fuse":
+        yield from map(_caps, fuse_caps(place, Path("/proc/net/unix")))
 
 
 def _sample(place: str) -> list[str]:
@@ -179,16 +185,47 @@ def _read_a_byte(path: str) -> None:
         os.close(fd)
 
 
-def caps() -> Iterator[Finding]:
-    """Capabilities that CephFS's kernel client holds; needs debugfs."""
+def _caps(held: int) -> Finding:
+    advice = "near mds_max_caps_per_client (1 Mi): the MDS recalls them. Pin the metadata: --read-only"
+    return Finding("CephFS caps", f"{held:,} held", advice if held > MANY_CAPS else "")
+
+
+def _kernel_caps() -> Iterator[int]:
+    """Capabilities that each of CephFS's kernel clients holds; needs debugfs."""
     for file in Path("/sys/kernel/debug/ceph").glob("*/caps"):
         lines = [line.split() for line in file.read_text().splitlines()]
-        held = next((int(line[1]) for line in lines if len(line) > 1 and line[0] == "total"), 0)
-        many = held > 800_000
-        advice = (
-            "near mds_max_caps_per_client (1 Mi): the MDS recalls them. Pin the metadata: --read-only" if many else ""
-        )
-        yield Finding("CephFS caps", f"{held:,} held", advice)
+        yield next((int(line[1]) for line in lines if len(line) > 1 and line[0] == "total"), 0)
+
+
+def fuse_caps(place: str, sockets: Path) -> Iterator[int]:
+    """Those that the ceph-fuse of this place holds; needs the right to use its admin socket.
+
+    `sockets`: /proc/net/unix, which says where the admin sockets of this machine are.
+    """
+    try:
+        client = int(os.getxattr(place, "ceph.client_id").removeprefix(b"client"))
+    except (OSError, ValueError):
+        return
+    paths = {line.split(" ")[-1] for line in sockets.read_text().splitlines() if line.endswith(".asok")}
+    for path in sorted(paths):
+        with suppress(OSError, ValueError, KeyError, TypeError):  # of another daemon, or not for us
+            sessions = _ask_admin_socket(path, "mds_sessions")
+            if sessions["id"] == client:
+                yield sum(session["num_caps"] for session in sessions["sessions"])
+                return
+
+
+def _ask_admin_socket(path: str, command: str) -> Any:
+    """A Ceph daemon answers with the length of a JSON text, and that."""
+    if os.stat(path).st_uid not in (0, os.geteuid()):
+        raise PermissionError(path)
+    with socket.socket(socket.AF_UNIX) as admin:
+        admin.settimeout(ADMIN_TIMEOUT_S)
+        admin.connect(path)
+        admin.sendall(json.dumps({"prefix": command}).encode() + b"\0")
+        with admin.makefile("rb") as answer:
+            length = int.from_bytes(answer.read(4), "big")
+            return json.loads(answer.read(min(length, MAX_ANSWER_BYTES)))
 
 
 def mounted(mountpoint: str, status: dict[str, Any]) -> Iterator[Finding]:
