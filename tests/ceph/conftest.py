@@ -6,6 +6,7 @@ CEPHFS_TOOLS names a directory with `cephfs-up` and `cephfs-down`, which start a
 import json
 import os
 import signal
+import socket
 import subprocess
 import time
 from collections.abc import Iterator
@@ -34,6 +35,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker(pytest.mark.skip(reason="needs root and CEPHFS_TOOLS"))
 
 
+def free_port() -> int:
+    """Another cluster may run beside this one."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
 def drop_caches() -> None:
     """Of the whole machine: also of what lies beneath the mount."""
     Path("/proc/sys/vm/drop_caches").write_text("3")
@@ -45,7 +53,9 @@ class CephFs:
         limits = {"mds_min_caps_per_client": 10, "mds_tick_interval": 1, "mds_beacon_grace": 6}
         settings = [part for name, value in limits.items() for part in ("--mds-set", f"{name}={value}")]
         self._up(
-            *("--osd", "memstore", "--no-mgr", "--mon-port", "3391", "--mds-max-caps", FEW_CAPS), *settings, self.path
+            *("--osd", "memstore", "--no-mgr", "--mon-port", free_port(), "--mds-max-caps", FEW_CAPS),
+            *settings,
+            self.path,
         )
         self._ceph("fs", "set", "cephfs", "session_autoclose", "30")
 
