@@ -34,7 +34,7 @@ class Options:
     small_file_bytes: int = 1 * MIB
     attr_timeout_s: float = 1.0
     """How long anything that is not pinned is believed. `inf` only on read-only mounts."""
-    revalidate: Revalidate = Revalidate.LAZY
+    revalidate: Revalidate = Revalidate.AUTO
     source_timeout_s: float = 30.0
     simulate_latency_s: float = 0.0
     fastpath: bool = True

@@ -234,7 +234,7 @@ def make_mount_config(
 @click.option(
     "--revalidate",
     type=click.Choice([kind.value for kind in Revalidate]),
-    default="lazy",
+    default="auto",
     show_default=True,
     help="After a restart: compare each object with the source at its first use (lazy), never, or until it is certain "
     "that the recursive ctime of a CephFS has not moved, which takes a minute (rctime). auto: rctime where there is "

@@ -363,12 +363,12 @@ class Session:
         shared = self._held.shared.fd if self._held is not None else None
         parts = wire(source, opened, blob, options, nursery, self._device, shared)
         self._parts = parts
-        nursery.start_soon(_forever, parts.notifier.run)
+        nursery.start_soon(_shielded, parts.notifier.run)
         parts.filesystem.pinned_statfs = self._statfs if options.pins_everything else None
         metadata, files, writes, data = parts.metadata, parts.files, parts.writes, parts.data
 
         connection = self._connect(parts)
-        nursery.start_soon(_forever, parts.slots.watch)
+        nursery.start_soon(_shielded, parts.slots.watch)
         with opened.index.view() as view:
             root = metadata.inode(view, pyfuse3.ROOT_INODE)
         began_ns = source.clock.realtime_ns()
@@ -406,10 +406,10 @@ class Session:
         self._is_pyfuse3_open = True
         try:
             if self._host is not None:
-                nursery.start_soon(_forever, self._host.follow)
-                nursery.start_soon(_forever, self._host.watch_young)
+                nursery.start_soon(_shielded, self._host.follow)
+                nursery.start_soon(_shielded, self._host.watch_young)
                 if options.logs_accesses:
-                    nursery.start_soon(_forever, self._host.collect)
+                    nursery.start_soon(_shielded, self._host.collect)
                 await self._host.start(new=not self._took_over, replace=self._restart)
             self._save_config(must=not self._took_over)
             wishes = self._host.wishes if self._host is not None else OwnWishes(files, nursery)
@@ -439,14 +439,14 @@ class Session:
                 self._drain,
                 _watch_clock,
             ):
-                nursery.start_soon(_forever, task)
+                nursery.start_soon(_shielded, task)
             if parts.limit is not None:
                 data.on_accessed.append(parts.limit.accessed)
-                nursery.start_soon(_forever, partial(parts.filesystem.limit_metadata, parts.limit, parts.metrics))
+                nursery.start_soon(_shielded, partial(parts.filesystem.limit_metadata, parts.limit, parts.metrics))
             if prefetcher is not None:
-                nursery.start_soon(_forever, prefetcher.run)
+                nursery.start_soon(_shielded, prefetcher.run)
             if options.revalidate in (Revalidate.AUTO, Revalidate.RCTIME):
-                nursery.start_soon(self._believe_unmoved, source, opened, options)
+                nursery.start_soon(_shielded, partial(self._believe_unmoved, source, opened, options))
             nursery.start_soon(self._announce, parts.operations, ready)
             nursery.start_soon(self._stop_reading, served)
             self._starting = None
@@ -499,7 +499,7 @@ class Session:
                 raise
             log.error("%s", error)
             return
-        nursery.start_soon(_forever, partial(exporter.serve, listener, commands.status_now))
+        nursery.start_soon(_shielded, partial(exporter.serve, listener, commands.status_now))
 
     def _connect(self, parts: Parts) -> SourceConnection:
         index, source = parts.opened.index, parts.source
@@ -723,11 +723,11 @@ async def _watch_clock() -> None:
         await trio.sleep(CLOCK_CHECK_S)
 
 
-async def _forever(task: Callable[[], Awaitable[None]]) -> None:
-    """Run a task that must not end the mount if it fails."""
+async def _shielded(task: Callable[[], Awaitable[None]]) -> None:
+    """Run a task that must not end the mount if it fails: it begins again."""
     while True:
         try:
-            await task()
+            return await task()
         except Exception:
             log.exception("bug in %s; going on", task)
             await trio.sleep(1)

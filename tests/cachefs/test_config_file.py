@@ -57,7 +57,7 @@ def test_a_file_says_what_options_say(tmp_path: Path) -> None:
         name: f"{file}, line {line}" for name, line in origins.items()
     }
     assert {expected.settings[name].origin for name in origins} == {"command line"}
-    assert made.settings["revalidate"] == config.Setting("lazy", "default")
+    assert made.settings["revalidate"] == config.Setting("auto", "default")
     config.save(replace(expected, settings={}), tmp_path / "expected")
     config.save(replace(made, settings={}, config_file=None), tmp_path / "made")
     assert (tmp_path / "made").read_text() == (tmp_path / "expected").read_text()

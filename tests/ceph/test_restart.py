@@ -13,7 +13,7 @@ from tests.conftest import Mount, cachefs, contents, wait_for
 MakeMount = Callable[..., Mount]
 AGE_S = 0.5
 GRACE_S = 30 * AGE_S
-AUTO = ("--minimum-age", str(AGE_S), "--revalidate", "auto")
+SOON_OLD = ("--minimum-age", str(AGE_S))
 BELIEVED, CHANGED = "the source has not changed", "the source has changed"
 
 
@@ -22,7 +22,7 @@ def recorded(request: pytest.FixtureRequest, cephfs: CephFs, dataset: Dataset, m
     """A mount, ended, that has read everything when nothing had been changed for longer than rctime.py asks for."""
     root, files = dataset
     wait_for(time.time, lambda now: now - cephfs.rctime(root) > GRACE_S + 1, timeout_s=60)
-    m = mount(root, *MODES[request.param], *AUTO)
+    m = mount(root, *MODES[request.param], *SOON_OLD)
     check(m, files)
     m.flush()
     m.umount()
@@ -96,7 +96,7 @@ def test_a_file_that_counts_elsewhere_is_compared(cephfs: CephFs, dataset: Datas
     os.link(outside, root / path)
     flush(root)
     wait_for(time.time, lambda now: now - cephfs.rctime(root) > GRACE_S + 1, timeout_s=60)
-    m = mount(root, "--read-only", *AUTO)
+    m = mount(root, "--read-only", *SOON_OLD)
     check(m, {**files, path: b"before"})
     m.flush()
     m.umount()
@@ -117,7 +117,7 @@ def test_a_mount_that_wrote_compares_when_it_begins_again(cephfs: CephFs, datase
     root, files = dataset
     wait_for(time.time, lambda now: now - cephfs.rctime(root) > GRACE_S + 1, timeout_s=60)
     at = cephfs.rctime(root)
-    m = mount(root, *AUTO)
+    m = mount(root, *SOON_OLD)
     check(m, files)
     (m.path / "new").write_bytes(b"new")
     m.flush()

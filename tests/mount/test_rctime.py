@@ -15,7 +15,6 @@ from tests.conftest import Mount, cachefs, contents, settle, wait_for
 
 MakeMount = Callable[..., Mount]
 LONG_AGO, LATER = "1000000000.5", "1000000007.25"
-AUTO = ("--revalidate", "auto")
 BELIEVED, CHANGED = "the source has not changed", "the source has changed"
 
 pytestmark = pytest.mark.promise("CH-18")
@@ -41,9 +40,9 @@ def cached(
     """A mount that has read everything, and has been restarted; where its source's rctime is."""
     root, faults = faulty
     (faults / "rctime").write_text(LONG_AGO)
-    m = mount(root, *request.param)  # whatever --revalidate says, the number is recorded
+    m = mount(root, *request.param)
     read_all(m, source)
-    restarted(m, *request.param, "--revalidate", "auto")
+    restarted(m, *request.param)
     return m, faults / "rctime"
 
 
@@ -82,7 +81,7 @@ def test_a_change_that_was_made_meanwhile_is_seen(cached: tuple[Mount, Path], so
 
 def test_lazy_compares_whatever_the_number_says(cached: tuple[Mount, Path], source: Path) -> None:
     m, _ = cached
-    restarted(m, *map(str, m.arguments[:-2]), "--revalidate", "lazy")
+    restarted(m, *map(str, m.arguments), "--revalidate", "lazy")
     assert read_all(m, source)["lstat"] >= 40
     assert BELIEVED not in m.log()
 
@@ -126,7 +125,7 @@ def test_what_the_number_does_not_vouch_for_is_compared(
         changed = root / path
         changed.write_bytes(b"before")
     settle()
-    m = mount(root, *mode, *AUTO)
+    m = mount(root, *mode)
     for file in [path, Path("d1/f00001")]:
         assert (m.path / file).read_bytes() == (root / file).read_bytes()
     m.flush()
@@ -146,12 +145,12 @@ def test_what_a_snapshot_said_is_compared_after_a_restart(
     """It was recorded before the number was: a change in between moved the number, and is in neither."""
     root, faults = faulty
     (faults / "rctime").write_text(LONG_AGO)
-    m = mount(root, "--read-only", *AUTO, name="exporter")
+    m = mount(root, "--read-only", name="exporter")
     cachefs("warmup", m.path, "--metadata-only")
     cachefs("snapshot", "export", m.path, tmp_path / "snapshot")
     (source / "d0/f00000").write_bytes(b"changed")
     (faults / "rctime").write_text(LATER)
-    m = mount(root, "--read-only", *AUTO, "--metadata-snapshot", tmp_path / "snapshot")
+    m = mount(root, "--read-only", "--metadata-snapshot", tmp_path / "snapshot")
     assert os.stat(m.path / "d0/f00000").st_size != len(b"changed")
     for _ in range(2):
         m.umount()
@@ -167,13 +166,13 @@ def test_a_snapshot_leaves_out_what_the_number_does_not_vouch_for(
     (faults / "rctime").write_text(LONG_AGO)
     os.link(source / "d0/f00000", tmp_path / "outside")
     settle()
-    m = mount(root, "--read-only", *AUTO, name="exporter")
+    m = mount(root, "--read-only", name="exporter")
     cachefs("warmup", m.path, "--metadata-only")
     m.umount()
     (tmp_path / "outside").write_bytes(b"changed")
     m.start()
     wait_for(m.log, lambda log: BELIEVED in log)
     cachefs("snapshot", "export", m.path, tmp_path / "snapshot")
-    m = mount(root, "--read-only", *AUTO, "--metadata-snapshot", tmp_path / "snapshot")
+    m = mount(root, "--read-only", "--metadata-snapshot", tmp_path / "snapshot")
     assert contents(m.path) == contents(source)
     assert m.ops()["lstat"] < 10  # of 46: the file, and a directory that is not completely known
