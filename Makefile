@@ -21,7 +21,7 @@ tests = $(BIN)/python -m pytest -n $(AT_ONCE) --dist worksteal -m "not alone$(1)
 	$(BIN)/python -m pytest -m "alone$(1)" $(2)
 FUZZ_S    ?= 10
 
-.PHONY: demo test check fuzz stress soak soak-sanitized crash mutate posix test-ceph format bench clean
+.PHONY: demo test check fuzz stress soak soak-sanitized crash mutate test-posix test-ceph format bench clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.run
@@ -84,10 +84,12 @@ mutate: $(VENV)/.dev
 	scripts/build-fastpath
 	$(BIN)/python -m tests.mutation $(if $(SEED),--seed $(SEED)) --number $(NUMBER)
 
-# pjdfstest on mounts, next to the disk underneath: make posix PJDFSTEST=directory-with-its-sources
-posix: $(VENV)/.dev
+# Other projects' filesystem suites on mounts, next to the disk underneath and to bindfs:
+# make test-posix POSIX_SUITES=directory-with-their-sources [SUITES="ltp/rename* fsx"] [POSIX="--short --place full"]
+test-posix: $(VENV)/.dev
+	scripts/system-packages --posix
 	scripts/build-fastpath
-	PJDFSTEST="$(PJDFSTEST)" $(BIN)/python -m tests.posix
+	POSIX_SUITES="$(POSIX_SUITES)" $(BIN)/python -m tests.posix $(POSIX) $(SUITES)
 
 # A real CephFS whose clients and servers fail: make test-ceph CEPHFS_TOOLS=directory-with-cephfs-up-and-cephfs-down
 test-ceph: $(VENV)/.dev

@@ -1,78 +1,61 @@
-"""pjdfstest, unmodified, on mounts of cachefs next to the disk that is their source.
+"""Other projects' filesystem suites, unmodified, on mounts of cachefs next to the disk that is their source.
 
-    PJDFSTEST=DIRECTORY python -m tests.posix [--no-fastpath] [GROUP …]
+    POSIX_SUITES=DIRECTORY python -m tests.posix [SUITE[/TEST] …] [--place PLACE] [--short]
 
-DIRECTORY holds the sources (github.com/pjd/pjdfstest); they are compiled into a temporary directory. GROUP: names of
-directories of its tests, such as `rename`; all without. Fails if a sub-test fails on a mount and not on the disk, or
-does not run there. Needs root, a compiler and /dev/fuse.
+DIRECTORY has the sources of each in a sub-directory of its own: pjdfstest, xfstests (for fsx), ltp, libfuse. stress-ng
+and fio are packages: `scripts/system-packages --posix`. Sources are compiled below build/posix, once. TEST may be a
+pattern.
 
-Some of its tests run only on filesystems of certain types, for which they ask df. It gives the type of the disk for
-each mount.
+Runs each suite on the disk, on bindfs (another FUSE filesystem) and on mounts of each mode, with the fast path and
+without (-python). Fails if a test that the disk passes fails on a mount, or does not run there, unless
+tests/posix/differences.py says why. What tests print goes to build/posix/failed. Needs root, a compiler and /dev/fuse.
 
-Each cache mode runs twice: on a fresh mount, and on one whose source was changed directly before each group:
-directories that the mount knows are renamed, others take their names, and inode numbers are used again.
+Where a suite says so a mount runs twice: fresh, and with a source that is changed directly before each group of tests
+(-changed): directories that the mount knows are renamed, others take their names, and inode numbers are used again.
 """
 
 import argparse
 import os
-import re
-import shlex
 import shutil
 import subprocess
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Callable
+from fnmatch import fnmatchcase
 from pathlib import Path
 
-MODES: dict[str, tuple[str, ...]] = {"none": ("--cache", "none"), "full": (), "mutable": ("--mutable", "**")}
-_HAVE = (
-    "SYS_SYSMACROS_H FACCESSAT FCHMODAT FCHOWNAT FSTATAT LINKAT MKDIRAT MKFIFOAT MKNODAT OPENAT POSIX_FALLOCATE "
-    "READLINKAT RENAMEAT SYMLINKAT UNLINKAT UTIMENSAT STRUCT_STAT_ST_ATIM STRUCT_STAT_ST_CTIM STRUCT_STAT_ST_MTIM"
-)
-"""What its configure script finds on Linux with glibc."""
-_TIMEOUT_S = 600
+from tests.posix import fio, fsx, libfuse, ltp, pjdfstest, stress_ng
+from tests.posix.differences import explained
+from tests.posix.places import CHANGED, MODES, PYTHON, opened
+from tests.posix.suite import Hung, Outcome, Results, Suite, run_job
+
+SUITES: dict[str, Suite] = {
+    "pjdfstest": pjdfstest.SUITE,
+    "fsx": fsx.SUITE,
+    "ltp": ltp.SUITE,
+    "libfuse": libfuse.SUITE,
+    "stress-ng": stress_ng.SUITE,
+    "fio": fio.SUITE,
+}
+MOUNTS = (*MODES, *(mode + PYTHON for mode in MODES))
+_BUILD = Path("build/posix")
 _CHURNED = 20
 
-Failures = dict[str, set[int]]
-"""Test file → numbers of the sub-tests that fail."""
 
-
-def build(sources: Path, place: Path) -> None:
-    """Its program and its scripts, in `place`."""
-    (place / "config.h").write_text("".join(f"#define HAVE_{name} 1\n" for name in _HAVE.split()))
-    command = ["cc", "-O1", "-w", "-D_GNU_SOURCE", f"-I{place}", sources / "pjdfstest.c", "-o", place / "pjdfstest"]
-    subprocess.run(command, check=True)
-    shutil.copytree(sources / "tests", place / "tests")
-    (place / "bin").mkdir()
-    df = place / "bin/df"
-    df.write_text(f"#!/bin/sh\nexec {shutil.which('df')} -PT {shlex.quote(str(place))}\n")
-    df.chmod(0o755)
-
-
-def run(place: Path, root: Path, groups: list[str], before_group: Callable[[], None]) -> tuple[int, Failures]:
-    """(sub-tests, failures) in a new directory of `root`."""
-    total, failures = 0, Failures()
-    work = root / "work"
-    work.mkdir()
-    environment = {**os.environ, "PATH": f"{place}/bin:{os.environ['PATH']}"}
-    for group in sorted(path for path in (place / "tests").iterdir() if path.is_dir()):
-        if groups and group.name not in groups:
-            continue
-        before_group()
-        for test in sorted(group.glob("*.t")):
-            done = subprocess.run(
-                ["sh", test], cwd=work, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
-                timeout=_TIMEOUT_S, check=False, env=environment,
-            )  # fmt: skip
-            results = re.findall(r"^(not )?ok (\d+)(.*# TODO)?", done.stdout, re.MULTILINE)
-            total += len(results)
-            failed = {int(number) for bad, number, todo in results if bad and not todo}
-            plan = re.search(r"^1\.\.(\d+)", done.stdout, re.MULTILINE)
-            if plan and len(results) < int(plan[1]):
-                failed |= set(range(len(results) + 1, int(plan[1]) + 1))  # it ended before them
-            if failed:
-                failures[f"{group.name}/{test.stem}"] = failed
-    return total, failures
+def built(name: str, suite: Suite, place: Path) -> str:
+    """Its version; built already, or built now."""
+    stamp = place / ".built"
+    sources = Path(os.environ.get("POSIX_SUITES", ""), suite.sources) if suite.sources else Path()
+    if suite.sources and not sources.is_dir():
+        sys.exit(f"{name}: $POSIX_SUITES must name a directory that has its sources in {suite.sources}")
+    version = suite.version(sources)
+    if not stamp.exists() or stamp.read_text() != version:
+        shutil.rmtree(place, ignore_errors=True)
+        place.mkdir(parents=True)
+        suite.build(sources.resolve(), place.resolve())
+        stamp.write_text(version)
+    return version
 
 
 def churn(source: Path, mounted: Path) -> None:
@@ -91,57 +74,87 @@ def churn(source: Path, mounted: Path) -> None:
     shutil.rmtree(old)  # the tests get its inode numbers
 
 
-def on_a_mount(
-    place: Path, base: Path, name: str, arguments: list[str], groups: list[str], *, churned: bool
-) -> tuple[int, Failures]:
-    source, mounted = base / f"{name}-source", base / f"{name}-mount"
-    source.mkdir()
-    mounted.mkdir()
-    cachefs = [sys.executable, "-m", "daemon"]
-    subprocess.run(
-        [*cachefs, "mount", source, mounted, "--cache-dir", base / f"{name}-cache", "--cache-size", "100M", *arguments],
-        check=True,
-    )
-    try:
-        total, failures = run(place, mounted, groups, (lambda: churn(source, mounted)) if churned else lambda: None)
-    finally:
-        subprocess.run([*cachefs, "umount", mounted], check=False)
-    print(f"{name}: {total} sub-tests, {sum(map(len, failures.values()))} failures", flush=True)
-    return total, failures
+def run(suite: Suite, place: Path, at: str, base: Path, wanted: Callable[[str], bool], short: bool) -> Results:
+    """Everything of it that is wanted, in one place."""
+    results = Results()
+    group = None
+    with opened(at, base) as there:
+        for job in suite.jobs(place.resolve(), there.root, short):
+            if not wanted(job.name):
+                continue
+            if at.endswith(CHANGED) and there.beneath and job.group != group:
+                group = job.group
+                churn(there.beneath, there.root)
+            try:
+                results |= run_job(job, there.root, there.beneath, _BUILD / "failed" / at / place.name)
+            except Hung:
+                print(f"{at}: {job.name} hangs", flush=True)
+                results[job.name] = Outcome.FAILED
+                there.abort()
+                break
+    return results
+
+
+def compared(name: str, at: str, expected: Results, found: Results) -> tuple[list[str], list[str]]:
+    """What is different from the disk: (explained, not explained)."""
+    known, worse = [], []
+    for test, outcome in expected.items():
+        if outcome is Outcome.PASSED and found.get(test) is not Outcome.PASSED:
+            full = f"{name}/{test}"
+            (known if explained(full, at) else worse).append(f"{full}: {found.get(test, 'not run')}")
+    return known, worse
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--no-fastpath", action="store_true")
-    parser.add_argument("--mode", choices=MODES, action="append", help="only this one; may be given more than once")
-    parser.add_argument("groups", nargs="*")
+    parser.add_argument("--short", action="store_true", help="a few minutes of everything")
+    places = ["bindfs", *MOUNTS, *(mount + CHANGED for mount in MOUNTS)]
+    parser.add_argument("--place", choices=places, action="append", help="only there; may be given more than once")
+    parser.add_argument("tests", nargs="*", help=f"SUITE or SUITE/TEST, of {', '.join(SUITES)}")
     arguments = parser.parse_args()
-    if not os.environ.get("PJDFSTEST"):
-        parser.error("PJDFSTEST must name the directory with its sources")
-    without = ["--no-fastpath"] if arguments.no_fastpath else []
-    worse = False
+    patterns = [test if "/" in test else f"{test}/*" for test in arguments.tests or SUITES]
+    if unknown := {pattern.partition("/")[0] for pattern in patterns} - set(SUITES):
+        parser.error(f"no such suite: {', '.join(sorted(unknown))}")
+    commit = subprocess.run(["git", "describe", "--always", "--dirty"], stdout=subprocess.PIPE, text=True, check=True)
+    print(f"cachefs {commit.stdout.strip()}", flush=True)
     base = Path(tempfile.mkdtemp(prefix="cachefs-posix-"))
     base.chmod(0o755)
+    all_worse: list[str] = []
     try:
-        place = base / "pjdfstest"
-        place.mkdir()
-        build(Path(os.environ["PJDFSTEST"]), place)
-        disk = base / "disk"
-        disk.mkdir()
-        total, expected = run(place, disk, arguments.groups, lambda: None)
-        print(f"disk: {total} sub-tests, {sum(map(len, expected.values()))} failures", flush=True)
-        for mode in arguments.mode or MODES:
-            for churned in (False, True):
-                name = f"{mode}-changed" if churned else mode
-                ran, found = on_a_mount(place, base, name, [*MODES[mode], *without], arguments.groups, churned=churned)
-                worse |= ran != total
-                for test, failed in found.items():
-                    if more := sorted(failed - expected.get(test, set())):
-                        worse = True
-                        print(f"  {test} {more}", flush=True)
+        for name, suite in SUITES.items():
+            if not any(pattern.startswith(f"{name}/") for pattern in patterns):
+                continue
+            version = built(name, suite, _BUILD / name)
+
+            def wanted(job: str, name: str = name) -> bool:
+                return any(fnmatchcase(f"{name}/{job}", pattern) for pattern in patterns)
+
+            expected = Results()
+            changed = [mount + CHANGED for mount in MOUNTS] if suite.churned else []
+            for at in ("disk", *(arguments.place or ("bindfs", *MOUNTS, *changed))):
+                if at.endswith(CHANGED) and not suite.churned:
+                    continue
+                there = base / name / at
+                there.mkdir(parents=True)
+                found = run(suite, _BUILD / name, at, there, wanted, arguments.short)
+                shutil.rmtree(there, ignore_errors=True)
+                if at == "disk":
+                    expected = found
+                counts = Counter(found.values())
+                known, worse = compared(name, at, expected, found)
+                print(
+                    f"| {name} {version} | {at} | "
+                    + " | ".join(str(counts[outcome]) for outcome in Outcome)
+                    + f" | {len(known)} |",
+                    flush=True,
+                )
+                for line in worse:
+                    print(f"  {line}", flush=True)
+                if at != "bindfs":
+                    all_worse += worse
     finally:
         shutil.rmtree(base, ignore_errors=True)
-    return int(worse)
+    return int(bool(all_worse))
 
 
 if __name__ == "__main__":
