@@ -17,6 +17,7 @@ Where a suite says so a mount runs twice: fresh, and with a source that is chang
 import argparse
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -117,6 +118,8 @@ def main() -> int:
         parser.error(f"no such suite: {', '.join(sorted(unknown))}")
     commit = subprocess.run(["git", "describe", "--always", "--dirty"], stdout=subprocess.PIPE, text=True, check=True)
     print(f"cachefs {commit.stdout.strip()}", flush=True)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: sys.exit(1))  # unmounts
     base = Path(tempfile.mkdtemp(prefix="cachefs-posix-"))
     base.chmod(0o755)
     all_worse: list[str] = []

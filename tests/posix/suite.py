@@ -116,6 +116,9 @@ def run_job(job: Job, root: Path, beneath: Path | None, outputs: Path) -> Result
     except subprocess.TimeoutExpired:
         output = _ended(process) + f"\nnot done after {job.timeout_s} s\n"
         results = {**job.read(output, 1), job.name: Outcome.FAILED}
+    except BaseException:
+        _ended(process)
+        raise
     else:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)  # what it has left
