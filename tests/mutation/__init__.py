@@ -5,10 +5,11 @@
 
 A mutant is the code with one small mistake: a condition negated or dropped, `<` for `<=`, a call left out, a number
 that is one too large (`python_mutants.py`, `c_mutants.py`). Mutants are drawn at random from the modules that decide
-what bytes a reader gets (`targets.py`); the seed is printed. For each the tests that are most likely to notice run, the
-quick ones first, until one fails. Unless --quick is given, what survives them meets a wider selection. A mutant during
-which tests hang counts as found, and one that does not compile is not counted. A test that fails runs once more on the
-code as it is: if it fails there too, that says nothing, and the mutant is tested again.
+what bytes a reader gets, without the functions that only decide when (`targets.py`); the seed is printed. For each the
+tests that are most likely to notice run, the quick ones first, until one fails. Unless --quick is given, what survives
+them meets a wider selection. A mutant during which tests hang counts as found, and one that does not compile is not
+counted. A test that fails runs once more on the code as it is: if it fails there too, that says nothing, and the mutant
+is tested again.
 
 Each job works in a copy of the repository of its own, so that the checkout is never changed. Each outcome is a line of
 JSON in the results file; a run with the same seed and file goes on where the last one ended.

@@ -20,7 +20,8 @@ _KINDS = {
 }
 # Binary operators have spaces around them here (clang-format's way), so that pointers and addresses are not meant.
 _OPERATOR = re.compile(rb"(?<= )(<=|>=|==|!=|<<|>>|&&|\|\||\+=|-=|\|=|<|>|\+|-|&|\|)(?= )|\b(?:true|false)\b")
-_NUMBER = re.compile(rb"(?<![\w.])(\d+)(?![\w.])")
+_NUMBER = re.compile(rb"(?<![\w.])(?<!< )(?<!>= )(\d+)(?![\w.])")
+"""Not compared as in `fd < 0`."""
 _NOT = re.compile(rb"!(?=[\w(])")
 _CONDITION = re.compile(rb"\b(?:if|while) (?=\()")
 _STATEMENT = re.compile(rb"(?<=\n)( +)([^\n;{}]+);(?=\n)")
@@ -29,6 +30,7 @@ _CHANGE = re.compile(rb"[\w>.\[\]*-]+ [|+&-]?= .*", re.DOTALL)
 _UNMEANT = re.compile(
     rb"/\*.*?\*/|//[^\n]*|\"(?:\\.|[^\"\\\n])*\"|'(?:\\.|[^'\\\n])*'|^#(?:\\\n|[^\n])*", re.DOTALL | re.MULTILINE
 )
+_FUNCTION = re.compile(rb"^[a-z][^\n;={]*?(\w+)\([^;{}]*\)\n\{\n.*?^\}\n", re.DOTALL | re.MULTILINE)
 _LEFT_ALONE = (b"pthread_", b"log_", b"fprintf", b"static_assert", b"_Static_assert", b"free(")
 
 
@@ -58,6 +60,12 @@ def mutants(path: str, source: bytes) -> Iterator[Mutant]:
             yield Mutant(path, *found.span(2), b"", "leave out a call")
         elif _CHANGE.fullmatch(statement):
             yield Mutant(path, *found.span(2), b"", "leave out a change of state")
+
+
+def functions(source: bytes) -> Iterator[tuple[str, int, int]]:
+    """(name, where it begins, where it ends)"""
+    for found in _FUNCTION.finditer(source):
+        yield found[1].decode(), *found.span()
 
 
 def _operand(code: bytes, at: int, step: int) -> int:

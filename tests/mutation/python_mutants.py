@@ -2,6 +2,7 @@
 
 import ast
 from collections.abc import Iterator
+from itertools import accumulate
 
 from tests.mutation import Mutant
 
@@ -24,10 +25,21 @@ _ARITHMETIC: dict[type[ast.operator], str] = {
 _SAYS_ONLY = {"log", "logging", "warnings"}
 
 
+def _starts(source: bytes) -> list[int]:
+    """Where each line begins."""
+    return [0, *accumulate(len(line) for line in source.splitlines(keepends=True))]
+
+
+def functions(source: bytes) -> Iterator[tuple[str, int, int]]:
+    """(name, where it begins, where it ends)"""
+    starts = _starts(source)
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.end_lineno is not None:
+            yield node.name, starts[node.lineno - 1], starts[node.end_lineno]
+
+
 def mutants(path: str, source: bytes) -> Iterator[Mutant]:
-    starts = [0]
-    for line in source.splitlines(keepends=True):
-        starts.append(starts[-1] + len(line))
+    starts = _starts(source)
 
     def span(node: ast.expr | ast.stmt) -> tuple[int, int]:
         assert node.end_lineno is not None and node.end_col_offset is not None
