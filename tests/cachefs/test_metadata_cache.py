@@ -107,7 +107,8 @@ def test_an_answer_that_was_overtaken_does_not_replace_a_later_one(index: Index,
         first = metadata.apply_stat(update, ROOT_INODE, b"renamed", whole, pin=options.read_only)
         again = metadata.apply_stat(update, ROOT_INODE, b"written", partial, pin=options.read_only)
         assert (again.number, again.size, again.version) == (first.number, 9, first.version)
-        assert metadata.dentry(update, ROOT_INODE, b"renamed") is not None
+        renamed = metadata.dentry(update, ROOT_INODE, b"renamed")
+        assert renamed is not None and renamed.inode == first.number
         record = metadata.inode(update, first.number)
         assert record is not None and record.size == 9
         clock_ns += 5 * NANOSECONDS
