@@ -105,7 +105,8 @@ class FileSystem:
         self.writers: Counter[int] = Counter()
         """How many writable handles an inode has. While there are any, its record says nothing of its size."""
         self.permissions = Permissions(metadata, source, slots, notifier, options)
-        self._lstats: SingleFlight[tuple[int, bytes], Inode | None] = SingleFlight()
+        self._lstats: SingleFlight[tuple[int, bytes, int], Inode | None] = SingleFlight()
+        """By parent, name, and how many changes this mount had made: who asks after one does not join."""
 
     # --- names -----------------------------------------------------------------------------------------------------
 
@@ -330,7 +331,7 @@ class FileSystem:
             self.slots.start, partial(permissions.lstat, self.source, directory, name, guards), question=(parent, name)
         )
         try:
-            found = await self._lstats.begin((parent, name), start, finish).wait()
+            found = await self._lstats.begin((parent, name, self.metadata.changes.count), start, finish).wait()
         except Overtaken:
             return await self.compare(parent, name, caller)
         except PermissionsChanged as error:
@@ -341,7 +342,9 @@ class FileSystem:
 
     def overtake(self, parent: int, name: bytes) -> None:
         """This mount changed what a name leads to."""
-        self._lstats.overtake((parent, name))
+        for key in self._lstats.joinable():
+            if key[:2] == (parent, name):
+                self._lstats.overtake(key)
 
     async def resolve(self, path: bytes) -> Inode:
         """What lies at a path. Symlinks on the way are not followed. ENOENT where there is nothing."""
@@ -426,7 +429,7 @@ class FileSystem:
             return record
 
         start = partial(self.slots.start, partial(permissions.lstat, self.source, ROOT, b"", ()), question=(0, b""))
-        await self._lstats.begin((0, b""), start, finish).wait()
+        await self._lstats.begin((0, b"", 0), start, finish).wait()
 
     async def getattr(self, number: int) -> Entry:
         record = await self.believed(number)
@@ -434,6 +437,7 @@ class FileSystem:
 
     def expire(self, number: int) -> None:
         """This mount changed a mutable file: what is known of it is not believed any more."""
+        self.metadata.changes.note(number)
         with self.metadata.index.update() as update:
             record = self.metadata.inode(update, number)
             if record is not None and not self.metadata.is_pinned(record):

@@ -38,6 +38,7 @@ from cachefs.belief import Belief
 from cachefs.environment import Table, Update, View
 from cachefs.identity import identity_of, is_same
 from cachefs.index import Index
+from cachefs.last_changes import LastChanges
 from cachefs.metadata_retention import MetadataRetention
 from cachefs.mutable_names import MutableNames
 from cachefs.options import Options
@@ -88,6 +89,7 @@ class MetadataCache(Belief):
         self._unpinned_timeout_ns = int(options.unpinned_timeout_s * NANOSECONDS)
         # state
         self.numbers = Numbers(run, takeovers)
+        self.changes = LastChanges(monotonic_ns)
         self.paths = Paths()
         self.mutable_names = MutableNames(options.mutable, self.paths)
         self.on_lost_name: Callable[[int, bytes], None] = lambda parent, name: None
@@ -301,6 +303,8 @@ class MetadataCache(Belief):
         )
         if self.is_pinned(record):
             expires_ns = self._monotonic_ns() + self._settle_ns if flags & UNSETTLED else 0
+        elif self.changes.happened_since(number, now.began_ns):
+            expires_ns = 0
         else:
             expires_ns = self._monotonic_ns() + self._unpinned_timeout_ns
         return record._replace(expires_ns=expires_ns)
@@ -401,6 +405,7 @@ class MetadataCache(Belief):
         Returns the record, None if it was dropped, and the names that the kernel must drop.
         A directory keeps its version: its mtime is what our change moves.
         """
+        self.changes.note(number)
         record = self.inode(update, number)
         if record is None:
             return None, []

@@ -243,7 +243,10 @@ class OpenFiles:
         opened = self.handle(handle)
         if not opened.writable:
             raise failed(errno.EBADF)
-        result = await self.use(opened, function, tells=True)
+        try:
+            result = await self.use(opened, function, tells=True)
+        finally:
+            self._metadata.changes.note(opened.number)
         opened.writes += 1
         if not opened.unsynced:
             opened.unsynced = True

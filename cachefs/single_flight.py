@@ -62,6 +62,10 @@ class SingleFlight(Generic[K, V]):
     def flying(self, key: K) -> Flight[V] | None:
         return self._flights.get(key)
 
+    def joinable(self) -> list[K]:
+        """Keys of the flights that are under way."""
+        return list(self._flights)
+
     def begin(self, key: K, start: Start[Any], finish: Callable[[outcome.Outcome[Any]], V]) -> Flight[V]:
         """Join the flight of `key`, or start it. `finish` makes the answer of what `start` reports, or raises."""
         flight = self._flights.get(key)

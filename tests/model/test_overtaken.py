@@ -1,0 +1,116 @@
+"""An lstat that began before a write of this mount and is answered after it: the size that it brings is an old one.
+
+The kernel would take it over, and put there what is appended next.
+"""
+
+import os
+import random
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import outcome
+import pytest
+import trio
+import trio.testing
+
+from cachefs.attributes import ROOT_INODE
+from cachefs.filesystem import Entry
+from tests.model.clocks import Clocks
+from tests.model.modes import OPTIONS
+from tests.model.node import Node, TrioThread
+
+NAME, BEFORE, AFTER = b"file", b"before", b" after"
+pytestmark = pytest.mark.promise("TE-4")
+
+Scenario = Callable[[Node, "Held"], Awaitable[None]]
+
+
+class Held:
+    """Answers of the source to lstats of the file, which come when they are let go."""
+
+    def __init__(self, node: Node) -> None:
+        self.is_holding = False
+        self._held = trio.Event()
+        self._answers: list[Callable[[], None]] = []
+        slots = node._parts.slots
+        self._start = slots.start
+        slots.start = self.start  # type: ignore[method-assign]
+
+    def start(self, function: Callable[[], Any], done: Callable[[outcome.Outcome[Any]], None], **options: Any) -> None:
+        def hold(answer: outcome.Outcome[Any]) -> None:
+            self._answers.append(partial(done, answer))
+            self._held.set()
+
+        is_held = self.is_holding and options.get("question") == (ROOT_INODE, NAME)
+        self._start(function, hold if is_held else done, **options)
+
+    async def hold(self) -> None:
+        """Return when one has been answered and is held."""
+        await self._held.wait()
+        self.is_holding = False
+
+    def let_go(self) -> None:
+        for answer in self._answers:
+            answer()
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Iterator[Callable[[Scenario], None]]:
+    clocks = Clocks()
+    (tmp_path / "source").mkdir()
+    (tmp_path / "source" / os.fsdecode(NAME)).write_bytes(BEFORE)
+    with TrioThread(clocks).running() as call:
+        node = Node(tmp_path / "source", tmp_path, OPTIONS["read-write"], clocks, random.Random(0))
+        call(node.start)
+
+        async def bounded(scenario: Scenario) -> None:
+            await scenario(node, Held(node))
+
+        yield partial(call, bounded)
+        call(node.end)
+
+
+def size_of(entry: Entry) -> int:
+    assert entry.inode is not None
+    return entry.inode.size
+
+
+@asynccontextmanager
+async def appended_meanwhile(node: Node, held: Held) -> AsyncIterator[int]:
+    """An lstat of the file has been answered, and is held until the block ends; then the file grew. Its number."""
+    file = await node.open(os.fsdecode(NAME), os.O_WRONLY)
+    async with trio.open_nursery() as nursery:
+        held.is_holding = True
+        nursery.start_soon(node._parts.filesystem.lookup, ROOT_INODE, NAME)
+        await held.hold()
+        await node.write(file, len(BEFORE), AFTER)
+        await node.close(file)
+        yield file.inode.number
+        held.let_go()
+
+
+def test_it_is_not_believed_afterwards(run: Callable[[Scenario], None]) -> None:
+    async def scenario(node: Node, held: Held) -> None:
+        async with appended_meanwhile(node, held) as number:
+            pass
+        assert size_of(await node._parts.filesystem.getattr(number)) == len(BEFORE + AFTER)
+
+    run(scenario)
+
+
+def test_it_answers_nobody_who_asks_afterwards(run: Callable[[Scenario], None]) -> None:
+    async def scenario(node: Node, held: Held) -> None:
+        sizes: list[int] = []
+
+        async def ask() -> None:
+            sizes.append(size_of(await node._parts.filesystem.lookup(ROOT_INODE, NAME)))
+
+        async with trio.open_nursery() as nursery, appended_meanwhile(node, held):
+            nursery.start_soon(ask)
+            await trio.testing.wait_all_tasks_blocked()
+        assert sizes == [len(BEFORE + AFTER)]
+
+    run(scenario)
