@@ -321,7 +321,7 @@ def test_no_process_stays_behind(mount: MakeMount, source: Path, end: str) -> No
     everything = {m.pid, *children(m.pid)}
     if end == "kill":
         m.killed_fastpaths += 1
-        kill_and_wait(*(everything - {notifier}))
+        kill_and_wait(m.pid, *(everything - {notifier, m.pid}))
     else:
         subprocess.run([*end.split(), m.path], check=True)
     m.pid = 0
