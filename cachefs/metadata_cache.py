@@ -51,6 +51,8 @@ FORGOTTEN_POSITIONS = 1 << 32
 FLAGS_PINNED = PINNED.to_bytes(4, "little")
 FLAGS_NONE = bytes(4)
 _UNLINKED_MARK = b"unlinked:"
+_UNCOUNTED = 1 << 62
+"""Look-ups of an inode that was pinned, and is not any more: nobody knows how many. Those since then are added."""
 _BY_NUMBER = (Table.INODES, Table.LINKS, Table.DENTRIES, Table.LISTING)
 """What begins with the number of an inode."""
 
@@ -196,7 +198,7 @@ class MetadataCache(Belief):
         else:
             mutable = self._are_mutable(update, number, parent, name, now)
             if old is not None and all(mutable):
-                old = old._replace(flags=old.flags & ~(PINNED | IMMUTABLE))
+                old = old._replace(flags=old.flags & ~(PINNED | IMMUTABLE), lookups=_lookups_unpinned(old))
             record = self._compared(number, old, now, pin and not any(mutable))
             if record.flags & LISTED and self.mutable_names.may_come(self.paths.beneath(update, parent, name)):
                 record = record._replace(flags=record.flags & ~LISTED)
@@ -298,7 +300,7 @@ class MetadataCache(Belief):
                 stamp=self.run,
                 entries_stamp=entries_stamp,
                 next_position=next_position,
-                lookups=old.lookups if old is not None else 0,
+                lookups=0 if old is None else old.lookups if flags & PINNED else _lookups_unpinned(old),
             )
         )
         if self.is_pinned(record):
@@ -534,8 +536,16 @@ class MetadataCache(Belief):
         record = self.inode(update, number)
         if record is None:
             return []
-        flags = (record.flags & ~(PINNED | LISTED)) | STALE
-        self.put_inode(update, record._replace(flags=flags, version=self.next_sequence(), stamp=self.run, expires_ns=0))
+        self.put_inode(
+            update,
+            record._replace(
+                flags=(record.flags & ~(PINNED | LISTED)) | STALE,
+                version=self.next_sequence(),
+                stamp=self.run,
+                expires_ns=0,
+                lookups=_lookups_unpinned(record),
+            ),
+        )
         links = links_of(update, number)
         for parent, name in links:
             dentry = self.dentry(update, parent, name)
@@ -561,7 +571,8 @@ class MetadataCache(Belief):
             self._put_name(update, parent, name, number, pinned=False)
         if ends:
             flags &= ~(PINNED | IMMUTABLE | LISTED)
-            record = record._replace(version=self.next_sequence(), expires_ns=0)
+            lookups = _lookups_unpinned(record)
+            record = record._replace(version=self.next_sequence(), expires_ns=0, lookups=lookups)
         self.put_inode(update, record._replace(flags=flags))
         return mutable, ends
 
@@ -606,8 +617,9 @@ class MetadataCache(Belief):
     def forget(self, update: Update, number: int, count: int) -> bool:
         """The kernel forgot an inode. True if its record is gone now.
 
-        Look-ups of pinned inodes are not counted: their records stay in this run, with or without a name. The kernel
-        also sends a FORGET where a look-up told it of an inode that it did not expect under that name, and may know
+        Look-ups of pinned inodes are not counted: their records stay in this run, with or without a name. A FORGET
+        that comes when an inode is not pinned any more may be of those look-ups alone, and overtaken by one that was
+        counted: then the record stays as well. The kernel also sends a FORGET where a look-up told it of an inode that it did not expect under that name, and may know
         the same inode by another one. So dropped directories stay, too: if an object of another type got the number,
         whoever still goes through the directory would get EIO. (A dropped file that gets another name is another
         version, and another inode.) A directory also stays while pinned names lead on from it: the next object with
@@ -618,6 +630,10 @@ class MetadataCache(Belief):
             return False
         if record.is_directory and record.flags & STALE:
             return False
+        if record.lookups > _UNCOUNTED:
+            self.put_inode(update, record._replace(lookups=record.lookups - _UNCOUNTED))
+            return False
+        record = record._replace(lookups=record.lookups % _UNCOUNTED)
         is_kept = number in self._held or record.flags & WRITTEN
         if record.lookups > count or (is_kept and not record.flags & UNLINKED):
             # A file that was written stays mutable in this run, whether the kernel remembers it or not.
@@ -654,3 +670,8 @@ class MetadataCache(Belief):
         for key, _ in list(update.scan(Table.META, _UNLINKED_MARK)):
             self._delete_inode(update, inode_of_key(key[len(_UNLINKED_MARK) :]))
             update.delete(Table.META, key)
+
+
+def _lookups_unpinned(record: Inode) -> int:
+    """How often the kernel has looked up an inode that is not pinned from now on."""
+    return _UNCOUNTED if record.flags & PINNED else record.lookups

@@ -93,6 +93,23 @@ def test_a_dropped_directory_is_known_as_long_as_the_kernel_may_know_it(index: I
         assert metadata.apply_stat(update, ROOT_INODE, b"second", file, pin=True).number != first.number
 
 
+@pytest.mark.parametrize("known_again", [False, True], ids=["", "known again"])
+def test_a_forget_that_a_lookup_has_overtaken_takes_no_record_along(index: Index, known_again: bool) -> None:
+    """The kernel sends it when it drops an inode, and may get the answer to its next look-up first."""
+    metadata = MetadataCache(index, Options(), run=1, floor=1)
+    file = stat(FILE, 0o100644, 2)
+    with index.update() as update:
+        found = metadata.apply_stat(update, ROOT_INODE, b"file", file, pin=False)
+        metadata.pin_file(update, found)
+        metadata.drop(update, found.number)  # invalidated: look-ups by the fast path were not counted
+        if known_again:
+            assert metadata.apply_stat(update, ROOT_INODE, b"file", file, pin=False).number == found.number
+        assert metadata.forget(update, found.number, 3) != known_again
+        if known_again:
+            assert metadata.inode(update, found.number) is not None
+            assert metadata.forget(update, found.number, 1)
+
+
 @pytest.mark.parametrize("options", [READ_ONLY, Options()], ids=["read-only", "read-write"])
 def test_an_answer_that_was_overtaken_does_not_replace_a_later_one(index: Index, options: Options) -> None:
     """A file is written under one name and renamed; the lstat of the first name is slow."""
