@@ -619,11 +619,11 @@ class MetadataCache(Belief):
 
         Look-ups of pinned inodes are not counted: their records stay in this run, with or without a name. A FORGET
         that comes when an inode is not pinned any more may be of those look-ups alone, and overtaken by one that was
-        counted: then the record stays as well. The kernel also sends a FORGET where a look-up told it of an inode that it did not expect under that name, and may know
-        the same inode by another one. So dropped directories stay, too: if an object of another type got the number,
-        whoever still goes through the directory would get EIO. (A dropped file that gets another name is another
-        version, and another inode.) A directory also stays while pinned names lead on from it: the next object with
-        its number would get them.
+        counted: then the record stays as well. The kernel also sends a FORGET where a look-up told it of an inode that
+        it did not expect under that name, and may know the same inode by another one. So dropped directories stay,
+        too: if an object of another type got the number, whoever still goes through the directory would get EIO. (A
+        dropped file that gets another name is another version, and another inode.) A directory also stays while
+        pinned names lead on from it: the next object with its number would get them.
         """
         record = self.inode(update, number)
         if record is None or number == ROOT_INODE or record.flags & PINNED:
