@@ -123,8 +123,9 @@ class SourceDirectories:
             if to_change:
                 self._compare_names(directory)
             yield held.fd
-        except FileNotFoundError as error:
-            if self.is_removed(held.fd):
+        except (FileNotFoundError, Changed) as error:
+            is_known = isinstance(error, Changed) and bool(error.directory)
+            if not is_known and self.is_removed(held.fd):
                 raise Changed.at(directory.number) from error
             raise
         finally:

@@ -51,6 +51,20 @@ def test_a_name_stays_listed_though_what_it_led_to_was_seen_elsewhere(tree: Tree
     assert sorted(tree.node.listdir("")) == ["a", "d", "e"]
 
 
+@pytest.mark.promise("CH-1")
+def test_a_file_is_looked_up_in_the_directory_that_took_the_place_of_its_own(tree: Tree) -> None:
+    """The file fails to open first. It is its directory that has gone, and that the kernel must look up again."""
+    tree.node.close(tree.node.open("e/b", os.O_WRONLY | os.O_CREAT))
+    opened = tree.node.open("e/a", os.O_RDONLY)
+    assert tree.node.read(opened, 0, 10) == b"e/a"  # pins the directory
+    tree.node.close(opened)
+    (tree.root / "d/b").write_bytes(b"d/b")
+    replace_directory(tree.root)
+    opened = tree.node.open("e/b", os.O_RDONLY)
+    assert tree.node.read(opened, 0, 10) == b"d/b"
+    tree.node.close(opened)
+
+
 def test_a_missing_name_in_the_root_is_looked_up_again_after_everything_was_invalidated(tree: Tree) -> None:
     with pytest.raises(FileNotFoundError):
         tree.node.stat("new")
