@@ -126,8 +126,19 @@ class Directories:
             self._under_way[number].overtaken.add(name)
 
     async def readdir(self, handle: int, after: int, emit: Emit) -> None:
-        """Emit entries from behind position `after` until `emit` says stop."""
+        """Emit entries from behind position `after` until `emit` says stop.
+
+        Raises `Changed` where the directory was replaced. The kernel does not look its name up again for a listing;
+        whoever lists it next shall find the new one.
+        """
         number, owner = self._asked(handle)
+        try:
+            await self._readdir(number, owner, after, emit)
+        except Changed as error:
+            await self._fs.forget_names(error.directory or number)
+            raise
+
+    async def _readdir(self, number: int, owner: int, after: int, emit: Emit) -> None:
         if after == 0 and not self._is_listed(await self._fs.believed(number)):
             await self._listing(number, owner)
         if after < 2 and not self._emit_dots(number, after, emit):

@@ -596,7 +596,8 @@ class FileSystem:
     async def forget_names(self, number: int) -> None:
         """Return when the kernel has dropped the names of an inode, or does not get round to it.
 
-        For a READ only: it holds no directory, so that the notification cannot wait for it (hazard 1).
+        For a READ, which holds no directory, so that the notification cannot wait for it (hazard 1), and for a READDIR,
+        which holds another one than the names are in.
         """
         with self.metadata.index.view() as view:
             links = links_of(view, number)

@@ -3,6 +3,7 @@ and what this mount changes is changed where the names lead."""
 
 import errno
 import os
+import shutil
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -245,3 +246,19 @@ def test_a_name_that_the_index_lost_is_not_resolved_by_the_kernel(mount: MakeMou
     (tree / "other").rename(tree / "first")
     wait_for((m.path / "first/read").read_bytes, lambda content: content == NEW, 10)
     assert (m.path / "moved/read").read_bytes() == OLD
+
+
+@pytest.mark.promise("CH-1")
+@pytest.mark.parametrize("arguments", [(), ("--read-only",)], ids=["read-write", "read-only"])
+@pytest.mark.parametrize("place", ["first", "first/below"])
+def test_a_listing_of_a_directory_that_was_replaced_fails_once(
+    mount: MakeMount, tree: Path, place: str, arguments: tuple[str, ...]
+) -> None:
+    """getdents(2) has no path that the kernel could look up again. Who opens the directory next finds the new one."""
+    m = mount(tree, *arguments)
+    assert (m.path / "first/below/read").read_bytes() == OLD
+    shutil.rmtree(tree / place)
+    (tree / "other").rename(tree / place)
+    raises_errno(errno.ESTALE, lambda: os.listdir(m.path / place))
+    assert sorted(os.listdir(m.path / place)) == ["below", "read", "unread"]
+    assert (m.path / place / "read").read_bytes() == NEW
