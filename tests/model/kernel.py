@@ -62,6 +62,8 @@ class Kernel:
         self._inodes: dict[int, KernelInode] = {}
         self._entries: dict[tuple[int, bytes], tuple[int, float]] = {}
         """(directory, name) → (inode, until when it counts); inode 0: there is none."""
+        self._forgotten: list[tuple[int, int]] = []
+        """(inode, look-ups) of what was dropped. The filesystem has not heard of it yet."""
         self._caller = Caller(0, 0, os.getpid())
         self.parts: Parts
 
@@ -152,13 +154,21 @@ class Kernel:
         gone = [inode for inode in self._inodes.values() if inode.number not in used and not inode.opens]
         for inode in gone:
             del self._inodes[inode.number]
-        await self.parts.files.forget([(inode.number, inode.lookups) for inode in gone])
+        self._forgotten += [(inode.number, inode.lookups) for inode in gone]
+        if self._draw.random() < 0.5:
+            await self._send_forgets()
+
+    async def _send_forgets(self) -> None:
+        """Some time after an inode was dropped. It may have been looked up again by then."""
+        forgotten, self._forgotten = self._forgotten, []
+        await self.parts.files.forget(forgotten)
 
     # --- paths -----------------------------------------------------------------------------------------------------
 
     async def _lookup(self, parent: int, name: bytes) -> KernelInode | None:
         shares.act_for(0)
         found = await self.parts.filesystem.lookup(parent, name, self._caller)
+        await self._send_forgets()
         if found.inode is None:
             self._drop_entry(parent, name)
             self._entries[parent, name] = 0, self._now() + found.timeout_s

@@ -268,8 +268,8 @@ def test_a_machine_that_gives_no_threads_and_no_processes(
         assert (m.path / paths[0]).read_bytes() == (source / paths[0]).read_bytes()
         if len(pids) == 2:
             m.killed_fastpaths += 1
-            os.kill(pids[1], signal.SIGKILL)
             tasks["pids.max"] = 1
+            os.kill(pids[1], signal.SIGKILL)
             wait_for(m.log, lambda log: "the fast path cannot be started" in log)
         (tasks.path / "pids.max").write_text("max")
         assert contents(m.path) == contents(source)
