@@ -63,6 +63,8 @@ class Machine(RuleBasedStateMachine):
 
     options: Options
     slack_s = 0.05
+    outlives_daemon = False
+    """After a crash the next daemon takes the mount over, with all that is pinned."""
     judges_errors = True
     """False: any system call may fail; what does not must show what is allowed."""
     waits = (0.5, 1.2, 2.5)
@@ -173,7 +175,11 @@ class Machine(RuleBasedStateMachine):
         self._begin_anew(self.driven.remount)
 
     def _crash(self, _: str) -> None:
-        self._begin_anew(self.driven.crash)
+        if self.outlives_daemon:
+            self._close_all()
+            self.driven.crash()
+        else:
+            self._begin_anew(self.driven.crash)
 
     def _lose_index(self, _: str) -> None:
         self._begin_anew(self.driven.lose_index)

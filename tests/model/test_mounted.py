@@ -38,6 +38,7 @@ def machine_for(mode: str) -> type[Machine]:
     class OnMount(Machine):
         options: Options = replace(OPTIONS[mode], **{} if mode == "read-only" else {"attr_timeout_s": ATTRIBUTES_S})
         slack_s = 0.3
+        outlives_daemon = PROGRAM == OURS and "--no-fastpath" not in Mount.given()
         judges_errors = "MODEL_ANY_ERROR" not in os.environ
         waits = tuple(map(float, os.environ.get("MODEL_WAITS", "0.05,0.15,0.3").split(",")))
 
