@@ -1,8 +1,4 @@
-"""The filesystem's objects against the reference. MODEL_RUNS, MODEL_STEPS: how much.
-
-With MODEL_RUNS the runs are drawn anew each time. Without, they are always the same, as long as every 2,000 of them
-still find something: docs/TESTING.md.
-"""
+"""The filesystem's objects against the reference. MODEL_RUNS, MODEL_STEPS: how much."""
 
 import os
 import random
@@ -50,7 +46,7 @@ def machine_for(options: Options) -> type[Machine]:
 @pytest.mark.parametrize("mode", OPTIONS)
 def test_a_node_shows_what_the_reference_allows(mode: str, random_seed: int) -> None:
     run_state_machine_as_test(
-        seed(random_seed if "MODEL_RUNS" in os.environ else 0)(machine_for(OPTIONS[mode])),
+        seed(random_seed)(machine_for(OPTIONS[mode])),
         settings=settings(
             max_examples=RUNS,
             stateful_step_count=STEPS,
