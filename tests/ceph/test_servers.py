@@ -44,10 +44,14 @@ def test_an_mds_that_is_killed_and_started_again(cephfs: CephFs, dataset: Datase
     waiting, expected = rest.popitem()
     job = reader(m.path / waiting)
     try:
-        if mode in CACHED:
-            check(m, first)
-            assert job.poll() is None  # it waits for the MDS; nobody else does
-        cephfs.start_mds()
+        try:
+            # Without the fast path the kernel asks for one name of a directory at a time (libfuse 3.14).
+            others = {p: data for p, data in first.items() if not m.no_fastpath or p.parent != waiting.parent}
+            if mode in CACHED:
+                check(m, others)
+                assert job.poll() is None  # it waits for the MDS; nobody else does
+        finally:
+            cephfs.start_mds()
         probe, _ = rest.popitem()
         source_serves(root / probe)
         check_back(m, rest)
