@@ -128,8 +128,8 @@ class Directories:
     async def readdir(self, handle: int, after: int, emit: Emit) -> None:
         """Emit entries from behind position `after` until `emit` says stop.
 
-        Raises `Changed` where the directory was replaced. The kernel does not look its name up again for a listing;
-        whoever lists it next shall find the new one.
+        Raises `Changed` if the directory was replaced. The kernel does not look its name up again for a listing, so the
+        name is dropped before this returns: the next listing finds the new directory.
         """
         number, owner = self._asked(handle)
         try:

@@ -106,7 +106,7 @@ class FileSystem:
         """How many writable handles an inode has. While there are any, its record says nothing of its size."""
         self.permissions = Permissions(metadata, source, slots, notifier, options)
         self._lstats: SingleFlight[tuple[int, bytes, int], Inode | None] = SingleFlight()
-        """By parent, name, and how many changes this mount had made: who asks after one does not join."""
+        """By parent, name, and how many changes this mount had made: later requests do not join earlier calls."""
 
     # --- names -----------------------------------------------------------------------------------------------------
 

@@ -1,8 +1,8 @@
 """When this mount changed which object last: what was asked of the source before that is no answer for later.
 
 An lstat that began before a write and is answered after it brings an older size. The kernel, which knows the newer one,
-would take it over, and put there what is appended next. Such an answer is not believed (`happened_since`), and nobody
-who asks after the write gets it (`count`).
+would take it over, and put there what is appended next. Such an answer is not believed (`happened_since`), and
+requests that come after the write do not get it (`count`).
 """
 
 from collections import OrderedDict

@@ -643,7 +643,7 @@ class MetadataCache(Belief):
             self._forget_names(update, number)
             self.paths.forget()
             if update.first_key(Table.DENTRIES, inode_key(number)) is not None:
-                # Another version: whoever has noted that this one is listed would list what is left.
+                # A new version: callers that noted the old one as listed would list only what is left.
                 version, flags = self.next_sequence(), record.flags & ~LISTED
                 self.put_inode(update, record._replace(lookups=0, version=version, flags=flags))
                 return False

@@ -87,7 +87,7 @@ def openat2(directory_fd: int, path: bytes, flags: int, mode: int = 0) -> int:
     how = _HOW.pack(flags | os.O_CLOEXEC, mode, _HOW_FLAGS)
     # EAGAIN, EXDEV: a rename raced with the walk (EXDEV: what was found is outside by now), and the next try finds what
     # is there; or another process holds a lease on the file, which takes as long as that process likes (hazard 30).
-    # Whoever called us pauses then.
+    # The caller pauses then.
     for _ in range(_OPEN_TRIES):
         fd: int = _openat2(_SYS_OPENAT2, directory_fd, path, how, _HOW.size)
         if fd >= 0:

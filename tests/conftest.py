@@ -5,6 +5,7 @@ import os
 import random
 import select
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -210,6 +211,13 @@ def small_disk(place: Path, size: str) -> Iterator[Path]:
 def settled_after_s() -> float:
     """When what was written is old enough for the mounts of this test. The kernel's time of files moves in steps."""
     return Mount.minimum_age_s + 0.05
+
+
+def free_port() -> int:
+    """Of the loopback device."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
 
 
 def settle() -> None:

@@ -5,9 +5,13 @@ import fcntl
 import os
 import socket
 import subprocess
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
-from tests.conftest import CLI, REPOSITORY
+from cachefs.client import Client
+from cachefs.errors import CacheFsError
+from tests.conftest import CLI, REPOSITORY, Mount, mounted_on, wait_for
 
 
 class ServiceManager:
@@ -76,3 +80,41 @@ class ServiceManager:
         if self.process is not None and self.process.poll() is None:
             self.process.terminate()
             self.process.wait(30)
+
+
+def status(place: Path) -> dict[str, Any]:
+    """Of the mount there; empty while nothing answers."""
+    try:
+        return Client(place).status()
+    except CacheFsError:
+        return {}
+
+
+@contextlib.contextmanager
+def services(directory: Path) -> Iterator[Callable[..., ServiceManager]]:
+    """`start(source, *arguments)`: a mount on directory/mnt whose manager is this test; ready."""
+    place = directory / "mnt"
+    made: list[ServiceManager] = []
+
+    def start(source: Path, *arguments: object, watchdog_s: float | None = None) -> ServiceManager:
+        place.mkdir()
+        command = [
+            "mount",
+            source,
+            place,
+            "--cache-dir",
+            directory / "cache",
+            "--foreground",
+            *Mount.given(),
+            *arguments,
+        ]
+        manager = ServiceManager(directory, command, watchdog_s=watchdog_s)
+        made.append(manager)
+        manager.start()
+        wait_for(lambda: manager.heard("READY=1"), bool)
+        return manager
+
+    yield start
+    for manager in made:
+        manager.close()
+    assert not mounted_on(place)

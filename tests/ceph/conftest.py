@@ -6,7 +6,6 @@ CEPHFS_TOOLS names a directory with `cephfs-up` and `cephfs-down`, which start a
 import json
 import os
 import signal
-import socket
 import subprocess
 import time
 from collections.abc import Iterator
@@ -15,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from tests.conftest import Mount, contents, make_files, wait_for
+from tests.conftest import Mount, contents, free_port, make_files, wait_for
 
 TOOLS = os.environ.get("CEPHFS_TOOLS")
 MODES = {"read-only": ["--read-only"], "read-write": [], "mutable": ["--mutable", "**"]}
@@ -33,13 +32,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker(marker)
             if TOOLS is None or os.geteuid() != 0:
                 item.add_marker(pytest.mark.skip(reason="needs root and CEPHFS_TOOLS"))
-
-
-def free_port() -> int:
-    """Another cluster may run beside this one."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def drop_caches() -> None:

@@ -17,11 +17,21 @@ SOON_OLD = ("--minimum-age", str(AGE_S))
 BELIEVED, CHANGED = "the source has not changed", "the source has changed"
 
 
+def wait_until_old(cephfs: CephFs, root: Path) -> None:
+    """Until nothing has been changed for longer than rctime.py asks for."""
+    wait_for(time.time, lambda now: now - cephfs.rctime(root) > GRACE_S + 1, timeout_s=60)
+
+
+def wait_until_moved(cephfs: CephFs, root: Path, at: float) -> None:
+    """Until the rctime is later than `at`."""
+    wait_for(lambda: cephfs.rctime(root), lambda now: now > at, timeout_s=60)
+
+
 @pytest.fixture(params=CACHED)
 def recorded(request: pytest.FixtureRequest, cephfs: CephFs, dataset: Dataset, mount: MakeMount) -> Mount:
     """A mount, ended, that has read everything when nothing had been changed for longer than rctime.py asks for."""
     root, files = dataset
-    wait_for(time.time, lambda now: now - cephfs.rctime(root) > GRACE_S + 1, timeout_s=60)
+    wait_until_old(cephfs, root)
     m = mount(root, *MODES[request.param], *SOON_OLD)
     check(m, files)
     m.flush()
@@ -30,8 +40,8 @@ def recorded(request: pytest.FixtureRequest, cephfs: CephFs, dataset: Dataset, m
     return m
 
 
-def wait_until_believed(m: Mount, times: int = 1) -> None:
-    wait_for(m.log, lambda log: log.count(BELIEVED) == times, timeout_s=GRACE_S + 30)
+def wait_until_believed(m: Mount) -> None:
+    wait_for(m.log, lambda log: log.count(BELIEVED) == 1, timeout_s=GRACE_S + 30)
 
 
 @pytest.mark.promise("CH-18")
@@ -56,7 +66,7 @@ def test_a_change_just_before_the_mount_is_seen(cephfs: CephFs, recorded: Mount,
     changed, is_late = time.monotonic(), cephfs.rctime(root) == at
     m.start()
     assert (m.path / path).read_bytes() == b"changed"
-    wait_for(lambda: cephfs.rctime(root), lambda now: now > at, timeout_s=60)
+    wait_until_moved(cephfs, root, at)
     print(f"the rctime followed the change within {time.monotonic() - changed:.1f} s")
     if is_late:  # as the mount has seen it as well
         wait_for(m.log, lambda log: CHANGED in log, timeout_s=GRACE_S + 30)
@@ -72,8 +82,8 @@ def test_a_change_long_before_the_mount_is_seen(cephfs: CephFs, recorded: Mount,
     at = cephfs.rctime(root)
     (root / path).write_bytes(b"changed")
     flush(root)
-    wait_for(lambda: cephfs.rctime(root), lambda now: now > at, timeout_s=60)
-    wait_for(time.time, lambda now: now - cephfs.rctime(root) > GRACE_S + 1, timeout_s=60)
+    wait_until_moved(cephfs, root, at)
+    wait_until_old(cephfs, root)
     now = {**files, path: b"changed"}
     m.start()
     check(m, now)
@@ -95,7 +105,7 @@ def test_a_file_that_counts_elsewhere_is_compared(cephfs: CephFs, dataset: Datas
     outside.write_bytes(b"before")
     os.link(outside, root / path)
     flush(root)
-    wait_for(time.time, lambda now: now - cephfs.rctime(root) > GRACE_S + 1, timeout_s=60)
+    wait_until_old(cephfs, root)
     m = mount(root, "--read-only", *SOON_OLD)
     check(m, {**files, path: b"before"})
     m.flush()
@@ -115,14 +125,14 @@ def test_a_file_that_counts_elsewhere_is_compared(cephfs: CephFs, dataset: Datas
 @pytest.mark.promise("CH-18")
 def test_a_mount_that_wrote_compares_when_it_begins_again(cephfs: CephFs, dataset: Dataset, mount: MakeMount) -> None:
     root, files = dataset
-    wait_for(time.time, lambda now: now - cephfs.rctime(root) > GRACE_S + 1, timeout_s=60)
+    wait_until_old(cephfs, root)
     at = cephfs.rctime(root)
     m = mount(root, *SOON_OLD)
     check(m, files)
     (m.path / "new").write_bytes(b"new")
     m.flush()
     m.umount()
-    wait_for(lambda: cephfs.rctime(root), lambda now: now > at, timeout_s=60)
+    wait_until_moved(cephfs, root, at)
     m.start()
     check(m, files)
     assert m.ops()["lstat"] >= len(files)

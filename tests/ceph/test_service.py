@@ -4,44 +4,21 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from cachefs.client import Client
-from cachefs.errors import CacheFsError
 from tests.ceph.conftest import BACK_WITHIN_S, MODES, CephFs, Dataset, drop_caches, halves
-from tests.conftest import Mount, mounted_on, wait_for
+from tests.conftest import wait_for
 from tests.load import Load, sums_of
-from tests.service_manager import ServiceManager
+from tests.service_manager import ServiceManager, services, status
 
 Start = Callable[..., ServiceManager]
 
 
-def status(place: Path) -> dict[str, Any]:
-    try:
-        return Client(place).status()
-    except CacheFsError:
-        return {}
-
-
 @pytest.fixture
 def service(tmp_path: Path) -> Iterator[Start]:
-    """`service(source, *arguments)`: a mount on tmp_path/mnt; ready."""
-    made: list[ServiceManager] = []
-
-    def start(source: Path, *arguments: object) -> ServiceManager:
-        (tmp_path / "mnt").mkdir()
-        command = ["mount", source, tmp_path / "mnt", "--cache-dir", tmp_path / "cache", "--foreground", *Mount.given()]
-        made.append(ServiceManager(tmp_path, [*command, *arguments]))
-        made[-1].start()
-        wait_for(lambda: made[-1].heard("READY=1"), bool)
-        return made[-1]
-
-    yield start
-    for manager in made:
-        manager.close()
-    assert not mounted_on(tmp_path / "mnt")
+    with services(tmp_path) as start:
+        yield start
 
 
 @pytest.mark.promise("FA-10")

@@ -362,7 +362,7 @@ def test_21_a_symlink_in_the_source_leads_nowhere_outside(mount: MakeMount, sour
 def test_what_was_invalidated_while_it_was_open_is_immutable_once_it_is_read_again(
     mount: MakeMount, source: Path, waits_s: float
 ) -> None:
-    """The record stays while somebody has the file open. It was not pinned again, and could be written to."""
+    """Its record stays while the file is open. A later read did not pin it again, so that it could be written to."""
     m = mount(source)
     path = m.path / "d0/f00000"
     with open(path, "rb"):

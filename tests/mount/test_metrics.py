@@ -12,7 +12,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from cachefs.latency import KINDS, bound_s, bucket
 from daemon.exporter import METRICS
-from tests.conftest import CLI, REPOSITORY, Mount, cachefs, contents, wait_for
+from tests.conftest import CLI, REPOSITORY, Mount, cachefs, contents, free_port, wait_for
 from tests.terminal import Terminal
 
 MakeMount = Callable[..., Mount]
@@ -32,12 +32,6 @@ def scrape(address: Path | str) -> str:
     head, _, body = data.partition(b"\r\n\r\n")
     assert head.startswith(b"HTTP/1.1 200 OK\r\n")
     return body.decode()
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 @pytest.mark.parametrize("kind", ["socket", "port"])

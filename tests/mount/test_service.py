@@ -9,56 +9,22 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from cachefs.client import Client
-from cachefs.errors import CacheFsError
 from daemon import mount_helper
 from tests.conftest import CLI, REPOSITORY, Mount, cachefs, contents, make_files, mounted_on, settle, wait_for
 from tests.load import Load, sums_of
-from tests.service_manager import ServiceManager
+from tests.service_manager import ServiceManager, services, status
 
 MakeMount = Callable[..., Mount]
 UNIT = REPOSITORY / "systemd/cachefs@.service"
 
 
-def status(place: Path) -> dict[str, Any]:
-    try:
-        return Client(place).status()
-    except CacheFsError:
-        return {}
-
-
 @pytest.fixture
 def service(tmp_path: Path) -> Iterator[Callable[..., ServiceManager]]:
-    """`service(source, *arguments)`: a mount on tmp_path/mnt whose manager is this test; ready."""
-    made: list[ServiceManager] = []
-
-    def start(source: Path, *arguments: object, watchdog_s: float | None = None) -> ServiceManager:
-        place = tmp_path / "mnt"
-        place.mkdir()
-        command = [
-            "mount",
-            source,
-            place,
-            "--cache-dir",
-            tmp_path / "cache",
-            "--foreground",
-            *Mount.given(),
-            *arguments,
-        ]
-        manager = ServiceManager(tmp_path, command, watchdog_s=watchdog_s)
-        made.append(manager)
-        manager.start()
-        wait_for(lambda: manager.heard("READY=1"), bool)
-        return manager
-
-    yield start
-    for manager in made:
-        manager.close()
-    assert not mounted_on(tmp_path / "mnt")
+    with services(tmp_path) as start:
+        yield start
 
 
 def test_ready_when_it_answers_and_gone_when_it_ends(
