@@ -4,7 +4,6 @@ Hits never fail, and misses work within `BACK_WITHIN_S` seconds of the source's 
 """
 
 import os
-import signal
 import subprocess
 import time
 from collections.abc import Callable
@@ -21,9 +20,8 @@ STOPPED_S = 30.0
 
 def source_serves(path: Path) -> None:
     """Returns when it does, asked without us."""
-    fd = os.open(path, os.O_RDONLY)
-    os.fstat(fd)
-    os.close(fd)
+    with path.open("rb", buffering=0) as file:
+        file.read(1)
 
 
 def reader(path: Path) -> "subprocess.Popen[bytes]":
@@ -74,18 +72,21 @@ def test_an_osd_that_stops_for_a_while(cephfs: CephFs, dataset: Dataset, mount: 
         m.flush()
     drop_caches()
     waiting, expected = rest.popitem()
-    cephfs.signal_osd(signal.SIGSTOP)
+    cephfs.stop_osd()
     job = reader(m.path / waiting)
     try:
-        until = time.monotonic() + STOPPED_S
-        while mode in CACHED and time.monotonic() < until:
-            check(m, first)
-        with pytest.raises(subprocess.TimeoutExpired):  # nobody but who needs it waits for the OSD
-            job.wait(max(0.0, until - time.monotonic()))
-        cephfs.signal_osd(signal.SIGCONT)
+        try:
+            until = time.monotonic() + STOPPED_S
+            while mode in CACHED and time.monotonic() < until:
+                check(m, first)
+            with pytest.raises(subprocess.TimeoutExpired):  # nobody but who needs it waits for the OSD
+                job.wait(max(0.0, until - time.monotonic()))
+        finally:
+            cephfs.continue_osd()
+        probe, _ = rest.popitem()
+        source_serves(root / probe)
         check_back(m, rest)
         assert job.communicate(timeout=30)[0] == expected
     finally:
-        cephfs.signal_osd(signal.SIGCONT)
         job.kill()
         job.wait()
