@@ -3,7 +3,6 @@
 Hits never fail, and misses work within `BACK_WITHIN_S` seconds of the source's return.
 """
 
-import os
 import subprocess
 import time
 from collections.abc import Callable
