@@ -65,6 +65,7 @@ def test_an_mds_that_is_killed_and_started_again(cephfs: CephFs, dataset: Datase
 def test_an_osd_that_stops_for_a_while(cephfs: CephFs, dataset: Dataset, mount: MakeMount, mode: str) -> None:
     root, files = dataset
     first, rest = halves(files)
+    cephfs.again()  # what it wrote, a client would read from its own memory
     m = mount(root, *MODES[mode], "--source-timeout", "60")
     check(m, first)
     if mode in CACHED:
