@@ -1,21 +1,24 @@
 """Mutation testing: would a test fail if the code were wrong?
 
-    python -m tests.mutation [--seed N] [--number N] [--only PATTERN] [--jobs N] [--quick]
-                             [--results FILE]
+    python -m tests.mutation [--seed N] [--number N] [--only PATTERN] [--jobs N] [--batch N] [--results FILE]
 
 A mutant is the code with one small mistake: a condition negated or dropped, `<` for `<=`, a call left out, a number
 that is one too large (`python_mutants.py`, `c_mutants.py`). Mutants are drawn at random from the modules that decide
-what bytes a reader gets, without the functions that only decide when (`targets.py`); the seed is printed. For each the
-tests that are most likely to notice run, the quick ones first, until one fails. Unless --quick is given, what survives
-them meets a wider selection. A mutant during which tests hang counts as found, and one that does not compile is not
-counted. A test that fails runs once more on the code as it is: if it fails there too, that says nothing, and the mutant
-is tested again.
+what bytes a reader gets, without the functions that only decide when (`targets.py`); the seed is printed.
+
+Mutants are tested in batches, as blood samples are: the tests run on the code with all mutants of a batch at once,
+until one fails. By bisection that test alone then says which of them it finds without the others; they leave the batch,
+and the tests go on from there. So one pass through the tests serves the whole batch, each mutant that counts as found
+makes a test fail on its own, and what is hidden by another mutant counts as a survivor. A test that hangs fails. A
+failure that no single mutant causes, or that happens on the code as it is, says nothing. What does not compile is not
+counted.
 
 Each job works in a copy of the repository of its own, so that the checkout is never changed. Each outcome is a line of
 JSON in the results file; a run with the same seed and file goes on where the last one ended.
 
 After: DeMillo, Lipton and Sayward, "Hints on test data selection", 1978; the operators are those of mutmut and of
-Offutt's sufficient set, without the ones that mostly make equivalent mutants.
+Offutt's sufficient set, without the ones that mostly make equivalent mutants. Groups: Dorfman, "The detection of defective members of large
+populations", 1943.
 """
 
 from dataclasses import dataclass

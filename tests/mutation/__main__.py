@@ -4,6 +4,7 @@ import argparse
 import fnmatch
 import json
 import os
+import queue
 import random
 import shutil
 import signal
@@ -11,7 +12,6 @@ import subprocess
 import sys
 import tempfile
 import threading
-import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import suppress
@@ -19,12 +19,12 @@ from pathlib import Path
 from typing import Any
 
 from tests.mutation import Mutant, c_mutants, python_mutants
-from tests.mutation.targets import TARGETS, WIDE
+from tests.mutation.targets import RUNS, TARGETS
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 _LIMIT_S = 200
-"""Of the tests of one file. Where they take longer, they hang."""
-_MODEL_RUNS = 15
+"""A test that says nothing for so long hangs."""
+_MODEL_RUNS = 40
 _FLAGS = ["-std=gnu11", "-O1", "-g", "-D_GNU_SOURCE", "-pthread"]
 
 
@@ -32,7 +32,7 @@ def all_mutants(path: str) -> list[Mutant]:
     source = (REPOSITORY / path).read_bytes()
     language = python_mutants if path.endswith(".py") else c_mutants
     functions = list(language.functions(source))
-    left_out = TARGETS[path].left_out
+    left_out = TARGETS[path]
     assert left_out <= {name for name, _, _ in functions}, f"{path}: {left_out}"
     without = [(start, end) for name, start, end in functions if name in left_out]
     return [
@@ -54,7 +54,7 @@ def draw(seed: int, number: int, only: str) -> list[Mutant]:
 
 
 class Copy:
-    """A copy of the repository in which one mutant at a time is tested."""
+    """A copy of the repository in which mutants are tested."""
 
     def __init__(self, place: Path) -> None:
         self._root = place / "cachefs"
@@ -64,49 +64,66 @@ class Copy:
             shutil.copy2(REPOSITORY / name, self._root / name)
         self._temporary = place / "tmp"
         self._temporary.mkdir()
+        self._log, self._selected = place / "log", place / "selected"
         self._objects = place / "objects"
         self._objects.mkdir()
         self._sources = sorted((self._root / "cachefs/fastpath").glob("*.c"))
+        self._mutated: set[str] = set()
         assert self._build(self._sources)
 
-    def test(self, mutant: Mutant, *, quick: bool) -> dict[str, Any] | None:
-        """What became of it; None if it does not compile."""
-        path = self._root / mutant.path
-        source = path.read_bytes()
-        changed = mutant.apply(source)
-        at = mutant.line(source)
-        said = {
-            "path": mutant.path, "line": at, "operator": mutant.operator, "start": mutant.start,
-            "before": source[mutant.start : mutant.end].decode(), "after": mutant.replacement.decode(),
-            "context": source.splitlines()[at - 1].decode().strip(),
-        }  # fmt: skip
-        began = time.monotonic()
-        while True:
-            try:
-                path.write_bytes(changed)
-                if not self._compiles(path, changed):
-                    return None
-                found_by = self._run_tests(mutant.path, quick=quick)
-            finally:
-                path.write_bytes(source)
-                self._compiles(path, source)
-            if found_by is None or "::" not in found_by or not self._pytest([found_by]):
-                return {**said, "found_by": found_by, "quick": quick, "seconds": round(time.monotonic() - began, 1)}
-            print(f"fails without a mutant: {found_by}", flush=True)
+    def test(self, mutants: list[Mutant]) -> Iterator[tuple[Mutant, str | None]]:
+        """Each of them that compiles, with the test that finds it; None for those that survive together."""
+        alive = [each for each in mutants if self._mutate([each])]
+        for files, more in RUNS:
+            if more and not any(each.path.endswith(".py") for each in alive):
+                continue
+            self._mutate([])
+            waiting = self._collect(files, more)
+            while alive and (failed := self._first_failure(alive, waiting, more)) is not None:
+                waiting = waiting[waiting.index(failed) :]  # what ran before does not find the others either
+                found = self._found_by(failed, alive, more)
+                if not found or self._first_failure([], [failed], more) is not None:
+                    print(f"fails without a mutant, or with no single one: {failed}", flush=True)
+                    waiting = waiting[1:]
+                    continue
+                alive = [each for each in alive if each not in found]
+                yield from ((each, failed) for each in found)
+        yield from ((each, None) for each in alive)
 
-    def _compiles(self, path: Path, source: bytes) -> bool:
-        if path.suffix == ".py":
-            # What was compiled before may be as long and of the same second.
-            for compiled in (path.parent / "__pycache__").glob(f"{path.stem}.*"):
-                compiled.unlink()
-            try:
-                compile(source, path, "exec")
-            except SyntaxError:
-                return False
-            return True
-        return self._build([path] if path.suffix == ".c" else self._sources)
+    def _found_by(self, test: str, mutants: list[Mutant], more: list[str]) -> list[Mutant]:
+        """Those with which alone the test fails."""
+        if not mutants or self._first_failure(mutants, [test], more) is None:
+            return []
+        if len(mutants) == 1:
+            return mutants
+        middle = len(mutants) // 2
+        return self._found_by(test, mutants[:middle], more) + self._found_by(test, mutants[middle:], more)
+
+    def _mutate(self, mutants: list[Mutant]) -> bool:
+        """Puts just these into the copy. False if it does not compile."""
+        changed = {path: (REPOSITORY / path).read_bytes() for path in self._mutated}
+        for each in sorted(mutants, key=lambda each: -each.start):  # the last one first: the others keep their places
+            changed[each.path] = each.apply(changed.get(each.path) or (REPOSITORY / each.path).read_bytes())
+        self._mutated = {each.path for each in mutants}
+        stale: set[Path] = set()
+        for name, source in changed.items():
+            path = self._root / name
+            path.write_bytes(source)
+            if path.suffix == ".py":
+                # What was compiled before may be as long and of the same second.
+                for compiled in (path.parent / "__pycache__").glob(f"{path.stem}.*"):
+                    compiled.unlink()
+                try:
+                    compile(source, path, "exec")
+                except SyntaxError:
+                    return False
+            else:
+                stale |= {path} if path.suffix == ".c" else set(self._sources)
+        return self._build(sorted(stale))
 
     def _build(self, sources: list[Path]) -> bool:
+        if not sources:
+            return True
         for source in sources:
             command: list[str | Path] = ["cc", *_FLAGS, "-w", "-c", source, "-o", self._objects / f"{source.stem}.o"]
             if subprocess.run(command, stderr=subprocess.DEVNULL, check=False).returncode:
@@ -117,39 +134,46 @@ class Copy:
         command = ["cc", "-pthread", *objects, "-llmdb", "-o", program]
         return not subprocess.run(command, stderr=subprocess.DEVNULL, check=False).returncode
 
-    def _run_tests(self, path: str, *, quick: bool) -> str | None:
-        """The test that fails; None if all pass."""
-        if found := self._pytest([*TARGETS[path].quick, "-m", "not slow"]):
-            return found
-        modes: list[list[str]] = [] if quick else [[], ["--no-fastpath"]] if path.endswith(".py") else [[]]
-        for more in modes:
-            if found := self._pytest([*WIDE, "-m", "not slow and not alone", *more]):
-                return found
-        return None
+    def _collect(self, files: list[str], more: list[str]) -> list[str]:
+        self._pytest(["--collect-only", "-q", "-m", "not slow and not alone", *files, *more])
+        return [line for line in self._log.read_text().splitlines() if "::" in line]
 
-    def _pytest(self, arguments: list[str]) -> str | None:
+    def _first_failure(self, mutants: list[Mutant], tests: list[str], more: list[str]) -> str | None:
+        """Of these tests, in this order, the first that fails or hangs with all these mutants at once."""
+        assert self._mutate(mutants)
+        self._selected.write_text("\n".join(tests))
+        if not tests or self._pytest(["-x", "-v", "--timeout", "120", *more, f"@{self._selected}"]):
+            return None
+        said = self._log.read_text(errors="replace")
+        begun = [test for test in tests if f"\n{test} " in said]
+        return begun[-1] if begun else tests[0]  # none has begun where a module cannot be imported
+
+    def _pytest(self, arguments: list[str]) -> bool:
+        """Whether all pass. What it says is in the log."""
         environment = {
             **os.environ,
             "PYTHONPATH": str(self._root),
+            "PYTHONUNBUFFERED": "1",
             "PYTEST_DEBUG_TEMPROOT": str(self._temporary),
             "MODEL_RUNS": str(_MODEL_RUNS),
         }
-        command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "--timeout", "120", *arguments]
-        process = subprocess.Popen(
-            command, cwd=self._root, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT, text=True, start_new_session=True,
-        )  # fmt: skip
-        try:
-            output, _ = process.communicate(timeout=_LIMIT_S * sum(".py" in each for each in arguments))
-        except subprocess.TimeoutExpired:
+        command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *arguments]
+        with self._log.open("w") as log:
+            process = subprocess.Popen(
+                command, cwd=self._root, env=environment, stdin=subprocess.DEVNULL, stdout=log,
+                stderr=subprocess.STDOUT, start_new_session=True,
+            )  # fmt: skip
+            said = -1
+            while process.poll() is None:
+                try:
+                    process.wait(_LIMIT_S)
+                except subprocess.TimeoutExpired:
+                    if said == (said := self._log.stat().st_size):
+                        process.kill()
+        passed = process.returncode == 0
+        if not passed:
             self._tidy_up()
-            process.communicate()
-            return f"{arguments[0]} (hangs)"
-        if process.returncode in (0, 5):  # 5: no test is selected
-            return None
-        self._tidy_up()
-        named = [line.split(" - ")[0] for line in output.splitlines() if line.startswith(("FAILED ", "ERROR "))]
-        return named[0].split(" ", 1)[1] if named else f"{arguments[0]} (ends with {process.returncode})"
+        return passed
 
     def _tidy_up(self) -> None:
         """End what a failed test has left behind: processes of the copy, and mounts below its directory."""
@@ -171,47 +195,58 @@ class Copy:
             shutil.rmtree(left, ignore_errors=True)
 
 
-def outcomes(
-    mutants: list[Mutant], known: set[tuple[str, int, str]], jobs: int, *, quick: bool
-) -> Iterator[dict[str, Any]]:
-    waiting = iter([each for each in mutants if (each.path, each.start, each.replacement.decode()) not in known])
-    ready = threading.Condition()
-    done: list[dict[str, Any]] = []
-    running = jobs
+def batches(mutants: list[Mutant], size: int) -> list[list[Mutant]]:
+    """Of one language each, so that both jobs have work. No two mutants of a batch overlap."""
+    found: list[list[Mutant]] = []
+    for each in mutants:
+        for batch in found:
+            same_language = batch[0].path.endswith(".py") == each.path.endswith(".py")
+            overlaps = any(each.path == b.path and each.start < b.end and b.start < each.end for b in batch)
+            if len(batch) < size and same_language and not overlaps:
+                batch.append(each)
+                break
+        else:
+            found.append([each])
+    return found
+
+
+def outcomes(mutants: list[Mutant], jobs: int, size: int) -> Iterator[tuple[Mutant, str | None]]:
+    waiting = iter(batches(mutants, size))
+    taking = threading.Lock()
+    done: queue.SimpleQueue[tuple[Mutant, str | None] | None] = queue.SimpleQueue()
 
     def work(place: Path) -> None:
-        nonlocal running
         try:
             copy = Copy(place)
             while True:
-                with ready:
-                    mutant = next(waiting, None)
-                if mutant is None:
+                with taking:
+                    batch = next(waiting, None)
+                if batch is None:
                     return
-                if (outcome := copy.test(mutant, quick=quick)) is not None:
-                    with ready:
-                        done.append(outcome)
-                        ready.notify()
+                for outcome in copy.test(batch):
+                    done.put(outcome)
         finally:
-            with ready:
-                running -= 1
-                ready.notify()
+            done.put(None)
 
     with tempfile.TemporaryDirectory(prefix="cachefs-mutants-") as place:
         Path(place).chmod(0o755)
-        threads = [threading.Thread(target=work, args=(Path(place) / str(job),)) for job in range(jobs)]
-        for thread in threads:
-            thread.start()
-        while True:
-            with ready:
-                while not done and running:
-                    ready.wait()
-                if not done:
-                    break
-                outcome = done.pop(0)
-            yield outcome
-        for thread in threads:
-            thread.join()
+        for job in range(jobs):
+            threading.Thread(target=work, args=(Path(place) / str(job),), daemon=True).start()
+        while jobs:
+            if (outcome := done.get()) is None:
+                jobs -= 1
+            else:
+                yield outcome
+
+
+def record(mutant: Mutant, found_by: str | None) -> dict[str, Any]:
+    source = (REPOSITORY / mutant.path).read_bytes()
+    at = mutant.line(source)
+    return {
+        "path": mutant.path, "line": at, "operator": mutant.operator, "start": mutant.start,
+        "before": source[mutant.start : mutant.end].decode(), "after": mutant.replacement.decode(),
+        "context": source.splitlines()[at - 1].decode().strip(), "found_by": found_by,
+    }  # fmt: skip
 
 
 def main() -> int:
@@ -220,7 +255,7 @@ def main() -> int:
     parser.add_argument("--number", type=int, default=300, help="how many mutants")
     parser.add_argument("--only", default="*", help="modules that match this pattern")
     parser.add_argument("--jobs", type=int, default=2, help="at a time")
-    parser.add_argument("--quick", action="store_true", help="leave out the wider selection of tests")
+    parser.add_argument("--batch", type=int, default=25, help="mutants that are tested together")
     parser.add_argument("--results", type=Path, default=Path("build/mutants.jsonl"))
     arguments = parser.parse_args()
     print(f"--seed {arguments.seed}", flush=True)
@@ -230,14 +265,15 @@ def main() -> int:
         for line in arguments.results.read_text().splitlines():
             outcome = json.loads(line)
             results[outcome["path"], outcome["start"], outcome["after"]] = outcome
-    known = {key for key, each in results.items() if each["found_by"] or arguments.quick or not each["quick"]}
     drawn = draw(arguments.seed, arguments.number, arguments.only)
+    left = [each for each in drawn if (each.path, each.start, each.replacement.decode()) not in results]
     with arguments.results.open("a") as file:
-        for outcome in outcomes(drawn, known, arguments.jobs, quick=arguments.quick):
+        for mutant, found_by in outcomes(left, arguments.jobs, arguments.batch):
+            outcome = record(mutant, found_by)
             results[outcome["path"], outcome["start"], outcome["after"]] = outcome
             file.write(json.dumps(outcome) + "\n")
             file.flush()
-            print(f"{outcome['found_by'] or 'SURVIVES'}  {describe(outcome)}  {outcome['seconds']} s", flush=True)
+            print(f"{found_by or 'SURVIVES'}  {describe(outcome)}", flush=True)
     survivors = [each for each in results.values() if each["found_by"] is None]
     print(f"\n{len(results)} mutants, {len(survivors)} survive")
     for file_, count in Counter((each["found_by"] or "").split("::")[0] for each in results.values()).most_common():
