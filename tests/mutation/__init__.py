@@ -17,8 +17,8 @@ Each job works in a copy of the repository of its own, so that the checkout is n
 JSON in the results file; a run with the same seed and file goes on where the last one ended.
 
 After: DeMillo, Lipton and Sayward, "Hints on test data selection", 1978; the operators are those of mutmut and of
-Offutt's sufficient set, without the ones that mostly make equivalent mutants. Groups: Dorfman, "The detection of defective members of large
-populations", 1943.
+Offutt's sufficient set, without the ones that mostly make equivalent mutants. Batches: Dorfman, "The detection of
+defective members of large populations", 1943.
 """
 
 from dataclasses import dataclass
