@@ -49,6 +49,12 @@ def test_any_changed_byte_of_a_header_is_noticed(position: int, flip: int) -> No
         record.decode_header(bytes(prefix), SEED)
 
 
+def test_a_header_that_the_end_of_the_blob_cuts_off_is_corrupt() -> None:
+    prefix = record.encode_prefix(header(10), record.checksums_of(b"x" * 10, SEED), SEED)
+    with pytest.raises(CorruptRecord):
+        record.decode_header(prefix[: record.HEADER_BYTES - 1], SEED)
+
+
 def test_a_record_of_another_cache_is_no_record() -> None:
     prefix = record.encode_prefix(header(10), record.checksums_of(b"x" * 10, SEED), SEED)
     with pytest.raises(CorruptRecord):

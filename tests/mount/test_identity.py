@@ -383,6 +383,20 @@ def test_a_removal_is_not_refused_for_the_sake_of_another_name(mount: MakeMount,
     assert not (source / "one").exists()
 
 
+@pytest.mark.promise("ON-1")
+def test_an_open_file_whose_name_is_gone_keeps_the_links_that_nobody_looked_up(mount: MakeMount, source: Path) -> None:
+    (source / "one").write_bytes(OLD)
+    os.link(source / "one", source / "two")
+    os.link(source / "one", source / "three")
+    m = mount(source)
+    assert (m.path / "one").read_bytes() == OLD
+    m.flush()
+    with (m.path / "one").open("rb") as file:  # which the source does not know of
+        (m.path / "one").unlink()
+        assert os.fstat(file.fileno()).st_nlink == 2
+        assert file.read() == OLD
+
+
 @pytest.mark.promise("CH-2")
 def test_a_pinned_directory_that_was_removed_and_made_again(mount: MakeMount, source: Path) -> None:
     (source / "runs").mkdir()
