@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import suppress
@@ -22,8 +23,10 @@ from tests.mutation import Mutant, c_mutants, python_mutants
 from tests.mutation.targets import RUNS, TARGETS
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-_LIMIT_S = 200
-"""A test that says nothing for so long hangs."""
+_TIMEOUT_S = 60
+"""Of a test. One that alone and without a mutant takes longer is passed over."""
+_SILENT_S = 100
+"""When pytest cannot end what hangs, it is ended after this time without a word."""
 _MODEL_RUNS = 40
 _FLAGS = ["-std=gnu11", "-O1", "-g", "-D_GNU_SOURCE", "-pthread"]
 
@@ -69,6 +72,7 @@ class Copy:
         self._objects.mkdir()
         self._sources = sorted((self._root / "cachefs/fastpath").glob("*.c"))
         self._mutated: set[str] = set()
+        self._timeout_s = _TIMEOUT_S
         assert self._build(self._sources)
 
     def test(self, mutants: list[Mutant]) -> Iterator[tuple[Mutant, str | None]]:
@@ -81,8 +85,12 @@ class Copy:
             waiting = self._collect(files, more)
             while alive and (failed := self._first_failure(alive, waiting, more)) is not None:
                 waiting = waiting[waiting.index(failed) :]  # what ran before does not find the others either
-                found = self._found_by(failed, alive, more)
-                if not found or self._first_failure([], [failed], more) is not None:
+                began = time.monotonic()
+                sound = self._first_failure([], [failed], more) is None
+                self._timeout_s = round(10 + 3 * (time.monotonic() - began))
+                found = self._found_by(failed, alive, more) if sound else []
+                self._timeout_s = _TIMEOUT_S
+                if not found:
                     print(f"fails without a mutant, or with no single one: {failed}", flush=True)
                     waiting = waiting[1:]
                     continue
@@ -142,7 +150,7 @@ class Copy:
         """Of these tests, in this order, the first that fails or hangs with all these mutants at once."""
         assert self._mutate(mutants)
         self._selected.write_text("\n".join(tests))
-        if not tests or self._pytest(["-x", "-v", "--timeout", "120", *more, f"@{self._selected}"]):
+        if not tests or self._pytest(["-x", "-v", "--timeout", str(self._timeout_s), *more, f"@{self._selected}"]):
             return None
         said = self._log.read_text(errors="replace")
         begun = [test for test in tests if f"\n{test} " in said]
@@ -166,7 +174,7 @@ class Copy:
             said = -1
             while process.poll() is None:
                 try:
-                    process.wait(_LIMIT_S)
+                    process.wait(_SILENT_S)
                 except subprocess.TimeoutExpired:
                     if said == (said := self._log.stat().st_size):
                         process.kill()
