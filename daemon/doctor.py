@@ -7,12 +7,14 @@ import random
 import resource
 import shutil
 import socket
+import stat
 import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +26,7 @@ from cachefs import mount_table
 from cachefs.client import Client
 from cachefs.errors import CacheFsError
 from cachefs.places import cache_root, is_root
+from daemon import probe
 from daemon.mounting import MAX_BACKGROUND, READ_AHEAD_KIB
 from daemon.output import say
 from daemon.parameters import Place, one_line_errors
@@ -36,8 +39,16 @@ SLOW_DISK_MB = 300
 SLOW_SOURCE_MS = 20.0
 MANY_CAPS = 800_000
 ADMIN_TIMEOUT_S = 2.0
+SOURCE_TIMEOUT_S = 20.0
 MAX_ANSWER_BYTES = 1 << 20
 RESEND = (6, 9)
+_ASK_SOURCE = """
+import json, os, sys
+from dataclasses import asdict
+from daemon import doctor
+findings = doctor.ask_source(*sys.argv[1:])
+os.write(1, json.dumps([asdict(finding) for finding in findings]).encode())
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,11 +97,10 @@ def disk(directory: Path, wanted_bytes: int | None) -> Iterator[Finding]:
     place = directory
     while not place.exists():
         place = place.parent
-    device = os.stat(place).st_dev
-    found = [p for p in psutil.disk_partitions(all=True) if _device(p.mountpoint) == device]
-    kind = found[-1].fstype if found else "unknown"
+    kind = _kind(os.path.realpath(place))
     remote = kind in ("nfs", "nfs4", "ceph", "lustre", "fuse", "cifs", "gpfs", "beegfs")
     yield Finding("cache disk", f"{place}, {kind}", "not a local disk: put --cache-dir on one" if remote else "")
+    device = os.stat(place).st_dev
     rotational = Path(f"/sys/dev/block/{os.major(device)}:{os.minor(device)}/queue/rotational")
     if rotational.exists() and rotational.read_text().strip() == "1":
         yield Finding("cache disk turns", "yes", "random reads of small files need an SSD")
@@ -101,11 +111,10 @@ def disk(directory: Path, wanted_bytes: int | None) -> Iterator[Finding]:
     yield from speed(place)
 
 
-def _device(path: str) -> int:
-    try:
-        return os.stat(path).st_dev
-    except OSError:
-        return -1
+def _kind(path: str) -> str:
+    """The filesystem type; no mount is touched, because any may hang."""
+    mount = mount_table.covering(path)
+    return mount.fstype if mount else "unknown"
 
 
 def speed(place: Path) -> Iterator[Finding]:
@@ -144,10 +153,17 @@ def speed(place: Path) -> Iterator[Finding]:
 
 def source(place: str) -> Iterator[Finding]:
     """The parallel filesystem: kind, latency, what its clients are known to do."""
-    mounts = sorted(mount_table.mounts(), key=lambda m: len(m.mountpoint))
-    beneath = [m for m in mounts if mount_table.beneath(m.mountpoint, place) is not None]
-    kind = beneath[-1].fstype if beneath else "unknown"
+    kind = _kind(place)
     yield Finding("source", f"{place}, {kind}")
+    answer = probe.answer_of_child(_ASK_SOURCE, place, kind, timeout_s=SOURCE_TIMEOUT_S)
+    if answer is None:
+        advice = "the parallel filesystem hangs for this node: only what is cached can be read"
+        yield Finding("source answers", f"not within {SOURCE_TIMEOUT_S:.0f} s", advice)
+        return
+    yield from (Finding(**finding) for finding in json.loads(answer or b"[]"))
+
+
+def ask_source(place: str, kind: str) -> Iterator[Finding]:
     samples = _sample(place)
     if samples:
         stat_ms = 1e3 * statistics.median(_timed(os.stat, path) for path in samples)
@@ -262,6 +278,15 @@ def mounted(mountpoint: str, status: dict[str, Any]) -> Iterator[Finding]:
     yield Finding("cache", f"{decimal(used)} of {decimal(size)}", advice)
 
 
+def _is_directory(path: str) -> bool:
+    try:
+        return stat.S_ISDIR(probe.mode_of(path, timeout_s=SOURCE_TIMEOUT_S))
+    except TimeoutError:
+        raise CacheFsError(f"{path} does not answer") from None
+    except OSError:
+        return False
+
+
 @click.command()
 @click.argument("path", required=False, type=Place())
 @click.option("--json", "as_json", is_flag=True, help="One JSON object.")
@@ -281,7 +306,7 @@ def doctor(path: str | None, as_json: bool) -> None:
     if path is None:
         findings += disk(cache_root(), None)
     else:
-        place = mount_table.absolute(path)
+        place = mount_table.absolute(path, partial(probe.realpath, timeout_s=SOURCE_TIMEOUT_S))
         if mount_table.is_mounted(place):
             client = Client(place)
             settings, status = client.settings(), client.status()
@@ -289,7 +314,7 @@ def doctor(path: str | None, as_json: bool) -> None:
             findings += disk(Path(settings["cache-dir"]["value"]), status["cache_size_bytes"])
             if settings["source"]["value"] != place:  # else only the daemon can reach it
                 findings += source(settings["source"]["value"])
-        elif os.path.isdir(place):
+        elif _is_directory(place):
             findings += source(place)
             findings += disk(cache_root(), None)
         else:

@@ -114,3 +114,23 @@ def test_what_is_no_mount(command: tuple[str, ...], tmp_path: Path) -> None:
     more = [tmp_path / "file"] if command[0] == "snapshot" else []
     done = cachefs(*command, tmp_path, *more, check=False)
     assert done.returncode == 1 and done.stderr.count("\n") == 1 and "nothing is mounted" in done.stderr
+
+
+@pytest.mark.parametrize("of", ["nothing", "mount", "source"])
+def test_doctor_waits_for_nothing_that_hangs(mount: MakeMount, faulty: tuple[Path, Path], of: str) -> None:
+    """Neither for a mount that is none of its business, nor for ever for the source."""
+    mountpoint, faults = faulty
+    m = mount(mountpoint, "--read-only", "--source-timeout", "1")
+    contents(m.path)
+    for fault in ("hang", "hang-all"):
+        (faults / fault).touch()
+    if of == "nothing":
+        assert "cache disk speed" in cachefs("doctor", check=False).stdout
+        return
+    done = cachefs("doctor", m.path if of == "mount" else mountpoint, "--json", check=False)
+    if of == "source":
+        assert (done.returncode, done.stderr) == (1, f"cachefs: {mountpoint} does not answer\n")
+        return
+    findings = {each["name"]: each for each in json.loads(done.stdout)}
+    assert "hangs for this node" in findings["source answers"]["advice"]
+    assert "cache disk speed" in findings
