@@ -17,11 +17,11 @@ PROMISES  := $(addprefix tests/mount/test_, semantics.py places.py posix.py own_
              tests/security
 # Tests wait most of the time: some run side by side, and afterwards those that are to be alone. $(call tests,MARKERS,ARGUMENTS)
 AT_ONCE   ?= 3
-tests = $(BIN)/python -m pytest -n $(AT_ONCE) --dist worksteal -m "not alone$(1)" $(2) && \
-	$(BIN)/python -m pytest -m "alone$(1)" $(2)
+tests = $(BIN)/python -m pytest -n $(AT_ONCE) --dist worksteal -m "not alone and not ceph$(1)" $(2) && \
+	$(BIN)/python -m pytest -m "alone and not ceph$(1)" $(2)
 FUZZ_S    ?= 10
 
-.PHONY: demo test check fuzz stress soak soak-sanitized crash mutate test-posix test-ceph format bench clean
+.PHONY: demo test check fuzz stress soak soak-ceph soak-sanitized crash mutate test-posix test-ceph format bench clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.run
@@ -58,12 +58,17 @@ stress: $(VENV)/.dev
 	$(BIN)/python -m pytest tests/mount/test_space.py --sequences 30 --no-fastpath
 	$(call tests,,tests/mount --no-fastpath)
 
-# Everything at once: make soak MINUTES=60 [SOAK_SOURCE=directory in which the source is made]
+# Everything at once: make soak MINUTES=60 [SOAK_SOURCE=directory in which the source is made]; on a real CephFS: make soak-ceph
 MINUTES ?= 60
 SOAK = tests/soak -s --stress-seconds $$(($(MINUTES) * 60)) --timeout 0
 soak: $(VENV)/.dev
 	scripts/build-fastpath
 	SOAK_SOURCE="$(SOAK_SOURCE)" $(BIN)/python -m pytest $(SOAK)
+
+soak-ceph: $(VENV)/.dev
+	scripts/system-packages --ceph
+	scripts/build-fastpath
+	$(BIN)/python -m tests.ceph.cluster sh -c 'SOAK_SOURCE=$$CEPHFS exec $(BIN)/python -m pytest $(SOAK)'
 
 # The same with a fast path that checks itself.
 soak-sanitized: $(VENV)/.dev
@@ -91,11 +96,12 @@ test-posix: $(VENV)/.dev
 	scripts/build-fastpath
 	POSIX_SUITES="$(POSIX_SUITES)" $(BIN)/python -m tests.posix $(POSIX) $(SUITES)
 
-# A real CephFS whose clients and servers fail: make test-ceph CEPHFS_TOOLS=directory-with-cephfs-up-and-cephfs-down
+# A real CephFS whose clients and servers fail.
 test-ceph: $(VENV)/.dev
+	scripts/system-packages --ceph
 	scripts/build-fastpath
-	CEPHFS_TOOLS="$(CEPHFS_TOOLS)" $(BIN)/python -m pytest tests/ceph
-	CEPHFS_TOOLS="$(CEPHFS_TOOLS)" $(BIN)/python -m pytest tests/ceph --no-fastpath
+	$(BIN)/python -m pytest tests/ceph
+	$(BIN)/python -m pytest tests/ceph --no-fastpath
 
 # What arrives from the kernel, lies in an index or was left by a predecessor may be anything: make fuzz FUZZ_S=600
 fuzz:

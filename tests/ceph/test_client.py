@@ -9,7 +9,8 @@ from collections.abc import Callable
 
 import pytest
 
-from tests.ceph.conftest import CACHED, MODES, CephFs, Dataset, check, check_back, drop_caches, halves
+from tests.ceph.cluster import CephFs
+from tests.ceph.conftest import CACHED, MODES, Dataset, check, check_back, drop_caches, halves
 from tests.conftest import Mount, cachefs, mounted_on, wait_for
 
 MakeMount = Callable[..., Mount]

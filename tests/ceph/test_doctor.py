@@ -5,7 +5,8 @@ from collections.abc import Callable
 
 import pytest
 
-from tests.ceph.conftest import CephFs, Dataset, check
+from tests.ceph.cluster import CephFs
+from tests.ceph.conftest import Dataset, check
 from tests.conftest import Mount, cachefs
 
 MakeMount = Callable[..., Mount]

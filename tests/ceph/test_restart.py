@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.ceph.conftest import CACHED, MODES, CephFs, Dataset, check, drop_caches, flush
+from tests.ceph.cluster import CephFs
+from tests.ceph.conftest import CACHED, MODES, Dataset, check, drop_caches, flush
 from tests.conftest import Mount, cachefs, contents, wait_for
 
 MakeMount = Callable[..., Mount]

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.ceph.conftest import CACHED, MODES, CephFs, Dataset, check, check_back, drop_caches, halves
+from tests.ceph.cluster import CephFs
+from tests.ceph.conftest import CACHED, MODES, Dataset, check, check_back, drop_caches, halves
 from tests.conftest import Mount, mounted_on
 
 MakeMount = Callable[..., Mount]

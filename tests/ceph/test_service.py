@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.ceph.conftest import BACK_WITHIN_S, MODES, CephFs, Dataset, drop_caches, halves
+from tests.ceph.cluster import CephFs
+from tests.ceph.conftest import BACK_WITHIN_S, MODES, Dataset, drop_caches, halves
 from tests.conftest import wait_for
 from tests.load import Load, sums_of
 from tests.service_manager import ServiceManager, services, status
