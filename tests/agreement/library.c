@@ -1,0 +1,212 @@
+/* The fast path's rules for a test in Python: over an index and shared memory that Python has made. */
+#include <lmdb.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <sys/syscall.h>
+#include <time.h>
+#include <unistd.h>
+
+#include "age.h"
+#include "blob.h"
+#include "buffer.h"
+#include "record.h"
+#include "source.h"
+#include "window.h"
+
+static const char *const table_names[TABLES] = {
+    "meta", "aliases", "inodes", "dentries", "links", "listing", "symlinks", "xattrs", "extents",
+};
+static struct index index_;
+static struct view view;
+struct shared *shared;
+static struct fill_table table;
+static struct fetch *fetches[64];
+static size_t fetch_count;
+static struct counters counters;
+
+/* --- time ---------------------------------------------------------------------------------------------------------- */
+
+static int64_t monotonic, realtime, boottime;
+
+void set_clocks(int64_t monotonic_, int64_t realtime_, int64_t boottime_)
+{
+    monotonic = monotonic_, realtime = realtime_, boottime = boottime_;
+}
+
+int clock_gettime(clockid_t clock, struct timespec *out)
+{
+    int64_t ns = clock == CLOCK_MONOTONIC ? monotonic : clock == CLOCK_REALTIME ? realtime : boottime;
+    *out = (struct timespec){.tv_sec = ns / 1000000000, .tv_nsec = ns % 1000000000};
+    return 0;
+}
+
+/* --- the index ----------------------------------------------------------------------------------------------------- */
+
+bool attach(int fd)
+{
+    shared = mmap(NULL, sizeof *shared, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
+    index_.shared = shared;
+    return shared != MAP_FAILED;
+}
+
+/* Without LMDB's lock file: Python has the same environments open, in the same process. */
+static int open_environment(MDB_env **env, const char *path, MDB_dbi *tables)
+{
+    MDB_txn *txn;
+    int error = mdb_env_create(env);
+    if (!error)
+        error = mdb_env_set_mapsize(*env, (size_t)1 << 30);
+    if (!error)
+        error = mdb_env_set_maxdbs(*env, TABLES);
+    if (!error)
+        error = mdb_env_open(*env, path, MDB_RDONLY | MDB_NOTLS | MDB_NOLOCK, 0600);
+    if (!error)
+        error = mdb_txn_begin(*env, NULL, MDB_RDONLY, &txn);
+    for (int each = 0; !error && each < TABLES; each++)
+        error = mdb_dbi_open(txn, table_names[each], 0, &tables[each]);
+    return error ? error : mdb_txn_commit(txn);
+}
+
+int open_index(const char *session, const char *durable)
+{
+    int error = open_environment(&index_.session, session, index_.session_tables);
+    if (!error)
+        error = open_environment(&index_.durable, durable, index_.durable_tables);
+    return error ? error : view_init(&view, &index_);
+}
+
+void close_index(void)
+{
+    view_destroy(&view);
+    mdb_env_close(index_.session);
+    mdb_env_close(index_.durable);
+}
+
+/* For rules that need no index. */
+void set_floors(void)
+{
+    view.index = &index_;
+    view.floor = shared->floor;
+    view.strict_floor = shared->strict_floor;
+    view.run = shared->run;
+}
+
+struct view *begin(void)
+{
+    return view_begin(&view) ? NULL : &view;
+}
+
+struct view *now(void)
+{
+    return &view;
+}
+
+bool path_of(uint64_t inode, char *path, size_t size)
+{
+    return view_path(&view, inode, path, size);
+}
+
+/* --- age ----------------------------------------------------------------------------------------------------------- */
+
+int64_t until_old(const struct inode_record *record)
+{
+    return until_old_ns(shared, record);
+}
+
+/* When the pages are dropped; 0: the data must not be given out. */
+uint64_t note_young(uint64_t inode, const struct inode_record *record)
+{
+    uint64_t place = shared->young.written;
+    if (!young_note(shared, inode, record))
+        return 0;
+    const struct young_file *entry = &shared->young.entries[place % YOUNG_ENTRIES];
+    return entry->inode == inode && shared->young.written == place + 1 ? entry->due_ns : 0;
+}
+
+/* --- windows ------------------------------------------------------------------------------------------------------- */
+
+void clear_fetches(void)
+{
+    while (fetch_count) {
+        struct fetch *fetch = fetches[--fetch_count];
+        table_remove(&table, fetch);
+        free(fetch);
+    }
+}
+
+bool add_fetch(const struct inode_record *record, uint64_t inode, uint64_t offset, uint32_t length, bool cached)
+{
+    struct fetch *fetch = fetch_count < sizeof fetches / sizeof *fetches ? fetch_new(record, inode, "path") : NULL;
+    if (!fetch)
+        return false;
+    fetch->offset = offset;
+    fetch->length = length;
+    fetch->cached = cached;
+    table_add(&table, fetch);
+    fetches[fetch_count++] = fetch;
+    return true;
+}
+
+void window(uint64_t inode, uint64_t version, uint64_t size, uint64_t start, uint64_t end, uint64_t out[3])
+{
+    struct window found = window_of(&(struct known){&table, &view, inode, version}, size, start, end);
+    out[0] = found.start, out[1] = found.end, out[2] = found.streams;
+}
+
+void next_window(uint64_t inode, uint64_t version, uint64_t size, uint64_t end, uint64_t out[3])
+{
+    struct window found = window_after(&(struct known){&table, &view, inode, version}, size, end);
+    out[0] = found.start, out[1] = found.end, out[2] = found.streams;
+}
+
+/* --- records, blob, source ------------------------------------------------------------------------------------------ */
+
+/* Writes the record to the blob, and what the index is to know of it to `out`: its length, 0 on an error. */
+size_t write_record(int blob, const struct inode_record *record, uint64_t inode, uint64_t offset, uint8_t *payload,
+                    uint32_t length, uint64_t at, struct extent *out)
+{
+    struct stage stage;
+    struct fetch *fetch = fetch_new(record, inode, "path");
+    if (!fetch || !stage_open(&stage, blob))
+        return 0;
+    fetch->offset = offset;
+    fetch->length = length;
+    fetch->payload = payload;
+    memset(out, 0, sizeof *out);
+    bool good = put_record(&stage, fetch, at, shared->seed, out) && stage_flush(&stage);
+    stage_trim(&stage);
+    if (stage.direct != stage.buffered)
+        close(stage.direct);
+    close(stage.buffered);
+    munmap(stage.buffer, 2u << 20);
+    free(fetch);
+    return good ? sizeof out->record + block_count(length) * sizeof(uint64_t) : 0;
+}
+
+/* Whether the bytes are what was written. */
+bool read_blob(int fd, const uint8_t *value, size_t value_length, uint32_t start, uint32_t length, void *out)
+{
+    struct blob blob;
+    struct extent extent = {0};
+    if (value_length > offsetof(struct extent, start) || !blob_open(&blob, fd, shared->seed))
+        return false;
+    memcpy(&extent, value, value_length);
+    void *scratch = aligned_alloc(DIRECT_ALIGNMENT, (SCRATCH_BYTES((size_t)length) + 4095) / 4096 * 4096);
+    const void *data = scratch ? blob_read(&blob, &extent, start, length, scratch) : NULL;
+    if (data)
+        memcpy(out, data, length);
+    free(scratch);
+    close(blob.fd);
+    return data;
+}
+
+bool read_source(int root, const char *path, const struct inode_record *record, uint64_t offset, uint32_t length, void *out)
+{
+    uint8_t *data = source_read(shared, root, path, record, offset, length, &counters);
+    if (data) {
+        memcpy(out, data, length);
+        source_free(data, length);
+    }
+    return data;
+}

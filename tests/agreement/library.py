@@ -1,0 +1,172 @@
+"""The fast path as a library, over an index and shared memory that Python has made."""
+
+import ctypes
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from cachefs.attributes import Dentry, Inode
+from cachefs.belief import FOREVER_NS
+from cachefs.environment import Environment
+from cachefs.fastpath.shared import Shared
+from cachefs.options import Options
+
+SOURCES = Path(__file__).parents[2] / "cachefs" / "fastpath"
+_C_FOREVER_NS = (1 << 64) - 1
+_PATH_BYTES = 32 << 10
+MAX_VALUE_BYTES = 1024
+
+
+def build(directory: Path) -> ctypes.CDLL:
+    """Compile it, but for `main`."""
+    library = directory / "fastpath.so"
+    sources = [path for path in SOURCES.glob("*.c") if path.name != "main.c"]
+    flags = ["-std=gnu11", "-O1", "-g", "-fPIC", "-shared", "-D_GNU_SOURCE", "-Wall", "-Wextra", "-Werror", "-pthread"]
+    # -Bsymbolic: its own clock_gettime is meant
+    command = ["cc", *flags, f"-I{SOURCES}", Path(__file__).with_name("library.c"), *sources, "-Wl,-Bsymbolic"]
+    subprocess.run([*command, "-llmdb", "-o", library], check=True)
+    loaded = ctypes.CDLL(str(library))
+    for name, result in {
+        "remaining_ns": ctypes.c_uint64,
+        "until_old": ctypes.c_int64,
+        "note_young": ctypes.c_uint64,
+        "now": ctypes.c_void_p,
+        "begin": ctypes.c_void_p,
+        "record_bytes": ctypes.c_uint64,
+        "write_record": ctypes.c_size_t,
+    }.items():
+        getattr(loaded, name).restype = result
+    for name in (
+        "is_pinned", "entry_holds", "knows_absent", "is_immutable", "is_freezable", "is_small", "read_blob",
+        "read_source", "path_of", "add_fetch", "attach",
+    ):  # fmt: skip
+        getattr(loaded, name).restype = ctypes.c_bool
+    return loaded
+
+
+def _u64(number: int) -> ctypes.c_uint64:
+    return ctypes.c_uint64(number)
+
+
+class FastPath:
+    """What the fast path says. Each method but `set_up` and `reading` is one of its rules."""
+
+    def __init__(self, library: ctypes.CDLL, shared: Shared) -> None:
+        self._c = library
+        self.shared = shared
+        assert library.attach(shared.fd)
+        library.set_clocks(*(ctypes.c_int64(0) for _ in range(3)))
+
+    def set_up(self, options: Options, *, run: int = 1, floor: int = 0, strict_floor: int = 0, seed: int = 0) -> None:
+        self.shared.configure(options, seed=seed, root_device=0, threads=4)
+        for field, value in {"run": run, "floor": floor, "strict_floor": strict_floor}.items():
+            self.shared[field] = value
+        self._c.set_floors()
+
+    def set_clocks(self, *, monotonic_ns: int = 0, realtime_ns: int = 0, boottime_ns: int = 0) -> None:
+        self._c.set_clocks(*map(ctypes.c_int64, (monotonic_ns, realtime_ns, boottime_ns)))
+
+    @contextmanager
+    def over(self, session: Environment, durable: Environment) -> Iterator[None]:
+        """The index from now on."""
+        error = self._c.open_index(str(session.path).encode(), str(durable.path).encode())
+        assert error == 0, f"LMDB's error {error}"
+        try:
+            yield
+        finally:
+            self._c.close_index()
+
+    @contextmanager
+    def reading(self) -> Iterator[None]:
+        """One moment of the index."""
+        assert self._c.begin()
+        try:
+            yield
+        finally:
+            self._c.view_end(self._view())
+
+    def _view(self) -> ctypes.c_void_p:
+        return ctypes.c_void_p(self._c.now())
+
+    # validity
+
+    def is_pinned(self, record: Inode) -> bool:
+        return bool(self._c.is_pinned(self._view(), record.pack()))
+
+    def remaining_ns(self, record: Inode) -> int:
+        found = int(self._c.remaining_ns(self._view(), record.pack()))
+        return FOREVER_NS if found == _C_FOREVER_NS else found
+
+    def entry_holds(self, parent: Inode, dentry: Dentry) -> bool:
+        return bool(self._c.entry_holds(self._view(), parent.pack(), dentry.pack()))
+
+    def knows_absent(self, parent: Inode, dentry: Dentry | None) -> bool:
+        return bool(self._c.knows_absent(self._view(), parent.pack(), dentry.pack() if dentry else None))
+
+    def is_immutable(self, record: Inode) -> bool:
+        return bool(self._c.is_immutable(self._view(), record.pack()))
+
+    def is_freezable(self, record: Inode) -> bool:
+        return bool(self._c.is_freezable(record.pack()))
+
+    # age
+
+    def until_old_ns(self, record: Inode) -> int:
+        return int(self._c.until_old(record.pack()))
+
+    def note_young(self, record: Inode) -> int:
+        return int(self._c.note_young(_u64(record.number), record.pack()))
+
+    # units and windows
+
+    def unit_of(self, size: int, offset: int) -> tuple[int, int]:
+        start, length = ctypes.c_uint64(), ctypes.c_uint32()
+        memory = ctypes.c_void_p(ctypes.c_void_p.in_dll(self._c, "shared").value)
+        self._c.unit_of(memory, _u64(size), _u64(offset), ctypes.byref(start), ctypes.byref(length))
+        return start.value, length.value
+
+    def clear_fetches(self) -> None:
+        self._c.clear_fetches()
+
+    def add_fetch(self, record: Inode, offset: int, length: int, *, cached: bool) -> None:
+        assert self._c.add_fetch(record.pack(), _u64(record.number), _u64(offset), length, cached)
+
+    def window(self, record: Inode, start: int, end: int) -> tuple[int, int, bool]:
+        out = (ctypes.c_uint64 * 3)()
+        self._c.window(*map(_u64, (record.number, record.version, record.size, start, end)), out)
+        return out[0], out[1], bool(out[2])
+
+    def next_window(self, record: Inode, end: int) -> tuple[int, int]:
+        out = (ctypes.c_uint64 * 3)()
+        self._c.next_window(*map(_u64, (record.number, record.version, record.size, end)), out)
+        return out[0], out[1]
+
+    # paths
+
+    def path(self, number: int) -> bytes | None:
+        buffer = ctypes.create_string_buffer(_PATH_BYTES)
+        return buffer.value if self._c.path_of(_u64(number), buffer, ctypes.c_size_t(_PATH_BYTES)) else None
+
+    # the blob and the source
+
+    def record_bytes(self, length: int) -> int:
+        return int(self._c.record_bytes(ctypes.c_uint32(length)))
+
+    def write_record(self, blob: int, record: Inode, offset: int, payload: bytes, at: int) -> bytes:
+        """The value of its extent in the index; empty on an error."""
+        out = ctypes.create_string_buffer(MAX_VALUE_BYTES)
+        length = self._c.write_record(
+            blob, record.pack(), _u64(record.number), _u64(offset), payload, len(payload), _u64(at), out
+        )
+        return out.raw[:length]
+
+    def read_blob(self, blob: int, value: bytes, start: int, length: int) -> bytes | None:
+        out = ctypes.create_string_buffer(length)
+        good = self._c.read_blob(blob, value, ctypes.c_size_t(len(value)), start, length, out)
+        return out.raw[:length] if good else None
+
+    def read_source(self, root: int, path: bytes, record: Inode, offset: int, length: int) -> bytes | None:
+        out = ctypes.create_string_buffer(length)
+        good = self._c.read_source(root, path, record.pack(), _u64(offset), length, out)
+        return out.raw[:length] if good else None
