@@ -37,11 +37,9 @@ class Contents:
             for part in self._beneath(path):
                 with self._index.view() as view:
                     for number in part:
-                        extents = list(view.extents.of(number))
-                        for offset, extent in extents:
-                            self._data.writes.drop(number, offset, extent.blob_offset)
-                            size += extent.length
-                        files += bool(extents)
+                        dropped = self._data.drop(view, number)
+                        size += dropped
+                        files += dropped > 0
                 await trio.lowlevel.checkpoint()
         await self._data.writes.settle(FLUSH_TIMEOUT_S)
         return files, size

@@ -145,6 +145,14 @@ class DataCache:
         self._metrics.disk_bytes += len(data)
         return data
 
+    def drop(self, view: View, number: int) -> int:
+        """What the blob has of an inode goes with the next commit. How many bytes that is."""
+        size = 0
+        for offset, extent in view.extents.of(number):
+            self.writes.drop(number, offset, extent.blob_offset)
+            size += extent.length
+        return size
+
     def mark_read(self, inode: Inode, offset: int) -> None:
         """The read that a range was fetched for has been answered; those that follow are hits."""
         pending = self.writes.pending_at(inode, offset)

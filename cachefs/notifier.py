@@ -71,13 +71,18 @@ class KernelNotifier:
         """Names, then inodes."""
         await self._names.send(_messages(entries, numbers))
 
-    def attributes(self, number: int) -> None:
-        """Have the kernel ask for them. It waits for nothing and drops no page, so that a request may do it."""
+    def attributes(self, number: int) -> bool:
+        """Have the kernel ask for them. Does it know the inode?
+
+        It waits for nothing and drops no page, so that a request may do it.
+        """
         try:
             os.write(self._device, _message(_NOTIFY_INVAL_INODE, _NOTIFY_INODE.pack(number, -1, 0)))
         except OSError as error:
-            if error.errno != errno.ENOENT:  # the kernel does not have it: fine
-                _warn(error.errno or 0)
+            if error.errno == errno.ENOENT:
+                return False
+            _warn(error.errno or 0)
+        return True
 
     async def pages(self, numbers: Iterable[int]) -> None:
         """Drop the pages of these inodes, and their attributes.

@@ -321,7 +321,7 @@ class OpenFiles:
         if self._metadata.is_pinned(record):
             record = await self._fs.believed(number, record)
         if record.flags & UNLINKED and record.flags & IMMUTABLE:
-            # By /proc/PID/fd/N: as the handle that is open already, what is not cached is held (`hold_data`).
+            # By /proc/PID/fd/N: as the handle that is open already (`hold_data`).
             return self._add_handle(Handle(number, file=self._shared(record))), not self._young.is_young(record)
         if not self._may_be_immutable(record):
             generation = self._source.generation
@@ -702,12 +702,20 @@ class OpenFiles:
                 await self._slots.run(partial(close_all, fds), once=True)
 
     async def forget(self, forgotten: Sequence[tuple[int, int]]) -> None:
-        """The kernel forgot inodes: (number, count). Nobody can have them open any more."""
+        """The kernel forgot inodes: (number, count).
+
+        Of a pinned one that has no name any more nobody has counted the look-ups, and the kernel may know it still. So
+        it is asked; if it does not, nobody can have the file open, and its data are of no use.
+        """
         self._fs.forget(forgotten)
-        if self._held:
+        for number in dict.fromkeys(number for number, _ in forgotten):
             with self._metadata.index.view() as view:
-                gone = [n for n, _ in forgotten if n in self._held and self._metadata.inode(view, n) is None]
-            for number in gone:
+                record = self._metadata.inode(view, number)
+                if record is not None and (not record.flags & UNLINKED or self._fs.notifier.attributes(number)):
+                    continue
+                if record is not None:
+                    self._data.drop(view, number)
+            if number in self._held:
                 await self._let_go(self._held.pop(number))
 
     # --- our own changes -------------------------------------------------------------------------------------------
@@ -727,13 +735,16 @@ class OpenFiles:
             event.set()
 
     async def hold_data(self, number: int) -> None:
-        """Before a name is unlinked or replaced: open immutable files keep a descriptor of the source (hazard 2)."""
-        if self._unseen_handles and number not in self._held:
-            with self._metadata.index.view() as view:
-                record = self._metadata.inode(view, number)
-                wanted = record is not None and self._is_immutable(record) and not self._data.holds_all(view, record)
-            if record is not None and wanted:
-                self._held[number] = self._shared(record)
+        """Before a name is unlinked or replaced: an immutable file that may be open gets a descriptor of the source.
+
+        By it what the cache does not have, or loses, is read until the kernel forgets the inode (hazard 2).
+        """
+        with self._metadata.index.view() as view:
+            record = self._metadata.inode(view, number)
+            immutable = record is not None and self._is_immutable(record)
+            cached = record is not None and self._data.holds_all(view, record)
+        if self._unseen_handles and record is not None and immutable and number not in self._held:
+            self._held[number] = self._shared(record)
         mine = [h for h in self.handles.values() if h.number == number and not h.is_cached and h.fd < 0]
         await self.reopen(mine)
         for (inode, _), file in list(self._files.items()):
@@ -744,6 +755,9 @@ class OpenFiles:
                     file.held = True
                 except Changed:
                     pass  # and the entry was dropped
+                except OSError:
+                    if not cached:  # else the cache is enough, as long as it lasts
+                        raise
 
     async def names_changed(self, *numbers: int) -> None:
         """This mount gave these inodes other names, and has stored what they look like now (mutable_names.py)."""

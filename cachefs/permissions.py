@@ -50,8 +50,11 @@ _UNTOLD = math.inf
 
 
 class Notifier(Protocol):
-    def attributes(self, number: int) -> None:
-        """Return when the kernel has dropped the attributes and ACLs of an inode. That waits for no request."""
+    def attributes(self, number: int) -> bool:
+        """Return when the kernel has dropped the attributes and ACLs of an inode. That waits for no request.
+
+        Whether it knows the inode.
+        """
 
 
 class PermissionsChanged(OSError):

@@ -248,7 +248,8 @@ static enum outcome serve_handle(struct worker *worker, const struct request *re
 
 /* --- the rest ----------------------------------------------------------------------------------------------------- */
 
-/* Nobody counts look-ups of what is pinned: only the FORGETs of other inodes are of interest. */
+/* Nobody counts look-ups of what is pinned. Only the FORGETs of other inodes are of interest, and of those that have no
+ * name any more: the daemon keeps a descriptor of them (OpenFiles.hold_data). */
 static bool forgets_nothing(struct worker *worker, const struct request *request)
 {
     struct inode_record record;
@@ -258,7 +259,7 @@ static bool forgets_nothing(struct worker *worker, const struct request *request
     uint32_t count = single ? 1 : batch->count;
     for (uint32_t i = 0; i < count; i++)
         if (!view_inode(&worker->view, single ? request->header->nodeid : each[i].nodeid, &record) ||
-            !(record.flags & PINNED))
+            (record.flags & (PINNED | UNLINKED)) != PINNED)
             return false;
     return true;
 }

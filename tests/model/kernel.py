@@ -135,8 +135,9 @@ class Kernel:
     async def pages(self, numbers: Iterable[int]) -> None:
         self.all_soon((), list(numbers))
 
-    def attributes(self, number: int) -> None:
+    def attributes(self, number: int) -> bool:
         self._changed(number)
+        return number in self._inodes
 
     # --- memory ----------------------------------------------------------------------------------------------------
 

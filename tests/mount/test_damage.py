@@ -4,6 +4,7 @@ import os
 import random
 import shutil
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -165,3 +166,52 @@ def test_a_kill_at_any_moment_of_the_first_epoch(mount: MakeMount, source: Path,
     m.drop_caches()
     assert {path: (m.path / path).read_bytes() for path in expected} == expected
     assert m.ops() == before
+
+
+@pytest.mark.promise("IM-5", "CL-15")
+@pytest.mark.parametrize("way", ["unlinked", "replaced"])
+@pytest.mark.parametrize("lost", ["damaged", "evicted"])
+def test_an_open_file_without_a_name_outlives_its_data_in_the_cache(
+    mount: MakeMount, source: Path, way: str, lost: str
+) -> None:
+    """It was cached whole when its name went."""
+    (source / "victim").write_bytes(os.urandom(300_000))
+    others = make_files(source / "others", 300, (60_000, 70_000))
+    settle()
+    m = mount(source, "--retention", "lru", "--cache-size", "8M")
+    path = m.path / "victim"
+    content = path.read_bytes()
+    wait_for(lambda: misses(m, path), lambda count: count == 0)
+    with open(path, "rb", buffering=0) as opened:
+        if way == "unlinked":
+            path.unlink()
+        else:
+            (m.path / "new").write_bytes(b"the new one")
+            (m.path / "new").rename(path)
+        if lost == "damaged":
+            with open(m.cache / "blob", "r+b") as blob:
+                blob.truncate(0)
+        else:
+            for other in others:
+                (m.path / "others" / other).read_bytes()
+            wait_for(m.flush, lambda status: status["evictions"] > 10)
+        os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        assert opened.read() == content
+    wait_for(lambda: descriptors_of(m.pid, "victim"), lambda count: count == 0)
+
+
+def misses(m: Mount, path: Path) -> int:
+    """While it is read past the kernel's pages."""
+    before = m.status()["misses"]
+    with open(path, "rb", buffering=0) as file:
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        file.read()
+    return int(m.status()["misses"] - before)
+
+
+def descriptors_of(pid: int, name: str) -> int:
+    found = 0
+    for link in Path(f"/proc/{pid}/fd").iterdir():
+        with suppress(FileNotFoundError):
+            found += name in os.readlink(link)
+    return found

@@ -22,7 +22,7 @@ STEPS = 8
 
 
 def allocated(directory: Path) -> int:
-    """What all files of the directory take from its disk."""
+    """What a file, or all files of a directory, take from its disk."""
     return sum(path.lstat().st_blocks * 512 for path in [directory, *directory.rglob("*")])
 
 
@@ -261,3 +261,27 @@ def test_a_random_sequence(mount: MakeMount, dataset: Path, tmp_path: Path, sequ
     except BaseException:
         print(", ".join(steps))
         raise
+
+
+@pytest.mark.promise("CL-14")
+def test_what_was_removed_leaves_the_cache_when_nobody_has_it_open(mount: MakeMount, tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    make_files(source, 4, (100_000, 100_000), 1)
+    settle()
+    m = mount(source)
+    paths = sorted((m.path / "d0").iterdir())
+    for path in paths:
+        path.read_bytes()
+    before = m.flush()["blob_bytes"]
+    with open(paths[0], "rb", buffering=0) as opened:
+        content = paths[0].read_bytes()
+        paths[0].unlink()
+        paths[1].unlink()
+        paths[2].rename(paths[3])
+        wait_for(m.flush, lambda status: status["blob_bytes"] < 0.6 * before)
+        os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        reads = m.ops()["read"]
+        assert opened.read() == content and m.ops()["read"] == reads
+    wait_for(m.flush, lambda status: status["blob_bytes"] < 0.4 * before)
+    assert m.status()["evictions"] == m.status()["corrupt_records"] == 0
+    wait_for(lambda: allocated(m.cache / "blob"), lambda taken: taken < 0.8 * before)
