@@ -22,7 +22,7 @@ from typing import Any
 from cachefs import overflow, private_files, recovery, runs
 from cachefs.attributes import PINNED
 from cachefs.blob import Blob
-from cachefs.claims import Taken, lock_for_good
+from cachefs.claims import Taken, is_locked, lock_for_good
 from cachefs.environment import Environment, Table
 from cachefs.errors import CacheFsError, IndexUnavailable
 from cachefs.index import Index
@@ -61,6 +61,41 @@ def read_seed(directory: Path) -> int | None:
     return int.from_bytes(secret[:8], "little") if len(secret) == 16 else None
 
 
+def _check_identity(path: Path, source: str) -> None:
+    """Raises FileNotFoundError where nobody has written down whose it is."""
+    identity = path / "cache.json"
+    try:
+        found = json.loads(identity.read_text())
+        version, owner = int(found["format"]), str(found["source"])
+    except (ValueError, KeyError, TypeError):
+        raise CacheFsError(f"{identity} cannot be read: remove {path} to start with an empty cache") from None
+    if version > FORMAT_VERSION:
+        raise CacheFsError(f"{path} has format {version}, this cachefs knows {FORMAT_VERSION}: it is too old")
+    if owner != source:
+        raise CacheFsError(f"the cache directory {path} was made for {owner}, not for {source}")
+
+
+def check_inheritable(path: Path, source: str) -> None:
+    """Could a successor of the daemon that has this cache directory open it? Nothing is changed.
+
+    Raises CacheFsError with one line that says what is wrong.
+    """
+    try:
+        private_files.check_own(path)
+        for directory in (path, path / "index"):
+            private_files.check_contents(directory)
+        _check_identity(path, source)
+        if read_seed(path) is None:
+            raise CacheFsError(f"{path / 'secret'} cannot be read")
+        for name in ("blob", f"index/{_DATA}", "index/lock.mdb"):
+            os.close(os.open(path / name, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC))
+        if not is_locked(path / "lock"):
+            raise CacheFsError(f"{path} is not the directory that the daemon has open")
+    except OSError as error:
+        what = f"{error.filename}: " if error.filename else ""
+        raise CacheFsError(f"cannot use the cache directory {path}: {what}{error.strerror or error}") from error
+
+
 class CacheDirectory:
     """An opened and locked cache directory."""
 
@@ -93,19 +128,11 @@ class CacheDirectory:
             raise
 
     def _check_identity(self, source: str) -> None:
-        identity = self.path / "cache.json"
         try:
-            found = json.loads(identity.read_text())
-            version, owner = int(found["format"]), str(found["source"])
+            _check_identity(self.path, source)
         except FileNotFoundError:
-            private_files.write_file(identity, json.dumps({"format": FORMAT_VERSION, "source": source}).encode())
-            return
-        except (ValueError, KeyError, TypeError):
-            raise CacheFsError(f"{identity} cannot be read: remove {self.path} to start with an empty cache") from None
-        if version > FORMAT_VERSION:
-            raise CacheFsError(f"{self.path} has format {version}, this cachefs knows {FORMAT_VERSION}: it is too old")
-        if owner != source:
-            raise CacheFsError(f"the cache directory {self.path} was made for {owner}, not for {source}")
+            content = json.dumps({"format": FORMAT_VERSION, "source": source}).encode()
+            private_files.write_file(self.path / "cache.json", content)
 
     def default_size_bytes(self) -> int:
         stat = os.statvfs(self.path)

@@ -121,6 +121,16 @@ def lock_for_good(path: Path) -> int:
         os.close(directory)
 
 
+def is_locked(path: Path) -> bool:
+    """Does another process hold the lock? Raises OSError."""
+    with _opened(path) as fd:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+        return False
+
+
 def is_dying(pid: int) -> bool:
     """Has its first thread ended? The kernel lists it as a zombie until the others have."""
     try:

@@ -257,9 +257,9 @@ class Update(View):
         self._written: list[Key] = []
         self._changes: list[tuple[Table, bytes, Value | Missing]] = []
         """What was written to the session; or, while it overflows, what that had under the keys before."""
-        self._afterwards: list[Callable[[], None]] = []
+        self._afterwards: list[Callable[[], object]] = []
 
-    def afterwards(self, call: Callable[[], None]) -> None:
+    def afterwards(self, call: Callable[[], object]) -> None:
         """Call this when it has been committed."""
         self._afterwards.append(call)
 

@@ -97,7 +97,7 @@ class MetadataCache(Belief):
         self.on_lost_name: Callable[[int, bytes], None] = lambda parent, name: None
         """Called with a pinned name that a comparison has taken from an inode: the kernel believes it for ever, and
         need not be who looked."""
-        self.on_changed: Callable[[int], None] = lambda number: None
+        self.on_changed: Callable[[int], object] = lambda number: None
         """Called when it is recorded that a file has other attributes than before, and no answer says so yet. Of
         directories permissions.py tells the kernel."""
         self._held: Counter[int] = Counter()

@@ -41,17 +41,26 @@ def check_directory(path: Path) -> None:
 
     Raises FileNotFoundError where it is missing.
     """
+    mode = check_own(path)
+    if path.is_symlink():
+        raise CacheFsError(f"{path} is a symbolic link, which cachefs does not make: remove it")
+    if mode & 0o077:
+        raise CacheFsError(f"{path} must be closed to others (mode 0700)")
+    check_contents(path)
+
+
+def check_own(path: Path) -> int:
+    """Check that the directory is this user's, and that nobody else can replace it. Its mode.
+
+    Raises FileNotFoundError where it is missing.
+    """
     fd = _walk(path, makes=False)
     try:
         found = os.fstat(fd)
-        if path.is_symlink():
-            raise CacheFsError(f"{path} is a symbolic link, which cachefs does not make: remove it")
         _check_owner(path, found)
-        if found.st_mode & 0o077:
-            raise CacheFsError(f"{path} must be closed to others (mode 0700)")
+        return found.st_mode
     finally:
         os.close(fd)
-    check_contents(path)
 
 
 def _check_owner(path: Path, found: os.stat_result) -> None:

@@ -119,6 +119,8 @@ def restart(mountpoint: str) -> None:
       pip install --upgrade cachefs
       cachefs restart /data/imagenet
     """
+    from cachefs import cache_directory
+
     process.leave_starter()
     place = mount_table.absolute(mountpoint)
     mounting.check_mounted(place)
@@ -130,6 +132,7 @@ def restart(mountpoint: str) -> None:
     if is_served(place):
         _wake_daemon(place)
         _check_replaceable(place)
+        cache_directory.check_inheritable(mount_config.cache_place, mount_config.source)
     from daemon.session import Session
 
     background.log_to_stderr(mount_config.log_level)

@@ -8,7 +8,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
-from cachefs import private_files
+from cachefs import places, private_files
 from cachefs.errors import CacheFsError
 from cachefs.options import CacheLevel, Options, Revalidate
 from policies.globs import Globs
@@ -63,6 +63,19 @@ class MountConfig:
     config_file: Path | None = None
     settings: dict[str, Setting] = field(default_factory=dict)
     """By the names of the options."""
+
+    @property
+    def cache_place(self) -> Path:
+        """The cache directory: as it was given, or where it is by default."""
+        return self.cache_dir or places.default_cache_dir(self.source)
+
+    @property
+    def own_places(self) -> dict[str, Path]:
+        """What the daemon writes, by what it is called."""
+        found = {"cache directory": self.cache_place, "runtime directory": places.runtime_root()}
+        if self.metrics is not None and self.metrics.startswith("/"):
+            found["socket of the metrics"] = Path(self.metrics)
+        return found
 
 
 def save(mount_config: MountConfig, path: Path) -> None:

@@ -11,13 +11,14 @@ import shutil
 import stat
 import subprocess
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
 from cachefs import syscalls
 from cachefs.claims import is_dying
 from cachefs.client import server
 from cachefs.errors import CacheFsError
-from cachefs.mount_table import FSTYPE, is_mounted, mounts, top_mount
+from cachefs.mount_table import FSTYPE, beneath, is_mounted, mounts, top_mount
 from cachefs.places import is_root
 from daemon import probe
 
@@ -83,8 +84,11 @@ def make_room(source: str, mountpoint: str) -> None:
         raise CacheFsError(f"{mountpoint} is in use: {top.source} ({top.fstype}) is mounted there")
 
 
-def check_places(source: str, mountpoint: str, *, timeout_s: float) -> None:
+def check_places(source: str, mountpoint: str, own: Mapping[str, Path], *, timeout_s: float) -> None:
     """Refuse one strictly inside the other, what is no directory, and what does not answer.
+
+    `own`: what the daemon writes, by what it is called. None of it may lie in the source, where it would be data, or
+    beneath the mountpoint: the daemon would wait for itself.
 
     Nothing of this process ever waits for a source that hangs from the start: it could not even end.
     """
@@ -99,12 +103,18 @@ def check_places(source: str, mountpoint: str, *, timeout_s: float) -> None:
             raise CacheFsError(f"the {what} {path} is not a directory")
     if source != mountpoint:
         for inner, outer, what in ((source, mountpoint, "source"), (mountpoint, source, "mountpoint")):
-            if inner.startswith(outer.rstrip("/") + "/"):
+            if beneath(outer, inner) is not None:
                 other = "mountpoint" if what == "source" else "source"
                 raise CacheFsError(
                     f"the {what} {inner} lies inside the {other} {outer}: a job would find the mount in itself; "
                     "mount elsewhere, or over the source itself"
                 )
+
+    for what, place in own.items():
+        path = probe.realpath(str(place), timeout_s=timeout_s)
+        for outer, where in ((mountpoint, "mountpoint"), (source, "source")):
+            if beneath(outer, path) is not None:
+                raise CacheFsError(f"the {what} {place} lies in the {where} {outer}: choose another place for it")
 
 
 def open_source(source: str) -> int:

@@ -206,8 +206,9 @@ class Session:
             raise CacheFsError(f"the fast path of {place} is dead: umount it, and mount it again")
         await _in_thread(detach_dead, place, MountInstance.is_abandoned, self._claim)
         await _in_thread(mounting.make_room, self.config.source, place)
+        timeout_s = self.config.options.source_timeout_s
         await _in_thread(
-            partial(mounting.check_places, self.config.source, place, timeout_s=self.config.options.source_timeout_s)
+            partial(mounting.check_places, self.config.source, place, self.config.own_places, timeout_s=timeout_s)
         )
         self._source_fd = await self._ask_source(mounting.open_source, self.config.source)
         self._root = await self._ask_source(Root.of, self._source_fd)
@@ -233,7 +234,7 @@ class Session:
 
     async def _serve(self, ready: Callable[[], None], claimed: Callable[[Path], None]) -> None:
         await self._prepare()
-        cache_dir = self.config.cache_dir or places.default_cache_dir(self.config.source)
+        cache_dir = self.config.cache_place
         directory = self._directory = CacheDirectory(cache_dir, self.config.source)
         claimed(cache_dir)
         log.info("cachefs %s: %s on %s", cachefs.__version__, self.config.source, self.config.mountpoint)

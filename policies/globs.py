@@ -13,58 +13,94 @@ class InvalidGlob(ValueError):
     """A pattern that can match nothing; the command line reports it as a usage error."""
 
 
+_END = r"(?=/|\Z)"
+"""Of a component."""
+
+
 def _component(pattern: str) -> str:
-    """The regular expression of one component, without slashes."""
-    out = []
+    """The regular expression of one component, without slashes.
+
+    Names are chosen by users, so that matching takes linear time: what lies between two stars has a fixed length, so
+    that its first place is as good as any other, and an atomic group never looks for a second one (as `fnmatch` does).
+    """
+    parts = [""]
     position = 0
     while position < len(pattern):
         char = pattern[position]
         position += 1
         if char == "*":
-            out.append("[^/]*")
+            parts.append("")
         elif char == "?":
-            out.append("[^/]")
+            parts[-1] += "[^/]"
         elif char == "[" and (end := pattern.find("]", position + 1)) > 0:
             body = pattern[position:end]
             position = end + 1
             negated = body[0] in "!^"
             body = re.sub(r"([\\\[&~|^])", r"\\\1", body[1:] if negated else body)
             # A class never matches the slash, whatever it says.
-            out.append(f"(?!/)[{'^' if negated else ''}{body}]")
+            parts[-1] += f"(?!/)[{'^' if negated else ''}{body}]"
         else:
-            out.append(re.escape(char))
-    return "".join(out)
+            parts[-1] += re.escape(char)
+    if len(parts) == 1:
+        return parts[0]
+    first, *inner, last = parts
+    return first + "".join(f"(?>[^/]*?{part})" for part in inner if part) + "[^/]*" + last
 
 
-def _split(pattern: str) -> tuple[str, str]:
-    """The regular expression of what precedes the last component, its slash included; the last component."""
-    stripped = pattern.strip("/")
-    components = [c for c in stripped.split("/") if c]
-    if not components or any(c in (".", "..") for c in components):
+def _components(pattern: str) -> tuple[list[str], bool]:
+    """The components of a pattern, and whether it is about a path and not a name."""
+    found = [component for component in pattern.split("/") if component]
+    if not found or any(component in (".", "..") for component in found):
         raise InvalidGlob(f"not a pattern that can match beneath the mount: {pattern!r}")
-    anchored = "/" in pattern.rstrip("/")
-    expression = "" if anchored else "(?:.*/)?"
-    for component in components[:-1]:
-        expression += "(?:.*/)?" if component == "**" else _component(component) + "/"
-    return expression, components[-1]
+    return found, "/" in pattern.rstrip("/")
+
+
+def _groups(pattern: str) -> list[list[str]]:
+    """What lies between the `**` of a pattern: expressions of components. A name may be preceded by anything."""
+    components, is_path = _components(pattern)
+    groups: list[list[str]] = [[]] if is_path else [[], []]
+    for component in components:
+        if component == "**":
+            groups.append([])
+        else:
+            groups[-1].append(_component(component))
+    return groups
 
 
 def _translate(pattern: str) -> str:
-    before, last = _split(pattern)
-    return before + (".+" if last == "**" else _component(last)) + "(?:/.*)?"
+    """The regular expression of paths that match, and of all beneath them.
+
+    Of what lies between two `**` the first place is as good as any other, too.
+    """
+    first, *others = _groups(pattern)
+    pieces = ["/".join(first)] if first else []
+    pieces += ["(?>(?:[^/]*/)*?" + "/".join(group) + _END + ")" for group in others if group]
+    ends_in_any = bool(others) and not others[-1]
+    return "/".join([*pieces, ".+"] if ends_in_any else pieces) + "(?:/.*)?"
 
 
 def _translate_holders(pattern: str) -> str:
     """The regular expression of directories, with a final slash but for the root, in which a name may match."""
-    return _split(pattern)[0]
+    components, is_path = _components(pattern)
+    anywhere = "(?:[^/]*/)*"
+    if len(components) == 1:
+        return "" if is_path else anywhere
+    first, *others = _groups("/" + "/".join(components[:-1]))
+    expression = "".join(component + "/" for component in first)
+    for group in filter(None, others[:-1]):
+        expression += "(?>(?:[^/]*/)*?" + "/".join(group) + "/)"
+    if others:
+        expression += anywhere + "".join(component + "/" for component in others[-1])
+    return expression
 
 
 def _translate_above(pattern: str) -> str:
     """The regular expression of directories beneath which names match because of where the directory lies."""
-    if "/" not in pattern.rstrip("/"):
+    components, is_path = _components(pattern)
+    if not is_path:
         return "(?!)"  # a name matches wherever it lies
     expression, end = "", ""
-    for component in [c for c in pattern.split("/") if c][:-1]:
+    for component in components[:-1]:
         if component == "**":
             return expression + "(?:.*)" + end
         expression += _component(component) + "(?:/"

@@ -3,11 +3,12 @@
 import fcntl
 import os
 import select
+import shutil
 import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -342,6 +343,47 @@ def test_h6_a_restart_with_another_layout_is_refused_before_anything_is_done(mou
     assert done.returncode == 1 and done.stderr.count("\n") == 1 and "another version" in done.stderr, done.stderr
     m.start()  # the right one still can
     assert contents(m.path) == contents(source)
+
+
+def read_only(cache: Path) -> None:
+    subprocess.run(["mount", "--bind", cache, cache], check=True)
+    subprocess.run(["mount", "-o", "remount,ro,bind", cache], check=True)
+
+
+UNUSABLE: dict[str, Callable[[Path], object]] = {
+    "read-only disk": read_only,
+    "directory removed": shutil.rmtree,
+    "another directory": lambda cache: shutil.copytree(cache.rename(cache.with_name("old")), cache),
+    "cache.json damaged": lambda cache: (cache / "cache.json").write_text("{"),
+    "of another source": lambda cache: (cache / "cache.json").write_text('{"format": 1, "source": "/elsewhere"}'),
+    "secret damaged": lambda cache: (cache / "secret").write_text("zz"),
+    "blob removed": lambda cache: (cache / "blob").unlink(),
+    "index removed": lambda cache: shutil.rmtree(cache / "index"),
+    "of another user": lambda cache: os.chown(cache, 1, 1),
+    "link in it": lambda cache: (cache / "index" / "link").symlink_to("/"),
+}
+
+
+@pytest.mark.promise("LC-23")
+@pytest.mark.fastpath
+@pytest.mark.parametrize("how", UNUSABLE)
+def test_a_restart_that_could_not_open_the_cache_is_refused_before_anything_is_done(
+    mount: MakeMount, source: Path, beneath: ExitStack, how: str
+) -> None:
+    m = mount(source)
+    paths = sorted(contents(source))
+    (m.path / paths[0]).read_bytes()
+    m.flush()
+    if how == "read-only disk":
+        beneath.callback(subprocess.run, ["umount", "-l", m.cache], check=True)
+    UNUSABLE[how](m.cache)
+    done = cachefs("restart", m.path, check=False)
+    assert done.returncode == 1 and done.stderr.count("\n") == 1 and str(m.cache) in done.stderr, done.stderr
+    assert m.status()["pid"] == m.pid
+    m.drop_caches()
+    assert contents(m.path) == contents(source)
+    (m.path / "new").write_bytes(b"new")
+    assert (source / "new").read_bytes() == b"new"
 
 
 # --- what the starter left open --------------------------------------------------------------------------------------

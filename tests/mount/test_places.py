@@ -138,6 +138,35 @@ def test_one_strictly_inside_the_other_is_refused_with_a_reason(source: Path, tm
         assert not mounted_on(what)
 
 
+@pytest.mark.promise("LC-22")
+@pytest.mark.parametrize("mode", [[], ["--no-fastpath"]])
+@pytest.mark.parametrize("where", ["mnt", "mnt/cache", "link/cache", "source", "source/d0/cache"])
+def test_a_cache_in_the_mount_or_in_the_source_is_refused(
+    source: Path, tmp_path: Path, where: str, mode: list[str]
+) -> None:
+    """The daemon would wait for itself, and data of its own would be data of the job."""
+    place = tmp_path / "mnt"
+    place.mkdir()
+    (tmp_path / "source").symlink_to(source)
+    (tmp_path / "link").symlink_to("mnt")
+    done = cachefs("mount", source, place, "--cache-dir", tmp_path / where, *mode, check=False)
+    assert done.returncode == 1 and done.stderr.count("\n") == 1, done.stderr
+    assert "the cache directory" in done.stderr and "lies in the" in done.stderr
+    assert not mounted_on(place) and not list(place.iterdir())
+    done = cachefs(
+        *("mount", source, place, "--cache-dir", tmp_path / "cache", "--metrics", place / "metrics", *mode), check=False
+    )
+    assert done.returncode == 1 and "the socket of the metrics" in done.stderr
+    assert not mounted_on(place)
+
+
+def test_over_the_source_its_default_cache_may_not_lie_in_it(source: Path) -> None:
+    """As with a home directory that is mounted over itself."""
+    done = cachefs("mount", source, source, "--cache-dir", source / ".cache/cachefs", check=False)
+    assert done.returncode == 1 and "lies in the mountpoint" in done.stderr
+    assert not (source / ".cache").exists() and not mounted_on(source)
+
+
 def test_a_cachefs_mount_as_a_source_is_refused(mount: MakeMount, source: Path, tmp_path: Path) -> None:
     m = mount(source)
     (tmp_path / "again").mkdir()

@@ -1,3 +1,6 @@
+import time
+from functools import cache
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -78,6 +81,76 @@ def test_globs_know_in_which_directories_a_name_may_match(pattern: str, yes: lis
     globs = Globs([pattern])
     assert [path for path in yes if not globs.match_within(path.encode())] == []
     assert [path for path in no if globs.match_within(path.encode())] == []
+
+
+@cache
+def component_matches(pattern: str, name: str) -> bool:
+    """One that is slow and plain; classes are left out."""
+    if not pattern:
+        return not name
+    if pattern[0] == "*":
+        return component_matches(pattern[1:], name) or (bool(name) and component_matches(pattern, name[1:]))
+    return bool(name) and pattern[0] in ("?", name[0]) and component_matches(pattern[1:], name[1:])
+
+
+@cache
+def leads_to(components: tuple[str, ...], path: tuple[str, ...]) -> bool:
+    """Does the whole path match?"""
+    if not components:
+        return not path
+    if components[0] == "**":
+        return leads_to(components[1:], path) or (bool(path) and leads_to(components, path[1:]))
+    return bool(path) and component_matches(components[0], path[0]) and leads_to(components[1:], path[1:])
+
+
+def matches(pattern: str, path: str) -> bool:
+    components = tuple(pattern.strip("/").split("/"))
+    if "/" not in pattern.rstrip("/"):
+        components = ("**", *components)
+    if components[-1] == "**":
+        components = (*components, "*")  # something beneath
+    parts = tuple(path.split("/"))
+    return any(leads_to(components, parts[:length]) for length in range(1, len(parts) + 1))
+
+
+_parts = st.text("ab", min_size=1, max_size=4)
+_patterns = st.lists(
+    st.text("ab*?", min_size=1, max_size=5).filter(lambda text: "**" not in text) | st.just("**"),
+    min_size=1,
+    max_size=5,
+)
+
+
+@pytest.mark.promise("EX-1")
+@given(components=_patterns, anchored=st.booleans(), parts=st.lists(_parts, min_size=1, max_size=6))
+def test_globs_match_what_they_say(components: list[str], anchored: bool, parts: list[str]) -> None:
+    pattern, path = "/" * anchored + "/".join(components), "/".join(parts)
+    globs = Globs([pattern])
+    assert globs.matches(path.encode()) == matches(pattern, path)
+    if matches(pattern, path):
+        directory = "/".join(parts[:-1]).encode()
+        assert globs.match_within(directory)
+        assert not anchored or not directory or globs.reach_beneath(directory)
+
+
+@pytest.mark.promise("FA-4")
+@pytest.mark.parametrize(
+    ("pattern", "path"),
+    [
+        ("*-*-*-*.log", "-" * 255),
+        ("**/a/**/a/**/b", "a/" * 2000 + "a"),
+        ("a/**/*-*-*-*x/**/*.log", "a/" + ("-" * 250 + "/") * 120),
+        ("*?*?*?*?*?*?b", "a" * 255),
+    ],
+)
+def test_a_near_miss_takes_no_longer_than_a_match(pattern: str, path: str) -> None:
+    """Any user may ask for any name: with backtracking these took from half a second to minutes."""
+    began = time.process_time()
+    globs = Globs([pattern])
+    assert not globs.matches(path.encode())
+    globs.match_within(path.encode())
+    globs.reach_beneath(path.encode())
+    assert time.process_time() - began < 0.2
 
 
 @pytest.mark.parametrize("pattern", ["", "/", "../x", "a/../b", "./a", "[z-a]"])
