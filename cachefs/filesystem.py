@@ -368,7 +368,7 @@ class FileSystem:
             await self._compare_root()
             return self.record(number)
         with self.metadata.index.view() as view:
-            links = links_of(view, number)
+            links = self.metadata.paths.links(view, number)
         for parent, name in links:
             try:
                 found = await self.compare(parent, name)

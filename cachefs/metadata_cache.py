@@ -42,7 +42,7 @@ from cachefs.last_changes import LastChanges
 from cachefs.metadata_retention import MetadataRetention
 from cachefs.mutable_names import MutableNames
 from cachefs.options import Options
-from cachefs.paths import Paths, directory_of, leads_to, link_key, link_value, links_of, name_expires_ns
+from cachefs.paths import Paths, directory_of, has_name, link_key, link_value, links_of, name_expires_ns
 from cachefs.runs import FIRST_ALIAS, Numbers
 
 FIRST_POSITION = 3  # 1 and 2 are "." and ".."
@@ -92,7 +92,7 @@ class MetadataCache(Belief):
         # state
         self.numbers = Numbers(run, takeovers)
         self.changes = LastChanges(monotonic_ns)
-        self.paths = Paths()
+        self.paths = Paths(run, monotonic_ns)
         self.mutable_names = MutableNames(options.mutable, self.paths)
         self.on_lost_name: Callable[[int, bytes], None] = lambda parent, name: None
         """Called with a pinned name that a comparison has taken from an inode: the kernel believes it for ever, and
@@ -249,7 +249,7 @@ class MetadataCache(Belief):
             return [False]
         names = {(parent, name)}
         if now.nlink > 1 and not stat.S_ISDIR(now.mode):
-            names.update(link for link in links_of(view, number) if leads_to(view, link, number))
+            names.update(self.paths.names(view, number))
         return [self.mutable_names.matches(view, *each) for each in names]
 
     def _is_freezable(self, record: Inode) -> bool:
@@ -387,7 +387,7 @@ class MetadataCache(Belief):
         record = self.inode(update, dentry.inode)
         if record is None or record.is_directory:
             self.paths.forget()
-        if record is not None and not links_of(update, dentry.inode):
+        if record is not None and not has_name(update, dentry.inode):
             if record.stamp < self.floor:  # of an earlier run: this kernel never heard of it
                 self._delete_inode(update, record.number)
                 return record
@@ -514,7 +514,7 @@ class MetadataCache(Belief):
         a fetch by one of these would find another file."""
         now_ns = self._monotonic_ns()
         believed, expired = [], []
-        for link in links_of(update, number):
+        for link in self.paths.links(update, number):
             dentry = self.dentry(update, *link)
             compared = dentry is not None and dentry.inode == number and dentry.stamp == self.run
             expires_ns = name_expires_ns(update, number, link)

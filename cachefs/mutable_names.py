@@ -13,7 +13,7 @@ opened for the first time (`OpenFiles.is_mutable`), and when this mount has chan
 """
 
 from cachefs.environment import View
-from cachefs.paths import Paths, leads_to, links_of
+from cachefs.paths import Paths
 from policies.globs import Globs
 
 
@@ -43,12 +43,11 @@ class MutableNames:
         return bool(self._globs) and (directory is None or self._globs.match_within(directory))
 
     def names(self, view: View, number: int) -> tuple[list[tuple[int, bytes]], list[tuple[int, bytes]]]:
-        """The names that are known of an inode: (those that match, the others)."""
+        """The names that are known of an inode, of very many some: (those that match, the others)."""
         matching: list[tuple[int, bytes]] = []
         others: list[tuple[int, bytes]] = []
-        for link in links_of(view, number):
-            if leads_to(view, link, number):
-                (matching if self.matches(view, *link) else others).append(link)
+        for link in self._paths.names(view, number):
+            (matching if self.matches(view, *link) else others).append(link)
         return matching, others
 
     def any(self, view: View, number: int) -> bool:

@@ -3,6 +3,9 @@
 import errno
 import os
 import struct
+import time
+from collections.abc import Callable
+from itertools import islice
 
 from cachefs.attributes import PINNED, ROOT_INODE, STALE, Dentry, Inode, inode_key, inode_of_key
 from cachefs.environment import Table, View
@@ -10,13 +13,21 @@ from cachefs.identity import identity_of
 from cachefs.source_directories import ROOT, Directory
 
 REMEMBERED_DIRECTORIES = 4096
+REMEMBERED_NAMES = 4096
+MOST_NAMES = 64
+"""Of one file."""
 _LINK = struct.Struct("<IQ")  # flags, when the name expires
 _NEVER_NS = 1 << 63
 
 
-def links_of(view: View, number: int) -> list[tuple[int, bytes]]:
-    """All known names: (parent, name)."""
-    return [(inode_of_key(key[8:16]), key[16:]) for key, _ in view.scan(Table.LINKS, inode_key(number))]
+def links_of(view: View, number: int, most: int | None = None) -> list[tuple[int, bytes]]:
+    """All known names, or so many of them: (parent, name)."""
+    links = islice(view.scan(Table.LINKS, inode_key(number)), most)
+    return [(inode_of_key(key[8:16]), key[16:]) for key, _ in links]
+
+
+def has_name(view: View, number: int) -> bool:
+    return view.first_key(Table.LINKS, inode_key(number)) is not None
 
 
 def directory_of(view: View, number: int) -> int | None:
@@ -57,10 +68,21 @@ def _stamp(view: View, link: tuple[int, bytes]) -> int:
 
 
 class Paths:
-    """Directories are remembered with all that is above them; `forget` them when one moves or goes."""
+    """Directories are remembered with all that is above them; `forget` them when one moves or goes.
 
-    def __init__(self) -> None:
+    A user may give a file as many names as they like (ext4: 65,000), and nobody is to wait for that: a request looks at
+    no more than `MOST_NAMES` of them, and at the one that was looked up last.
+    """
+
+    def __init__(self, run: int = 0, monotonic_ns: Callable[[], int] = time.monotonic_ns) -> None:
+        """`run`: the one of now."""
+        # constants
+        self._run = run
+        self._monotonic_ns = monotonic_ns
+        # state
         self._directories: dict[int, Directory] = {}
+        self._last: dict[int, tuple[int, bytes]] = {}
+        """Number → the name by which it was looked up last, of objects that may have several."""
 
     def forget(self) -> None:
         self._directories.clear()
@@ -73,6 +95,9 @@ class Paths:
 
     def named(self, number: int, parent: int, name: bytes) -> None:
         """A name leads to an inode. A directory that is remembered without one, or by another one, is reached by it."""
+        if len(self._last) >= REMEMBERED_NAMES:
+            self._last.clear()
+        self._last[number] = parent, name
         known = self._directories.get(number)
         if known is not None and (known.parent is None or (known.parent.number, known.name) != (parent, name)):
             self.forget()
@@ -100,12 +125,39 @@ class Paths:
         One that is doubtful, because it was invalidated or looked up before the others, may lead to another inode by
         now. It counts only where no other name does.
         """
-        names = [link for link in links_of(view, number) if leads_to(view, link, number)]
+        two = links_of(view, number, 2)
+        if len(two) < 2:  # as a directory, whose directory is found by this function
+            return two[0] if two and leads_to(view, two[0], number) else None
+        last = self._last.get(number)
+        if last is not None and self._is_believed(view, number, last):
+            return last
+        names = self.names(view, number)
         if len(names) < 2:
             return names[0] if names else None
         return max(
             names,
             key=lambda link: (self._leads_up(view, link[0]), _stamp(view, link), name_expires_ns(view, number, link)),
+        )
+
+    def links(self, view: View, number: int) -> list[tuple[int, bytes]]:
+        """The names of an inode; of very many some, and the one by which it was looked up last."""
+        links = links_of(view, number, MOST_NAMES)
+        last = self._last.get(number)
+        if last is not None and len(links) == MOST_NAMES and last not in links:
+            links.insert(0, last)
+        return links
+
+    def names(self, view: View, number: int) -> list[tuple[int, bytes]]:
+        """Those of `links` that lead to the inode."""
+        return [link for link in self.links(view, number) if leads_to(view, link, number)]
+
+    def _is_believed(self, view: View, number: int, link: tuple[int, bytes]) -> bool:
+        """Is no other name any better?"""
+        return (
+            leads_to(view, link, number)
+            and _stamp(view, link) == self._run
+            and name_expires_ns(view, number, link) > self._monotonic_ns()
+            and self._leads_up(view, link[0])
         )
 
     def _leads_up(self, view: View, directory: int) -> bool:
