@@ -18,12 +18,18 @@ _UNITS = {"": 0, "K": 10, "M": 20, "G": 30, "T": 40, "P": 50}
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGTP]?)(?:i?B)?", re.IGNORECASE)
 
 
+MAX_SIZE_BYTES = 1 << 60
+
+
 def parse_size(text: str) -> int:
     """ "10G", "1.5T", "512MiB", "4096" → bytes; units are powers of 1024. Raises ValueError."""
     match = _SIZE.fullmatch(text.strip())
     if match is None:
         raise ValueError(f"{text!r} is not a size: use a number with K, M, G, T or P, such as 500G")
-    return int(float(match[1]) * (1 << _UNITS[match[2].upper()]))
+    size = int(float(match[1]) * (1 << _UNITS[match[2].upper()]))
+    if size > MAX_SIZE_BYTES:
+        raise ValueError(f"{text!r} is more than any disk has")
+    return size
 
 
 def format_size(size: int) -> str:

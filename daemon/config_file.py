@@ -58,10 +58,14 @@ def origin(context: click.Context, name: str) -> str | None:
     return f"{path}, line {_line_of(path.read_text(encoding='utf-8'), key)}"
 
 
+MAX_CHARACTERS = 1 << 20
+
+
 def read(path: Path, context: click.Context) -> dict[str, Any]:
     """The values of a file by the names of the command's parameters. Raises InvalidFile."""
     try:
-        text = path.read_text(encoding="utf-8")
+        with open(path, encoding="utf-8") as file:
+            text = file.read(MAX_CHARACTERS)
         values = tomllib.loads(text)
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise InvalidFile(path, None, str(error)) from None

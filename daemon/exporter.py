@@ -20,6 +20,7 @@ from prometheus_client.registry import Collector
 from cachefs import private_files
 from cachefs.errors import CacheFsError
 from cachefs.latency import BUCKETS, bound_s
+from cachefs.names import one_line
 from daemon.parameters import LOOPBACK
 
 log = logging.getLogger(__name__)
@@ -86,7 +87,7 @@ class StatusCollector(Collector):
 
     def collect(self) -> Iterator[Metric]:
         status = self._status
-        labels, values = ["mountpoint"], [status["mountpoint"]]
+        labels, values = ["mountpoint"], [one_line(status["mountpoint"])]
         for described in METRICS:
             kind = CounterMetricFamily if described.counter else GaugeMetricFamily
             family = kind(described.name, described.help, labels=labels)
@@ -172,6 +173,8 @@ async def serve(listener: trio.SocketListener, status: Callable[[], Status]) -> 
                     await stream.send_all(_reply(bytes(request), status))
                 except trio.BrokenResourceError:
                     pass  # the client has gone
+                except Exception:  # of one scrape; the next ones are answered all the same
+                    log.exception("bug in the metrics")
 
     await trio.serve_listeners(answer, [listener])
 

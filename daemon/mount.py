@@ -255,7 +255,7 @@ def make_mount_config(
 )
 @click.option(
     "--simulate-latency",
-    type=float,
+    type=Seconds(allow_infinity=False),
     default=0.0,
     metavar="MS",
     help="Delay every call to the source, as a parallel filesystem would. For demonstrations and benchmarks.",

@@ -1,5 +1,6 @@
 """What the commands' parameters may be, and how their errors reach the user: one line, no traceback."""
 
+import errno
 import math
 import os
 import re
@@ -43,13 +44,19 @@ class MetricsAddress(click.ParamType[str]):
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
         text = str(value)
-        if not text.startswith("/") and LOOPBACK.fullmatch(text) is None:
+        port = LOOPBACK.fullmatch(text)
+        if not text.startswith("/") and (port is None or int(port[2]) > MAX_PORT):
             self.fail(f"{text!r} is neither the path of a socket nor a port of the loopback interface", param, ctx)
         return text
 
 
 LOOPBACK = re.compile(r"(?:(127(?:\.\d+){3}|localhost|\[::1\]):)?(\d{1,5})")
 """A port of this machine alone: 9123, 127.0.0.1:9123, [::1]:9123."""
+
+
+MAX_PORT = (1 << 16) - 1
+MAX_SECONDS = 1e9
+"""More than 30 years; system calls take no more than some 10^9."""
 
 
 class Seconds(click.ParamType[float]):
@@ -66,6 +73,8 @@ class Seconds(click.ParamType[float]):
             seconds = -1.0
         if math.isnan(seconds) or seconds < 0 or (math.isinf(seconds) and not self._allow_infinity):
             self.fail(f"{value!r} is not a number of seconds", param, ctx)
+        if MAX_SECONDS < seconds < math.inf:
+            self.fail(f"must not be more than {MAX_SECONDS:,.0f}", param, ctx)
         if seconds == 0 and not self._allow_zero:
             self.fail("must be more than 0", param, ctx)
         return seconds
@@ -91,6 +100,12 @@ def one_line_errors(function: Callable[..., None]) -> Callable[..., None]:
             function(*args, **kwargs)
         except CacheFsError as error:
             say(f"cachefs: {error}", err=True)
+            sys.exit(1)
+        except OSError as error:
+            if error.errno == errno.EPIPE:  # click ends without a word
+                raise
+            what = f"{error.filename}: " if error.filename else ""
+            say(f"cachefs: {what}{error.strerror or error}", err=True)
             sys.exit(1)
 
     return wrapped

@@ -182,6 +182,14 @@ def test_the_command_line_wins(tmp_path: Path) -> None:
         ('cache-size = "500 bananas"', "line 4: cache-size: '500 bananas' is not a size"),
         ("cache-size = true", "line 4: cache-size: must be a string or a number"),
         ("source-timeout = 0", "line 4: source-timeout: must be more than 0"),
+        ("source-timeout = 1e30", "line 4: source-timeout: must not be more than 1,000,000,000"),
+        (
+            'cache-size = "99999999999999999999G"',
+            "line 4: cache-size: '99999999999999999999G' is more than any disk has",
+        ),
+        ("simulate-latency = nan", "line 4: simulate-latency: nan is not a number of seconds"),
+        ("simulate-latency = -1", "line 4: simulate-latency: -1 is not a number of seconds"),
+        ('metrics = "65536"', "line 4: metrics: '65536' is neither the path of a socket nor a port"),
         ('source-timeout = "30s"', "line 4: source-timeout: '30s' is not a number of seconds"),
         ('read-only = "yes"', "line 4: read-only: must be true or false"),
         ('mutable = "*.log"', "line 4: mutable: must be a list of strings"),
@@ -212,3 +220,8 @@ def test_what_is_missing_is_said(tmp_path: Path) -> None:
     assert check(file).exit_code == 2
     with pytest.raises(click.UsageError):
         mount_config("--config", str(file))
+
+
+def test_a_file_without_an_end_is_none() -> None:
+    with pytest.raises(click.UsageError, match="/dev/zero: Invalid statement"):
+        mount_config("--config", "/dev/zero")

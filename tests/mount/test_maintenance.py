@@ -3,7 +3,9 @@
 import json
 import os
 import shutil
+import subprocess
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -134,3 +136,15 @@ def test_doctor_waits_for_nothing_that_hangs(mount: MakeMount, faulty: tuple[Pat
     findings = {each["name"]: each for each in json.loads(done.stdout)}
     assert "hangs for this node" in findings["source answers"]["advice"]
     assert "cache disk speed" in findings
+
+
+def test_a_command_on_a_disk_that_became_read_only_says_so_in_one_line(
+    mount: MakeMount, source: Path, beneath: ExitStack
+) -> None:
+    m = mount(source, "--read-only")
+    cachefs("warmup", m.path)
+    for options in (["--bind"], ["-o", "remount,ro,bind"]):
+        subprocess.run(["mount", *options, m.cache, m.cache], check=True)
+    beneath.callback(subprocess.run, ["umount", "-l", m.cache], check=True)
+    done = cachefs("verify", m.path, check=False)
+    assert done.returncode == 1 and done.stderr.count("\n") == 1 and "Read-only" in done.stderr, done.stderr

@@ -85,6 +85,15 @@ def test_what_is_no_scrape(mount: MakeMount, source: Path, tmp_path: Path) -> No
         assert "metrics" in done.stderr
 
 
+def test_a_mountpoint_whose_name_is_no_text(mount: MakeMount, source: Path, tmp_path: Path) -> None:
+    """Before: the first scrape failed, and none was answered after it."""
+    address = tmp_path / "metrics.sock"
+    m = mount(source, "--metrics", address, name="m\udcff\n")
+    for _ in range(2):
+        assert f'cachefs_uptime_seconds{{mountpoint="{tmp_path}/m\\\\xff\\\\x0a"}}' in scrape(address)
+    assert "Traceback" not in m.log()
+
+
 def test_buckets_are_told_apart() -> None:
     for ns in (1, 1023, 1024, 1279, 1280, 5_000, 10**6, 12_345_678, 10**9, 10**12):
         number = bucket(ns)
