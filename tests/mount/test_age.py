@@ -335,3 +335,33 @@ def test_a_smaller_minimum_age_is_kept_by_every_daemon_and_said_to_be_for_tests(
     m.arguments = ("--read-only", *more)
     m.start()
     assert not is_cached("fourth")
+
+
+@pytest.mark.promise("CH-12")
+@pytest.mark.parametrize("mode", [[], ["--no-fastpath"]], ids=["", "no-fastpath"])
+def test_attributes_and_names_of_what_is_young_are_asked_for_again(
+    mount: MakeMount, source: Path, mode: list[str]
+) -> None:
+    m = mount(source, "--read-only", *mode)
+    (source / "young").write_bytes(b"1")
+    (source / "directory").mkdir()
+    assert (m.path / "young").stat().st_size == 1 and os.listdir(m.path / "directory") == []
+    (source / "young").write_bytes(b"12345")
+    (source / "directory/new").touch()
+    wait_for((m.path / "young").stat, lambda now: now.st_size == 5)
+    wait_for(lambda: os.listdir(m.path / "directory"), lambda names: names == ["new"])
+
+
+@pytest.mark.promise("CH-13", "CH-14")
+@pytest.mark.parametrize("mode", [["--read-only"], [], ["--read-only", "--no-fastpath"]], ids="-".join)
+@pytest.mark.parametrize("which", ["ctime", "mtime"])
+def test_either_time_makes_a_file_young(mount: MakeMount, source: Path, mode: list[str], which: str) -> None:
+    path, future = source / "d0/f00000", time.time() + 3600
+    if which == "mtime":
+        os.utime(path, (future, future))
+        settle()
+    m = mount(source, *mode)
+    if which == "ctime":
+        os.utime(path, (1, 1))
+    (m.path / "d0/f00000").read_bytes()
+    assert (m.flush()["cached_files"], m.status()["young_reads"]) == (0, 1)

@@ -135,3 +135,105 @@ def test_who_opens_a_mutable_file_gets_the_size_that_it_has_now(
         assert os.fstat(opened.fileno()).st_size == pieces * 512
         assert opened.read() == b"b" * pieces * 512
     assert path.stat().st_size == pieces * 512
+
+
+@pytest.mark.promise("IM-2")
+def test_what_is_pinned_is_what_the_source_says_when_it_is_opened(mount: MakeMount, source: Path) -> None:
+    """Not what it said when the file was looked up. (With a fast path it may be; then the read fails.)"""
+    m = mount(source, "--attr-timeout", "60", "--no-fastpath")
+    path = m.path / "d0/f00000"
+    path.stat()
+    (source / "d0/f00000").write_bytes(b"the new one")
+    settle()
+    assert path.read_bytes() == b"the new one" and path.stat().st_size == 11
+
+
+@pytest.mark.promise("IM-3")
+@pytest.mark.parametrize("mode", [[], ["--no-fastpath"]], ids=["", "no-fastpath"])
+def test_directories_above_that_had_expired_are_compared_when_they_are_pinned(
+    mount: MakeMount, source: Path, mode: list[str]
+) -> None:
+    """The file is opened by a descriptor of its directory: nobody looks the directories up."""
+    (source / "a/b").mkdir(parents=True)
+    (source / "a/b/file").write_bytes(b"content")
+    settle()
+    m = mount(source, "--attr-timeout", "0.3", *mode)
+    directory = os.open(m.path / "a/b", os.O_RDONLY | os.O_DIRECTORY)
+    time.sleep(0.5)
+    for name in ("a", "a/b"):
+        (source / name).chmod(0o711)
+    file = os.open("file", os.O_RDONLY, dir_fd=directory)
+    assert os.read(file, 100) == b"content"
+    for fd in (file, directory):
+        os.close(fd)
+    m.flush()
+    m.drop_caches()
+    for name in ("a", "a/b"):
+        assert (m.path / name).stat().st_mode & 0o777 == 0o711
+
+
+@pytest.mark.promise("PE-4")
+@pytest.mark.parametrize("mode", [["--read-only"], [], ["--read-only", "--no-fastpath"]], ids="-".join)
+def test_an_attribute_of_a_pinned_file_comes_with_what_else_has_changed(
+    mount: MakeMount, source: Path, mode: list[str]
+) -> None:
+    file = source / "d0/f00000"
+    os.setxattr(file, "user.colour", b"old")
+    settle()
+    m = mount(source, *mode)
+    path = m.path / "d0/f00000"
+    path.read_bytes()
+    changed_ns = path.stat().st_ctime_ns
+    m.flush()
+    os.setxattr(file, "user.colour", b"new")
+    settle()
+    assert os.getxattr(path, "user.colour") == b"new"
+    assert path.stat().st_ctime_ns == file.stat().st_ctime_ns != changed_ns
+
+
+@pytest.mark.promise("CH-17")
+@pytest.mark.parametrize("mode", [[], ["--no-fastpath"]], ids=["", "no-fastpath"])
+def test_a_name_of_a_changed_directory_is_compared_though_what_it_led_to_has_been(
+    mount: MakeMount, source: Path, mode: list[str]
+) -> None:
+    (source / "d0/x").write_bytes(b"old")
+    os.link(source / "d0/x", source / "d1/x")
+    settle()
+    m = mount(source, "--read-only", *mode)
+    for name in ("d0", "d1"):
+        assert (m.path / name / "x").read_bytes() == b"old"
+    m.flush()
+    m.umount()
+    (source / "new").write_bytes(b"the new one")
+    (source / "new").rename(source / "d0/x")
+    settle()
+    m.start()
+    for _ in range(2):
+        assert (m.path / "d1/x").read_bytes() == b"old"
+        (m.path / "d0/f00000").stat()
+        m.flush()
+        m.drop_caches()
+    assert (m.path / "d0/x").read_bytes() == b"the new one"
+
+
+@pytest.mark.promise("PE-4")
+@pytest.mark.parametrize("mode", [[], ["--no-fastpath"]], ids=["", "no-fastpath"])
+def test_an_attribute_of_a_directory_that_has_changed_is_not_that_of_before(
+    mount: MakeMount, source: Path, mode: list[str]
+) -> None:
+    """It keeps its number, and what is in the index of its old version."""
+    os.setxattr(source / "d0", "user.colour", b"old")
+    settle()
+    m = mount(source, "--read-only", *mode)
+    path = m.path / "d0"
+    assert os.getxattr(path, "user.colour") == b"old"
+    for number in range(3):
+        m.flush()
+        os.setxattr(source / "d0", "user.colour", b"%d" % number)
+        settle()
+        cachefs("invalidate", path)
+        path.stat()
+        m.flush()
+        m.drop_caches()
+        path.stat()
+        assert os.getxattr(path, "user.colour") == b"%d" % number

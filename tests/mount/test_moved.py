@@ -11,11 +11,13 @@ from pathlib import Path
 import pytest
 
 from cachefs.client import Client
+from cachefs.syscalls import renameat2
 from tests.conftest import Mount, cachefs, raises_errno, settle, wait_for
 
 MakeMount = Callable[..., Mount]
 OLD, NEW = b"old " * 3000, b"the new one " * 500
 NAME_HOLDS_S = 1.0
+RENAME_EXCHANGE = 2
 
 
 @pytest.fixture
@@ -29,9 +31,9 @@ def tree(source: Path) -> Path:
     return source
 
 
-def pinned(mount: MakeMount, tree: Path) -> Mount:
+def pinned(mount: MakeMount, tree: Path, *arguments: str) -> Mount:
     """A mount that has read a file in `first` and one beneath it: both are pinned, and the kernel knows that."""
-    m = mount(tree, "--attr-timeout", "0.2")
+    m = mount(tree, "--attr-timeout", "0.2", *arguments)
     for _ in range(2):
         for name in ("first/read", "first/below/read"):
             assert (m.path / name).read_bytes() == OLD
@@ -262,3 +264,89 @@ def test_a_listing_of_a_directory_that_was_replaced_fails_once(
     raises_errno(errno.ESTALE, lambda: os.listdir(m.path / place))
     assert sorted(os.listdir(m.path / place)) == ["below", "read", "unread"]
     assert (m.path / place / "read").read_bytes() == NEW
+
+
+@pytest.mark.promise("CH-4")
+@pytest.mark.parametrize("mode", [[], ["--no-fastpath"]], ids=["", "no-fastpath"])
+def test_a_file_is_moved_into_the_directory_that_has_the_name_now(
+    mount: MakeMount, tree: Path, mode: list[str]
+) -> None:
+    (tree / "d0/mine").write_bytes(b"mine")
+    m = pinned(mount, tree, *mode)
+    swap(tree)
+    (m.path / "d0/mine").rename(m.path / "first/made")
+    assert (tree / "first/made").read_bytes() == b"mine" and not (tree / "other/made").exists()
+
+
+@pytest.mark.promise("CH-24")
+@pytest.mark.parametrize("mode", [[], ["--no-fastpath"]], ids=["", "no-fastpath"])
+def test_names_that_were_exchanged_are_pinned_as_before(mount: MakeMount, tree: Path, mode: list[str]) -> None:
+    m = pinned(mount, tree, *mode)
+    first = os.open(m.path / "first", os.O_RDONLY | os.O_DIRECTORY)
+    renameat2(first, b"read", first, b"unread", RENAME_EXCHANGE)
+    os.close(first)
+    (m.path / "first/read").read_bytes()
+    m.flush()
+    time.sleep(1.5 * NAME_HOLDS_S)
+    m.drop_caches()
+    (m.path / "first").stat()
+    (tree / "first/unread").rename(tree / "first/elsewhere")
+    assert (m.path / "first/unread").read_bytes() == OLD
+
+
+@pytest.mark.promise("CH-6")
+@pytest.mark.parametrize("mode", [[], ["--no-fastpath"]], ids=["", "no-fastpath"])
+def test_the_mode_of_a_file_that_took_the_place_of_another_is_not_changed(
+    mount: MakeMount, source: Path, mode: list[str]
+) -> None:
+    """Its caller holds the one that was there before, by a descriptor that needs no look-up."""
+    m = mount(source, "--mutable", "**", "--attr-timeout", "60", *mode)
+    file = source / "d0/f00000"
+    os.link(file, source / "kept")  # so that its inode number is not used again
+    held = os.open(m.path / "d0/f00000", os.O_PATH)
+    (source / "new").write_bytes(b"new")
+    (source / "new").chmod(0o644)
+    (source / "new").rename(file)
+    raises_errno(errno.ESTALE, lambda: os.chmod(f"/proc/self/fd/{held}", 0o600))
+    os.close(held)
+    assert file.stat().st_mode & 0o777 == 0o644
+
+
+def twins(*paths: Path) -> None:
+    """Two files of equal size, mtime and ctime: written within one step of the kernel's clock for files."""
+    for _ in range(300):
+        fds = [os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644) for path in paths]
+        for fd, byte in zip(fds, (b"a", b"b"), strict=True):
+            os.write(fd, byte * 5000)
+        first, second = map(os.fstat, fds)
+        for fd in fds:
+            os.close(fd)
+        if (first.st_ctime_ns, first.st_mtime_ns) == (second.st_ctime_ns, second.st_mtime_ns):
+            return
+        for path in paths:
+            path.unlink()
+    pytest.fail("no two files got equal times")
+
+
+@pytest.mark.promise("CH-10", "TE-1")
+@pytest.mark.parametrize(
+    "mode",
+    [["--read-only"], ["--attr-timeout", "60"], ["--read-only", "--no-fastpath"], ["--no-fastpath"]],
+    ids="-".join,
+)
+def test_a_file_with_the_times_and_size_of_another_is_not_taken_for_it(
+    mount: MakeMount, source: Path, mode: list[str]
+) -> None:
+    for name in "de":
+        (source / name).mkdir()
+    twins(source / "d/f", source / "e/f")
+    settle()
+    m = mount(source, *mode)
+    assert (m.path / "d/f").stat().st_size == 5000
+    (source / "d").rename(source / "x")
+    (source / "e").rename(source / "d")
+    (source / "x").rename(source / "e")
+    try:
+        assert (m.path / "d/f").read_bytes() == b"a" * 5000  # of what was looked up
+    except OSError as error:
+        assert error.errno == errno.ESTALE

@@ -344,3 +344,35 @@ def test_a_name_that_was_pinned_as_missing_is_mutable_for_a_mount_that_says_so(
         wait_for(lambda: os.listdir(m.path / "out"), lambda names: "new.log" in names)
         (tree / "out/new.log").unlink()
         assert not wait_for((m.path / "out/new.log").exists, lambda exists: not exists)
+
+
+@pytest.mark.promise("EX-2")
+@pytest.mark.parametrize("mode", [["--read-only"], [], ["--read-only", "--no-fastpath"]], ids="-".join)
+def test_one_name_that_matches_keeps_a_file_mutable_under_all(mount: MakeMount, source: Path, mode: list[str]) -> None:
+    (source / "job.log").write_bytes(b"old")
+    os.link(source / "job.log", source / "a-name")
+    settle()
+    m = mount(source, "--mutable", "*.log", *mode)
+    for name in ("job.log", "a-name"):
+        (m.path / name).stat()
+    assert (m.path / "a-name").read_bytes() == b"old"
+    assert m.flush()["cached_files"] == 0
+    (source / "job.log").write_bytes(b"the new one")
+    for name in ("a-name", "job.log"):
+        wait_for((m.path / name).read_bytes, lambda content: content == b"the new one")
+
+
+@pytest.mark.promise("PI-6")
+@pytest.mark.parametrize("mode", [[], ["--no-fastpath"]], ids=["", "no-fastpath"])
+def test_a_directory_that_was_missing_stays_missing_whatever_would_match_in_it(
+    mount: MakeMount, source: Path, mode: list[str]
+) -> None:
+    globs = ["--mutable", "runs/*.log", "--mutable", "absent/**/*.log", "--mutable", "*.tmp"]
+    m = mount(source, "--read-only", *globs, *mode)
+    for name in ("runs", "absent"):
+        assert not (m.path / name).exists()
+        (source / name).mkdir()
+        (source / name / "a.log").write_bytes(b"x")
+    expire()
+    m.drop_caches()
+    assert not (m.path / "runs").exists() and not (m.path / "absent/a.log").exists()

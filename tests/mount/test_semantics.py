@@ -483,3 +483,68 @@ def test_locks_are_local_and_work(mount: MakeMount, source: Path) -> None:
         fcntl.flock(held, fcntl.LOCK_EX)
         assert subprocess.run(["python3", "-c", script, m.path / "lock"], capture_output=True).returncode != 0
     assert subprocess.run(["python3", "-c", script, m.path / "lock"], capture_output=True).returncode == 0
+
+
+@pytest.mark.promise("IM-4")
+def test_an_attribute_of_an_immutable_file_is_not_removed(mount: MakeMount, source: Path) -> None:
+    os.setxattr(source / "d0/f00000", "user.a", b"b")
+    settle()
+    m = mount(source)
+    path = m.path / "d0/f00000"
+    path.read_bytes()
+    raises_errno(errno.EPERM, lambda: os.removexattr(path, "user.a"))
+    assert os.getxattr(source / "d0/f00000", "user.a") == b"b"
+
+
+@pytest.mark.promise("EX-9")
+@pytest.mark.parametrize("how", ["opened for writing", "mknod"])
+def test_what_was_written_here_is_mutable_though_it_was_read_since(mount: MakeMount, source: Path, how: str) -> None:
+    m = mount(source)
+    path = m.path / "d0" / ("made" if how == "mknod" else "f00000")
+    if how == "mknod":
+        os.mknod(path, 0o100644)
+        assert path.read_bytes() == b""
+    else:
+        with open(path, "r+b") as file:
+            file.write(b"one")
+        assert path.read_bytes().startswith(b"one")
+    with open(path, "r+b") as file:
+        file.write(b"two")
+    assert path.read_bytes().startswith(b"two")
+    assert (source / path.relative_to(m.path)).read_bytes() == path.read_bytes()
+
+
+@pytest.mark.promise("TE-4")
+def test_extended_attributes_that_were_changed_here_show_at_once(mount: MakeMount, source: Path) -> None:
+    os.setxattr(source / "d0", "user.k", b"old")
+    settle()
+    m = mount(source, "--attr-timeout", "60")
+    (m.path / "d0/f00000").read_bytes()
+    m.drop_caches()
+    directory = m.path / "d0"
+    for _ in range(2):
+        assert os.getxattr(directory, "user.k") == b"old" and os.listxattr(directory) == ["user.k"]
+    for name in ("user.k", "user.l"):
+        os.setxattr(directory, name, b"new")
+    assert os.getxattr(directory, "user.k") == b"new" and sorted(os.listxattr(directory)) == ["user.k", "user.l"]
+
+
+@pytest.mark.promise("TE-4")
+def test_names_that_were_made_and_removed_here_show_at_once_in_a_listing(mount: MakeMount, source: Path) -> None:
+    m = mount(source, "--attr-timeout", "60")
+    before = sorted(os.listdir(m.path / "d0"))
+    (m.path / "d0/new").write_bytes(b"x")
+    (m.path / "d0/f00000").unlink()
+    assert sorted(os.listdir(m.path / "d0")) == sorted(os.listdir(source / "d0")) != before
+
+
+@pytest.mark.promise("PI-2")
+@pytest.mark.parametrize("mode", [[], ["--no-fastpath"]], ids=["", "no-fastpath"])
+def test_absences_are_pinned_beyond_the_memory_of_the_kernel(mount: MakeMount, source: Path, mode: list[str]) -> None:
+    m = mount(source, "--read-only", *mode)
+    assert not (m.path / "d0/late").exists()
+    (source / "d0/late").write_bytes(b"x")
+    before = m.ops()
+    m.drop_caches()
+    assert not (m.path / "d0/late").exists()
+    assert m.ops() == before

@@ -8,6 +8,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
@@ -526,3 +527,41 @@ def test_source_errors_count_time_outs(mount: MakeMount, faulty: tuple[Path, Pat
     assert not m.status()["source_lost"]  # it is slow, and may answer yet
     (faults / "hang").unlink()
     wait_for(lambda: m.status()["source_stuck_calls"], lambda stuck: stuck == 0)
+
+
+@pytest.mark.promise("FA-14")
+@pytest.mark.parametrize("call", ["write", "close"])
+def test_writes_that_may_be_lost_are_told_at_the_next_write_or_close(
+    bindfs: Bindfs, mount: MakeMount, call: str
+) -> None:
+    m = mount(bindfs.path)
+    fd = os.open(m.path / "written", os.O_RDWR | os.O_CREAT)
+    os.write(fd, b"a" * 4096)
+    bindfs.kill()
+    bindfs.again()
+    if call == "close":
+        raises_errno(errno.EIO, lambda: os.close(fd))
+        return
+    raises_errno(errno.EIO, lambda: os.pwrite(fd, b"b", 0))
+    assert os.pwrite(fd, b"b", 0) == 1  # once
+    os.fsync(fd)
+    os.close(fd)
+    assert (bindfs.root / "written").read_bytes()[:1] == b"b"
+
+
+@pytest.mark.promise("FA-13")
+@pytest.mark.parametrize("mode", [[], ["--no-fastpath"]], ids=["", "no-fastpath"])
+def test_an_open_file_is_not_taken_for_the_one_that_has_its_name_now(
+    bindfs: Bindfs, mount: MakeMount, mode: list[str]
+) -> None:
+    (bindfs.root / "log").write_bytes(b"mine")
+    m = mount(bindfs.path, "--mutable", "log", "--attr-timeout", "60", *mode)
+    fd = os.open(m.path / "log", os.O_RDWR)
+    bindfs.kill()
+    (bindfs.root / "new").write_bytes(b"another")
+    (bindfs.root / "new").rename(bindfs.root / "log")
+    bindfs.again()
+    raises_errno(errno.ESTALE, lambda: os.pwrite(fd, b"XXXX", 0))
+    assert (bindfs.root / "log").read_bytes() == b"another"
+    with suppress(OSError):
+        os.close(fd)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from cachefs.syscalls import UTIME_NOW, utimensat
 from tests.conftest import Mount, raises_errno
 from tests.users import GROUP_OBJ, MASK, NOBODYS, OTHER, USER, USER_OBJ, acl, as_user, open_to_all
 
@@ -194,3 +195,16 @@ def test_the_umask_counts_everywhere_else(mount: MakeMount, source: Path, mode: 
     assert make_everything(m.path / "roots") == expected
     os.mkdir(m.path / "open", 0o777)
     assert (source / "open").stat().st_mode & 0o7777 == 0o755
+
+
+@pytest.mark.promise("WR-10")
+def test_one_time_is_now_and_the_other_given(mount: MakeMount, source: Path) -> None:
+    m = mount(source)
+    (m.path / "d0/new").write_bytes(b"x")
+    path, file = os.fsencode(m.path / "d0/new"), source / "d0/new"
+    utimensat(path, (3000, 5), (0, UTIME_NOW))
+    now = file.stat()
+    assert now.st_atime_ns == 3000 * 10**9 + 5 and now.st_mtime > 10**9
+    utimensat(path, (0, UTIME_NOW), (4000, 7))
+    now = file.stat()
+    assert now.st_mtime_ns == 4000 * 10**9 + 7 and now.st_atime > 10**9
