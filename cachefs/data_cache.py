@@ -283,7 +283,7 @@ class DataCache:
             self.writes.hurry()
 
     def _beyond(self, excess_bytes: int) -> list[Victim]:
-        """Extents that take so many bytes together: those of the files that were seen last."""
+        """Extents that take so many bytes together: those of the highest inode numbers, which are as good as any."""
         found: list[Victim] = []
         if excess_bytes <= 0:
             return found

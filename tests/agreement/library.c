@@ -1,5 +1,6 @@
 /* The fast path's rules for a test in Python: over an index and shared memory that Python has made. */
 #include <lmdb.h>
+#include <pthread.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
@@ -8,8 +9,10 @@
 #include <unistd.h>
 
 #include "age.h"
+#include "answer.h"
 #include "blob.h"
 #include "buffer.h"
+#include "control.h"
 #include "record.h"
 #include "source.h"
 #include "window.h"
@@ -209,4 +212,60 @@ bool read_source(int root, const char *path, const struct inode_record *record, 
         source_free(data, length);
     }
     return data;
+}
+
+/* --- answers to the kernel ------------------------------------------------------------------------------------------ */
+
+static struct fastpath fastpath;
+static struct control_socket control;
+static struct worker worker;
+
+/* Over the index that is open. */
+bool open_answers(int blob)
+{
+    uint8_t *scratch = buffer_memory(2 * QUICK_BYTES);
+    fastpath = (struct fastpath){.shared = shared, .index = index_, .control = &control};
+    fastpath.device = memfd_create("device", MFD_CLOEXEC);
+    fastpath.ahead.scratch = scratch + QUICK_BYTES;
+    control.daemon = -1;
+    pthread_mutex_init(&control.lock, NULL);
+    pthread_mutex_init(&fastpath.turn, NULL);
+    return scratch && fastpath.device >= 0 && blob_open(&fastpath.blob, blob, shared->seed) &&
+           !worker_init(&worker, &fastpath, &counters, scratch);
+}
+
+void close_answers(void)
+{
+    view_destroy(&worker.view);
+    close(fastpath.device);
+    close(fastpath.blob.fd);
+}
+
+/* Of a request: its answer's length, 0 where it has none; -1: it is passed on; -2: no kernel sends that. `guessing`: this
+ * thread listens, and may read ahead. */
+ssize_t ask(void *message, size_t length, void *reply, size_t room, bool guessing)
+{
+    struct request request;
+    if (!request_parse(message, length, &request))
+        return -2;
+    if (ftruncate(fastpath.device, 0) || lseek(fastpath.device, 0, SEEK_SET))
+        return -2;
+    worker.has_turn = guessing && !pthread_mutex_lock(&fastpath.turn);
+    enum outcome outcome = answer_request(&worker, &request);
+    view_end(&worker.view);
+    if (guessing && outcome == ANSWERED)
+        ahead_guess(&fastpath.ahead, &worker.view, &fastpath.blob);
+    give_turn(&worker);
+    return outcome == ANSWERED ? pread(fastpath.device, reply, room, 0) : -1;
+}
+
+/* Bit 0: doing it twice would be seen. 1: it sets what it finds. 2: it has no answer. 3: it may be interrupted. */
+int kind_of_request(void *message, size_t length)
+{
+    struct request request;
+    if (!request_parse(message, length, &request))
+        return -1;
+    uint32_t opcode = request.header->opcode;
+    return request_changes(&request) | request_overwrites(opcode) << 1 | request_forgets(opcode) << 2 |
+           request_interruptible(opcode) << 3;
 }

@@ -1,10 +1,12 @@
 """The fast path as a library, over an index and shared memory that Python has made."""
 
 import ctypes
+import struct
 import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import NamedTuple
 
 from cachefs.attributes import Dentry, Inode
 from cachefs.belief import FOREVER_NS
@@ -35,14 +37,31 @@ def build(directory: Path) -> ctypes.CDLL:
         "begin": ctypes.c_void_p,
         "record_bytes": ctypes.c_uint64,
         "write_record": ctypes.c_size_t,
+        "ask": ctypes.c_ssize_t,
     }.items():
         getattr(loaded, name).restype = result
     for name in (
         "is_pinned", "entry_holds", "knows_absent", "is_immutable", "is_freezable", "is_small", "read_blob",
-        "read_source", "path_of", "add_fetch", "attach",
+        "read_source", "path_of", "add_fetch", "attach", "open_answers",
     ):  # fmt: skip
         getattr(loaded, name).restype = ctypes.c_bool
     return loaded
+
+
+UNIQUE = 2
+_IN = struct.Struct("<2I2Q4I")  # struct fuse_in_header: length, opcode, unique, nodeid, uid, gid, pid, padding
+_OUT = struct.Struct("<IiQ")  # struct fuse_out_header: length, error, unique
+_REPLY_BYTES = (1 << 20) + 4096
+
+
+class Answer(NamedTuple):
+    error: int
+    data: bytes
+
+
+def request(opcode: int, number: int, body: bytes) -> bytes:
+    """As the kernel sends it."""
+    return _IN.pack(_IN.size + len(body), opcode, UNIQUE, number, 0, 0, 1, 0) + body
 
 
 def _u64(number: int) -> ctypes.c_uint64:
@@ -170,3 +189,33 @@ class FastPath:
         out = ctypes.create_string_buffer(length)
         good = self._c.read_source(root, path, record.pack(), _u64(offset), length, out)
         return out.raw[:length] if good else None
+
+    # requests
+
+    @contextmanager
+    def answering(self, blob: int) -> Iterator[None]:
+        """Requests, over the index of `over`."""
+        assert self._c.open_answers(blob)
+        try:
+            yield
+        finally:
+            self._c.close_answers()
+
+    def ask(self, opcode: int, number: int, body: bytes, *, guessing: bool = False) -> "Answer | None":
+        """None: it is passed on."""
+        message = request(opcode, number, body)
+        buffer = ctypes.create_string_buffer(message, len(message) + 8)
+        reply = ctypes.create_string_buffer(_REPLY_BYTES)
+        length = self._c.ask(buffer, ctypes.c_size_t(len(message)), reply, ctypes.c_size_t(_REPLY_BYTES), guessing)
+        assert length >= -1, "no request"
+        if length < 0:
+            return None
+        if length == 0:
+            return Answer(0, b"")
+        said, error, unique = _OUT.unpack_from(reply.raw)
+        assert (said, unique) == (length, UNIQUE)
+        return Answer(-error, reply.raw[_OUT.size : length])
+
+    def kind_of_request(self, message: bytes) -> int:
+        buffer = ctypes.create_string_buffer(message, len(message) + 8)
+        return int(self._c.kind_of_request(buffer, ctypes.c_size_t(len(message))))

@@ -13,7 +13,6 @@ from pathlib import Path
 
 import pytest
 
-from cachefs.client import Client
 from tests.conftest import REPOSITORY, Mount, cachefs, contents, make_files, mounted_on, settle, small_disk, wait_for
 
 MakeMount = Callable[..., Mount]
@@ -286,26 +285,3 @@ def test_what_was_removed_leaves_the_cache_when_nobody_has_it_open(mount: MakeMo
     wait_for(m.flush, lambda status: status["blob_bytes"] < 0.4 * before)
     assert m.status()["evictions"] == m.status()["corrupt_records"] == 0
     wait_for(lambda: allocated(m.cache / "blob"), lambda taken: taken < 0.8 * before)
-
-
-@pytest.mark.promise("CL-7")
-@pytest.mark.parametrize("mode", [[], ["--no-fastpath"]], ids=["", "no-fastpath"])
-def test_the_files_that_were_seen_last_go(mount: MakeMount, tmp_path: Path, mode: list[str]) -> None:
-    source = tmp_path / "source"
-    source.mkdir()
-    names = [f"f{number:03}" for number in range(100)]
-    for name in names:
-        (source / name).write_bytes(os.urandom(50_000))
-    settle()
-    m = mount(source, "--read-only", "--cache-size", "100M", *mode)
-    for name in names:  # seen in this order
-        (m.path / name).stat()
-    for name in reversed(names):
-        (m.path / name).read_bytes()
-    m.flush()
-    m.umount()
-    m.arguments = ("--read-only", "--cache-size", "2M", *mode)
-    m.start()
-    wait_for(m.flush, lambda status: status["blob_bytes"] <= 2 * MIB)
-    kept = [name for name in names if Client(m.path).info(m.path / name)["cached_bytes"]]
-    assert kept == names[: len(kept)] and len(kept) > 20
