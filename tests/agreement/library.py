@@ -1,6 +1,7 @@
 """The fast path as a library, over an index and shared memory that Python has made."""
 
 import ctypes
+import os
 import struct
 import subprocess
 from collections.abc import Iterator
@@ -18,6 +19,8 @@ SOURCES = Path(__file__).parents[2] / "cachefs" / "fastpath"
 _C_FOREVER_NS = (1 << 64) - 1
 _PATH_BYTES = 32 << 10
 MAX_VALUE_BYTES = 1024
+EXAMPLES = int(os.environ.get("AGREEMENT_EXAMPLES", "1000"))
+"""Of what is cheap to compare."""
 
 
 def build(directory: Path) -> ctypes.CDLL:

@@ -4,15 +4,15 @@ import math
 import stat
 from typing import Any
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cachefs import age
-from cachefs.attributes import FREEZABLE, IMMUTABLE, STALE, UNLINKED, UNSETTLED, WRITTEN, Dentry, Inode
+from cachefs.attributes import FREEZABLE, IMMUTABLE, PINNED, STALE, UNLINKED, UNSETTLED, WRITTEN, Dentry, Inode
 from cachefs.belief import Belief
 from cachefs.options import CacheLevel, Options
 from cachefs.young_files import YoungFiles
-from tests.agreement.library import FastPath
+from tests.agreement.library import EXAMPLES, FastPath
 
 NOW_NS = 10**15
 _RUNS = st.integers(0, 4)
@@ -23,7 +23,7 @@ _TIMES = st.integers(-(1 << 63), (1 << 63) - 1) | _NEAR.map(lambda by: NOW_NS + 
 @st.composite
 def inodes(draw: st.DrawFn) -> Inode:
     record = Inode(7, *[0] * 21)._replace(
-        flags=draw(st.integers(0, 255)),
+        flags=draw(st.integers(0, 255) | st.sampled_from([PINNED | IMMUTABLE, PINNED | UNSETTLED | IMMUTABLE])),
         mode=draw(st.sampled_from([stat.S_IFREG, stat.S_IFDIR, stat.S_IFLNK])) | 0o644,
         nlink=draw(st.integers(0, 3)),
         device=draw(st.integers(0, 1)),
@@ -54,6 +54,7 @@ class _Kernel:
         raise AssertionError
 
 
+@settings(max_examples=EXAMPLES)
 @given(mount=mounts, floors=floors, record=inodes(), dentry=st.none() | dentries)
 def test_both_believe_the_same(
     fast_path: FastPath, mount: Options, floors: dict[str, int], record: Inode, dentry: Dentry | None
@@ -68,6 +69,7 @@ def test_both_believe_the_same(
         assert fast_path.entry_holds(record, dentry) == belief.entry_holds(record, dentry)
 
 
+@settings(max_examples=EXAMPLES)
 @given(mount=mounts, record=inodes())
 def test_what_is_immutable_to_the_fast_path(fast_path: FastPath, mount: Options, record: Inode) -> None:
     """Python's rule is that of the flags: see OpenFiles."""
@@ -79,6 +81,7 @@ def test_what_is_immutable_to_the_fast_path(fast_path: FastPath, mount: Options,
     assert fast_path.is_freezable(record) == (bool(record.flags & FREEZABLE) and not record.flags & others)
 
 
+@settings(max_examples=EXAMPLES)
 @given(
     mount=mounts,
     record=inodes(),

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from hypothesis import assume, example, given
+from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
 from cachefs.attributes import PINNED, Extent, Inode, pair_key
@@ -17,7 +17,7 @@ from cachefs.fetch import Fetcher
 from cachefs.options import Options
 from cachefs.record import block_count
 from policies.prefetch.sequential import CHUNK_BYTES
-from tests.agreement.library import FastPath
+from tests.agreement.library import EXAMPLES, FastPath
 
 KIB, MIB = 1 << 10, 1 << 20
 NUMBER, VERSION = 7, 3
@@ -145,6 +145,7 @@ def files(draw: st.DrawFn) -> tuple[Inode, list[Piece], list[Piece], list[Piece]
     return record, cached, others, under_way, start, end
 
 
+@settings(max_examples=EXAMPLES // 2)
 @given(file=files())
 def test_both_fetch_the_same(sides: Sides, file: tuple[Inode, list[Piece], list[Piece], list[Piece], int, int]) -> None:
     record, cached, others, under_way, start, end = file

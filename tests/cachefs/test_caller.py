@@ -102,3 +102,25 @@ def test_a_thread_acts_as_the_caller_and_gets_its_own_identity_back() -> None:
 def test_an_unknown_writer_has_no_exemptions() -> None:
     assert unknown_writer().capabilities & (1 << 4 | CAP_SYS_RESOURCE) == 0
     assert syscalls.thread_capabilities()[0] == own_identity().capabilities
+
+
+def _with_fs_ids(uid: int, gid: int) -> Identity:
+    """Of a process that has changed the ids for files alone, as a file server does. (setfsuid is of a thread.)"""
+    change = f"import ctypes; libc = ctypes.CDLL(None); libc.setfsgid({gid}); libc.setfsuid({uid}); {_WAITS}"
+    with subprocess.Popen(
+        ["setpriv", "--groups", "7,8", "--", sys.executable, "-c", change],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    ) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"\n"
+        return Caller(uid, gid, process.pid).identity()
+
+
+@pytest.mark.promise("WR-1")
+@root_only
+def test_the_ids_that_count_are_those_for_files() -> None:
+    """By them the kernel says who asks; else the groups would be taken for those of another process."""
+    found = _with_fs_ids(1234, 4321)
+    assert (found.uid, found.gid, found.groups) == (1234, 4321, (7, 8))

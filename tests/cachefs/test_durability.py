@@ -308,6 +308,7 @@ def test_a_record_whose_table_of_checksums_is_damaged_is_not_rebuilt(blob: Blob,
 # --- snapshots -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.promise("PI-14", "PI-16")
 def test_a_snapshot_leaves_out_what_has_to_be_compared_again(tmp_path: Path) -> None:
     index = Environment(tmp_path / "exported", sync=False)
     doubtful = {
@@ -337,6 +338,9 @@ def test_a_snapshot_leaves_out_what_has_to_be_compared_again(tmp_path: Path) -> 
             flags = 0 if name == b"name not pinned" else PINNED
             put(Table.DENTRIES, inode_key(1) + name, Dentry(flags, made.number, stamp, made.number).pack())
             put(Table.LISTING, pair_key(1, made.number), PINNED.to_bytes(4, "little") + name)
+        for name, version in ((b"user.now", inode(0).version), (b"user.before", inode(0).version + 1)):
+            value = PINNED.to_bytes(4, "little") + bytes(4) + version.to_bytes(8, "little") + b"\1value"
+            put(Table.XATTRS, inode_key(numbers[b"good"]) + name, value)
     index.close()
     assert snapshot.export(tmp_path / "exported", tmp_path / "file", "/source") == len(good)
     assert snapshot.load(tmp_path / "file", tmp_path / "index", 1, ()) == len(good)
@@ -345,7 +349,9 @@ def test_a_snapshot_leaves_out_what_has_to_be_compared_again(tmp_path: Path) -> 
         found = {key[8:] for key, _ in txn.cursor(db=index.tables[Table.DENTRIES])}
         inodes = {struct.unpack(">Q", key)[0] for key, _ in txn.cursor(db=index.tables[Table.INODES])}
         root = Inode.unpack(1, txn.get(inode_key(1), db=index.tables[Table.INODES]))
+        xattrs = [key[8:] for key, _ in txn.cursor(db=index.tables[Table.XATTRS])]
     index.close()
     assert found == set(good)
     assert inodes == {1, *(numbers[name] for name in good)}
     assert not root.flags & LISTED  # something of it is left out
+    assert xattrs == [b"user.now"]

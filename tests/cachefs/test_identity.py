@@ -11,6 +11,7 @@ from cachefs.identity import Changed, Identity, is_same
 from cachefs.source import Look, Object, Source, component
 from cachefs.source_directories import ROOT, Directory
 from cachefs.syscalls import statx
+from daemon.source_connection import Root
 
 
 @pytest.fixture
@@ -165,3 +166,12 @@ def test_identity_does_without_birth_times_where_one_side_has_none() -> None:
     assert not is_same(expected._replace(btime_ns=5), now._replace(btime_ns=6))
     assert not is_same(expected, now._replace(inode=now.inode + 1))
     assert not is_same(expected, now._replace(mode=0o100644))
+
+
+@pytest.mark.promise("FA-10")
+def test_the_root_of_a_source_is_told_from_others() -> None:
+    root = Root(7, 11, "fuse.ceph-fuse")
+    same = [root, Root(7, 0, "fuse.ceph-fuse"), Root(7, 11, "")]  # not every source, nor every table, says everything
+    others = [Root(8, 11, "fuse.ceph-fuse"), Root(7, 12, "fuse.ceph-fuse"), Root(7, 11, "ext4")]
+    assert all(root.is_same(each) and each.is_same(root) for each in same)
+    assert not any(root.is_same(each) or each.is_same(root) for each in others)

@@ -189,3 +189,25 @@ def test_a_directory_that_has_a_name_again_is_reached_by_it(index: Index) -> Non
         assert metadata.paths.directory(update, number).path is None
         look_up(metadata, update, b"after", 1, pin=False)
         assert metadata.paths.directory(update, number).path == b"after"
+
+
+@pytest.mark.promise("CH-11")
+@pytest.mark.parametrize("field", ["size", "mtime_ns"])
+def test_a_change_of_ours_that_comes_with_one_of_another_node_drops_the_file(index: Index, field: str) -> None:
+    """Size and mtime are looked at each for itself: either may have been set back."""
+    metadata = MetadataCache(index, READ_ONLY, run=1, floor=1)
+    with index.update() as update:
+        before = metadata.apply_stat(update, ROOT_INODE, b"file", stat(FILE, 0o100644, 2), pin=True)
+        ours = stat(FILE, 0o100644, 2)._replace(ctime_ns=9)
+        kept, dropped = metadata.apply_own_change(update, before.number, ours)
+        assert kept is not None and kept.version == before.version and not dropped
+        theirs = ours._replace(ctime_ns=10, **{field: getattr(ours, field) + 1})
+        assert metadata.apply_own_change(update, before.number, theirs) == (None, [(ROOT_INODE, b"file")])
+
+
+@pytest.mark.promise("CH-22", "FA-19")
+def test_a_number_of_which_something_may_be_forgotten_is_not_given_out(index: Index) -> None:
+    """The kernel may know an inode by it, with pages, of which no record is left."""
+    metadata = MetadataCache(index, READ_ONLY, run=1, floor=1, forgot=True)
+    with index.update() as update:
+        assert metadata.apply_stat(update, ROOT_INODE, b"file", stat(FILE, 0o100644, 2), pin=True).number != FILE

@@ -176,3 +176,17 @@ def test_a_fresh_number_is_free(durable: Environment, tmp_path: Path) -> None:
         made = metadata.apply_stat(update, 1, b"name", now, pin=True)
     assert made.number not in taken and made.number & FIRST_ALIAS
     index.close()
+
+
+@pytest.mark.promise("CH-22")
+@pytest.mark.parametrize("where", ["version", "alias", "stamp"])
+def test_without_a_record_of_the_run_it_is_above_every_number_of_the_index(
+    durable: Environment, tmp_path: Path, where: str
+) -> None:
+    number = FIRST_ALIAS + in_run(9, 1) if where == "alias" else 5
+    record_ = Inode(number, PINNED, *(0,) * 20)._replace(mode=0o100644, version=in_run(2, 1), stamp=2)
+    if where != "alias":
+        record_ = record_._replace(**{where: in_run(9, 1) if where == "version" else 9})
+    with durable.write() as txn:
+        txn.put(inode_key(number), record_.pack(), db=durable.tables[Table.INODES])
+    assert first_run(durable, tmp_path).run == 10
