@@ -54,10 +54,15 @@ def _path(argument: object) -> str:
     )
 
 
+def mount_lines() -> list[str]:
+    """The mount table. The names of mounts that are not ours may be anything."""
+    return Path("/proc/self/mountinfo").read_bytes().decode(errors="surrogateescape").split("\n")[:-1]
+
+
 def mounted_on(path: Path) -> list[str]:
     """Filesystem types mounted at exactly this path."""
     found = []
-    for line in Path("/proc/self/mountinfo").read_text().splitlines():
+    for line in mount_lines():
         fields = line.split(" ")
         if fields[4] == str(path):
             found.append(fields[fields.index("-") + 1])
@@ -317,7 +322,7 @@ def drop_caches_of(path: Path) -> None:
     The kernel drops the names that are not in use, and FUSE the pages of an inode with its last name. Pages of files
     that this process has open are dropped by themselves.
     """
-    for line in reversed(Path("/proc/self/mountinfo").read_text().splitlines()):
+    for line in reversed(mount_lines()):
         fields = line.split(" ")
         if fields[4] == str(path):
             break
@@ -396,5 +401,5 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def nothing_left_behind(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     base = str(tmp_path_factory.getbasetemp())
     yield
-    left = [line for line in Path("/proc/self/mountinfo").read_text().splitlines() if base in line]
+    left = [line for line in mount_lines() if base in line]
     assert not left, "a test left a mount behind"

@@ -22,7 +22,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from tests.conftest import free_port
+from tests.conftest import free_port, mounted_on
 
 FEW_CAPS = 20
 """So many a client may have: of 40 files it must give back half, all the time."""
@@ -151,8 +151,7 @@ class CephFs:
 
     def _is_mounted(self) -> bool:
         """Not os.path.ismount(): that would wait for the cluster."""
-        mountpoints = [line.split(" ")[4] for line in Path("/proc/self/mountinfo").read_text().splitlines()]
-        return str(self.path) in mountpoints
+        return bool(mounted_on(self.path))
 
     def client_pid(self) -> int:
         return self._processes["client"].pid

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from cachefs import places
-from tests.conftest import Mount, cachefs, make_files, mounted_on, settle, wait_for
+from tests.conftest import Mount, cachefs, make_files, mount_lines, mounted_on, settle, wait_for
 
 MakeMount = Callable[..., Mount]
 
@@ -57,7 +57,7 @@ def test_over_the_source_itself_and_again_after_restarts_and_a_kill(mount: MakeM
     m.umount()
     assert "fuse.cachefs" not in mounted_on(m.path)
     place = str(places.mount_directory(str(m.path)))  # of the bind of what is underneath
-    assert not [line for line in Path("/proc/self/mountinfo").read_text().splitlines() if place in line]
+    assert not [line for line in mount_lines() if place in line]
 
 
 @pytest.fixture
@@ -119,11 +119,7 @@ def test_over_the_source_under_shared_propagation(mount: MakeMount, shared: Path
     expected = {str(p.relative_to(shared)): p.read_bytes() for p in shared.rglob("f*")}
     m = mount(shared, name=".")
     check_over_itself(m, expected)
-    binds = [
-        line.split(" ")[4]
-        for line in Path("/proc/self/mountinfo").read_text().splitlines()
-        if f"/run/cachefs/mount-{shared.name}-" in line
-    ]
+    binds = [line.split(" ")[4] for line in mount_lines() if f"/run/cachefs/mount-{shared.name}-" in line]
     assert len(binds) == 1, "the overmount has propagated into the bind"
     m.umount()
     m.start()

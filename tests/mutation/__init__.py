@@ -1,6 +1,6 @@
 """Mutation testing: would a test fail if the code were wrong?
 
-    python -m tests.mutation [--seed N] [--number N] [--only PATTERN] [--jobs N] [--batch N] [--results FILE]
+    python -m tests.mutation [--seed N] [--number N] [--only PATTERN] [--quick] [--again FILE] [--results FILE] …
 
 A mutant is the code with one small mistake: a condition negated or dropped, `<` for `<=`, a call left out, a number
 that is one too large (`python_mutants.py`, `c_mutants.py`). Mutants are drawn at random from the modules that decide

@@ -19,8 +19,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from tests.conftest import mount_lines
 from tests.mutation import Mutant, c_mutants, python_mutants
-from tests.mutation.targets import RUNS, TARGETS
+from tests.mutation.targets import RUNS, TARGETS, Runs
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 _TIMEOUT_S = 60
@@ -56,6 +57,19 @@ def draw(seed: int, number: int, only: str) -> list[Mutant]:
     return mixed[:number]
 
 
+def survivors_of(results: Path) -> Iterator[Mutant]:
+    """Of an earlier run, perhaps at another commit: a line that has been changed since has none."""
+    for line in results.read_text().splitlines():
+        outcome = json.loads(line)
+        if outcome["found_by"] is None:
+            source = (REPOSITORY / outcome["path"]).read_bytes()
+            yield from (
+                each
+                for each in all_mutants(outcome["path"])
+                if all(outcome[key] == value for key, value in described(each, source).items())
+            )
+
+
 class Copy:
     """A copy of the repository in which mutants are tested."""
 
@@ -75,10 +89,10 @@ class Copy:
         self._timeout_s = _TIMEOUT_S
         assert self._build(self._sources)
 
-    def test(self, mutants: list[Mutant]) -> Iterator[tuple[Mutant, str | None]]:
+    def test(self, mutants: list[Mutant], runs: Runs) -> Iterator[tuple[Mutant, str | None]]:
         """Each of them that compiles, with the test that finds it; None for those that survive together."""
         alive = [each for each in mutants if self._mutate([each])]
-        for files, more in RUNS:
+        for files, more in runs:
             if more and not any(each.path.endswith(".py") for each in alive):
                 continue
             self._mutate([])
@@ -191,7 +205,7 @@ class Copy:
                 if ours or (process / "exe").resolve().is_relative_to(self._root):
                     os.kill(int(process.name), signal.SIGKILL)
         for _ in range(3):
-            for line in reversed(Path("/proc/self/mountinfo").read_text().splitlines()):
+            for line in reversed(mount_lines()):
                 fields = line.split(" ")
                 if fields[4].startswith(str(self._temporary)):
                     if fields[fields.index("-") + 1].startswith("fuse"):
@@ -218,7 +232,7 @@ def batches(mutants: list[Mutant], size: int) -> list[list[Mutant]]:
     return found
 
 
-def outcomes(mutants: list[Mutant], jobs: int, size: int) -> Iterator[tuple[Mutant, str | None]]:
+def outcomes(mutants: list[Mutant], jobs: int, size: int, runs: Runs) -> Iterator[tuple[Mutant, str | None]]:
     waiting = iter(batches(mutants, size))
     taking = threading.Lock()
     done: queue.SimpleQueue[tuple[Mutant, str | None] | None] = queue.SimpleQueue()
@@ -231,7 +245,7 @@ def outcomes(mutants: list[Mutant], jobs: int, size: int) -> Iterator[tuple[Muta
                     batch = next(waiting, None)
                 if batch is None:
                     return
-                for outcome in copy.test(batch):
+                for outcome in copy.test(batch, runs):
                     done.put(outcome)
         finally:
             done.put(None)
@@ -249,11 +263,16 @@ def outcomes(mutants: list[Mutant], jobs: int, size: int) -> Iterator[tuple[Muta
 
 def record(mutant: Mutant, found_by: str | None) -> dict[str, Any]:
     source = (REPOSITORY / mutant.path).read_bytes()
-    at = mutant.line(source)
+    place = {"line": mutant.line(source), "start": mutant.start}
+    return {**described(mutant, source), **place, "found_by": found_by}
+
+
+def described(mutant: Mutant, source: bytes) -> dict[str, str]:
+    """What stays the same when lines before it are changed."""
     return {
-        "path": mutant.path, "line": at, "operator": mutant.operator, "start": mutant.start,
-        "before": source[mutant.start : mutant.end].decode(), "after": mutant.replacement.decode(),
-        "context": source.splitlines()[at - 1].decode().strip(), "found_by": found_by,
+        "path": mutant.path, "operator": mutant.operator, "before": source[mutant.start : mutant.end].decode(),
+        "after": mutant.replacement.decode(),
+        "context": source.splitlines()[mutant.line(source) - 1].decode().strip(),
     }  # fmt: skip
 
 
@@ -264,6 +283,10 @@ def main() -> int:
     parser.add_argument("--only", default="*", help="modules that match this pattern")
     parser.add_argument("--jobs", type=int, default=2, help="at a time")
     parser.add_argument("--batch", type=int, default=25, help="mutants that are tested together")
+    parser.add_argument("--quick", action="store_true", help="with the tests alone that need no mount")
+    parser.add_argument(
+        "--again", type=Path, metavar="FILE", help="what survived in this results file, and nothing else"
+    )
     parser.add_argument("--results", type=Path, default=Path("build/mutants.jsonl"))
     arguments = parser.parse_args()
     print(f"--seed {arguments.seed}", flush=True)
@@ -273,10 +296,13 @@ def main() -> int:
         for line in arguments.results.read_text().splitlines():
             outcome = json.loads(line)
             results[outcome["path"], outcome["start"], outcome["after"]] = outcome
-    drawn = draw(arguments.seed, arguments.number, arguments.only)
+    if arguments.again is not None:
+        drawn = list(survivors_of(arguments.again))
+    else:
+        drawn = draw(arguments.seed, arguments.number, arguments.only)
     left = [each for each in drawn if (each.path, each.start, each.replacement.decode()) not in results]
     with arguments.results.open("a") as file:
-        for mutant, found_by in outcomes(left, arguments.jobs, arguments.batch):
+        for mutant, found_by in outcomes(left, arguments.jobs, arguments.batch, RUNS[: 1 if arguments.quick else None]):
             outcome = record(mutant, found_by)
             results[outcome["path"], outcome["start"], outcome["after"]] = outcome
             file.write(json.dumps(outcome) + "\n")

@@ -55,11 +55,16 @@ _MOUNT = [
         *["semantics", "fastpath", "damage", "places", "contents", "identity", "permissions", "listings", "age"],
         *["large_files", "mutable_names", "posix", "own_changes", "comparisons", "credentials", "writing_rights"],
         *["hazards", "numbers", "moved", "clock", "fastpath_hazards", "snapshot", "epochs", "first_epoch"],
-        *["fetching_ahead", "full_runtime", "metrics", "retention", "durability", "faults"],
+        *["fetching_ahead", "full_runtime", "metrics", "retention", "durability", "faults", "closed_above"],
+        *["overtaken", "swapped", "source_connection", "space", "many_names", "depth", "hand_over"],
     ]
 ]
-RUNS: list[tuple[list[str], list[str]]] = [
-    (["tests/cachefs", "tests/model/test_finds.py", "tests/model/test_node.py"], []),
+Runs = list[tuple[list[str], list[str]]]
+RUNS: Runs = [
+    (
+        ["tests/cachefs", "tests/agreement", "tests/policies", "tests/model/test_finds.py", "tests/model/test_node.py"],
+        [],
+    ),
     (_MOUNT, []),
     (_MOUNT, ["--no-fastpath"]),
 ]
