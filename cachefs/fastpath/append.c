@@ -13,7 +13,6 @@
 #include "record.h"
 #include "stage.h"
 
-#define SLAB_BYTES ((uint64_t)64 << 20)
 #define MAX_BATCH 128
 #define RETRY_US 2000
 #define GATHER_NS 10000000u /* what comes within it is appended and reported together: to be woken costs more than a record */

@@ -24,6 +24,7 @@ enum flag {
 #define FIRST_POSITION 3 /* 1 and 2 are "." and ".." */
 #define BLOCK_BYTES (128u << 10)
 #define CHUNK_BYTES (4u << 20)
+#define SLAB_BYTES ((uint64_t)64 << 20) /* of the blob: what one writer is granted */
 #define RECORD_HEADER_BYTES 128u
 #define RECORD_MAGIC 0x53464843u
 #define RECORD_FORMAT 1

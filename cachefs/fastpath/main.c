@@ -4,6 +4,7 @@
  * a listening socket. It outlives the daemon, and ends when the mount does. */
 #include <errno.h>
 #include <fcntl.h>
+#include <inttypes.h>
 #include <poll.h>
 #include <pthread.h>
 #include <signal.h>
@@ -60,8 +61,9 @@ static int print_layout(void)
     FIELD(filled, report); FIELD(filled, inode); FIELD(filled, offset); FIELD(filled, version);
     FIELD(filled, blob_offset); FIELD(filled, record_bytes); FIELD(filled, length); FIELD(filled, checksums);
     FIELD(control, type); FIELD(control, length); FIELD(control, a); FIELD(control, b);
-    printf(",\n {\"shared_bytes\": %zu, \"counters\": %zu, \"threads\": %d, \"slot\": %zu, \"head_bytes\": %zu}]\n",
-           SHARED_BYTES, sizeof(struct counters), MAX_THREADS, sizeof(struct slot_head), SHARED_HEAD_BYTES);
+    printf(",\n {\"shared_bytes\": %zu, \"counters\": %zu, \"threads\": %d, \"slot\": %zu, \"head_bytes\": %zu, "
+           "\"slab\": %" PRIu64 "}]\n",
+           SHARED_BYTES, sizeof(struct counters), MAX_THREADS, sizeof(struct slot_head), SHARED_HEAD_BYTES, SLAB_BYTES);
     return 0;
 }
 

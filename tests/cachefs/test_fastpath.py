@@ -12,6 +12,7 @@ import pytest
 
 from cachefs import attributes, latency
 from cachefs.attributes import Dentry, Extent, Inode
+from cachefs.blob import SLAB_BYTES
 from cachefs.fastpath import in_doubt, launcher, shared
 from cachefs.options import CacheLevel, Options
 from cachefs.shares import UNKNOWN
@@ -68,6 +69,7 @@ def test_the_shared_memory_has_one_layout(layout) -> None:  # type: ignore[no-un
         "threads": shared.MAX_THREADS,
         "slot": shared.SLOT_HEAD_BYTES,
         "head_bytes": shared.HEAD_BYTES,
+        "slab": SLAB_BYTES,
     }
 
 
