@@ -20,6 +20,8 @@ AT_ONCE   ?= 3
 tests = $(BIN)/python -m pytest -n $(AT_ONCE) --dist worksteal -m "not alone and not ceph$(1)" $(2) && \
 	$(BIN)/python -m pytest -m "alone and not ceph$(1)" $(2)
 FUZZ_S    ?= 10
+# A client and an MDS that are killed, and a restart, of a mount that pins.
+CEPH_SHORT := "(killed_and and read-only) or (nothing_is_compared and read-only)"
 
 .PHONY: demo test check fuzz stress soak soak-ceph soak-sanitized crash mutate test-posix test-ceph format bench clean
 .DELETE_ON_ERROR:
@@ -40,6 +42,12 @@ test: $(VENV)/.dev
 	$(THREADED) tests/mount/test_fastpath_hazards.py tests/soak || { scripts/build-fastpath; exit 1; }
 	scripts/build-fastpath
 	$(MAKE) fuzz
+	scripts/system-packages --ceph
+	$(BIN)/python -m pytest tests/ceph -k $(CEPH_SHORT)
+	scripts/system-packages --posix
+	$(BIN)/python -m tests.posix --short --place full --place full-python fio stress-ng
+	rm -f build/mutants-short.jsonl
+	$(BIN)/python -m tests.mutation --quick --number 12 --batch 6 --at-least 0.25 --results build/mutants-short.jsonl
 
 check: $(VENV)/.dev
 	$(BIN)/ruff format --check .

@@ -284,9 +284,8 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=2, help="at a time")
     parser.add_argument("--batch", type=int, default=25, help="mutants that are tested together")
     parser.add_argument("--quick", action="store_true", help="with the tests alone that need no mount")
-    parser.add_argument(
-        "--again", type=Path, metavar="FILE", help="what survived in this results file, and nothing else"
-    )
+    parser.add_argument("--again", type=Path, metavar="FILE", help="only what survived in this results file")
+    parser.add_argument("--at-least", type=float, default=0.0, metavar="SHARE", help="fail if fewer are found")
     parser.add_argument("--results", type=Path, default=Path("build/mutants.jsonl"))
     arguments = parser.parse_args()
     print(f"--seed {arguments.seed}", flush=True)
@@ -314,7 +313,7 @@ def main() -> int:
         print(f"{count:5} {file_ or 'survive'}")
     for each in survivors:
         print(f"survives: {describe(each)}")
-    return 0
+    return int(len(results) - len(survivors) < arguments.at_least * len(results))
 
 
 def describe(outcome: dict[str, Any]) -> str:
