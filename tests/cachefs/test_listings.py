@@ -1,8 +1,5 @@
 """Positions of listings: never used twice, also by a record of the directory that is made anew (hazard 27)."""
 
-from collections.abc import Iterator
-from pathlib import Path
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -17,13 +14,6 @@ from cachefs.options import Options
 ROOT, DIRECTORY = 1, 50
 OLD = [b"old%d" % number for number in range(5)]
 NEW = [b"new%d" % number for number in range(3)]
-
-
-@pytest.fixture
-def index(tmp_path: Path) -> Iterator[Index]:
-    made = Index(Environment(tmp_path / "durable", sync=False), Environment(tmp_path / "session", sync=False))
-    yield made
-    made.close()
 
 
 def stat(number: int, mode: int = 0o100644) -> Stat:

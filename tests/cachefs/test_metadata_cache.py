@@ -1,25 +1,15 @@
 """Which number and which attributes an object gets, whatever was there before, and in whatever order answers come."""
 
-from collections.abc import Iterator
-from pathlib import Path
-
 import pytest
 
 from cachefs.attributes import NANOSECONDS, ROOT_INODE, Inode, Stat
-from cachefs.environment import Environment, Update
+from cachefs.environment import Update
 from cachefs.index import Index
 from cachefs.metadata_cache import MetadataCache
 from cachefs.options import Options
 
 DIRECTORY, FILE = 50, 60
 READ_ONLY = Options(read_only=True, attr_timeout_s=float("inf"))
-
-
-@pytest.fixture
-def index(tmp_path: Path) -> Iterator[Index]:
-    made = Index(Environment(tmp_path / "durable", sync=False), Environment(tmp_path / "session", sync=False))
-    yield made
-    made.close()
 
 
 def stat(number: int, mode: int, btime_ns: int) -> Stat:

@@ -3,23 +3,14 @@
 import os
 import threading
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import trio
 import trio.testing
 
 from cachefs import notifier, notifier_process
-from cachefs.environment import Environment
 from cachefs.index import Index
 from cachefs.notifier import KernelNotifier
-
-
-@pytest.fixture
-def index(tmp_path: Path) -> Iterator[Index]:
-    made = Index(Environment(tmp_path / "durable", sync=False), Environment(tmp_path / "session", sync=False))
-    yield made
-    made.close()
 
 
 @pytest.fixture

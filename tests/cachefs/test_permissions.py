@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 from cachefs.attributes import ROOT_INODE, Stat
-from cachefs.environment import Environment
 from cachefs.index import Index
 from cachefs.metadata_cache import MetadataCache
 from cachefs.options import Options
@@ -22,13 +21,6 @@ NOW = Stat(0o040755, 2, 0, 0, 0, 4096, 10, 8, 1, CHANGED_NS, CHANGED_NS, 1, 0, 9
 class Kernel:
     def attributes(self, number: int) -> bool:
         return True
-
-
-@pytest.fixture
-def index(tmp_path: Path) -> Iterator[Index]:
-    made = Index(Environment(tmp_path / "durable", sync=False), Environment(tmp_path / "session", sync=False))
-    yield made
-    made.close()
 
 
 @pytest.fixture
