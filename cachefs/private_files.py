@@ -41,10 +41,9 @@ def check_directory(path: Path) -> None:
 
     Raises FileNotFoundError where it is missing.
     """
-    mode = check_own(path)
     if path.is_symlink():
         raise CacheFsError(f"{path} is a symbolic link, which cachefs does not make: remove it")
-    if mode & 0o077:
+    if check_own(path) & 0o077:
         raise CacheFsError(f"{path} must be closed to others (mode 0700)")
     check_contents(path)
 

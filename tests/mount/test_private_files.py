@@ -115,12 +115,14 @@ def impostor(path: Path) -> Iterator[list[object]]:
 
 
 @pytest.mark.promise("PE-16")
-@pytest.mark.parametrize("place", ["in /tmp", "by XDG_RUNTIME_DIR", "symlink", "open to all"])
+@pytest.mark.parametrize(
+    ("place", "user"),  # one user each: the tests run side by side, and there is one /tmp
+    [("in /tmp", OTHER + 1), ("by XDG_RUNTIME_DIR", OTHER + 2), ("symlink", OTHER + 3), ("open to all", OTHER + 4)],
+)
 def test_commands_believe_no_runtime_directory_that_another_user_may_have_filled(
-    mount: MakeMount, source: Path, tmp_path: Path, place: str
+    mount: MakeMount, source: Path, tmp_path: Path, place: str, user: int
 ) -> None:
     m = mount(source)
-    user = OTHER + 1
     open_to_all(tmp_path / "x")
     environment = {"HOME": str(tmp_path)}
     default = Path(f"/tmp/cachefs-{user}")
