@@ -65,7 +65,9 @@ def read(path: Path, context: click.Context) -> dict[str, Any]:
     """The values of a file by the names of the command's parameters. Raises InvalidFile."""
     try:
         with open(path, encoding="utf-8") as file:
-            text = file.read(MAX_CHARACTERS)
+            text = file.read(MAX_CHARACTERS + 1)
+        if len(text) > MAX_CHARACTERS:
+            raise InvalidFile(path, None, "is too long for a file of options")
         values = tomllib.loads(text)
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise InvalidFile(path, None, str(error)) from None

@@ -8,7 +8,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from cachefs.options import CacheLevel, Revalidate
-from daemon import config
+from daemon import config, config_file
 from daemon.cli import main
 from daemon.mount import make_mount_config, mount
 from daemon.settings import as_toml, reread
@@ -222,6 +222,9 @@ def test_what_is_missing_is_said(tmp_path: Path) -> None:
         mount_config("--config", str(file))
 
 
-def test_a_file_without_an_end_is_none() -> None:
-    with pytest.raises(click.UsageError, match="/dev/zero: Invalid statement"):
-        mount_config("--config", "/dev/zero")
+def test_a_file_that_is_too_long_is_refused_as_a_whole(tmp_path: Path) -> None:
+    file = tmp_path / "config"
+    file.write_text("#\n" * config_file.MAX_CHARACTERS + "cache = 'none'\n")
+    for path in (str(file), "/dev/zero"):
+        with pytest.raises(click.UsageError, match=f"{path}: is too long"):
+            mount_config("--config", path)
