@@ -21,16 +21,24 @@ _PATH_BYTES = 32 << 10
 MAX_VALUE_BYTES = 1024
 EXAMPLES = int(os.environ.get("AGREEMENT_EXAMPLES", "1000"))
 """Of what is cheap to compare."""
+OWN_SOURCE = Path(__file__).with_name("library.c")
+LINK = ["-shared", "-pthread", "-Wl,-Bsymbolic"]
+"""Its own clock_gettime is meant."""
 
 
 def build(directory: Path) -> ctypes.CDLL:
-    """Compile it, but for `main`."""
+    """Compile it, but for `main`; or load what AGREEMENT_LIBRARY names."""
+    if prepared := os.environ.get("AGREEMENT_LIBRARY"):
+        return _load(Path(prepared))
     library = directory / "fastpath.so"
     sources = [path for path in SOURCES.glob("*.c") if path.name != "main.c"]
-    flags = ["-std=gnu11", "-O1", "-g", "-fPIC", "-shared", "-D_GNU_SOURCE", "-Wall", "-Wextra", "-Werror", "-pthread"]
-    # -Bsymbolic: its own clock_gettime is meant
-    command = ["cc", *flags, f"-I{SOURCES}", Path(__file__).with_name("library.c"), *sources, "-Wl,-Bsymbolic"]
+    flags = ["-std=gnu11", "-O1", "-g", "-fPIC", "-D_GNU_SOURCE", "-Wall", "-Wextra", "-Werror"]
+    command = ["cc", *flags, *LINK, f"-I{SOURCES}", OWN_SOURCE, *sources]
     subprocess.run([*command, "-llmdb", "-o", library], check=True)
+    return _load(library)
+
+
+def _load(library: Path) -> ctypes.CDLL:
     loaded = ctypes.CDLL(str(library))
     for name, result in {
         "remaining_ns": ctypes.c_uint64,

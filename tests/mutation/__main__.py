@@ -14,11 +14,12 @@ import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from tests.agreement import library
 from tests.conftest import mount_lines
 from tests.mutation import Mutant, c_mutants, python_mutants
 from tests.mutation.targets import RUNS, TARGETS, Runs
@@ -28,8 +29,8 @@ _TIMEOUT_S = 60
 """Of a test. One that alone and without a mutant takes longer is passed over."""
 _SILENT_S = 100
 """When pytest cannot end what hangs, it is ended after this time without a word."""
-_MODEL_RUNS = 40
-_FLAGS = ["-std=gnu11", "-O1", "-g", "-D_GNU_SOURCE", "-pthread"]
+_MODEL_RUNS, _AGREEMENT_EXAMPLES = 40, 200
+_FLAGS = ["-std=gnu11", "-O1", "-g", "-fPIC", "-D_GNU_SOURCE", "-pthread", "-w"]
 
 
 def all_mutants(path: str) -> list[Mutant]:
@@ -84,7 +85,9 @@ class Copy:
         self._log, self._selected = place / "log", place / "selected"
         self._objects = place / "objects"
         self._objects.mkdir()
-        self._sources = sorted((self._root / "cachefs/fastpath").glob("*.c"))
+        self._library = place / "fastpath.so"
+        own = self._root / library.OWN_SOURCE.relative_to(REPOSITORY)
+        self._sources = [*sorted((self._root / library.SOURCES.relative_to(REPOSITORY)).glob("*.c")), own]
         self._mutated: set[str] = set()
         self._timeout_s = _TIMEOUT_S
         assert self._build(self._sources)
@@ -93,7 +96,7 @@ class Copy:
         """Each of them that compiles, with the test that finds it; None for those that survive together."""
         alive = [each for each in mutants if self._mutate([each])]
         for files, more in runs:
-            if more and not any(each.path.endswith(".py") for each in alive):
+            if "--no-fastpath" in more and not any(each.path.endswith(".py") for each in alive):
                 continue
             self._mutate([])
             waiting = self._collect(files, more)
@@ -147,14 +150,19 @@ class Copy:
         if not sources:
             return True
         for source in sources:
-            command: list[str | Path] = ["cc", *_FLAGS, "-w", "-c", source, "-o", self._objects / f"{source.stem}.o"]
-            if subprocess.run(command, stderr=subprocess.DEVNULL, check=False).returncode:
+            if not _cc([*_FLAGS, f"-I{self._sources[0].parent}", "-c", source, "-o", self._object(source)]):
                 return False
-        objects = [self._objects / f"{source.stem}.o" for source in self._sources]
-        program = self._root / "cachefs/fastpath/cachefs-fastpath"
+        sources = self._sources[:-1]
+        program = sources[0].with_name("cachefs-fastpath")
         program.unlink(missing_ok=True)
-        command = ["cc", "-pthread", *objects, "-llmdb", "-o", program]
-        return not subprocess.run(command, stderr=subprocess.DEVNULL, check=False).returncode
+        self._library.unlink(missing_ok=True)
+        answering = [self._object(source) for source in self._sources if source.name != "main.c"]
+        return _cc(["-pthread", *map(self._object, sources), "-llmdb", "-o", program]) and _cc(
+            [*library.LINK, *answering, "-llmdb", "-o", self._library]
+        )
+
+    def _object(self, source: Path) -> Path:
+        return self._objects / f"{source.stem}.o"
 
     def _collect(self, files: list[str], more: list[str]) -> list[str]:
         self._pytest(["--collect-only", "-q", "-m", "not slow and not alone", *files, *more])
@@ -178,6 +186,8 @@ class Copy:
             "PYTHONUNBUFFERED": "1",
             "PYTEST_DEBUG_TEMPROOT": str(self._temporary),
             "MODEL_RUNS": str(_MODEL_RUNS),
+            "AGREEMENT_EXAMPLES": str(_AGREEMENT_EXAMPLES),
+            "AGREEMENT_LIBRARY": str(self._library),
         }
         command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *arguments]
         with self._log.open("w") as log:
@@ -215,6 +225,10 @@ class Copy:
                     subprocess.run(["umount", "-l", fields[4]], stderr=subprocess.DEVNULL, check=False)
         for left in self._temporary.iterdir():
             shutil.rmtree(left, ignore_errors=True)
+
+
+def _cc(arguments: Sequence[str | Path]) -> bool:
+    return not subprocess.run(["cc", *arguments], stderr=subprocess.DEVNULL, check=False).returncode
 
 
 def batches(mutants: list[Mutant], size: int) -> list[list[Mutant]]:
