@@ -42,20 +42,20 @@ class IndexMachine(RuleBasedStateMachine):
     def put(self, key: int, pinned: bool, content: bytes) -> None:
         value = (PINNED_VALUE if pinned else PLAIN_VALUE) + content
         with self.index.update() as update:
-            update.put(Table.XATTRS, b"%d" % key, value)
+            update.put(Table.INODES, b"%d" % key, value)
         self.model[b"%d" % key] = value
 
     @rule(key=st.integers(0, 5))
     def delete(self, key: int) -> None:
         with self.index.update() as update:
-            update.delete(Table.XATTRS, b"%d" % key)
+            update.delete(Table.INODES, b"%d" % key)
         self.model.pop(b"%d" % key, None)
 
     @rule(fails=st.booleans())
     def abandoned_update(self, fails: bool) -> None:
         with pytest.raises(RuntimeError), self.index.update() as update:
-            update.delete(Table.XATTRS, b"1")
-            update.put(Table.XATTRS, b"2", PLAIN_VALUE)
+            update.delete(Table.INODES, b"1")
+            update.put(Table.INODES, b"2", PLAIN_VALUE)
             raise RuntimeError
 
     @rule()
@@ -120,13 +120,14 @@ class IndexMachine(RuleBasedStateMachine):
         if not hasattr(self, "index"):
             return
         with self.index.view() as view:
-            assert dict(view.scan(Table.XATTRS, b"")) == self.model
-            assert [k for k, _ in view.scan(Table.XATTRS, b"")] == sorted(self.model)
+            assert dict(view.scan(Table.INODES, b"")) == self.model
+            assert [k for k, _ in view.scan(Table.INODES, b"")] == sorted(self.model)
             for key in (b"%d" % number for number in range(6)):
-                assert view.get(Table.XATTRS, key) == self.model.get(key)
-                assert view.first_key(Table.XATTRS, key) == (key if key in self.model else None)
-                tail = dict(view.scan(Table.XATTRS, b"", key))
+                assert view.get(Table.INODES, key) == self.model.get(key)
+                assert view.first_key(Table.INODES, key) == (key if key in self.model else None)
+                tail = dict(view.scan(Table.INODES, b"", key))
                 assert tail == {each: value for each, value in self.model.items() if each >= key}
+        assert self.index.pinned_inodes() == sum(value[0] & PINNED for value in self.model.values())
 
     def teardown(self) -> None:
         if hasattr(self, "index"):
