@@ -40,8 +40,10 @@ class Bindfs:
         self._shell.stdin.flush()
 
     def mount(self, root: Path | None = None) -> None:
+        self._pid_file.write_text("")
         self._run(f"bindfs -f '{root or self.root}' '{self.path}' & echo $! > '{self._pid_file}'")
         wait_for(lambda: mounted_on(self.path), bool)
+        wait_for(self._pid_file.read_text, lambda text: text.endswith("\n"))
 
     def kill(self) -> None:
         """The mount stays behind, and answers ENOTCONN."""
