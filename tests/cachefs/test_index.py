@@ -42,20 +42,20 @@ class IndexMachine(RuleBasedStateMachine):
     def put(self, key: int, pinned: bool, content: bytes) -> None:
         value = (PINNED_VALUE if pinned else PLAIN_VALUE) + content
         with self.index.update() as update:
-            update.put(Table.INODES, b"%d" % key, value)
+            update.put(Table.XATTRS, b"%d" % key, value)
         self.model[b"%d" % key] = value
 
     @rule(key=st.integers(0, 5))
     def delete(self, key: int) -> None:
         with self.index.update() as update:
-            update.delete(Table.INODES, b"%d" % key)
+            update.delete(Table.XATTRS, b"%d" % key)
         self.model.pop(b"%d" % key, None)
 
     @rule(fails=st.booleans())
     def abandoned_update(self, fails: bool) -> None:
         with pytest.raises(RuntimeError), self.index.update() as update:
-            update.delete(Table.INODES, b"1")
-            update.put(Table.INODES, b"2", PLAIN_VALUE)
+            update.delete(Table.XATTRS, b"1")
+            update.put(Table.XATTRS, b"2", PLAIN_VALUE)
             raise RuntimeError
 
     @rule()
@@ -120,14 +120,13 @@ class IndexMachine(RuleBasedStateMachine):
         if not hasattr(self, "index"):
             return
         with self.index.view() as view:
-            assert dict(view.scan(Table.INODES, b"")) == self.model
-            assert [k for k, _ in view.scan(Table.INODES, b"")] == sorted(self.model)
+            assert dict(view.scan(Table.XATTRS, b"")) == self.model
+            assert [k for k, _ in view.scan(Table.XATTRS, b"")] == sorted(self.model)
             for key in (b"%d" % number for number in range(6)):
-                assert view.get(Table.INODES, key) == self.model.get(key)
-                assert view.first_key(Table.INODES, key) == (key if key in self.model else None)
-                tail = dict(view.scan(Table.INODES, b"", key))
+                assert view.get(Table.XATTRS, key) == self.model.get(key)
+                assert view.first_key(Table.XATTRS, key) == (key if key in self.model else None)
+                tail = dict(view.scan(Table.XATTRS, b"", key))
                 assert tail == {each: value for each, value in self.model.items() if each >= key}
-        assert self.index.pinned_inodes() == sum(value[0] & PINNED for value in self.model.values())
 
     def teardown(self) -> None:
         if hasattr(self, "index"):
@@ -211,6 +210,27 @@ def test_an_inode_that_is_not_pinned_any_more_frees_its_extents(index: Index) ->
     assert index.durable.entries(Table.INODES) == 0
     with index.view() as view:
         assert view.get(Table.INODES, inode_key(7))  # the session still has it
+
+
+def test_pinned_inodes_are_counted_on_their_way_to_the_disk_and_there(index: Index) -> None:
+    def check(count: int) -> None:
+        assert index.pinned_inodes() == count
+        taken = index.take_dirty(100)
+        assert index.pinned_inodes() == count
+        flushed = index.commit(taken, []).flushed
+        assert index.pinned_inodes() == count
+        index.forget_committed(flushed)
+        assert index.pinned_inodes() == count
+
+    for number in range(3):
+        put(index, inode(number, 1))
+    put(index, inode(3, 1)._replace(flags=0))
+    check(3)
+    put(index, inode(0, 2))
+    put(index, inode(1, 1)._replace(flags=0))
+    put(index, inode(3, 1))
+    put(index, inode(4, 1))
+    check(4)
 
 
 def test_a_corrupt_extent_is_dropped_unless_it_was_replaced_meanwhile(index: Index) -> None:
