@@ -6,7 +6,11 @@ from pathlib import Path
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 
-SOURCES = sorted(str(path) for path in Path("cachefs/fastpath").glob("*.c"))
+sys.path.insert(0, str(Path(__file__).parent))  # the build runs elsewhere
+from cachefs.contract import c_header
+
+C = Path("cachefs/fastpath/c")
+SOURCES = sorted(str(path) for path in C.glob("*/*.c"))
 FLAGS = ["-std=gnu11", "-O2", "-g", "-D_GNU_SOURCE", "-Wall", "-Wextra", "-pthread"]
 
 
@@ -20,9 +24,14 @@ class BuildProgram(build_ext):
         target = Path(self.get_ext_fullpath(ext.name))
         target.parent.mkdir(parents=True, exist_ok=True)
         target.unlink(missing_ok=True)  # a daemon may be running it
+        c_header.write(C)
         try:
             objects = self.compiler.compile(
-                ext.sources, output_dir=self.build_temp, extra_preargs=FLAGS, depends=ext.depends
+                ext.sources,
+                output_dir=self.build_temp,
+                include_dirs=[str(C)],
+                extra_preargs=FLAGS,
+                depends=ext.depends,
             )
             self.compiler.link_executable(
                 objects, target.name, output_dir=str(target.parent), libraries=["lmdb", "pthread"], target_lang="c"
@@ -36,7 +45,7 @@ setup(
         Extension(
             "cachefs.fastpath.program",
             SOURCES,
-            depends=sorted(str(path) for path in Path("cachefs/fastpath").glob("*.h")),
+            depends=sorted(str(path) for path in C.glob("*/*.h")),
             optional=True,
         )
     ],

@@ -18,7 +18,7 @@ import outcome
 import pyfuse3
 import trio
 
-from cachefs.source import Source
+from cachefs.source.source import Source
 
 THREADS = 16
 

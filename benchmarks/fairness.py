@@ -20,7 +20,7 @@ from pathlib import Path
 import click
 
 from benchmarks.harness import make_tree, mounted
-from cachefs.syscalls import set_thread_fs_ids
+from cachefs.system.syscalls import set_thread_fs_ids
 
 GREEDY, OTHER = 12345, 23456
 LATENCY_MS = 200

@@ -21,7 +21,7 @@ from pathlib import Path
 import click
 
 from benchmarks.harness import Comparison, make_tree, mounted, read_files, read_source, report, timed_readers
-from cachefs.source import Source
+from cachefs.source.source import Source
 
 READERS = {1: 0.9, 4: 0.6, 8: 0.0}
 SCAN_BOUND = 5.0

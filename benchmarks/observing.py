@@ -14,7 +14,7 @@ import click
 import psutil
 
 from benchmarks.harness import Comparison, make_tree, mounted, read_files, report
-from cachefs.client import Client
+from cachefs.client.client import Client
 
 READERS = 4
 FILES = 5_000

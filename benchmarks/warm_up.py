@@ -16,7 +16,7 @@ from typing import Any
 import click
 
 from benchmarks.harness import CACHEFS, Comparison, make_tree, mounted, read_files, read_source, report, timed_readers
-from cachefs.client import Client
+from cachefs.client.client import Client
 
 JOBS = 8
 WARM_UP_BOUND, HINTS_BOUND = 0.9, 2.0

@@ -4,8 +4,8 @@ import enum
 import math
 from dataclasses import dataclass, field
 
-from cachefs.age import SETTLE_NS
-from cachefs.attributes import NANOSECONDS
+from cachefs.contract.shared import SETTLE_NS as SETTLE_NS
+from cachefs.system.clock import NANOSECONDS
 from policies.globs import Globs
 from policies.prefetch import GRAPH, LISTENING
 
@@ -46,7 +46,7 @@ class Options:
     metadata_limit: int | None = None
     """How many inodes may be pinned; None: all of them."""
     metadata_retention: str = "no-replacement"
-    """Which of them go beyond that: a name of `cachefs.metadata_retention`."""
+    """Which of them go beyond that: a name of `cachefs.metadata.limit`."""
     prefetch: str = "sequential"
     """What is fetched before it is read: a name of `policies.prefetch`."""
     graph: tuple[str, ...] = ()

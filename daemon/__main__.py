@@ -1,5 +1,5 @@
 """`python -m daemon` is `cachefs`."""
 
-from daemon.cli import main
+from daemon.cli.main import main
 
 main(prog_name="cachefs")

@@ -4,9 +4,8 @@ index and the disk say.
 
 import logging
 import os
-import struct
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -14,75 +13,42 @@ from typing import Any
 
 import trio
 
-from cachefs.blob import Blob
-from cachefs.cache_directory import OpenedIndex
-from cachefs.clock import TIME_OF_DAY
-from cachefs.data_cache import DataCache
-from cachefs.fastpath import launcher
+from cachefs.contract.messages import WISH, Message
+from cachefs.contract.shared import ACCESS_LOGS, VERSION
+from cachefs.fastpath.connection import parse_filled
 from cachefs.fastpath.in_doubt import touched
-from cachefs.fastpath.launcher import FastPath, Inheritance, Message
-from cachefs.fastpath.shared import ACCESS_LOGS, VERSION, Shared
-from cachefs.filesystem import FileSystem
-from cachefs.latency import Histogram
+from cachefs.fastpath.launcher import FastPath
+from cachefs.fastpath.mount_descriptors import MountDescriptors
+from cachefs.fastpath.processes import is_installed
+from cachefs.fastpath.shared_memory import Shared
 from cachefs.options import Options
-from cachefs.wishes import Wish, Wishes
-from cachefs.young_files import YoungFiles
-from daemon import descriptor_store
-from daemon.instance import FASTPATH_SOCKET, MountInstance
-from daemon.predecessor import memory_name_of
+from cachefs.prefetch.queue import PrefetchQueue, PrefetchRequest
+from cachefs.stats.latency import Histogram
+from cachefs.system.clock import TIME_OF_DAY
+from daemon.kernel.instance import FASTPATH_SOCKET
+from daemon.service import descriptor_store
+from daemon.wiring import Components
 
 log = logging.getLogger(__name__)
 
-SERVING_THREADS = 16
-"""Of the fast path: how many requests it answers at once, those that wait for the local disk included."""
 FOLLOW_S = 1.0
 COLLECT_S = 0.1
-MAX_WISHES = 1024
-"""So many may wait in the fast path."""
-WISHES_A_MESSAGE = 256
-WISH_POLL_S = 0.005
-_WISH = struct.Struct("<2Q")
+MAX_REQUESTS = 1024
+"""So many prefetch requests may wait in the fast path."""
+REQUESTS_A_MESSAGE = 256
+ROOM_POLL_S = 0.005
+IDLE_POLL_S = 0.05
+_REQUEST = WISH.codec()
 
 
-def set_up(
-    device: int,
-    source_fd: int,
-    root_device: int,
-    blob: Blob,
-    opened: OpenedIndex,
-    options: Options,
-    instance: MountInstance,
-) -> Inheritance:
-    """What a new mount's fast path needs, and every successor of ours. It belongs to them from here on."""
-    shared = Shared.create(memory_name_of(instance))
-    shared.configure(options, seed=blob.seed, root_device=root_device, threads=SERVING_THREADS)
-    follow_index(shared, opened)
-    held = Inheritance(device, shared, source_fd, blob.fd, launcher.listen(instance.directory / FASTPATH_SOCKET))
-    descriptor_store.put(held)
-    return held
-
-
-def follow_index(shared: Shared, opened: OpenedIndex) -> None:
-    """Tell the fast path which records count; and, from now on, whether all of them are where it can see them."""
-
-    def serve(overflows: bool) -> None:
-        shared["serving"] = not overflows
-
-    shared["strict_floor"] = opened.strict_floor
-    shared["run"], shared["floor"] = opened.state.run, opened.state.floor
-    overflow = opened.index.session.overflow
-    overflow.on_change = serve
-    serve(bool(overflow))
-
-
-class FastWishes(Wishes):
-    """Fetched by the threads of the fast path."""
+class FastPathPrefetchQueue(PrefetchQueue):
+    """Fetched by the threads of the fast path, which count what is done in the shared memory, and send no message."""
 
     def __init__(self, shared: Shared, fastpath: FastPath) -> None:
         super().__init__()
         self._shared = shared
         self._fastpath = fastpath
-        self._unfinished: deque[Wish] = deque(maxlen=MAX_WISHES)
+        self._unfinished: deque[PrefetchRequest] = deque(maxlen=MAX_REQUESTS)
         """The last that were sent."""
         self._done_when = shared["wishes_done"]
         """What the fast path will have counted when all are done."""
@@ -92,26 +58,32 @@ class FastWishes(Wishes):
     def done(self) -> int:
         return self.sent - (self._done_when - self._shared["wishes_done"])
 
-    async def send(self, wishes: Sequence[Wish]) -> None:
-        for start in range(0, len(wishes), WISHES_A_MESSAGE):
-            part = wishes[start : start + WISHES_A_MESSAGE]
-            while self.sent - self.done > MAX_WISHES - len(part):  # noqa: ASYNC110
-                await trio.sleep(WISH_POLL_S)
+    async def until_idle(self) -> None:
+        await self._until_left(0, IDLE_POLL_S)
+
+    async def _until_left(self, most: int, poll_s: float) -> None:
+        while self.sent - self.done > most:  # noqa: ASYNC110
+            await trio.sleep(poll_s)
+
+    async def send(self, requests: Sequence[PrefetchRequest]) -> None:
+        for start in range(0, len(requests), REQUESTS_A_MESSAGE):
+            part = requests[start : start + REQUESTS_A_MESSAGE]
+            await self._until_left(MAX_REQUESTS - len(part), ROOM_POLL_S)
             self.sent += len(part)
             self._unfinished.extend(part)
             self._send(part)
 
-    def _send(self, wishes: Sequence[Wish]) -> None:
-        data = b"".join(_WISH.pack(wish.inode, wish.offset) for wish in wishes)
-        self._done_when += len(wishes)
+    def _send(self, requests: Sequence[PrefetchRequest]) -> None:
+        data = b"".join(_REQUEST.pack(request.inode, request.offset) for request in requests)
+        self._done_when += len(requests)
         self._fastpath.send(Message.WISH, data=data)
 
     def again(self) -> None:
         """Another fast path is there, and knows of none."""
         lost = list(self._unfinished)
         self._done_when = self._shared["wishes_done"]
-        for start in range(0, len(lost), WISHES_A_MESSAGE):
-            self._send(lost[start : start + WISHES_A_MESSAGE])
+        for start in range(0, len(lost), REQUESTS_A_MESSAGE):
+            self._send(lost[start : start + REQUESTS_A_MESSAGE])
 
     def _limit(self, jobs: int) -> None:
         self._shared["wish_jobs"] = jobs
@@ -120,30 +92,25 @@ class FastWishes(Wishes):
 class FastPathHost:
     def __init__(
         self,
-        held: Inheritance,
+        held: MountDescriptors,
         runtime: Path,
-        opened: OpenedIndex,
-        blob: Blob,
-        data: DataCache,
-        filesystem: FileSystem,
+        components: Components,
         nursery: trio.Nursery,
         *,
         log_path: Path | None,
-        young: YoungFiles,
-        fetched_unseen: Callable[[Iterable[tuple[int, int]]], None],
         died: Callable[[], None],
         unmounted: Callable[[], None],
     ) -> None:
-        """`fetched_unseen`: told of files, (inode, version), of which the fast path reports data."""
+        opened, blob, data = components.opened, components.blob, components.data
         # dependencies
         self._held = held
-        self._fetched_unseen = fetched_unseen
+        self._fetched_unseen = components.files.fetched_unseen
         self._index = opened.index
         self._blob = blob
         self._data = data
-        self._filesystem = filesystem
+        self._invalidation = components.invalidation
         self._nursery = nursery
-        self._young = young
+        self._young = components.young
         # state
         self._room_wanted: int | None = None
         """The number of the request for room that waits for an answer."""
@@ -168,7 +135,7 @@ class FastPathHost:
             died=has_died,
             unmounted=unmounted,
         )
-        self.wishes = FastWishes(held.shared, self._fastpath)
+        self.prefetch_queue = FastPathPrefetchQueue(held.shared, self._fastpath)
         data.writes.settled, data.writes.undone, data.writes.committed = self._settled, self._grant, self._committed
         data.held_bytes = lambda: held.shared["held_bytes"]
         self._seen = [0] * ACCESS_LOGS
@@ -178,6 +145,11 @@ class FastPathHost:
     def descriptor_for_pyfuse3(self) -> int:
         return self._fastpath.descriptor_for_pyfuse3()
 
+    def configure(self, options: Options) -> None:
+        """Tell the fast path what may change while mounted."""
+        self._held.shared.set_timeouts(options)
+        self.refresh()
+
     async def start(self, *, new: bool, replace: bool) -> None:
         """Returns when a fast path is attached. Raises CacheFsError if none can be, on a mount that is new.
 
@@ -185,7 +157,7 @@ class FastPathHost:
 
         One that is not installed any more, after an upgrade, is replaced as well.
         """
-        if replace or (self._fastpath.pid and not launcher.is_installed(self._fastpath.pid)):
+        if replace or (self._fastpath.pid and not is_installed(self._fastpath.pid)):
             await self._fastpath.replace()
         await self._nursery.start(partial(self._fastpath.run, new=new))
 
@@ -202,7 +174,7 @@ class FastPathHost:
     def _attached(self) -> None:
         if self._source_is_anew:  # it may have been started before that
             self._send_source()
-        self.wishes.again()
+        self.prefetch_queue.again()
 
     async def follow(self) -> None:
         """A task, for ever."""
@@ -237,8 +209,6 @@ class FastPathHost:
 
     async def stop(self) -> None:
         await self._fastpath.stop()
-
-    def close(self) -> None:
         self._fastpath.close()
 
     def latencies(self) -> dict[str, Histogram]:
@@ -269,7 +239,7 @@ class FastPathHost:
         if message is Message.SLAB:
             self._grant()
         elif message is Message.FILLED:
-            filled = list(launcher.parse_filled(data))
+            filled = list(parse_filled(data))
             self._fetched_unseen((unit.inode, unit.extent.version) for unit in filled)
             self._data.writes.filled(filled)
         elif message is Message.TOLD:
@@ -286,7 +256,7 @@ class FastPathHost:
         elif message is Message.IN_DOUBT:
             numbers, entries = touched(data)
             log.warning("a daemon died in the middle of a change to inodes %s: they are compared again", numbers)
-            self._nursery.start_soon(self._filesystem.doubt, numbers, entries)
+            self._nursery.start_soon(self._invalidation.doubt, numbers, entries)
 
     def _grant(self) -> None:
         self._fastpath.send(Message.SLAB, self._blob.grant())

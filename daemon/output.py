@@ -2,7 +2,7 @@
 
 import click
 
-from cachefs.names import one_line
+from cachefs.printable import one_line
 
 
 def say(line: str, *, err: bool = False) -> None:

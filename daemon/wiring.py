@@ -1,31 +1,43 @@
 """The filesystem's objects and what each of them is given."""
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
 import trio
 
-from cachefs.blob import Blob
-from cachefs.cache_directory import OpenedIndex
-from cachefs.clock import boot_time_ns
-from cachefs.contents import Contents
-from cachefs.data_cache import DataCache
-from cachefs.directories import Directories
-from cachefs.eviction import Eviction
-from cachefs.filesystem import FileSystem
-from cachefs.metadata_cache import MetadataCache
-from cachefs.metadata_retention import MetadataRetention
-from cachefs.metrics import Metrics
-from cachefs.mutations import Mutations
-from cachefs.notifier import KernelNotifier
-from cachefs.open_files import OpenFiles
-from cachefs.operations import Operations
+from cachefs.data.data_cache import DataCache
+from cachefs.data.eviction import Eviction
+from cachefs.data.fetcher import Fetcher
+from cachefs.data.shared_files import SharedFiles
+from cachefs.data.write_behind import WriteBehind
+from cachefs.data.young_files import YoungFiles
+from cachefs.fastpath.shared_memory import Shared
+from cachefs.fs.attributes import Attributes
+from cachefs.fs.descriptors import Descriptors
+from cachefs.fs.directories import Directories
+from cachefs.fs.handles import OpenFiles, no_request
+from cachefs.fs.immutability import Immutability
+from cachefs.fs.invalidation import Invalidation
+from cachefs.fs.listing_comparison import ListingComparisons
+from cachefs.fs.mutations import Mutations
+from cachefs.fs.names import FileSystem
+from cachefs.fs.own_changes import OwnChanges
+from cachefs.fuse.notifier import KernelNotifier
+from cachefs.fuse.operations import Operations
+from cachefs.metadata.inode_cache import MetadataCache
+from cachefs.metadata.limit import MetadataRetention
 from cachefs.options import CacheLevel, Options
-from cachefs.slots import SourceSlots
-from cachefs.source import Source
-from cachefs.write_behind import WriteBehind
-from cachefs.young_files import YoungFiles
+from cachefs.prefetch.engine import PrefetchEngine
+from cachefs.prefetch.prefetcher import Prefetcher
+from cachefs.source.call_pool import SourceSlots
+from cachefs.source.source import Source
+from cachefs.stats.metrics import Metrics
+from cachefs.store.blob.blob import Blob
+from cachefs.store.cache_directory import OpenedIndex
+from cachefs.store.index.index import Index
+from cachefs.system.clock import Clock, boot_time_ns
 from policies import prefetch
 from policies.prefetch.base import Prefetch
 from policies.prefetch.dependency_graph import DependencyGraph, parse_graph
@@ -38,7 +50,7 @@ _FIRST_HANDLE = 1 << 62
 
 
 @dataclass(frozen=True, slots=True)
-class Parts:
+class Components:
     """One mount's filesystem."""
 
     options: Options
@@ -50,13 +62,15 @@ class Parts:
     metadata: MetadataCache
     writes: WriteBehind
     data: DataCache
+    invalidation: Invalidation
     filesystem: FileSystem
     notifier: KernelNotifier
     young: YoungFiles
+    descriptors: Descriptors
     files: OpenFiles
     directories: Directories
     mutations: Mutations
-    contents: Contents
+    attributes: Attributes
     operations: Operations
     prefetch: Prefetch
     limit: MetadataRetention | None
@@ -70,20 +84,100 @@ def wire(
     options: Options,
     nursery: trio.Nursery,
     device: int,
-    shared: int | None,
+    shared: Shared | None,
     notifier: KernelNotifier | None = None,
-) -> Parts:
-    """`device`: /dev/fuse. `shared`: the memory that a fast path shares, which answers OPEN. None: there is none.
+    statfs: os.statvfs_result | None = None,
+) -> Components:
+    """Makes each object and gives it what it needs. Longer than other functions, because it is one flat list.
 
-    `notifier`: of another kernel than the one behind `device`.
+    `device`: /dev/fuse. `shared`: the memory that a fast path shares, which answers OPEN. None: there is none.
+
+    `notifier`: of another kernel than the one behind `device`. `statfs`: of the source; None: it is to be asked.
     """
     unseen_handles, clock = shared is not None, source.clock
     index, metrics = opened.index, Metrics()
     limit = None
     if options.metadata_limit is not None:
         limit = MetadataRetention(index, options.metadata_limit, options.metadata_retention)
+    metadata = _metadata(opened, options, limit, clock)
+    policy = prefetch.make(options.prefetch, parse_graph(options.graph) if options.graph else ())
+    eviction = _eviction(index, options, metadata, policy)
+    writes = WriteBehind(index, blob, metrics, options.cache_size_bytes, eviction=eviction)
+    data = DataCache(index, blob, options, metrics, writes, appends=not options.fastpath, eviction=eviction)
+    if not options.fastpath or options.cache is not CacheLevel.FULL:  # else it says when it is through with old slabs
+        writes.writer_has_gone(blob.frontier)
+    slots = SourceSlots(SOURCE_SLOTS, options.source_timeout_s, reserve=RESERVED_SOURCE_SLOTS)
+    notifier = notifier or KernelNotifier(device, None if shared is None else shared.fd)
+    young = YoungFiles(
+        notifier,
+        index if unseen_handles else None,
+        settle_ns=options.settle_ns,
+        realtime_ns=clock.realtime_ns,
+        monotonic_ns=clock.monotonic_ns,
+    )
+    invalidation = Invalidation(metadata, data, notifier, options)
+    immutability = Immutability(metadata, options)
+    filesystem = FileSystem(source, slots, metadata, options, notifier, invalidation, immutability)
+    fetcher = Fetcher(
+        source,
+        slots,
+        data,
+        metrics,
+        object_of=filesystem.object_of,
+        changed=invalidation.changed_behind_our_back,
+        own_change=filesystem.own_change_of,
+        young=young,
+        reads_ahead=options.prefetch != "none",
+    )
+    shared_files = SharedFiles(slots)
+    descriptors = Descriptors(
+        filesystem, fetcher, shared_files, outlived=unseen_handles, first_handle=_FIRST_HANDLE | boot_time_ns()
+    )
+    request_at = no_request if shared is None else shared.request_at
+    files = OpenFiles(
+        filesystem,
+        descriptors,
+        shared_files,
+        fetcher,
+        data,
+        metrics,
+        young,
+        unseen_handles=unseen_handles,
+        request_at=request_at,
+    )
+    own_changes = OwnChanges(filesystem, descriptors, shared_files, fetcher, data, unseen_handles=unseen_handles)
+    comparisons = ListingComparisons(filesystem, nursery)
+    directories = Directories(filesystem, comparisons, request_at=request_at)
+    mutations = Mutations(filesystem, descriptors, comparisons, own_changes)
+    attributes = Attributes(filesystem, descriptors, data, statfs)
+    return Components(
+        options=options,
+        source=source,
+        slots=slots,
+        opened=opened,
+        blob=blob,
+        metrics=metrics,
+        metadata=metadata,
+        writes=writes,
+        data=data,
+        invalidation=invalidation,
+        filesystem=filesystem,
+        notifier=notifier,
+        young=young,
+        descriptors=descriptors,
+        files=files,
+        directories=directories,
+        mutations=mutations,
+        attributes=attributes,
+        operations=Operations(filesystem, descriptors, files, directories, mutations, attributes, metrics.latencies),
+        prefetch=policy,
+        limit=limit,
+    )
+
+
+def _metadata(opened: OpenedIndex, options: Options, limit: MetadataRetention | None, clock: Clock) -> MetadataCache:
     metadata = MetadataCache(
-        index,
+        opened.index,
         options,
         run=opened.state.run,
         floor=opened.state.floor,
@@ -98,54 +192,28 @@ def wire(
     # Later: a number is wanted in the middle of an update of the session, which would wait for itself.
     later = trio.lowlevel.current_trio_token().run_sync_soon
     metadata.numbers.on_range = lambda takeovers: later(opened.count_takeovers, takeovers)
-    policy = prefetch.make(options.prefetch, parse_graph(options.graph) if options.graph else ())
-    eviction = None
-    if options.evicts:
-        part_of: Callable[[int], object] = metadata.directory_of
-        if isinstance(policy, DependencyGraph):
-            part_of = partial(_partition_of, policy, metadata)
-        eviction = Eviction(index, options.retention, part_of)
-    writes = WriteBehind(index, blob, metrics, options.cache_size_bytes, eviction=eviction)
-    data = DataCache(index, blob, options, metrics, writes, appends=not options.fastpath, eviction=eviction)
-    if not options.fastpath or options.cache is not CacheLevel.FULL:  # else it says when it is through with old slabs
-        writes.writer_has_gone(blob.frontier)
-    slots = SourceSlots(SOURCE_SLOTS, options.source_timeout_s, reserve=RESERVED_SOURCE_SLOTS)
-    notifier = notifier or KernelNotifier(device, shared)
-    young = YoungFiles(
-        notifier,
-        index if unseen_handles else None,
-        settle_ns=options.settle_ns,
-        realtime_ns=clock.realtime_ns,
-        monotonic_ns=clock.monotonic_ns,
-    )
-    filesystem = FileSystem(source, slots, metadata, options, notifier)
-    files = OpenFiles(
-        filesystem, data, metrics, young, unseen_handles=unseen_handles, first_handle=_FIRST_HANDLE | boot_time_ns()
-    )
-    directories = Directories(filesystem, nursery)
-    mutations = Mutations(filesystem, files, directories)
-    contents = Contents(filesystem, data)
-    return Parts(
-        options=options,
-        source=source,
-        slots=slots,
-        opened=opened,
-        blob=blob,
-        metrics=metrics,
-        metadata=metadata,
-        writes=writes,
-        data=data,
-        filesystem=filesystem,
-        notifier=notifier,
-        young=young,
-        files=files,
-        directories=directories,
-        mutations=mutations,
-        contents=contents,
-        operations=Operations(filesystem, files, directories, mutations, contents, metrics.latencies),
-        prefetch=policy,
-        limit=limit,
-    )
+    return metadata
+
+
+def _eviction(index: Index, options: Options, metadata: MetadataCache, policy: Prefetch) -> Eviction | None:
+    if not options.evicts:
+        return None
+    part_of: Callable[[int], object] = metadata.directory_of
+    if isinstance(policy, DependencyGraph):
+        part_of = partial(_partition_of, policy, metadata)
+    return Eviction(index, options.retention, part_of)
+
+
+def make_prefetcher(components: Components, engine: PrefetchEngine) -> Prefetcher | None:
+    """None: the policy fetches nothing but parts of files that are open."""
+    options = components.options
+    if options.prefetch not in prefetch.BEYOND_FILES:
+        return None
+    filesystem, directories = components.filesystem, components.directories
+    prefetcher = Prefetcher(components.prefetch, filesystem, directories, engine, evicts=options.evicts_ahead)
+    if options.prefetch in prefetch.LISTENING:
+        components.data.on_accessed.append(prefetcher.read)
+    return prefetcher
 
 
 def _partition_of(graph: DependencyGraph, metadata: MetadataCache, number: int) -> str | None:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from policies.retention import Circumstances, make
+from policies.retention import PolicyContext, make
 from policies.retention.opt import OPT
 
 
@@ -59,7 +59,7 @@ def simulate(trace: Trace, retention: str, capacity_bytes: int, *, counted_from:
     sizes, accesses = trace.sizes, trace.accesses
     uses = trace.next_uses if retention == "opt" else ()
     part_of = trace.parts.__getitem__ if trace.parts else lambda _: 0
-    policy = make(retention, Circumstances(part_of, uses))
+    policy = make(retention, PolicyContext(part_of, uses))
     foreseeing = policy if isinstance(policy, OPT) else None
     accessed, inserted, removed, next_victim = policy.accessed, policy.inserted, policy.removed, policy.victim
     cached = bytearray(len(sizes))

@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
-from cachefs.syscalls import set_thread_groups
+from cachefs.system.syscalls import set_thread_groups
 
 _SYS_SETRESUID, _SYS_SETRESGID = {"x86_64": (117, 119)}.get(os.uname().machine, (147, 149))
 
@@ -38,13 +38,13 @@ def as_user(uid: int, gid: int, groups: Iterable[int], function: Callable[[], ob
 # The interpreter may lie where only root can read, so everything is imported before privileges are dropped.
 _COMMAND = """
 import os, sys
-import daemon.cli, daemon.session, daemon.display, click, trio, encodings.idna
+import daemon.cli.main, daemon.session, daemon.cli.display, click, trio, encodings.idna
 uid, gid = map(int, sys.argv[1:3])
 os.setgroups([]); os.setgid(gid); os.setuid(uid)
 if sys.argv[3] == "read":
     print(open(sys.argv[4], "rb").read().hex(), end="")
 else:
-    daemon.cli.main(sys.argv[3:])
+    daemon.cli.main.main(sys.argv[3:])
 """
 
 

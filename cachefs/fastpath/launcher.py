@@ -3,265 +3,51 @@
 The daemon holds everything that a successor needs: /dev/fuse, the shared memory, both ends of the socket that carries
 the FUSE protocol between the fast path and pyfuse3. When the fast path is killed no message is lost, because the socket
 lives on. When the daemon is killed the fast path holds the same things, and hands them over to the next daemon
-(`Inheritance.ask`), which attaches a new pyfuse3.
+(`MountDescriptors.ask`), which attaches a new pyfuse3.
 """
 
-import array
 import contextlib
-import enum
 import errno
 import logging
 import math
 import os
-import select
 import signal
 import socket
-import struct
 import subprocess
-import time
-from collections.abc import Awaitable, Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import TypeVar
 
 import trio
 
-from cachefs.attributes import PINNED, Extent
+from cachefs.contract.messages import ATTACH_SAME_PYTHON, Message
 from cachefs.errors import CacheFsError
-from cachefs.fastpath.shared import OtherVersion, Shared
-from cachefs.private_files import bind_socket, opener
-from cachefs.syscalls import pidfd_getfd
-from cachefs.threads import is_refused
-from cachefs.unix_socket import socket_address
-from cachefs.write_behind import Filled
+from cachefs.fastpath.connection import MESSAGE_BYTES, parse, send
+from cachefs.fastpath.mount_descriptors import MountDescriptors, is_unmounted
+from cachefs.fastpath.processes import LOOK_S, PROGRAM, STOP_TIMEOUT_S, is_running, memory_name, running
+from cachefs.system.private_files import opener
+from cachefs.system.threads import is_refused
+from cachefs.system.unix_socket import socket_address
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
 
-PROGRAM = Path(__file__).parent / "cachefs-fastpath"
-MESSAGE_BYTES = 256 << 10
 SOCKET_BUFFER_BYTES = 4 << 20
-_HEAD = struct.Struct("<2I2Q")
-_SAME_PYTHON = 1
 _SETTLED_S = 0.2
 """A fast path that lived this long is started again at once; younger ones after a pause that grows."""
 _MAX_PAUSE_S = 5.0
 _FIRST_STARTS = 5
 """So often it may end by itself before a new mount gives up: a library is missing, or the like."""
-_HANDOVER_TIMEOUT_S = 2.0  # a socket that only the descriptor store holds accepts, and never answers
-_STOP_TIMEOUT_S = 15.0
-_LOOK_S = 0.5
 _SHORTAGES = frozenset({errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ETOOMANYREFS})
 """What a machine answers that has no process, memory or descriptor to give at the moment."""
 _SHORTAGE_PAUSE_S = 0.1
 _PATIENCE_S = 10.0
 
 
-class Message(enum.IntEnum):
-    ATTACH = 1
-    ATTACHED = 2
-    HANDOVER = 3
-    HELD = 4
-    IN_DOUBT = 5
-    SLAB = 6
-    FILLED = 7
-    CORRUPT = 8
-    REFUSED = 9
-    ROOM = 10
-    WISH = 11
-    TOLD = 12
-    SOURCE = 13
-
-
-def is_built() -> bool:
-    return os.access(PROGRAM, os.X_OK)
-
-
-def _send(
-    connection: socket.socket, kind: Message, a: int = 0, b: int = 0, fds: tuple[int, ...] = (), data: bytes = b""
-) -> None:
-    ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
-    connection.sendmsg([_HEAD.pack(kind, len(data), a, b), data], ancillary)
-
-
-def _parse(data: bytes) -> tuple[Message, int, int, bytes]:
-    kind, _, a, b = _HEAD.unpack_from(data)
-    return Message(kind), a, b, data[_HEAD.size :]
-
-
-def parse_filled(data: bytes) -> Iterator["Filled"]:
-    """The units that a FILLED message reports."""
-    at = 0
-    while at < len(data):
-        report, inode, offset, version, blob_offset, size, length, count = _FILLED.unpack_from(data, at)
-        checksums = struct.unpack_from(f"<{count}Q", data, at + _FILLED.size)
-        at += _FILLED.size + 8 * count
-        yield Filled(report, inode, offset, Extent(PINNED, length, blob_offset, version, size, checksums))
-
-
-_FILLED = struct.Struct("<6Q2I")
-
-
-@dataclass(slots=True)
-class Inheritance:
-    """What a mount is made of, besides its cache directory. Held by the daemon and by the fast path."""
-
-    device: int
-    shared: Shared
-    source: int
-    blob: int
-    listener: socket.socket
-    pid: int = 0
-    """Of the fast path that runs; 0: none does."""
-
-    @classmethod
-    def ask(cls, path: Path) -> "Inheritance | None":
-        """Of the fast path that outlived its daemon. None: none answers. Raises OtherVersion."""
-        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
-            connection.settimeout(_HANDOVER_TIMEOUT_S)
-            try:
-                with socket_address(path) as address:
-                    connection.connect(address)
-                _send(connection, Message.HANDOVER)
-                data, fds, _, _ = socket.recv_fds(connection, _HEAD.size, 8)
-            except OSError:
-                return None
-        if len(fds) != 5:
-            return None
-        kind, _, pid, _ = _HEAD.unpack(data)
-        assert kind == Message.HELD
-        return cls.of(fds, pid)
-
-    @classmethod
-    def of(cls, fds: Sequence[int], pid: int = 0) -> "Inheritance":
-        """/dev/fuse, shared memory, source, blob, listener: they belong to it. Raises OtherVersion."""
-        try:
-            shared = Shared(fds[1])
-        except OtherVersion:
-            for fd in fds:
-                os.close(fd)
-            raise
-        return cls(fds[0], shared, fds[2], fds[3], socket.socket(fileno=fds[4]), pid)
-
-    def close(self) -> None:
-        self.shared.close()
-        self.listener.close()
-        os.close(self.device)
-
-
-def listen(path: Path) -> socket.socket:
-    listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    bind_socket(listener, path)
-    listener.listen(4)
-    return listener
-
-
-@dataclass(frozen=True, slots=True)
-class Running:
-    """A fast path, found in the process table by the name of the memory that it shares."""
-
-    pid: int
-    fds: tuple[int, ...]
-    """There: /dev/fuse, shared memory, source, blob, listener."""
-
-    def inherit(self) -> Inheritance:
-        """Take what it holds, without asking: it may be stopped. Raises OSError, OtherVersion."""
-        pidfd = os.pidfd_open(self.pid)
-        fds: list[int] = []
-        try:
-            for fd in self.fds:
-                fds.append(pidfd_getfd(pidfd, fd))
-        except OSError:
-            for fd in fds:
-                os.close(fd)
-            raise
-        finally:
-            os.close(pidfd)
-        return Inheritance.of(fds)
-
-    def kill(self) -> bool:
-        """Returns when it has ended. False: it does not, as it waits in the kernel."""
-        try:
-            pidfd = os.pidfd_open(self.pid)
-        except ProcessLookupError:
-            return True
-        try:
-            with contextlib.suppress(ProcessLookupError):
-                signal.pidfd_send_signal(pidfd, signal.SIGKILL)
-            deadline = time.monotonic() + _STOP_TIMEOUT_S
-            while is_running(self.pid) and time.monotonic() < deadline:
-                if select.select([pidfd], [], [], _LOOK_S)[0]:  # not while the source holds a thread of it
-                    return True
-            return not is_running(self.pid)
-        finally:
-            os.close(pidfd)
-
-
-def memory_name(link: str) -> str:
-    """What a memfd was called when it was made."""
-    return os.readlink(link).removeprefix("/memfd:").removesuffix(" (deleted)")
-
-
-def _runs_our_program(process: Path) -> bool:
-    """`process`: its directory in /proc. Raises OSError, StopIteration where it has ended.
-
-    Any user can start a set-user-ID program with arguments and open files of their choice. Therefore this looks at the
-    program itself and at all user ids of the process, not only the effective one.
-    """
-    if process.stat().st_uid != os.geteuid():  # most are sorted out by this
-        return False
-    program = os.path.basename(os.readlink(process / "exe")).removesuffix(" (deleted)")  # deleted: by an upgrade
-    lines = (process / "status").read_text(errors="replace").splitlines()
-    ids = next(line for line in lines if line.startswith("Uid:")).split()[1:]
-    return program == PROGRAM.name and set(map(int, ids)) == {os.geteuid()}
-
-
-def running(name: str) -> list[Running]:
-    """The fast paths of this user that share the memory of this name. More than one is a mistake."""
-    found = []
-    for process in Path("/proc").glob("[0-9]*"):
-        try:
-            if not _runs_our_program(process):
-                continue
-            command = (process / "cmdline").read_bytes().decode(errors="replace").split("\0")
-            fds = tuple(int(command[command.index(option) + 1]) for option in _HELD_OPTIONS)
-            if memory_name(f"{process}/fd/{fds[1]}") == name:
-                found.append(Running(int(process.name), fds))
-        except (OSError, ValueError, StopIteration):  # it has ended, or is another program
-            continue
-    return found
-
-
-_HELD_OPTIONS = ("--device", "--shared", "--source", "--blob", "--listener")
-
-
-def is_running(pid: int) -> bool:
-    """Zombies do not run."""
-    try:  # of its first thread: the file of the process adds up what all of them have used
-        return Path(f"/proc/{pid}/task/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in ("Z", "X")
-    except OSError:
-        return False
-
-
-def is_installed(pid: int) -> bool:
-    """Is what this process runs the program that is installed now? An upgrade has put another one in its place."""
-    try:
-        return os.path.samefile(f"/proc/{pid}/exe", PROGRAM)
-    except OSError:
-        return False
-
-
-def is_unmounted(device: int) -> bool:
-    """Has the kernel closed this /dev/fuse connection?"""
-    poll = select.poll()
-    poll.register(device, 0)
-    return any(events & select.POLLERR for _, events in poll.poll(0))
-
-
 async def _end_of(pid: int, pidfd: int) -> None:
     """Return when a process is dead. A thread that the source holds (FUSE, NFS) outlives it, and no event says so."""
     while is_running(pid):
-        with trio.move_on_after(_LOOK_S):
+        with trio.move_on_after(LOOK_S):
             await trio.lowlevel.wait_readable(pidfd)
 
 
@@ -270,7 +56,7 @@ class FastPath:
 
     def __init__(
         self,
-        held: Inheritance,
+        held: MountDescriptors,
         path: Path,
         *,
         session: Path,
@@ -331,13 +117,10 @@ class FastPath:
         """
         before = self._pid
 
-        async def open_process() -> int | None:
-            return self._open_process()
-
         async def spawn() -> None:
             self._spawn(after=before)
 
-        pidfd = await self._until_granted(open_process, patient=False)
+        pidfd = await self._until_granted(self._open_process, patient=False)
         if pidfd is None:
             return
         try:
@@ -346,7 +129,7 @@ class FastPath:
                 with contextlib.suppress(ProcessLookupError):
                     signal.pidfd_send_signal(pidfd, number)
                     signal.pidfd_send_signal(pidfd, signal.SIGCONT)  # one that was stopped hears nothing
-                with trio.move_on_after(_STOP_TIMEOUT_S):
+                with trio.move_on_after(STOP_TIMEOUT_S):
                     await _end_of(before, pidfd)
                     return
             os.kill(self._pid, signal.SIGKILL)
@@ -354,7 +137,7 @@ class FastPath:
         finally:
             os.close(pidfd)
 
-    def _open_process(self) -> int | None:
+    async def _open_process(self) -> int | None:
         """A pidfd of the program that runs. None: none does."""
         try:
             return os.pidfd_open(self._pid) if self._pid else None
@@ -417,7 +200,7 @@ class FastPath:
 
     async def _running_process(self) -> int:
         """A pidfd of the program, which is started if none runs."""
-        pidfd = self._open_process()
+        pidfd = await self._open_process()
         if pidfd is None:
             try:
                 await trio.to_thread.run_sync(self._end_others)
@@ -499,10 +282,10 @@ class FastPath:
                 break
             except BlockingIOError:  # a predecessor died before it accepted: the queue is full until the next one does
                 await trio.sleep(0.01)
-        _send(
+        send(
             self._connection,
             Message.ATTACH,
-            a=_SAME_PYTHON if self._attached else 0,
+            a=ATTACH_SAME_PYTHON if self._attached else 0,
             fds=(self._ours.fileno(), self._python.fileno()),
         )
         while (message := await self._next())[0] is not Message.ATTACHED:
@@ -520,13 +303,13 @@ class FastPath:
                 await trio.lowlevel.wait_readable(self._connection)
         if not data:
             raise EOFError
-        return _parse(data)
+        return parse(data)
 
     def send(self, kind: Message, a: int = 0, data: bytes = b"", fds: tuple[int, ...] = ()) -> bool:
         """False where it has died; the next one asks again."""
         if self._connection is not None:
             with contextlib.suppress(OSError):
-                _send(self._connection, kind, a, data=data, fds=fds)
+                send(self._connection, kind, a, data=data, fds=fds)
                 return True
         return False
 
@@ -544,7 +327,7 @@ class FastPath:
         if self._connection is not None:
             with contextlib.suppress(OSError):  # what it said last
                 while data := self._connection.recv(MESSAGE_BYTES):
-                    self._received(*_parse(data))
+                    self._received(*parse(data))
             self._connection.close()
             self._connection = None
         self._died()
@@ -560,7 +343,7 @@ class FastPath:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(self._pid, number)
                     os.kill(self._pid, signal.SIGCONT)  # one that was stopped hears nothing
-            with trio.move_on_after(_STOP_TIMEOUT_S):
+            with trio.move_on_after(STOP_TIMEOUT_S):
                 await self._ended.wait()
 
     def close(self) -> None:

@@ -17,7 +17,7 @@ small part of what was read.
 A chunk of which so many small pieces are known (`MAX_PIECES`) is fetched whole: each piece costs a request to the
 source and an entry in the index, and somebody seems to want it all.
 
-The fast path has the same rule (fastpath/window.c).
+The fast path has the same rule (fastpath/c/misses/window.c).
 """
 
 from policies.prefetch.base import Target

@@ -13,7 +13,7 @@ from policies.retention.retire import RetireWhenDone
 
 
 @dataclass(frozen=True, slots=True)
-class Circumstances:
+class PolicyContext:
     """What some policies are made from."""
 
     part_of: Callable[[Any], object] = lambda key: key
@@ -22,12 +22,12 @@ class Circumstances:
     """Of each access of the trace; a mount has none."""
 
 
-_MAKERS: dict[str, Callable[[Circumstances], Retention[Any]]] = {
+_MAKERS: dict[str, Callable[[PolicyContext], Retention[Any]]] = {
     "no-replacement": lambda _: NoReplacement(),
     "lru": lambda _: LRU(),
     "fifo": lambda _: FIFO(),
-    "retire": lambda around: RetireWhenDone(around.part_of),
-    "opt": lambda around: OPT(around.next_uses),
+    "retire": lambda context: RetireWhenDone(context.part_of),
+    "opt": lambda context: OPT(context.next_uses),
 }
 
 NAMES = tuple(_MAKERS)
@@ -35,6 +35,6 @@ MOUNTABLE = tuple(name for name in NAMES if name != "opt")
 """Those that need not know the future."""
 
 
-def make(name: str, circumstances: Circumstances | None = None) -> Retention[Any]:
+def make(name: str, circumstances: PolicyContext | None = None) -> Retention[Any]:
     """Raises KeyError for a name that is not in NAMES."""
-    return _MAKERS[name](circumstances or Circumstances())
+    return _MAKERS[name](circumstances or PolicyContext())

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from cachefs.fastpath.shared import Shared
+from cachefs.fastpath.shared_memory import Shared
 from tests.agreement.library import FastPath, build
 
 

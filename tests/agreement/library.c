@@ -1,6 +1,9 @@
 /* The fast path's rules for a test in Python: over an index and shared memory that Python has made. */
+#include <errno.h>
+#include <fcntl.h>
 #include <lmdb.h>
 #include <pthread.h>
+#include <stdarg.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
@@ -8,14 +11,13 @@
 #include <time.h>
 #include <unistd.h>
 
-#include "age.h"
-#include "answer.h"
-#include "blob.h"
-#include "buffer.h"
-#include "control.h"
-#include "record.h"
-#include "source.h"
-#include "window.h"
+#include "appender/record.h"
+#include "cache/age.h"
+#include "cache/blob.h"
+#include "common/buffer.h"
+#include "hits/answer.h"
+#include "misses/source.h"
+#include "misses/window.h"
 
 static const char *const table_names[TABLES] = {
     "meta", "aliases", "inodes", "dentries", "links", "listing", "symlinks", "xattrs", "extents",
@@ -42,6 +44,50 @@ int clock_gettime(clockid_t clock, struct timespec *out)
     int64_t ns = clock == CLOCK_MONOTONIC ? monotonic : clock == CLOCK_REALTIME ? realtime : boottime;
     *out = (struct timespec){.tv_sec = ns / 1000000000, .tv_nsec = ns % 1000000000};
     return 0;
+}
+
+/* --- disks that read in parts, or not at all -------------------------------------------------------------------------- */
+
+static struct {
+    size_t most; /* bytes that a pread gives; 0: all */
+    int error, times; /* so many fail first */
+    bool stays_direct; /* O_DIRECT cannot be taken back */
+    unsigned direct_reads;
+} disk;
+
+void set_disk(size_t most, int error, int times, bool stays_direct)
+{
+    disk.most = most, disk.error = error, disk.times = times, disk.stays_direct = stays_direct, disk.direct_reads = 0;
+}
+
+unsigned direct_reads(void)
+{
+    return disk.direct_reads;
+}
+
+ssize_t pread(int fd, void *buffer, size_t length, off_t offset)
+{
+    disk.direct_reads += (fcntl(fd, F_GETFL) & O_DIRECT) != 0;
+    if (disk.times > 0) {
+        disk.times--;
+        errno = disk.error;
+        return -1;
+    }
+    ssize_t got = syscall(SYS_pread64, fd, buffer, length, offset);
+    return disk.most && got > (ssize_t)disk.most ? (ssize_t)disk.most : got;
+}
+
+int fcntl(int fd, int command, ...)
+{
+    va_list arguments;
+    va_start(arguments, command);
+    long argument = va_arg(arguments, long);
+    va_end(arguments);
+    if (command == F_SETFL && disk.stays_direct && !(argument & O_DIRECT)) {
+        errno = EPERM;
+        return -1;
+    }
+    return (int)syscall(SYS_fcntl, fd, command, argument);
 }
 
 /* --- the index ----------------------------------------------------------------------------------------------------- */
@@ -217,18 +263,16 @@ bool read_source(int root, const char *path, const struct inode_record *record, 
 /* --- answers to the kernel ------------------------------------------------------------------------------------------ */
 
 static struct fastpath fastpath;
-static struct control_socket control;
 static struct worker worker;
 
 /* Over the index that is open. */
 bool open_answers(int blob)
 {
     uint8_t *scratch = buffer_memory(2 * QUICK_BYTES);
-    fastpath = (struct fastpath){.shared = shared, .index = index_, .control = &control};
+    fastpath = (struct fastpath){.shared = shared, .index = index_};
     fastpath.device = memfd_create("device", MFD_CLOEXEC);
     fastpath.ahead.scratch = scratch + QUICK_BYTES;
-    control.daemon = -1;
-    pthread_mutex_init(&control.lock, NULL);
+    daemon_init(&fastpath.daemon);
     pthread_mutex_init(&fastpath.turn, NULL);
     return scratch && fastpath.device >= 0 && blob_open(&fastpath.blob, blob, shared->seed) &&
            !worker_init(&worker, &fastpath, &counters, scratch);

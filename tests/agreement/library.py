@@ -9,13 +9,14 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
-from cachefs.attributes import Dentry, Inode
-from cachefs.belief import FOREVER_NS
-from cachefs.environment import Environment
-from cachefs.fastpath.shared import Shared
+from cachefs.contract import c_header
+from cachefs.fastpath.shared_memory import Shared
+from cachefs.metadata.validity import FOREVER_NS
 from cachefs.options import Options
+from cachefs.store.index.environment import Environment
+from cachefs.store.index.records import Dentry, Inode
 
-SOURCES = Path(__file__).parents[2] / "cachefs" / "fastpath"
+SOURCES = Path(__file__).parents[2] / "cachefs" / "fastpath" / "c"
 _C_FOREVER_NS = (1 << 64) - 1
 _PATH_BYTES = 32 << 10
 MAX_VALUE_BYTES = 1024
@@ -23,7 +24,7 @@ EXAMPLES = int(os.environ.get("AGREEMENT_EXAMPLES", "1000"))
 """Of what is cheap to compare."""
 OWN_SOURCE = Path(__file__).with_name("library.c")
 LINK = ["-shared", "-pthread", "-Wl,-Bsymbolic"]
-"""Its own clock_gettime is meant."""
+"""Its own clock_gettime, pread and fcntl are meant."""
 
 
 def build(directory: Path) -> ctypes.CDLL:
@@ -31,9 +32,10 @@ def build(directory: Path) -> ctypes.CDLL:
     if prepared := os.environ.get("AGREEMENT_LIBRARY"):
         return _load(Path(prepared))
     library = directory / "fastpath.so"
-    sources = [path for path in SOURCES.glob("*.c") if path.name != "main.c"]
+    c_header.write(directory)
+    sources = [path for path in SOURCES.glob("*/*.c") if path.name != "main.c"]
     flags = ["-std=gnu11", "-O1", "-g", "-fPIC", "-D_GNU_SOURCE", "-Wall", "-Wextra", "-Werror"]
-    command = ["cc", *flags, *LINK, f"-I{SOURCES}", OWN_SOURCE, *sources]
+    command = ["cc", *flags, *LINK, f"-I{directory}", f"-I{SOURCES}", OWN_SOURCE, *sources]
     subprocess.run([*command, "-llmdb", "-o", library], check=True)
     return _load(library)
 
@@ -60,8 +62,8 @@ def _load(library: Path) -> ctypes.CDLL:
 
 
 UNIQUE = 2
-_IN = struct.Struct("<2I2Q4I")  # struct fuse_in_header: length, opcode, unique, nodeid, uid, gid, pid, padding
-_OUT = struct.Struct("<IiQ")  # struct fuse_out_header: length, error, unique
+IN = struct.Struct("<2I2Q4I")  # struct fuse_in_header: length, opcode, unique, nodeid, uid, gid, pid, padding
+OUT = struct.Struct("<IiQ")  # struct fuse_out_header: length, error, unique
 _REPLY_BYTES = (1 << 20) + 4096
 
 
@@ -70,9 +72,9 @@ class Answer(NamedTuple):
     data: bytes
 
 
-def request(opcode: int, number: int, body: bytes) -> bytes:
+def request(opcode: int, number: int, body: bytes, *, unique: int = UNIQUE, uid: int = 0, pid: int = 1) -> bytes:
     """As the kernel sends it."""
-    return _IN.pack(_IN.size + len(body), opcode, UNIQUE, number, 0, 0, 1, 0) + body
+    return IN.pack(IN.size + len(body), opcode, unique, number, uid, 0, pid, 0) + body
 
 
 def _u64(number: int) -> ctypes.c_uint64:
@@ -96,6 +98,19 @@ class FastPath:
 
     def set_clocks(self, *, monotonic_ns: int = 0, realtime_ns: int = 0, boottime_ns: int = 0) -> None:
         self._c.set_clocks(*map(ctypes.c_int64, (monotonic_ns, realtime_ns, boottime_ns)))
+
+    @contextmanager
+    def disk(self, *, most: int = 0, error: int = 0, times: int = 0, stays_direct: bool = False) -> Iterator[None]:
+        """A read gives `most` bytes at most (0: all); so many fail first; O_DIRECT cannot be taken back."""
+        self._c.set_disk(ctypes.c_size_t(most), error, times, stays_direct)
+        try:
+            yield
+        finally:
+            self._c.set_disk(ctypes.c_size_t(0), 0, 0, False)
+
+    def direct_reads(self) -> int:
+        """How many there were since `disk`."""
+        return int(self._c.direct_reads())
 
     @contextmanager
     def over(self, session: Environment, durable: Environment) -> Iterator[None]:
@@ -223,9 +238,9 @@ class FastPath:
             return None
         if length == 0:
             return Answer(0, b"")
-        said, error, unique = _OUT.unpack_from(reply.raw)
+        said, error, unique = OUT.unpack_from(reply.raw)
         assert (said, unique) == (length, UNIQUE)
-        return Answer(-error, reply.raw[_OUT.size : length])
+        return Answer(-error, reply.raw[OUT.size : length])
 
     def kind_of_request(self, message: bytes) -> int:
         buffer = ctypes.create_string_buffer(message, len(message) + 8)

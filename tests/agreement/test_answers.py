@@ -1,7 +1,7 @@
-"""What the fast path answers by itself: all of fastpath/answer.c, listing.c and reading.c against rules in Python.
+"""What the fast path answers by itself: all of fastpath/c/hits against rules in Python.
 
 Over indexes of any content it answers just what it may, and passes on just what it must: the rules are those of
-docs/FASTPATH.md, written down once more over `Belief`.
+docs/FASTPATH.md, written down once more over `Validity`.
 """
 
 import errno
@@ -17,12 +17,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cachefs import age
-from cachefs.attributes import (
+from cachefs.contract.shared import SharedFlag
+from cachefs.fastpath.shared_memory import mount_flags
+from cachefs.metadata.validity import FOREVER_NS, Validity
+from cachefs.options import CacheLevel, Options
+from cachefs.source import age
+from cachefs.store.blob.record import BLOCK_BYTES, checksums_of
+from cachefs.store.index.environment import TOMBSTONE, Environment, Table, View
+from cachefs.store.index.records import (
+    FLAGS_PINNED,
     FREEZABLE,
     IMMUTABLE,
     LISTED,
-    NANOSECONDS,
     PINNED,
     ROOT_INODE,
     STALE,
@@ -35,12 +41,7 @@ from cachefs.attributes import (
     inode_key,
     pair_key,
 )
-from cachefs.belief import FOREVER_NS, Belief
-from cachefs.environment import TOMBSTONE, Environment, Table, View
-from cachefs.fastpath.shared import NO_OPEN, PINS_EVERYTHING, READ_ONLY, mount_flags
-from cachefs.metadata_cache import FLAGS_PINNED
-from cachefs.options import CacheLevel, Options
-from cachefs.record import BLOCK_BYTES, checksums_of
+from cachefs.system.clock import NANOSECONDS
 from policies.globs import Globs
 from tests.agreement.library import Answer, FastPath
 from tests.agreement.test_window import environments
@@ -73,7 +74,7 @@ class Index:
     """What both sides have before them."""
 
     mount: Options
-    belief: Belief
+    validity: Validity
     session: Environment
     durable: Environment
 
@@ -91,14 +92,14 @@ class Index:
     def believed(self, view: View, number: int) -> tuple[Inode, int] | None:
         """A pinned record, and for how long it holds."""
         record = self.inode(view, number)
-        if record is None or not self.belief.is_pinned(record):
+        if record is None or not self.validity.is_pinned(record):
             return None
-        remaining_ns = self.belief.remaining_ns(record)
+        remaining_ns = self.validity.remaining_ns(record)
         return (record, remaining_ns) if remaining_ns else None
 
     def is_immutable(self, record: Inode) -> bool:
         kept = record.flags & IMMUTABLE or self.mount.pins_everything
-        return bool(record.is_regular and self.belief.is_pinned(record) and kept)
+        return bool(record.is_regular and self.validity.is_pinned(record) and kept)
 
 
 # --- what is drawn ---------------------------------------------------------------------------------------------------
@@ -242,9 +243,9 @@ def look_up(index: Index, view: View, parent: int, name: bytes) -> Answer | None
     dentry = index.dentry(view, parent, name)
     if above is None or (dentry is None and parent == ROOT_INODE):  # Python notes what is missing in the root
         return None
-    if index.belief.knows_absent(above[0], dentry):
+    if index.validity.knows_absent(above[0], dentry):
         return Answer(0, entry(0, None, above[1]))
-    if dentry is None or not dentry.inode or not index.belief.entry_holds(above[0], dentry):
+    if dentry is None or not dentry.inode or not index.validity.entry_holds(above[0], dentry):
         return None
     found = index.believed(view, dentry.inode)
     return Answer(0, entry(dentry.inode, *found)) if found is not None else None
@@ -286,7 +287,7 @@ def read(index: Index, view: View, number: int, offset: int, size: int, *, ours:
         return None
     others = IMMUTABLE | WRITTEN | STALE | UNLINKED | FREEZABLE
     opened = (ours or index.mount.is_complete) and record.flags & others == FREEZABLE
-    if not opened and not (index.belief.remaining_ns(record) and index.is_immutable(record)):
+    if not opened and not (index.validity.remaining_ns(record) and index.is_immutable(record)):
         return None
     end, parts = min(offset + size, record.size), []
     while offset < end:
@@ -332,7 +333,7 @@ def list_(index: Index, view: View, number: int, offset: int, size: int, *, plus
     for key, value in view.scan(Table.LISTING, inode_key(number), start):
         position, name = int.from_bytes(key[8:16], "big"), value[4:]
         dentry = index.dentry(view, number, name)
-        holds = dentry is not None and dentry.inode and index.belief.entry_holds(found[0], dentry)
+        holds = dentry is not None and dentry.inode and index.validity.entry_holds(found[0], dentry)
         below = index.believed(view, dentry.inode) if dentry is not None and holds else None
         if dentry is None or below is None:
             return Answer(0, out) if out else None  # the rest is asked for again, and passed on then
@@ -348,7 +349,7 @@ def open_(index: Index, view: View, number: int, flags: int) -> Answer | None:
     if index.mount.is_complete:
         return Answer(errno.ENOSYS, b"")
     record = index.inode(view, number)
-    if record is None or not index.belief.remaining_ns(record) or not index.is_immutable(record):
+    if record is None or not index.validity.remaining_ns(record) or not index.is_immutable(record):
         return None
     if record.flags & UNLINKED:
         return None
@@ -455,8 +456,8 @@ def test_it_answers_what_it_may_and_passes_on_what_it_must(
     fast_path.shared["serving"] = 1
     fast_path.shared["clock_offset_ns"] = 0
     fast_path.set_clocks(monotonic_ns=NOW_NS, realtime_ns=NOW_NS)
-    belief = Belief(mount, RUN, floors[0], lambda: NOW_NS, strict_floor=floors[1])
-    index = Index(mount, belief, session, durable)
+    validity = Validity(mount, RUN, floors[0], lambda: NOW_NS, strict_floor=floors[1])
+    index = Index(mount, validity, session, durable)
     with fast_path.over(session, durable), fast_path.answering(blob):
 
         def ask(*request: Any) -> Answer | None:
@@ -489,8 +490,8 @@ def test_what_needs_no_look_at_the_index(
     flags = mount_flags(mount)
     ours, theirs = FAST_HANDLE | 7, 12
     done, refused = Answer(0, b""), Answer(errno.ENOSYS, b"")
-    no_open = bool(flags & NO_OPEN)
-    assert no_open == bool(flags & PINS_EVERYTHING and not mount.mutable)
+    no_open = bool(flags & SharedFlag.NO_OPEN)
+    assert no_open == bool(flags & SharedFlag.PINS_EVERYTHING and not mount.mutable)
     handle = Answer(0, struct.pack("<Q2I", ours, 0, 0))
     with fast_path.over(session, durable), fast_path.answering(blob):
         assert fast_path.ask(OPENDIR, 7, bytes(8)) == (refused if no_open else handle)
@@ -499,7 +500,7 @@ def test_what_needs_no_look_at_the_index(
             assert fast_path.ask(opcode, 7, struct.pack("<3Q", theirs, 0, 0)) is None
         for number, expected in ((ours, done), (theirs, None)):
             flushed = fast_path.ask(FLUSH, 7, struct.pack("<3Q", number, 0, 0))
-            assert flushed == (refused if flags & READ_ONLY else expected)
+            assert flushed == (refused if flags & SharedFlag.READ_ONLY else expected)
             assert fast_path.ask(20, 7, struct.pack("<2Q", number, 0)) == expected
         assert fast_path.ask(FSYNCDIR, 7, struct.pack("<2Q", ours, 0)) is None
         for opcode in (39, 40, 46):

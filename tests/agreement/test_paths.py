@@ -1,4 +1,4 @@
-"""The path of an inode: cachefs/paths.py against fastpath/index.c.
+"""The path of an inode: cachefs/metadata/inode_paths.py against fastpath/c/cache/index.c.
 
 The fast path takes any name that the index has; what it opens by that is compared with the record. Where each inode
 has one name that leads to it, both find the same.
@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cachefs.attributes import PINNED, ROOT_INODE, Dentry, Inode, inode_key
-from cachefs.environment import TOMBSTONE, Environment, Table, View
-from cachefs.paths import Paths, link_key, link_value
+from cachefs.metadata.inode_paths import Paths, link_key, link_value
+from cachefs.store.index.environment import TOMBSTONE, Environment, Table, View
+from cachefs.store.index.records import PINNED, ROOT_INODE, Dentry, Inode, inode_key
 from tests.agreement.library import FastPath
 from tests.agreement.test_window import environments
 

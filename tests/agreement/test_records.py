@@ -1,8 +1,9 @@
-"""The record of the blob: cachefs/record.py and blob.py against fastpath/record.c, stage.c and blob.c.
+"""The record of the blob: store/blob/record.py and blob.py against record.c, stage.c and blob.c of fastpath/c.
 
 What one side writes the other reads, and what is damaged neither gives out.
 """
 
+import errno
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,11 +12,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cachefs import record
-from cachefs.attributes import PINNED, Extent, Inode
-from cachefs.blob import Blob
 from cachefs.errors import CorruptRecord
 from cachefs.options import Options
+from cachefs.store.blob import record
+from cachefs.store.blob.blob import Blob
+from cachefs.store.index.records import PINNED, Extent, Inode
 from tests.agreement.library import FastPath
 
 SEED = 4711
@@ -138,6 +139,19 @@ def test_neither_reads_what_the_blob_does_not_reach(
     assert fast_path.read_blob(place.fd, extent.pack(), 0, length) is None
     with pytest.raises((CorruptRecord, OSError)):
         place.blob.read(extent, 0, length)
+
+
+@pytest.mark.parametrize("start", [0, 5, 200_000])
+def test_a_record_that_the_disk_gives_in_parts(fast_path: FastPath, place: Place, start: int) -> None:
+    fast_path.set_up(Options(), seed=SEED)
+    payload = bytes_of(MOST)[: 1 << 20]
+    value = fast_path.write_record(place.fd, Inode(7, *[0] * 21)._replace(size=len(payload), version=2), 0, payload, 0)
+    length = len(payload) - start
+    for fault in ({"most": PAGE}, {"most": 3 * PAGE}, {"error": errno.EINTR, "times": 2}):
+        with fast_path.disk(**fault):
+            assert fast_path.read_blob(place.fd, value, start, length) == payload[start:]
+    with fast_path.disk(error=errno.EIO, times=9):
+        assert fast_path.read_blob(place.fd, value, start, length) is None
 
 
 @pytest.mark.parametrize("seed", [SEED, SEED + 1])

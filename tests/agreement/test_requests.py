@@ -1,4 +1,4 @@
-"""What becomes of a request when somebody dies: fastpath/protocol.c against a table, one line for each operation."""
+"""What becomes of a request when somebody dies: kernel/protocol.c against a table, one line for each operation."""
 
 import os
 import struct

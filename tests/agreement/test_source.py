@@ -1,5 +1,6 @@
-"""Reading the source: cachefs/source.py and identity.py against fastpath/source.c."""
+"""Reading the source: cachefs/source/source.py and identity.py against fastpath/c/misses/source.c."""
 
+import errno
 import os
 import stat
 from collections.abc import Iterator
@@ -8,12 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from cachefs import syscalls
-from cachefs.attributes import Inode, clamped_ns
-from cachefs.identity import Changed
 from cachefs.options import Options
-from cachefs.source import Object, Source
-from cachefs.source_directories import ROOT
+from cachefs.source.directories import ROOT
+from cachefs.source.identity import Changed
+from cachefs.source.source import Object, Source
+from cachefs.store.index.records import Inode
+from cachefs.system import syscalls
+from cachefs.system.stat import clamped_ns
 from tests.agreement.library import FastPath
 
 MIB = 1 << 20
@@ -71,6 +73,59 @@ def test_both_read_any_part(sides: Sides, size: int) -> None:
             assert sides.read("file", expected, offset, 1) == data[offset : offset + 1]
     assert sides.read("file", expected, size, 1) is None, "there is nothing behind the end"
     assert sides.read("file", expected, size - 1, 2) is None
+
+
+PARTS = [4096, 5000, 8192, 100_001, 1 << 30]
+
+
+@pytest.mark.parametrize("most", PARTS)
+@pytest.mark.parametrize("length", [8192, 2 * MIB, 3 * MIB + 5])
+def test_what_comes_in_parts_is_read_whole(fast_path: FastPath, sides: Sides, most: int, length: int) -> None:
+    data = os.urandom(4 * MIB)
+    (sides.root / "file").write_bytes(data)
+    expected = sides.record_of("file")
+    for offset in (0, 4096, 5000):
+        with fast_path.disk(most=most):
+            assert sides.read("file", expected, offset, length) == data[offset : offset + length]
+
+
+@pytest.mark.parametrize("length", [1, 8192, 2 * MIB])
+def test_a_read_that_a_signal_interrupts_is_made_again(fast_path: FastPath, sides: Sides, length: int) -> None:
+    data = os.urandom(length)
+    (sides.root / "file").write_bytes(data)
+    expected = sides.record_of("file")
+    with fast_path.disk(error=errno.EINTR, times=3):
+        assert sides.read("file", expected, 0, length) == data
+    with fast_path.disk(error=errno.EINTR, times=1):  # and then the end
+        assert sides.read("file", expected, 0, length + 1) is None
+
+
+@pytest.mark.parametrize("length", [8192, 2 * MIB])
+def test_a_read_that_fails_gives_nothing(fast_path: FastPath, sides: Sides, length: int) -> None:
+    (sides.root / "file").write_bytes(bytes(length))
+    expected = sides.record_of("file")
+    with fast_path.disk(error=errno.EIO, times=9):
+        assert sides.read_deep(b"file", expected, length) is None
+
+
+@pytest.mark.parametrize("size", [2 * MIB, 3 * MIB + 5])
+def test_large_parts_are_read_past_the_page_cache_where_that_can_be(
+    fast_path: FastPath, sides: Sides, size: int
+) -> None:
+    data = os.urandom(size)
+    (sides.root / "file").write_bytes(data)
+    expected = sides.record_of("file")
+    with fast_path.disk():
+        assert sides.read_deep(b"file", expected, size) == data
+        assert fast_path.direct_reads() == 1
+    with fast_path.disk():
+        assert sides.read_deep(b"file", expected, 2 * MIB - 1) == data[: 2 * MIB - 1]
+        assert fast_path.direct_reads() == 0
+    with fast_path.disk(error=errno.EINVAL, times=1):  # a filesystem without
+        assert sides.read_deep(b"file", expected, size) == data
+        assert fast_path.direct_reads() == 1
+    with fast_path.disk(error=errno.EINVAL, times=1, stays_direct=True):
+        assert sides.read_deep(b"file", expected, size) is None
 
 
 CHANGES = {

@@ -1,17 +1,18 @@
-"""What is valid, and for how long: cachefs/belief.py and age.py against fastpath/index.c and age.h."""
+"""What is valid, and for how long: metadata/validity.py and age.py against fastpath/c/cache/index.c and age.h."""
 
 import math
 import stat
 from typing import Any
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cachefs import age
-from cachefs.attributes import FREEZABLE, IMMUTABLE, PINNED, STALE, UNLINKED, UNSETTLED, WRITTEN, Dentry, Inode
-from cachefs.belief import Belief
-from cachefs.options import CacheLevel, Options
-from cachefs.young_files import YoungFiles
+from cachefs.data.young_files import YoungFiles
+from cachefs.metadata.validity import Validity
+from cachefs.options import SETTLE_NS, CacheLevel, Options
+from cachefs.source import age
+from cachefs.store.index.records import FREEZABLE, IMMUTABLE, PINNED, STALE, UNLINKED, UNSETTLED, WRITTEN, Dentry, Inode
 from tests.agreement.library import EXAMPLES, FastPath
 
 NOW_NS = 10**15
@@ -42,7 +43,7 @@ mounts = st.builds(
     cache=st.sampled_from(CacheLevel),
     read_only=st.booleans(),
     attr_timeout_s=st.sampled_from([1.0, math.inf]),
-    settle_ns=st.sampled_from([age.SETTLE_NS, age.SETTLE_NS // 20]),
+    settle_ns=st.sampled_from([SETTLE_NS, SETTLE_NS // 20]),
 )
 floors = st.fixed_dictionaries({"run": _RUNS, "floor": _RUNS, "strict_floor": _RUNS})
 
@@ -61,21 +62,35 @@ def test_both_believe_the_same(
 ) -> None:
     fast_path.set_up(mount, **floors)
     fast_path.set_clocks(monotonic_ns=NOW_NS)
-    belief = Belief(mount, floors["run"], floors["floor"], lambda: NOW_NS, strict_floor=floors["strict_floor"])
-    assert fast_path.is_pinned(record) == belief.is_pinned(record)
-    assert fast_path.remaining_ns(record) == belief.remaining_ns(record)
-    assert fast_path.knows_absent(record, dentry) == belief.knows_absent(record, dentry)
+    validity = Validity(mount, floors["run"], floors["floor"], lambda: NOW_NS, strict_floor=floors["strict_floor"])
+    assert fast_path.is_pinned(record) == validity.is_pinned(record)
+    assert fast_path.remaining_ns(record) == validity.remaining_ns(record)
+    assert fast_path.knows_absent(record, dentry) == validity.knows_absent(record, dentry)
     if dentry is not None:
-        assert fast_path.entry_holds(record, dentry) == belief.entry_holds(record, dentry)
+        assert fast_path.entry_holds(record, dentry) == validity.entry_holds(record, dentry)
+
+
+@pytest.mark.parametrize("mode", [stat.S_IFREG, stat.S_IFDIR])
+@pytest.mark.parametrize("nlink", [0, 1, 2])
+@pytest.mark.parametrize("device", [0, 1])
+@pytest.mark.parametrize("stamp", [1, 2, 3])
+def test_both_count_the_same_from_the_strict_floor(
+    fast_path: FastPath, mode: int, nlink: int, device: int, stamp: int
+) -> None:
+    mount = Options(read_only=True, attr_timeout_s=math.inf)
+    fast_path.set_up(mount, run=4, floor=2, strict_floor=3)
+    validity = Validity(mount, 4, 2, strict_floor=3)
+    record = Inode(7, PINNED, *[0] * 20)._replace(mode=mode | 0o644, nlink=nlink, device=device, stamp=stamp)
+    assert fast_path.remaining_ns(record) == validity.remaining_ns(record)
 
 
 @settings(max_examples=EXAMPLES)
 @given(mount=mounts, record=inodes())
 def test_what_is_immutable_to_the_fast_path(fast_path: FastPath, mount: Options, record: Inode) -> None:
-    """Python's rule is that of the flags: see OpenFiles."""
+    """Python's rule is that of the flags: see Immutability."""
     fast_path.set_up(mount)
-    belief = Belief(mount, 1, 0)
-    pinned_file = record.is_regular and belief.is_pinned(record)
+    validity = Validity(mount, 1, 0)
+    pinned_file = record.is_regular and validity.is_pinned(record)
     assert fast_path.is_immutable(record) == (pinned_file and bool(record.flags & IMMUTABLE or mount.pins_everything))
     others = IMMUTABLE | WRITTEN | STALE | UNLINKED
     assert fast_path.is_freezable(record) == (bool(record.flags & FREEZABLE) and not record.flags & others)
@@ -104,6 +119,15 @@ def test_both_find_a_file_of_the_same_age(
     young.was_read(record)
     assert [fast_path.note_young(record)] == noted
     fast_path.shared["young_taken"] = fast_path.shared["young_written"]
+
+
+def test_memory_that_says_nothing_of_an_age_means_the_usual_one(fast_path: FastPath) -> None:
+    fast_path.set_up(Options())
+    fast_path.set_clocks(realtime_ns=NOW_NS, boottime_ns=NOW_NS)
+    record = Inode(7, *[0] * 21)._replace(mtime_ns=NOW_NS - SETTLE_NS // 2)
+    usual_ns = fast_path.until_old_ns(record)
+    fast_path.shared["settle_ns"] = 0
+    assert fast_path.until_old_ns(record) == usual_ns > 0
 
 
 def test_a_clock_that_was_set_back_is_believed(fast_path: FastPath) -> None:

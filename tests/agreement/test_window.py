@@ -1,4 +1,4 @@
-"""How much a READ fetches: cachefs/fetch.py with policies/prefetch/sequential.py against fastpath/window.c."""
+"""How much a READ fetches: data/fetcher.py with prefetch/sequential.py against fastpath/c/misses/window.c."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,12 +10,12 @@ import pytest
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
-from cachefs.attributes import PINNED, Extent, Inode, pair_key
-from cachefs.data_cache import DataCache
-from cachefs.environment import Environment, Table, View
-from cachefs.fetch import Fetcher
+from cachefs.data.data_cache import DataCache
+from cachefs.data.fetcher import Fetcher
 from cachefs.options import Options
-from cachefs.record import block_count
+from cachefs.store.blob.record import block_count
+from cachefs.store.index.environment import Environment, Table, View
+from cachefs.store.index.records import PINNED, Extent, Inode, pair_key
 from policies.prefetch.sequential import CHUNK_BYTES
 from tests.agreement.library import EXAMPLES, FastPath
 
@@ -161,6 +161,8 @@ def test_both_fetch_the_same(sides: Sides, file: tuple[Inode, list[Piece], list[
 @given(count=st.integers(28, 36), gap=st.sampled_from([4096, 8192]), at=st.integers(0, 60), length=st.integers(1, 40))
 @example(count=32, gap=4096, at=40, length=1)
 @example(count=31, gap=4096, at=40, length=1)
+@example(count=32, gap=4096, at=60, length=903)  # to the end of the chunk
+@example(count=32, gap=4096, at=60, length=904)
 def test_a_chunk_in_many_pieces(sides: Sides, count: int, gap: int, at: int, length: int) -> None:
     """From some number on it is fetched whole."""
     record = Inode(NUMBER, *[0] * 21)._replace(size=2 * CHUNK_BYTES + 5000, version=VERSION)

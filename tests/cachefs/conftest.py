@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from cachefs.environment import Environment
-from cachefs.index import Index
+from cachefs.store.index.environment import Environment
+from cachefs.store.index.index import Index
 
 
 @pytest.fixture

@@ -7,11 +7,13 @@ import pytest
 import trio
 import trio.testing
 
-from cachefs import age
-from cachefs.attributes import NANOSECONDS, UNSETTLED, Inode
-from cachefs.environment import Environment
-from cachefs.index import Index
-from cachefs.young_files import YoungFiles
+from cachefs.data.young_files import YoungFiles
+from cachefs.options import SETTLE_NS
+from cachefs.source import age
+from cachefs.store.index.environment import Environment
+from cachefs.store.index.index import Index
+from cachefs.store.index.records import UNSETTLED, Inode
+from cachefs.system.clock import NANOSECONDS
 
 NOW_NS = 1_000 * NANOSECONDS
 SECOND_NS = NANOSECONDS
@@ -37,9 +39,9 @@ def test_both_times_count_and_the_future_is_young(
     mtime_s: float, ctime_s: float, young: bool, written_s: float, waiting_s: float
 ) -> None:
     file = changed(mtime_s, ctime_s)
-    assert age.is_young(file, NOW_NS, age.SETTLE_NS) is young
-    assert age.until_written_ns(file, NOW_NS, age.SETTLE_NS) == written_s * SECOND_NS
-    assert age.worth_waiting_ns(file, NOW_NS, age.SETTLE_NS) == waiting_s * SECOND_NS
+    assert age.is_young(file, NOW_NS, SETTLE_NS) is young
+    assert age.until_written_ns(file, NOW_NS, SETTLE_NS) == written_s * SECOND_NS
+    assert age.worth_waiting_ns(file, NOW_NS, SETTLE_NS) == waiting_s * SECOND_NS
 
 
 class Kernel:

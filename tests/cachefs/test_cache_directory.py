@@ -7,13 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from cachefs import cache_directory, rctime
-from cachefs.attributes import PINNED
-from cachefs.cache_directory import CacheDirectory, OpenedIndex
-from cachefs.environment import Environment, Table
 from cachefs.errors import CacheFsError
 from cachefs.options import Revalidate
-from cachefs.runs import RunState
+from cachefs.source import rctime
+from cachefs.store import cache_directory
+from cachefs.store.cache_directory import CacheDirectory, OpenedIndex
+from cachefs.store.index.environment import Environment, Table
+from cachefs.store.index.records import PINNED
+from cachefs.store.runs import RunState
 
 AUTO, LAZY, NEVER = Revalidate.AUTO, Revalidate.LAZY, Revalidate.NEVER
 RCTIME = b"1000000000.09123"

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from cachefs import syscalls
-from cachefs.caller import CAP_SYS_RESOURCE, Caller, Identity, own_identity, unknown_writer
+from cachefs.source.credentials import CAP_SYS_RESOURCE, Caller, Identity, own_identity, unknown_writer
+from cachefs.system import syscalls
 
 root_only = pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
 _WAITS = "import sys; print(flush=True); sys.stdin.read()"

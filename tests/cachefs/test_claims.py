@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from cachefs.claims import Claim, Taken, lock_for_good
+from cachefs.system.claims import Claim, Taken, lock_for_good
 
 
 def test_one_holder_at_a_time(tmp_path: Path) -> None:

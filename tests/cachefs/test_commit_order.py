@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cachefs.attributes import LISTED, PINNED, Dentry, Inode, inode_key, pair_key
-from cachefs.dirty import Dirty
-from cachefs.environment import Environment, Table
-from cachefs.index import Index
+from cachefs.store.index.dirty import Dirty
+from cachefs.store.index.environment import Environment, Table
+from cachefs.store.index.index import Index
+from cachefs.store.index.records import LISTED, PINNED, Dentry, Inode, inode_key, pair_key
 
 ROOT = 1
 NAMES = [b"name%d" % number for number in range(6)]
@@ -85,6 +85,20 @@ def test_a_directory_is_listed_only_with_all_its_names(index: Index, limit: int)
     put_directory(index, listed=True)
     commit_all(index, limit)
     assert after_a_crash(index) == (True, set(NAMES))
+
+
+def test_a_directory_that_is_not_listed_is_written_once_and_waits_for_nobody(index: Index) -> None:
+    put_directory(index, listed=False)
+    put_names(index, *NAMES)
+    index.recover_session(same_mount=False)
+    directory = Table.INODES, inode_key(ROOT)
+    assert directory in list(index.dirty)[: -len(NAMES)]
+    written = 0
+    while index.dirty:
+        batch = index.take_dirty(1)
+        written += directory in batch.keys
+        index.forget_committed(index.commit(batch, []).flushed)
+    assert written == 1
 
 
 @pytest.mark.parametrize("limit", [1, 2, 5])

@@ -8,10 +8,10 @@ import pytest
 from click.testing import CliRunner, Result
 
 from cachefs.options import CacheLevel, Revalidate
-from daemon import config, config_file
-from daemon.cli import main
-from daemon.mount import make_mount_config, mount
-from daemon.settings import as_toml, reread
+from daemon.cli.main import main
+from daemon.cli.mount import make_mount_config, mount
+from daemon.config import config, config_file
+from daemon.config.settings import as_toml, reread
 from policies.globs import Globs
 
 EVERYTHING = """
@@ -33,7 +33,7 @@ small-file = 65536
 
 def mount_config(*arguments: str) -> config.MountConfig:
     with mount.make_context("mount", list(arguments)) as context:
-        return make_mount_config(**context.params)
+        return make_mount_config(context.params)
 
 
 def check(file: Path) -> Result:

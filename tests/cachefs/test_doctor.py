@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from daemon import doctor
+from daemon.cli import doctor
 
 CLIENT = 4114
 

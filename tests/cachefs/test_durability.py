@@ -6,6 +6,7 @@ import os
 import shutil
 import struct
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,8 +14,19 @@ from typing import Any
 import pytest
 import trio
 
-from cachefs import record, recovery, snapshot
-from cachefs.attributes import (
+from cachefs.data.commit import Filled, Pending
+from cachefs.data.data_cache import DataCache
+from cachefs.data.write_behind import WriteBehind
+from cachefs.errors import CorruptRecord
+from cachefs.options import Options
+from cachefs.stats.metrics import Metrics
+from cachefs.store import recovery, snapshot
+from cachefs.store.blob import record
+from cachefs.store.blob.blob import SLAB_BYTES, Blob
+from cachefs.store.blob.space import place_of
+from cachefs.store.index.environment import Environment, Table
+from cachefs.store.index.index import Commit, Index, Totals
+from cachefs.store.index.records import (
     IMMUTABLE,
     LISTED,
     PINNED,
@@ -25,18 +37,10 @@ from cachefs.attributes import (
     Extent,
     Inode,
     inode_key,
+    inode_of_key,
     pair_key,
 )
-from cachefs.blob import SLAB_BYTES, Blob
-from cachefs.data_cache import DataCache
-from cachefs.environment import Environment, Table
-from cachefs.errors import CorruptRecord
-from cachefs.index import Commit, Index, Totals
-from cachefs.metrics import Metrics
-from cachefs.options import Options
-from cachefs.runs import RunState
-from cachefs.space import place_of
-from cachefs.write_behind import Filled, Pending, WriteBehind
+from cachefs.store.runs import RunState
 
 SEED = 5
 SIZE = 200_000
@@ -264,6 +268,47 @@ def test_the_totals_of_a_rebuild_are_those_of_its_extents(blob: Blob, tmp_path: 
     totals, extents = rebuilt(blob, tmp_path / "index")
     assert totals == counted(extents)
     assert totals == Totals(3, 3000 + 700 + 2000, sum(map(record.record_bytes, (3000, 700, 1000, 1000))))
+
+
+def test_what_a_rebuild_does_not_need_is_given_back(blob: Blob, tmp_path: Path) -> None:
+    """Records of older versions, and those that lie within others: the next rebuild finds gaps in their places."""
+    older, within, whole, newer = blob.append(
+        [
+            (header(1, 100_000, version=1), bytes(100_000)),
+            (header(2, 70_000, 100), bytes(70_000)),
+            (header(2, 100_000), bytes(100_000)),
+            (header(1, 1000, version=2), bytes(1000)),
+        ]
+    )
+    _, extents = rebuilt(blob, tmp_path / "index")
+    assert extents == {(1, 0): newer, (2, 0): whole}
+    assert {extent.blob_offset for _, extent in recovery.scan(blob)} == {newer.blob_offset, whole.blob_offset}
+    for each in (older, within):
+        assert not any(blob.pread(each.length, each.blob_offset)[:4096])
+
+
+def test_a_rebuild_has_aliases_of_inodes_that_have_other_numbers_here(blob: Blob, tmp_path: Path) -> None:
+    renumbered = replace(header(2, 1000), source_inode=99)
+    elsewhere = replace(header(3, 1000), device=5, source_inode=3)
+    blob.append([(each, bytes(1000)) for each in (header(1, 1000), renumbered, elsewhere)])
+    durable = Environment(tmp_path / "index", sync=False)
+    recovery.rebuild(blob, durable)
+    with durable.lmdb.begin() as txn:
+        aliases = {key: inode_of_key(value[8:16]) for key, value in txn.cursor(db=durable.tables[Table.ALIASES])}
+    durable.close()
+    assert aliases == {pair_key(0, 99): 2, pair_key(5, 3): 3}
+
+
+def test_what_a_rebuild_does_not_know_of_an_inode_is_zero(blob: Blob, tmp_path: Path) -> None:
+    blob.append([(header(1, 1000), bytes(1000))])
+    durable = Environment(tmp_path / "index", sync=False)
+    recovery.rebuild(blob, durable)
+    with durable.lmdb.begin() as txn:
+        found = Inode.unpack(1, txn.get(inode_key(1), db=durable.tables[Table.INODES]))
+    durable.close()
+    assert found.flags == PINNED | STALE and found.nlink == 1
+    for field in ("uid", "gid", "rdev", "blocks", "atime_ns", "stamp", "entries_stamp", "next_position", "lookups"):
+        assert getattr(found, field) == 0, field
 
 
 def test_the_totals_of_a_rebuild_in_many_parts(blob: Blob, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

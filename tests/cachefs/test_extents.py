@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cachefs import record
-from cachefs.attributes import PINNED, Extent, Inode, inode_key
-from cachefs.environment import Environment, Table
-from cachefs.index import Index
+from cachefs.store.blob import record
+from cachefs.store.index.environment import Environment, Table
+from cachefs.store.index.index import Index
+from cachefs.store.index.records import PINNED, Extent, Inode, inode_key
 
 RANGES = st.lists(st.tuples(st.integers(0, 40), st.integers(1, 12)), max_size=30)
 

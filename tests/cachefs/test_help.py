@@ -10,7 +10,7 @@ import click
 import pytest
 from click.testing import CliRunner
 
-from daemon.cli import main
+from daemon.cli.main import main
 from tests.conftest import CLI, REPOSITORY
 
 
@@ -45,7 +45,7 @@ def test_every_command_has_an_example_that_is_valid(path: tuple[str, ...]) -> No
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
 def test_completion(shell: str) -> None:
     environment = os.environ | {"_CACHEFS_COMPLETE": f"{shell}_source"}
-    script = 'from daemon.cli import main; main(prog_name="cachefs")'
+    script = 'from daemon.cli.main import main; main(prog_name="cachefs")'
     done = subprocess.run(
         [sys.executable, "-c", script], env=environment, cwd=REPOSITORY, capture_output=True, text=True, check=True
     )

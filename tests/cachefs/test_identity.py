@@ -3,15 +3,17 @@
 import os
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from cachefs.identity import Changed, Identity, is_same
-from cachefs.source import Look, Object, Source, component
-from cachefs.source_directories import ROOT, Directory
-from cachefs.syscalls import statx
-from daemon.source_connection import Root
+from cachefs.source.directories import ROOT, Directory
+from cachefs.source.identity import Changed, Identity, is_same
+from cachefs.source.opening import component
+from cachefs.source.source import Look, Object, Source
+from cachefs.system.syscalls import statx
+from daemon.kernel.source_connection import Root
 
 
 @pytest.fixture
@@ -102,6 +104,21 @@ def test_descriptors_are_limited_and_never_closed_while_in_use(tmp_path: Path) -
     source.directories.clear()
     assert len(os.listdir("/proc/self/fd")) == before
     os.close(fd)
+
+
+def test_names_are_compared_before_a_change_however_few_directories_are_held(source: Source, tmp_path: Path) -> None:
+    source.directories._limit = 1
+    (tmp_path / "a/b/c").mkdir(parents=True)
+    path, directory = tmp_path, ROOT
+    for name in ("a", "b", "c"):
+        path /= name
+        directory = replace(below(directory, path), has_pinned_name=True)
+    with source.directories.hold(directory, to_change=True) as fd:
+        assert os.fstat(fd).st_ino == directory.number
+    (tmp_path / "a/b").rename(tmp_path / "a/elsewhere")
+    source.directories.clear()
+    with pytest.raises(Changed), source.directories.hold(directory, to_change=True):
+        pass
 
 
 def test_a_directory_without_a_name_is_reached_while_it_is_held(source: Source, tmp_path: Path) -> None:

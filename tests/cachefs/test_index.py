@@ -14,15 +14,16 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from cachefs.attributes import PINNED, Extent, Inode, Stat, inode_key
-from cachefs.dirty import Batch
-from cachefs.environment import MAP_SIZE_BYTES, MAX_READERS, Environment, Table, View
 from cachefs.errors import IndexUnavailable
-from cachefs.index import Index
-from cachefs.listings import Listings
-from cachefs.metadata_cache import MetadataCache
+from cachefs.metadata.inode_cache import MetadataCache
+from cachefs.metadata.listings import Listings
 from cachefs.options import Options
-from cachefs.overflow import is_complete
+from cachefs.store.index.dirty import Batch
+from cachefs.store.index.environment import MAP_SIZE_BYTES, MAX_READERS, Environment, Table, View
+from cachefs.store.index.index import Index
+from cachefs.store.index.overflow import is_complete
+from cachefs.store.index.records import PINNED, Extent, Inode, inode_key
+from cachefs.system.stat import Stat
 
 PINNED_VALUE, PLAIN_VALUE = PINNED.to_bytes(4, "little"), bytes(4)
 
@@ -282,7 +283,7 @@ def test_what_a_full_session_refuses_is_there_all_the_same(index: Index) -> None
 
 def test_16_a_full_index_refuses_and_the_session_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert MAP_SIZE_BYTES == 1 << 40
-    monkeypatch.setattr("cachefs.environment.MAP_SIZE_BYTES", 200 << 10)
+    monkeypatch.setattr("cachefs.store.index.environment.MAP_SIZE_BYTES", 200 << 10)
     durable = Environment(tmp_path / "durable", sync=True)
     monkeypatch.undo()
     index = Index(durable, Environment(tmp_path / "session", sync=False))

@@ -4,12 +4,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cachefs.attributes import Inode, Stat, pair_key
-from cachefs.environment import Environment, Table
-from cachefs.index import Index
-from cachefs.listings import Listings
-from cachefs.metadata_cache import MetadataCache
+from cachefs.metadata.inode_cache import MetadataCache
+from cachefs.metadata.listings import Listings
 from cachefs.options import Options
+from cachefs.store.index.environment import Environment, Table
+from cachefs.store.index.index import Index
+from cachefs.store.index.records import Inode, pair_key
+from cachefs.system.stat import Stat
 
 ROOT, DIRECTORY = 1, 50
 OLD = [b"old%d" % number for number in range(5)]
@@ -94,6 +95,27 @@ def test_a_row_that_is_left_over_goes_with_the_next_listing(index: Index) -> Non
         update.put(Table.LISTING, pair_key(DIRECTORY, 91), bytes(4) + OLD[1])
         listings.remove_rows(update, DIRECTORY, {OLD[0]})
     assert rows(listings, index) == OLD[:1]
+
+
+def test_a_pinned_file_that_is_listed_again_gets_a_place_behind_all_others(index: Index) -> None:
+    """Its row went when it was not listed; it is served all the same."""
+    metadata = MetadataCache(index, Options(), run=1, floor=1)
+    listings = Listings(metadata)
+    directory = look_up(metadata, OLD, pin=False)
+    with index.update() as update:
+        kept = metadata.inode(update, 100)
+        assert kept is not None
+        metadata.pin_file(update, kept)
+        directory, _ = listings.add_rows(update, directory, OLD, pin=False)
+        before = [position for position, _ in listings.rows(update, DIRECTORY, 0)]
+        listings.remove_rows(update, DIRECTORY, set(OLD[1:]))
+        assert [name for _, name in listings.rows(update, DIRECTORY, 0)] == OLD[1:]
+        dentry = metadata.dentry(update, DIRECTORY, OLD[0])
+        assert dentry is not None and dentry.inode == 100
+        listings.add_rows(update, directory, OLD, pin=False)
+        after = {name: position for position, name in listings.rows(update, DIRECTORY, 0)}
+    assert sorted(after) == sorted(OLD)
+    assert after[OLD[0]] > max(before)
 
 
 KEYS = st.binary(min_size=2, max_size=3)

@@ -9,7 +9,7 @@ from tests.conftest import REPOSITORY
 
 SCRIPT = """
 import logging
-from daemon import background
+from daemon.service import background
 background.log_to_stderr("info")
 log = logging.getLogger("x")
 log.debug("no"); log.info("what"); log.warning("two\\nlines"); log.error("bad")

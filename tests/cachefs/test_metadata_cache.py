@@ -2,11 +2,13 @@
 
 import pytest
 
-from cachefs.attributes import NANOSECONDS, ROOT_INODE, Inode, Stat
-from cachefs.environment import Update
-from cachefs.index import Index
-from cachefs.metadata_cache import MetadataCache
+from cachefs.metadata.inode_cache import MetadataCache
 from cachefs.options import Options
+from cachefs.store.index.environment import Update
+from cachefs.store.index.index import Index
+from cachefs.store.index.records import ROOT_INODE, Inode
+from cachefs.system.clock import NANOSECONDS
+from cachefs.system.stat import Stat
 
 DIRECTORY, FILE = 50, 60
 READ_ONLY = Options(read_only=True, attr_timeout_s=float("inf"))

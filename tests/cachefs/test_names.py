@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from cachefs.names import one_line
-from daemon import background
+from cachefs.printable import one_line
+from daemon.service import background
 
 
 @pytest.mark.promise("PE-17")

@@ -8,9 +8,9 @@ import pytest
 import trio
 import trio.testing
 
-from cachefs import notifier, notifier_process
-from cachefs.index import Index
-from cachefs.notifier import KernelNotifier
+from cachefs.fuse import notifier, notifier_process
+from cachefs.fuse.notifier import KernelNotifier
+from cachefs.store.index.index import Index
 
 
 @pytest.fixture

@@ -9,8 +9,8 @@ import numpy
 import pytest
 from click.testing import CliRunner, Result
 
-from cachefs import partition_graph
-from daemon.cli import main
+from cachefs.tools import partition_graph
+from daemon.cli.main import main
 
 NODES, EDGES, PARTITIONS = 1000, 20_000, 7
 

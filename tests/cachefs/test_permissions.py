@@ -1,25 +1,34 @@
-"""Until when the permissions of a directory are known to have held (cachefs/permissions.py)."""
+"""Until when the permissions of a directory are known to have held (cachefs/fs/permissions.py)."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import trio
 
-from cachefs.attributes import ROOT_INODE, Stat
-from cachefs.index import Index
-from cachefs.metadata_cache import MetadataCache
+from cachefs.fs import permissions as permissions_module
+from cachefs.fs.permissions import Look, Permissions, PermissionsChanged
+from cachefs.metadata.inode_cache import MetadataCache
 from cachefs.options import Options
-from cachefs.permissions import Look, Permissions, PermissionsChanged
-from cachefs.source import Source
-from cachefs.source_directories import ROOT
+from cachefs.source.directories import ROOT
+from cachefs.source.source import Source
+from cachefs.store.index.index import Index
+from cachefs.store.index.records import ROOT_INODE
+from cachefs.system.stat import Stat
 
 CHANGED_NS, LOOKED_NS = 10**15, 2 * 10**15
 NOW = Stat(0o040755, 2, 0, 0, 0, 4096, 10, 8, 1, CHANGED_NS, CHANGED_NS, 1, 0, 99)
 
 
 class Kernel:
+    def __init__(self) -> None:
+        self.told: list[int] = []
+
     def attributes(self, number: int) -> bool:
+        self.told.append(number)
         return True
 
 
@@ -72,3 +81,91 @@ def test_other_permissions_are_not_known_to_have_held(index: Index, permissions:
         with pytest.raises(PermissionsChanged):
             permissions.judge((), [look])
         assert held_ns(index, permissions) == before
+
+
+class Slots:
+    """Calls at once, and counts."""
+
+    calls = 0
+
+    async def run(self, function: Callable[[], Any]) -> Any:
+        self.calls += 1
+        return function()
+
+
+CLOSED = Look(ROOT_INODE, NOW._replace(mode=0o040700, uid=7), None, CHANGED_NS, LOOKED_NS)
+
+
+def test_a_change_counts_until_the_kernel_has_been_told(index: Index, permissions: Permissions) -> None:
+    with index.view() as view:
+        guards = permissions.guards(view, ROOT)
+    permissions.judge(guards, [])
+    with pytest.raises(PermissionsChanged) as changed:
+        permissions.judge(guards, [CLOSED])
+    with pytest.raises(PermissionsChanged):
+        permissions.judge(guards, [])
+    trio.run(permissions.tell, changed.value)
+    assert permissions._notifier.told == [ROOT_INODE]  # type: ignore[attr-defined]
+    permissions.judge(guards, [])
+    trio.run(permissions.tell, changed.value)
+    assert permissions._notifier.told == [ROOT_INODE], "once for each change"  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("uid", [None, 0, 7, 8], ids=["daemon", "root", "owner", "another"])
+@pytest.mark.parametrize("admitted", [True, False])
+def test_who_was_let_in_by_permissions_of_before_must_have_the_new_ones(
+    index: Index, permissions: Permissions, monkeypatch: pytest.MonkeyPatch, uid: int | None, admitted: bool
+) -> None:
+    """The source is asked for those of whom that is not known."""
+    slots = Slots()
+    monkeypatch.setattr(permissions, "_slots", slots)
+
+    def enter(*arguments: object) -> None:
+        if not admitted:
+            raise PermissionError
+
+    monkeypatch.setattr(permissions_module, "_enter", enter)
+    caller = None if uid is None else SimpleNamespace(uid=uid)
+
+    async def main() -> None:
+        with index.view() as view:
+            guards = permissions.guards(view, ROOT)
+        await permissions.let_in(guards, caller)  # type: ignore[arg-type]
+        assert slots.calls == 0, "nothing has changed"
+        with pytest.raises(PermissionsChanged):
+            permissions.judge(guards, [CLOSED])
+        if uid == 8 and not admitted:
+            with pytest.raises(PermissionsChanged):
+                await permissions.let_in(guards, caller)  # type: ignore[arg-type]
+        else:
+            await permissions.let_in(guards, caller)  # type: ignore[arg-type]
+        assert slots.calls == (uid == 8)
+
+    trio.run(main)
+
+
+def test_directories_are_looked_at_once_for_changes_that_follow_each_other(
+    permissions: Permissions, source: Source, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slots = Slots()
+    monkeypatch.setattr(permissions, "_slots", slots)
+    looks: list[int] = []
+
+    def look(_source: Source, guards: Sequence[Any], _ctime_ns: int) -> list[Look]:
+        looks.append(len(guards))
+        return [Look(ROOT_INODE, NOW, None, LOOKED_NS, LOOKED_NS)]
+
+    monkeypatch.setattr(permissions_module, "look", look)
+    caller: Any = SimpleNamespace(uid=8)
+    for _ in range(3):
+        trio.run(permissions.before_change, caller, ROOT)
+    assert looks == [1]
+
+
+def test_of_so_many_directories_is_remembered_until_when_their_permissions_held(
+    index: Index, permissions: Permissions, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(permissions_module, "MAX_REMEMBERED", 3)
+    for number in range(10, 20):
+        permissions._have_held(number, LOOKED_NS, CHANGED_NS)
+        assert len(permissions._held) <= 3 and number in permissions._held

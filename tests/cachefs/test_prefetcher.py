@@ -1,11 +1,11 @@
-"""When the prefetcher believes that there is no room."""
+"""When the prefetch engine believes that there is no room."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import trio
 
-from cachefs.prefetcher import Prefetcher
-from policies.prefetch.sequential import NoPrefetch
+from cachefs.prefetch.engine import PrefetchEngine
 
 
 class Data:
@@ -15,6 +15,7 @@ class Data:
 
     def __init__(self, used: list[int]) -> None:
         self._used = used
+        self.writes = SimpleNamespace(round_ended=trio.sleep_forever)
         self.evictions = 0
 
     def make_room(self, wanted_bytes: int) -> None:
@@ -31,11 +32,11 @@ class Data:
 
 def has_room(data: Data, *, evicts: bool) -> bool:
     nothing: Any = None
-    prefetcher = Prefetcher(NoPrefetch(), nothing, nothing, data, nothing, evicts=evicts)  # type: ignore[arg-type]
+    engine = PrefetchEngine(data, nothing)  # type: ignore[arg-type]
 
     async def bounded() -> bool:
         with trio.fail_after(10):
-            return await prefetcher._has_room(20)
+            return await engine.has_room(20, evicts=evicts)
 
     return trio.run(bounded)
 

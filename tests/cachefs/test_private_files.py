@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from cachefs import private_files
 from cachefs.errors import CacheFsError
+from cachefs.system import private_files
 from tests.users import as_user, open_to_all
 
 OTHER = 1234

@@ -17,11 +17,13 @@ import trio
 import trio.testing
 from trio._core import _thread_cache
 
+from cachefs.contract.messages import Message
+from cachefs.data.commit import Pending
 from cachefs.errors import IndexUnavailable
 from cachefs.fastpath import launcher
-from cachefs.fastpath.launcher import FastPath, Message
-from cachefs.slots import SourceSlots
-from cachefs.write_behind import Pending
+from cachefs.fastpath.connection import HEAD
+from cachefs.fastpath.launcher import FastPath
+from cachefs.source.call_pool import SourceSlots
 from tests.cachefs import test_durability
 from tests.cachefs.test_tasks import Clock, run
 
@@ -209,7 +211,7 @@ class Program:
         self.listener.setblocking(False)
         await trio.lowlevel.wait_readable(self.listener)
         connection, _ = self.listener.accept()
-        connection.send(launcher._HEAD.pack(Message.ATTACHED, 0, 0, 0))
+        connection.send(HEAD.pack(Message.ATTACHED, 0, 0, 0))
         await until(lambda: self.attached)
         self.connection = connection
 

@@ -5,17 +5,19 @@ from pathlib import Path
 
 import pytest
 
-from cachefs import record, recovery, runs
-from cachefs.attributes import PINNED, Inode, Stat, inode_key, pair_key
-from cachefs.blob import Blob
-from cachefs.cache_directory import OpenedIndex
-from cachefs.environment import Environment, Table
 from cachefs.errors import CacheFsError
-from cachefs.index import Index
-from cachefs.metadata_cache import MetadataCache
+from cachefs.metadata.inode_cache import MetadataCache
 from cachefs.options import Options, Revalidate
-from cachefs.runs import FIRST_ALIAS, RUN_BITS, Numbers, RunState, run_of, run_of_inode
-from cachefs.space import place_of
+from cachefs.store import recovery, runs
+from cachefs.store.blob import record
+from cachefs.store.blob.blob import Blob
+from cachefs.store.blob.space import place_of
+from cachefs.store.cache_directory import OpenedIndex
+from cachefs.store.index.environment import Environment, Table
+from cachefs.store.index.index import Index
+from cachefs.store.index.records import PINNED, Inode, inode_key, pair_key
+from cachefs.store.runs import FIRST_ALIAS, RUN_BITS, Numbers, RunState, run_of, run_of_inode
+from cachefs.system.stat import Stat
 
 SEED = 7
 

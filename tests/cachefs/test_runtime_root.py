@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from cachefs import places
+from cachefs.client import locations
 from cachefs.errors import CacheFsError
-from daemon import instance
+from daemon.kernel import instance
 from tests.users import as_user, open_to_all
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
@@ -38,7 +38,7 @@ def own(path: Path, uid: int, mode: int = 0o700) -> Path:
     return path
 
 
-def found(function: Callable[[], object] = places.runtime_root) -> object:
+def found(function: Callable[[], object] = locations.runtime_root) -> object:
     """What USER gets, or how that is refused; an errno where it fails otherwise."""
 
     def run() -> object:
@@ -51,7 +51,7 @@ def found(function: Callable[[], object] = places.runtime_root) -> object:
 
 
 def refused(reason: str) -> None:
-    for function in (places.runtime_root, places.make_runtime_root, lambda: places.mount_directory("/mnt")):
+    for function in (locations.runtime_root, locations.make_runtime_root, lambda: locations.mount_directory("/mnt")):
         said = found(function)
         assert isinstance(said, str) and reason in said and "\n" not in said, said
     said = found(lambda: instance.claim_mountpoint("/mnt"))
@@ -59,14 +59,14 @@ def refused(reason: str) -> None:
 
 
 def test_one_that_belongs_to_the_user_is_used(root: Path) -> None:
-    assert found(places.make_runtime_root) == root == found()
+    assert found(locations.make_runtime_root) == root == found()
     assert root.stat().st_uid == USER and root.stat().st_mode & 0o777 == 0o700
-    assert found(places.make_runtime_root) == root
+    assert found(locations.make_runtime_root) == root
 
 
 def test_what_is_missing_is_not_looked_into(root: Path) -> None:
     """Another user could make it at any moment."""
-    for function in (places.runtime_root, lambda: places.mount_directory("/mnt")):
+    for function in (locations.runtime_root, lambda: locations.mount_directory("/mnt")):
         assert found(function) == errno.ENOENT
     assert found(lambda: instance.remove_remains("/mnt")) is None
     assert found(lambda: instance.detach_dead("/mnt", instance.MountInstance.is_abandoned)) is False

@@ -12,11 +12,11 @@ import pytest
 import trio
 import trio.testing
 
-from cachefs import shares
 from cachefs.errors import Busy
-from cachefs.shares import DAEMON, LEAST, Shares
-from cachefs.single_flight import SingleFlight, in_task, unwrap
-from cachefs.slots import SourceSlots
+from cachefs.source import shares
+from cachefs.source.call_pool import SourceSlots
+from cachefs.source.shares import DAEMON, LEAST, Shares
+from cachefs.source.single_flight import SingleFlight, in_task, unwrap
 from tests.cachefs.test_tasks import Clock, run
 
 SLOTS = 4

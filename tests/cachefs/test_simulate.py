@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cachefs.errors import CacheFsError
-from cachefs.trace import BLOCK_ACCESSES, Access, TraceWriter, read_trace
-from daemon.cli import main
+from cachefs.tools.trace import BLOCK_ACCESSES, Access, TraceWriter, read_trace
+from daemon.cli.main import main
 
 ACCESSES = [Access(inode=number % 7, directory=number % 3, size_bytes=100 + number % 7) for number in range(100)]
 

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from cachefs import source_directories
-from cachefs.identity import Changed, Identity
-from cachefs.source import Source
-from cachefs.source_directories import ROOT, Directory, SourceDirectories
+from cachefs.source import directories as source_directories
+from cachefs.source.directories import ROOT, Directory, SourceDirectories
+from cachefs.source.identity import Changed, Identity
+from cachefs.source.source import Source
 
 THREADS, DIRECTORIES = 8, 20
 

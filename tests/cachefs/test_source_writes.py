@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from cachefs import syscalls
-from cachefs.caller import Caller
-from cachefs.mutations import Changes
-from cachefs.syscalls import UTIME_NOW, UTIME_OMIT
+from cachefs.fs.mutations import Changes
+from cachefs.source.credentials import Caller
+from cachefs.system import syscalls
+from cachefs.system.syscalls import UTIME_NOW, UTIME_OMIT
 from tests.model.clocks import Clocks
 from tests.model.modes import OPTIONS
 from tests.model.node import Node, TrioThread

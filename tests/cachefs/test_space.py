@@ -7,12 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from cachefs import record, recovery
-from cachefs.attributes import Extent, inode_key, pair_key
-from cachefs.blob import SLAB_BYTES, Blob
-from cachefs.environment import Environment, Table
-from cachefs.index import Index
-from cachefs.space import FREE_BYTES, OTHER_FREE_BYTES, Space, place_of
+from cachefs.store import recovery
+from cachefs.store.blob import record
+from cachefs.store.blob.blob import SLAB_BYTES, Blob
+from cachefs.store.blob.space import FREE_BYTES, OTHER_FREE_BYTES, Space, place_of
+from cachefs.store.index.environment import Environment, Table
+from cachefs.store.index.index import Index
+from cachefs.store.index.records import Extent, inode_key, pair_key
 
 SEED = 77
 MIB = 1 << 20

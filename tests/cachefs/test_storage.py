@@ -11,12 +11,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cachefs import attributes, record, recovery
-from cachefs.blob import SLAB_BYTES, Blob, BlobFull
-from cachefs.environment import Environment, Table
+from cachefs.contract.index import DENTRY_RECORD, EXTENT_RECORD, INODE_RECORD
 from cachefs.errors import CorruptRecord
-from cachefs.space import place_of
-from cachefs.unix_socket import socket_address
+from cachefs.store import recovery
+from cachefs.store.blob import record
+from cachefs.store.blob.blob import SLAB_BYTES, Blob, BlobFull
+from cachefs.store.blob.space import place_of
+from cachefs.store.index import records
+from cachefs.store.index.environment import Environment, Table
+from cachefs.system.unix_socket import socket_address
 from tests.conftest import REPOSITORY
 
 SEED = 0x1234567890ABCDEF
@@ -65,7 +68,7 @@ def test_a_record_of_another_cache_is_no_record() -> None:
 def test_the_structs_are_what_format_md_says() -> None:
     """The tables of docs/FORMAT.md against the codec: a C header will be written from them."""
     text = (REPOSITORY / "docs/FORMAT.md").read_text()
-    assert (attributes.INODE_SIZE, attributes.DENTRY_SIZE, attributes.EXTENT_SIZE) == (144, 32, 32)
+    assert (INODE_RECORD.size, DENTRY_RECORD.size, EXTENT_RECORD.size) == (144, 32, 32)
     section = text[text.index("**Inode record**") : text.index("**Dentry**")]
     places = {name: int(offset) for offset, name in re.findall(r"\| (\d+) \| (\w+)", section)}
     names = {
@@ -76,12 +79,12 @@ def test_the_structs_are_what_format_md_says() -> None:
         "lookups": "lookups",
     }  # fmt: skip
     assert set(places) == {*names, "reserved"}
-    blank = attributes.Inode(1, *(0,) * 21)
+    blank = records.Inode(1, *(0,) * 21)
     for documented, field in names.items():
         packed = blank._replace(**{field: 1}).pack()
         assert packed[places[documented]] == 1 and sum(packed) == 1, documented
-    assert attributes.Inode.unpack(1, blank._replace(size=9, lookups=4).pack()) == blank._replace(size=9, lookups=4)
-    assert attributes.Dentry(1, 2, 3, 4).pack() == bytes([1, *bytes(7), 2, *bytes(7), 3, *bytes(7), 4, *bytes(7)])
+    assert records.Inode.unpack(1, blank._replace(size=9, lookups=4).pack()) == blank._replace(size=9, lookups=4)
+    assert records.Dentry(1, 2, 3, 4).pack() == bytes([1, *bytes(7), 2, *bytes(7), 3, *bytes(7), 4, *bytes(7)])
 
 
 @pytest.fixture
@@ -162,7 +165,7 @@ def rebuilt(blob: Blob, path: Path) -> dict[tuple[int, int], int]:
     found = {}
     with durable.lmdb.begin() as txn:
         for key, value in txn.cursor(db=durable.tables[Table.EXTENTS]):
-            extent = attributes.Extent.unpack(value)
+            extent = records.Extent.unpack(value)
             found[int.from_bytes(key[:8]), int.from_bytes(key[8:])] = extent.version
     durable.close()
     assert totals.cached_files == len({inode for inode, _ in found})

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from cachefs.identity import Changed
-from cachefs.source import Source
-from cachefs.source_directories import ROOT
+from cachefs.source.directories import ROOT
+from cachefs.source.identity import Changed
+from cachefs.source.source import Source
 from tests.cachefs.test_identity import below
 from tests.conftest import raises_errno
 from tests.load import fork
@@ -21,7 +21,7 @@ from tests.load import fork
 @pytest.fixture(params=[True, False], ids=["openat2", "openat"])
 def source(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Source]:
     if not request.param:
-        monkeypatch.setattr("cachefs.source._has_openat2", lambda: False)
+        monkeypatch.setattr("cachefs.source.opening._has_openat2", lambda: False)
     (tmp_path / "root").mkdir()
     fd = os.open(tmp_path / "root", os.O_RDONLY | os.O_DIRECTORY)
     made = Source(fd)
@@ -33,9 +33,9 @@ def source(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.M
 def test_a_symlink_to_a_file_is_not_opened(source: Source, tmp_path: Path) -> None:
     (tmp_path / "secret").write_bytes(b"secret")
     (tmp_path / "root/link").symlink_to(tmp_path / "secret")
-    raises_errno(errno.ELOOP, lambda: os.close(source._open_at(source.root_fd, b"link", os.O_RDONLY)))
+    raises_errno(errno.ELOOP, lambda: os.close(source.opener.open_at(source.root_fd, b"link", os.O_RDONLY)))
     with pytest.raises(Changed):
-        os.close(source.create_at(source.root_fd, b"link", os.O_WRONLY | os.O_TRUNC, 0o600))
+        os.close(source.opener.create_at(source.root_fd, b"link", os.O_WRONLY | os.O_TRUNC, 0o600))
     assert (tmp_path / "secret").read_bytes() == b"secret"
     assert stat.S_ISLNK(source.lstat(ROOT, b"link").mode)
 
@@ -73,7 +73,7 @@ def test_what_is_moved_away_while_it_is_opened_is_looked_for_again(source: Sourc
     try:
         for _ in range(OPENS):
             try:
-                os.close(source._open_at(source.root_fd, b"file", os.O_RDONLY))
+                os.close(source.opener.open_at(source.root_fd, b"file", os.O_RDONLY))
                 answers["opened"] += 1
             except OSError as error:
                 answers[errno.errorcode[error.errno or 0]] += 1

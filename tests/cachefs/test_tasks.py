@@ -11,22 +11,22 @@ import pytest
 import trio
 import trio.testing
 
-from cachefs import record
-from cachefs.attributes import PINNED, Inode, inode_key
-from cachefs.blob import Blob
-from cachefs.data_cache import DataCache
-from cachefs.environment import Environment, Table
-from cachefs.fetch import Fetcher, OpenFile
-from cachefs.identity import Changed
-from cachefs.index import Index
-from cachefs.metrics import Metrics
+from cachefs.data.data_cache import DataCache
+from cachefs.data.fetcher import Fetcher, OpenFile
+from cachefs.data.write_behind import PAUSE_S, WriteBehind
+from cachefs.data.young_files import YoungFiles
 from cachefs.options import Options
-from cachefs.single_flight import SingleFlight, unwrap
-from cachefs.slots import SourceSlots
-from cachefs.source import Object
-from cachefs.source_directories import ROOT
-from cachefs.write_behind import PAUSE_S, WriteBehind
-from cachefs.young_files import YoungFiles
+from cachefs.source.call_pool import SourceSlots
+from cachefs.source.directories import ROOT
+from cachefs.source.identity import Changed
+from cachefs.source.single_flight import SingleFlight, unwrap
+from cachefs.source.source import Object
+from cachefs.stats.metrics import Metrics
+from cachefs.store.blob import record
+from cachefs.store.blob.blob import Blob
+from cachefs.store.index.environment import Environment, Table
+from cachefs.store.index.index import Index
+from cachefs.store.index.records import PINNED, Inode, inode_key
 
 SEED = 99
 

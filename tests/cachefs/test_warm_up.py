@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import trio
 
-from cachefs.attributes import PINNED, Inode
 from cachefs.options import Options
-from cachefs.warm_up import WarmUp
+from cachefs.prefetch.scan import Scan
+from cachefs.store.index.records import PINNED, Inode
 
 
 def inode(number: int) -> Inode:
@@ -28,7 +28,7 @@ class Files:
         return True
 
 
-def looked_at(failing: dict[int, int], gone: set[int]) -> WarmUp:
+def looked_at(failing: dict[int, int], gone: set[int]) -> Scan:
     """The files 1 to 100 of a directory. `failing`: errno by number; `gone`: those that have no name any more."""
 
     def path_of(number: int) -> bytes:
@@ -40,18 +40,18 @@ def looked_at(failing: dict[int, int], gone: set[int]) -> WarmUp:
     filesystem: Any = SimpleNamespace(options=Options(), metadata=metadata, path_of=path_of)
     nothing: Any = None
     files: Any = Files(failing)
-    warm_up = WarmUp(filesystem, nothing, files, nothing, nothing)
-    trio.run(warm_up._take, list(range(1, 101)))
-    return warm_up
+    scan = Scan(filesystem, nothing, files, nothing, wants_data=True, fetches=True, pins_written=False)
+    trio.run(scan._take, list(range(1, 101)), [])
+    return scan
 
 
 @pytest.mark.parametrize("number", [errno.ENOENT, errno.ESTALE])
 def test_a_file_that_disappears_while_its_directory_is_looked_at_is_skipped_alone(number: int) -> None:
-    warm_up = looked_at({3: number, 50: number}, gone={3, 50})
-    assert warm_up.progress().files == 98 and warm_up._errors == 0
+    scan = looked_at({3: number, 50: number}, gone={3, 50})
+    assert scan.found.files == 98 and scan.problems.errors == 0
 
 
 def test_a_file_that_cannot_be_looked_at_is_named_and_the_others_are_found() -> None:
-    warm_up = looked_at({7: errno.EIO}, gone=set())
-    assert warm_up.progress().files == 99 and warm_up._errors == 1
-    assert warm_up._problems == ["f7: Input/output error"]
+    scan = looked_at({7: errno.EIO}, gone=set())
+    assert scan.found.files == 99 and scan.problems.errors == 1
+    assert scan.problems.lines == ["f7: Input/output error"]

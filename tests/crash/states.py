@@ -12,7 +12,7 @@ from bisect import bisect_left
 from collections import defaultdict
 from pathlib import Path
 
-from cachefs import syscalls
+from cachefs.system import syscalls
 from tests.crash.recorder import OF_NAMES, Entry, Operation
 
 SECTOR, PAGE = 512, 4096

@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from cachefs import recovery
-from cachefs.cache_directory import CacheDirectory
 from cachefs.options import MIB, Options, Revalidate
-from cachefs.runs import last_run, run_of
+from cachefs.store import recovery
+from cachefs.store.cache_directory import CacheDirectory
+from cachefs.store.runs import last_run, run_of
 from tests.conftest import Mount, cachefs, contents, make_files, settle
 from tests.crash import recorder
 from tests.crash.states import Log

@@ -12,8 +12,8 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
-#include "answer.h"
-#include "control.h"
+#include "common/buffer.h"
+#include "hits/answer.h"
 
 #define SEED 77
 #define BLOB_BYTES (3u << 20)
@@ -33,7 +33,6 @@ static const char *const table_names[TABLES] = {
 };
 static struct shared shared;
 static struct fastpath fastpath;
-static struct control_socket control;
 static struct worker worker;
 static struct counters counters;
 static MDB_env *environments[2];
@@ -76,10 +75,8 @@ int LLVMFuzzerInitialize(int *count, char ***arguments)
     int blob = memfd_create("blob", 0);
     CHECK(write(blob, content, BLOB_BYTES) == BLOB_BYTES && blob_open(&fastpath.blob, blob, SEED));
     fastpath.shared = &shared;
-    fastpath.control = &control;
     fastpath.device = memfd_create("device", 0);
-    control.daemon = -1;
-    pthread_mutex_init(&control.lock, NULL);
+    daemon_init(&fastpath.daemon);
     pthread_mutex_init(&fastpath.turn, NULL);
     uint8_t *scratch = buffer_memory(2 * QUICK_BYTES);
     fastpath.ahead.scratch = scratch + QUICK_BYTES;

@@ -10,7 +10,9 @@
 #include <sys/socket.h>
 #include <unistd.h>
 
-#include "relay.h"
+#include "relay/lot.h"
+#include "relay/passing.h"
+#include "relay/relay.h"
 
 #define CHECK(condition)                                       \
     do {                                                       \

@@ -2,7 +2,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "protocol.h"
+#include "kernel/protocol.h"
 
 int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size)
 {

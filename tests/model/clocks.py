@@ -5,10 +5,11 @@ from bisect import bisect_right
 
 import trio.testing
 
-from cachefs.attributes import NANOSECONDS, Inode, Stat
-from cachefs.clock import Clock
-from cachefs.identity import check_version
-from cachefs.source import Source
+from cachefs.source.identity import check_version
+from cachefs.source.source import Source
+from cachefs.store.index.records import Inode
+from cachefs.system.clock import NANOSECONDS, Clock
+from cachefs.system.stat import Stat
 
 
 class Clocks:

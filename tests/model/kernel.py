@@ -14,11 +14,11 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from cachefs import shares
-from cachefs.attributes import ROOT_INODE, Inode
-from cachefs.caller import Caller
-from cachefs.mutations import Changes
-from daemon.wiring import Parts
+from cachefs.fs.mutations import Changes
+from cachefs.source import shares
+from cachefs.source.credentials import Caller
+from cachefs.store.index.records import ROOT_INODE, Inode
+from daemon.wiring import Components
 from tests.model.clocks import Clocks
 
 T = TypeVar("T")
@@ -65,9 +65,9 @@ class Kernel:
         self._forgotten: list[tuple[int, int]] = []
         """(inode, look-ups) of what was dropped. The filesystem has not heard of it yet."""
         self._caller = Caller(0, 0, os.getpid())
-        self.parts: Parts
+        self.parts: Components
 
-    def attach(self, parts: Parts, root: Inode) -> None:
+    def attach(self, parts: Components, root: Inode) -> None:
         """A new mount, or a new daemon for the one that there is."""
         self.parts = parts
         if ROOT_INODE not in self._inodes:
@@ -115,7 +115,7 @@ class Kernel:
             if number in self._inodes:
                 self._inodes[number].attributes_until = 0.0
 
-    # --- notifications (see cachefs/notifier.py) -------------------------------------------------------------------
+    # --- notifications (see cachefs/fuse/notifier.py) -----------------------------------------------------------------
 
     def entry_soon(self, parent: int, name: bytes) -> None:
         self._drop_entry(parent, name)
@@ -191,7 +191,7 @@ class Kernel:
     async def _attributes(self, inode: KernelInode) -> Inode:
         if self._now() >= inode.attributes_until:
             shares.act_for(0)
-            found = await self.parts.files.getattr(inode.number)
+            found = await self.parts.attributes.getattr(inode.number)
             assert found.inode is not None
             self._learn(found.inode, found.timeout_s, lookup=False)
         return inode.record
@@ -256,7 +256,7 @@ class Kernel:
     async def _create(self, directory: KernelInode, name: bytes, flags: int) -> File:
         mutations, filesystem = self.parts.mutations, self.parts.filesystem
         shares.act_for(0)
-        with self.parts.files.opening():
+        with self.parts.descriptors.opening():
             handle, record = await mutations.create(directory.number, name, 0o644, flags, self._caller)
         inode = self._enter(directory.number, name, record, filesystem.timeout_s(record))
         inode.opens += 1
@@ -267,7 +267,7 @@ class Kernel:
     async def _open(self, inode: KernelInode, flags: int) -> File:
         files = self.parts.files
         shares.act_for(0)
-        with files.opening():
+        with self.parts.descriptors.opening():
             if flags & (os.O_ACCMODE | os.O_TRUNC):
                 handle = await self.parts.mutations.open_for_writing(inode.number, flags, self._caller)
                 keeps = False

@@ -12,7 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from cachefs.client import Client
+from cachefs.client.client import Client
 from cachefs.errors import CacheFsError
 from tests.conftest import REPOSITORY, drop_caches_of
 

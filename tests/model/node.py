@@ -1,6 +1,6 @@
 """A node: the filesystem's objects over a real source directory and cache directory, under a kernel of our own.
 
-What `daemon/session.py` does at start and end, without /dev/fuse, processes, sockets and signals.
+What `daemon/serving.py` does at start and end, without /dev/fuse, processes, sockets and signals.
 """
 
 import os
@@ -17,12 +17,12 @@ import trio
 import trio.testing
 from outcome import Outcome, capture
 
-from cachefs.attributes import ROOT_INODE, Inode
-from cachefs.cache_directory import CacheDirectory, OpenedIndex
-from cachefs.open_files import close_all
+from cachefs.data.shared_files import close_all
 from cachefs.options import Options
-from cachefs.source_directories import ROOT
-from daemon.wiring import Parts, wire
+from cachefs.source.directories import ROOT
+from cachefs.store.cache_directory import CacheDirectory, OpenedIndex
+from cachefs.store.index.records import ROOT_INODE, Inode
+from daemon.wiring import Components, wire
 from tests.model.clocks import AgeingSource, Clocks
 from tests.model.kernel import File, Kernel
 
@@ -66,7 +66,7 @@ class Node:
         self._cache, self._session = place / "cache", place / "session"
         self._source, self._options, self._clocks, self._draw = source, options, clocks, draw
         self.kernel = Kernel(clocks, draw)
-        self._parts: Parts
+        self._parts: Components
         self._is_killed: bool
         self._ended: trio.Event
         self._stopped: trio.Event
@@ -119,7 +119,7 @@ class Node:
                 is_ready.set()
                 await self._stopped.wait()
                 if self._is_killed:
-                    close_all(each.fd for each in parts.files.opened_at_source())
+                    close_all(each.fd for each in parts.descriptors.opened_at_source())
                 else:
                     flushed = await parts.writes.flush(FLUSH_S)
                     await parts.files.close()
@@ -135,7 +135,7 @@ class Node:
             source.directories.clear()
             os.close(source.root_fd)
 
-    async def _look_at_root(self, parts: Parts) -> Inode:
+    async def _look_at_root(self, parts: Components) -> Inode:
         metadata, index = parts.metadata, parts.opened.index
         with index.view() as view:
             root = metadata.inode(view, ROOT_INODE)
@@ -217,13 +217,13 @@ class Node:
     # --- commands --------------------------------------------------------------------------------------------------
 
     async def invalidate(self, path: str) -> None:
-        await self._parts.filesystem.invalidate(path.encode())
+        await self._parts.invalidation.invalidate(path.encode())
 
     async def evict(self, path: str) -> None:
-        await self._parts.contents.evict([path.encode()])
+        await self._parts.invalidation.evict([path.encode()])
 
     async def unpin(self, path: str) -> None:
-        await self._parts.contents.unpin([path.encode()])
+        await self._parts.invalidation.unpin([path.encode()])
 
     async def flush(self) -> None:
         await self._parts.writes.settle(FLUSH_S)

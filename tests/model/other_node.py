@@ -5,8 +5,8 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
-from cachefs import syscalls
-from cachefs.mutations import RENAME_EXCHANGE
+from cachefs.fs.mutations import RENAME_EXCHANGE
+from cachefs.system import syscalls
 
 
 class OtherNode:

@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Generic, NamedTuple, TypeVar
 
 from cachefs.options import CacheLevel, Options
-from cachefs.syscalls import statx
+from cachefs.system.syscalls import statx
 
 T = TypeVar("T")
 PAGE = 4096
@@ -142,6 +142,19 @@ class Source:
         moments = self._names.get(name, [])
         found = {moment.value for moment in moments if moment.until > since}
         return found | {None} if not moments or moments[0].since > since else found
+
+    def ways_to(self, objects: set[Id], since: float) -> set[Name]:
+        """All names that have led to one of these since then, and to the directories of those names."""
+        ways: set[Name] = set()
+        while objects:
+            names = {
+                name
+                for name, moments in self._names.items()
+                if any(moment.value in objects and moment.until > since for moment in moments)
+            }
+            objects = {directory for directory, _ in names - ways}
+            ways |= names
+        return ways
 
     def now_at(self, name: Name) -> Id | None:
         return self._tree.get(name)
@@ -283,7 +296,7 @@ class Reference:
         if self._options.cache is CacheLevel.NONE or not (read or self._options.read_only):
             return
         since = now - self._belief_s
-        for name in found.names:
+        for name in found.names | self.source.ways_to(found.files, since):
             self._names.setdefault(name, since)
         for file in found.files:
             self._files.setdefault(file, since)

@@ -11,10 +11,11 @@ import struct
 import subprocess
 from pathlib import Path
 
+from cachefs.contract import c_header
 from tests.model.slots import ANSWERING, FREE, NONE, OURS, Scenario
 
 HARNESS = Path(__file__).parent / "harness"
-SOURCES = Path(__file__).parents[2] / "cachefs" / "fastpath"
+SOURCES = Path(__file__).parents[2] / "cachefs" / "fastpath" / "c"
 SLOTS, PLACES = 5, 4  # more slots than requests: as in shared.h, some are left for threads
 NO_SLOT = 2**32 - 1
 DONE, BLOCKED, KILLED = range(3)
@@ -55,12 +56,14 @@ class View(ctypes.Structure):
 
 def build(directory: Path, sources: Path = SOURCES) -> ctypes.CDLL:
     """Compile the relay with its seams."""
-    flags = [*["-std=gnu11", "-O1", "-g", "-fPIC", "-D_GNU_SOURCE", "-Wall", "-Wextra", "-Werror"], f"-I{sources}"]
+    flags = [*["-std=gnu11", "-O1", "-g", "-fPIC", "-D_GNU_SOURCE", "-Wall", "-Wextra", "-Werror"]]
+    flags += [f"-I{directory}", f"-I{sources}"]
+    c_header.write(directory)
     flags += [f"-DSLOT_COUNT={SLOTS}", f"-DPARKED_COUNT={PLACES}"]
     seams = ["-fsanitize=thread", "-include", str(HARNESS / "seams.h")]
-    parts = [HARNESS / "turns.c", *(sources / f"{name}.c" for name in ("relay_slots", "relay_lot", "relay_split"))]
-    parts += [HARNESS / "callers.c", sources / "reply.c"]
-    plain = [HARNESS / "seams.c", sources / "protocol.c", sources / "shares.c"]
+    parts = [HARNESS / "turns.c", *(sources / "relay" / f"{name}.c" for name in ("slots", "split", "lot", "passing"))]
+    parts += [HARNESS / "callers.c", sources / "kernel" / "reply.c"]
+    plain = [HARNESS / "seams.c", sources / "kernel" / "protocol.c", sources / "common" / "shares.c"]
     objects = []
     for source in (*parts, *plain):
         objects.append(str(directory / f"{source.stem}.o"))

@@ -264,15 +264,15 @@ class State:
         self.fastpath_kills -= 1
         return self
 
-    # --- slots: relay_slots.c -----------------------------------------------------------------------------------------
+    # --- slots: relay/slots.c -----------------------------------------------------------------------------------------
 
     def set_state(self, slot: int, state: int) -> Steps:
-        """relay_slots.c: set_state."""
+        """slots.c: set_state."""
         self.slots[slot].state = state
         yield
 
     def renew(self, slot: int, state: int) -> Steps:
-        """relay_slots.c: renew. One write to the slot's word."""
+        """slots.c: renew. One write to the slot's word."""
         self.generation += 1
         if not self.mutant("no new generation"):
             self.slots[slot].generation = self.generation
@@ -280,7 +280,7 @@ class State:
         yield
 
     def ready(self, slot: int) -> Steps:
-        """relay_slots.c: relay_ready_slot."""
+        """slots.c: relay_ready_slot."""
         head = self.slots[slot]
         head.message = NONE
         yield
@@ -291,14 +291,14 @@ class State:
         yield
 
     def fill(self, slot: int, request: int) -> Steps:
-        """relay_slots.c: relay_fill_slot."""
+        """slots.c: relay_fill_slot."""
         self.slots[slot].unique = request
         yield
         self.slots[slot].length = 1
         yield
 
     def take_slot(self, worker: int) -> Steps:
-        """relay_slots.c: relay_take_slot."""
+        """lot.c: relay_take_slot."""
         slot = self.f.free.pop()
         if self.mutant("renewed before it is ready"):
             yield from self.renew(slot, READING)
@@ -309,7 +309,7 @@ class State:
         self.f.own[worker] = slot
 
     def free_slot(self, slot: int) -> Steps:
-        """relay_slots.c: free_locked."""
+        """lot.c: free_locked."""
         self.f.splits.pop(slot, None)
         yield from self.renew(slot, FREE)
         if not self.mutant("a slot that is lost"):
@@ -319,21 +319,21 @@ class State:
             yield from self.unpark()
 
     def fail(self, slot: int, what: str) -> Steps:
-        """relay_slots.c: fail_locked."""
+        """lot.c: fail_locked."""
         if not self.mutant("refused, and done afterwards"):
             yield from self.set_state(slot, IN_DOUBT)
         self.answer(self.slots[slot].unique, what)
         yield
         yield from self.free_slot(slot)
 
-    # --- the lot: relay_lot.c -----------------------------------------------------------------------------------------
+    # --- the lot: relay/lot.c -----------------------------------------------------------------------------------------
 
     def has_enough(self, slot: int) -> bool:
-        """relay.c: has_enough. All requests have one owner here."""
+        """passing.c: has_enough. All requests have one owner here."""
         return slot not in self.f.counted and len(self.f.counted) >= self.of.share
 
     def park(self, slot: int) -> Steps:
-        """relay_lot.c: park_locked."""
+        """lot.c: park_locked."""
         request = self.slots[slot].unique
         if len(self.lot) < self.of.places:
             if self.mutant("out of its slot before it is in the lot"):
@@ -353,7 +353,7 @@ class State:
             yield from self.unpark()
 
     def unpark(self) -> Steps:
-        """relay_lot.c: unpark_locked."""
+        """lot.c: unpark_locked."""
         f = self.f
         while f.lot_found and self.lot and f.free and len(f.counted) < self.of.share:
             request, slot = self.lot[0], f.free.pop()
@@ -371,10 +371,10 @@ class State:
             f.counted.add(slot)
             f.work.append(slot)
 
-    # --- passing on: relay.c ------------------------------------------------------------------------------------------
+    # --- passing on: relay/passing.c ----------------------------------------------------------------------------------
 
     def send(self, message: Owed) -> bool:
-        """relay.c: send_message."""
+        """split.c: send_message."""
         socket = self.socket
         assert socket is not None
         if self.f.going or len(socket.messages) >= self.of.room:
@@ -383,7 +383,7 @@ class State:
         return True
 
     def send_slot(self, slot: int) -> Steps:
-        """relay.c: send_locked, and relay_split.c: split_begin, split_send."""
+        """passing.c: send_locked, and split.c: split_begin, split_send."""
         f, head = self.f, self.slots[slot]
         request = head.message
         if not head.length or request < 0:
@@ -420,26 +420,26 @@ class State:
         return True
 
     def enqueue(self, slot: int) -> Steps:
-        """relay.c: enqueue_locked, compact_locked."""
+        """passing.c: enqueue_locked, compact_locked."""
         if len(self.f.queue) == len(self.slots):
             self.f.queue = [entry for entry in self.f.queue if self.is_current(entry)]
         yield from self.set_state(slot, QUEUED)
         self.f.queue.append((slot, self.slots[slot].generation))
 
     def is_current(self, entry: tuple[int, int]) -> bool:
-        """relay.c: is_current."""
+        """passing.c: is_current."""
         head = self.slots[entry[0]]
         return head.state == QUEUED and head.generation == entry[1]
 
     def doubt(self, slot: int) -> Steps:
-        """relay.c: doubt_locked."""
+        """passing.c: doubt_locked."""
         self.doubted[self.slots[slot].unique] = True
         self.answer(self.slots[slot].unique, "EIO")
         yield
         yield from self.set_state(slot, IN_DOUBT)
 
     def repeat(self, slot: int, *, unseen: bool) -> Steps:
-        """relay.c: repeat_locked."""
+        """passing.c: repeat_locked."""
         head = self.slots[slot]
         request = head.unique
         if not head.length:
@@ -458,7 +458,7 @@ class State:
             yield from self.enqueue(slot)
 
     def pass_on(self, slot: int) -> Steps:
-        """relay.c: relay_pass. False: the slot is the caller's own again."""
+        """passing.c: relay_pass. False: the slot is the caller's own again."""
         f = self.f
         if not f.python and self.kind(self.slots[slot].unique) == "F":
             yield from self.free_slot(slot)
@@ -474,7 +474,7 @@ class State:
         return True
 
     def run_sender(self) -> Steps:
-        """relay.c: run_sender, once."""
+        """passing.c: relay_run_sender, once."""
         f = self.f
         if not self.is_current(f.queue[0]) or (yield from self.send_slot(f.queue[0][0])):
             f.queue.pop(0)
@@ -482,7 +482,7 @@ class State:
     # --- answers: relay.c ---------------------------------------------------------------------------------------------
 
     def deliver(self, answer: Owed) -> Steps:
-        """relay.c: deliver, and relay_split.c: split_answer."""
+        """relay.c: deliver, and split.c: split_answer."""
         generation, slot, part, request = answer
         f, head = self.f, self.slots[slot]
         known = head.generation == generation and (
@@ -556,7 +556,7 @@ class State:
     # --- coming and going ---------------------------------------------------------------------------------------------
 
     def start(self) -> Steps:
-        """relay.c: relay_init, and relay_lot.c: lot_init."""
+        """relay.c: relay_init, and lot.c: lot_init."""
         self.fastpath = f = FastPath(self.of.workers)
         for slot in reversed(range(len(self.slots))):
             head = self.slots[slot]
@@ -652,7 +652,7 @@ class State:
     # --- threads that own slots: serve.c, fetching.c, interrupt.c -----------------------------------------------------
 
     def listen(self, worker: int) -> Steps:
-        """serve.c: worker_run reads a request."""
+        """serve.c: serve_run reads a request."""
         if self.f.own[worker] == NONE:
             yield from self.take_slot(worker)
         slot = self.f.own[worker]
@@ -665,7 +665,7 @@ class State:
         self.f.serving[worker] = slot
 
     def next_work(self, worker: int) -> Steps:
-        """serve.c: serve_work, its beginning; relay_lot.c: relay_next_work."""
+        """serve.c: serve_work, its beginning; lot.c: relay_next_work."""
         yield from self.ready(self.f.own[worker])
         self.f.serving[worker] = self.f.work.pop(0)
 
@@ -675,7 +675,7 @@ class State:
         self.answer(self.slots[slot].unique, "ok")
         yield
         self.f.serving[worker] = NONE
-        if slot in self.f.counted:  # relay_lot.c: relay_unclaim
+        if slot in self.f.counted:  # lot.c: relay_unclaim
             self.f.counted.discard(slot)
             yield from self.unpark()
         if slot != self.f.own[worker]:
@@ -717,7 +717,7 @@ class State:
             yield from self.free_slot(slot)
 
     def interrupt(self, request: int) -> Steps:
-        """interrupt.c: settle; relay.c: relay_interrupt; relay_lot.c: interrupt_parked_locked; fill.c: fill_interrupt.
+        """interrupt.c: settle; relay.c: relay_interrupt; lot.c: interrupt_parked_locked; fill.c: fill_interrupt.
 
         Python's and the fetches' requests are answered EINTR; of what a thread has in hand it is asked again.
         """

@@ -4,21 +4,27 @@ import os
 import random
 import shutil
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from cachefs.client.hand_over import OpenSource
+from cachefs.fs.mutations import RENAME_EXCHANGE
+from cachefs.options import Options
+from cachefs.system import syscalls
 from tests.model.clocks import Clocks
-from tests.model.modes import OPTIONS
+from tests.model.modes import OPTIONS, SMALL
 from tests.model.node import Node, Synchronous, TrioThread
 
 
 class Tree:
     """A source, and a mount of it."""
 
-    def __init__(self, root: Path, node: Any, clocks: Clocks) -> None:
+    def __init__(self, root: Path, node: Any, clocks: Clocks, options: Options) -> None:
         self.root, self.node, self.clocks = root, node, clocks
+        self.is_read_only = options.read_only
 
 
 @pytest.fixture
@@ -30,9 +36,10 @@ def tree(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Tree]:
     for path in ("a", "d/a", "e/a"):
         (root / path).write_bytes(path.encode())
     with TrioThread(clocks).running() as call:
-        node = Node(root, tmp_path, OPTIONS[getattr(request, "param", "read-write")], clocks, random.Random(0))
+        options = OPTIONS[getattr(request, "param", "read-write")]
+        node = Node(root, tmp_path, options, clocks, random.Random(0))
         call(node.start)
-        yield Tree(root, Synchronous(node, call), clocks)
+        yield Tree(root, Synchronous(node, call), clocks, options)
         call(node.end)
 
 
@@ -101,6 +108,114 @@ def test_what_was_read_and_then_renamed_by_another_node_is_a_file_of_its_own_und
     node.write(opened, 0, b"new")
     node.close(opened)
     for name, expected in (("a", b"a"), ("b", b"new")):
+        opened = node.open(name, os.O_RDONLY)
+        assert node.read(opened, 0, 10) == expected
+        node.close(opened)
+
+
+def open_files(root: Path) -> list[str]:
+    """Files of the source that this process has open, by whatever name."""
+    found = []
+    for each in Path("/proc/self/fd").iterdir():
+        with suppress(OSError):
+            if each.readlink().is_relative_to(root) and not each.is_dir():
+                found.append(str(each.readlink().relative_to(root)))
+    return found
+
+
+@pytest.mark.parametrize("tree", OPTIONS, indirect=True)
+def test_what_nobody_has_open_is_not_open_at_the_source(tree: Tree) -> None:
+    node, root = tree.node, tree.root
+    (root / "large").write_bytes(bytes(SMALL + 1))
+    (root / "closed").write_bytes(b"")
+    node.pass_time(5.0)
+    for path in ("a", "large", "d/a"):
+        for _ in range(2):
+            opened = node.open(path, os.O_RDONLY)
+            node.read(opened, 0, 10)
+            node.close(opened)
+    if not tree.is_read_only:
+        opened = node.open("new", os.O_RDWR | os.O_CREAT)
+        node.write(opened, 0, b"new")
+        assert "new" in open_files(root)
+        os.rename(root / "new", root / "other")
+        node.close(opened)
+        node.unlink("d/a")
+        node.rename("a", "e/b")
+    node.stat("closed")
+    os.unlink(root / "closed")
+    with suppress(FileNotFoundError):  # a pinned name is opened all the same
+        node.close(node.open("closed", os.O_RDONLY))
+    node.pass_time(60.0)
+    node.shrink(1.0)
+    node.flush()
+    node.pass_time(60.0)
+    assert open_files(root) == []
+
+
+def test_what_a_predecessor_had_open_and_is_not_known_any_more_is_closed(tree: Tree) -> None:
+    node, root = tree.node, tree.root
+    node.stat("a")
+    number = (root / "a").stat().st_ino
+    fds = [os.open(root / "a", os.O_RDONLY) for _ in range(2)]
+    assert open_files(root) == ["a", "a"]
+    handed = [OpenSource(0, number, 1, fds[0]), OpenSource(0, number + 1000, 1, fds[1])]
+    assert node._node._parts.descriptors.restore(handed) == []
+    assert open_files(root) == []
+
+
+def read(node: Any, path: str) -> bytes:
+    opened = node.open(path, os.O_RDONLY)
+    try:
+        return bytes(node.read(opened, 0, 100))
+    finally:
+        node.close(opened)
+
+
+def test_a_file_that_was_truncated_here_stays_mutable(tree: Tree) -> None:
+    node, file = tree.node, tree.root / "d/a"
+    node.truncate("d/a", 2)
+    node.pass_time(5.0)
+    assert read(node, "d/a") == b"d/"
+    file.write_bytes(b"of another node")
+    node.pass_time(5.0)
+    assert read(node, "d/a") == b"of another node"
+
+
+@pytest.mark.parametrize("tree", ["mutable"], indirect=True)
+def test_who_opens_a_mutable_file_gets_the_size_that_it_has(tree: Tree) -> None:
+    node, file = tree.node, tree.root / "a"
+    assert node.stat("a")[1] == 1
+    file.write_bytes(b"of another node")
+    opened = node.open("a", os.O_RDONLY)  # by what the kernel believes
+    assert node.stat("a")[1] == len(b"of another node")
+    node.close(opened)
+
+
+@pytest.mark.parametrize("tree", ["read-only"], indirect=True)
+@pytest.mark.parametrize("age_s", [0.0, 5.0])
+def test_a_file_is_fetched_ahead_once_and_when_it_is_old_enough(tree: Tree, age_s: float) -> None:
+    """What came of a young one could not be kept."""
+    node, parts = tree.node, tree.node._node._parts
+    (tree.root / "new").write_bytes(b"new")
+    node.stat("new")
+    node.pass_time(age_s)
+    node.stat("new")
+    for _ in range(2):
+        node._call(parts.files.fetch_ahead, (tree.root / "new").stat().st_ino, 0)
+        assert parts.metrics.prefetched == (age_s > 0)
+        node.flush()
+
+
+@pytest.mark.promise("IM-3")
+def test_another_name_of_a_file_that_has_expired_is_not_pinned_with_it(tree: Tree) -> None:
+    """Another node exchanges it between its last look-up and the read by the other name."""
+    node = tree.node
+    node.link("e/a", "b")
+    node.pass_time(2.5)
+    old, new = os.fsencode(tree.root / "a"), os.fsencode(tree.root / "e/a")
+    syscalls.renameat2(-1, old, -1, new, RENAME_EXCHANGE)
+    for name, expected in (("a", b"e/a"), ("e/a", b"a")):
         opened = node.open(name, os.O_RDONLY)
         assert node.read(opened, 0, 10) == expected
         node.close(opened)

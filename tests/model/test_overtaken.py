@@ -16,8 +16,8 @@ import pytest
 import trio
 import trio.testing
 
-from cachefs.attributes import ROOT_INODE
-from cachefs.filesystem import Entry
+from cachefs.fs.names import Entry
+from cachefs.store.index.records import ROOT_INODE
 from tests.model.clocks import Clocks
 from tests.model.modes import OPTIONS
 from tests.model.node import Node, TrioThread
@@ -96,7 +96,7 @@ def test_it_is_not_believed_afterwards(run: Callable[[Scenario], None]) -> None:
     async def scenario(node: Node, held: Held) -> None:
         async with appended_meanwhile(node, held) as number:
             pass
-        assert size_of(await node._parts.filesystem.getattr(number)) == len(BEFORE + AFTER)
+        assert size_of(await node._parts.attributes.getattr(number)) == len(BEFORE + AFTER)
 
     run(scenario)
 

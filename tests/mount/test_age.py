@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from cachefs.client import Client
+from cachefs.client.client import Client
 from tests.conftest import Mount, cachefs, drop_caches_of, make_files, settle, wait_for
 from tests.holder import Holder
 

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 
 import cachefs as package
-from cachefs.client import PROTOCOL, Client
+from cachefs.client.client import PROTOCOL, Client
+from cachefs.client.locations import make_runtime_root, mount_directory
 from cachefs.errors import CacheFsError
-from cachefs.places import make_runtime_root, mount_directory
-from cachefs.unix_socket import socket_address
+from cachefs.system.unix_socket import socket_address
 from tests.conftest import Mount, cachefs, contents, wait_for
 
 MakeMount = Callable[..., Mount]

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from cachefs.syscalls import UTIME_NOW, UTIME_OMIT, utimensat
+from cachefs.system.syscalls import UTIME_NOW, UTIME_OMIT, utimensat
 from tests.conftest import Mount, raises_errno
 from tests.load import fork
 from tests.users import as_user, open_to_all

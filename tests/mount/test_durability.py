@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from cachefs.client import Client
+from cachefs.client.client import Client
 from cachefs.errors import CacheFsError
 from tests.conftest import Mount, contents, raises_errno
 

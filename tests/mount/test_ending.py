@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from cachefs.fastpath import launcher
+from cachefs.fastpath.processes import is_running
 from tests.conftest import Mount, cachefs, contents, mounted_on, stuck_threads, wait_for
 
 MakeMount = Callable[..., Mount]
@@ -55,7 +55,7 @@ def processes(m: Mount) -> list[int]:
 def wait_until_over(m: Mount, pids: list[int], since: float) -> None:
     """Neither mount nor process is there; what the kernel keeps of a thread that it cannot kill does not count."""
     left_s = BOUND_S - (time.monotonic() - since)
-    wait_for(lambda: [pid for pid in pids if launcher.is_running(pid)], lambda left: not left, left_s)
+    wait_for(lambda: [pid for pid in pids if is_running(pid)], lambda left: not left, left_s)
     print(f"it took {time.monotonic() - since:.1f} s")
     m.pid = 0
     assert not mounted_on(m.path)
@@ -214,7 +214,7 @@ def test_a_restart_does_not_wait_for_a_source_that_hangs(
     cachefs("restart", m.path)
     print(f"it took {time.monotonic() - started:.1f} s")
     assert time.monotonic() - started < BOUND_S
-    assert not any(launcher.is_running(pid) for pid in pids)
+    assert not any(is_running(pid) for pid in pids)
     m.pid = int(m.status()["pid"])
     assert contents(m.path / "d0") == expected
     assert [each.error for each in waiting] == [None, None]

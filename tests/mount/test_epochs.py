@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from cachefs.directories import PARALLEL_BATCHES
+from cachefs.fs.listing_comparison import PARALLEL_BATCHES
 from tests.conftest import Mount, make_files, settle
 
 MakeMount = Callable[..., Mount]

@@ -22,9 +22,9 @@ from typing import Any
 
 import pytest
 
-from cachefs import mount_table
-from cachefs.fastpath.shared import Shared
-from cachefs.syscalls import set_thread_fs_ids
+from cachefs.client import mount_table
+from cachefs.fastpath.shared_memory import Shared
+from cachefs.system.syscalls import set_thread_fs_ids
 from daemon.wiring import SOURCE_SLOTS
 from tests import conftest
 from tests.conftest import Mount, cachefs, children, contents, make_files, raises_errno, settle, wait_for

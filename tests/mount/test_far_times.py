@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from cachefs.syscalls import utimensat
+from cachefs.system.syscalls import utimensat
 from tests.conftest import Mount, cachefs, contents, settle, small_disk, wait_for
 
 pytestmark = pytest.mark.promise("CH-20")

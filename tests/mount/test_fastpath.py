@@ -16,9 +16,9 @@ from typing import Any
 
 import pytest
 
-from cachefs.client import Client
+from cachefs.client.client import Client
 from cachefs.errors import CacheFsError
-from cachefs.fastpath import launcher, shared
+from cachefs.fastpath import processes, shared_memory
 from tests.conftest import Mount, cachefs, contents, make_files, settle, wait_for
 from tests.load import KILLS, Load, fork, sums_of
 from tests.service_manager import ServiceManager
@@ -135,7 +135,7 @@ def test_a_restart_replaces_both_and_nobody_notices(mount: MakeMount, tmp_path: 
         cachefs("restart", m.path)
         after = m.status()
         m.pid = after["pid"]
-        assert not launcher.is_running(before["pid"])
+        assert not processes.is_running(before["pid"])
         seen |= {after["pid"], after["fastpath"]["pid"]}
     longest = load.finish()
     print(f"6 restarts: longest stall {longest:.3f} s")
@@ -155,12 +155,12 @@ def test_after_an_upgrade_the_fast_path_is_replaced_with_its_daemon(mount: MakeM
     m.kill()
     m.start()
     assert fastpath_pid(m) == before
-    copy = launcher.PROGRAM.with_suffix(".new")
-    shutil.copy2(launcher.PROGRAM, copy)
-    os.replace(copy, launcher.PROGRAM)
+    copy = processes.PROGRAM.with_suffix(".new")
+    shutil.copy2(processes.PROGRAM, copy)
+    os.replace(copy, processes.PROGRAM)
     m.kill()
     m.start()
-    assert fastpath_pid(m) != before and not launcher.is_running(before)
+    assert fastpath_pid(m) != before and not processes.is_running(before)
     assert contents(m.path) == expected
 
 
@@ -261,7 +261,7 @@ def test_a_kill_finds_no_page_fault_under_a_request(mount: MakeMount, source: Pa
     os.stat(m.path)
     mapping = Path(f"/proc/{fastpath_pid(m)}/smaps").read_text().partition("memfd:cachefs")[2]
     resident = re.search(r"^Rss:\s+(\d+) kB", mapping, re.MULTILINE)
-    assert resident and int(resident[1]) * 1024 >= shared.SLOT_BYTES
+    assert resident and int(resident[1]) * 1024 >= shared_memory.SLOT_BYTES
 
 
 @pytest.mark.promise("IM-2")

@@ -1,6 +1,7 @@
 """The hazards that only a fast path has, their numbers in the names. All others: test_hazards.py."""
 
 import errno
+import mmap
 import multiprocessing
 import os
 import random
@@ -13,9 +14,9 @@ from typing import Any
 
 import pytest
 
-from cachefs.attributes import inode_key
-from cachefs.environment import Environment, Table
-from tests.conftest import Mount, cachefs, contents, raises_errno, settle, wait_for
+from cachefs.store.index.environment import Environment, Table
+from cachefs.store.index.records import inode_key
+from tests.conftest import Mount, cachefs, contents, raises_errno, settle, stuck_threads, wait_for
 
 MakeMount = Callable[..., Mount]
 fork = multiprocessing.get_context("fork")
@@ -112,6 +113,51 @@ def test_06_who_is_killed_dies_though_the_source_hangs(
     process.join(10)
     assert process.exitcode == -signal.SIGKILL and time.monotonic() - started < 5
     assert passed(m, "interrupt") == 0
+
+
+def read_into_the_page_cache(path: Path) -> None:
+    path.read_bytes()
+
+
+def read_in_a_page_fault(path: Path) -> None:
+    """Of one page, for which the kernel waits."""
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) as pages:
+        pages.madvise(mmap.MADV_RANDOM)
+        assert pages[:1]
+
+
+def read_past_the_page_cache(path: Path) -> None:
+    os.preadv(os.open(path, os.O_RDONLY | os.O_DIRECT), [mmap.mmap(-1, 4096)], 0)
+
+
+@pytest.mark.promise("LC-1")
+@pytest.mark.parametrize("read", [read_into_the_page_cache, read_in_a_page_fault, read_past_the_page_cache])
+def test_06_who_is_killed_while_he_reads_dies_though_the_source_hangs(
+    mount: MakeMount, faulty: tuple[Path, Path], read: Callable[[Path], None]
+) -> None:
+    """Past the page cache when the source's time is over: the kernel tells nobody before. Others get their data."""
+    source, faults = faulty
+    m = mount(source, "--read-only", "--source-timeout", "3" if read is read_past_the_page_cache else "20")
+    file = next(path for path in sorted((source / "d1").iterdir()) if path.stat().st_size > 0)
+    path = m.path / "d1" / file.name
+    os.stat(path)
+    fastpath = int(m.status()["fastpath"]["pid"])
+    (faults / "hang").touch()
+    readers = [fork.Process(target=read, args=(path,)) for _ in range(2)]
+    for each in readers:
+        each.start()
+    wait_for(lambda: stuck_threads(fastpath), bool)
+    started = time.monotonic()
+    assert readers[0].pid
+    os.kill(readers[0].pid, signal.SIGKILL)
+    readers[0].join(10)
+    assert readers[0].exitcode == -signal.SIGKILL and time.monotonic() - started < 5
+    if read is not read_past_the_page_cache:
+        assert readers[1].is_alive()
+    (faults / "hang").unlink()
+    readers[1].join(20)
+    assert read is read_past_the_page_cache or readers[1].exitcode == 0
+    wait_for(path.read_bytes, lambda data: data == file.read_bytes())
 
 
 @pytest.mark.promise("LC-1")

@@ -234,11 +234,21 @@ class Group:
             self["cgroup.procs"] = pid
 
     def end(self) -> None:
+        """Remove the group. The kernel keeps one busy for a moment after its last process has left the list."""
+        wait_for(self._removed, lambda removed: removed)
+
+    def _removed(self) -> bool:
         above = self.path.parent / "cgroup.procs"
         for pid in (self.path / "cgroup.procs").read_text().split():
             with suppress(OSError):
                 above.write_text(pid)
-        self.path.rmdir()
+        try:
+            self.path.rmdir()
+        except OSError as error:
+            if error.errno != errno.EBUSY:
+                raise
+            return False
+        return True
 
 
 @contextmanager

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from cachefs.client import Client
+from cachefs.client.client import Client
 from tests.conftest import Mount, cachefs, contents, make_files, settle, wait_for
 from tests.mount.test_space import read_all
 

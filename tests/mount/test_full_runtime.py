@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from cachefs import places, syscalls
+from cachefs.client import locations
+from cachefs.system import syscalls
 from tests.conftest import Mount, cachefs, contents, make_files, mounted_on, settle, small_disk, wait_for
 
 MakeMount = Callable[..., Mount]
@@ -63,7 +64,7 @@ class Runtime:
 
 @pytest.fixture
 def runtime() -> Iterator[Runtime]:
-    path = places.runtime_root()
+    path = locations.runtime_root()
     path.mkdir(mode=0o700, exist_ok=True)
     with own_mounts():
         syscalls.mount("tmpfs", str(path), "tmpfs", 0, "size=16M,mode=0700")

@@ -16,11 +16,11 @@ from pathlib import Path
 
 import pytest
 
-from cachefs import places
-from cachefs.client import Client
-from cachefs.fastpath import launcher
-from cachefs.syscalls import thread_capabilities
-from cachefs.unix_socket import socket_address
+from cachefs.client import locations
+from cachefs.client.client import Client
+from cachefs.fastpath import processes
+from cachefs.system.syscalls import thread_capabilities
+from cachefs.system.unix_socket import socket_address
 from tests import conftest
 from tests.conftest import Mount, cachefs, contents, mounted_on, raises_errno, settle, wait_for
 from tests.holder import Holder
@@ -39,7 +39,7 @@ MODES = {
 }
 DIES_WHILE_IT_SENDS = """
 import os, sys
-from cachefs import hand_over
+from cachefs.client import hand_over
 def send(connection, opened):
     whole = connection.sendmsg
     class Dying:
@@ -54,7 +54,7 @@ def send(connection, opened):
         batches = 0
     return sends(Dying(), opened)
 sends, hand_over.send = hand_over.send, send
-from daemon.cli import main
+from daemon.cli.main import main
 main(sys.argv[1:], "cachefs")
 """
 
@@ -177,7 +177,7 @@ def test_a_successor_that_asks_for_no_descriptors_gets_none(mount: MakeMount, so
     with opened(m.path / "file", os.O_RDWR, is_lost=True) as lost, opened(m.path / "other", os.O_RDWR) as kept:
         (m.path / "file").unlink()
         Client(m.path)._ask("leave")
-        wait_for(lambda: launcher.is_running(m.pid), lambda running: not running)
+        wait_for(lambda: processes.is_running(m.pid), lambda running: not running)
         m.start()
         raises_errno(errno.ESTALE, lambda: os.pwrite(lost, b"more", 0))
         assert os.pwrite(kept, b"more", 0) == 4
@@ -212,14 +212,14 @@ def test_a_successor_that_goes_before_it_is_answered_changes_nothing(mount: Make
     m = mount(source)
     os.kill(m.pid, signal.SIGSTOP)
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as successor:
-        with socket_address(places.mount_directory(str(m.path)) / "control") as address:
+        with socket_address(locations.mount_directory(str(m.path)) / "control") as address:
             successor.connect(address)
         successor.sendall(b'{"command": "leave", "descriptors": true}\n')
     os.kill(m.pid, signal.SIGCONT)
     for _ in range(3):  # by then it has been heard
         assert m.status()["pid"] == m.pid
     os.kill(m.pid, signal.SIGTERM)
-    wait_for(lambda: launcher.is_running(m.pid), lambda running: not running)
+    wait_for(lambda: processes.is_running(m.pid), lambda running: not running)
     m.pid = 0
     assert not mounted_on(m.path)
 

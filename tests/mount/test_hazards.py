@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from cachefs.syscalls import set_thread_fs_ids
+from cachefs.system.syscalls import set_thread_fs_ids
 from tests.conftest import Mount, cachefs, contents, raises_errno, settle, wait_for
 from tests.users import GROUP_OBJ, MASK, NOBODYS, OTHER, USER, USER_OBJ, acl, as_user, open_to_all
 

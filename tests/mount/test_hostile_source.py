@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from cachefs.client import Client
+from cachefs.client.client import Client
 from cachefs.errors import CacheFsError
 from tests import hostile
 from tests.conftest import Mount, cachefs, settle

@@ -3,12 +3,14 @@
 import errno
 import os
 import threading
+import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
-from cachefs.source_directories import MAX_HELD
+from cachefs.source.directories import MAX_HELD
 from tests.conftest import Mount, cachefs, raises_errno, settle, wait_for
 
 MakeMount = Callable[..., Mount]
@@ -172,6 +174,35 @@ def test_a4_a_file_replaced_while_it_is_open(mount: MakeMount, source: Path, mod
         assert (size, found) in ((len(OLD), OLD), (len(NEW), NEW))
     if mode != "pinned":
         assert found == NEW
+
+
+@pytest.mark.promise("CH-1")
+@pytest.mark.parametrize("arguments", [("--attr-timeout", "0.5"), ("--read-only",), ("--cache-size", "1M")])
+def test_a_large_file_replaced_while_it_is_read_is_not_taken_for_the_new_one(
+    mount: MakeMount, source: Path, arguments: tuple[str, ...]
+) -> None:
+    """Its data come by a descriptor that is opened at the first miss. That must not be the new file's: attributes are
+    read and changed by it, and the kernel would cut off what it has at the size of the other file."""
+    (source / "file").write_bytes(os.urandom(8 << 20))
+    settle()
+    m = mount(source, *arguments)
+    with open(m.path / "file", "rb", buffering=0) as opened:
+        before = os.fstat(opened.fileno())
+        assert len(os.pread(opened.fileno(), 4096, 0)) == 4096
+        replace(source, NEW)
+        (source / "file").chmod(0o604)
+        m.drop_caches()
+        with suppress(OSError):
+            assert len(os.pread(opened.fileno(), 4096, 4 << 20)) == 4096
+        time.sleep(0.6)  # what the kernel knows of it has expired
+        with suppress(OSError):
+            now = os.fstat(opened.fileno())
+            assert (now.st_size, now.st_mode) == (before.st_size, before.st_mode)
+        with suppress(OSError):
+            os.fchmod(opened.fileno(), 0o640)
+        assert (source / "file").stat().st_mode & 0o777 == 0o604
+        with suppress(OSError):
+            assert len(os.pread(opened.fileno(), 4096, 4 << 20)) == 4096
 
 
 @pytest.mark.promise("CH-1")

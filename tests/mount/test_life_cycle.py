@@ -14,11 +14,12 @@ from pathlib import Path
 import pytest
 
 import cachefs as package
-from cachefs import mount_table, places, syscalls
-from cachefs.claims import is_dying
-from cachefs.client import Client
+from cachefs.client import locations, mount_table
+from cachefs.client.client import Client
 from cachefs.errors import CacheFsError
-from cachefs.fastpath import launcher
+from cachefs.fastpath import processes
+from cachefs.system import syscalls
+from cachefs.system.claims import is_dying
 from tests.conftest import CLI, REPOSITORY, Mount, cachefs, contents, mounted_on, small_disk, wait_for
 from tests.service_manager import ServiceManager
 
@@ -43,7 +44,7 @@ def has_forked(process: subprocess.Popen[str]) -> bool:
 
 
 def wait_for_end(pid: int) -> None:
-    wait_for(lambda: launcher.is_running(pid), lambda is_there: not is_there, timeout_s=60)
+    wait_for(lambda: processes.is_running(pid), lambda is_there: not is_there, timeout_s=60)
 
 
 def device_of(place: Path) -> str:
@@ -58,8 +59,8 @@ def fastpath_pid(m: Mount) -> int:
 
 def left_behind(place: Path) -> list[str]:
     """Runtime directories, claims and binds of mounts on this mountpoint."""
-    found = [str(path) for path in places.runtime_root().glob(f"*{places.path_id(str(place))}*")]
-    return found + [m.mountpoint for m in mount_table.mounts() if places.path_id(str(place)) in m.mountpoint]
+    found = [str(path) for path in locations.runtime_root().glob(f"*{locations.path_id(str(place))}*")]
+    return found + [m.mountpoint for m in mount_table.mounts() if locations.path_id(str(place)) in m.mountpoint]
 
 
 def daemon_pid(place: Path) -> int:
@@ -136,7 +137,7 @@ def test_h1_a_successor_that_is_killed_between_two_fast_paths_loses_no_mount(mou
     os.kill(successor, signal.SIGKILL)
     os.close(fastpath)
     command.communicate(timeout=60)
-    assert not launcher.is_running(predecessor)
+    assert not processes.is_running(predecessor)
     m.start()
     assert os.listdir(f"/proc/self/fd/{opened}")  # another mount may have the same numbers
     os.close(opened)
@@ -147,9 +148,9 @@ def test_h1_a_successor_that_is_killed_between_two_fast_paths_loses_no_mount(mou
 
 
 def check_only_one(place: Path, stopped: int, expected: dict[Path, bytes]) -> None:
-    name = f"cachefs-{places.mount_directory(str(place)).name}"
+    name = f"cachefs-{locations.mount_directory(str(place)).name}"
     pid = Client(place).status()["fastpath"]["pid"]
-    assert [each.pid for each in launcher.running(name)] == [pid] and pid != stopped
+    assert [each.pid for each in processes.running(name)] == [pid] and pid != stopped
     with suppress(ProcessLookupError):
         os.kill(stopped, signal.SIGCONT)
     assert contents(place) == expected
@@ -211,7 +212,7 @@ def test_h3_the_daemon_of_a_detached_mount_leaves_the_next_one_alone(mount: Make
     assert device_of(second.path) == device and mounted_on(second.path).count("fuse.cachefs") == 1
     assert second.status()["pid"] == second.pid
     assert contents(second.path) == contents(source)
-    assert left_behind(second.path)[0] == str(places.mount_directory(str(second.path)))
+    assert left_behind(second.path)[0] == str(locations.mount_directory(str(second.path)))
     second.umount()
     assert not left_behind(second.path)
 
@@ -298,7 +299,7 @@ def test_h5_nothing_stays_of_a_mount_that_is_stopped_early(source: Path, tmp_pat
     else:
         assert command.returncode == 1 and "before the mount was ready" in said and said.count("\n") == 1
     assert not mounted_on(place) and not left_behind(place)
-    assert not places.session_directory(cache).exists()
+    assert not locations.session_directory(cache).exists()
 
 
 @pytest.mark.promise("LC-19")
@@ -324,9 +325,9 @@ def test_h5_a_start_that_was_stopped_is_ended_by_its_command(source: Path, tmp_p
 
 OTHER_VERSION = """
 import sys
-from cachefs.fastpath import shared
+from cachefs.contract import shared
 shared.VERSION += 1
-from daemon.cli import main
+from daemon.cli.main import main
 main(sys.argv[1:], "cachefs")
 """
 
@@ -458,7 +459,10 @@ def test_h8_an_unmount_during_a_restart(mount: MakeMount, source: Path, when: st
 
 UNMOUNT_AT = """
 import subprocess, sys
-from daemon import cli, instance, session
+from daemon import session
+from daemon.cli import main
+from daemon.kernel import instance
+from daemon.mount import takeover
 
 def unmounted_before(owner, name):
     function = getattr(owner, name)
@@ -468,11 +472,11 @@ def unmounted_before(owner, name):
     setattr(owner, name, unmount_first)
 
 unmounted_before(*{
-    "comes": (session, "take_over"),
+    "comes": (takeover, "take_over"),
     "has come": (instance.MountInstance, "take_over"),
     "opens the cache": (session, "OpenedIndex"),
 }[sys.argv.pop(1)])
-cli.main(sys.argv[1:])
+main.main(sys.argv[1:])
 """
 
 
@@ -493,8 +497,121 @@ def test_an_unmount_while_a_successor_starts_leaves_nothing(
     assert restart.returncode == 1 and restart.stderr.count("\n") == 1, restart.stderr
     assert "was unmounted" in restart.stderr
     assert not mounted_on(m.path) and not left_behind(m.path)
-    if is_stopped:
-        os.kill(fastpath, signal.SIGCONT)
+    wait_for_end(fastpath)
+
+
+UNMOUNT_WHEN_READY = """
+import subprocess, sys
+from daemon.cli import main
+from daemon.service import background
+
+run = background.run_in_background
+
+def run_and_unmount(*arguments, **keywords):
+    run(*arguments, **keywords)
+    subprocess.run(["umount", "-l", sys.argv[-1]], check=True)
+
+background.run_in_background = run_and_unmount
+main.main(sys.argv[1:])
+"""
+
+
+@pytest.mark.promise("LC-19")
+@pytest.mark.fastpath
+def test_a_restart_says_so_where_the_mount_was_unmounted_before_the_command_has_ended(
+    mount: MakeMount, source: Path
+) -> None:
+    m = mount(source)
+    command = [sys.executable, "-c", UNMOUNT_WHEN_READY, "restart", str(m.path)]
+    restart = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=60)
+    m.pid = 0
+    assert restart.returncode == 1 and restart.stderr.count("\n") == 1, restart.stderr
+    assert "was unmounted" in restart.stderr
+    wait_for(lambda: left_behind(m.path), lambda left: not left)
+
+
+WHEN_THE_DAEMON_HAS_LEFT = """
+import os, signal, subprocess, sys
+from daemon.cli import main
+
+dismiss = main._dismiss
+
+def dismiss_first(*arguments):
+    opened = dismiss(*arguments)
+    what, path = sys.argv.pop(1), sys.argv[-1]
+    if what == "mount":
+        subprocess.run(["mount", "-t", "tmpfs", "none", path], check=True)
+    else:
+        os.kill(int(what), signal.SIGKILL)
+    return opened
+
+main._dismiss = dismiss_first
+main.main(sys.argv[2:])
+"""
+
+
+@pytest.mark.promise("LC-4")
+@pytest.mark.fastpath
+@pytest.mark.parametrize("what", ["mount", "kill"])
+def test_whatever_happens_when_the_daemon_has_left_its_successor_comes(
+    mount: MakeMount, source: Path, what: str
+) -> None:
+    """Something is mounted above it, or the fast path is killed: the successor has what it needs already."""
+    m = mount(source)
+    fastpath = fastpath_pid(m)
+    with open(m.path / "d0/f00000", "rb") as opened:
+        data = opened.read()
+        m.killed_fastpaths += what == "kill"
+        command = [sys.executable, "-c", WHEN_THE_DAEMON_HAS_LEFT, str(fastpath) if what == "kill" else what]
+        restart = subprocess.run(
+            [*command, "restart", str(m.path)], cwd=REPOSITORY, capture_output=True, text=True, timeout=60
+        )
+        if what == "mount":
+            subprocess.run(["umount", m.path], check=True)
+        assert restart.returncode == 0, restart.stderr
+        m.pid = int(m.status()["pid"])
+        opened.seek(0)
+        assert opened.read() == data
+    assert contents(m.path) == contents(source)
+
+
+@pytest.mark.promise("LC-8")
+@pytest.mark.fastpath
+def test_a_fast_path_that_is_stopped_ends_with_a_mount_that_is_unmounted_during_a_restart(
+    mount: MakeMount, source: Path
+) -> None:
+    m = mount(source)
+    fastpath = fastpath_pid(m)
+    os.kill(fastpath, signal.SIGSTOP)
+    command = start("restart", m.path)
+    wait_for_end(m.pid)  # from now on the successor waits for the fast path
+    m.pid = 0
+    subprocess.run(["umount", "-l", m.path], check=True)
+    _, said = command.communicate(timeout=60)
+    assert command.returncode == 1 and "was unmounted" in said
+    wait_for_end(fastpath)
+    assert not left_behind(m.path)
+
+
+@pytest.mark.promise("LC-19")
+@pytest.mark.fastpath
+@pytest.mark.parametrize("when", ["comes", "has come", "opens the cache"])
+def test_a_mount_that_is_detached_while_it_is_in_use_has_no_successor(
+    mount: MakeMount, source: Path, when: str
+) -> None:
+    """The kernel keeps the connection for who uses it, but nobody comes to the mount by its path any more."""
+    m = mount(source)
+    fastpath = fastpath_pid(m)
+    m.kill()
+    user = os.open(m.path, os.O_PATH)
+    try:
+        command = [sys.executable, "-c", UNMOUNT_AT, when, "restart", str(m.path)]
+        restart = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=60)
+        assert restart.returncode == 1 and restart.stderr.count("\n") == 1, restart.stderr
+        assert "was unmounted" in restart.stderr
+        assert not left_behind(m.path)
+    finally:
+        os.close(user)
     wait_for_end(fastpath)
 
 
@@ -657,7 +774,7 @@ def test_umount_says_where_a_mount_lives_on(mount: MakeMount, source: Path, tmp_
 def test_the_log_begins_with_what_is_mounted_and_no_claim_stays(mount: MakeMount, source: Path) -> None:
     m = mount(source)
     assert f"cachefs {package.__version__}: {source} on {m.path}" in m.log().splitlines()[0]
-    assert not list(places.runtime_root().glob(f"lock-*{places.path_id(str(m.path))}*"))
+    assert not list(locations.runtime_root().glob(f"lock-*{locations.path_id(str(m.path))}*"))
 
 
 @pytest.mark.promise("LC-15")

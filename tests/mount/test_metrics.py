@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from cachefs.latency import KINDS, bound_s, bucket
-from daemon.exporter import METRICS
+from cachefs.stats.latency import KINDS, bound_s, bucket
+from daemon.control.exporter import METRICS
 from tests.conftest import CLI, REPOSITORY, Mount, cachefs, contents, free_port, wait_for
 from tests.terminal import Terminal
 

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from cachefs.client import Client
-from cachefs.syscalls import renameat2
+from cachefs.client.client import Client
+from cachefs.system.syscalls import renameat2
 from tests.conftest import Mount, cachefs, raises_errno, settle, wait_for
 
 MakeMount = Callable[..., Mount]

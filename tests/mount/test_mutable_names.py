@@ -151,7 +151,7 @@ def test_a_directory_that_gets_a_mutable_name(mount: MakeMount, tree: Path) -> N
 
 @pytest.mark.promise("EX-4")
 def test_two_names_that_are_exchanged(mount: MakeMount, tree: Path) -> None:
-    from cachefs.syscalls import renameat2
+    from cachefs.system.syscalls import renameat2
 
     m = mount(tree, *MUTABLE)
     for name in ("file", "job.log"):

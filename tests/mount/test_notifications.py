@@ -1,9 +1,12 @@
 """Who tells the kernel to forget, and may have to wait for it, is a process of its own: a killed daemon always ends."""
 
+import fcntl
 import os
 import select
 import signal
+import struct
 import subprocess
+import termios
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
@@ -12,10 +15,11 @@ from typing import Any
 
 import pytest
 
-from cachefs import mount_table
-from cachefs.client import Client
+from cachefs.client import mount_table
+from cachefs.client.client import Client
 from cachefs.errors import CacheFsError
-from cachefs.fastpath import launcher
+from cachefs.fastpath import processes
+from cachefs.system.syscalls import pidfd_getfd
 from tests.conftest import Mount, cachefs, children, contents, settle, start_fault_fs, wait_for
 
 MakeMount = Callable[..., Mount]
@@ -83,6 +87,23 @@ def started_notifier(daemon: int, *, other_than: int = 0) -> int:
             lambda pid: pid not in (0, other_than) and len(os.listdir(f"/proc/{pid}/task")) > 2,
         )
     )
+
+
+def has_work(notifier: int) -> bool:
+    """Has the daemon told it something that it has not read?"""
+    lanes = Path(f"/proc/{notifier}/cmdline").read_bytes().split(b"\0")[-3:-1]  # the last two arguments
+    pidfd = os.pidfd_open(notifier)
+    try:
+        for lane in lanes:
+            copy = pidfd_getfd(pidfd, int(lane))
+            try:
+                if struct.unpack("i", fcntl.ioctl(copy, termios.FIONREAD, bytes(4)))[0]:
+                    return True
+            finally:
+                os.close(copy)
+    finally:
+        os.close(pidfd)
+    return False
 
 
 @contextmanager
@@ -201,8 +222,9 @@ def test_a_request_that_nobody_has_read_does_not_keep_a_dead_mount(
     (m.path / "d1/f00001").stat()
     notifier = started_notifier(m.pid)
     os.kill(notifier, signal.SIGSTOP)
+    wait_for(lambda: state(notifier), lambda now: now == "T")
     asked = invalidate_soon(m, "d1/f00001")
-    wait_for(lambda: m.status()["pinned_inodes"], lambda _: True)  # it has been heard: requests are taken by turns
+    wait_for(lambda: has_work(notifier), bool)
     with freed(m, tmp_path):
         os.kill(m.pid, signal.SIGSTOP)
         with looking_at(m.path / "d1/missing") as looking:
@@ -325,7 +347,7 @@ def test_no_process_stays_behind(mount: MakeMount, source: Path, end: str) -> No
     else:
         subprocess.run([*end.split(), m.path], check=True)
     m.pid = 0
-    wait_for(lambda: {pid for pid in everything if launcher.is_running(pid)}, lambda left: not left)
+    wait_for(lambda: {pid for pid in everything if processes.is_running(pid)}, lambda left: not left)
 
 
 def test_a_notifier_is_small_and_holds_nothing_of_others(mount: MakeMount, source: Path) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from cachefs import places
+from cachefs.client import locations
 from tests.conftest import Mount, cachefs, make_files, mount_lines, mounted_on, settle, wait_for
 
 MakeMount = Callable[..., Mount]
@@ -56,7 +56,7 @@ def test_over_the_source_itself_and_again_after_restarts_and_a_kill(mount: MakeM
     check_over_itself(m, expected)
     m.umount()
     assert "fuse.cachefs" not in mounted_on(m.path)
-    place = str(places.mount_directory(str(m.path)))  # of the bind of what is underneath
+    place = str(locations.mount_directory(str(m.path)))  # of the bind of what is underneath
     assert not [line for line in mount_lines() if place in line]
 
 

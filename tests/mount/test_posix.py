@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from cachefs.syscalls import UTIME_NOW, UTIME_OMIT, utimensat
+from cachefs.system.syscalls import UTIME_NOW, UTIME_OMIT, utimensat
 from tests.conftest import Mount
 from tests.users import as_user, open_to_all
 

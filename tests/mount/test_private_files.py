@@ -14,10 +14,10 @@ from pathlib import Path
 
 import pytest
 
-from cachefs.fastpath import launcher
-from cachefs.fastpath.shared import SHARED_BYTES
-from cachefs.places import mount_directory
-from cachefs.unix_socket import socket_address
+from cachefs.client.locations import mount_directory
+from cachefs.contract.shared import SHARED_BYTES
+from cachefs.fastpath import processes
+from cachefs.system.unix_socket import socket_address
 from tests.conftest import Mount, cachefs, contents
 from tests.users import as_user, cachefs_as, open_to_all
 
@@ -208,7 +208,7 @@ def test_a_set_user_id_program_that_looks_like_a_fast_path_is_not_believed(mount
         try:
             assert impostor.stdout is not None and impostor.stdout.readline() == b"\n"
             fastpath = m.status()["fastpath"]["pid"]
-            assert [found.pid for found in launcher.running(name)] == [fastpath]
+            assert [found.pid for found in processes.running(name)] == [fastpath]
             m.killed_fastpaths += 1
             m.kill()
             os.kill(fastpath, signal.SIGKILL)

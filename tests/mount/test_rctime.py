@@ -1,4 +1,4 @@
-"""A source that says when anything beneath a directory was changed last, as CephFS does: cachefs/rctime.py.
+"""A source that says when anything beneath a directory was changed last, as CephFS does: cachefs/source/rctime.py.
 
 A real one is in tests/ceph; here it is a file.
 """

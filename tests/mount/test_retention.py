@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from cachefs.blob import SLAB_BYTES
-from cachefs.record import record_bytes
-from cachefs.space import FREE_BYTES
+from cachefs.store.blob.blob import SLAB_BYTES
+from cachefs.store.blob.record import record_bytes
+from cachefs.store.blob.space import FREE_BYTES
 from policies.simulator import Trace, simulate
 from tests.conftest import Mount, cachefs, contents, expire, make_files, settle, wait_for
 

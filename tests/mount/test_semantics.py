@@ -414,7 +414,7 @@ def test_writes_pass_through_at_once_and_show_at_once(mount: MakeMount, source: 
 
 @pytest.mark.promise("WR-8")
 def test_rename_flags(mount: MakeMount, source: Path) -> None:
-    from cachefs.syscalls import renameat2
+    from cachefs.system.syscalls import renameat2
 
     m = mount(source)
     (m.path / "a").write_bytes(b"a")

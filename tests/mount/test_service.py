@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from daemon import mount_helper
+from daemon.cli import mount_helper
 from tests.conftest import CLI, REPOSITORY, Mount, cachefs, contents, make_files, mounted_on, settle, wait_for
 from tests.load import Load, sums_of
 from tests.service_manager import ServiceManager, services, status
@@ -322,7 +322,7 @@ def test_options_of_mount_8() -> None:
 def test_mount_8(source: Path, tmp_path: Path) -> None:
     place = tmp_path / "mnt"
     place.mkdir()
-    helper = [sys.executable, "-c", "from daemon.mount_helper import main; main()"]
+    helper = [sys.executable, "-c", "from daemon.cli.mount_helper import main; main()"]
     options = f"ro,cache-dir={tmp_path}/cache,cache-size=1G,_netdev"
     if Mount.no_fastpath:
         options += ",no-fastpath"

@@ -136,7 +136,7 @@ def test_a_tmpfs_that_is_full_kills_nobody(mount: MakeMount, dataset: Path, tmp_
 READERS = """
 import os, sys
 from pathlib import Path
-from cachefs.environment import Environment
+from cachefs.store.index.environment import Environment
 environment = Environment(Path(sys.argv[1]) / "index", sync=True)
 fd = os.open(Path(sys.argv[1]) / "filler", os.O_WRONLY | os.O_CREAT)
 try:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from cachefs.fastpath import launcher
+from cachefs.fastpath.processes import is_running
 from tests.conftest import Mount, cachefs, children, contents, mounted_on, stuck_threads, wait_for
 from tests.holder import Holder
 from tests.mount.test_life_cycle import device_of, fastpath_pid, left_behind
@@ -42,7 +42,7 @@ def processes(m: Mount) -> set[int]:
 
 
 def check_over(m: Mount, pids: set[int], since: float) -> None:
-    wait_for(lambda: {pid for pid in pids if launcher.is_running(pid)}, lambda left: not left)
+    wait_for(lambda: {pid for pid in pids if is_running(pid)}, lambda left: not left)
     took_s = time.monotonic() - since
     m.pid = 0
     assert not mounted_on(m.path) and not left_behind(m.path)
@@ -66,7 +66,7 @@ def test_a_restart_repairs_a_mount_of_which_a_process_was_stopped(mount: MakeMou
             assert m.pid != before and device_of(m.path) == device
             assert contents(m.path) == contents(source)
             assert holder.ask("read", 0, "kept") == "kept"
-            wait_for(lambda: [pid for pid in pids[which] if launcher.is_running(pid)], lambda left: not left)
+            wait_for(lambda: [pid for pid in pids[which] if is_running(pid)], lambda left: not left)
     everything, since = processes(m), time.monotonic()
     cachefs("umount", m.path)
     check_over(m, everything, since)

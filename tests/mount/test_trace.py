@@ -11,7 +11,7 @@ from threading import Timer
 
 import pytest
 
-from cachefs.trace import read_trace
+from cachefs.tools.trace import read_trace
 from tests.conftest import CLI, REPOSITORY, Mount, cachefs
 
 MakeMount = Callable[..., Mount]

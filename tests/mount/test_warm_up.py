@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from cachefs.client import Client, Progress
+from cachefs.client.client import Client, Progress
 from cachefs.errors import CacheFsError
 from tests.conftest import (
     CLI,

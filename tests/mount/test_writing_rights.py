@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from cachefs.syscalls import UTIME_NOW, utimensat
+from cachefs.system.syscalls import UTIME_NOW, utimensat
 from tests.conftest import Mount, raises_errno
 from tests.users import GROUP_OBJ, MASK, NOBODYS, OTHER, USER, USER_OBJ, acl, as_user, open_to_all
 

@@ -14,22 +14,25 @@ import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from cachefs.contract import c_header
 from tests.agreement import library
 from tests.conftest import mount_lines
 from tests.mutation import Mutant, c_mutants, python_mutants
 from tests.mutation.targets import RUNS, TARGETS, Runs
 
+Testing = Generator[tuple[Mutant, str], None, list[Mutant]]
 REPOSITORY = Path(__file__).resolve().parents[2]
 _TIMEOUT_S = 60
 """Of a test. One that alone and without a mutant takes longer is passed over."""
 _SILENT_S = 100
 """When pytest cannot end what hangs, it is ended after this time without a word."""
 _MODEL_RUNS, _AGREEMENT_EXAMPLES = 40, 200
+_FASTPATH_TIMEOUT_S = 5
 _FLAGS = ["-std=gnu11", "-O1", "-g", "-fPIC", "-D_GNU_SOURCE", "-pthread", "-w"]
 
 
@@ -88,42 +91,49 @@ class Copy:
         self._objects.mkdir()
         self._library = place / "fastpath.so"
         own = self._root / library.OWN_SOURCE.relative_to(REPOSITORY)
-        self._sources = [*sorted((self._root / library.SOURCES.relative_to(REPOSITORY)).glob("*.c")), own]
+        self._c = self._root / library.SOURCES.relative_to(REPOSITORY)
+        self._sources = [*sorted(self._c.glob("*/*.c")), own]
+        c_header.write(self._c)
         self._mutated: set[str] = set()
         self._timeout_s = _TIMEOUT_S
         assert self._build(self._sources)
 
     def test(self, mutants: list[Mutant], runs: Runs) -> Iterator[tuple[Mutant, str | None]]:
-        """Each of them that compiles, with the test that finds it; None for those that survive together."""
+        """Each of them that compiles, with the test that finds it; None for those that survive."""
         alive = [each for each in mutants if self._mutate([each])]
         for files, more in runs:
             if "--no-fastpath" in more and not any(each.path.endswith(".py") for each in alive):
                 continue
             self._mutate([])
-            waiting = self._collect(files, more)
-            while alive and (failed := self._first_failure(alive, waiting, more)) is not None:
-                waiting = waiting[waiting.index(failed) :]  # what ran before does not find the others either
-                began = time.monotonic()
-                sound = self._first_failure([], [failed], more) is None
-                self._timeout_s = round(10 + 3 * (time.monotonic() - began))
-                found = self._found_by(failed, alive, more) if sound else []
-                self._timeout_s = _TIMEOUT_S
-                if not found:
-                    print(f"fails without a mutant, or with no single one: {failed}", flush=True)
-                    waiting = waiting[1:]
-                    continue
-                alive = [each for each in alive if each not in found]
-                yield from ((each, failed) for each in found)
+            alive = yield from self._tested(alive, self._collect(files, more), more)
         yield from ((each, None) for each in alive)
 
+    def _tested(self, alive: list[Mutant], waiting: list[str], more: list[str]) -> Testing:
+        """Those that are found, each with its test. Returns those that survive."""
+        while alive and (failed := self._first_failure(alive, waiting, more)) is not None:
+            waiting = waiting[waiting.index(failed) :]  # what ran before does not find the others either
+            began = time.monotonic()
+            sound = self._first_failure([], [failed], more) is None
+            self._timeout_s = round(10 + 3 * (time.monotonic() - began))
+            found = self._found_by(failed, alive, more) if sound else []
+            self._timeout_s = _TIMEOUT_S
+            yield from ((each, failed) for each in found)
+            alive = [each for each in alive if each not in found]
+            if sound and not found and len(alive) > 1:  # some together make it fail, and would hide what follows
+                middle = len(alive) // 2
+                first = yield from self._tested(alive[:middle], waiting, more)
+                return first + (yield from self._tested(alive[middle:], waiting, more))
+            if not found:
+                print(f"fails now and then, or without a mutant: {failed}", flush=True)
+                waiting = waiting[1:]
+        return alive
+
     def _found_by(self, test: str, mutants: list[Mutant], more: list[str]) -> list[Mutant]:
-        """Those with which alone the test fails."""
-        if not mutants or self._first_failure(mutants, [test], more) is None:
-            return []
-        if len(mutants) == 1:
-            return mutants
-        middle = len(mutants) // 2
-        return self._found_by(test, mutants[:middle], more) + self._found_by(test, mutants[middle:], more)
+        """One with which alone the test fails, as it does with all of these; none where it takes several."""
+        while len(mutants) > 1:
+            first, second = mutants[: len(mutants) // 2], mutants[len(mutants) // 2 :]
+            mutants = second if self._first_failure(first, [test], more) is None else first
+        return mutants if self._first_failure(mutants, [test], more) is not None else []
 
     def _mutate(self, mutants: list[Mutant]) -> bool:
         """Puts just these into the copy. False if it does not compile."""
@@ -151,10 +161,10 @@ class Copy:
         if not sources:
             return True
         for source in sources:
-            if not _cc([*_FLAGS, f"-I{self._sources[0].parent}", "-c", source, "-o", self._object(source)]):
+            if not _cc([*_FLAGS, f"-I{self._c}", "-c", source, "-o", self._object(source)]):
                 return False
         sources = self._sources[:-1]
-        program = sources[0].with_name("cachefs-fastpath")
+        program = self._c.with_name("cachefs-fastpath")
         program.unlink(missing_ok=True)
         self._library.unlink(missing_ok=True)
         answering = [self._object(source) for source in self._sources if source.name != "main.c"]
@@ -189,6 +199,7 @@ class Copy:
             "MODEL_RUNS": str(_MODEL_RUNS),
             "AGREEMENT_EXAMPLES": str(_AGREEMENT_EXAMPLES),
             "AGREEMENT_LIBRARY": str(self._library),
+            "FASTPATH_TIMEOUT_S": str(_FASTPATH_TIMEOUT_S),
         }
         # Who of a batch makes a test fail is found where each run draws the same.
         seeds = ["--seed", self._seed, "--hypothesis-seed", self._seed]

@@ -145,7 +145,7 @@ def test_a_cache_of_nothing_hits_nothing(name: str) -> None:
 
 
 def test_parts_that_are_done_make_room_and_others_do_not() -> None:
-    policy = retention.make("retire", retention.Circumstances(lambda key: key[0]))
+    policy = retention.make("retire", retention.PolicyContext(lambda key: key[0]))
     for key in ("a1", "a2", "b1", "b2", "c1"):
         policy.inserted(key)  # fetched ahead: nobody has read any
     assert policy.victim() is None
@@ -163,7 +163,7 @@ def test_parts_that_are_done_make_room_and_others_do_not() -> None:
 
 
 def test_parts_that_are_read_in_turns_stay() -> None:
-    policy = retention.make("retire", retention.Circumstances(lambda key: key[0]))
+    policy = retention.make("retire", retention.PolicyContext(lambda key: key[0]))
     keys = [f"{part}{i}" for i in range(9) for part in "ab"]
     for key in keys:
         policy.inserted(key)
@@ -174,7 +174,7 @@ def test_parts_that_are_read_in_turns_stay() -> None:
 
 
 def test_a_part_that_is_fetched_again_is_not_done_before_it_is_read() -> None:
-    policy = retention.make("retire", retention.Circumstances(lambda key: key[0]))
+    policy = retention.make("retire", retention.PolicyContext(lambda key: key[0]))
     for key in ("a1", "b1", "c1"):
         policy.inserted(key)
         policy.accessed(key)

@@ -13,7 +13,7 @@ from multiprocessing.synchronize import Event
 from pathlib import Path
 from typing import Any, TypeVar
 
-from cachefs.latency import BUCKETS, Histogram, bucket
+from cachefs.stats.latency import BUCKETS, Histogram, bucket
 
 T = TypeVar("T")
 NAMES = 60

@@ -16,11 +16,11 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from cachefs.client import Client
+from cachefs.client.client import Client
 from cachefs.errors import CacheFsError
-from cachefs.fastpath import launcher
-from cachefs.latency import quantile_s
-from cachefs.source_directories import MAX_HELD
+from cachefs.fastpath.processes import PROGRAM, is_built
+from cachefs.source.directories import MAX_HELD
+from cachefs.stats.latency import quantile_s
 from tests import hostile
 from tests.conftest import Mount, cachefs, make_files, settle, wait_for
 from tests.mount.test_space import allocated
@@ -69,7 +69,7 @@ def processes(m: Mount) -> list[int]:
 
 def is_sanitized() -> bool:
     """A fast path that checks itself keeps what was freed, and notes on the rest."""
-    program = launcher.PROGRAM.read_bytes() if launcher.is_built() else b""
+    program = PROGRAM.read_bytes() if is_built() else b""
     return b"__asan_init" in program or b"__tsan_init" in program
 
 

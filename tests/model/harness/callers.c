@@ -1,5 +1,5 @@
 /* interrupt.c, with the list of callers within reach. */
-#include "interrupt.c"
+#include "serve/interrupt.c"
 
 /* One entry of the list, as interrupt_tick does it. */
 void interrupt_again(struct fastpath *fastpath, uint64_t unique)

@@ -14,9 +14,13 @@
 #include <sys/socket.h>
 #include <unistd.h>
 
-#include "relay.h"
-#include "interrupt.h"
-#include "serve.h"
+#include "kernel/reply.h"
+#include "misses/fill.h"
+#include "relay/lot.h"
+#include "relay/passing.h"
+#include "relay/relay.h"
+#include "relay/slots.h"
+#include "serve/interrupt.h"
 
 enum { DONE, BLOCKED, KILLED };
 enum { SENT, UNREAD, DELIVERED, ANSWER, ARRIVED };
@@ -35,7 +39,6 @@ static uint32_t room, share, places, looks;
 static struct event events[4096];
 static uint32_t event_count;
 
-void turn_sender(struct relay *relay);
 void turn_receiver(struct relay *relay);
 void forget_interrupts(void);
 void interrupt_again(struct fastpath *fastpath, uint64_t unique);
@@ -117,7 +120,7 @@ void *seam_memcpy(void *to, const void *from, size_t length)
 
 /* --- system calls -------------------------------------------------------------------------------------------------- */
 
-static ssize_t answer(const struct fuse_out_header *head, size_t length)
+static ssize_t take_answer(const struct fuse_out_header *head, size_t length)
 {
     step();
     note(ANSWER, head->unique, -head->error);
@@ -126,13 +129,13 @@ static ssize_t answer(const struct fuse_out_header *head, size_t length)
 
 ssize_t seam_write(int fd, const void *data, size_t length)
 {
-    return fd == relay->device ? answer(data, length) : write(fd, data, length);
+    return fd == relay->device ? take_answer(data, length) : write(fd, data, length);
 }
 
 ssize_t seam_writev(int fd, const struct iovec *parts, int count)
 {
     (void)fd, (void)count;
-    return answer(parts[0].iov_base, ((struct fuse_out_header *)parts[0].iov_base)->len);
+    return take_answer(parts[0].iov_base, ((struct fuse_out_header *)parts[0].iov_base)->len);
 }
 
 ssize_t seam_send(int fd, const void *data, size_t length, int flags)
@@ -301,13 +304,13 @@ OPERATION(fetched, (uint32_t slot), {
     relay_free_slot(relay, slot);
 })
 
-OPERATION(turn_sender_, (void), turn_sender(relay))
+OPERATION(turn_sender, (void), relay_run_sender(relay))
 /* The oldest entry of the queue, and no other. */
 int run_sender_(void)
 {
     uint32_t rest = relay->queue_count - 1;
     relay->queue_count = 1;
-    int how = turn_sender_(); /* it ends the process, or waits for something */
+    int how = turn_sender(); /* it ends the process, or waits for something */
     relay->queue_count += rest;
     return how;
 }

@@ -10,7 +10,7 @@
 #include <sys/uio.h>
 #include <unistd.h>
 
-#include "shares.h"
+#include "common/shares.h"
 
 void *seam_memset(void *to, int byte, size_t length);
 void *seam_memcpy(void *to, const void *from, size_t length);

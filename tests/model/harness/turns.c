@@ -1,10 +1,5 @@
-/* The relay, with the loops of its threads within reach. */
-#include "relay.c"
-
-void turn_sender(struct relay *relay)
-{
-    run_sender(relay);
-}
+/* The relay, with the loop of its receiver within reach. */
+#include "relay/relay.c"
 
 void turn_receiver(struct relay *relay)
 {

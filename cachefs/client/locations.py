@@ -1,0 +1,94 @@
+"""Where things lie by default: caches, runtime directories, sockets."""
+
+import contextlib
+import hashlib
+import os
+import re
+from pathlib import Path
+
+from cachefs.client import mount_table
+from cachefs.errors import CacheFsError
+from cachefs.system import private_files
+
+
+def path_id(path: str) -> str:
+    """A name for a path, readable and unique: its last component and a digest of the whole."""
+    name = re.sub(r"[^A-Za-z0-9._-]+", "-", os.path.basename(path.rstrip("/"))).strip("-.") or "root"
+    return f"{name[:24]}-{hashlib.sha256(os.fsencode(path)).hexdigest()[:12]}"
+
+
+def is_root() -> bool:
+    return os.geteuid() == 0
+
+
+def cache_root() -> Path:
+    """Where caches lie that nobody put elsewhere."""
+    if is_root():
+        return Path("/var/cache/cachefs")
+    base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    return Path(base) / "cachefs"
+
+
+def default_cache_dir(source: str) -> Path:
+    return cache_root() / path_id(source)
+
+
+def _place_of_runtime_root() -> Path:
+    if is_root():
+        return Path("/run/cachefs")
+    base = os.environ.get("XDG_RUNTIME_DIR")
+    return Path(base) / "cachefs" if base else Path(f"/tmp/cachefs-{os.geteuid()}")
+
+
+def runtime_root() -> Path:
+    """Where sockets and sessions lie: /run/cachefs, or the user's own runtime directory.
+
+    It belongs to the user and is closed to others, and so is all that is in it: only then may that be believed, and
+    written to. Raises CacheFsError where it is not so, FileNotFoundError where there is none, which another user might
+    make at any moment.
+    """
+    root = _place_of_runtime_root()
+    try:
+        private_files.check_directory(root)
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        raise CacheFsError(f"cannot use the runtime directory {root}: {error.strerror or error}") from error
+    return root
+
+
+def make_runtime_root() -> Path:
+    with contextlib.suppress(FileNotFoundError):
+        return runtime_root()
+    root = _place_of_runtime_root()
+    try:
+        private_files.make_directory(root)
+    except OSError as error:
+        raise CacheFsError(f"cannot make the runtime directory {root}: {error.strerror or error}") from error
+    return runtime_root()
+
+
+def instance_directory(mountpoint: str, device: str) -> Path:
+    """The runtime directory of one mount: `control` (the socket), `source` (the bind of what is underneath),
+    `mount.json` (how it was mounted), `fastpath` (where that listens for the next daemon).
+
+    `device`: of the mount, major:minor. Others that lie on the same mountpoint, before or later, have another one.
+    Raises as `runtime_root`, and so do those below.
+    """
+    return runtime_root() / f"{instance_prefix(mountpoint)}{device.rpartition(':')[2]}"
+
+
+def instance_prefix(mountpoint: str) -> str:
+    """What the names of the runtime directories of all mounts on this mountpoint begin with."""
+    return f"mount-{path_id(mountpoint)}-"
+
+
+def mount_directory(mountpoint: str) -> Path:
+    """The runtime directory of the mount of ours that is on top there; of none (device 0), where there is none."""
+    top = mount_table.top_mount(mountpoint)
+    return instance_directory(mountpoint, top.device if top is not None and top.fstype == mount_table.FSTYPE else "0")
+
+
+def session_directory(cache_dir: Path) -> Path:
+    """The session index belongs to a cache directory, wherever that is mounted."""
+    return runtime_root() / f"session-{path_id(str(cache_dir.resolve()))}"

@@ -1,0 +1,26 @@
+"""The blob on disk: the header of a record, and how the file is divided. docs/FORMAT.md describes it."""
+
+from cachefs.contract.structs import Struct
+from policies.prefetch.sequential import CHUNK_BYTES as CHUNK_BYTES
+
+RECORD_MAGIC = 0x53464843  # "CHFS"
+RECORD_FORMAT = 1
+RECORD_DATA = 1  # types of a record; 0 is reserved: space that was never written reads as zeros
+RECORD_HEADER_BYTES = 128
+BLOCK_BYTES = 128 << 10
+"""Each has a checksum."""
+# CHUNK_BYTES: the payload of a record, at most.
+SLAB_BYTES = 64 << 20
+"""What one writer is granted."""
+
+RECORD_HEADER = Struct(
+    "record_header",
+    ("u32", "magic"),
+    ("u16", "format type"),
+    ("u64", "length inode file_offset version size"),
+    ("i64", "mtime_ns ctime_ns btime_ns reserved"),
+    ("u64", "device source_inode"),
+    ("u32", "mode blocks"),
+    ("u64", "table_checksum reserved2 checksum"),
+    size=RECORD_HEADER_BYTES,
+)

@@ -1,0 +1,65 @@
+"""The index on disk: tables, flags, and the records that C reads as they are. docs/FORMAT.md describes them.
+
+LMDB aligns values to two bytes only, so C copies them into these structs and never reads them in place.
+"""
+
+import enum
+
+from cachefs.contract.structs import Struct
+
+ROOT_INODE = 1
+FIRST_POSITION = 3
+"""Of a name in a listing: 1 and 2 are "." and ".."."""
+MAP_BYTES = 1 << 40
+"""Address space, not disk: growing a map under live readers is unsafe (hazard 16)."""
+
+
+class Table(enum.IntEnum):
+    """The tables of both environments, in the order in which a batch writes them. docs/FORMAT.md has the rest."""
+
+    META = 0
+    ALIASES = 1
+    INODES = 2
+    DENTRIES = 3
+    LINKS = 4
+    LISTING = 5
+    SYMLINKS = 6
+    XATTRS = 7
+    EXTENTS = 8
+
+
+class Flag(enum.IntFlag):
+    """Bit 0 means the same in every table: the value is pinned and belongs in the durable index."""
+
+    PINNED = 1
+    IMMUTABLE = 2
+    """A regular file that was opened read-only: its data too are fixed from now on."""
+    WRITTEN = 4
+    """Created or written through this mount in this run: stays mutable."""
+    LISTED = 8
+    """A directory whose listing is complete: a name that is not in it does not exist."""
+    UNSETTLED = 16
+    """Was changed less than two seconds before it was looked at: compared with the source once more (hazard 11)."""
+    STALE = 32
+    """Dropped: the next look-up compares it with the source, and if it differs it gets another number."""
+    UNLINKED = 64
+    """Has no name any more; kept until the kernel forgets it."""
+    FREEZABLE = 128
+    """A regular file that its first read-only open makes immutable: the fast path may answer it, and reports it."""
+
+
+KNOWN_FLAGS = sum(Flag)
+"""A record with any other is of a later version: C leaves it to Python."""
+
+INODE_RECORD = Struct(
+    "inode_record",
+    ("u32", "flags mode nlink uid gid rdev reserved blksize"),
+    ("u64", "size blocks"),
+    ("i64", "atime_ns mtime_ns ctime_ns btime_ns"),
+    ("u64", "device source_inode version stamp entries_stamp next_position expires_ns lookups"),
+    size=144,
+)
+DENTRY_RECORD = Struct("dentry_record", ("u32", "flags reserved"), ("u64", "inode stamp position"), size=32)
+EXTENT_RECORD = Struct(  # the checksums follow, one for each BLOCK_BYTES of payload
+    "extent_record", ("u32", "flags length"), ("u64", "blob_offset version record_bytes"), size=32
+)

@@ -1,0 +1,144 @@
+"""The memory that the daemon and the fast path share: a memfd that both hold, so that it outlives either.
+
+It holds what a successor must know: how the mount was set up, what was negotiated with the kernel, and the requests
+that have been read from /dev/fuse and not been answered (hazard 9). Behind `SHARED`, from a page boundary on, are the
+requests themselves: SLOT_COUNT times SLOT_BYTES. Another layout or meaning is another VERSION.
+"""
+
+import enum
+
+from cachefs.contract.structs import Struct
+
+MAGIC = 0x48505443  # "CTPH"
+VERSION = 6
+MAX_THREADS = 192
+SLOT_COUNT = 2048
+PARKED_COUNT = 8192
+SLOT_BYTES = 140 << 10
+"""Of one request: a WRITE of 128 KiB and what surrounds it."""
+PARKED_BYTES = 1016
+"""Of one request that waits for its share of slots."""
+OPERATIONS = 64
+YOUNG_ENTRIES = 8192
+ACCESS_LOGS = 16
+"""Of the first serving threads."""
+ACCESS_ENTRIES = 4096
+ACCESS_UNIT_BITS = 24
+LATENCY_COPIES = 16
+LATENCY_KINDS = ("lookup", "getattr", "open", "read_hit", "read_miss", "readdir", "write", "other")
+LATENCY_BUCKETS = 104
+LATENCY_FIRST_BIT = 10
+"""Shorter than 1,024 ns: bucket 0."""
+PAGE = 4096
+SETTLE_NS = 2_000_000_000
+"""How old a file must be before what is read of it is cached: no single write() lasts longer. Less is not safe."""
+
+
+class SharedFlag(enum.IntFlag):
+    """What the fast path must know of how a mount was asked for."""
+
+    PINS_EVERYTHING = 1
+    """A read-only mount of a dataset that is complete."""
+    PINS_FILES = 2
+    """Not --cache=none."""
+    NO_OPEN = 4
+    """Nothing is mutable: OPEN, OPENDIR and FLUSH are answered ENOSYS (hazard 3)."""
+    READ_ONLY = 8
+    KEEPS_DATA = 16
+    """--cache=full: what is fetched is appended to the blob."""
+    LOGS_ACCESSES = 32
+    """The daemon wants to know what is read."""
+    EVICTS = 64
+    """The daemon makes room when it is asked to."""
+    READS_AHEAD = 128
+    """In large files."""
+    EVICTS_AHEAD = 256
+    """For what the daemon prefetches, too."""
+
+
+class SlotState(enum.IntEnum):
+    """Of a request. `word` of its slot is generation << 8 | state."""
+
+    SLOT_FREE = 0
+    SLOT_READING = 1
+    """A thread's own: what it reads next, or handles now. Length 0: nothing yet."""
+    SLOT_QUEUED = 2
+    """To be passed on."""
+    SLOT_PASSING = 3
+    """Being sent: it may have arrived or not."""
+    SLOT_PASSED = 4
+    """Python has it."""
+    SLOT_IN_DOUBT = 5
+    """Answered with an error, or about to be: a Python that died may have done it. Kept until a daemon is told."""
+    SLOT_ANSWERED = 6
+    """The kernel was answered (EINTR), Python's answer is still to come."""
+    SLOT_ANSWERING = 7
+    """Python's answer is on its way to the kernel: it may have arrived or not."""
+
+
+COUNTERS = Struct(  # of one thread, so that counting needs no lock
+    "counters",
+    ("u64", "hits hit_bytes misses miss_bytes answered failed corrupt source_opens source_reads source_fstats"),
+    ("u64", "skipped_admissions source_timeouts guesses guessed prefetched source_bytes disk_bytes young_reads"),
+    ("u64", "reserved[6]"),
+    size=192,
+)
+ACCESS = Struct("access", ("u64", "inode when_and_unit"))  # microseconds << ACCESS_UNIT_BITS | chunk of the file
+ACCESS_LOG = Struct(  # READs of cached files, in a ring with one writer; the daemon looks at it now and then
+    "access_log",
+    ("atomic_u64", "written"),  # entries so far
+    ("u64", "reserved[7]"),
+    (ACCESS, f"entries[{ACCESS_ENTRIES}]"),
+)
+YOUNG_FILE = Struct("young_file", ("u64", "inode due_ns"))  # CLOCK_MONOTONIC: when its pages are to be dropped
+YOUNG_FILES = Struct(  # READs of young files whose pages the kernel has: they leave this ring when those are dropped
+    "young_files",
+    ("atomic_u64", "written taken"),  # entries so far, by the fast path; of those done with, by the daemon
+    (YOUNG_FILE, f"entries[{YOUNG_ENTRIES}]"),
+)
+SLOT_HEAD = Struct(
+    "slot_head",
+    ("atomic_u64", "word unique"),  # generation << 8 | SlotState; the kernel's number of the request
+    ("u32", "length parts attempts"),  # bytes; pieces of a READ that was passed on; fast paths that died with it
+    ("atomic_u32", "caller"),  # the process that waits for it; 0: of a version that did not say
+)
+PARKED = Struct(  # a request that waits for its owner's share of slots; length 0: none
+    "parked", ("atomic_u32", "length"), ("u32", "reserved"), ("u8", f"message[{PARKED_BYTES}]"), size=1024
+)
+LATENCY = Struct("latency", ("atomic_u64", f"sum_ns counts[{LATENCY_BUCKETS}]"))
+LATENCIES = Struct("latencies", (LATENCY, f"kinds[{len(LATENCY_KINDS)}]"))
+SHARED = Struct(
+    "shared",
+    ("u32", "magic version slot_count slot_bytes"),
+    # How the mount was set up: written by the daemon before the fast path starts.
+    ("u32", "flags threads fetch_threads reserved"),
+    ("u64", "seed small_file_bytes reconnect_timeout_ns source_timeout_ns simulate_latency_ns root_device"),
+    # Written by the daemon at any time. serving, 0: answer nothing from the index. capacity_bytes: of the blob.
+    # committed_bytes: records of the blob that the index has. settled: reports up to this number are in the index, or
+    # will never be.
+    ("atomic_u64", "run floor serving capacity_bytes committed_bytes settled"),
+    # Written by the fast path. init: of the kernel, length 0: it has not arrived; init_passed: to the Python of now.
+    # generation: of slots, never used twice. pending_bytes: records that were appended and are not settled.
+    # held_bytes: payload that is being fetched or waits to be appended. reported: the last number given to a report, by
+    # this fast path or its predecessors. stuck: fetches that took too long and have not come back. pid: of the fast
+    # path that ran last. passed: requests passed on to Python, by opcode; the last: all others. wishes_done: of those
+    # that the daemon sent: fetched, or not wanted any more.
+    ("u32", "init_length init_passed"),
+    ("u8", "init[128]"),
+    ("atomic_u64", f"generation pending_bytes held_bytes reported stuck pid passed[{OPERATIONS}] wishes_done"),
+    # The daemon's, in the order in which versions added them; 0: of a daemon that did not know them. wish_jobs: how
+    # many are fetched at once, 0: an adaptive limit. settle_ns: how the mount was set up, too (age.h).
+    # clock_offset_ns: from CLOCK_BOOTTIME to the time of day (age.h). strict_floor: see validity.py.
+    ("atomic_u64", "wish_jobs"),
+    ("u64", "settle_ns"),
+    ("atomic_u64", "clock_offset_ns strict_floor"),
+    (COUNTERS, f"counters[{MAX_THREADS}]"),
+    (ACCESS_LOG, f"accesses[{ACCESS_LOGS}]"),
+    (SLOT_HEAD, f"slots[{SLOT_COUNT}]"),
+    (LATENCIES, f"latencies[{LATENCY_COPIES}]"),
+    (YOUNG_FILES, "young"),
+    (PARKED, f"parked[{PARKED_COUNT}]"),
+    aligned={"counters": PAGE},
+)
+HEAD_BYTES = -(-SHARED.size // PAGE) * PAGE
+SHARED_BYTES = HEAD_BYTES + SLOT_COUNT * SLOT_BYTES

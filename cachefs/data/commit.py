@@ -1,0 +1,172 @@
+"""One commit: payload to the blob, then extents and pinned metadata to the durable index, in this order.
+
+All of it runs in one thread. What a crash leaves behind at each step is in docs/FORMAT.md. What the fast path has
+appended is synced and indexed. The space of records that no index row points at is given back when no reader of the
+index is older than the commit that dropped them (hazard 14): by this daemon, or by the next one.
+"""
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import trio
+
+from cachefs.errors import IndexUnavailable
+from cachefs.store.blob import record
+from cachefs.store.blob.blob import Blob
+from cachefs.store.blob.space import Space
+from cachefs.store.index.dirty import Batch
+from cachefs.store.index.index import Commit, Index
+from cachefs.store.index.records import Extent, Inode
+from cachefs.system.threads import in_thread
+
+
+@dataclass(slots=True)
+class Pending:
+    """A fetched range on its way to the blob."""
+
+    inode: Inode
+    offset: int
+    payload: bytes
+    read: bool = False
+    """False until the read that it was fetched for: that one was a miss."""
+
+    @property
+    def end(self) -> int:
+        return self.offset + len(self.payload)
+
+    @property
+    def key(self) -> tuple[int, int]:
+        return self.offset, self.end
+
+    def header(self) -> record.Header:
+        i = self.inode
+        return record.Header(
+            len(self.payload), i.number, self.offset, i.version, i.size, i.mtime_ns, i.ctime_ns, i.btime_ns, i.mode,
+            i.device, i.source_inode,
+        )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Filled:
+    """A range that the fast path fetched and appended to the blob."""
+
+    report: int
+    """Reports are numbered, and settled in order."""
+    inode: int
+    offset: int
+    extent: Extent
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What one commit writes."""
+
+    units: list[Pending]
+    filled: list[Filled]
+    metadata: Batch
+    dropped: list[tuple[int, int, int]]
+    """(inode, offset, blob offset)"""
+
+    def __bool__(self) -> bool:
+        return bool(self.units or self.filled or self.metadata or self.dropped)
+
+
+class Committer:
+    def __init__(self, index: Index, blob: Blob, failed: Callable[[str, str], None]) -> None:
+        """`failed`: told the kind of a failure of the cache, and a message."""
+        # dependencies
+        self._index = index
+        self._blob = blob
+        self._failed = failed
+        # state
+        self.space = Space(index, blob)
+        self._freed: deque[tuple[int, Extent]] = deque()
+        """Records to give back when no reader is older than a transaction."""
+        self._gone: deque[tuple[int, int]] = deque()
+        """(how many reports are handled when its last one has been, the end of its slabs) of writers that have gone."""
+        self._thread = trio.CapacityLimiter(1)
+
+    async def commit(self, work: Work) -> tuple[Commit, OSError | None]:
+        """The error is that of a disk that refused data: they are not in the index. Raises IndexUnavailable."""
+        return await in_thread(partial(self._write, work), limiter=self._thread)
+
+    def free(self, commit: Commit) -> None:
+        """Give back what this commit has dropped, when no reader can see it any more."""
+        self._freed.extend((commit.transaction, extent) for extent in (*commit.rejected, *commit.freed))
+
+    def writer_has_gone(self, reported: int, frontier: int) -> None:
+        """When so many reports are handled nothing more will come of slabs before this offset."""
+        self._gone.append((reported, frontier))
+
+    async def account(self, handled: int, filled_bytes: int) -> None:
+        """Give back what can be, and account for the rest.
+
+        `handled`: how many reports are. `filled_bytes`: what the fast path has appended that is not in the index.
+        """
+        closed = 0
+        while self._gone and self._gone[0][0] <= handled:
+            closed = self._gone.popleft()[1]
+
+        def account() -> None:
+            if closed:
+                self._quietly(partial(self.space.writer_has_gone, closed))
+            while self.is_punchable:
+                self._give_back(self._freed.popleft()[1])
+            written = self._index.totals.blob_bytes + filled_bytes + sum(e.record_bytes for _, e in self._freed)
+            self._quietly(partial(self.space.measure, written, [extent for _, extent in self._freed]))
+
+        await in_thread(account, limiter=self._thread)
+
+    @property
+    def has_freed(self) -> bool:
+        """Space has yet to be given back."""
+        return bool(self._freed)
+
+    @property
+    def is_punchable(self) -> bool:
+        """Some of it that no reader can see any more."""
+        if not self._freed:
+            return False
+        oldest = self._index.durable.oldest_reader()
+        return oldest is None or oldest >= self._freed[0][0]
+
+    # --- in the thread ---------------------------------------------------------------------------------------------
+
+    def _write(self, work: Work) -> tuple[Commit, OSError | None]:
+        refused: OSError | None = None
+        units, filled = work.units, work.filled
+        extents: list[Extent] = []
+        if units:
+            try:
+                extents = self._blob.append([(unit.header(), unit.payload) for unit in units])
+            except OSError as error:
+                refused = error
+        rows = [(unit.inode.number, unit.offset, extent) for unit, extent in zip(units, extents, strict=False)]
+        self._quietly(partial(self.space.written, [*extents, *(unit.extent for unit in filled)]))
+        if filled:
+            try:
+                self._blob.sync([unit.extent for unit in filled])
+                rows += [(unit.inode, unit.offset, unit.extent) for unit in filled]
+                extents += [unit.extent for unit in filled]
+            except OSError as error:  # its pages are clean but lost: never tried again (hazard 17)
+                refused = error
+                for unit in filled:
+                    self._give_back(unit.extent)
+        try:
+            commit = self._index.commit(work.metadata, rows, work.dropped)
+        except IndexUnavailable:
+            for extent in extents:  # on disk, but nothing will ever point at them
+                self._give_back(extent)
+            raise
+        return commit, refused
+
+    def _give_back(self, freed: Extent) -> None:
+        self._quietly(partial(self.space.free, freed))
+
+    def _quietly(self, call: Callable[[], None]) -> None:
+        try:
+            call()
+        except OSError as error:  # a disk that cannot: the space is lost, and counts as taken
+            self._failed("punch", f"cannot punch a hole into the blob: {error}")

@@ -1,0 +1,73 @@
+"""Making room: which cached units go, by the mount's retention policy.
+
+A unit is known to the policy by one integer, so that a million of them cost no more than 200 bytes each. What the
+policy knows may be out of date (a unit may have gone for another reason); the index has the last word.
+"""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from cachefs.store.index.environment import Table
+from cachefs.store.index.index import Index
+from cachefs.store.index.records import Extent, inode_of_key
+from policies.prefetch.sequential import CHUNK_BYTES
+from policies.retention import PolicyContext, make
+
+UNIT_BITS = 24
+
+
+@dataclass(frozen=True, slots=True)
+class Victim:
+    inode: int
+    offset: int
+    extent: Extent
+
+
+class Eviction:
+    def __init__(self, index: Index, retention: str, part_of: Callable[[int], object]) -> None:
+        """`part_of`: the directory or partition of an inode, None if it has none."""
+        # dependencies
+        self._index = index
+        # state
+        self._policy = make(retention, PolicyContext(lambda key: part_of(key >> UNIT_BITS)))
+        for key in self._cached():
+            self._policy.inserted(key)
+
+    def _key(self, inode: int, offset: int) -> int:
+        return inode << UNIT_BITS | offset // CHUNK_BYTES
+
+    def _cached(self) -> list[int]:
+        """What is cached already, in the order in which it was written."""
+        found = []
+        with self._index.view() as view:
+            for key, value in view.scan(Table.EXTENTS, b""):
+                offset = int.from_bytes(key[8:16], "big")
+                blob_offset = Extent.unpack(value).blob_offset
+                found.append((blob_offset, self._key(inode_of_key(key[:8]), offset)))
+        return [key for _, key in sorted(found)]
+
+    def accessed(self, units: Iterable[tuple[int, int]]) -> None:
+        """Reads: (inode, number of the chunk)."""
+        for inode, unit in units:
+            self._policy.accessed(inode << UNIT_BITS | unit)
+
+    def expected(self, inode: int, offset: int) -> None:
+        """It is being fetched before anybody has asked for it."""
+        self._policy.expected(self._key(inode, offset))
+
+    def committed(self, indexed: Iterable[tuple[int, int]]) -> None:
+        """(inode, file offset) of what the index has from now on."""
+        for inode, offset in indexed:
+            self._policy.inserted(self._key(inode, offset))
+
+    def victims(self, needed_bytes: int) -> list[Victim]:
+        """Who goes so that `needed_bytes` are free; fewer if the policy keeps the rest. They count as gone."""
+        found: list[Victim] = []
+        with self._index.view() as view:
+            while needed_bytes > 0 and (key := self._policy.victim()) is not None:
+                self._policy.removed(key)
+                inode, offset = key >> UNIT_BITS, (key & (1 << UNIT_BITS) - 1) * CHUNK_BYTES
+                for start, extent in view.extents.between(inode, offset, offset + CHUNK_BYTES):
+                    found.append(Victim(inode, start, extent))
+                    needed_bytes -= extent.record_bytes
+        return found

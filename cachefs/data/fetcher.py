@@ -1,0 +1,348 @@
+"""Misses: fetched once, however many readers wait, and given to them before anything is written.
+
+A small file is fetched whole. Of a large one a miss fetches what was asked for, in whole pages, or more if it looks as
+if the rest will be read as well (policies/prefetch/sequential.py).
+
+A fetch runs in a task of its own: a reader that goes away neither cancels nor poisons it. After the read the file is
+compared with what was pinned; on a difference the readers get ESTALE and the owner is told, so that the next open
+sees the new version whole (hazard 11).
+"""
+
+import contextlib
+import os
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+
+import trio
+from outcome import Outcome
+
+from cachefs.data.data_cache import DataCache
+from cachefs.data.young_files import YoungFiles
+from cachefs.source.call_pool import SourceSlots
+from cachefs.source.calls.doubt import may_be_lost
+from cachefs.source.directories import ROOT
+from cachefs.source.identity import Changed
+from cachefs.source.single_flight import Flight, SingleFlight
+from cachefs.source.source import Object, Source
+from cachefs.stats.metrics import Metrics
+from cachefs.store.index.environment import View
+from cachefs.store.index.records import Inode
+from policies.prefetch.sequential import CHUNK_BYTES, MAX_PIECES, window_bytes
+
+PAGE_BYTES = 4096
+MAX_AHEAD = 64
+MAX_STEPS = 64
+"""So many pieces of a run are looked at."""
+_NOWHERE = Object(ROOT)
+"""For a read by a descriptor that is open already."""
+
+
+@dataclass(slots=True)
+class OpenFile:
+    """What all handles of one version of an immutable file share."""
+
+    inode: Inode
+    fd: int | None = None
+    """Of the source: kept for large files, on its way to the fetch for small ones; closed with the last handle."""
+    handles: int = 0
+    held: bool = False
+    """The name has gone: `fd` is the only way to the data, and stays open."""
+    generation: int = 0
+    """Of the source that `fd` was opened in."""
+    stale: list[int] = field(default_factory=list)
+    """Descriptors of a source that has gone: calls may still use them. Closed with the last handle."""
+    is_mutable: bool = False
+    """By a name that it was given since: who has it open reads the source from now on."""
+
+    def set_fd(self, fd: int, generation: int) -> None:
+        self.fd, self.generation = fd, generation
+
+    def drop_stale(self, generation: int) -> None:
+        """The source was mounted anew: what was opened before is dead."""
+        if self.fd is not None and self.generation != generation and not self.held:
+            self.stale.append(self.fd)
+            self.fd = None
+
+
+class Fetcher:
+    """Reads of immutable files: from the cache, else from the source."""
+
+    def __init__(
+        self,
+        source: Source,
+        slots: SourceSlots,
+        data: DataCache,
+        metrics: Metrics,
+        *,
+        object_of: Callable[[int, View | None], Object],
+        changed: Callable[[Inode, Changed], None],
+        own_change: Callable[[int], trio.Event | None],
+        young: YoungFiles,
+        reads_ahead: bool = False,
+    ) -> None:
+        """`object_of`: what an inode number is in the source, ESTALE if that has no name. `changed`: told of a file
+        that was replaced.
+
+        `own_change`: set when the change that this mount is making to an inode right now is through; None if none is.
+        """
+        self._source = source
+        self._slots = slots
+        self._data = data
+        self._metrics = metrics
+        self._object_of = object_of
+        self._changed = changed
+        self._own_change = own_change
+        self._young = young
+        self._fetches: SingleFlight[tuple[int, int, int, int], bytes] = SingleFlight()
+        self._ranges: dict[tuple[int, int], dict[tuple[int, int], Flight[bytes]]] = {}
+        """What is being fetched: by (inode, version), then by (start, end)."""
+        self._reads_ahead = reads_ahead
+        self._ahead: OrderedDict[tuple[int, int], tuple[int, int]] = OrderedDict()
+        """(inode, version) → (start, end) of what was read ahead and has not been asked for yet."""
+        self._opens: SingleFlight[tuple[int, int], None] = SingleFlight()
+
+    async def read(self, file: OpenFile, offset: int, size: int) -> bytes | memoryview:
+        """Up to `size` bytes from `offset`; fewer at the end of the file."""
+        began_ns = time.monotonic_ns()
+        inode = file.inode
+        size = min(size, inode.size - offset)
+        if size <= 0:
+            return b""
+        parts: list[bytes | memoryview] = []
+        hit = True
+        end = offset + size
+        while offset < end:
+            part, was_hit = await self._read_part(file, offset, end - offset)
+            hit = hit and was_hit
+            parts.append(part)
+            offset += len(part)
+        if hit:
+            self._metrics.hits += 1
+            self._metrics.hit_bytes += size
+        else:
+            self._metrics.misses += 1
+            self._metrics.miss_bytes += size
+        self._metrics.latencies.note("read_hit" if hit else "read_miss", time.monotonic_ns() - began_ns)
+        return parts[0] if len(parts) == 1 else b"".join(parts)
+
+    async def _read_part(self, file: OpenFile, offset: int, length: int) -> tuple[bytes | memoryview, bool]:
+        """Up to `length` bytes, at least one, and whether that was a hit."""
+        while True:
+            inode, generation = file.inode, self._source.generation
+            file.drop_stale(generation)
+            try:
+                return await self._read_version(file, inode, offset, length)
+            except OSError as error:
+                if not isinstance(error, Changed):
+                    if not await self.is_anew(error, generation):
+                        raise
+                    continue
+                # A rename or unlink by this mount moves the ctime: not a change behind our back.
+                own_change = self._own_change(inode.number)
+                if own_change is not None:
+                    await own_change.wait()
+                if file.inode is inode:
+                    raise
+
+    async def is_anew(self, error: OSError, generation: int) -> bool:
+        """After an error of a call by a descriptor: was the source mounted anew since then? Waits until it is known."""
+        if not may_be_lost(error):
+            return False
+        await self._slots.run(self._source.ask)
+        return self._source.generation != generation
+
+    async def _read_version(
+        self, file: OpenFile, inode: Inode, offset: int, length: int
+    ) -> tuple[bytes | memoryview, bool]:
+        self._data.accessed([(inode.number, self._data.unit_of(inode, offset)[0] // CHUNK_BYTES)])
+        self._follow(file, inode, offset)
+        opened = file.fd is not None or self._data.is_small(inode)
+        under_way = self._under_way(inode, offset)
+        if under_way is None:
+            cached = await self._data.read(inode, offset, length)
+            if cached is not None:
+                return cached
+            if not opened:
+                await self.open_source(file)
+            under_way = self._under_way(inode, offset)  # somebody else may have been faster
+        if under_way is None and self._young.is_young(inode):
+            self._metrics.young_reads += 1
+            return await self._fetch(file, offset, offset + length).wait(), False
+        if under_way is None:
+            with self._data.view() as view:
+                start, end, streams = self._range(view, inode, offset, offset + length)
+            if not self._data.admits(end - start):
+                self._data.skipped()
+                return await self._fetch(file, offset, offset + length).wait(), False
+            under_way = start, self._fetch_range(file, start, end)
+            if streams:
+                self._read_ahead(file, end)
+        start, flight = under_way
+        payload = await flight.wait()
+        self._data.mark_read(inode, offset)
+        return memoryview(payload)[offset - start : offset - start + length], False
+
+    def _follow(self, file: OpenFile, inode: Inode, offset: int) -> None:
+        """The first read of what was read ahead: somebody reads on, and the next chunk will be wanted, too."""
+        version = inode.number, inode.version
+        start, end = self._ahead.get(version, (0, 0))
+        if start <= offset < end:
+            del self._ahead[version]
+            self._read_ahead(file, end)
+
+    def _read_ahead(self, file: OpenFile, start: int) -> None:
+        inode = file.inode
+        end = min(start + CHUNK_BYTES, inode.size)
+        if not self._reads_ahead or start >= end or file.fd is None or self._under_way(inode, start):
+            return
+        if self._young.is_young(inode):
+            return
+        with self._data.view() as view:
+            if self._data.range_at(view, inode, start) is not None:
+                return
+            end = self._next_known(view, inode, start, end)
+        if self._data.admits(end - start, ahead=True):
+            self._fetch_range(file, start, end)
+            self._ahead[inode.number, inode.version] = start, end
+            if len(self._ahead) > MAX_AHEAD:
+                self._ahead.popitem(last=False)
+
+    def _under_way(self, inode: Inode, offset: int) -> tuple[int, Flight[bytes]] | None:
+        """Where the range that holds the byte at `offset` and is being fetched begins, and its flight."""
+        for (start, end), flight in self._ranges.get((inode.number, inode.version), {}).items():
+            if start <= offset < end:
+                return start, flight
+        return None
+
+    def _range(self, view: View, inode: Inode, start: int, end: int) -> tuple[int, int, bool]:
+        """What to fetch for a read from `start` to `end`, of which the first byte is neither cached nor under way.
+
+        And whether somebody reads on and on.
+        """
+        if self._data.is_small(inode):
+            return 0, inode.size, False
+        unit, length = self._data.unit_of(inode, start)
+        pieces = self._data.starts_between(view, inode, unit, unit + length)
+        if len(pieces) >= MAX_PIECES and end <= unit + length:
+            return unit, unit + length, False
+        start = start // PAGE_BYTES * PAGE_BYTES
+        end = -(-end // PAGE_BYTES) * PAGE_BYTES
+        end_known = self._known_from(view, inode, inode.size) < inode.size
+        wanted = start + window_bytes(self._run_start(view, inode, start), start, end_known=end_known)
+        if wanted > end:
+            end = self._next_known(view, inode, end, wanted)  # but nothing that is known already
+        return start, min(end, inode.size), start > 0 and wanted - start == CHUNK_BYTES
+
+    def _next_known(self, view: View, inode: Inode, first: int, last: int) -> int:
+        """Where the first piece that begins in [first, last] begins, cached or being fetched; `last` if none does."""
+        under_way = (start for start, _ in self._ranges.get((inode.number, inode.version), ()))
+        known = [*self._data.starts_between(view, inode, first, last), *under_way, last]
+        return min(start for start in known if first <= start <= last)
+
+    def _known_from(self, view: View, inode: Inode, offset: int) -> int:
+        """From where on a piece that is cached or being fetched holds the bytes before `offset`; that, if none does."""
+        found = self._under_way(inode, offset - 1) or self._data.range_at(view, inode, offset - 1)
+        return offset if found is None else found[0]
+
+    def _run_start(self, view: View, inode: Inode, offset: int) -> int:
+        """From where on everything up to `offset` is known; for a long run, from somewhere in it."""
+        for _ in range(MAX_STEPS):
+            before = self._known_from(view, inode, offset) if offset else 0
+            if before == offset:
+                break
+            offset = before
+        return offset
+
+    def begin(self, view: View, file: OpenFile) -> None:
+        """A small file was opened: it will be read. Fetch it while the kernel makes up its mind."""
+        inode = file.inode
+        if not inode.size or not self._data.is_small(inode) or self._young.is_young(inode):
+            return
+        if not self._data.holds_all(view, inode) and self._data.admits(inode.size):
+            self._fetch_range(file, 0, inode.size, view)
+
+    async def fetch_ahead(self, file: OpenFile, unit: tuple[int, int]) -> None:
+        """Before anybody asks for it, and only if there is room. Errors are left to whoever reads."""
+        inode = file.inode
+        with self._data.view() as view:
+            wanted = not self._data.holds(view, inode, unit) and not self._young.is_young(inode)
+        if wanted and self._data.admits(unit[1], ahead=True):
+            with contextlib.suppress(OSError, Changed):
+                if file.fd is None and not self._data.is_small(inode):
+                    await self.open_source(file)
+                await self._fetch_range(file, unit[0], sum(unit)).wait()
+                self._metrics.prefetched += 1
+
+    def _fetch_range(self, file: OpenFile, start: int, end: int, view: View | None = None) -> Flight[bytes]:
+        return self._fetch(file, start, end, lambda payload: self._data.admit(file.inode, start, payload), view)
+
+    def _fetch(
+        self,
+        file: OpenFile,
+        start: int,
+        end: int,
+        fetched: Callable[[bytes], object] = lambda _: None,
+        view: View | None = None,
+    ) -> Flight[bytes]:
+        """`fetched`: given what was fetched, unless the file is young: then it is for its readers alone."""
+        inode = file.inode
+        version = inode.number, inode.version
+        young = self._young.is_young(inode)  # before anything is read
+
+        def finish(answer: Outcome[bytes]) -> bytes:
+            ranges = self._ranges[version]
+            del ranges[start, end]
+            if not ranges:
+                del self._ranges[version]
+            try:
+                payload = answer.unwrap()
+            except Changed as error:
+                if file.inode is inode and self._own_change(inode.number) is None:
+                    self._metrics.stale_reads += 1
+                    self._changed(inode, error)
+                raise
+            if young:
+                self._young.was_read(inode)
+            else:
+                fetched(payload)
+            return payload
+
+        key = (*version, start, end)
+        flight = self._fetches.flying(key)
+        if flight is not None:
+            return flight
+        at = self._object_of(inode.number, view) if file.fd is None else _NOWHERE
+        keep = file.held or not self._data.is_small(inode)
+        call = partial(self._source.read_version, at, inode, start, end - start, file.fd, keep=keep)
+        once = file.fd is not None  # another time that descriptor is closed, or dead
+        if not keep:
+            file.fd = None  # read once, closed in the thread that read it
+        flight = self._fetches.begin(key, partial(self._slots.start, call, once=once), finish)
+        self._ranges.setdefault(version, {})[start, end] = flight
+        return flight
+
+    async def open_source(self, file: OpenFile) -> None:
+        """Open the pinned file for as long as it has handles. Raises `Changed` if it is gone."""
+
+        generation = self._source.generation
+
+        def finish(answer: Outcome[int]) -> None:
+            try:
+                file.set_fd(answer.unwrap(), generation)
+            except Changed as error:
+                self._metrics.stale_reads += 1
+                self._changed(file.inode, error)
+                raise
+
+        if file.fd is None:
+            call = partial(self._source.open_to_keep, self._object_of(file.inode.number, None))
+            start = partial(self._slots.start, call, discard=close_quietly)
+            await self._opens.begin((file.inode.number, file.inode.version), start, finish).wait()
+
+
+def close_quietly(fd: int) -> None:
+    with contextlib.suppress(OSError):
+        os.close(fd)

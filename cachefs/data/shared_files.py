@@ -1,0 +1,68 @@
+"""Immutable files that are open: all handles of one version share an `OpenFile`, which the last of them closes.
+
+A file that may be open without a handle of ours, because the fast path answers opens, and that has lost its name is
+*held*: it stays here until the kernel forgets the inode (hazard 2).
+"""
+
+from collections.abc import Iterable, Iterator
+from functools import partial
+
+from cachefs.data.fetcher import OpenFile, close_quietly
+from cachefs.source.call_pool import SourceSlots
+from cachefs.store.index.records import Inode
+
+
+class SharedFiles:
+    def __init__(self, slots: SourceSlots) -> None:
+        # dependencies
+        self._slots = slots
+        # state
+        self._files: dict[tuple[int, int], OpenFile] = {}
+        self._held: dict[int, OpenFile] = {}
+
+    def __iter__(self) -> Iterator[OpenFile]:
+        return iter(list(self._files.values()))
+
+    def get(self, number: int, version: int) -> OpenFile | None:
+        return self._files.get((number, version))
+
+    def of(self, number: int) -> list[OpenFile]:
+        """All versions of an inode that are open."""
+        return [file for (inode, _), file in self._files.items() if inode == number]
+
+    def share(self, record: Inode) -> OpenFile:
+        """One handle more, which `let_go` gives back."""
+        file = self._files.get((record.number, record.version))
+        if file is None:
+            file = self._files[record.number, record.version] = OpenFile(record)
+        file.handles += 1
+        return file
+
+    async def let_go(self, file: OpenFile) -> None:
+        file.handles -= 1
+        if file.handles == 0:
+            self._files.pop((file.inode.number, file.inode.version), None)
+            fds, file.fd, file.stale = [fd for fd in (file.fd, *file.stale) if fd is not None], None, []
+            if fds:
+                await self._slots.run(partial(close_all, fds), once=True)
+
+    def held(self, number: int) -> OpenFile | None:
+        return self._held.get(number)
+
+    def hold(self, record: Inode) -> None:
+        if record.number not in self._held:
+            self._held[record.number] = self.share(record)
+
+    async def release(self, number: int) -> None:
+        """The kernel has forgotten the inode."""
+        if number in self._held:
+            await self.let_go(self._held.pop(number))
+
+    async def close(self) -> None:
+        for number in list(self._held):
+            await self.release(number)
+
+
+def close_all(fds: Iterable[int]) -> None:
+    for fd in fds:
+        close_quietly(fd)

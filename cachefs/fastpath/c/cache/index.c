@@ -1,0 +1,348 @@
+#include "cache/index.h"
+
+#include <string.h>
+#include <sys/stat.h>
+
+#include "common/clock.h"
+
+#define MAX_DEPTH 4096
+
+static const char *const table_names[TABLES] = {TABLE_NAMES};
+static const enum table scanned[] = {LINKS, LISTING, EXTENTS};
+
+static int open_environment(MDB_env **env, const char *path, MDB_dbi *tables)
+{
+    int error = mdb_env_create(env);
+    if (error)
+        return error;
+    MDB_txn *txn = NULL;
+    if ((error = mdb_env_set_mapsize(*env, MAP_BYTES)) || (error = mdb_env_set_maxdbs(*env, TABLES)) ||
+        (error = mdb_env_open(*env, path, MDB_RDONLY | MDB_NOTLS | MDB_NORDAHEAD, 0600)) ||
+        (error = mdb_txn_begin(*env, NULL, MDB_RDONLY, &txn)))
+        goto fail;
+    for (int table = 0; table < TABLES; table++)
+        if ((error = mdb_dbi_open(txn, table_names[table], 0, &tables[table])))
+            goto fail;
+    if (!(error = mdb_txn_commit(txn)))
+        return 0;
+    txn = NULL;
+fail:
+    if (txn)
+        mdb_txn_abort(txn);
+    mdb_env_close(*env);
+    *env = NULL;
+    return error;
+}
+
+int index_open(struct index *index, const char *session, const char *durable, const struct shared *shared)
+{
+    *index = (struct index){.shared = shared};
+    int error = open_environment(&index->session, session, index->session_tables);
+    if (!error && (error = open_environment(&index->durable, durable, index->durable_tables)))
+        mdb_env_close(index->session);
+    return error;
+}
+
+int view_init(struct view *view, const struct index *index)
+{
+    *view = (struct view){.index = index};
+    int error = mdb_txn_begin(index->session, NULL, MDB_RDONLY, &view->session);
+    if (!error)
+        error = mdb_txn_begin(index->durable, NULL, MDB_RDONLY, &view->durable);
+    for (size_t i = 0; !error && i < sizeof scanned / sizeof *scanned; i++) {
+        enum table t = scanned[i];
+        error = mdb_cursor_open(view->session, index->session_tables[t], &view->session_cursors[t]);
+        if (!error)
+            error = mdb_cursor_open(view->durable, index->durable_tables[t], &view->durable_cursors[t]);
+    }
+    if (error) {
+        view_destroy(view);
+        return error;
+    }
+    view->open = true;
+    view_end(view);
+    return 0;
+}
+
+void view_destroy(struct view *view)
+{
+    for (int t = 0; t < TABLES; t++) {
+        if (view->session_cursors[t])
+            mdb_cursor_close(view->session_cursors[t]);
+        if (view->durable_cursors[t])
+            mdb_cursor_close(view->durable_cursors[t]);
+    }
+    if (view->session)
+        mdb_txn_abort(view->session);
+    if (view->durable)
+        mdb_txn_abort(view->durable);
+    *view = (struct view){0};
+}
+
+int view_begin(struct view *view)
+{
+    if (view->open)
+        return 0;
+    const struct shared *shared = view->index->shared;
+    view->floor = shared->floor;
+    view->strict_floor = shared->strict_floor;
+    view->run = shared->run;
+    /* The session first: what leaves it is in the durable index before it leaves. */
+    int error = mdb_txn_renew(view->session);
+    if (error)
+        return error;
+    if ((error = mdb_txn_renew(view->durable))) {
+        mdb_txn_reset(view->session);
+        return error;
+    }
+    view->open = true;
+    return 0;
+}
+
+void view_end(struct view *view)
+{
+    if (!view->open)
+        return;
+    mdb_txn_reset(view->session);
+    mdb_txn_reset(view->durable);
+    view->open = false;
+}
+
+bool view_get(struct view *view, enum table table, const void *key, size_t key_length, MDB_val *value)
+{
+    MDB_val k = {key_length, (void *)key};
+    if (key_length > MAX_KEY)
+        return false;
+    if (!mdb_get(view->session, view->index->session_tables[table], &k, value))
+        return value->mv_size != 0;
+    return !mdb_get(view->durable, view->index->durable_tables[table], &k, value) && value->mv_size != 0;
+}
+
+bool view_inode(struct view *view, uint64_t inode, struct inode_record *out)
+{
+    uint64_t key = big_endian(inode);
+    MDB_val value;
+    if (!view_get(view, INODES, &key, sizeof key, &value) || value.mv_size != sizeof *out)
+        return false;
+    memcpy(out, value.mv_data, sizeof *out);
+    return !(out->flags & ~KNOWN_FLAGS);
+}
+
+bool view_dentry(struct view *view, uint64_t parent, const char *name, size_t length, struct dentry_record *out)
+{
+    uint8_t key[MAX_KEY];
+    uint64_t number = big_endian(parent);
+    MDB_val value;
+    if (sizeof number + length > sizeof key)
+        return false;
+    memcpy(key, &number, sizeof number);
+    memcpy(key + sizeof number, name, length);
+    if (!view_get(view, DENTRIES, key, sizeof number + length, &value))
+        return false;
+    if (value.mv_size == sizeof *out)
+        memcpy(out, value.mv_data, sizeof *out);
+    if (value.mv_size != sizeof *out || (out->flags & ~KNOWN_FLAGS))
+        *out = (struct dentry_record){.inode = UINT64_MAX}; /* there is a name, and that is all we know: not absent */
+    return true;
+}
+
+static bool parse_extent(const MDB_val *value, struct extent *out)
+{
+    if (value->mv_size < sizeof out->record || value->mv_size > offsetof(struct extent, start))
+        return false;
+    memcpy(out, value->mv_data, value->mv_size);
+    return !(out->record.flags & ~KNOWN_FLAGS) &&
+           value->mv_size == sizeof out->record + block_count(out->record.length) * sizeof(uint64_t);
+}
+
+/* The extents' cursor, ready for this transaction. */
+static MDB_cursor *extents_of(struct view *view)
+{
+    MDB_cursor *cursor = view->durable_cursors[EXTENTS];
+    return mdb_cursor_renew(view->durable, cursor) ? NULL : cursor;
+}
+
+static uint64_t second_of(const MDB_val *key)
+{
+    uint64_t number;
+    memcpy(&number, (const char *)key->mv_data + sizeof number, sizeof number);
+    return big_endian(number);
+}
+
+bool view_extent(struct view *view, uint64_t inode, uint64_t offset, struct extent *out)
+{
+    uint64_t key[2] = {big_endian(inode), big_endian(offset)};
+    MDB_val k = {sizeof key, key}, value;
+    out->start = offset;
+    if (!mdb_get(view->durable, view->index->durable_tables[EXTENTS], &k, &value))
+        return parse_extent(&value, out) && out->record.length;
+    MDB_cursor *cursor = offset ? extents_of(view) : NULL;
+    if (!cursor)
+        return false;
+    MDB_cursor_op back = mdb_cursor_get(cursor, &k, &value, MDB_SET_RANGE) ? MDB_LAST : MDB_PREV;
+    if (mdb_cursor_get(cursor, &k, &value, back) || k.mv_size != sizeof key || memcmp(k.mv_data, key, sizeof *key))
+        return false;
+    out->start = second_of(&k);
+    return parse_extent(&value, out) && offset - out->start < out->record.length;
+}
+
+bool view_holds(struct view *view, uint64_t inode, uint64_t version, uint64_t start, uint64_t end)
+{
+    struct extent extent;
+    while (start < end && view_extent(view, inode, start, &extent) && extent.record.version == version)
+        start = extent.start + extent.record.length;
+    return start >= end;
+}
+
+uint64_t view_next_extent(struct view *view, uint64_t inode, uint64_t from, uint64_t to)
+{
+    uint64_t key[2] = {big_endian(inode), big_endian(from)};
+    MDB_val k = {sizeof key, key}, value;
+    MDB_cursor *cursor = extents_of(view);
+    if (!cursor || mdb_cursor_get(cursor, &k, &value, MDB_SET_RANGE) || k.mv_size != sizeof key ||
+        memcmp(k.mv_data, key, sizeof *key))
+        return to;
+    uint64_t start = second_of(&k);
+    return start < to ? start : to;
+}
+
+static bool has_prefix(const struct scan *scan, const MDB_val *key)
+{
+    return key->mv_size >= sizeof scan->prefix && !memcmp(key->mv_data, scan->prefix, sizeof scan->prefix);
+}
+
+bool scan_begin(struct scan *scan, struct view *view, enum table table, uint64_t prefix, const void *start, size_t length)
+{
+    uint64_t number = big_endian(prefix);
+    *scan = (struct scan){.upper = view->session_cursors[table], .lower = view->durable_cursors[table]};
+    memcpy(scan->prefix, &number, sizeof number);
+    if (mdb_cursor_renew(view->session, scan->upper) || mdb_cursor_renew(view->durable, scan->lower))
+        return false;
+    MDB_val from = start ? (MDB_val){length, (void *)start} : (MDB_val){sizeof scan->prefix, scan->prefix};
+    scan->upper_key = scan->lower_key = from;
+    scan->has_upper = !mdb_cursor_get(scan->upper, &scan->upper_key, &scan->upper_value, MDB_SET_RANGE);
+    scan->has_lower = !mdb_cursor_get(scan->lower, &scan->lower_key, &scan->lower_value, MDB_SET_RANGE);
+    return true;
+}
+
+static int compare_keys(const MDB_val *a, const MDB_val *b)
+{
+    size_t shorter = a->mv_size < b->mv_size ? a->mv_size : b->mv_size;
+    int order = memcmp(a->mv_data, b->mv_data, shorter);
+    return order ? order : (a->mv_size > b->mv_size) - (a->mv_size < b->mv_size);
+}
+
+bool scan_next(struct scan *scan, MDB_val *key, MDB_val *value)
+{
+    for (;;) {
+        bool upper = scan->has_upper && has_prefix(scan, &scan->upper_key);
+        bool lower = scan->has_lower && has_prefix(scan, &scan->lower_key);
+        if (!upper && !lower)
+            return false;
+        int order = !lower ? -1 : !upper ? 1 : compare_keys(&scan->upper_key, &scan->lower_key);
+        *key = order <= 0 ? scan->upper_key : scan->lower_key;
+        *value = order <= 0 ? scan->upper_value : scan->lower_value;
+        if (order <= 0)
+            scan->has_upper = !mdb_cursor_get(scan->upper, &scan->upper_key, &scan->upper_value, MDB_NEXT);
+        if (order >= 0)
+            scan->has_lower = !mdb_cursor_get(scan->lower, &scan->lower_key, &scan->lower_value, MDB_NEXT);
+        if (value->mv_size) /* else a tombstone */
+            return true;
+    }
+}
+
+bool view_path(struct view *view, uint64_t inode, char *path, size_t size)
+{
+    size_t at = size - 1; /* built from its end */
+    path[at] = 0;
+    for (int depth = 0; inode != ROOT_INODE; depth++) {
+        struct scan scan;
+        MDB_val key, value;
+        if (depth > MAX_DEPTH || !scan_begin(&scan, view, LINKS, inode, NULL, 0) || !scan_next(&scan, &key, &value) ||
+            key.mv_size <= 16)
+            return false;
+        size_t length = key.mv_size - 16;
+        if (length + 1 > at)
+            return false;
+        if (path[at])
+            path[--at] = '/';
+        at -= length;
+        memcpy(path + at, (char *)key.mv_data + 16, length);
+        uint64_t parent;
+        memcpy(&parent, (char *)key.mv_data + 8, sizeof parent);
+        inode = big_endian(parent);
+    }
+    memmove(path, path + at, size - at);
+    return true;
+}
+
+bool is_pinned(const struct view *view, const struct inode_record *record)
+{
+    uint32_t mount = view->index->shared->flags;
+    return (record->flags & PINNED) && (mount & PINS_FILES) &&
+           ((mount & PINS_EVERYTHING) || (record->flags & IMMUTABLE) || S_ISDIR(record->mode));
+}
+
+bool is_freezable(const struct inode_record *record)
+{
+    return (record->flags & (FREEZABLE | IMMUTABLE | WRITTEN | STALE | UNLINKED)) == FREEZABLE;
+}
+
+/* Was it compared with the source recently enough? validity.py has the same rule. */
+static bool counts(const struct view *view, const struct inode_record *record)
+{
+    if (record->stamp < view->floor)
+        return false;
+    return record->stamp >= view->strict_floor || (!record->device && (record->nlink <= 1 || S_ISDIR(record->mode)));
+}
+
+uint64_t remaining_ns(const struct view *view, const struct inode_record *record)
+{
+    if (record->flags & STALE)
+        return 0;
+    if (record->flags & UNLINKED)
+        return FOREVER;
+    if (is_pinned(view, record)) {
+        if (!counts(view, record))
+            return 0;
+        if (!(record->flags & UNSETTLED))
+            return FOREVER;
+        if (record->stamp != view->run)
+            return 0;
+    }
+    uint64_t now = monotonic_ns();
+    return record->expires_ns > now ? record->expires_ns - now : 0;
+}
+
+bool entry_holds(const struct view *view, const struct inode_record *parent, const struct dentry_record *dentry)
+{
+    return (dentry->flags & PINNED) && is_pinned(view, parent) && dentry->stamp >= parent->entries_stamp &&
+           counts(view, parent) && !(parent->flags & STALE);
+}
+
+bool knows_absent(const struct view *view, const struct inode_record *parent, const struct dentry_record *dentry)
+{
+    if (!(view->index->shared->flags & PINS_EVERYTHING) || !remaining_ns(view, parent))
+        return false;
+    if (dentry)
+        return !dentry->inode && entry_holds(view, parent, dentry);
+    return parent->flags & LISTED;
+}
+
+bool is_immutable(const struct view *view, const struct inode_record *record)
+{
+    return S_ISREG(record->mode) && is_pinned(view, record) &&
+           ((record->flags & IMMUTABLE) || (view->index->shared->flags & PINS_EVERYTHING));
+}
+
+bool is_small(const struct shared *shared, uint64_t size)
+{
+    return size <= (shared->small_file_bytes < CHUNK_BYTES ? shared->small_file_bytes : CHUNK_BYTES);
+}
+
+void unit_of(const struct shared *shared, uint64_t size, uint64_t offset, uint64_t *start, uint32_t *length)
+{
+    *start = is_small(shared, size) ? 0 : offset / CHUNK_BYTES * CHUNK_BYTES;
+    uint64_t rest = size - *start;
+    *length = (uint32_t)(rest < CHUNK_BYTES ? rest : CHUNK_BYTES);
+}

@@ -1,0 +1,20 @@
+/* How long requests take, by kind: histograms with four buckets for each doubling, from a microsecond on (as HdrHistogram
+ * has them). Some copies of them, so that threads seldom count in the same one. latency.py reads them. */
+#pragma once
+
+#include "common/contract.h"
+
+static inline uint32_t latency_bucket(uint64_t ns)
+{
+    if (ns < (1u << LATENCY_FIRST_BIT))
+        return 0;
+    uint32_t top = 63 - (uint32_t)__builtin_clzll(ns);
+    uint32_t bucket = (top - LATENCY_FIRST_BIT) * 4 + (uint32_t)(ns >> (top - 2) & 3);
+    return bucket < LATENCY_BUCKETS ? bucket : LATENCY_BUCKETS - 1;
+}
+
+static inline void latency_note(struct latencies *latencies, enum latency_kind kind, uint64_t ns)
+{
+    atomic_fetch_add_explicit(&latencies->kinds[kind].sum_ns, ns, memory_order_relaxed);
+    atomic_fetch_add_explicit(&latencies->kinds[kind].counts[latency_bucket(ns)], 1, memory_order_relaxed);
+}

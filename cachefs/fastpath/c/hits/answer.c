@@ -1,0 +1,301 @@
+#include "hits/answer.h"
+
+#include <errno.h>
+#include <fcntl.h>
+#include <string.h>
+#include <sys/stat.h>
+
+#include "cache/age.h"
+#include "hits/attributes.h"
+#include "hits/listing.h"
+#include "hits/reading.h"
+#include "relay/lot.h"
+#include "relay/passing.h"
+#include "relay/relay.h"
+
+#define MAX_READAHEAD (1u << 20)
+#define MAX_WRITE (128u << 10)
+#define MAX_BACKGROUND 1024 /* READs of one user that wait for the source must not keep those of others in the kernel */
+#define CONGESTION 48
+#define OPEN_NOFLUSH (1u << 5) /* FOPEN_NOFLUSH, Linux 5.18 */
+
+/* One table for both ways to run: what libfuse would ask for, with what only we want (hazards 3 and 18).
+ * DONT_MASK: modes come as the caller said them, and with its umask, which Python hands to the source (credentials.py). */
+#define INIT_FLAGS                                                                                             \
+    (FUSE_ASYNC_READ | FUSE_ATOMIC_O_TRUNC | FUSE_BIG_WRITES | FUSE_DO_READDIRPLUS | FUSE_ASYNC_DIO |          \
+     FUSE_PARALLEL_DIROPS | FUSE_HANDLE_KILLPRIV | FUSE_POSIX_ACL | FUSE_MAX_PAGES | FUSE_CACHE_SYMLINKS | \
+     FUSE_DONT_MASK)
+
+/* --- names and attributes ------------------------------------------------------------------------------------------- */
+
+static enum outcome serve_lookup(struct worker *worker, const struct request *request)
+{
+    struct view *view = &worker->view;
+    struct inode_record parent, record;
+    struct dentry_record dentry;
+    struct fuse_entry_out out = {0};
+    uint64_t remaining;
+    if (!believed(worker, request->header->nodeid, &parent, &remaining))
+        return PASS;
+    bool known = view_dentry(view, request->header->nodeid, request->name, request->name_length, &dentry);
+    if (!known && request->header->nodeid == ROOT_INODE)
+        return PASS; /* Python writes down what is missing in the root: fs/names.py */
+    if (knows_absent(view, &parent, known ? &dentry : NULL)) {
+        split_timeout(remaining, &out.entry_valid, &out.entry_valid_nsec);
+    } else if (known && dentry.inode && entry_holds(view, &parent, &dentry) &&
+               believed(worker, dentry.inode, &record, &remaining)) {
+        fill_entry(&out, dentry.inode, &record, remaining);
+    } else {
+        return PASS;
+    }
+    view_end(view);
+    if (out.nodeid && S_ISREG(record.mode))
+        ahead_looked_up(&worker->fastpath->ahead, out.nodeid);
+    answer(worker, request, 0, &out, sizeof out);
+    return ANSWERED;
+}
+
+static enum outcome serve_getattr(struct worker *worker, const struct request *request)
+{
+    struct inode_record record;
+    struct fuse_attr_out out = {0};
+    uint64_t remaining;
+    if (!believed(worker, request->header->nodeid, &record, &remaining))
+        return PASS;
+    view_end(&worker->view);
+    fill_attributes(&out.attr, request->header->nodeid, &record);
+    split_timeout(remaining, &out.attr_valid, &out.attr_valid_nsec);
+    answer(worker, request, 0, &out, sizeof out);
+    return ANSWERED;
+}
+
+/* --- values ------------------------------------------------------------------------------------------------------- */
+
+/* A symlink's target or an xattr, of the version that the inode's record has. */
+static bool value_of(struct worker *worker, enum table table, const struct request *request, MDB_val *out)
+{
+    struct inode_record record;
+    uint64_t remaining, version, inode = request->header->nodeid;
+    uint8_t key[MAX_KEY];
+    uint64_t number = big_endian(inode);
+    size_t length = request->name ? request->name_length : 0;
+    if (sizeof number + length > sizeof key || !believed(worker, inode, &record, &remaining))
+        return false;
+    memcpy(key, &number, sizeof number);
+    if (length)
+        memcpy(key + sizeof number, request->name, length);
+    if (!view_get(&worker->view, table, key, sizeof number + length, out) || out->mv_size < 16)
+        return false;
+    memcpy(&version, (char *)out->mv_data + 8, sizeof version);
+    *out = (MDB_val){out->mv_size - 16, (char *)out->mv_data + 16};
+    if (out->mv_size > QUICK_BYTES)
+        return false;
+    /* Out of the index's pages: a kill in a page fault, while the kernel copies an answer, would make it EIO. */
+    out->mv_data = memcpy(worker->scratch, out->mv_data, out->mv_size);
+    view_end(&worker->view);
+    return version == record.version;
+}
+
+static enum outcome serve_readlink(struct worker *worker, const struct request *request)
+{
+    MDB_val target;
+    if (!value_of(worker, SYMLINKS, request, &target))
+        return PASS;
+    answer(worker, request, 0, target.mv_data, target.mv_size);
+    return ANSWERED;
+}
+
+static enum outcome serve_xattr(struct worker *worker, const struct request *request)
+{
+    const struct fuse_getxattr_in *in = request->body;
+    MDB_val value;
+    if (!value_of(worker, XATTRS, request, &value) || !value.mv_size)
+        return PASS;
+    const char *bytes = value.mv_data;
+    size_t length = value.mv_size - 1;
+    if (!bytes[0])
+        answer(worker, request, ENODATA, NULL, 0);
+    else if (request->header->opcode == FUSE_LISTXATTR && length)
+        return PASS; /* a list is joined by zeros in the index and ended by one in the reply: rare, so Python's */
+    else if (!in->size)
+        answer(worker, request, 0, &(struct fuse_getxattr_out){.size = (uint32_t)length}, sizeof(struct fuse_getxattr_out));
+    else if (in->size < length)
+        answer(worker, request, ERANGE, NULL, 0);
+    else
+        answer(worker, request, 0, bytes + 1, length);
+    return ANSWERED;
+}
+
+/* --- handles ------------------------------------------------------------------------------------------------------ */
+
+static bool opens_for_reading(const struct fuse_open_in *in)
+{
+    return (in->flags & O_ACCMODE) == O_RDONLY && !(in->flags & O_TRUNC);
+}
+
+static enum outcome serve_open(struct worker *worker, const struct request *request)
+{
+    struct fuse_open_in *in = request->body;
+    struct inode_record record;
+    uint64_t unique = request->header->unique;
+    struct fuse_open_out out = {
+        .fh = FAST_HANDLE | request->header->nodeid,
+        .open_flags = FOPEN_KEEP_CACHE | OPEN_NOFLUSH,
+    };
+    if (mounted_with(worker, NO_OPEN)) {
+        answer(worker, request, ENOSYS, NULL, 0); /* the kernel never asks again */
+        return ANSWERED;
+    }
+    if (!view_inode(&worker->view, request->header->nodeid, &record))
+        return PASS;
+    if (is_young(worker->fastpath->shared, &record))
+        out.open_flags &= ~(uint32_t)FOPEN_KEEP_CACHE;
+    if (opens_for_reading(in) && is_freezable(&record) && remaining_ns(&worker->view, &record)) {
+        /* Python hears of it before the kernel has our answer: whoever opens the file for writing next arrives behind
+         * it, and is refused. Python answers too, for the case that we are killed in between. */
+        view_end(&worker->view);
+        if (!relay_claim_passed(&worker->fastpath->relay, worker->slot))
+            return PASS; /* it waits for its share, and comes here again */
+        in->flags |= OPEN_REPORT;
+        worker->counters->answered++;
+        relay_pass(&worker->fastpath->relay, worker->slot);
+        reply(worker->fastpath->device, unique, 0, &out, sizeof out);
+        return TAKEN;
+    }
+    if (!remaining_ns(&worker->view, &record) || !is_immutable(&worker->view, &record) || (record.flags & UNLINKED))
+        return PASS;
+    if (!opens_for_reading(in)) {
+        if (mounted_with(worker, READ_ONLY))
+            return PASS;
+        answer(worker, request, EPERM, NULL, 0);
+        return ANSWERED;
+    }
+    answer(worker, request, 0, &out, sizeof out);
+    return ANSWERED;
+}
+
+static enum outcome serve_opendir(struct worker *worker, const struct request *request)
+{
+    struct fuse_open_out out = {.fh = FAST_HANDLE | request->header->nodeid};
+    if (mounted_with(worker, NO_OPEN))
+        answer(worker, request, ENOSYS, NULL, 0);
+    else
+        answer(worker, request, 0, &out, sizeof out);
+    return ANSWERED;
+}
+
+/* Requests on a handle of ours that need no look at the index. */
+static enum outcome serve_handle(struct worker *worker, const struct request *request, uint64_t handle)
+{
+    if (!(handle & FAST_HANDLE))
+        return PASS;
+    answer(worker, request, 0, NULL, 0);
+    return ANSWERED;
+}
+
+/* --- the rest ----------------------------------------------------------------------------------------------------- */
+
+/* Nobody counts look-ups of what is pinned. Only the FORGETs of other inodes are of interest, and of those that have no
+ * name any more: the daemon keeps a descriptor of them (OwnChanges.hold_data). */
+static bool counts_for_nobody(struct worker *worker, uint64_t inode)
+{
+    struct inode_record record;
+    return view_inode(&worker->view, inode, &record) && (record.flags & (PINNED | UNLINKED)) == PINNED;
+}
+
+static bool forgets_nothing(struct worker *worker, const struct request *request)
+{
+    if (request->header->opcode == FUSE_FORGET)
+        return counts_for_nobody(worker, request->header->nodeid);
+    const struct fuse_batch_forget_in *batch = request->body;
+    const struct fuse_forget_one *each = (const void *)(batch + 1);
+    for (uint32_t i = 0; i < batch->count; i++)
+        if (!counts_for_nobody(worker, each[i].nodeid))
+            return false;
+    return true;
+}
+
+static enum outcome serve_init(struct worker *worker, const struct request *request)
+{
+    const struct fuse_init_in *in = request->body;
+    struct shared *shared = worker->fastpath->shared;
+    struct fuse_init_out out = {
+        .major = FUSE_KERNEL_VERSION,
+        .minor = in->minor < FUSE_KERNEL_MINOR_VERSION ? in->minor : FUSE_KERNEL_MINOR_VERSION,
+        .max_readahead = MAX_READAHEAD,
+        .flags = in->flags & (INIT_FLAGS | (mounted_with(worker, NO_OPEN) ? 0 : FUSE_AUTO_INVAL_DATA)),
+        .max_background = MAX_BACKGROUND,
+        .congestion_threshold = CONGESTION,
+        .max_write = MAX_WRITE,
+        .time_gran = 1,
+        .max_pages = MAX_READ_BYTES / 4096,
+    };
+    size_t length = request->header->len - sizeof *request->header;
+    if (length > INIT_BYTES)
+        length = INIT_BYTES;
+    memcpy(shared->init, request->body, length);
+    shared->init_length = (uint32_t)length;
+    answer(worker, request, 0, &out, sizeof out);
+    relay_pass_init(&worker->fastpath->relay);
+    return ANSWERED;
+}
+
+enum outcome answer_request(struct worker *worker, const struct request *request)
+{
+    switch (request->header->opcode) {
+    case FUSE_INIT:
+        return serve_init(worker, request);
+    case FUSE_RELEASE:
+    case FUSE_RELEASEDIR:
+    case FUSE_FLUSH:
+    case FUSE_FSYNC:
+        if (request->header->opcode == FUSE_FLUSH && mounted_with(worker, READ_ONLY)) {
+            answer(worker, request, ENOSYS, NULL, 0);
+            return ANSWERED;
+        }
+        return serve_handle(worker, request, *(const uint64_t *)request->body);
+    case FUSE_FSYNCDIR:
+        return PASS;
+    case FUSE_IOCTL: /* Python's open() asks each file whether it is a terminal */
+    case FUSE_LSEEK:
+    case FUSE_POLL:
+        answer(worker, request, ENOSYS, NULL, 0); /* as pyfuse3 would */
+        return ANSWERED;
+    case FUSE_ACCESS: /* default_permissions: the kernel has checked */
+        answer(worker, request, 0, NULL, 0);
+        return ANSWERED;
+    case FUSE_OPENDIR:
+        return serve_opendir(worker, request);
+    }
+    if (!worker->fastpath->shared->serving || view_begin(&worker->view))
+        return PASS;
+    switch (request->header->opcode) {
+    case FUSE_LOOKUP:
+        return serve_lookup(worker, request);
+    case FUSE_GETATTR:
+        return serve_getattr(worker, request);
+    case FUSE_OPEN:
+        return serve_open(worker, request);
+    case FUSE_READ: {
+        enum outcome outcome;
+        worker->distrusts = false;
+        while ((outcome = answer_read(worker, request)) == AGAIN)
+            if (view_begin(&worker->view))
+                return PASS;
+        return outcome;
+    }
+    case FUSE_READDIR:
+    case FUSE_READDIRPLUS:
+        return answer_listing(worker, request);
+    case FUSE_READLINK:
+        return serve_readlink(worker, request);
+    case FUSE_GETXATTR:
+    case FUSE_LISTXATTR:
+        return serve_xattr(worker, request);
+    case FUSE_FORGET:
+    case FUSE_BATCH_FORGET:
+        return forgets_nothing(worker, request) ? ANSWERED : PASS;
+    default:
+        return PASS;
+    }
+}

@@ -1,0 +1,49 @@
+#include "hits/attributes.h"
+
+#define SECOND_NS 1000000000
+
+static void split_time(int64_t ns, uint64_t *seconds, uint32_t *rest)
+{
+    int64_t floor = ns / SECOND_NS - (ns % SECOND_NS < 0);
+    *seconds = (uint64_t)floor;
+    *rest = (uint32_t)(ns - floor * SECOND_NS);
+}
+
+void fill_attributes(struct fuse_attr *out, uint64_t number, const struct inode_record *record)
+{
+    *out = (struct fuse_attr){
+        .ino = number,
+        .size = record->size,
+        .blocks = record->blocks,
+        .mode = record->mode,
+        .nlink = record->nlink,
+        .uid = record->uid,
+        .gid = record->gid,
+        .rdev = record->rdev,
+        .blksize = record->blksize,
+    };
+    split_time(record->atime_ns, &out->atime, &out->atimensec);
+    split_time(record->mtime_ns, &out->mtime, &out->mtimensec);
+    split_time(record->ctime_ns, &out->ctime, &out->ctimensec);
+}
+
+void split_timeout(uint64_t ns, uint64_t *seconds, uint32_t *rest)
+{
+    *seconds = ns == FOREVER ? UINT64_MAX : ns / SECOND_NS;
+    *rest = ns == FOREVER ? 0 : (uint32_t)(ns % SECOND_NS);
+}
+
+void fill_entry(struct fuse_entry_out *out, uint64_t number, const struct inode_record *record, uint64_t timeout_ns)
+{
+    *out = (struct fuse_entry_out){.nodeid = number};
+    fill_attributes(&out->attr, number, record);
+    split_timeout(timeout_ns, &out->entry_valid, &out->entry_valid_nsec);
+    out->attr_valid = out->entry_valid;
+    out->attr_valid_nsec = out->entry_valid_nsec;
+}
+
+bool believed(struct worker *worker, uint64_t inode, struct inode_record *record, uint64_t *remaining)
+{
+    return view_inode(&worker->view, inode, record) && is_pinned(&worker->view, record) &&
+           (*remaining = remaining_ns(&worker->view, record));
+}

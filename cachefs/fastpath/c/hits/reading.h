@@ -1,0 +1,7 @@
+/* READs: of immutable files, from the blob. What it cannot answer is a miss (misses/fill.h). */
+#pragma once
+
+#include "worker/worker.h"
+
+/* AGAIN: the index has changed meanwhile. */
+enum outcome answer_read(struct worker *worker, const struct request *request);

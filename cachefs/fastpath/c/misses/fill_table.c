@@ -1,0 +1,145 @@
+#include "misses/fill_table.h"
+
+#include <stdlib.h>
+
+#include "misses/source.h"
+
+static struct fetch **bucket_of(struct fill_table *table, uint64_t inode, uint64_t offset)
+{
+    uint64_t hash = (inode ^ offset / CHUNK_BYTES << 40) * 0x9E3779B97F4A7C15u;
+    return &table->buckets[hash >> 52];
+}
+
+void fetch_release(struct fetch *fetch)
+{
+    if (--fetch->references > 0)
+        return;
+    source_free(fetch->payload, fetch->length);
+    fetch->payload = NULL;
+    if (!fetch->in_table)
+        free(fetch);
+}
+
+/* Assigns the fetch to the first of its waiters whose share has room; false if none has. `full`: an owner whose share is known
+ * to be full. */
+static bool find_owner(struct fetch *fetch, const struct shares *shares, uint32_t *full)
+{
+    const struct waiter *waiter = fetch->waiters;
+    for (uint32_t owner = fetch->owner;; waiter = waiter->next) {
+        if (owner != *full && !shares_full(shares, owner)) {
+            fetch->owner = owner;
+            return true;
+        }
+        *full = owner;
+        if (!waiter)
+            return false;
+        owner = waiter->owner;
+    }
+}
+
+struct fetch *queue_pop_fair(struct fetch_queue *queue, const struct shares *shares)
+{
+    /* Most queued fetches belong to one owner with a full share: that share is looked up once. */
+    uint32_t full = DAEMON_OWNER; /* its fetches are never queued here */
+    struct fetch *fetch = queue->first;
+    while (fetch && !find_owner(fetch, shares, &full))
+        fetch = fetch->queue_next;
+    if (fetch)
+        queue_remove(queue, fetch);
+    return fetch;
+}
+
+static bool is_of(const struct fetch *fetch, uint64_t inode, uint64_t version)
+{
+    return fetch->cached && fetch->inode == inode && fetch->record.version == version;
+}
+
+struct fetch *table_find(struct fill_table *table, uint64_t inode, uint64_t version, uint64_t start, uint64_t end)
+{
+    /* A fetch is no longer than a chunk: it began in this one, or in the one before it. */
+    uint64_t first = start < CHUNK_BYTES ? start : start - CHUNK_BYTES;
+    for (uint64_t offset = first; offset <= start; offset += CHUNK_BYTES)
+        for (struct fetch *fetch = *bucket_of(table, inode, offset); fetch; fetch = fetch->bucket_next)
+            if (is_of(fetch, inode, version) && fetch->offset <= start && fetch->offset + fetch->length >= end)
+                return fetch;
+    return NULL;
+}
+
+uint64_t table_next(struct fill_table *table, uint64_t inode, uint64_t version, uint64_t from, uint64_t to)
+{
+    uint64_t next = to;
+    for (uint64_t chunk = from / CHUNK_BYTES; chunk <= to / CHUNK_BYTES; chunk++)
+        for (struct fetch *fetch = *bucket_of(table, inode, chunk * CHUNK_BYTES); fetch; fetch = fetch->bucket_next)
+            if (is_of(fetch, inode, version) && fetch->offset >= from && fetch->offset < next)
+                next = fetch->offset;
+    return next;
+}
+
+void table_add(struct fill_table *table, struct fetch *fetch)
+{
+    struct fetch **bucket = bucket_of(table, fetch->inode, fetch->offset);
+    fetch->bucket_next = *bucket;
+    *bucket = fetch;
+    fetch->older = table->newest;
+    fetch->newer = NULL;
+    if (table->newest)
+        table->newest->newer = fetch;
+    else
+        table->oldest = fetch;
+    table->newest = fetch;
+    fetch->in_table = true;
+}
+
+void table_remove(struct fill_table *table, struct fetch *fetch)
+{
+    if (!fetch->in_table)
+        return;
+    struct fetch **at = bucket_of(table, fetch->inode, fetch->offset);
+    while (*at != fetch)
+        at = &(*at)->bucket_next;
+    *at = fetch->bucket_next;
+    *(fetch->older ? &fetch->older->newer : &table->oldest) = fetch->newer;
+    *(fetch->newer ? &fetch->newer->older : &table->newest) = fetch->older;
+    fetch->in_table = false;
+}
+
+struct fetch *table_oldest_unfetched(struct fill_table *table)
+{
+    for (struct fetch *fetch = table->oldest; fetch; fetch = fetch->newer)
+        if (fetch->state == FETCH_QUEUED || fetch->state == FETCH_FETCHING)
+            return fetch;
+    return NULL;
+}
+
+struct waiter *table_take_waiter(struct fill_table *table, uint64_t unique)
+{
+    for (struct fetch *fetch = table->oldest; fetch; fetch = fetch->newer)
+        for (struct waiter **at = &fetch->waiters; *at; at = &(*at)->next)
+            if ((*at)->unique == unique) {
+                struct waiter *waiter = *at;
+                *at = waiter->next;
+                return waiter;
+            }
+    return NULL;
+}
+
+void table_settle_later(struct fill_table *table, struct fetch *fetch)
+{
+    fetch->settle_next = NULL;
+    if (table->settle_first)
+        table->settle_last->settle_next = fetch;
+    else
+        table->settle_first = fetch;
+    table->settle_last = fetch;
+}
+
+void table_settle(struct fill_table *table, uint64_t number)
+{
+    while (table->settle_first && table->settle_first->report <= number) {
+        struct fetch *fetch = table->settle_first;
+        table->settle_first = fetch->settle_next;
+        table_remove(table, fetch);
+        if (fetch->references == 0)
+            free(fetch);
+    }
+}

@@ -1,0 +1,154 @@
+#include "misses/source.h"
+
+#include <errno.h>
+#include <fcntl.h>
+#include <limits.h>
+#include <linux/openat2.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/stat.h>
+#include <sys/syscall.h>
+#include <time.h>
+#include <unistd.h>
+
+#include "cache/blob.h"
+#include "common/buffer.h"
+
+#define OPEN_TRIES 4
+#define DIRECT_BYTES (2u << 20) /* from this size on a read goes past the page cache; below it read-ahead is worth more */
+
+static void simulate_latency(const struct shared *shared)
+{
+    if (shared->simulate_latency_ns) {
+        struct timespec pause = {
+            .tv_sec = (time_t)(shared->simulate_latency_ns / 1000000000u),
+            .tv_nsec = (long)(shared->simulate_latency_ns % 1000000000u),
+        };
+        nanosleep(&pause, NULL);
+    }
+}
+
+static int open_at(int directory, const char *path, uint64_t flags)
+{
+    struct open_how how = {
+        .flags = flags | O_NOFOLLOW | O_CLOEXEC, /* hazard 21 */
+        .resolve = RESOLVE_BENEATH | RESOLVE_NO_SYMLINKS | RESOLVE_NO_MAGICLINKS,
+    };
+    /* EAGAIN, EXDEV: a rename raced with the walk (EXDEV: what was found is outside by now), and the next try finds what
+     * is there; or another process holds a lease on the file (hazard 30). That is Python's, whose call_pool.py tries again
+     * with pauses, and without a thread that waits. */
+    int fd = -1;
+    for (int tries = 0; tries < OPEN_TRIES && fd < 0; tries++) {
+        fd = (int)syscall(SYS_openat2, directory, path, &how, sizeof how);
+        if (fd < 0 && errno != EAGAIN && errno != EXDEV && errno != EINTR)
+            break;
+    }
+    return fd;
+}
+
+/* A system call takes PATH_MAX bytes, the final zero included. A longer path is walked in pieces: a directory that is
+ * moved meanwhile keeps its children, and `same_version` compares what is found. */
+static int open_beneath(int directory, const char *path)
+{
+    int above = directory, fd = 0;
+    for (size_t length = strlen(path); length >= PATH_MAX && fd >= 0;) {
+        char piece[PATH_MAX];
+        const char *slash = memrchr(path, '/', PATH_MAX);
+        size_t taken = (size_t)(slash - path);
+        memcpy(piece, path, taken);
+        piece[taken] = 0;
+        fd = open_at(above, piece, O_PATH | O_DIRECTORY);
+        if (above != directory)
+            close(above);
+        above = fd;
+        path += taken + 1;
+        length -= taken + 1;
+    }
+    if (fd >= 0)
+        fd = open_at(above, path, O_RDONLY | O_NONBLOCK | O_NOCTTY);
+    if (above != directory && above >= 0)
+        close(above);
+    return fd;
+}
+
+/* Clamped as the index holds times: `clamped_ns` of system/stat.py. */
+static int64_t nanoseconds(const struct timespec *time)
+{
+    __int128 ns = (__int128)time->tv_sec * 1000000000 + time->tv_nsec;
+    return ns > INT64_MAX ? INT64_MAX : ns < INT64_MIN ? INT64_MIN : (int64_t)ns;
+}
+
+/* Is this the version that the index says? identity.py has the rule: where nothing differs after the read, nothing changed
+ * before or during it, and it was the right file, whatever lies under its path by now (hazard 23). The number of the
+ * source's own device does not count: it changes when the source is mounted anew. */
+static bool same_version(int fd, const struct inode_record *expected, struct counters *counters)
+{
+    struct stat now;
+    counters->source_fstats++;
+    return !fstat(fd, &now) && S_ISREG(now.st_mode) && nanoseconds(&now.st_ctim) == expected->ctime_ns &&
+           nanoseconds(&now.st_mtim) == expected->mtime_ns && (uint64_t)now.st_size == expected->size &&
+           now.st_ino == expected->source_inode && (!expected->device || now.st_dev == expected->device);
+}
+
+/* Large pieces do not stay in the page cache of the source: they go to the blob and to the mount's, and a copy costs
+ * more than the disk. */
+static bool go_direct(int fd, bool direct)
+{
+    int flags = fcntl(fd, F_GETFL);
+    return flags >= 0 && !fcntl(fd, F_SETFL, direct ? flags | O_DIRECT : flags & ~O_DIRECT);
+}
+
+/* `room`: of the buffer, whole pages. */
+static bool read_piece(int fd, uint8_t *buffer, size_t length, size_t room, uint64_t offset, struct counters *counters)
+{
+    bool direct = length >= DIRECT_BYTES && offset % DIRECT_ALIGNMENT == 0 && go_direct(fd, true);
+    size_t done = 0;
+    while (done < length) {
+        counters->source_reads++;
+        ssize_t got = pread(fd, buffer + done, (direct ? room : length) - done, (off_t)(offset + done));
+        if (got < 0 && errno == EINTR)
+            continue;
+        size_t more = got > 0 ? (size_t)got : 0;
+        if (direct && (got < 0 || more % DIRECT_ALIGNMENT)) {
+            direct = false; /* it refuses, or ended at an odd place: the rest, if there is one, as usual */
+            if (!go_direct(fd, false))
+                return false;
+        } else if (!more) {
+            return false;
+        }
+        done += more;
+        counters->source_bytes += more;
+    }
+    return true;
+}
+
+uint8_t *source_read(const struct shared *shared, int directory, const char *path, const struct inode_record *expected,
+                     uint64_t offset, uint32_t length, struct counters *counters)
+{
+    size_t room = ((size_t)length + DIRECT_ALIGNMENT - 1) / DIRECT_ALIGNMENT * DIRECT_ALIGNMENT;
+    uint8_t *buffer = length < DIRECT_BYTES ? malloc(length) : buffer_take();
+    if (!buffer)
+        return NULL;
+    counters->source_opens++;
+    simulate_latency(shared);
+    int fd = open_beneath(directory, path);
+    bool good = fd >= 0;
+    if (good) {
+        simulate_latency(shared);
+        good = read_piece(fd, buffer, length, room, offset, counters) && same_version(fd, expected, counters);
+    }
+    if (fd >= 0)
+        close(fd);
+    if (good)
+        return buffer;
+    source_free(buffer, length);
+    return NULL;
+}
+
+void source_free(uint8_t *payload, uint32_t length)
+{
+    if (length < DIRECT_BYTES)
+        free(payload);
+    else if (payload)
+        buffer_give(payload);
+}

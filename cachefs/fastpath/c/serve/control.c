@@ -1,0 +1,196 @@
+#include "serve/control.h"
+
+#include <errno.h>
+#include <fcntl.h>
+#include <poll.h>
+#include <stdio.h>
+#include <string.h>
+#include <sys/socket.h>
+#include <sys/syscall.h>
+#include <sys/uio.h>
+#include <unistd.h>
+
+#include "appender/append.h"
+#include "misses/fetching.h"
+#include "misses/fill.h"
+#include "relay/lot.h"
+#include "relay/relay.h"
+#include "relay/slots.h"
+#include "serve/interrupt.h"
+#include "worker/fastpath.h"
+
+#define TICK_MS 200
+
+void control_init(struct control_socket *control, struct fastpath *fastpath, int listener, int shared_fd, int blob_fd)
+{
+    *control = (struct control_socket){
+        .fastpath = fastpath, .listener = listener, .shared_fd = shared_fd, .blob_fd = blob_fd, .process = -1};
+    daemon_init(&fastpath->daemon);
+}
+
+static void hand_over(struct control_socket *control)
+{
+    struct fastpath *fastpath = control->fastpath;
+    int fds[] = {fastpath->device, control->shared_fd, fastpath->source, control->blob_fd, control->listener};
+    daemon_send_descriptors(&fastpath->daemon, CONTROL_HELD, (uint64_t)getpid(), fds, sizeof fds / sizeof *fds);
+}
+
+static void daemon_gone(struct control_socket *control)
+{
+    daemon_connect(&control->fastpath->daemon, -1);
+    if (control->fastpath->appender)
+        append_daemon_gone(control->fastpath->appender);
+    if (control->process < 0)
+        relay_hang_up(&control->fastpath->relay);
+}
+
+/* A connection that ends says little: it may be one that a living daemon made to our predecessor, and gave up. Its Python
+ * is gone when its process is. */
+static void process_gone(struct control_socket *control)
+{
+    close(control->process);
+    control->process = -1;
+    relay_hang_up(&control->fastpath->relay);
+}
+
+static void daemon_came(struct control_socket *control, int daemon)
+{
+    struct ucred peer = {0};
+    socklen_t length = sizeof peer;
+    /* It is given every descriptor of the mount. Its directory is closed to others already; its mode may have changed. */
+    if (getsockopt(daemon, SOL_SOCKET, SO_PEERCRED, &peer, &length) || (peer.uid != 0 && peer.uid != geteuid())) {
+        close(daemon);
+        return;
+    }
+    if (control->process >= 0 && peer.pid != control->pid)
+        process_gone(control);
+    else if (control->process >= 0)
+        close(control->process);
+    control->pid = peer.pid;
+    control->process = (int)syscall(SYS_pidfd_open, peer.pid, 0);
+    daemon_connect(&control->fastpath->daemon, daemon);
+}
+
+#define MAX_DOUBT_BYTES 4096u /* the names of a request; never the bytes of a WRITE */
+
+static void tell_doubts(struct fastpath *fastpath)
+{
+    struct relay *relay = &fastpath->relay;
+    uint32_t slot;
+    while ((slot = relay_next_doubt(relay)) != NO_SLOT) {
+        uint32_t length = fastpath->shared->slots[slot].length;
+        length = length < MAX_DOUBT_BYTES ? length : MAX_DOUBT_BYTES;
+        if (!daemon_send(&fastpath->daemon, CONTROL_IN_DOUBT, 0, 0, slot_data(relay, slot), length))
+            return;
+        relay_free_slot(relay, slot);
+    }
+}
+
+/* False: the daemon has gone. */
+static bool receive(struct control_socket *control)
+{
+    struct fastpath *fastpath = control->fastpath;
+    struct control head;
+    union {
+        struct cmsghdr align;
+        char bytes[CMSG_SPACE(sizeof(int) * MAX_DESCRIPTORS)];
+    } ancillary;
+    static struct wish wishes[MAX_WISHES]; /* of the one thread that comes here */
+    struct iovec parts[] = {{&head, sizeof head}, {wishes, sizeof wishes}};
+    struct msghdr message = {
+        .msg_iov = parts, .msg_iovlen = 2, .msg_control = ancillary.bytes, .msg_controllen = sizeof ancillary.bytes};
+    ssize_t length = recvmsg(fastpath->daemon.socket, &message, MSG_CMSG_CLOEXEC | MSG_DONTWAIT);
+    if (length < 0)
+        return errno == EAGAIN || errno == EINTR;
+    if (length < (ssize_t)sizeof head)
+        return false;
+    int fds[MAX_DESCRIPTORS];
+    size_t count = 0;
+    for (struct cmsghdr *c = CMSG_FIRSTHDR(&message); c; c = CMSG_NXTHDR(&message, c)) {
+        if (c->cmsg_level != SOL_SOCKET || c->cmsg_type != SCM_RIGHTS)
+            continue;
+        count = (c->cmsg_len - CMSG_LEN(0)) / sizeof(int);
+        memcpy(fds, CMSG_DATA(c), count * sizeof(int));
+    }
+    if (head.type == CONTROL_ATTACH && count == 2) {
+        relay_attach(&fastpath->relay, fds[0], fds[1], head.a & ATTACH_SAME_PYTHON);
+        count = 0;
+        daemon_send(&fastpath->daemon, CONTROL_ATTACHED, 0, 0, NULL, 0);
+        tell_doubts(fastpath);
+        if (fastpath->appender)
+            append_attached(fastpath->appender, head.a & ATTACH_SAME_PYTHON);
+    } else if (head.type == CONTROL_HANDOVER) {
+        hand_over(control);
+    } else if (head.type == CONTROL_SOURCE && count == 1) {
+        dup3(fds[0], fastpath->source, O_CLOEXEC); /* under the number that all threads use */
+    } else if (head.type == CONTROL_SLAB && fastpath->appender) {
+        append_slab(fastpath->appender, head.a);
+    } else if (head.type == CONTROL_ROOM && fastpath->appender) {
+        append_room(fastpath->appender, head.a);
+    } else if (head.type == CONTROL_WISH && fastpath->fill) {
+        fill_wish(fastpath->fill, wishes, ((size_t)length - sizeof head) / sizeof *wishes);
+    }
+    while (count)
+        close(fds[--count]);
+    return true;
+}
+
+/* A daemon that was killed while one of its threads waits in the kernel, for a source that hangs, keeps its sockets open. */
+bool process_is_dying(pid_t pid)
+{
+    char path[32], text[256];
+    snprintf(path, sizeof path, "/proc/%d/stat", (int)pid);
+    int fd = open(path, O_RDONLY | O_CLOEXEC);
+    if (fd < 0)
+        return false;
+    ssize_t length = read(fd, text, sizeof text - 1);
+    close(fd);
+    text[length > 0 ? length : 0] = 0;
+    const char *name_end = strrchr(text, ')');
+    return name_end && strlen(name_end) > 2 && (name_end[2] == 'Z' || name_end[2] == 'X');
+}
+
+static bool next_waits(struct control_socket *control)
+{
+    struct pollfd wait = {control->listener, POLLIN, 0};
+    return poll(&wait, 1, 0) > 0;
+}
+
+void control_run(struct control_socket *control, int ended)
+{
+    struct fastpath *fastpath = control->fastpath;
+    for (;;) {
+        int daemon = fastpath->daemon.socket; /* no other thread changes it */
+        struct pollfd wait[] = {
+            {ended, POLLIN, 0},
+            /* One daemon at a time: the next one waits until this one has gone. */
+            {daemon < 0 ? control->listener : daemon, POLLIN, 0},
+            {daemon < 0 ? control->process : -1, POLLIN, 0},
+        };
+        int ready = poll(wait, 3, TICK_MS);
+        relay_tick(&fastpath->relay);
+        fill_tick(fastpath->fill);
+        interrupt_tick(fastpath);
+        if (ready <= 0) {
+            if (daemon >= 0 && next_waits(control) && process_is_dying(control->pid)) {
+                daemon_gone(control);
+                if (control->process >= 0)
+                    process_gone(control);
+            }
+            continue;
+        }
+        if (wait[0].revents)
+            return;
+        if (wait[2].revents)
+            process_gone(control);
+        if (!wait[1].revents)
+            continue;
+        if (daemon < 0) {
+            daemon = accept4(control->listener, NULL, NULL, SOCK_CLOEXEC);
+            if (daemon >= 0)
+                daemon_came(control, daemon);
+        } else if (!receive(control)) {
+            daemon_gone(control);
+        }
+    }
+}

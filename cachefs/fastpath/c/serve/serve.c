@@ -1,0 +1,166 @@
+#include "serve/serve.h"
+
+#include <errno.h>
+#include <poll.h>
+#include <sched.h>
+#include <stdio.h>
+#include <string.h>
+#include <unistd.h>
+
+#include "common/clock.h"
+#include "hits/answer.h"
+#include "relay/lot.h"
+#include "relay/passing.h"
+#include "relay/slots.h"
+#include "serve/interrupt.h"
+
+#define SPIN_NS 50000
+#define MAX_EAGER 8
+#define CROWD 64 /* READs; so many are alone before their reader counts as alone */
+
+static void clamp_listing(const struct request *request)
+{
+    if (request->header->opcode != FUSE_READDIR && request->header->opcode != FUSE_READDIRPLUS)
+        return;
+    struct fuse_read_in *in = request->body;
+    if (in->size > PART_BYTES) /* a shorter listing is an answer too, and a message that fits (hazard 5) */
+        in->size = PART_BYTES;
+}
+
+static enum latency_kind kind_of(uint32_t opcode)
+{
+    switch (opcode) {
+    case FUSE_LOOKUP: return LATENCY_LOOKUP;
+    case FUSE_GETATTR: return LATENCY_GETATTR;
+    case FUSE_OPEN: case FUSE_OPENDIR: return LATENCY_OPEN;
+    case FUSE_READ: return LATENCY_READ_HIT;
+    case FUSE_READDIR: case FUSE_READDIRPLUS: return LATENCY_READDIR;
+    default: return LATENCY_OTHER;
+    }
+}
+
+/* Answers one request, or passes it on, which takes the slot away. */
+static void serve(struct worker *worker)
+{
+    struct relay *relay = &worker->fastpath->relay;
+    struct slot_head *head = &worker->fastpath->shared->slots[worker->slot];
+    struct request request;
+    worker->begun_ns = monotonic_ns();
+    if (!request_parse(slot_data(relay, worker->slot), head->length, &request)) {
+        reply(worker->fastpath->device, head->unique, EIO, NULL, 0);
+        worker->counters->failed++;
+        return;
+    }
+    enum outcome outcome = ANSWERED;
+    if (request.header->opcode == FUSE_INTERRUPT) /* it is never passed on (hazard 6) */
+        interrupt(worker->fastpath, ((const struct fuse_interrupt_in *)request.body)->unique);
+    else
+        outcome = answer_request(worker, &request);
+    view_end(&worker->view);
+    if (outcome == ANSWERED) {
+        relay_unclaim(relay, worker->slot);
+        worker->counters->answered++;
+        latency_note(latencies_of(worker->fastpath->shared, worker->counters), kind_of(request.header->opcode),
+                     monotonic_ns() - worker->begun_ns);
+        return;
+    }
+    if (outcome == PASS) {
+        clamp_listing(&request);
+        if (!relay_pass(relay, worker->slot))
+            return;
+    }
+    worker->slot = NO_SLOT;
+}
+
+/* A request that did not come from /dev/fuse just now. It may take long: the next thread listens meanwhile. */
+static void serve_work(struct worker *worker, uint32_t slot)
+{
+    struct relay *relay = &worker->fastpath->relay;
+    uint32_t own = worker->slot;
+    relay_ready_slot(relay, own); /* what it holds has been answered */
+    worker->slot = slot;
+    give_turn(worker);
+    serve(worker);
+    if (worker->slot != NO_SLOT)
+        relay_free_slot(relay, worker->slot);
+    worker->slot = own;
+}
+
+static bool takes_time(uint32_t opcode)
+{
+    return opcode == FUSE_READ || opcode == FUSE_READDIR || opcode == FUSE_READDIRPLUS;
+}
+
+/* Do several jobs read at once? 0 is a process that the kernel does not tell us. */
+static bool in_crowd(struct fastpath *fastpath, uint32_t pid)
+{
+    if (pid != fastpath->reader || !pid)
+        fastpath->crowd = CROWD;
+    else if (fastpath->crowd)
+        fastpath->crowd--;
+    fastpath->reader = pid;
+    return fastpath->crowd;
+}
+
+/* The next request; EAGAIN where there is work instead. Looks for one without sleeping, for a little while after the last, as long as most come so soon: being
+ * woken costs more than most answers. Whoever has work to do for a job goes first. */
+static ssize_t next_request(struct fastpath *fastpath, void *message, uint64_t since_ns)
+{
+    ssize_t length;
+    struct pollfd wait[] = {{fastpath->device, POLLIN, 0}, {fastpath->relay.work_ready, POLLIN, 0}};
+    while ((length = read(fastpath->device, message, SLOT_BYTES)) < 0 && errno == EAGAIN && !fastpath->relay.work_count) {
+        if (fastpath->eager && monotonic_ns() - since_ns < SPIN_NS)
+            sched_yield();
+        else
+            poll(wait, 2, -1);
+    }
+    if (monotonic_ns() - since_ns >= SPIN_NS)
+        fastpath->eager /= 2;
+    else if (fastpath->eager < MAX_EAGER)
+        fastpath->eager++;
+    return length;
+}
+
+void *serve_run(void *context)
+{
+    struct worker *worker = context;
+    struct fastpath *fastpath = worker->fastpath;
+    uint64_t done_ns = 0;
+    take_turn(worker);
+    for (;;) {
+        if (worker->slot == NO_SLOT && (worker->slot = relay_take_slot(&fastpath->relay)) == NO_SLOT) {
+            usleep(1000); /* cannot be: SLOTS_FOR_THREADS */
+            continue;
+        }
+        /* By turns with what arrives: neither waits for the end of the other. */
+        worker->worked = !worker->worked;
+        uint32_t work = worker->worked ? relay_next_work(&fastpath->relay) : NO_SLOT;
+        if (work != NO_SLOT) {
+            serve_work(worker, work);
+            take_turn(worker);
+            continue;
+        }
+        relay_ready_slot(&fastpath->relay, worker->slot);
+        struct fuse_in_header *message = slot_data(&fastpath->relay, worker->slot);
+        ssize_t length = next_request(fastpath, message, done_ns);
+        if (length < 0 && errno == ENODEV) {
+            give_turn(worker);
+            return NULL; /* unmounted */
+        }
+        if (length < (ssize_t)sizeof *message) {
+            if (length < 0 && errno != EINTR && errno != EAGAIN && errno != ENOENT) {
+                fprintf(stderr, "fast path: cannot read /dev/fuse: %s\n", strerror(errno));
+                usleep(10000);
+            }
+            continue;
+        }
+        relay_fill_slot(&fastpath->relay, worker->slot, (uint32_t)length, message->unique);
+        if (takes_time(message->opcode) && in_crowd(fastpath, message->pid))
+            give_turn(worker);
+        serve(worker);
+        take_turn(worker);
+        if (ahead_guess(&fastpath->ahead, &worker->view, &fastpath->blob))
+            worker->counters->guesses++;
+        done_ns = monotonic_ns();
+    }
+}

@@ -1,0 +1,203 @@
+"""Directories: their handles, and what a listing tells the kernel.
+
+A listing comes from the index, where names keep their position (hazard 8). An entry that does not count any more is
+compared with the source before it is told (listing_comparison.py). On read-only mounts a listing is pinned: every later
+one needs no source.
+"""
+
+import itertools
+from collections.abc import Callable
+
+import trio
+
+from cachefs.fs.handles import FAST_HANDLE, RequestAt, no_request
+from cachefs.fs.listing_comparison import ListingComparisons
+from cachefs.fs.names import FileSystem
+from cachefs.metadata.inode_paths import links_of
+from cachefs.metadata.listings import Listings
+from cachefs.source import shares
+from cachefs.source.identity import Changed
+from cachefs.source.shares import UNKNOWN
+from cachefs.store.index.records import ROOT_INODE, Dentry, Inode
+
+CHUNK_NAMES = 64
+"""How many records are looked at without letting other tasks run."""
+MAX_ATTEMPTS = 10
+
+Emit = Callable[[bytes, Inode | None, float, int], bool]
+"""(name, record or None for the name alone, timeout in seconds, position) → False when the reply is full."""
+
+
+class Directories:
+    def __init__(
+        self, filesystem: FileSystem, comparisons: ListingComparisons, *, request_at: RequestAt = no_request
+    ) -> None:
+        # dependencies
+        self._request_at = request_at
+        self._fs = filesystem
+        self._metadata = filesystem.metadata
+        self._listings = Listings(filesystem.metadata)
+        self._comparisons = comparisons
+        # state
+        self._handles: dict[int, tuple[int, int]] = {}
+        """Handle → (inode, owner)."""
+        self._next_handle = 1
+
+    def opendir(self, number: int) -> int:
+        self._next_handle += 1
+        self._handles[self._next_handle] = number, shares.owner()
+        return self._next_handle
+
+    def _asked(self, handle: int) -> tuple[int, int]:
+        """What a request with this handle is about, and for whom: (inode, owner)."""
+        return self._request_at(handle) if handle & FAST_HANDLE else self._handles.get(handle, (0, UNKNOWN))
+
+    def number_of(self, handle: int) -> int:
+        return self._asked(handle)[0]
+
+    def owner_of(self, handle: int) -> int:
+        return self._asked(handle)[1]
+
+    def releasedir(self, handle: int) -> None:
+        del self._handles[handle]
+
+    async def readdir(self, handle: int, after: int, emit: Emit) -> None:
+        """Emit entries from behind position `after` until `emit` says stop.
+
+        Raises `Changed` if the directory was replaced. The kernel does not look its name up again for a listing, so the
+        name is dropped before this returns: the next listing finds the new directory.
+        """
+        number, owner = self._asked(handle)
+        try:
+            await self._readdir(number, owner, after, emit)
+        except Changed as error:
+            await self._fs.invalidation.forget_names(error.directory or number)
+            raise
+
+    async def _readdir(self, number: int, owner: int, after: int, emit: Emit) -> None:
+        if after == 0 and not self._comparisons.is_believed(await self._fs.believed(number)):
+            await self._comparisons.make(number, owner)
+        if after < 2 and not self._emit_dots(number, after, emit):
+            return
+        after = max(after, 2)
+        failed_at, attempts = -1, 0
+        while True:
+            complete, after = self._emit_rows(number, after, emit, compared=failed_at + 1)
+            if complete:
+                return
+            # The entry behind position `after` must be compared with the source first.
+            attempts = attempts + 1 if after == failed_at else 1
+            failed_at = after
+            if attempts > MAX_ATTEMPTS:
+                after += 1  # it goes as fast as we look
+            else:
+                # More than once, because a FORGET that was on its way may drop the record that was just made.
+                await self._comparisons.make(number, owner)
+
+    async def entries(self, number: int) -> list[int]:
+        """The inodes of a directory in the order of its listing, which is made if need be, without hurry.
+
+        For background work: it yields to requests until one of them wants the same listing.
+        """
+        if not self._comparisons.is_believed(await self._fs.believed(number)):
+            await self._comparisons.make_politely(number)
+            await self._comparisons.ask_bare(number)
+        found: list[int] = []
+        after = 0
+        while True:
+            with self._metadata.index.view() as view:
+                rows = list(itertools.islice(self._listings.rows(view, number, after), CHUNK_NAMES))
+                dentries = [self._metadata.dentry(view, number, name) for _, name in rows]
+            found += [dentry.inode for dentry in dentries if dentry is not None and dentry.inode]
+            if not rows:
+                return found
+            after = rows[-1][0]
+            await trio.lowlevel.checkpoint()
+
+    def without_attributes(self, number: int) -> dict[bytes, OSError]:
+        """The names of a directory that the source did not answer for, and why."""
+        return self._comparisons.bare(number)
+
+    async def believed_entries(self, number: int) -> list[int]:
+        """The same, all of them compared with the source where they must be."""
+        found = await self.entries(number)
+        for start in range(0, len(found), CHUNK_NAMES):
+            with self._metadata.index.view() as view:
+                records = [self._metadata.inode(view, inode) for inode in found[start : start + CHUNK_NAMES]]
+            if any(r is None or (self._metadata.is_pinned(r) and not self._metadata.remaining_ns(r)) for r in records):
+                await self._comparisons.make(number)
+                return await self.entries(number)
+            await trio.lowlevel.checkpoint()
+        return found
+
+    def _emit_dots(self, number: int, after: int, emit: Emit) -> bool:
+        with self._metadata.index.view() as view:
+            links = links_of(view, number) if number != ROOT_INODE else []
+        parent = links[0][0] if links else ROOT_INODE
+        for position, name, inode in ((1, b".", number), (2, b"..", parent)):
+            if position > after and not emit(name, self._fs.record(inode), 0.0, position):
+                return False
+        return True
+
+    def _emit_rows(self, number: int, after: int, emit: Emit, *, compared: int) -> tuple[bool, int]:
+        """(True, _) at the end or when the reply is full; (False, p) where the entry at p + 1 must be compared.
+
+        `compared`: the position of an entry that just was: if it exists it is emitted, whatever vouches for it.
+        """
+        told: list[int] = []
+        complete = True
+        with self._metadata.index.view() as view:
+            directory = self._metadata.inode(view, number)
+            bare = self._comparisons.bare(number)
+            mutable_names = self._metadata.mutable_names
+            may_match = bool(mutable_names)
+            for position, name in self._listings.rows(view, number, after):
+                dentry = self._metadata.dentry(view, number, name)
+                record = self._metadata.inode(view, dentry.inode) if dentry is not None and dentry.inode else None
+                if bare and name in bare and not self._counts(directory, dentry, record):
+                    is_here = dentry is None or dentry.position in (0, position)
+                    if is_here and not emit(name, None, 0.0, position):
+                        break
+                    after = position
+                    continue
+                if directory is None or dentry is None or record is None:
+                    complete, after = False, position - 1
+                    break
+                if dentry.position not in (0, position):  # the name is listed elsewhere
+                    after = position
+                    continue
+                pinned = self._metadata.is_pinned(record)
+                if not pinned and self._fs.immutability.is_changing(record):
+                    if not emit(name, None, 0.0, position):
+                        break
+                    after = position
+                    continue
+                mutable_name = may_match and pinned and mutable_names.matches(view, number, name)
+                remaining_ns = self._metadata.remaining_ns(record)
+                if pinned and position != compared:
+                    holds = mutable_name or self._metadata.entry_holds(directory, dentry)
+                    if not holds or not remaining_ns:
+                        complete, after = False, position - 1
+                        break
+                if mutable_name:
+                    timeout_s = self._fs.mutable_name_timeout_s(record)
+                else:
+                    timeout_s = self._fs.timeout_s(record, remaining_ns)
+                if not emit(name, record, timeout_s, position):
+                    break
+                after = position
+                if not pinned:
+                    told.append(record.number)
+        if told:
+            with self._metadata.index.update() as update:
+                for inode in told:
+                    record = self._metadata.inode(update, inode)
+                    if record is not None:
+                        self._metadata.put_inode(update, record._replace(lookups=record.lookups + 1))
+        return complete, after
+
+    def _counts(self, directory: Inode | None, dentry: Dentry | None, record: Inode | None) -> bool:
+        """Is an entry believed without another look at the source?"""
+        if directory is None or dentry is None or record is None or not self._metadata.remaining_ns(record):
+            return False
+        return not self._metadata.is_pinned(record) or self._metadata.entry_holds(directory, dentry)

@@ -1,0 +1,116 @@
+"""Immutability: is a file immutable, may an open make it so, and how many handles write to it?
+
+Opening a regular file read-only makes it immutable: its data are pinned from then on, and it cannot be opened for
+writing. A file stays mutable while it is open for writing, when it was written in this run, when `--mutable` matches
+one of its names (mutable_names.py), and where there is no room to pin it. On a mount that pins everything each pinned
+file is immutable. `handles.py` and `mutations.py` act on these answers; nothing is awaited between a question and the
+record that is written for its answer.
+
+The fast path knows no writers. So a record has a flag, FREEZABLE, which says that the fast path may answer an open and
+report it later. `MetadataCache.apply_stat` sets it, and `opening_for_writing` takes it away.
+"""
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from cachefs.metadata.inode_cache import MetadataCache
+from cachefs.options import Options
+from cachefs.store.index.records import FREEZABLE, IMMUTABLE, STALE, UNLINKED, WRITTEN, Inode
+
+
+class Immutability:
+    def __init__(self, metadata: MetadataCache, options: Options) -> None:
+        # dependencies
+        self._metadata = metadata
+        self._options = options
+        # state
+        self._writers: Counter[int] = Counter()
+        """How many writable handles an inode has, those that are being opened included."""
+
+    # --- writers ---------------------------------------------------------------------------------------------------
+
+    def has_writers(self, number: int) -> bool:
+        return number in self._writers
+
+    def add_writer(self, number: int) -> None:
+        self._writers[number] += 1
+
+    def remove_writer(self, number: int) -> bool:
+        """True if it was the last one."""
+        self._writers[number] -= 1
+        is_last = not self._writers[number]
+        if is_last:
+            del self._writers[number]
+        return is_last
+
+    @contextmanager
+    def opening_for_writing(self, number: int) -> Iterator[None]:
+        """While the source is asked, which takes time, a reader must not make the file immutable."""
+        self.add_writer(number)
+        try:
+            self._metadata.withdraw_freezable(number)
+            yield
+        finally:
+            self.remove_writer(number)
+
+    # --- decisions -------------------------------------------------------------------------------------------------
+
+    def is_immutable(self, record: Inode) -> bool:
+        """Immutable already, and read from the cache by a name that it has."""
+        return (
+            self._is_fixed(record)
+            and self._metadata.is_pinned(record)
+            and not record.flags & UNLINKED
+            and not self.has_writers(record.number)
+        )
+
+    def _is_fixed(self, record: Inode) -> bool:
+        return record.is_regular and bool(record.flags & IMMUTABLE or self._options.pins_everything)
+
+    def outlives_its_name(self, record: Inode) -> bool:
+        """Immutable, and without a name: handles that are open go on reading it (hazard 2)."""
+        return bool(record.flags & UNLINKED and record.flags & IMMUTABLE)
+
+    def may_be_immutable(self, record: Inode) -> bool:
+        """Is it, or would it be if it were opened for reading now?"""
+        if not self._options.pins_files or not record.is_regular or self.has_writers(record.number):
+            return False
+        if record.flags & IMMUTABLE:
+            return True
+        if record.flags & UNLINKED or not self._metadata.may_pin(record.number):
+            return False
+        return not self.is_mutable(record)
+
+    def is_freezable(self, record: Inode) -> bool:
+        """Does a file become immutable because the fast path has opened it for reading?"""
+        return record.flags & (FREEZABLE | STALE) == FREEZABLE and self.may_be_immutable(record)
+
+    def is_mutable(self, record: Inode) -> bool:
+        """Is it never to be immutable in this run: open for writing, written here, or named by --mutable?"""
+        return self.is_written(record) or self._has_mutable_name(record.number)
+
+    def _has_mutable_name(self, number: int) -> bool:
+        with self._metadata.index.view() as view:
+            return self._metadata.mutable_names.any(view, number)
+
+    def is_written(self, record: Inode) -> bool:
+        """Written in this run, or open for writing."""
+        return bool(record.flags & WRITTEN) or self.has_writers(record.number)
+
+    def is_changing(self, record: Inode) -> bool:
+        """Has this mount changed it, or may be about to, since the record was made? The kernel, which knows, would take
+        over an older size, and append there."""
+        return not record.is_directory and (self.has_writers(record.number) or not record.expires_ns)
+
+    def refuses_changes(self, record: Inode) -> bool:
+        """EPERM for an open for writing and for changes of its attributes."""
+        return bool(record.flags & IMMUTABLE) and self._metadata.is_pinned(record)
+
+    def state(self, record: Inode) -> str:
+        """In one word, for users (docs/CONTROL.md)."""
+        if record.flags & WRITTEN:
+            return "written"
+        if self._metadata.is_pinned(record):
+            return "immutable" if self._is_fixed(record) else "pinned"
+        return "mutable" if self._has_mutable_name(record.number) else "unpinned"

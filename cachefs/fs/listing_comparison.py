@@ -1,0 +1,358 @@
+"""Comparing a listing with the source: the directory is read once, and its names are stat-ed in parallel.
+
+A listing is pinned where this mount pins the directory. Else it is believed for `attr_timeout_s`, then made again, so
+that what other nodes write shows up. Names of which the record still counts are not asked for again.
+
+A name that the source does not answer for, such as the mountpoint of another user's FUSE filesystem, is *bare*: listed
+without attributes. It costs a listing one second, once: while its call hangs (call_pool.py) it is not asked for again.
+Is it the name that hangs, or the source? The directory itself is asked: only if it answers is the name given up.
+
+Listings for background work are *polite*: they ask for fewer names at a time and pause while requests wait, until a
+request wants the same listing.
+"""
+
+import errno
+from collections.abc import Callable, Collection, Iterable, Sequence
+from contextlib import suppress
+from functools import partial
+from typing import TypeVar
+
+import trio
+
+from cachefs.fs.names import FileSystem, failed
+from cachefs.fs.permissions import PermissionsChanged
+from cachefs.metadata.listings import Listings
+from cachefs.source.directories import Directory
+from cachefs.source.identity import Changed
+from cachefs.source.single_flight import Flight, SingleFlight, in_task, unwrap
+from cachefs.source.source import Look
+from cachefs.store.index.records import LISTED, UNLINKED, Inode
+from cachefs.system.stat import Stat
+
+BATCH_NAMES = 16
+PARALLEL_BATCHES = 48
+POLITE_BATCHES = 6
+PAUSE_S = 0.001
+CHUNK_NAMES = 64
+"""How many records are looked at without letting other tasks run."""
+TURN_NAMES = 2
+"""How many are written: of all batches that are back one has its turn, so that other requests wait for one only."""
+PATIENCE_S = 1.0
+"""How long a listing waits for one name before it asks whether the directory answers."""
+REMEMBERED_LISTINGS = 4096
+T = TypeVar("T")
+ROOT_USER = 0
+
+
+class _Comparison:
+    """What a listing has found out about names that must be compared."""
+
+    __slots__ = ("bare", "errors", "gone", "limiter", "looks", "overtaken")
+
+    def __init__(self, batches: int) -> None:
+        self.limiter = trio.CapacityLimiter(batches)
+        self.looks: set[Look] = set()
+        """Under way."""
+        self.errors: list[OSError] = []
+        self.gone: set[bytes] = set()
+        """Names that did not exist any more when they were looked at."""
+        self.bare: dict[bytes, OSError] = {}
+        """Names that cannot be looked at, and why. A look-up of one asks the source, and gets its error."""
+        self.overtaken: set[bytes] = set()
+        """Names that this mount has changed meanwhile. What the source said of them does not count."""
+
+    def give_up(self, names: Iterable[bytes]) -> None:
+        for name in names:
+            self.bare[name] = failed(errno.ETIMEDOUT)
+
+
+class ListingComparisons:
+    def __init__(self, filesystem: FileSystem, nursery: trio.Nursery) -> None:
+        # dependencies
+        self._fs = filesystem
+        self._metadata = filesystem.metadata
+        self._listings = Listings(filesystem.metadata)
+        self._nursery = nursery
+        self._clock = filesystem.source.clock
+        # state
+        self._flights: SingleFlight[int, None] = SingleFlight()
+        self._fresh: dict[int, tuple[int, float]] = {}
+        """Directory → (version, until when its listing is believed). A FORGET takes the record and its names along; the
+        record that is made next has another version."""
+        self._bare: dict[int, dict[bytes, OSError]] = {}
+        """Directory → names that are listed without attributes, and why."""
+        self._under_way: dict[int, _Comparison] = {}
+        """Directory → its listing."""
+        self._turn = trio.Lock()
+        self._polite: set[int] = set()
+        """Listings that only background work waits for."""
+        self._lookups_seen = 0
+
+    def bare(self, number: int) -> dict[bytes, OSError]:
+        """The names of a directory that the source did not answer for, and why."""
+        return self._bare.get(number, {})
+
+    def is_believed(self, record: Inode) -> bool:
+        """Is the listing of a directory complete, and does it need no comparison?"""
+        complete = self._metadata.is_pinned(record) and record.flags & LISTED and record.number not in self._bare
+        if self._fs.options.pins_everything and complete:
+            return True
+        version, until = self._fresh.get(record.number, (0, 0.0))
+        return version == record.version and self._clock.monotonic_s() < until
+
+    def changed(self, number: int) -> None:
+        """This mount changed the directory: the next listing reads it again."""
+        self._fresh.pop(number, None)
+
+    def overtake(self, number: int, name: bytes) -> None:
+        """This mount changed what a name leads to."""
+        if number in self._under_way:
+            self._under_way[number].overtaken.add(name)
+
+    async def ask_bare(self, number: int) -> None:
+        """A listing does not wait for long for names that hang: ask for those again, and wait."""
+
+        async def ask(name: bytes) -> None:
+            with suppress(OSError):
+                await self._fs.compare(number, name)
+                bare.pop(name, None)
+
+        bare = self.bare(number)
+        async with trio.open_nursery() as nursery:
+            for name, error in list(bare.items()):
+                if error.errno == errno.ETIMEDOUT and self._fs.slots.may_risk():
+                    nursery.start_soon(ask, name)
+
+    async def make(self, number: int, owner: int = ROOT_USER) -> None:
+        """Make the listing of a directory, for a request. `owner`: the user who gets to see it."""
+        self._polite.discard(number)
+        await self._make(number, owner)
+
+    async def make_politely(self, number: int) -> None:
+        """For background work."""
+        self._polite.add(number)
+        try:
+            await self._make(number)
+        finally:
+            self._polite.discard(number)
+
+    async def _make(self, number: int, owner: int = ROOT_USER) -> None:
+        """The kernel does not walk the path again for a listing: ESTALE is for users who may not list the directory any
+        more."""
+        if number in self._under_way and self._under_way[number].overtaken:
+            with suppress(OSError):  # it began too early for whoever asks now
+                await self._begin(number).wait()
+        try:
+            await self._begin(number).wait()
+        except PermissionsChanged as error:
+            if not error.admits(owner):
+                raise
+            await self._begin(number).wait()
+
+    def _begin(self, number: int) -> Flight[None]:
+        return self._flights.begin(number, in_task(self._nursery, partial(self._list_once, number)), unwrap)
+
+    async def _step_aside(self, number: int) -> None:
+        """Somebody waits for other requests: a moment for those, if nobody waits for this."""
+        if number in self._polite and self._fs.lookups != self._lookups_seen:
+            self._lookups_seen = self._fs.lookups
+            await trio.sleep(PAUSE_S)
+
+    async def _list_once(self, number: int) -> None:
+        found = _Comparison(POLITE_BATCHES if number in self._polite else PARALLEL_BATCHES)
+        self._under_way[number] = found
+        try:
+            await self._list(number, found)
+        finally:
+            del self._under_way[number]
+
+    async def _list(self, number: int, found: _Comparison) -> None:
+        """Make the listing in the index complete, and every entry in it comparable without the source."""
+        directory = await self._fs.believed(number)
+        at = self._fs.directory(number)
+        pin = at.path is not None and self._fs.pins(at.path)
+        known = pin and bool(directory.flags & LISTED)
+        if known:
+            with self._metadata.index.view() as view:
+                names = [name for _, name in self._listings.rows(view, number, 0)]
+        else:
+            try:
+                names = await self._fs.ask(number, partial(self._fs.source.readdir, at))
+            except Changed:
+                if not directory.flags & UNLINKED:
+                    raise
+                names = []  # removed, and still open
+        started = self._clock.monotonic_s()
+        doubtful, is_current = await self._doubtful(directory, names)
+        asked = [name for name in doubtful if self._fs.slots.may_ask((number, name))]
+        if len(asked) < len(doubtful):
+            found.give_up(set(doubtful).difference(asked))
+        async with trio.open_nursery() as watching:
+            if asked:
+                watching.start_soon(self._watch, at, found.looks)
+            async with trio.open_nursery() as nursery:
+                for start in range(0, len(asked), BATCH_NAMES):
+                    await found.limiter.acquire_on_behalf_of(start)
+                    batch = asked[start : start + BATCH_NAMES]
+                    release = partial(found.limiter.release_on_behalf_of, start)
+                    nursery.start_soon(self._stat_batch, at, batch, found, nursery, release)
+            watching.cancel_scope.cancel()
+        if found.errors:
+            raise found.errors[0]
+        for name in found.overtaken:
+            found.bare.pop(name, None)
+        before = self._bare.pop(number, {})
+        if found.bare:
+            self._remember(self._bare, number, found.bare)
+        if is_current and not pin and not before:
+            listed = False
+        elif not known:
+            shown = [name for name in names if name not in found.gone]
+            listed = await self._write_rows(directory, at.path, shown, pin, found.bare, {*before, *found.bare})
+        else:
+            listed = not found.bare
+        if not listed and not found.overtaken:
+            self._remember(self._fresh, number, (directory.version, started + self._fs.options.unpinned_timeout_s))
+
+    def _remember(self, table: dict[int, T], number: int, value: T) -> None:
+        if len(table) >= REMEMBERED_LISTINGS:
+            table.clear()
+        table[number] = value
+
+    async def _doubtful(self, directory: Inode, names: list[bytes]) -> tuple[list[bytes], bool]:
+        """The names that must be stat-ed. And: are all believed, and the rows those of these names, and no others?"""
+        doubtful = []
+        with self._metadata.index.view() as view:
+            rows = {name: position for position, name in self._listings.rows(view, directory.number, 0)}
+        in_place = 0
+        for start in range(0, len(names), CHUNK_NAMES):
+            with self._metadata.index.view() as view:
+                for name in names[start : start + CHUNK_NAMES]:
+                    dentry = self._metadata.dentry(view, directory.number, name)
+                    if dentry is not None and dentry.inode and self._metadata.entry_holds(directory, dentry):
+                        record = self._metadata.inode(view, dentry.inode)
+                        pinned = record is not None and self._metadata.is_pinned(record)
+                        if record is not None and pinned and self._metadata.remaining_ns(record):
+                            in_place += dentry.position == rows.get(name)
+                            continue
+                    doubtful.append(name)
+            await trio.lowlevel.checkpoint()
+        return doubtful, in_place == len(names) == len(rows)
+
+    async def _stat_batch(
+        self,
+        at: Directory,
+        names: list[bytes],
+        found: _Comparison,
+        nursery: trio.Nursery,
+        release: Callable[[], object] | None = None,
+    ) -> None:
+        try:
+            if not self._fs.slots.may_risk():  # too many calls hang: the names will do
+                found.give_up(names)
+                return
+            began_ns = self._clock.realtime_ns()
+            look = Look(self._fs.source, at, names)
+            found.looks.add(look)
+            try:
+                stats = await self._fs.ask(at.number, look)
+            except OSError as error:
+                if error.errno != errno.ETIMEDOUT:
+                    raise
+                stats = look.results[: len(names) if look.given_up_at is None else look.given_up_at]
+                found.give_up(names[len(stats) :])
+            finally:
+                found.looks.discard(look)
+            if look.given_up_at is not None:
+                for name in names[look.given_up_at + 1 :]:  # one by one: some of these may hang as well
+                    del found.bare[name]
+                    nursery.start_soon(self._stat_batch, at, [name], found, nursery)
+            await self._take_stats(at, names[: len(stats)], stats, found, began_ns)
+        except OSError as error:
+            found.errors.append(error)
+        finally:
+            if release is not None:
+                release()
+
+    async def _take_stats(
+        self, at: Directory, names: list[bytes], stats: list[Stat | OSError | None], found: _Comparison, began_ns: int
+    ) -> None:
+        latest_ns = max((now.ctime_ns for now in stats if isinstance(now, Stat)), default=None)
+        if latest_ns is not None:
+            await self._fs.learnt_in(at, latest_ns)
+        answers: list[tuple[bytes, Stat | None]] = []
+        for name, now in zip(names, stats, strict=True):
+            if isinstance(now, OSError):
+                found.bare[name] = now
+            else:
+                answers.append((name, now))
+        found.gone.update(name for name, now in answers if now is None)
+        for start in range(0, len(answers), TURN_NAMES):
+            async with self._turn:
+                part = answers[start : start + TURN_NAMES]
+                self._write_stats(at, [answer for answer in part if answer[0] not in found.overtaken], began_ns)
+            await self._step_aside(at.number)
+
+    async def _watch(self, at: Directory, looks: set[Look]) -> None:
+        """Give up names that the source does not answer for while it answers for their directory."""
+        while True:
+            await trio.sleep(PATIENCE_S / 4)
+            late = [(look, len(look.results)) for look in looks if look.waits_s() >= PATIENCE_S]
+            if not late:
+                continue
+            try:
+                await self._fs.ask(at.number, partial(self._fs.source.ask_directory, at))
+            except OSError:
+                continue  # it is not the name
+            for look, index in late:
+                if look in looks and len(look.results) == index < len(look.names):
+                    question = at.number, look.names[index]
+                    if look.waits_s() >= PATIENCE_S and self._fs.slots.give_up(look, question):
+                        look.given_up_at = index
+
+    def _write_stats(self, at: Directory, found: Sequence[tuple[bytes, Stat | None]], began_ns: int) -> None:
+        prefix = at.path + b"/" if at.path else b""
+        with self._metadata.index.update() as update:
+            for name, now in found:
+                if now is None:
+                    self._metadata.remove_name(update, at.number, name)
+                else:
+                    pin = self._fs.pins(prefix + name)
+                    record = self._metadata.apply_stat(update, at.number, name, now, pin=pin, counted=False)
+                    self._fs.permissions.recorded(record, now, began_ns)
+
+    async def _write_rows(
+        self,
+        before: Inode,
+        path: bytes | None,
+        names: list[bytes],
+        pin: bool,
+        bare: Collection[bytes],
+        was_bare: set[bytes],
+    ) -> bool:
+        """Store a listing that was read when the directory's record was `before`. True if it is complete for good.
+
+        That is: all of its names are pinned, no mutable one may come, and the directory was not dropped or changed
+        meanwhile. A name that has no entry in such a directory does not exist.
+        """
+        number = before.number
+        with self._metadata.index.update() as update:
+            places = self._listings.remove_rows(update, number, set(names), was_bare)
+        wanting: list[bytes] = []
+        for start in range(0, len(names), CHUNK_NAMES):
+            with self._metadata.index.update() as update:
+                directory = self._metadata.inode(update, number)
+                if directory is None:
+                    return False
+                part = names[start : start + CHUNK_NAMES]
+                _, without = self._listings.add_rows(update, directory, part, pin=pin, bare=bare, placed=places)
+            wanting += without
+            await trio.lowlevel.checkpoint()
+        if not pin or wanting or bare or self._metadata.mutable_names.may_come(path):
+            return False
+        with self._metadata.index.update() as update:
+            directory = self._metadata.inode(update, number)
+            if directory is None or not self._metadata.is_pinned(directory) or directory.version != before.version:
+                return False
+            self._metadata.put_inode(update, directory._replace(flags=directory.flags | LISTED))
+        return True

@@ -1,0 +1,270 @@
+"""Telling the kernel to forget (FUSE_NOTIFY_INVAL_INODE, FUSE_NOTIFY_INVAL_ENTRY)."""
+
+import errno
+import fcntl
+import logging
+import os
+import socket
+import struct
+import subprocess
+import sys
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, suppress
+from pathlib import Path
+
+import trio
+
+from cachefs.fuse.notifier_process import PACKET_BYTES
+from cachefs.store.index.environment import Table
+from cachefs.store.index.index import Index
+
+log = logging.getLogger(__name__)
+
+# struct fuse_out_header, fuse_notify_inval_inode_out, fuse_notify_inval_entry_out
+_NOTIFY_HEAD = struct.Struct("<IiQ")
+_NOTIFY_INODE = struct.Struct("<Qqq")
+_NOTIFY_ENTRY = struct.Struct("<QII")
+_NOTIFY_INVAL_INODE, _NOTIFY_INVAL_ENTRY = 2, 3
+_FUSE_DEV_IOC_CLONE = 0x8004E500
+
+_KEY = b"notify:"
+_FLAGS = bytes(4)  # of a value that ends with the mount
+_RESTART_PAUSE_S = 1.0
+_END_PATIENCE_S = 1.0
+_ANSWER_BYTES = 16
+
+
+class KernelNotifier:
+    """Invalidations, sent by a process of their own and one at a time (hazard 1).
+
+    A notification blocks in the kernel until requests on the same directory have been answered, and a thread that waits
+    there cannot be killed. A thread of the daemon would keep the process alive, with its /dev/fuse, sockets and locks,
+    when only that daemon, or its successor, answers those requests. So a child notifies (notifier_process.py), and a
+    daemon that is killed, or leaves, ends at once. The child ends when it has sent what it was given. Those requests
+    are answered by the fast path or by a successor; if nobody serves the mount any more, the child fails them itself.
+
+    They are written to /dev/fuse itself, not through a fast path, which too is needed for what they wait for.
+    """
+
+    def __init__(self, device: int, served: int | None = None) -> None:
+        """`device`: the mount's /dev/fuse. `served`: a file that others who may serve the mount have open as well, by
+        the same open file description. None: nobody may."""
+        # dependencies
+        self._device = device
+        self._served = os.memfd_create("cachefs-served") if served is None else served
+        fcntl.flock(self._served, fcntl.LOCK_SH)  # until the last of them has closed it
+        self._code = Path(__file__).with_name("notifier_process.py").read_text()  # an upgrade may put another there
+        # state
+        self._names = _Lane()
+        self._pages = _Lane()
+        self._process: trio.Process | None = None
+        self._is_over = False
+
+    def entry_soon(self, parent: int, name: bytes) -> None:
+        self._names.add([_entry_message(parent, name)])
+
+    def all_soon(self, entries: Sequence[tuple[int, bytes]], numbers: Sequence[int]) -> None:
+        self._names.add(_messages(entries, numbers))
+
+    async def all(self, entries: Sequence[tuple[int, bytes]], numbers: Sequence[int]) -> None:
+        """Names, then inodes."""
+        await self._names.send(_messages(entries, numbers))
+
+    def attributes(self, number: int) -> bool:
+        """Have the kernel ask for them. Does it know the inode?
+
+        It waits for nothing and drops no page, so that a request may do it.
+        """
+        try:
+            os.write(self._device, _message(_NOTIFY_INVAL_INODE, _NOTIFY_INODE.pack(number, -1, 0)))
+        except OSError as error:
+            if error.errno == errno.ENOENT:
+                return False
+            _warn(error.errno or 0)
+        return True
+
+    async def pages(self, numbers: Iterable[int]) -> None:
+        """Drop the pages of these inodes, and their attributes.
+
+        In a lane of its own: the kernel waits for READs of the same pages, which may wait for the source.
+        """
+        await self._pages.send([_inode_message(number) for number in numbers])
+
+    def hold_back(self) -> None:
+        """Nobody waits for a notification any more: what is not confirmed at the end is left to a successor."""
+        self._names.hold_back()
+        self._pages.hold_back()
+
+    def save(self, index: Index) -> None:
+        """Leave what is not confirmed to a successor. To send a notification twice does no harm."""
+        with index.update() as update:
+            for number, packet in enumerate([*self._names.unconfirmed(), *self._pages.unconfirmed()]):
+                update.put(Table.META, _KEY + number.to_bytes(4, "big"), _FLAGS + packet)
+
+    def end(self) -> None:
+        """The mount has ended. The process is killed if it does not end with its task: it may have been stopped."""
+        self._is_over = True
+
+    def kill(self) -> None:
+        """What is not confirmed is saved, and the successor's."""
+        if self._process is not None:
+            self._process.kill()
+
+    def restore(self, index: Index) -> None:
+        """Send what a predecessor has left."""
+        with index.update() as update:
+            saved = list(update.scan(Table.META, _KEY))
+            for key, _ in saved:
+                update.delete(Table.META, key)
+        self._names.add([value[len(_FLAGS) :] for _, value in saved])
+
+    # --- the process -----------------------------------------------------------------------------------------------
+
+    async def run(self) -> None:
+        """The task, for ever: keep a process that notifies. The next one sends what a killed one had not confirmed."""
+        while True:
+            started = trio.current_time()
+            try:
+                await self._run_process()
+                log.warning("the process that notifies the kernel has ended; starting another")
+            except OSError as error:
+                log.warning("the process that notifies the kernel cannot be started: %s", error)
+            await trio.sleep_until(started + _RESTART_PAUSE_S)
+
+    async def _run_process(self) -> None:
+        """Returns when it has ended. When we are cancelled it ends as if we had been killed."""
+        lanes = (self._names, self._pages)
+        ours, process = await self._start_process(len(lanes))
+        self._process = process
+        try:
+            async with trio.open_nursery() as nursery:
+                for lane, end in zip(lanes, ours, strict=True):
+                    nursery.start_soon(lane.run, end)
+                await process.wait()
+                nursery.cancel_scope.cancel()
+        finally:
+            for end in ours:
+                end.close()
+            with trio.CancelScope(shield=True, deadline=trio.current_time() + _END_PATIENCE_S):
+                await process.wait()
+            if self._is_over:
+                process.kill()
+
+    async def _start_process(self, lanes: int) -> tuple[list[trio.socket.SocketType], trio.Process]:
+        """Our ends of its lanes, and the process. It holds nothing else of ours."""
+        with ExitStack() as ours, ExitStack() as theirs:
+            pairs = [socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET) for _ in range(lanes)]
+            for our_end, their_end in pairs:
+                ours.enter_context(our_end)
+                theirs.enter_context(their_end)
+            fds = [_clone(self._device)]
+            theirs.callback(os.close, fds[0])
+            fds.append(os.open(f"/proc/self/fd/{self._served}", os.O_RDWR | os.O_CLOEXEC))
+            theirs.callback(os.close, fds[1])
+            fds += [their_end.fileno() for _, their_end in pairs]
+            process = await trio.lowlevel.open_process(
+                [os.readlink("/proc/self/exe"), "-I", "-S", "-c", self._code, *map(str, fds)],
+                executable="/proc/self/exe",  # what runs us, wherever it lies by now
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                pass_fds=fds,
+                cwd="/",
+                start_new_session=True,
+            )
+            ours.pop_all()
+            return [trio.socket.from_stdlib_socket(our_end) for our_end, _ in pairs], process
+
+
+class _Packet:
+    def __init__(self, content: bytes) -> None:
+        self.content = content
+        self.confirmed = trio.Event()
+
+
+class _Lane:
+    """Notifications that are sent one after the other, in packets of several."""
+
+    def __init__(self) -> None:
+        self._unconfirmed: deque[_Packet] = deque()
+        """The first one may be under way."""
+        self._added = trio.Event()
+        self._is_left = False
+
+    def add(self, messages: Iterable[bytes]) -> None:
+        self._unconfirmed += map(_Packet, _packets(messages))
+        self._added.set()
+
+    async def send(self, messages: Sequence[bytes]) -> None:
+        """Return when the kernel has taken them."""
+        self.add(messages)
+        if messages and not self._is_left:
+            await self._unconfirmed[-1].confirmed.wait()
+
+    def hold_back(self) -> None:
+        self._is_left = True
+        for packet in self._unconfirmed:
+            packet.confirmed.set()
+
+    def unconfirmed(self) -> list[bytes]:
+        return [packet.content for packet in self._unconfirmed]
+
+    async def run(self, end: trio.socket.SocketType) -> None:
+        """Until the process at the other end has gone: what it has not confirmed is still ours."""
+        with suppress(OSError):
+            while True:
+                while not self._unconfirmed:
+                    self._added = trio.Event()
+                    await self._added.wait()
+                packet = self._unconfirmed[0]
+                await end.send(packet.content)
+                answer = await end.recv(_ANSWER_BYTES)
+                if not answer:
+                    return
+                self._unconfirmed.popleft()
+                packet.confirmed.set()
+                if int(answer):
+                    _warn(int(answer))
+
+
+def _packets(messages: Iterable[bytes]) -> Iterator[bytes]:
+    packet = b""
+    for message in messages:
+        if len(packet) + len(message) > PACKET_BYTES:
+            yield packet
+            packet = b""
+        packet += message
+    if packet:
+        yield packet
+
+
+def _clone(device: int) -> int:
+    """Another /dev/fuse on the same connection: requests that were read from the one do not depend on the other."""
+    clone = os.open("/dev/fuse", os.O_RDWR | os.O_CLOEXEC)
+    try:
+        fcntl.ioctl(clone, _FUSE_DEV_IOC_CLONE, device.to_bytes(4, sys.byteorder))
+    except OSError:
+        os.close(clone)
+        raise
+    return clone
+
+
+def _warn(number: int) -> None:
+    log.warning("cannot invalidate in the kernel: %s", os.strerror(number))
+
+
+def _message(code: int, body: bytes) -> bytes:
+    return _NOTIFY_HEAD.pack(_NOTIFY_HEAD.size + len(body), code, 0) + body
+
+
+def _messages(entries: Iterable[tuple[int, bytes]], numbers: Iterable[int]) -> list[bytes]:
+    return [_entry_message(parent, name) for parent, name in entries] + [_inode_message(number) for number in numbers]
+
+
+def _entry_message(parent: int, name: bytes) -> bytes:
+    return _message(_NOTIFY_INVAL_ENTRY, _NOTIFY_ENTRY.pack(parent, len(name), 0) + name + b"\0")
+
+
+def _inode_message(number: int) -> bytes:
+    return _message(_NOTIFY_INVAL_INODE, _NOTIFY_INODE.pack(number, 0, 0))

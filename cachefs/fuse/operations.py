@@ -1,0 +1,348 @@
+"""The pyfuse3 adapter: translate, map errors to errno. Thin on purpose; the semantics are in `cachefs/fs`.
+
+A handler may raise FUSEError only: anything else would end the mount (pyfuse3). So what is not an OSError is a bug of
+ours: logged with its traceback, answered EIO, and the mount goes on.
+"""
+
+import errno
+import functools
+import logging
+import time
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from typing import Any, ParamSpec, TypeVar
+
+import pyfuse3
+import trio
+
+from cachefs.client.client import ALIVE
+from cachefs.contract.messages import OPEN_REPORT
+from cachefs.errors import errno_of
+from cachefs.fs.attributes import VIRTUAL, Attributes
+from cachefs.fs.descriptors import Descriptors
+from cachefs.fs.directories import Directories
+from cachefs.fs.handles import FAST_HANDLE, OpenFiles
+from cachefs.fs.mutations import Changes, Mutations
+from cachefs.fs.names import Entry, FileSystem
+from cachefs.source import shares
+from cachefs.source.credentials import Caller
+from cachefs.source.shares import UNKNOWN, Shares
+from cachefs.stats.latency import Latencies
+from cachefs.store.index.records import Inode
+from cachefs.system.clock import NANOSECONDS
+
+log = logging.getLogger(__name__)
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+_KINDS = {
+    "lookup": "lookup", "getattr": "getattr", "open": "open", "opendir": "open", "create": "open",
+    "readdir": "readdir", "write": "write", "setattr": "write", "fsync": "write", "flush": "write",
+}  # fmt: skip
+_READ = "read"
+"""Whether that is a hit is known elsewhere (fetcher.py)."""
+_OF_FILES = frozenset({"read", "write", "fsync", "flush", "release"})
+"""Requests that name a handle, and not their caller: they count as their opener's."""
+_OF_DIRECTORIES = frozenset({"readdir", "fsyncdir", "releasedir"})
+_RELEASES = frozenset({"release", "releasedir"})
+"""Never refused: they give something back."""
+MAX_REQUESTS = 16384
+"""Tasks of pyfuse3. A task that waits for the source costs memory and nothing else, and hits need one, too."""
+RESERVED_REQUESTS = 1024
+"""Of those (shares.py). As many more are left for requests that are refused, which takes a moment."""
+
+
+def _handler(function: Callable[P, Awaitable[R]]) -> Callable[P, Coroutine[Any, Any, R]]:
+    name = function.__name__
+    kind = _KINDS.get(name, "other")
+    refusable = name not in _RELEASES
+
+    @functools.wraps(function)
+    async def wrapped(*args: P.args, **kwargs: P.kwargs) -> R:
+        operations: Any = args[0]
+        owner = _owner_of(operations, name, args)
+        requests = operations.requests
+        if refusable and requests.is_full(owner):
+            raise pyfuse3.FUSEError(errno.EAGAIN)
+        shares.act_for(owner)
+        requests.take(owner)
+        began_ns = time.monotonic_ns()
+        try:
+            return await function(*args, **kwargs)
+        except OSError as error:
+            raise pyfuse3.FUSEError(errno_of(error)) from None
+        except Exception:
+            log.exception("bug in %s, answered EIO", name)
+            raise pyfuse3.FUSEError(errno.EIO) from None
+        finally:
+            requests.give(owner)
+            if name != _READ:
+                operations.latencies.note(kind, time.monotonic_ns() - began_ns)
+
+    return wrapped
+
+
+def _owner_of(operations: "Operations", name: str, args: tuple[Any, ...]) -> int:
+    """The uid that a request counts as."""
+    if isinstance(args[-1], pyfuse3.RequestContext):
+        return int(args[-1].uid)
+    if name in _OF_FILES:
+        return operations.files.owner_of(args[1])
+    if name in _OF_DIRECTORIES:
+        return operations.directories.owner_of(args[1])
+    return UNKNOWN
+
+
+def _attributes(record: Inode, timeout_s: float) -> pyfuse3.EntryAttributes:
+    entry = pyfuse3.EntryAttributes()
+    entry.st_ino = record.number
+    entry.st_mode = record.mode
+    entry.st_nlink = record.nlink
+    entry.st_uid = record.uid
+    entry.st_gid = record.gid
+    entry.st_rdev = record.rdev
+    entry.st_size = record.size
+    entry.st_blocks = record.blocks
+    entry.st_blksize = record.blksize
+    entry.st_atime_ns = record.atime_ns
+    entry.st_mtime_ns = record.mtime_ns
+    entry.st_ctime_ns = record.ctime_ns
+    entry.entry_timeout = timeout_s
+    entry.attr_timeout = timeout_s
+    return entry
+
+
+def _name_only() -> pyfuse3.EntryAttributes:
+    """For a listing: the kernel shows the name, of unknown type, and looks it up when somebody wants more.
+
+    Number 0 would say so, too, but pyfuse3 would show it as d_ino, and older C libraries skip such names. The root's
+    number is the other one of which the kernel makes no entry (invalid_nodeid in fs/fuse).
+    """
+    name_only = pyfuse3.EntryAttributes()
+    name_only.st_ino = pyfuse3.ROOT_INODE
+    name_only.st_mode = 0
+    name_only.entry_timeout = name_only.attr_timeout = 0
+    return name_only
+
+
+def _entry(entry: Entry) -> pyfuse3.EntryAttributes:
+    if entry.inode is not None:
+        return _attributes(entry.inode, entry.timeout_s)
+    absent = pyfuse3.EntryAttributes()
+    absent.st_ino = 0
+    absent.entry_timeout = entry.timeout_s
+    return absent
+
+
+def _caller(context: pyfuse3.RequestContext) -> Caller:
+    return Caller(context.uid, context.gid, context.pid, context.umask)
+
+
+class Operations(pyfuse3.Operations):
+    supports_dot_lookup = False
+    enable_acl = True  # hazard 18
+    enable_writeback_cache = False
+
+    def __init__(
+        self,
+        filesystem: FileSystem,
+        descriptors: Descriptors,
+        files: OpenFiles,
+        directories: Directories,
+        mutations: Mutations,
+        attributes: Attributes,
+        latencies: Latencies,
+    ) -> None:
+        super().__init__()
+        self._fs = filesystem
+        self._descriptors = descriptors
+        self.files = files
+        self.directories = directories
+        self._mutations = mutations
+        self._attributes = attributes
+        self.latencies = latencies
+        # state
+        self.requests = Shares(MAX_REQUESTS - 2 * RESERVED_REQUESTS, RESERVED_REQUESTS)
+        self.initialized = trio.Event()
+        """Set when the kernel has negotiated the connection."""
+
+    def init(self) -> None:
+        self.initialized.set()
+
+    def _made(self, record: Inode) -> pyfuse3.EntryAttributes:
+        return _attributes(record, self._fs.timeout_s(record))
+
+    # --- reading ---------------------------------------------------------------------------------------------------
+
+    @_handler
+    async def lookup(self, parent_inode, name, ctx):  # type: ignore[no-untyped-def]
+        return _entry(await self._fs.lookup(parent_inode, name, _caller(ctx)))
+
+    @_handler
+    async def getattr(self, inode, ctx):  # type: ignore[no-untyped-def]
+        return _entry(await self._attributes.getattr(inode))
+
+    async def forget(self, inode_list: Sequence[tuple[int, int]]) -> None:
+        try:
+            await self.files.forget(inode_list)
+        except Exception:  # nobody waits for an answer
+            log.exception("bug in forget")
+
+    @_handler
+    async def readlink(self, inode, ctx):  # type: ignore[no-untyped-def]
+        return await self._attributes.readlink(inode)
+
+    @_handler
+    async def open(self, inode, flags, ctx):  # type: ignore[no-untyped-def]
+        if flags & (_ACCESS_MODE | _TRUNCATE):
+            with self._descriptors.opening():
+                handle = await self._mutations.open_for_writing(inode, flags, _caller(ctx))
+            return pyfuse3.FileInfo(fh=handle, keep_cache=False)
+        if flags & OPEN_REPORT:
+            frozen = await self.files.opened_unseen(inode)
+            keep_cache = frozen and not self.files.is_young(inode)
+            return pyfuse3.FileInfo(fh=FAST_HANDLE | inode, keep_cache=keep_cache)
+        with self._descriptors.opening():
+            handle, keep_cache = await self.files.open_for_reading(inode, _caller(ctx), executes=bool(flags & _EXECUTE))
+        return pyfuse3.FileInfo(fh=handle, keep_cache=keep_cache)
+
+    @_handler
+    async def read(self, fh, off, size):  # type: ignore[no-untyped-def]
+        return await self.files.read(fh, off, size)
+
+    @_handler
+    async def flush(self, fh):  # type: ignore[no-untyped-def]
+        if self._fs.options.read_only:
+            raise OSError(errno.ENOSYS, "nothing to flush")  # the kernel does not ask again (hazard 4)
+        await self.files.flush(fh)
+
+    @_handler
+    async def release(self, fh):  # type: ignore[no-untyped-def]
+        await self.files.release(fh)
+
+    @_handler
+    async def opendir(self, inode, ctx):  # type: ignore[no-untyped-def]
+        return self.directories.opendir(inode)
+
+    @_handler
+    async def readdir(self, fh, start_id, token):  # type: ignore[no-untyped-def]
+        def emit(name: bytes, record: Inode | None, timeout_s: float, position: int) -> bool:
+            entry = _name_only() if record is None else _attributes(record, timeout_s)
+            return pyfuse3.readdir_reply(token, name, entry, position)
+
+        await self.directories.readdir(fh, start_id, emit)
+
+    @_handler
+    async def releasedir(self, fh):  # type: ignore[no-untyped-def]
+        self.directories.releasedir(fh)
+
+    @_handler
+    async def statfs(self, ctx):  # type: ignore[no-untyped-def]
+        found = await self._attributes.statfs()
+        data = pyfuse3.StatvfsData()
+        for field in _STATFS_FIELDS:
+            setattr(data, field, getattr(found, field))
+        return data
+
+    @_handler
+    async def getxattr(self, inode, name, ctx):  # type: ignore[no-untyped-def]
+        if name == ALIVE:
+            return b"1"
+        if name.startswith(VIRTUAL):
+            return self._attributes.virtual(inode, name)
+        return await self._attributes.getxattr(inode, name)
+
+    @_handler
+    async def listxattr(self, inode, ctx):  # type: ignore[no-untyped-def]
+        return _caller(ctx).visible(await self._attributes.listxattr(inode))
+
+    @_handler
+    async def access(self, inode, mode, ctx):  # type: ignore[no-untyped-def]
+        return True  # default_permissions: the kernel has checked
+
+    # --- writing ---------------------------------------------------------------------------------------------------
+
+    @_handler
+    async def create(self, parent_inode, name, mode, flags, ctx):  # type: ignore[no-untyped-def]
+        with self._descriptors.opening():
+            handle, record = await self._mutations.create(parent_inode, name, mode, flags, _caller(ctx))
+        return pyfuse3.FileInfo(fh=handle, keep_cache=False), self._made(record)
+
+    @_handler
+    async def write(self, fh, off, buf):  # type: ignore[no-untyped-def]
+        return await self._mutations.write(fh, off, buf)
+
+    @_handler
+    async def fsync(self, fh, datasync):  # type: ignore[no-untyped-def]
+        await self._mutations.fsync(fh, datasync)
+
+    @_handler
+    async def fsyncdir(self, fh, datasync):  # type: ignore[no-untyped-def]
+        await self._mutations.fsync_directory(self.directories.number_of(fh))
+
+    @_handler
+    async def setattr(self, inode, attr, fields, fh, ctx):  # type: ignore[no-untyped-def]
+        changes = Changes(
+            size=attr.st_size if fields.update_size else None,
+            mode=attr.st_mode if fields.update_mode else None,
+            uid=attr.st_uid if fields.update_uid else None,
+            gid=attr.st_gid if fields.update_gid else None,
+            atime_ns=attr.st_atime_ns if fields.update_atime else None,
+            mtime_ns=attr.st_mtime_ns if fields.update_mtime else None,
+            now=_now(attr.st_ctime_ns) if fields.update_ctime else None,
+        )
+        return self._made(await self._mutations.setattr(inode, changes, fh, _caller(ctx)))
+
+    @_handler
+    async def mkdir(self, parent_inode, name, mode, ctx):  # type: ignore[no-untyped-def]
+        return self._made(await self._mutations.mkdir(parent_inode, name, mode, _caller(ctx)))
+
+    @_handler
+    async def mknod(self, parent_inode, name, mode, rdev, ctx):  # type: ignore[no-untyped-def]
+        return self._made(await self._mutations.mknod(parent_inode, name, mode, rdev, _caller(ctx)))
+
+    @_handler
+    async def symlink(self, parent_inode, name, target, ctx):  # type: ignore[no-untyped-def]
+        return self._made(await self._mutations.symlink(parent_inode, name, target, _caller(ctx)))
+
+    @_handler
+    async def link(self, inode, new_parent_inode, new_name, ctx):  # type: ignore[no-untyped-def]
+        return self._made(await self._mutations.link(inode, new_parent_inode, new_name, _caller(ctx)))
+
+    @_handler
+    async def unlink(self, parent_inode, name, ctx):  # type: ignore[no-untyped-def]
+        await self._mutations.remove(parent_inode, name, _caller(ctx), is_directory=False)
+
+    @_handler
+    async def rmdir(self, parent_inode, name, ctx):  # type: ignore[no-untyped-def]
+        await self._mutations.remove(parent_inode, name, _caller(ctx), is_directory=True)
+
+    @_handler
+    async def rename(self, parent_inode_old, name_old, parent_inode_new, name_new, flags, ctx):  # type: ignore[no-untyped-def]
+        await self._mutations.rename(parent_inode_old, name_old, parent_inode_new, name_new, flags, _caller(ctx))
+
+    @_handler
+    async def setxattr(self, inode, name, value, ctx):  # type: ignore[no-untyped-def]
+        if name.startswith(VIRTUAL):
+            raise OSError(errno.EPERM, "it is no attribute of the source")
+        await self._mutations.setxattr(inode, name, value, _caller(ctx))
+
+    @_handler
+    async def removexattr(self, inode, name, ctx):  # type: ignore[no-untyped-def]
+        await self._mutations.removexattr(inode, name, _caller(ctx))
+
+
+def _now(mark_ns: int) -> tuple[bool, bool]:
+    """Which of atime and mtime a SETATTR wants to be "now". The fast path marks it in the ctime, which the kernel never
+    sets (no writeback cache): relay.c."""
+    mark = mark_ns // NANOSECONDS
+    return bool(mark & 1), bool(mark & 2)
+
+
+_ACCESS_MODE = 0o3
+_TRUNCATE = 0o1000
+_EXECUTE = 0o40
+"""In the flags of an OPEN by execve(2): it needs permission to execute, not to read."""
+_STATFS_FIELDS = (
+    "f_bsize", "f_frsize", "f_blocks", "f_bfree", "f_bavail", "f_files", "f_ffree", "f_favail", "f_namemax",
+)  # fmt: skip

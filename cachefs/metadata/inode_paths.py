@@ -1,0 +1,219 @@
+"""Paths from the root of the source, by the names that lead to an inode."""
+
+import errno
+import os
+import struct
+import time
+from collections.abc import Callable
+from itertools import islice
+
+from cachefs.source.directories import ROOT, Directory
+from cachefs.source.identity import identity_of
+from cachefs.store.index.environment import Table, View
+from cachefs.store.index.records import PINNED, ROOT_INODE, STALE, Dentry, Inode, inode_key, inode_of_key
+
+REMEMBERED_DIRECTORIES = 4096
+REMEMBERED_NAMES = 4096
+MOST_NAMES = 64
+"""Of one file."""
+_LINK = struct.Struct("<IQ")  # flags, when the name expires
+_NEVER_NS = 1 << 63
+
+
+def links_of(view: View, number: int, most: int | None = None) -> list[tuple[int, bytes]]:
+    """All known names, or so many of them: (parent, name)."""
+    links = islice(view.scan(Table.LINKS, inode_key(number)), most)
+    return [(inode_of_key(key[8:16]), key[16:]) for key, _ in links]
+
+
+def has_name(view: View, number: int) -> bool:
+    return view.first_key(Table.LINKS, inode_key(number)) is not None
+
+
+def directory_of(view: View, number: int) -> int | None:
+    """The parent of an inode, by one of its names."""
+    link = view.first_key(Table.LINKS, inode_key(number))
+    return inode_of_key(link[8:16]) if link is not None else None
+
+
+def leads_to(view: View, link: tuple[int, bytes], number: int) -> bool:
+    """Does the name lead to the inode? A link that outlived its name or its inode's record does not count."""
+    value = view.get(Table.DENTRIES, inode_key(link[0]) + link[1])
+    return value is not None and Dentry.unpack(value).inode == number
+
+
+def link_key(number: int, link: tuple[int, bytes]) -> bytes:
+    return inode_key(number) + inode_key(link[0]) + link[1]
+
+
+def link_value(expires_ns: int) -> bytes:
+    """Of a name that is not pinned."""
+    return _LINK.pack(0, expires_ns)
+
+
+def name_expires_ns(view: View, number: int, link: tuple[int, bytes]) -> int:
+    """CLOCK_MONOTONIC until which a name is believed to lead to an inode. A pinned one has no such time: never."""
+    value = view.get(Table.LINKS, link_key(number, link))
+    if value is None:
+        return 0
+    if value[0] & PINNED:
+        return _NEVER_NS
+    return int(_LINK.unpack(value)[1]) if len(value) == _LINK.size else 0
+
+
+def _stamp(view: View, link: tuple[int, bytes]) -> int:
+    """The run in which a name was compared last; 0: it is doubtful."""
+    value = view.get(Table.DENTRIES, inode_key(link[0]) + link[1])
+    return Dentry.unpack(value).stamp if value is not None else 0
+
+
+class Paths:
+    """Directories are remembered with all that is above them; `forget` them when one moves or goes.
+
+    A user may give a file as many names as they like (ext4: 65,000), and nobody is to wait for that: a request looks at
+    no more than `MOST_NAMES` of them, and at the one that was looked up last.
+    """
+
+    def __init__(self, run: int = 0, monotonic_ns: Callable[[], int] = time.monotonic_ns) -> None:
+        """`run`: the one of now."""
+        # constants
+        self._run = run
+        self._monotonic_ns = monotonic_ns
+        # state
+        self._directories: dict[int, Directory] = {}
+        self._last: dict[int, tuple[int, bytes]] = {}
+        """Number → the name by which it was looked up last, of objects that may have several."""
+
+    def forget(self) -> None:
+        self._directories.clear()
+
+    def note(self, record: Inode) -> None:
+        """What is remembered of a directory holds as long as its name is, or is not, pinned."""
+        known = self._directories.get(record.number)
+        if known is not None and known.has_pinned_name != _has_pinned_name(record):
+            self.forget()
+
+    def named(self, number: int, parent: int, name: bytes) -> None:
+        """A name leads to an inode. A directory that is remembered without one, or by another one, is reached by it."""
+        if len(self._last) >= REMEMBERED_NAMES:
+            self._last.clear()
+        self._last[number] = parent, name
+        known = self._directories.get(number)
+        if known is not None and (known.parent is None or (known.parent.number, known.name) != (parent, name)):
+            self.forget()
+
+    def path(self, view: View, number: int) -> bytes:
+        """Raises OSError ESTALE where no name leads to the inode."""
+        if number == ROOT_INODE:
+            return b""
+        known = self._directories.get(number)
+        if known is not None:
+            return _path_of(known)
+        link = self.name(view, number)
+        if link is None:
+            raise _stale()
+        return _joined(_path_of(self.directory(view, link[0])), link[1]) or link[1]
+
+    def beneath(self, view: View, directory: int, name: bytes) -> bytes:
+        """The path of a name in a directory; the name alone where the directory has none."""
+        return _joined(self.directory(view, directory).path, name) or name
+
+    def name(self, view: View, number: int) -> tuple[int, bytes] | None:
+        """A name that leads to the inode: (parent, name). Of several the best.
+
+        One in a directory that has no name any more may be of no use: only a descriptor leads to such a directory.
+        One that is doubtful, because it was invalidated or looked up before the others, may lead to another inode by
+        now. It counts only where no other name does.
+        """
+        two = links_of(view, number, 2)
+        if len(two) < 2:  # as a directory, whose directory is found by this function
+            return two[0] if two and leads_to(view, two[0], number) else None
+        last = self._last.get(number)
+        if last is not None and self._is_believed(view, number, last):
+            return last
+        names = self.names(view, number)
+        if len(names) < 2:
+            return names[0] if names else None
+        return max(
+            names,
+            key=lambda link: (self._leads_up(view, link[0]), _stamp(view, link), name_expires_ns(view, number, link)),
+        )
+
+    def links(self, view: View, number: int) -> list[tuple[int, bytes]]:
+        """The names of an inode; of very many some, and the one by which it was looked up last."""
+        links = links_of(view, number, MOST_NAMES)
+        last = self._last.get(number)
+        if last is not None and len(links) == MOST_NAMES and last not in links:
+            links.insert(0, last)
+        return links
+
+    def names(self, view: View, number: int) -> list[tuple[int, bytes]]:
+        """Those of `links` that lead to the inode."""
+        return [link for link in self.links(view, number) if leads_to(view, link, number)]
+
+    def _is_believed(self, view: View, number: int, link: tuple[int, bytes]) -> bool:
+        """Is no other name any better?"""
+        return (
+            leads_to(view, link, number)
+            and _stamp(view, link) == self._run
+            and name_expires_ns(view, number, link) > self._monotonic_ns()
+            and self._leads_up(view, link[0])
+        )
+
+    def _leads_up(self, view: View, directory: int) -> bool:
+        """A directory has one name only: this does not go deep."""
+        try:
+            return self.directory(view, directory).path is not None
+        except OSError:
+            return False
+
+    def directory(self, view: View, number: int) -> Directory:
+        """A directory, and all that are above it. Raises OSError ESTALE where there is no such directory."""
+        waiting: dict[int, tuple[tuple[int, bytes] | None, Inode]] = {}
+        above: Directory | None = None
+        while above is None:
+            if number == ROOT_INODE:
+                above = ROOT
+            elif number in self._directories:
+                above = self._directories[number]
+            else:
+                value = view.get(Table.INODES, inode_key(number))
+                if value is None or number in waiting:  # names that lead in a circle
+                    raise _stale()
+                record = Inode.unpack(number, value)
+                link = self.name(view, number)
+                waiting[number] = link, record
+                if link is None:
+                    break
+                number = link[0]
+        while waiting:
+            number, (link, record) = waiting.popitem()
+            if not record.is_directory:
+                raise OSError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))
+            name = link[1] if link is not None else b""
+            above = Directory(number, identity_of(record), above, name, _has_pinned_name(record))
+            if len(self._directories) >= REMEMBERED_DIRECTORIES:
+                self._directories.clear()
+            self._directories[number] = above
+        assert above is not None
+        return above
+
+
+def _has_pinned_name(record: Inode) -> bool:
+    return record.flags & (PINNED | STALE) == PINNED
+
+
+def _joined(path: bytes | None, name: bytes) -> bytes | None:
+    if path is None:
+        return None
+    return path + b"/" + name if path else name
+
+
+def _path_of(directory: Directory) -> bytes:
+    if directory.path is None:
+        raise _stale()
+    return directory.path
+
+
+def _stale() -> OSError:
+    return OSError(errno.ESTALE, os.strerror(errno.ESTALE))

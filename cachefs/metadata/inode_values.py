@@ -1,0 +1,31 @@
+"""Symlink targets and extended attributes in the index. Each carries the version of the inode it was read of."""
+
+import errno
+
+from cachefs.store.index.environment import Table, Update, View
+from cachefs.store.index.records import FLAGS_PINNED, PINNED, Inode, inode_key
+
+KNOWN, ABSENT = b"\1", b"\0"
+"""What an xattr's value begins with, and what stands for one that there is not."""
+NO_VALUE = (errno.ENODATA, errno.EOPNOTSUPP, errno.ENOSYS)
+"""Errors of getxattr where there is no value."""
+
+
+def get(view: View, table: Table, record: Inode, name: bytes = b"") -> bytes | None:
+    """A symlink's target or an xattr's value of this version of the inode; None if it is not known."""
+    found = view.get(table, inode_key(record.number) + name)
+    if found is None or int.from_bytes(found[8:16], "little") != record.version:
+        return None
+    return found[16:]
+
+
+def put(update: Update, table: Table, record: Inode, name: bytes, value: bytes) -> None:
+    if record.flags & PINNED:
+        head = FLAGS_PINNED + bytes(4) + record.version.to_bytes(8, "little")
+        update.put(table, inode_key(record.number) + name, head + value)
+
+
+def drop(update: Update, number: int) -> None:
+    for table in (Table.XATTRS, Table.SYMLINKS):
+        for key, _ in list(update.scan(table, inode_key(number))):
+            update.delete(table, key)

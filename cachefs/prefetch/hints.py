@@ -1,0 +1,85 @@
+"""Hints: files that will be read, in the order that a client announced. Fetched ahead as long as there is room."""
+
+from collections import deque
+from collections.abc import Iterable
+
+import trio
+
+from cachefs.errors import CacheFsError
+from cachefs.fs.handles import OpenFiles
+from cachefs.fs.names import FileSystem
+from cachefs.prefetch.engine import PrefetchEngine, first_of, record_bytes
+from cachefs.prefetch.queue import PrefetchRequest
+
+JOBS = 16
+"""How many are fetched at once: readers wait for these very files."""
+CHUNK_NAMES = 32
+"""How many names are looked up at once."""
+MAX_WAITING = 1 << 20
+
+
+class Hints:
+    def __init__(self, filesystem: FileSystem, files: OpenFiles, engine: PrefetchEngine) -> None:
+        # dependencies
+        self._fs = filesystem
+        self._files = files
+        self._engine = engine
+        # state
+        self._waiting: deque[bytes] = deque()
+        self._wake = trio.Event()
+
+    @property
+    def waiting(self) -> int:
+        """How many have not been looked at."""
+        return len(self._waiting)
+
+    def note(self, paths: Iterable[bytes], *, anew: bool) -> int:
+        """How many were noted. `anew`: what was noted before does not count any more. Raises CacheFsError."""
+        if anew:
+            self._waiting.clear()
+        before = len(self._waiting)
+        self._waiting.extend(paths)
+        if len(self._waiting) > MAX_WAITING:
+            while len(self._waiting) > before:
+                self._waiting.pop()
+            raise CacheFsError(f"{before:,} files wait to be fetched: not more than {MAX_WAITING:,} may")
+        self._wake.set()
+        return len(self._waiting) - before
+
+    async def run(self) -> None:
+        """The task: for ever, until cancelled."""
+        while True:
+            await self._wake.wait()
+            with self._engine.queue.at_once(JOBS):
+                while self._waiting:
+                    await self._fetch([self._waiting.popleft() for _ in range(min(CHUNK_NAMES, len(self._waiting)))])
+                self._wake = trio.Event()
+                await first_of(self._engine.queue.until_idle, self._wake.wait)
+
+    async def _fetch(self, paths: list[bytes]) -> None:
+        numbers = [0] * len(paths)
+
+        async def look_up(place: int) -> None:
+            try:
+                inode = await self._fs.resolve(paths[place])
+                if inode.is_regular and await self._files.opened_unseen(inode.number):
+                    numbers[place] = inode.number
+            except OSError:
+                pass  # whoever reads it will hear of it
+
+        async with trio.open_nursery() as nursery:
+            for place in range(len(paths)):
+                nursery.start_soon(look_up, place)
+        requests: list[PrefetchRequest] = []
+        found = await self._fs.come_of_age([number for number in numbers if number])
+        room = self._engine.data.capacity_bytes - self._engine.data.used_bytes
+        with self._fs.metadata.index.view() as view:
+            for number in found:
+                inode = self._fs.metadata.inode(view, number)
+                missing = self._engine.lacking(view, inode) if inode is not None else []
+                needed = record_bytes(missing)
+                if needed <= room:  # the others of these files may fit where this one does not
+                    room -= needed
+                    requests += missing
+        self._engine.expect(requests)
+        await self._engine.queue.send(requests)

@@ -1,0 +1,287 @@
+"""Warm-up: the files beneath some paths are looked at, pinned and fetched; or only looked at, to say what is cached.
+
+Three tasks for each: one finds files (scan.py), one requests what is not cached of them, as far as there is room, and
+one looks into the index some time after they were fetched: what is not there in the end is missing, whatever was said
+meanwhile. What has been cached is never fetched again, so that a warm-up that was interrupted goes on where it was.
+"""
+
+import itertools
+from array import array
+from collections import deque
+from collections.abc import Iterable, Sequence
+from contextlib import nullcontext, suppress
+from functools import partial
+
+import trio
+
+from cachefs.client.client import Progress, Report
+from cachefs.fs.attributes import Attributes
+from cachefs.fs.directories import Directories
+from cachefs.fs.handles import OpenFiles
+from cachefs.fs.names import FileSystem
+from cachefs.options import CacheLevel
+from cachefs.prefetch.engine import PrefetchEngine, record_bytes
+from cachefs.prefetch.queue import PrefetchRequest
+from cachefs.prefetch.scan import CHUNK_NAMES, MAX_PROBLEMS, Scan, Tally
+from cachefs.source import age
+from cachefs.store.blob import record
+from cachefs.store.index.records import Inode
+from cachefs.system.clock import NANOSECONDS
+from policies.prefetch.sequential import CHUNK_BYTES
+
+CHUNK_UNITS = 256
+ROUNDS = 3
+"""How often a file is requested that is not cached when it should be."""
+CONFIRM_S = 0.25
+CONFIRM_LATER = 6
+"""What was fetched so many times CONFIRM_S ago should be in the index."""
+PATIENCE_S = 5.0
+"""Something is said to be under way and nothing arrives: so long."""
+FLUSH_TIMEOUT_S = 30.0
+EVICTING_TIMEOUT_S = 5.0
+
+
+class WarmUp:
+    def __init__(
+        self,
+        filesystem: FileSystem,
+        directories: Directories,
+        files: OpenFiles,
+        attributes: Attributes,
+        engine: PrefetchEngine,
+        *,
+        jobs: int = 0,
+        metadata_only: bool = False,
+        fetches: bool = True,
+        pins_written: bool = False,
+    ) -> None:
+        """`jobs`: how many units are fetched at once; 0: adaptive limit. `fetches`: else only look.
+
+        `pins_written`: files too that stay mutable because they were written through this mount.
+        """
+        # dependencies
+        self._fs = filesystem
+        self._engine = engine
+        self._data = engine.data
+        self._queue = engine.queue
+        # constants
+        self._jobs = jobs
+        self._wants_data = filesystem.options.cache is CacheLevel.FULL and not metadata_only
+        self._fetches = fetches
+        # state
+        self._scan = Scan(
+            filesystem,
+            directories,
+            files,
+            attributes,
+            wants_data=self._wants_data,
+            fetches=fetches,
+            pins_written=pins_written,
+        )
+        self._found, self._held, self._problems = self._scan.found, self._scan.cached, self._scan.problems
+        self._fetched = Tally()
+        self._expected: deque[tuple[int, int]] = deque()
+        """Files that were requested: (so many requests are done when it is there, its number)."""
+        self._all_requested = trio.Event()
+        self._late = array("Q")
+        """Files that are not in the index when they should be."""
+        self._claimed_bytes = 0
+        """Records of all that is to be cached in the end."""
+        self._refused = array("Q")
+        """Files that there is no room for."""
+
+    def progress(self) -> Progress:
+        files, size = self._held.files + self._fetched.files, self._held.bytes + self._fetched.bytes
+        return Progress(self._found.files, self._found.bytes, files, size, self._scan.is_done)
+
+    async def run(self, paths: Sequence[bytes]) -> Report:
+        """Relative to the mountpoint, files or directories. Once."""
+        with self._queue.at_once(self._jobs) if self._fetches else nullcontext():
+            try:
+                async with trio.open_nursery() as nursery:
+                    nursery.start_soon(self._scan.run, paths)
+                    nursery.start_soon(self._request_all)
+                    nursery.start_soon(self._confirm)
+            finally:
+                self._scan.release()
+            await self._chase()
+        if self._fetches:
+            await self._data.writes.settle(FLUSH_TIMEOUT_S)
+        cached = await self._in_the_end()
+        return Report(
+            files=self._found.files,
+            bytes=self._found.bytes,
+            cached_files=cached.files,
+            cached_bytes=cached.bytes,
+            fetched_files=self._fetched.files,
+            fetched_bytes=self._fetched.bytes,
+            mutable_files=self._scan.mutable,
+            errors=self._problems.errors,
+            problems=tuple(self._problems.lines),
+        )
+
+    # --- fetching them ---------------------------------------------------------------------------------------------
+
+    async def _request_all(self) -> None:
+        at = 0
+        while part := await self._scan.files_from(at):
+            at += len(part)
+            missing_of: list[tuple[int, list[PrefetchRequest]]] = []
+            for inode, missing in await self._look(await self._scan.old_enough(part)):
+                if missing:
+                    missing_of.append((inode.number, missing))
+                else:
+                    self._held.add(inode.size)
+                    self._claimed_bytes += record.record_bytes(inode.size)
+            if self._fetches:
+                numbers = await self._send(missing_of)
+                self._expected.extend((self._queue.sent, number) for number in numbers)
+            else:
+                self._late.extend(number for number, _ in missing_of)
+        self._all_requested.set()
+
+    async def _look(self, numbers: Sequence[int]) -> list[tuple[Inode, list[PrefetchRequest]]]:
+        """What is not cached of each of these files; those that have gone are left out."""
+        found = []
+        large = []
+        with self._fs.metadata.index.view() as view:
+            for inode in filter(None, (self._fs.metadata.inode(view, number) for number in numbers)):
+                if inode.size > CHUNK_UNITS * CHUNK_BYTES:
+                    large.append(inode)
+                else:
+                    found.append((inode, self._engine.lacking(view, inode)))
+        for inode in large:
+            units = self._data.units(inode)
+            requests: list[PrefetchRequest] = []
+            while part := list(itertools.islice(units, CHUNK_UNITS)):
+                with self._fs.metadata.index.view() as view:
+                    requests += self._engine.lacking(view, inode, part)
+                await trio.lowlevel.checkpoint()
+            found.append((inode, requests))
+        await trio.lowlevel.checkpoint()
+        return found
+
+    async def _send(self, missing_of: Iterable[tuple[int, list[PrefetchRequest]]], *, again: bool = False) -> list[int]:
+        """Request what is missing of these files, where there is room for it: their numbers.
+
+        `again`: their room has been claimed.
+        """
+        sent: list[int] = []
+        batch: list[PrefetchRequest] = []
+        size = 0
+        for number, missing in missing_of:
+            needed = record_bytes(missing)
+            lasts = again or self._claimed_bytes + needed <= self._data.lasting_bytes
+            if not lasts or not await self._engine.has_room(needed + size, evicts=True):
+                if not again:
+                    self._refused.append(number)
+                continue
+            if not again:
+                self._claimed_bytes += needed
+            sent.append(number)
+            for request in missing:
+                size += record.record_bytes(request.length)
+                self._data.expected(request.inode, request.offset)
+                batch.append(request)
+                if len(batch) == CHUNK_UNITS:
+                    await self._queue.send(batch)
+                    batch, size = [], 0
+        await self._queue.send(batch)
+        return sent
+
+    # --- what has come of it ---------------------------------------------------------------------------------------
+
+    async def _confirm(self) -> None:
+        """Look at what was fetched a while ago, as long as more is being fetched."""
+        marks: deque[int] = deque(maxlen=CONFIRM_LATER)
+        while not self._all_requested.is_set():
+            with trio.move_on_after(CONFIRM_S):
+                await self._all_requested.wait()
+            marks.append(self._queue.done)
+            due = []
+            while self._expected and len(marks) == CONFIRM_LATER and self._expected[0][0] <= marks[0]:
+                due.append(self._expected.popleft()[1])
+            self._late.extend(await self._sort_out(due))
+        self._late.extend(number for _, number in self._expected)
+
+    async def _sort_out(self, numbers: Sequence[int]) -> "array[int]":
+        """Count those that are cached. The others."""
+        late = array("Q")
+        for start in range(0, len(numbers), CHUNK_NAMES):
+            for inode, missing in await self._look(numbers[start : start + CHUNK_NAMES]):
+                if missing:
+                    late.append(inode.number)
+                else:
+                    self._fetched.add(inode.size)
+        return late
+
+    async def _chase(self) -> None:
+        """Wait for what is late, request it again, and say what is missing in the end."""
+        for again in range(ROUNDS if self._fetches else 0):
+            if not self._late:
+                break
+            if again:
+                self._late = array("Q", await self._scan.old_enough(self._late))
+                await self._send(
+                    ((inode.number, missing) for inode, missing in await self._look(self._late)), again=True
+                )
+            await self._await_late()
+        known = self._held.files + self._fetched.files + self._scan.unpinned + len(self._late) + len(self._refused)
+        gone = self._found.files - known
+        for numbers, is_refused in ((self._late, False), (self._refused, True)):
+            for number in numbers[:MAX_PROBLEMS]:
+                try:
+                    path = self._fs.path_of(number)
+                except OSError:
+                    gone += 1
+                    continue
+                reason = "no room in the cache (--cache-size)" if is_refused else await self._reason(number)
+                self._problems.add(path, reason)
+        if gone and self._fetches:
+            self._problems.add_last(f"{gone:,} files were removed or replaced while they were fetched")
+
+    async def _in_the_end(self) -> Tally:
+        """What is cached. Where something has to go for what comes, what was cached may have gone again."""
+        before = Tally(self._held.files + self._fetched.files, self._held.bytes + self._fetched.bytes)
+        options = self._fs.options
+        if not self._fetches or not (options.evicts or options.metadata_limit is not None):
+            return before
+        with trio.move_on_after(EVICTING_TIMEOUT_S):
+            while self._data.writes.is_evicting or self._fs.metadata.is_beyond_limit:
+                await self._engine.progress()
+        cached = Tally()
+        for numbers in (self._scan.data_files, self._scan.metadata_files):
+            for start in range(0, len(numbers), CHUNK_NAMES):
+                for inode, missing in await self._look(numbers[start : start + CHUNK_NAMES]):
+                    if self._fs.metadata.is_pinned(inode) and not (self._wants_data and missing):
+                        cached.add(inode.size)
+        lost = before.files - cached.files
+        if lost > 0:
+            self._problems.add_last(f"{lost:,} files had to go again for others (--cache-size, --metadata-limit)")
+        return cached
+
+    async def _await_late(self) -> None:
+        """Returns when nothing is under way any more."""
+        last, quiet_since, before = self._queue.sent, trio.current_time(), (-1, -1)
+        while self._late:
+            settled = self._queue.done >= last and not self._data.is_under_way
+            self._late = await self._sort_out(self._late)
+            now = len(self._late), self._queue.done
+            if now != before:
+                before, quiet_since = now, trio.current_time()
+            if settled or trio.current_time() - quiet_since > PATIENCE_S:
+                return
+            await self._engine.progress()
+
+    async def _reason(self, number: int) -> str:
+        if not self._fetches:
+            return "not cached"
+        try:
+            await self._fs.slots.run(partial(self._fs.source.read_file, self._fs.object_of(number), 1, 0))
+        except OSError as error:
+            return error.strerror or str(error)
+        with suppress(OSError):
+            settle_ns = self._fs.options.settle_ns
+            if age.is_young(self._fs.record(number), self._fs.source.clock.realtime_ns(), settle_ns):
+                return f"changed less than {settle_ns / NANOSECONDS:g} s ago, or has a time in the future"
+        return "could not be cached"

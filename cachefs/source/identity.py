@@ -1,0 +1,103 @@
+"""Is what was opened the object it is expected to be? (hazard 23)
+
+A path is a hint. Between a look-up and an open another node may rename anything over any name, so that every object
+that is opened in the source is compared with its record before a byte or an attribute of it is used. Two questions:
+
+- `check`: the same object? Inode number, type, and birth time where both sides know one. The device number does not
+  count: it changes when the source is mounted anew.
+- `check_version`: the same object and unchanged? After a read this alone proves that the bytes belong to the record:
+  if nothing differs afterwards, nothing changed in between. The fast path has the same rule
+  (misses/source.c).
+"""
+
+import errno
+import os
+import stat
+from typing import NamedTuple
+
+from cachefs.store.index.records import Inode
+from cachefs.system.stat import Stat, clamped_ns
+
+GONE = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENXIO)
+"""An open by a name that led to the object a moment ago fails with one of these: the name does not any more.
+
+ENXIO: a FIFO without a reader, or a socket, has taken its place."""
+
+
+class Changed(OSError):
+    """An object of the source is not what its record says (errno ESTALE).
+
+    The entry is dropped, and the caller gets ESTALE: on open(2) and the like the kernel then looks the name up again.
+    """
+
+    directory = 0
+    """The inode number of the directory that is not where it was; 0: it is the object itself that was asked for."""
+
+    def __init__(self, *_: object) -> None:  # a copy is made with the arguments of the original
+        super().__init__(errno.ESTALE, os.strerror(errno.ESTALE))
+
+    @classmethod
+    def at(cls, directory: int) -> "Changed":
+        error = cls()
+        error.directory = directory
+        return error
+
+
+class Renamed(Changed):
+    """A name that a change relies on leads elsewhere; the object that it led to may be as it was (errno ESTALE).
+
+    The name is lost. On a call with a path the kernel looks it up again, and finds where it leads. A caller that has
+    the directory open comes again with the directory, which has no name any more: the change is made there.
+    """
+
+    parent = 0
+    name = b""
+    number = 0
+    """Of the inode that the name led to."""
+
+    @classmethod
+    def away(cls, parent: int, name: bytes, number: int) -> "Renamed":
+        error = cls()
+        error.parent, error.name, error.number = parent, name, number
+        return error
+
+
+class Identity(NamedTuple):
+    """Which object of the source."""
+
+    inode: int
+    kind: int
+    """The type bits of its mode."""
+    btime_ns: int
+    """0: not known."""
+
+
+def identity_of(record: Inode) -> Identity:
+    return Identity(record.source_inode, stat.S_IFMT(record.mode), record.btime_ns)
+
+
+def is_same(expected: Identity, now: Stat) -> bool:
+    if expected.inode != now.inode or expected.kind != stat.S_IFMT(now.mode):
+        return False
+    return expected.btime_ns == now.btime_ns or not (expected.btime_ns and now.btime_ns)
+
+
+def check(expected: Identity, now: Stat) -> None:
+    """Raises `Changed` unless `now` is of the expected object."""
+    if not is_same(expected, now):
+        raise Changed
+
+
+def check_version(expected: Inode, now: os.stat_result) -> None:
+    """Raises `Changed` unless `now` is of the expected version of a regular file.
+
+    A plain fstat will do: where inode number and change time are the same the birth time is, too.
+    """
+    if (
+        clamped_ns(now.st_ctime_ns) != expected.ctime_ns
+        or clamped_ns(now.st_mtime_ns) != expected.mtime_ns
+        or now.st_size != expected.size
+        or now.st_ino != expected.source_inode
+        or not stat.S_ISREG(now.st_mode)
+    ):
+        raise Changed

@@ -1,0 +1,349 @@
+"""The directory underneath: its objects, and every system call that asks it for metadata or data.
+
+All functions are synchronous and may hang as long as the source hangs: they run in threads, behind `call_pool.py`.
+Names are opened one component at a time (opening.py), and what is opened is compared with the record that it was opened
+for (identity.py). Each system call is counted, and delayed when simulating (calls/round_trips.py).
+"""
+
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import NamedTuple, TypeVar
+
+from cachefs.errors import Busy
+from cachefs.source.calls.round_trips import SourceCounters
+from cachefs.source.directories import ROOT, Directory, SourceDirectories
+from cachefs.source.identity import GONE, Changed, Identity, check, check_version
+from cachefs.source.opening import Opener, component, reopen_directory
+from cachefs.store.index.records import Inode
+from cachefs.system import syscalls
+from cachefs.system.clock import SYSTEM, Clock
+from cachefs.system.stat import Stat
+
+T = TypeVar("T")
+_READ_FLAGS = os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_NOCTTY  # hazard 21
+
+
+class Object(NamedTuple):
+    """An object of the source, and how to reach it."""
+
+    directory: Directory
+    name: bytes = b""
+    """In the directory; empty: the directory itself."""
+    identity: Identity | None = None
+    """What it must be. None: the directory itself, which is compared when it is opened."""
+    fd: int = -1
+    """A descriptor of it, which may be the only way to it: no name is needed, and nothing compared."""
+
+
+Run = Callable[[Callable[[], int]], int]
+
+
+def as_myself(call: Callable[[], int]) -> int:
+    return call()
+
+
+def by_descriptor(fd: int) -> Object:
+    return Object(ROOT, fd=fd)
+
+
+class Look:
+    """lstat of several names of one directory. Called in a thread; the trio thread sees how far it is.
+
+    A result is None for a name that is gone, and an OSError for a name that cannot be looked at while the directory
+    can, such as the mountpoint of a user's own FUSE filesystem: it must not spoil the listing for everybody. Errors of
+    the directory itself are raised.
+    """
+
+    __slots__ = ("_directory", "_source", "asked_at", "given_up_at", "names", "results")
+
+    def __init__(self, source: "Source", directory: Directory, names: Sequence[bytes]) -> None:
+        self._source = source
+        self._directory = directory
+        self.names = names
+        self.results: list[Stat | OSError | None] = []
+        self.asked_at: float | None = None
+        """When the source was asked for the name behind the last result."""
+        self.given_up_at: int | None = None
+        """Which name hangs; nothing behind it will be asked for."""
+
+    def __call__(self) -> list[Stat | OSError | None]:
+        self.results.clear()
+        with self._source.directories.hold(self._directory) as fd:
+            for name in self.names:
+                if self.given_up_at is not None:
+                    break
+                self.asked_at = time.monotonic()
+                self.results.append(self._source.lstat_or_error(fd, name))
+        return self.results
+
+    def waits_s(self) -> float:
+        """How long the source has not answered for one name."""
+        return 0.0 if self.asked_at is None else time.monotonic() - self.asked_at
+
+
+class Source:
+    """The source behind `root_fd`, a descriptor opened O_RDONLY | O_DIRECTORY before anything is mounted.
+
+    The number of the descriptor stays the same when the source is mounted anew (`reconnect`). To make a `Source` asks
+    the source for nothing: a successor does so while the source hangs.
+    """
+
+    def __init__(
+        self,
+        root_fd: int,
+        *,
+        root_device: int | None = None,
+        simulate_latency_s: float = 0.0,
+        clock: Clock = SYSTEM,
+    ) -> None:
+        """`root_device`: st_dev of `root_fd`, which is asked for where it is not given.
+
+        `clock`: what its times are compared with, by everyone who has this source.
+        """
+        self.root_fd = root_fd
+        self.root_devices: tuple[int, ...] = (os.fstat(root_fd).st_dev if root_device is None else root_device,)
+        """The one of now, and the one before, by which calls that are under way may have been answered."""
+        self.generation = 0
+        """How often the source was mounted anew. Descriptors of an earlier generation are dead."""
+        self.counters = SourceCounters(simulate_latency_s)
+        self.round_trip = self.counters.round_trip
+        self.clock = clock
+        self.opener = Opener()
+        self.directories = SourceDirectories(root_fd, self.opener.open_at, self.fstat, self._lstat_at, clock=clock)
+
+    @property
+    def root_device(self) -> int:
+        return self.root_devices[0]
+
+    def reconnect(self, fd: int, device: int) -> None:
+        """Go on with another root, which was compared with the one of before. Closes `fd`. From any thread.
+
+        `device`: its st_dev. The source is asked for nothing: whoever calls holds a lock.
+        """
+        self.root_devices = (device, self.root_devices[0])
+        os.dup2(fd, self.root_fd, inheritable=False)
+        os.close(fd)
+        self.generation += 1
+        self.directories.clear()
+
+    def ask(self) -> None:
+        """Does the root answer? Raises what it says; the kernel's memory of it does not count. Not counted."""
+        syscalls.statx(self.root_fd, b"", ask=True)
+
+    def stat(self, fd: int, name: bytes = b"") -> Stat:
+        """lstat of a name in a directory, or of `fd` itself. Not counted."""
+        return syscalls.statx(fd, name, self.root_devices)
+
+    def _lstat_at(self, directory_fd: int, name: bytes) -> Stat:
+        self.round_trip("lstat")
+        return self.stat(directory_fd, component(name))
+
+    # --- names -----------------------------------------------------------------------------------------------------
+
+    def _open_expected(self, at: Object, flags: int, run: Run = as_myself, *, to_change: bool = False) -> int:
+        """Open what should be there; `Changed` where there is nothing of the kind."""
+        if at.fd >= 0:
+            path = f"/proc/self/fd/{at.fd}"
+            try:
+                return run(lambda: os.open(path, flags & ~os.O_NOFOLLOW | os.O_CLOEXEC))
+            except BlockingIOError as error:
+                raise Busy from error
+        with self.directories.hold(at.directory, to_change=to_change) as directory:
+            try:
+                return run(lambda: self.opener.open_at(directory, at.name, flags))
+            except OSError as error:
+                if error.errno in GONE:
+                    raise Changed from error
+                raise
+
+    @contextmanager
+    def hold(self, at: Object) -> Iterator[int]:
+        """A descriptor of an object of any type, for calls that take one; compared with what it must be."""
+        if at.fd >= 0:
+            yield at.fd
+        elif not at.name:
+            with self.directories.hold(at.directory) as fd:
+                yield fd
+        else:
+            fd = self._open_expected(at, os.O_PATH)
+            try:
+                if at.identity is not None:
+                    check(at.identity, self.fstat(fd))
+                yield fd
+            finally:
+                os.close(fd)
+
+    # --- metadata --------------------------------------------------------------------------------------------------
+
+    def lstat(self, directory: Directory, name: bytes = b"") -> Stat:
+        """Of a name in a directory; without one, of the directory itself."""
+        self.round_trip("lstat")
+        with self.directories.hold(directory) as fd:
+            return self.stat(fd, component(name) if name else b"")
+
+    def lstat_or_error(self, directory_fd: int, name: bytes) -> Stat | OSError | None:
+        """As in a `Look`."""
+        self.round_trip("lstat")
+        try:
+            return self.stat(directory_fd, component(name))
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            syscalls.statx(directory_fd, b"", ask=True)
+            return error
+
+    def lstat_directory(self, directory: Directory) -> Stat:
+        """By its name in the directory above it. Raises `Changed` where that leads to another one.
+
+        One that has no name is looked at by its descriptor.
+        """
+        self.round_trip("lstat")
+        if directory.identity is None:
+            return self.stat(self.root_fd)
+        with self.directories.hold(directory.parent or directory) as fd:
+            try:
+                now = self.stat(fd, directory.name if directory.parent is not None else b"")
+                check(directory.identity, now)
+            except OSError as error:
+                if error.errno in GONE or isinstance(error, Changed):
+                    raise Changed.at(directory.number) from error
+                raise
+            return now
+
+    def ask_directory(self, directory: Directory) -> None:
+        """Does the directory itself answer? What the kernel remembers does not count."""
+        self.round_trip("lstat")
+        with self.directories.hold(directory) as fd:
+            syscalls.statx(fd, b"", ask=True)
+
+    def readdir(self, directory: Directory) -> list[bytes]:
+        """All names of a directory, without "." and ".."."""
+        self.round_trip("readdir")
+        with self.directories.hold(directory) as held:
+            fd = reopen_directory(held)
+            try:
+                names = [os.fsencode(name) for name in os.listdir(fd)]
+            finally:
+                os.close(fd)
+            if not names and self.directories.is_removed(held):
+                raise Changed.at(directory.number)
+            return names
+
+    def readlink(self, at: Object) -> bytes:
+        self.round_trip("readlink")
+        with self.hold(at) as fd:
+            return os.readlink(b"", dir_fd=fd)
+
+    def getxattr(self, at: Object, name: bytes) -> bytes:
+        self.round_trip("getxattr")
+        with self.hold(at) as fd:
+            return os.getxattr(f"/proc/self/fd/{fd}", name)
+
+    def getxattr_of_directory(self, directory: Directory, name: bytes) -> bytes:
+        return self.getxattr(Object(directory), name)
+
+    def listxattr(self, at: Object) -> list[bytes]:
+        self.round_trip("listxattr")
+        with self.hold(at) as fd:
+            return [os.fsencode(name) for name in os.listxattr(f"/proc/self/fd/{fd}")]
+
+    def with_stat(self, at: Object, read: Callable[[Object], T]) -> tuple[T, Stat | None]:
+        """What `read` says of an object, and what that looks like afterwards.
+
+        None: the object was reached by an open descriptor, whose owner may use it whatever it has become.
+        """
+        if at.fd >= 0:
+            return read(at), None
+        with self.hold(at) as fd:
+            return read(by_descriptor(fd)), self.stat(fd)
+
+    def statfs(self) -> os.statvfs_result:
+        self.round_trip("statfs")
+        return os.fstatvfs(self.root_fd)
+
+    # --- data ------------------------------------------------------------------------------------------------------
+
+    def fstat(self, fd: int) -> Stat:
+        self.counters.add("fstat")
+        return self.stat(fd)
+
+    def open_file(
+        self, at: Object, flags: int = _READ_FLAGS, run: Run = as_myself, *, to_change: bool = False
+    ) -> tuple[int, Stat]:
+        """Open a regular file, and what was opened. O_NONBLOCK: a FIFO in its place blocks nobody (hazard 30).
+
+        `run` opens as someone else. `to_change`: the names on the path are compared as well.
+        """
+        self.round_trip("open")
+        fd = self._open_expected(at, flags | os.O_NONBLOCK, run, to_change=to_change)
+        try:
+            now = self.fstat(fd)
+            if at.identity is not None:
+                check(at.identity, now)
+            os.set_blocking(fd, True)
+            return fd, now
+        except BaseException:
+            os.close(fd)
+            raise
+
+    def check_version(self, fd: int, expected: Inode) -> None:
+        self.counters.add("fstat")
+        check_version(expected, os.fstat(fd))
+
+    def open_to_keep(self, at: Object, flags: int = _READ_FLAGS) -> int:
+        """Open a file for more than one read. Raises `Changed` where its name leads to another file.
+
+        That the bytes are compared after each read is not enough: attributes are read and changed by it as well.
+        """
+        return self.open_file(at, flags)[0]
+
+    def pread(self, fd: int, length: int, offset: int) -> bytes:
+        """`length` bytes, fewer only at the end of the file."""
+        self.round_trip("read")
+        data = os.pread(fd, length, offset)
+        self.counters.add_bytes(len(data))
+        if len(data) == length or not data:
+            return data
+        parts = [data]
+        missing = length - len(data)
+        while missing and (data := os.pread(fd, missing, offset + length - missing)):
+            self.counters.add("read")
+            self.counters.add_bytes(len(data))
+            parts.append(data)
+            missing -= len(data)
+        return b"".join(parts)
+
+    def read_file(self, at: Object, length: int, offset: int) -> bytes:
+        """Open, compare, read, close: for a file that nothing is kept of."""
+        fd, _ = self.open_file(at)
+        try:
+            return self.pread(fd, length, offset)
+        finally:
+            os.close(fd)
+
+    def read_version(
+        self, at: Object, expected: Inode, offset: int, length: int, fd: int | None = None, *, keep: bool = False
+    ) -> bytes:
+        """Bytes of the pinned version, compared after the read. Raises `Changed` on any difference.
+
+        `fd`: a descriptor of the file, which is closed unless the caller wants to `keep` it; without one the file is
+        opened here.
+        """
+        if fd is None:
+            self.round_trip("open")
+            fd = self._open_expected(at, _READ_FLAGS)  # compared after the read
+        try:
+            try:
+                data = self.pread(fd, length, offset)
+            except OSError:
+                self.check_version(fd, expected)  # a FIFO, for example
+                raise
+            self.check_version(fd, expected)
+            if len(data) != length:
+                raise Changed
+            return data
+        finally:
+            if not keep:
+                os.close(fd)

@@ -1,0 +1,162 @@
+"""Changes to the source: what passes through a read-write mount. Synchronous; see `source.py` for the rules.
+
+Each function returns what the changed objects look like afterwards, so that one trip to a thread does all. The daemon
+opens directories and looks at results; only the change itself is made as the caller (`credentials.py`).
+"""
+
+import os
+import stat
+from collections.abc import Callable, Sequence
+from functools import partial
+
+from cachefs.source.credentials import Caller, Identity
+from cachefs.source.directories import Directory
+from cachefs.source.identity import Changed, Renamed, identity_of, is_same
+from cachefs.source.opening import component, reopen_directory
+from cachefs.source.source import Object, Source
+from cachefs.store.index.records import Inode
+from cachefs.system import syscalls
+from cachefs.system.stat import Stat
+
+_NOT_PASSED_ON = os.O_APPEND | os.O_CREAT | os.O_EXCL | os.O_DIRECT
+"""Of a caller's open flags. The kernel computes the offsets of appends itself; O_APPEND on our descriptor would
+override them. O_DIRECT needs aligned memory, which a request does not have (hazard 36)."""
+
+
+class SourceWriter:
+    def __init__(self, source: Source) -> None:
+        self._source = source
+        self._hold = partial(source.directories.hold, to_change=True)
+
+    def _stat(self, fd: int, name: bytes = b"") -> Stat:
+        self._source.counters.add("lstat")
+        return self._source.stat(fd, name)
+
+    def create(
+        self, directory: Directory, name: bytes, flags: int, mode: int, caller: Caller
+    ) -> tuple[int, Stat, Stat]:
+        """(descriptor, the file, its directory). `Changed` where something else than a file has the name by now."""
+        self._source.round_trip("create")
+        flags = flags & ~_NOT_PASSED_ON | flags & os.O_EXCL
+        with self._hold(directory) as parent:
+            fd = caller.run(lambda: self._source.opener.create_at(parent, name, flags, mode))
+            try:
+                now = self._stat(fd)
+                if not stat.S_ISREG(now.mode):
+                    raise Changed
+                os.set_blocking(fd, True)
+                return fd, now, self._stat(parent)
+            except BaseException:
+                os.close(fd)
+                raise
+
+    def open_file(self, at: Object, flags: int, caller: Caller) -> int:
+        """Open an existing file for writing; it is truncated when it has turned out to be the right one."""
+        flags_at_source = flags & ~(_NOT_PASSED_ON | os.O_TRUNC)
+        if flags & os.O_TRUNC and flags & os.O_ACCMODE == os.O_RDONLY:
+            flags_at_source |= os.O_RDWR  # what the kernel has checked for; the handle can only read
+        fd, _ = self._source.open_file(at, flags_at_source, run=caller.run, to_change=True)
+        try:
+            if flags & os.O_TRUNC:
+                caller.run(lambda: os.ftruncate(fd, 0))
+            return fd
+        except BaseException:
+            os.close(fd)
+            raise
+
+    def add(
+        self, operation: str, directory: Directory, name: bytes, make: Callable[[int], None], caller: Caller
+    ) -> tuple[Stat, Stat]:
+        """mkdir, mknod, symlink: `make` is given the directory's descriptor. (the new object, its directory)"""
+        self._source.round_trip(operation)
+        with self._hold(directory) as parent:
+            caller.run(partial(make, parent))
+            return self._stat(parent, name), self._stat(parent)
+
+    def remove(self, directory: Directory, name: bytes, caller: Caller, *, is_directory: bool) -> Stat:
+        """unlink or rmdir. The directory afterwards."""
+        self._source.round_trip("rmdir" if is_directory else "unlink")
+        call = os.rmdir if is_directory else os.unlink
+        with self._hold(directory) as parent:
+            caller.run(lambda: call(name, dir_fd=parent))
+            return self._stat(parent)
+
+    def link(self, at: Object, directory: Directory, name: bytes, caller: Caller) -> tuple[Stat, Stat]:
+        self._source.round_trip("link")
+        with self._source.hold(at) as fd, self._hold(directory) as new:
+            path = f"/proc/self/fd/{fd}"
+            caller.run(lambda: os.link(path, component(name), dst_dir_fd=new, follow_symlinks=True))
+            return self._stat(new, name), self._stat(new)
+
+    def rename(
+        self,
+        directory: Directory,
+        name: bytes,
+        new_directory: Directory,
+        new_name: bytes,
+        flags: int,
+        caller: Caller,
+        expected: Sequence[tuple[Directory, bytes, Inode]] = (),
+    ) -> tuple[Stat, Stat, Stat]:
+        """(the renamed object, its old directory, its new one)
+
+        `expected`: names that are pinned, and what they lead to. The kernel moves its dentry, which must be of the
+        object that is renamed: else `Renamed`.
+        """
+        self._source.round_trip("rename")
+        with self._hold(directory) as old, self._hold(new_directory) as new:
+            for place, each, record in expected:
+                if not is_same(identity_of(record), self._stat(old if place is directory else new, each)):
+                    raise Renamed.away(place.number, each, record.number)
+            caller.run(lambda: syscalls.renameat2(old, name, new, new_name, flags))
+            return self._stat(new, new_name), self._stat(old), self._stat(new)
+
+    def change(self, operation: str, at: Object, make: Callable[[str], None], caller: Caller) -> Stat:
+        """chmod, chown, utimens, setxattr, removexattr: `make` is given a name of the object. The object afterwards."""
+        self._source.round_trip(operation)
+        with self._source.hold(at) as fd:
+            caller.run(partial(make, f"/proc/self/fd/{fd}"))
+            return self._stat(fd)
+
+    def truncate(self, at: Object, size: int, caller: Caller) -> Stat:
+        fd = self.open_file(at, os.O_WRONLY, caller)
+        try:
+            return self.ftruncate(fd, size, caller)
+        finally:
+            os.close(fd)
+
+    def ftruncate(self, fd: int, size: int, caller: Caller) -> Stat:
+        self._source.round_trip("truncate")
+        caller.run(lambda: os.ftruncate(fd, size))
+        return self._stat(fd)
+
+    def pwrite(self, fd: int, data: bytes, offset: int, writer: Identity) -> int:
+        """`writer`: who opened the file."""
+        self._source.round_trip("write")
+
+        def write() -> int:
+            done = 0
+            view = memoryview(data)
+            while done < len(data):
+                try:
+                    done += os.pwrite(fd, view[done:], offset + done)
+                except OSError:
+                    if not done:
+                        raise
+                    break  # a short write: the caller sees how far it came, as on a full disk
+            return done
+
+        return writer.run(write)
+
+    def fsync(self, fd: int, *, data_only: bool) -> None:
+        self._source.round_trip("fsync")
+        (os.fdatasync if data_only else os.fsync)(fd)
+
+    def fsync_directory(self, directory: Directory) -> None:
+        self._source.round_trip("open")
+        with self._source.directories.hold(directory) as held:
+            fd = reopen_directory(held)
+        try:
+            self.fsync(fd, data_only=False)
+        finally:
+            os.close(fd)

@@ -1,0 +1,4 @@
+"""Counters and latency histograms: their names, units and meanings.
+
+They are incremented on the trio thread alone.
+"""

@@ -1,0 +1,4 @@
+"""The blob: one append-only file of records with checksums, and the account of its disk space.
+
+`record` is a pure codec.
+"""

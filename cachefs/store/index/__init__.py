@@ -1,0 +1,4 @@
+"""The index: LMDB tables of inodes, names and extents, and their records.
+
+The only room that imports lmdb.
+"""

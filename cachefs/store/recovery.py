@@ -1,0 +1,127 @@
+"""Rebuilding a lost index from the blob alone.
+
+A scan begins at each slab, whose place is known, follows the lengths of the records, and stops at the first header
+that is not sound: it never searches for a magic number, which the payload of a dataset file could forge. Of several
+records of one inode the highest sequence number counts. Names are not in the blob: a rebuilt inode has no dentry and
+stamp 0, and counts again when a look-up finds the very same version (docs/FORMAT.md, recovery). The run is above that
+of every record, dead ones too (runs.py).
+"""
+
+import logging
+from collections.abc import Iterator
+
+from cachefs.errors import CorruptRecord
+from cachefs.store import runs
+from cachefs.store.blob import record
+from cachefs.store.blob.blob import SLAB_BYTES, Blob
+from cachefs.store.blob.space import place_of
+from cachefs.store.index.environment import Environment, Table
+from cachefs.store.index.extents import Extents
+from cachefs.store.index.index import Totals
+from cachefs.store.index.records import PINNED, STALE, Extent, Inode, inode_key, pair_key
+from cachefs.store.runs import run_of, run_of_inode
+
+log = logging.getLogger(__name__)
+
+BATCH = 10_000
+
+
+def scan(blob: Blob) -> Iterator[tuple[record.Header, Extent]]:
+    """Every record that is sound and not dead, in the order of the blob. Payload is not read: readers verify it."""
+    return ((header, extent) for header, extent in _headers(blob) if extent is not None)
+
+
+def _headers(blob: Blob) -> Iterator[tuple[record.Header, Extent | None]]:
+    """Every record that is sound. Dead ones and gaps have no extent; a gap's version is not below those it had."""
+    size = blob.size()
+    for slab in range(0, size, SLAB_BYTES):
+        offset = slab
+        while offset + record.HEADER_BYTES <= min(slab + SLAB_BYTES, size):
+            try:
+                decoded = record.decode_header(blob.pread(record.HEADER_BYTES, offset), blob.seed)
+                if decoded is None:
+                    break
+                header, kind, table_checksum = decoded
+                if kind != record.TYPE_DATA:
+                    yield header, None
+                else:
+                    table = blob.pread(8 * header.blocks, offset + record.HEADER_BYTES)
+                    checksums = record.decode_checksums(table, table_checksum, blob.seed)
+                    start = offset + record.payload_start(header.length)
+                    if start + header.length > size:
+                        raise CorruptRecord("the blob ends within a record")
+                    yield header, Extent(PINNED, header.length, start, header.version, header.record_bytes, checksums)
+            except CorruptRecord as error:
+                log.warning("rebuilding the index: rest of the slab at %d skipped: %s", slab, error)
+                break
+            offset += record.bytes_to_next(header, kind)
+
+
+def rebuild(blob: Blob, durable: Environment) -> Totals:
+    """Fill an empty durable index with what the blob holds."""
+    tables = durable.tables
+    newest: dict[int, int] = {}
+    """Inode → the version that counts."""
+    owners: dict[tuple[int, int], tuple[int, int]] = {}
+    """Object of the source (device, inode number) → the last (version, number) that it had here."""
+    highest = 0
+    for header, live in _headers(blob):
+        highest = max(highest, run_of(header.version), run_of_inode(header.inode))
+        if live is not None:
+            newest[header.inode] = max(header.version, newest.get(header.inode, 0))
+            place, owner = (header.device, header.source_inode), (header.version, header.inode)
+            owners[place] = max(owner, owners.get(place, owner))
+    # Before any record: a rebuild that is interrupted must not give their numbers out again.
+    runs.ended(highest).store(durable)
+    totals = Totals()
+    rows: list[tuple[record.Header, Extent]] = []
+
+    def forget(extent: Extent) -> None:
+        start, end = place_of(extent)
+        blob.mark_gap(start, end, highest << runs.RUN_BITS)
+        blob.punch(start + record.HEADER_BYTES, end)
+
+    def write() -> None:
+        unneeded: list[Extent] = []
+        with durable.write() as txn:
+            extents = Extents(txn, tables[Table.EXTENTS])
+            for header, extent in rows:
+                key = inode_key(header.inode)
+                if txn.put(key, _inode(header).pack(), overwrite=False, db=tables[Table.INODES]):
+                    totals.cached_files += 1
+                place = header.device, header.source_inode
+                if (header.inode != header.source_inode or header.device) and owners[place][1] == header.inode:
+                    alias = PINNED.to_bytes(8, "little") + key
+                    txn.put(pair_key(*place), alias, db=tables[Table.ALIASES])
+                within = extents.add(header.inode, header.file_offset, extent)
+                if within is None:
+                    unneeded.append(extent)
+                    continue
+                totals.count(extent, 1)
+                for each in within:
+                    totals.count(each, -1)
+                unneeded.extend(within)
+            txn.put(b"totals", totals.pack(), db=tables[Table.META])
+        for extent in unneeded:
+            forget(extent)
+        rows.clear()
+
+    for header, extent in scan(blob):
+        if header.version != newest[header.inode]:
+            forget(extent)
+            continue
+        rows.append((header, extent))
+        if len(rows) >= BATCH:
+            write()
+    write()
+    return totals
+
+
+def _inode(header: record.Header) -> Inode:
+    """What is known of an inode from one of its records; the first look-up completes it."""
+    return Inode(
+        number=header.inode, flags=PINNED | STALE, mode=header.mode, nlink=1, uid=0, gid=0, rdev=0, blksize=4096,
+        size=header.size, blocks=0, atime_ns=0, mtime_ns=header.mtime_ns, ctime_ns=header.ctime_ns,
+        btime_ns=header.btime_ns, device=header.device, source_inode=header.source_inode, version=header.version,
+        stamp=0, entries_stamp=0, next_position=0, expires_ns=0, lookups=0,
+    )  # fmt: skip

@@ -1,0 +1,386 @@
+"""Snapshots: the pinned metadata of a mount as one file, from which other nodes start instead of walking the tree.
+
+What is in it: names, attributes, listings, symlinks and extended attributes that were compared with the source and are
+believed. What is not: data, absences, objects of other devices than the root's (their numbers differ between nodes),
+and what has to be compared again. A node that starts with it takes it as seen at that moment; one whose `--mutable` is
+another compares it first, as a mount does whose patterns have changed.
+
+The file (docs/FORMAT.md): magic, version, a header of JSON, one zstd frame with a column after the other, XXH3-64 of
+all that. Columns are 64-bit numbers, most of them differences to something near, all first bytes before all second
+bytes and so on: what hardly varies takes no room (as in Blosc's shuffle filter).
+"""
+
+import gc
+import json
+import os
+import stat
+import struct
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+import xxhash
+import zstandard
+from numpy.typing import NDArray
+
+from cachefs.errors import CacheFsError
+from cachefs.store.cache_directory import mutable_patterns
+from cachefs.store.index.environment import Environment, Table
+from cachefs.store.index.records import IMMUTABLE, LISTED, PINNED, ROOT_INODE, STALE, UNLINKED, UNSETTLED
+from cachefs.store.runs import FIRST_ALIAS, RUN_BITS, RunState, ended, run_of
+from cachefs.system.private_files import open_given, opener
+
+MAGIC = b"CHFSNAP\n"
+FORMAT_VERSION = 1
+LEVEL = 6
+_LENGTHS = struct.Struct("<II")  # format version, bytes of the header
+_DIGEST = struct.Struct("<Q")
+_KEPT_FLAGS = PINNED | IMMUTABLE | LISTED
+
+_INODE = np.dtype(
+    [(name, "<u4") for name in ("flags", "mode", "nlink", "uid", "gid", "rdev", "reserved", "blksize")]
+    + [(name, "<u8") for name in ("size", "blocks")]
+    + [(name, "<i8") for name in ("atime", "mtime", "ctime", "btime")]
+    + [(name, "<u8") for name in ("device", "source_inode", "version", "stamp", "entries_stamp", "next_position")]
+    + [(name, "<u8") for name in ("expires", "lookups")]
+)
+_DENTRY = np.dtype([("flags", "<u4"), ("reserved", "<u4"), ("inode", "<u8"), ("stamp", "<u8"), ("position", "<u8")])
+_PLAIN = ("flags", "mode", "nlink", "uid", "gid", "rdev", "blksize", "size", "next_position")
+Column = NDArray[np.int64]
+
+
+# --- the file --------------------------------------------------------------------------------------------------------
+
+
+class _Hashed:
+    """A file that is written, and its checksum."""
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self._file = file
+        self.digest = xxhash.xxh3_64()
+
+    def write(self, data: Any) -> int:
+        self.digest.update(data)
+        return self._file.write(data)
+
+    def flush(self) -> None:
+        self._file.flush()
+
+
+def _shuffled(column: Column) -> bytes:
+    return np.ascontiguousarray(column, "<i8").view(np.uint8).reshape(-1, 8).T.tobytes()
+
+
+def _unshuffled(data: bytes) -> Column:
+    return np.ascontiguousarray(np.frombuffer(data, np.uint8).reshape(8, -1).T).view("<i8").reshape(-1)
+
+
+def _deltas(values: Any) -> Column:
+    """Each less the one before; wraps around, as the sum of it does again."""
+    signed: Column = np.asarray(values).astype(np.uint64).view(np.int64)
+    return np.diff(signed, prepend=np.int64(0))
+
+
+def _sums(deltas: Column) -> Column:
+    return np.cumsum(deltas, dtype=np.int64)
+
+
+def _write(path: Path, header: dict[str, Any], columns: Iterable[tuple[str, bytes]]) -> None:
+    """`header` gets the name and length of each column. The file appears whole or not at all."""
+    parts = list(columns)
+    header["columns"] = [[name, len(data)] for name, data in parts]
+    said = json.dumps(header).encode()
+    temporary = path.with_name(path.name + ".new")
+    try:
+        temporary.unlink(missing_ok=True)
+        with open(temporary, "xb", opener=opener) as file:
+            hashed = _Hashed(file)
+            hashed.write(MAGIC + _LENGTHS.pack(FORMAT_VERSION, len(said)) + said)
+            compressor: Any = zstandard.ZstdCompressor(level=LEVEL, threads=-1)
+            with compressor.stream_writer(hashed, closefd=False) as frame:
+                for _, data in parts:
+                    frame.write(data)
+            file.write(_DIGEST.pack(hashed.digest.intdigest()))
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        raise CacheFsError(f"cannot write {path}: {error.strerror or error}") from error
+
+
+def _read(path: Path) -> tuple[dict[str, Any], dict[str, bytes]]:
+    """The header and the columns.
+
+    Raises CacheFsError where a byte of it is not what was written, and where another user could have written it: the
+    checksum is no signature.
+    """
+    try:
+        with open(open_given(path), "rb") as file:
+            data = file.read()
+    except OSError as error:
+        raise CacheFsError(f"cannot read the snapshot {path}: {error.strerror}") from error
+    if not data.startswith(MAGIC):
+        raise CacheFsError(f"{path} is no metadata snapshot of cachefs")
+    whole = memoryview(data)
+    start = len(MAGIC) + _LENGTHS.size
+    if len(data) < start + _DIGEST.size or xxhash.xxh3_64_intdigest(whole[: -_DIGEST.size]) != _DIGEST.unpack(
+        whole[-_DIGEST.size :]
+    )[0]:  # fmt: skip
+        raise CacheFsError(f"the snapshot {path} is damaged: its checksum is wrong")
+    version, length = _LENGTHS.unpack_from(data, len(MAGIC))
+    if version != FORMAT_VERSION:
+        raise CacheFsError(f"the snapshot {path} has format {version}, this cachefs knows {FORMAT_VERSION}")
+    header: dict[str, Any] = json.loads(data[start : start + length])
+    with zstandard.ZstdDecompressor().stream_reader(whole[start + length : -_DIGEST.size]) as frame:
+        columns = {name: frame.read(size) for name, size in header["columns"]}
+    return header, columns
+
+
+# --- export ----------------------------------------------------------------------------------------------------------
+
+
+def export(index: Path, path: Path, source: str) -> int:
+    """Write the snapshot of a durable index, which may be in use. The number of names in it."""
+    environment = Environment(index, sync=True)
+    try:
+        with environment.lmdb.begin() as txn:
+            tables = {table: _Rows(txn.cursor(db=environment.tables[table])) for table in Table}
+            floor, strict_floor = _floors(txn.get(b"run", db=environment.tables[Table.META]))
+        mutable = sorted(mutable_patterns(environment))
+    finally:
+        environment.close()
+    inodes, dentries, names = _believed(tables[Table.INODES], tables[Table.DENTRIES], floor, strict_floor)
+    numbers = inodes["number"]
+    header = {
+        "source": source, "created_ns": time.time_ns(), "names": len(names), "inodes": len(numbers), "mutable": mutable,
+    }  # fmt: skip
+    known = dict(zip(numbers.tolist(), inodes["record"]["version"].tolist(), strict=True))
+    texts = {table: list(_current(tables[table], known)) for table in (Table.SYMLINKS, Table.XATTRS)}
+    aliases = [(k, v) for k, v in tables[Table.ALIASES] if int.from_bytes(v[8:16], "big") in known]
+    _write(path, header, _columns(numbers, inodes["record"], dentries, names, texts, aliases))
+    return len(names)
+
+
+class _Rows(list[tuple[bytes, bytes]]):
+    """A table, read at once."""
+
+    def keys(self, start: int = 0, end: int | None = None) -> bytes:
+        return b"".join(key[start:end] for key, _ in self)
+
+    def values(self) -> bytes:
+        return b"".join(value for _, value in self)
+
+
+def _floors(run: bytes | None) -> tuple[int, int]:
+    """What is at or above which is believed (validity.py): the floor, and the strict one."""
+    if run is None:
+        return 0, 0
+    state = RunState.unpack(run)
+    return state.floor, state.run if state.floor == state.unmoved_floor else state.floor
+
+
+def _believed(inodes: _Rows, dentries: _Rows, floor: int, strict_floor: int) -> tuple[Any, Any, list[bytes]]:
+    """What needs no comparison with the source: (inodes with their numbers, dentries with their parents, names).
+
+    Raises CacheFsError where the root is not among them: nothing can be made of such a snapshot.
+    """
+    numbers = np.frombuffer(inodes.keys(), ">u8").astype(np.uint64)
+    records = np.frombuffer(inodes.values(), _INODE)
+    flags = records["flags"]
+    good = (flags & PINNED != 0) & (flags & (STALE | UNLINKED | UNSETTLED) == 0)
+    good &= (records["stamp"] >= floor) & (records["device"] == 0)
+    vouched = (records["nlink"] <= 1) | (records["mode"] & 0o170000 == stat.S_IFDIR)
+    good &= (records["stamp"] >= strict_floor) | vouched
+    if not np.any(good & (numbers == ROOT_INODE)):
+        raise CacheFsError("the root directory is not pinned, so that nothing is: run `cachefs warmup --metadata-only`")
+
+    parents = np.frombuffer(dentries.keys(0, 8), ">u8").astype(np.uint64)
+    rows = np.frombuffer(dentries.values(), _DENTRY)
+    parent_at, has_parent = _places(numbers, parents)
+    child_at, has_child = _places(numbers, rows["inode"])
+    kept = has_parent & has_child & (rows["flags"] & PINNED != 0)
+    kept &= good[parent_at] & good[child_at] & (rows["stamp"] >= records["entries_stamp"][parent_at])
+
+    # A listing of which something is left out is not complete any more.
+    torn = np.unique(parents[~kept & (rows["inode"] != 0)])
+    named = np.unique(child_at[kept])
+    wanted = np.zeros(len(numbers), bool)
+    wanted[named] = True
+    wanted |= (numbers == ROOT_INODE) & good
+    out = np.zeros(int(wanted.sum()), [("number", np.uint64), ("record", _INODE)])
+    out["number"], out["record"] = numbers[wanted], records[wanted]
+    out["record"]["flags"] &= np.uint32(_KEPT_FLAGS)
+    out["record"]["flags"][np.isin(out["number"], torn)] &= np.uint32(~LISTED & 0xFFFFFFFF)
+
+    edges = np.zeros(int(kept.sum()), [("parent", np.uint64), ("inode", np.uint64), ("position", np.uint64)])
+    edges["parent"], edges["inode"], edges["position"] = parents[kept], rows["inode"][kept], rows["position"][kept]
+    return out, edges, [dentries[place][0][8:] for place in np.flatnonzero(kept).tolist()]
+
+
+def _places(numbers: NDArray[np.uint64], wanted: Any) -> tuple[NDArray[np.intp], NDArray[np.bool_]]:
+    """Where each wanted number is among the sorted ones, and whether it is there."""
+    if not len(numbers):
+        return np.zeros(len(wanted), np.intp), np.zeros(len(wanted), bool)
+    at = np.minimum(np.searchsorted(numbers, wanted), len(numbers) - 1)
+    return at, numbers[at] == wanted
+
+
+def _current(rows: _Rows, versions: dict[int, int]) -> Iterator[tuple[bytes, bytes]]:
+    """(key, value without its head) of the version that the inode has."""
+    for key, value in rows:
+        if versions.get(int.from_bytes(key[:8], "big")) == struct.unpack_from("<Q", value, 8)[0]:
+            yield key, value[16:]
+
+
+def _columns(
+    numbers: Any, records: Any, dentries: Any, names: list[bytes], texts: dict[Table, Any], aliases: Any
+) -> Iterator[tuple[str, bytes]]:
+    yield "number", _shuffled(_deltas(numbers))
+    for name in _PLAIN:
+        yield name, _shuffled(records[name].astype(np.int64))
+    yield "blocks", _shuffled(records["blocks"].view("<i8") - _usual_blocks(records["size"]))
+    yield "mtime", _shuffled(_deltas(records["mtime"]))
+    for name in ("atime", "ctime", "btime"):
+        yield name, _shuffled(records[name] - records["mtime"])
+    yield "source_inode", _shuffled((records["source_inode"] - numbers).view(np.int64))
+    yield "parent", _shuffled(_deltas(dentries["parent"]))
+    yield "child", _shuffled(_deltas(dentries["inode"]))
+    yield "position", _shuffled(_deltas(dentries["position"]))
+    yield from _strings("names", names)
+    for table, rows in texts.items():
+        yield from _strings(f"{table.name}_key", [key for key, _ in rows])
+        yield from _strings(f"{table.name}_value", [value for _, value in rows])
+    yield "aliases", b"".join(key + value[8:16] for key, value in aliases)
+
+
+def _strings(name: str, strings: list[bytes]) -> Iterator[tuple[str, bytes]]:
+    yield f"{name}_lengths", np.array([len(each) for each in strings], "<u4").tobytes()
+    yield name, b"".join(strings)
+
+
+def _usual_blocks(size: Any) -> Column:
+    """Of 512 bytes, for a file without holes on a filesystem with blocks of 4 KiB."""
+    blocks: Column = (size.view("<i8") + 4095) // 4096 * 8
+    return blocks
+
+
+# --- import ----------------------------------------------------------------------------------------------------------
+
+
+def load(path: Path, index: Path, root_inode: int, mutable: Iterable[str]) -> int:
+    """Make a durable index of a snapshot, where there is none. The number of names in it.
+
+    `root_inode`: of the source's root. `mutable`: the patterns of `--mutable` of the mount that starts with it.
+    Raises CacheFsError where that is another tree, or the file is not sound.
+    """
+    header, columns = _read(path)
+    numbers = _sums(_unshuffled(columns["number"])).view(np.uint64)
+    records = np.zeros(len(numbers), _INODE)
+    for name in _PLAIN:
+        records[name] = _unshuffled(columns[name])
+    records["blocks"] = _unshuffled(columns["blocks"]) + _usual_blocks(records["size"])
+    records["mtime"] = _sums(_unshuffled(columns["mtime"]))
+    for name in ("atime", "ctime", "btime"):
+        records[name] = _unshuffled(columns[name]) + records["mtime"]
+    records["source_inode"] = _unshuffled(columns["source_inode"]).view(np.uint64) + numbers
+    aliases = columns["aliases"]
+    last = _last_run(numbers, aliases)
+    run = last.run + 1
+    """The first of the new index; what is imported was compared in it."""
+    version = run << RUN_BITS
+    """Never given out by the run itself, whose first is one higher."""
+    records["version"] = version
+    stamp = run if set(header.get("mutable", ())) == set(mutable) else last.run
+    """Of what was pinned with other patterns: below the floor of the new index, so that it is compared."""
+    records["stamp"] = records["entries_stamp"] = stamp
+    at_root = records["source_inode"][numbers == ROOT_INODE]
+    if len(at_root) != 1 or int(at_root[0]) != root_inode:
+        raise CacheFsError(f"{path} is a snapshot of another tree: {header['source']}")
+    parents = _sums(_unshuffled(columns["parent"])).view(np.uint64)
+    children = _sums(_unshuffled(columns["child"])).view(np.uint64)
+    positions = _sums(_unshuffled(columns["position"])).view(np.uint64)
+    names = list(_parts(columns, "names"))
+
+    temporary = index.with_name("index.new")
+    environment = Environment(temporary, sync=False)
+    try:
+        with environment.lmdb.begin(write=True) as txn:
+
+            def put(table: Table, rows: Iterable[tuple[bytes, bytes]]) -> None:
+                """In the order of the keys: pages are filled one after the other."""
+                txn.cursor(db=environment.tables[table]).putmulti(rows, append=True)
+
+            _put_all(put, numbers, records, parents, children, positions, names, stamp)
+            pinned = PINNED.to_bytes(4, "little")
+            head = struct.pack("<I4xQ", PINNED, version)
+            for table in (Table.SYMLINKS, Table.XATTRS):
+                keys, values = _parts(columns, f"{table.name}_key"), _parts(columns, f"{table.name}_value")
+                put(table, ((key, head + value) for key, value in zip(keys, values, strict=True)))
+            rows = (aliases[start : start + 24] for start in range(0, len(aliases), 24))
+            put(Table.ALIASES, ((row[:16], pinned + bytes(4) + row[16:]) for row in rows))
+        replace(last, unmoved_floor=run + 1).store(environment)  # no rctime vouches for what others have compared
+        environment.lmdb.sync(True)
+    finally:
+        environment.close()
+    temporary.rename(index)
+    return len(names)
+
+
+def _last_run(numbers: NDArray[np.uint64], aliases: bytes) -> RunState:
+    """The last run whose numbers are in the snapshot: the exporter's, whose inode numbers come along."""
+    given = np.concatenate([numbers, np.frombuffer(aliases, ">u8")[2::3].astype(np.uint64)])
+    ours = given[given >= np.uint64(FIRST_ALIAS)].tolist()
+    return ended(max(map(run_of, ours), default=0))
+
+
+def _put_all(
+    put: Callable[[Table, Iterable[tuple[bytes, bytes]]], None],
+    numbers: Any, records: Any, parents: Any, children: Any, positions: Any, names: list[bytes],
+    stamp: int,
+) -> None:  # fmt: skip
+    pinned = PINNED.to_bytes(4, "little")
+    put(Table.INODES, zip(_cut(numbers.astype(">u8"), 8), _cut(records, _INODE.itemsize), strict=True))
+    dentries = np.zeros(len(names), _DENTRY)
+    dentries["flags"], dentries["inode"], dentries["stamp"] = PINNED, children, stamp
+    dentries["position"] = positions
+    parent_keys = list(_cut(parents.astype(">u8"), 8))
+    keys = list(map(bytes.__add__, parent_keys, names))
+    put(Table.DENTRIES, zip(keys, _cut(dentries, _DENTRY.itemsize), strict=True))
+    child_keys = list(_cut(children.astype(">u8"), 8))
+    order = np.argsort(children, kind="stable").tolist()  # stable: those of one child stay in the order of their keys
+    put(Table.LINKS, ((child_keys[place] + keys[place], pinned) for place in order))
+    listed = np.flatnonzero(positions)
+    order = listed[np.lexsort((positions[listed], parents[listed]))].tolist()
+    position_keys = list(_cut(positions.astype(">u8"), 8))
+    put(Table.LISTING, ((parent_keys[place] + position_keys[place], pinned + names[place]) for place in order))
+
+
+def _cut(array: Any, size: int) -> Iterator[bytes]:
+    data = array.tobytes()
+    return (data[start : start + size] for start in range(0, len(data), size))
+
+
+def _parts(columns: dict[str, bytes], name: str) -> Iterator[bytes]:
+    lengths = np.frombuffer(columns[f"{name}_lengths"], "<u4")
+    ends = np.cumsum(lengths, dtype=np.int64).tolist()
+    data = columns[name]
+    return (data[end - length : end] for end, length in zip(ends, lengths.tolist(), strict=True))
+
+
+def main() -> None:
+    """`python -m cachefs.store.snapshot FILE INDEX ROOT_INODE [PATTERN…]`: a process whose memory ends with it."""
+    path, index, root_inode, *mutable = sys.argv[1:]
+    gc.disable()  # millions of small objects, and no cycles
+    try:
+        print(load(Path(path), Path(index), int(root_inode), mutable))
+    except CacheFsError as error:
+        sys.exit(str(error))
+
+
+if __name__ == "__main__":
+    main()

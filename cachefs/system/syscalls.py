@@ -1,0 +1,209 @@
+"""System calls that Python does not wrap: openat2, statx with birth times, and credentials of one thread.
+
+They are called through ctypes, which releases the interpreter lock. Errors are raised as OSError.
+"""
+
+import ctypes
+import errno
+import os
+import struct
+import time
+from collections.abc import Callable, Container
+from typing import TypeVar
+
+from cachefs.errors import Busy
+from cachefs.system.clock import NANOSECONDS
+from cachefs.system.stat import Stat, clamped_ns
+
+T = TypeVar("T")
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.syscall.restype = ctypes.c_long
+_openat2 = _libc["syscall"]  # an object of its own, with a prototype: converting arguments costs as much as the call
+_openat2.restype = ctypes.c_long
+_openat2.argtypes = [ctypes.c_long, ctypes.c_int, ctypes.c_char_p, ctypes.c_char_p, ctypes.c_size_t]
+_libc.statx.argtypes = [ctypes.c_int, ctypes.c_char_p, ctypes.c_int, ctypes.c_uint, ctypes.c_void_p]
+
+AT_SYMLINK_NOFOLLOW = 0x100
+AT_EMPTY_PATH = 0x1000
+_AT_STATX_FORCE_SYNC = 0x2000
+_STATX_BASIC_AND_BTIME = 0x7FF | 0x800
+_STATX_BTIME = 0x800
+_STATX = struct.Struct("=IIQIIIHxxQQQQ" + "qI4x" * 4 + "IIII")
+
+_RESOLVE_NO_MAGICLINKS = 0x02
+_RESOLVE_NO_SYMLINKS = 0x04
+_RESOLVE_BENEATH = 0x08
+_HOW = struct.Struct("=QQQ")
+_OPEN_TRIES = 4
+_HOW_FLAGS = _RESOLVE_BENEATH | _RESOLVE_NO_SYMLINKS | _RESOLVE_NO_MAGICLINKS
+
+# Numbers of the generic and the x86-64 tables; openat2 has the same number everywhere.
+_SYS_OPENAT2 = 437
+_SYS_PIDFD_GETFD = 438
+_SYS_SETGROUPS = {"x86_64": 116, "aarch64": 159, "riscv64": 159}.get(os.uname().machine)
+
+
+def _fail(path: bytes | None = None) -> OSError:
+    number = ctypes.get_errno()
+    return OSError(number, os.strerror(number), os.fsdecode(path) if path is not None else None)
+
+
+def statx(directory_fd: int, path: bytes, root_devices: Container[int] = (), *, ask: bool = False) -> Stat:
+    """lstat of `path` in `directory_fd`, or of the descriptor itself for an empty path. Follows no symlink.
+
+    `root_devices`: device numbers that become 0. `ask`: what the kernel remembers does not count.
+    """
+    began_ns = time.monotonic_ns()
+    buffer = ctypes.create_string_buffer(256)
+    flags = AT_SYMLINK_NOFOLLOW | (0 if path else AT_EMPTY_PATH) | (_AT_STATX_FORCE_SYNC if ask else 0)
+    if _libc.statx(directory_fd, path, flags, _STATX_BASIC_AND_BTIME, buffer) != 0:
+        raise _fail(path)
+    (
+        mask, blksize, _, nlink, uid, gid, mode, inode, size, blocks, _,
+        atime, atime_ns, btime, btime_ns, ctime, ctime_ns, mtime, mtime_ns,
+        rdev_major, rdev_minor, dev_major, dev_minor,
+    ) = _STATX.unpack_from(buffer)  # fmt: skip
+    device = os.makedev(dev_major, dev_minor)
+    return Stat(
+        mode,
+        nlink,
+        uid,
+        gid,
+        os.makedev(rdev_major, rdev_minor),
+        blksize,
+        size,
+        blocks,
+        clamped_ns(atime * NANOSECONDS + atime_ns),
+        clamped_ns(mtime * NANOSECONDS + mtime_ns),
+        clamped_ns(ctime * NANOSECONDS + ctime_ns),
+        clamped_ns(btime * NANOSECONDS + btime_ns) if mask & _STATX_BTIME else 0,
+        0 if device in root_devices else device,
+        inode,
+        began_ns,
+    )
+
+
+def openat2(directory_fd: int, path: bytes, flags: int, mode: int = 0) -> int:
+    """Open beneath `directory_fd`: no symlink is followed, nothing outside is reached."""
+    how = _HOW.pack(flags | os.O_CLOEXEC, mode, _HOW_FLAGS)
+    # EAGAIN, EXDEV: a rename raced with the walk (EXDEV: what was found is outside by now), and the next try finds what
+    # is there; or another process holds a lease on the file, which takes as long as that process likes (hazard 30).
+    # The caller pauses then.
+    for _ in range(_OPEN_TRIES):
+        fd: int = _openat2(_SYS_OPENAT2, directory_fd, path, how, _HOW.size)
+        if fd >= 0:
+            return fd
+        if ctypes.get_errno() not in (errno.EAGAIN, errno.EXDEV, errno.EINTR):
+            raise _fail(path)
+    raise Busy
+
+
+def set_thread_groups(groups: list[int]) -> None:
+    """setgroups of the calling thread alone; os.setgroups changes every thread of the process (hazard 19)."""
+    if _SYS_SETGROUPS is None:
+        raise OSError(errno.ENOSYS, "setgroups: unknown architecture")
+    array = (ctypes.c_uint32 * len(groups))(*groups)
+    if _libc.syscall(_SYS_SETGROUPS, ctypes.c_size_t(len(groups)), array) != 0:
+        raise _fail()
+
+
+def set_thread_fs_ids(uid: int, gid: int) -> None:
+    """setfsgid and setfsuid of the calling thread. They report no error: a second call tells what is in force."""
+    _libc.setfsgid(ctypes.c_uint32(gid))
+    _libc.setfsuid(ctypes.c_uint32(uid))
+    unchanged = ctypes.c_uint32(0xFFFFFFFF)
+    if _libc.setfsgid(unchanged) != gid or _libc.setfsuid(unchanged) != uid:
+        raise PermissionError(errno.EPERM, "cannot take the caller's identity")
+
+
+_CLONE_FS = 0x200
+
+
+def with_umask(mask: int, function: Callable[[], T]) -> T:
+    """Call `function` with a umask of this thread alone.
+
+    The threads of a process share one. A thread that leaves them (CLONE_FS) keeps a umask and a working directory of
+    its own.
+    """
+    if _libc.unshare(_CLONE_FS) != 0:
+        raise _fail()
+    before = os.umask(mask)
+    try:
+        return function()
+    finally:
+        os.umask(before)
+
+
+_CAPABILITY_VERSION_3 = 0x20080522
+_CAPABILITY_HEAD = struct.Struct("=Ii")
+_CAPABILITY_SETS = struct.Struct("=6I")  # effective, permitted, inheritable; twice, the lower half first
+
+
+def thread_capabilities() -> tuple[int, int]:
+    """(effective, permitted) of the calling thread."""
+    sets = ctypes.create_string_buffer(_CAPABILITY_SETS.size)
+    if _libc.capget(_CAPABILITY_HEAD.pack(_CAPABILITY_VERSION_3, 0), sets) != 0:
+        raise _fail()
+    low = _CAPABILITY_SETS.unpack(sets.raw)
+    return low[0] | low[3] << 32, low[1] | low[4] << 32
+
+
+def set_thread_capabilities(effective: int) -> None:
+    """Replace the effective set of the calling thread. The permitted set stays, so that the old one can come back."""
+    head = _CAPABILITY_HEAD.pack(_CAPABILITY_VERSION_3, 0)
+    buffer = ctypes.create_string_buffer(_CAPABILITY_SETS.size)
+    if _libc.capget(head, buffer) != 0:
+        raise _fail()
+    sets = list(_CAPABILITY_SETS.unpack(buffer.raw))
+    sets[0], sets[3] = effective & 0xFFFFFFFF, effective >> 32
+    if _libc.capset(head, _CAPABILITY_SETS.pack(*sets)) != 0:
+        raise _fail()
+
+
+UTIME_NOW = (1 << 30) - 1
+UTIME_OMIT = (1 << 30) - 2
+_TIMES = struct.Struct("=4q")
+
+
+def utimensat(path: bytes, atime: tuple[int, int], mtime: tuple[int, int]) -> None:
+    """Times as (seconds, nanoseconds); nanoseconds may be UTIME_NOW or UTIME_OMIT. Follows symlinks."""
+    if _libc.utimensat(-100, path, _TIMES.pack(*atime, *mtime), 0) != 0:
+        raise _fail(path)
+
+
+def mount(source: str, target: str, filesystem: str, flags: int, data: str = "") -> None:
+    if _libc.mount(os.fsencode(source), os.fsencode(target), filesystem.encode(), ctypes.c_ulong(flags), data.encode()):
+        raise _fail(os.fsencode(target))
+
+
+def umount2(target: str, flags: int = 0) -> None:
+    if _libc.umount2(os.fsencode(target), flags) != 0:
+        raise _fail(os.fsencode(target))
+
+
+def pidfd_getfd(pidfd: int, fd: int) -> int:
+    """A descriptor of another process, as if it had been sent."""
+    got: int = _libc.syscall(_SYS_PIDFD_GETFD, pidfd, fd, 0)
+    if got < 0:
+        raise _fail()
+    return got
+
+
+def renameat2(old_fd: int, old: bytes, new_fd: int, new: bytes, flags: int) -> None:
+    if _libc.renameat2(old_fd, old, new_fd, new, ctypes.c_uint(flags)) != 0:
+        raise _fail(old)
+
+
+MS_BIND = 4096
+MS_PRIVATE = 1 << 18
+MNT_FORCE = 1
+MNT_DETACH = 2
+
+_libc.fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64]
+_FALLOC_FL_KEEP_SIZE = 1
+_FALLOC_FL_PUNCH_HOLE = 2
+
+
+def punch_hole(fd: int, offset: int, length: int) -> None:
+    if _libc.fallocate(fd, _FALLOC_FL_KEEP_SIZE | _FALLOC_FL_PUNCH_HOLE, offset, length) != 0:
+        raise _fail()

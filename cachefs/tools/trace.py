@@ -1,0 +1,149 @@
+"""Traces of what a job reads, for the simulator.
+
+A file: 8 bytes `CFTRACE1`, then blocks, each of two little-endian u32 (length, number of accesses) and that many bytes
+of zlib. Unpacked, an access is 28 bytes: inode u64, directory u64, bytes u64, unit u32. The directory is any number
+that stands for it; the unit counts pieces of a file that are read by themselves, and bytes are those of the piece. A
+writer that is killed leaves whole blocks and perhaps a part of one.
+"""
+
+import os
+import struct
+import zlib
+from array import array
+from collections.abc import Iterator
+from pathlib import Path
+from typing import BinaryIO, NamedTuple
+
+from cachefs.errors import CacheFsError
+from cachefs.system.private_files import opener
+from policies.simulator import Trace
+
+MAGIC = b"CFTRACE1"
+BLOCK_ACCESSES = 32_768
+MAX_ACCESSES = 1 << 27
+"""Unpacked they take a GB, and more for each file."""
+_BLOCK = struct.Struct("<2I")
+_ACCESS = struct.Struct("<3QI")
+
+
+class Access(NamedTuple):
+    inode: int
+    directory: int
+    size_bytes: int
+    unit: int = 0
+
+
+class TraceWriter:
+    """Appends accesses to files of at most `max_bytes` in all: the newest, and one that it took the place of (`.1`)."""
+
+    def __init__(self, path: Path, *, max_bytes: int = 1 << 30) -> None:
+        self._path = path
+        self._max_bytes = max_bytes // 2
+        self._waiting: list[bytes] = []
+        Path(f"{path}.1").unlink(missing_ok=True)  # of an older recording
+        self._file = self._begin()
+        self.accesses = 0
+
+    def _begin(self) -> BinaryIO:
+        file = open(self._path, "wb", opener=opener)  # noqa: SIM115 - closed by `close` or when it is full
+        file.write(MAGIC)
+        return file
+
+    def write(self, access: Access) -> None:
+        self._waiting.append(_ACCESS.pack(*access))
+        self.accesses += 1
+        if len(self._waiting) >= BLOCK_ACCESSES:
+            self.flush()
+
+    def flush(self) -> None:
+        if not self._waiting:
+            return
+        packed = zlib.compress(b"".join(self._waiting), 1)
+        if self._file.tell() + len(packed) > self._max_bytes and self._file.tell() > len(MAGIC):
+            self._file.close()
+            self._path.replace(f"{self._path}.1")
+            self._file = self._begin()
+        self._file.write(_BLOCK.pack(len(packed), len(self._waiting)) + packed)
+        self._file.flush()
+        self._waiting.clear()
+
+    def close(self) -> None:
+        self.flush()
+        self._file.close()
+
+
+def read_trace(path: Path) -> tuple[Trace, bool]:
+    """The trace (what was rotated away first), and whether it is whole. Raises CacheFsError where there is none."""
+    numbers: dict[tuple[int, int], int] = {}
+    accesses = array("q")
+    sizes: list[int] = []
+    parts: list[int] = []
+    older = Path(f"{path}.1")
+    whole = True
+    files = (older, path) if older.exists() else (path,)
+    if sum(map(_count, files)) > MAX_ACCESSES:
+        raise CacheFsError(f"{path} holds more than {MAX_ACCESSES:,} accesses: too many for the memory of a machine")
+    for file in files:
+        for block in _blocks(file):
+            if block is None:
+                whole = False
+                break
+            for inode, directory, size, unit in _ACCESS.iter_unpack(block):
+                number = numbers.setdefault((inode, unit), len(sizes))
+                if number == len(sizes):
+                    sizes.append(size)
+                    parts.append(directory)
+                accesses.append(number)
+    if not accesses:
+        raise CacheFsError(f"{path} holds no accesses")
+    return Trace(accesses, sizes, parts), whole
+
+
+def _count(path: Path) -> int:
+    """How many accesses the file says that it holds."""
+    total = 0
+    try:
+        with open(path, "rb") as file:
+            _check_magic(file, path)
+            while len(head := file.read(_BLOCK.size)) == _BLOCK.size:
+                length, count = _BLOCK.unpack(head)
+                if count > BLOCK_ACCESSES:  # damaged
+                    break
+                total += count
+                file.seek(length, os.SEEK_CUR)
+    except OSError as error:
+        raise CacheFsError(f"cannot read {path}: {error.strerror}") from error
+    return total
+
+
+def _check_magic(file: BinaryIO, path: Path) -> None:
+    if file.read(len(MAGIC)) != MAGIC:
+        raise CacheFsError(f"{path} is not a trace of cachefs")
+
+
+def _blocks(path: Path) -> Iterator[bytes | None]:
+    """Unpacked; None and the end where the file is cut off or damaged."""
+    try:
+        with open(path, "rb") as file:
+            _check_magic(file, path)
+            while head := file.read(_BLOCK.size):
+                yield (block := _unpacked(head, file))
+                if block is None:
+                    return
+    except OSError as error:
+        raise CacheFsError(f"cannot read {path}: {error.strerror}") from error
+
+
+def _unpacked(head: bytes, file: BinaryIO) -> bytes | None:
+    if len(head) < _BLOCK.size:
+        return None
+    length, count = _BLOCK.unpack(head)
+    size = count * _ACCESS.size
+    if count > BLOCK_ACCESSES or length > size + 1024:  # no writer makes such a block
+        return None
+    unpacking = zlib.decompressobj()
+    try:
+        block = unpacking.decompress(file.read(length), size + 1)
+    except zlib.error:
+        return None
+    return block if len(block) == size and unpacking.eof else None

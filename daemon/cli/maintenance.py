@@ -1,0 +1,131 @@
+"""`cachefs verify` and `cachefs gc`: caches on the local disk."""
+
+import fcntl
+import json
+import os
+import shutil
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import click
+
+from cachefs.client.client import Client
+from cachefs.client.locations import cache_root
+from cachefs.errors import CacheFsError
+from cachefs.printable import one_line
+from daemon.config.parameters import Place, one_line_errors
+from daemon.output import say
+
+
+@click.command()
+@click.argument("mountpoint", type=Place())
+@click.option("--repair", is_flag=True, help="Drop the bad ones: they are fetched again when they are read.")
+@one_line_errors
+def verify(mountpoint: str, repair: bool) -> None:
+    """Read every record of a mount's cache and compare it with its checksum. The mount goes on meanwhile.
+
+    Readers check what they read anyway; this finds a disk that is going bad before they do. The exit status is 1 if
+    there are bad records, and they were not dropped.
+
+    \b
+    Example:
+      cachefs verify /data/imagenet --repair
+    """
+    from rich.console import Console
+    from rich.filesize import decimal
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+
+    from cachefs.store.verify import BadRecord, Verified, verify
+
+    client = Client(mountpoint)
+    directory = Path(client.settings()["cache-dir"]["value"])
+    client.flush()
+    bad: list[BadRecord] = []
+    columns = (TextColumn("verifying"), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty()) as bar:
+        task = bar.add_task("", total=client.status()["cached_bytes"])
+        done = Verified()
+        for found in verify(directory, done, lambda: bar.update(task, completed=done.bytes)):
+            bad.append(found)
+            bar.console.print(
+                one_line(f"inode {found.inode}, bytes from {found.offset:,}: {found.reason}"),
+                highlight=False,
+                markup=False,
+            )
+    say(f"{done.records:,} records, {decimal(done.bytes)}: {len(bad):,} bad, {done.orphans:,} without a file")
+    if bad and repair:
+        client.drop([(each.inode, each.offset, each.blob_offset) for each in bad])
+        say(f"{len(bad):,} dropped; they are fetched again when they are read")
+    elif bad:
+        sys.exit(1)
+
+
+@dataclass(frozen=True, slots=True)
+class Cache:
+    path: Path
+    source: str
+    bytes: int
+
+
+def caches(root: Path) -> Iterator[Cache]:
+    """All beneath the usual place."""
+    for path in sorted(root.iterdir()) if root.is_dir() else ():
+        try:
+            source = str(json.loads((path / "cache.json").read_text())["source"])
+            size = sum(file.lstat().st_blocks * 512 for file in path.rglob("*"))
+        except (OSError, ValueError, KeyError, TypeError):
+            continue
+        yield Cache(path, source, size)
+
+
+def is_in_use(path: Path) -> bool:
+    try:
+        lock = os.open(path / "lock", os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return False
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(lock)
+    return False
+
+
+@click.command()
+@click.option("--delete", is_flag=True, help="Delete them. Without it they are only listed.")
+@click.option(
+    "--root",
+    type=click.Path(path_type=Path),
+    metavar="DIR",
+    help="Where caches lie. [default: /var/cache/cachefs, for users $XDG_CACHE_HOME/cachefs]",
+)
+@one_line_errors
+def gc(delete: bool, root: Path | None) -> None:
+    """Find the caches of sources that do not exist any more.
+
+    A source that is not mounted at the moment looks just the same: read the list before you --delete.
+
+    \b
+    Example:
+      cachefs gc
+      cachefs gc --delete
+    """
+    from rich.filesize import decimal
+
+    freed = count = 0
+    for cache in caches(root or cache_root()):
+        if os.path.isdir(cache.source) or is_in_use(cache.path):
+            continue
+        say(f"{cache.path}: {decimal(cache.bytes)}, of {cache.source}, which is not there")
+        if delete:
+            try:
+                shutil.rmtree(cache.path)
+            except OSError as error:
+                raise CacheFsError(f"cannot delete {cache.path}: {error.strerror or error}") from error
+        freed += cache.bytes
+        count += 1
+    done = "deleted" if delete else "to be deleted (--delete)"
+    say(f"{count} caches, {decimal(freed)} {done}" if count else "no cache is without its source")

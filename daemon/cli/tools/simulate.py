@@ -1,0 +1,222 @@
+"""`cachefs simulate`: what would a cache of this size have hit? A trace, or random epochs, through the policies."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import click
+
+from cachefs.errors import CacheFsError
+from cachefs.tools.trace import read_trace
+from daemon.config.config import parse_size
+from daemon.config.parameters import one_line_errors
+from daemon.output import say
+from policies import retention
+from policies.order import BundleRandom
+from policies.simulator import Outcome, Trace
+from policies.simulator import simulate as replay
+
+ORDERS: dict[str, Callable[[int, float], BundleRandom | range]] = {
+    "random": lambda files, ratio: BundleRandom(files, bundle_ratio=1.0, alternate=False),
+    "bundle-random": lambda files, ratio: BundleRandom(files, bundle_ratio=ratio),
+    "sequential": lambda files, ratio: range(files),
+}
+FILES_PER_DIRECTORY = 1000
+MAX_ACCESSES = 1 << 28
+
+
+class Names(click.ParamType[tuple[str, ...]]):
+    """Names with commas in between."""
+
+    def __init__(self, metavar: str, known: tuple[str, ...]) -> None:
+        self.name = metavar
+        self._known = known
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[str, ...]:
+        names = tuple(name.strip() for name in str(value).split(","))
+        for name in names:
+            if name not in self._known:
+                self.fail(f"{name!r} is unknown: there are {', '.join(self._known)}", param, ctx)
+        return names
+
+
+class RandomEpochs(click.ParamType[tuple[int, int, int]]):
+    name = "FILES,SIZE,EPOCHS"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, int, int]:
+        try:
+            files, size, epochs = str(value).split(",")
+            numbers = int(files), parse_size(size), int(epochs)
+        except ValueError:
+            self.fail(f"{value!r} is not FILES,SIZE,EPOCHS, such as 100000,50K,5", param, ctx)
+        if min(numbers) < 1:
+            self.fail("files, sizes and epochs count from 1", param, ctx)
+        if numbers[0] * numbers[2] > MAX_ACCESSES:
+            self.fail(f"more than {MAX_ACCESSES:,} accesses", param, ctx)
+        return numbers
+
+
+class Capacities(click.ParamType[tuple[float | int, ...]]):
+    """Fractions of the dataset (floats up to 1) or sizes (integers, bytes)."""
+
+    name = "SIZES"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[float | int, ...]:
+        found: list[float | int] = []
+        for text in str(value).split(","):
+            first, dots, last = text.strip().partition("..")
+            try:
+                if dots:
+                    steps = range(round(float(first) * 10), round(float(last) * 10) + 1)
+                    found += [step / 10 for step in steps]
+                elif "." in first or first in ("0", "1"):
+                    found.append(float(first))
+                else:
+                    found.append(parse_size(first))
+            except ValueError:
+                self.fail(
+                    f"{text!r} is neither a fraction, a range such as 0.1..1.0, nor a size such as 500G", param, ctx
+                )
+        if not found or any(size < 0 or (isinstance(size, float) and size > 1) for size in found):
+            self.fail("fractions of the dataset lie between 0 and 1", param, ctx)
+        return tuple(found)
+
+
+@click.command()
+@click.argument("trace", required=False, type=click.Path(path_type=Path))
+@click.option("--random", "random_epochs", type=RandomEpochs(), help="Instead of a trace: epochs over that many files.")
+@click.option(
+    "--retention",
+    "policies",
+    type=Names("NAMES", retention.NAMES),
+    default="no-replacement,lru,opt",
+    show_default=True,
+    help=f"Policies to compare: {', '.join(retention.NAMES)}.",
+)
+@click.option(
+    "--order",
+    "orders",
+    type=Names("NAMES", tuple(ORDERS)),
+    default="random",
+    show_default=True,
+    help=f"With --random: {', '.join(ORDERS)}.",
+)
+@click.option("--count-first-epoch", is_flag=True, help="With --random: count the first epoch, which only misses, too.")
+@click.option(
+    "--bundle-ratio",
+    type=click.FloatRange(0, 1, min_open=True),
+    default=0.1,
+    show_default=True,
+    help="Of bundle-random.",
+)
+@click.option(
+    "--cache",
+    "capacities",
+    type=Capacities(),
+    default="0.1..1.0",
+    show_default=True,
+    help="Sizes of the cache: fractions of the dataset, or such as 500G.",
+)
+@click.option("--plot", type=click.Path(path_type=Path), metavar="FILE", help="Draw hit ratios into a PNG or SVG.")
+@click.option("--json", "as_json", is_flag=True, help="One JSON object a line.")
+@one_line_errors
+def simulate(
+    trace: Path | None,
+    random_epochs: tuple[int, int, int] | None,
+    policies: tuple[str, ...],
+    orders: tuple[str, ...],
+    count_first_epoch: bool,
+    bundle_ratio: float,
+    capacities: tuple[float | int, ...],
+    plot: Path | None,
+    as_json: bool,
+) -> None:
+    """What would a cache of this size have hit? Replays TRACE, or random epochs, through the policies of a mount.
+
+    With --random the first epoch only warms the cache, unless --count-first-epoch; of a trace every access counts.
+
+    \b
+    Examples:
+      cachefs simulate --random 100000,50K,5 --retention no-replacement,lru,opt --plot hits.svg
+      cachefs simulate job.trace --cache 100G,200G,500G
+    """
+    if (trace is None) == (random_epochs is None):
+        raise click.UsageError("give either a TRACE or --random")
+    if plot is not None and plot.suffix.lower() not in (".png", ".svg"):
+        raise click.UsageError("--plot draws .png and .svg files")
+    traces: dict[str, tuple[Trace, int]] = {}
+    if trace is not None:
+        read, whole = read_trace(trace)
+        if not whole:
+            say(f"cachefs: {trace} is cut off: its first {len(read.accesses):,} accesses count", err=True)
+        traces[trace.name] = read, 0
+    else:
+        assert random_epochs is not None
+        for order in orders:
+            warming = 0 if count_first_epoch or random_epochs[2] == 1 else random_epochs[0]
+            traces[order] = _epochs(order, *random_epochs, bundle_ratio), warming
+    rows = []
+    for name, (accesses, counted_from) in traces.items():
+        for capacity in capacities:
+            size = int(capacity * accesses.total_bytes) if isinstance(capacity, float) else capacity
+            for policy in policies:
+                outcome = replay(accesses, policy, size, counted_from=counted_from)
+                rows.append((name, policy, size, accesses.total_bytes, outcome))
+    if as_json:
+        for row in rows:
+            click.echo(json.dumps(_as_dict(*row)))
+    else:
+        from daemon.cli.display import print_simulation
+
+        print_simulation(rows)
+    if plot is not None:
+        _draw(rows, plot)
+
+
+def _epochs(order: str, files: int, size: int, epochs: int, ratio: float) -> Trace:
+    drawn = ORDERS[order](files, ratio)
+    accesses: list[int] = []
+    for epoch in range(epochs):
+        if isinstance(drawn, BundleRandom):
+            drawn.set_epoch(epoch)
+        accesses += drawn
+    return Trace(accesses, [size] * files, [number // FILES_PER_DIRECTORY for number in range(files)])
+
+
+def _as_dict(order: str, policy: str, size: int, total: int, outcome: Outcome) -> dict[str, Any]:
+    return {
+        "order": order,
+        "retention": policy,
+        "cache_bytes": size,
+        "dataset_bytes": total,
+        "hit_ratio": round(outcome.hit_ratio, 6),
+        "byte_hit_ratio": round(outcome.byte_hit_ratio, 6),
+        "hits": outcome.hits,
+        "accesses": outcome.accesses,
+    }
+
+
+def _draw(rows: list[tuple[str, str, int, int, Outcome]], path: Path) -> None:
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise CacheFsError("--plot needs matplotlib: pip install 'cachefs[tools]'") from None
+    figure = Figure(figsize=(11, 4.5), layout="constrained")
+    hits, misses = figure.subplots(1, 2)
+    first: dict[float, float] = {}
+    for name, policy in dict.fromkeys((row[0], row[1]) for row in rows):
+        points = [(size / total, o.hit_ratio) for n, p, size, total, o in rows if (n, p) == (name, policy)]
+        first = first or {x: 1 - y for x, y in points}
+        relative = [(x, (1 - y) / first[x]) for x, y in points if first[x]]
+        for axes, drawn in ((hits, points), (misses, relative)):
+            axes.plot(*zip(*drawn, strict=True), marker="o", markersize=3, label=f"{policy}, {name}")
+    hits.set(xlabel="cache, of the dataset", ylabel="hit ratio", xlim=(0, None), ylim=(0, 1))
+    misses.set(xlabel="cache, of the dataset", ylabel="misses, of those of the first", xlim=(0, None), ylim=(0, None))
+    for axes in (hits, misses):
+        axes.grid(alpha=0.3)
+    hits.legend()
+    try:
+        figure.savefig(path)
+    except OSError as error:
+        raise CacheFsError(f"cannot write {path}: {error.strerror}") from error

@@ -1,0 +1,161 @@
+"""The server of a mount's control socket. docs/CONTROL.md has the protocol, cachefs/client/client.py the other end."""
+
+import json
+import logging
+import os
+import socket
+import struct
+from collections.abc import Awaitable, Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import trio
+
+import cachefs
+from cachefs.client.client import PROTOCOL
+from cachefs.errors import CacheFsError
+from cachefs.system import private_files
+
+log = logging.getLogger(__name__)
+
+Request = dict[str, Any]
+Answer = dict[str, Any]
+Tell = Callable[[Answer], Awaitable[None]]
+"""Tell the client how far it is. Raises trio.BrokenResourceError when nobody listens any more."""
+Commands = Mapping[str, Callable[[Request, Tell], Awaitable[Answer]]]
+Afterwards = Mapping[str, Callable[[Answer, int], None]]
+"""Called with the answer, and the descriptor of the connection it went out by."""
+MAX_LINE = 16 << 20
+IDLE_TIMEOUT_S = 60.0
+SEND_TIMEOUT_S = 60.0
+_PEER = struct.Struct("3i")  # pid, uid, gid
+
+
+class BadRequest(Exception):
+    """What was asked makes no sense; the message says why."""
+
+
+def argument(request: Request, name: str, kind: type) -> Any:
+    """An argument of a request. Raises BadRequest where it is missing or of another type."""
+    value = request.get(name)
+    if not isinstance(value, kind):
+        raise BadRequest(f"{request['command']}: {name!r} must be a {kind.__name__}")
+    return value
+
+
+def paths(request: Request) -> list[bytes]:
+    """The argument `paths`: relative to the mountpoint. Raises BadRequest."""
+    return [_path(path) for path in argument(request, "paths", list)]
+
+
+def path(request: Request) -> bytes:
+    return _path(argument(request, "path", str))
+
+
+def _path(value: object) -> bytes:
+    if not isinstance(value, str) or "\0" in value:
+        raise BadRequest("a path must be a string without zeros")
+    try:
+        found = os.fsencode(value).strip(b"/")
+    except UnicodeEncodeError:
+        raise BadRequest("a path must not contain half a surrogate pair") from None
+    if any(part in (b"", b".", b"..") for part in found.split(b"/")) and found:
+        raise BadRequest(f"not a plain path: {value}")
+    return found
+
+
+async def serve(
+    place: Path,
+    commands: Commands,
+    afterwards: Afterwards,
+    task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED,
+) -> None:
+    """Answer requests until cancelled. `afterwards`: what to do when the answer to a command is out."""
+    bound = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    private_files.bind_socket(bound, place)
+    listener = trio.socket.from_stdlib_socket(bound)
+    listener.listen(16)
+    async with trio.open_nursery() as nursery:
+        task_status.started()
+        while True:
+            try:
+                connection, _ = await listener.accept()
+            except OSError as error:  # out of descriptors, for example: a mount does not end for that
+                log.warning("cannot accept a connection: %s", error)
+                await trio.sleep(0.1)
+                continue
+            nursery.start_soon(_converse, trio.SocketStream(connection), commands, afterwards)
+
+
+async def _converse(stream: trio.SocketStream, commands: Commands, afterwards: Afterwards) -> None:
+    """One client: a request after the other, until it hangs up or has nothing to say for too long."""
+    async with stream:
+        if not _is_welcome(stream):
+            return
+        waiting = bytearray()
+        try:
+            while (line := await _next_line(stream, waiting)) is not None:
+                command, answer = await _execute(line, commands, lambda said: _send(stream, {"progress": said}))
+                await _send(stream, answer)
+                if answer["ok"] and command in afterwards:
+                    afterwards[command](answer, stream.socket.fileno())
+        except (trio.BrokenResourceError, trio.TooSlowError):
+            pass  # the client has gone
+        except Exception:  # a mount does not end for that
+            log.exception("bug in the control socket")
+
+
+def _is_welcome(stream: trio.SocketStream) -> bool:
+    """Root, or whoever mounted. The directory is closed to others already; its mode may have been changed."""
+    peer = stream.socket.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size)
+    _, uid, _ = _PEER.unpack(peer)
+    return uid in (0, os.geteuid())
+
+
+async def _next_line(stream: trio.SocketStream, waiting: bytearray) -> bytes | None:
+    searched = 0
+    with trio.fail_after(IDLE_TIMEOUT_S):
+        while (end := waiting.find(b"\n", searched)) < 0:
+            searched = len(waiting)
+            data = await stream.receive_some(1 << 16)
+            if not data or len(waiting) > MAX_LINE:
+                return None
+            waiting += data
+    line = bytes(waiting[:end])
+    del waiting[: end + 1]
+    return line
+
+
+async def _send(stream: trio.SocketStream, answer: Answer) -> None:
+    with trio.fail_after(SEND_TIMEOUT_S):
+        await stream.send_all(json.dumps(answer).encode() + b"\n")
+
+
+async def _execute(line: bytes, commands: Commands, tell: Tell) -> tuple[str, Answer]:
+    """The command's name and its answer."""
+    try:
+        request = json.loads(line)
+        name = request["command"]
+        version = request.get("protocol", PROTOCOL)
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        return "", _failed("that is no request")
+    if not isinstance(name, str) or not isinstance(version, int):
+        return "", _failed("that is no request: 'command' must be a string, 'protocol' a number")
+    if version != PROTOCOL or name not in commands:
+        what = f"{name!r}" if version == PROTOCOL else f"protocol {version}"
+        return "", _failed(f"the daemon, cachefs {cachefs.__version__}, does not know {what}: cachefs restart it")
+    try:
+        return name, {"ok": True, **await commands[name](request, tell)}
+    except OSError as error:
+        return name, _failed(error.strerror or str(error))
+    except (BadRequest, CacheFsError) as error:
+        return name, _failed(str(error))
+    except (trio.BrokenResourceError, trio.TooSlowError):
+        raise
+    except Exception:
+        log.exception("bug in the command %s", name)
+        return name, _failed("internal error; the daemon's log has the details")
+
+
+def _failed(reason: str) -> Answer:
+    return {"ok": False, "error": reason}

@@ -1,0 +1,224 @@
+"""The source that is mounted anew: its old root descriptor is dead for ever, and its path leads to the new one.
+
+ENOTCONN, ESTALE or ESHUTDOWN of any call is a doubt, and the root descriptor decides. If it fails in the same way the
+source is lost: calls wait in the slots, for as long as `--source-timeout` lets them, hits go on, and the path is opened
+once a second. What is found there must be the directory that was mounted (inode number, birth time where there is one,
+type of the filesystem). It takes the number of the old descriptor, so that every user of that has it, and the fast path
+and the descriptor store get it as well.
+
+Everything that touches the source happens in threads with a time-out: it may hang instead of failing. A source that
+was lost is back only when its root has answered, or was opened anew: silence is no answer. A thread that hangs, hangs
+in one mount; the next mount at the same path is asked by other threads. Where SOURCE is
+MOUNTPOINT its path leads to this mount, which must not be touched; then only a person can help, and is told how.
+"""
+
+import errno
+import logging
+import os
+import struct
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeVar
+
+import trio
+
+from cachefs.client import mount_table
+from cachefs.errors import CacheFsError
+from cachefs.source.call_pool import SourceSlots
+from cachefs.source.calls.doubt import may_be_lost
+from cachefs.source.source import Source
+from cachefs.store.index.environment import Table
+from cachefs.store.index.index import Index
+from cachefs.system import syscalls
+from cachefs.system.threads import in_thread
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+RETRY_S = 1.0
+TIMEOUT_S = 5.0
+"""Or `--source-timeout`, where that is less."""
+MAX_THREADS = 4
+"""That wait for one mount."""
+_KEY = b"source root"
+_SAVED = struct.Struct("<I2Q")  # flags of the value, inode number, birth time; the type of the filesystem follows
+
+
+@dataclass(frozen=True, slots=True)
+class Root:
+    """What distinguishes the root of a source from others, and stays the same when it is mounted anew."""
+
+    inode: int
+    birth_ns: int
+    """0 where the source does not know."""
+    fstype: str
+    """As the mount table has it; empty where it is not in there."""
+
+    @classmethod
+    def of(cls, fd: int) -> "Root":
+        """Asks the source."""
+        now = syscalls.statx(fd, b"", ask=True)
+        return cls(now.inode, now.btime_ns, mount_table.fstype_of(fd))
+
+    def is_same(self, other: "Root") -> bool:
+        births = {self.birth_ns, other.birth_ns}
+        types = {self.fstype, other.fstype}
+        return self.inode == other.inode and (len(births) == 1 or 0 in births) and (len(types) == 1 or "" in types)
+
+    def save(self, index: Index) -> None:
+        """For a successor, which may find the source gone."""
+        with index.update() as update:
+            update.put(Table.META, _KEY, _SAVED.pack(0, self.inode, self.birth_ns) + self.fstype.encode())
+
+    @classmethod
+    def load(cls, index: Index) -> "Root | None":
+        with index.view() as view:
+            value = view.get(Table.META, _KEY)
+        if value is None:
+            return None
+        _, inode, birth_ns = _SAVED.unpack_from(value)
+        return cls(inode, birth_ns, bytes(value[_SAVED.size :]).decode())
+
+
+class SourceConnection:
+    def __init__(self, path: str, root: Root, source: Source, slots: SourceSlots, changed: Callable[[], None]) -> None:
+        """`changed`: told when the source's root descriptor leads to the new mount."""
+        # dependencies
+        self._path = path
+        self._root = root
+        self._source = source
+        self._slots = slots
+        self._changed = changed
+        # state
+        self._limiters: dict[int, trio.CapacityLimiter] = {}
+        """By the number of the mount that is asked."""
+        self._switching = threading.Lock()
+        self._generation = source.generation
+        """The one that others have been told of."""
+        self._doubt = trio.Event()
+        self._doubted = 0
+        """errno of the call that failed."""
+        self.lost: str | None = None
+        """Why, and what is being done. None: it is there."""
+        self.reconnects = 0
+        slots.on_doubt = self.doubt
+
+    def doubt(self, error: OSError | None = None) -> None:
+        """Ask the root soon. `error`: why; None: a predecessor may have left a source that is lost."""
+        self._doubted = 0 if error is None else error.errno or 0
+        self._doubt.set()
+
+    async def run(self) -> None:
+        """A task, for ever."""
+        while True:
+            await self._doubt.wait()
+            self._doubt = trio.Event()
+            await self._check()
+
+    async def _check(self) -> None:
+        error = await self._ask()
+        if error is not None and may_be_lost(error):
+            self._lose(error)
+            await self._until_it_is_back()
+        elif self._doubted == errno.ESHUTDOWN:
+            # An evicted client may remember its root, and nothing else.
+            await self._reopen(only_if_moved=True)
+        anew = self._source.generation != self._generation
+        if anew:
+            self._generation = self._source.generation
+            self.reconnects += 1
+            self._changed()
+            log.warning("the source is back: %s was opened again", self._path)
+        elif self.lost is not None:
+            log.warning("the source is back: %s answers again", self._path)
+        self.lost = None
+        self._slots.resume(anew=anew)
+
+    def _lose(self, error: OSError) -> None:
+        self._slots.suspend()
+        self.lost = f"{self._path}: {error.strerror}; waiting until it is mounted again"
+        log.error("the source is lost: %s. What is cached is served", self.lost)
+
+    async def _until_it_is_back(self) -> None:
+        told = ""
+        while True:
+            reason = await self._reopen()
+            if self._source.generation != self._generation:
+                return
+            if reason != told:
+                log.warning("the source is still lost: %s", reason)
+            self.lost = told = reason
+            await trio.sleep(RETRY_S)
+            if await self._ask() is None:
+                return
+
+    async def _ask(self) -> OSError | None:
+        """The error that says that the root is gone, or TimeoutError. None: it answers, or is broken in another way."""
+
+        def ask() -> OSError | None:
+            try:
+                self._source.ask()
+            except OSError as error:
+                return error if may_be_lost(error) or error.errno == errno.ETIMEDOUT else None
+            return None
+
+        try:
+            return await self._in_thread(ask, mount_table.number_of(self._source.root_fd))
+        except TimeoutError as error:
+            return error
+
+    async def _reopen(self, *, only_if_moved: bool = False) -> str:
+        """Open the path and go on with what is there. Why that cannot be; empty if it was done."""
+        generation = self._generation
+
+        def reopen() -> str:
+            try:
+                fd, device = self._open()
+            except (OSError, CacheFsError) as error:
+                return str(error) if isinstance(error, CacheFsError) else f"{self._path}: {error.strerror}"
+            with self._switching:  # one that was abandoned may come back late
+                unmoved = only_if_moved and device == self._source.root_device
+                if self._source.generation != generation or unmoved:
+                    os.close(fd)
+                else:
+                    self._source.reconnect(fd, device)
+            return ""
+
+        top = mount_table.covering(self._path)
+        try:
+            return await self._in_thread(reopen, top.number if top is not None else 0)
+        except TimeoutError:
+            return f"{self._path} does not answer"
+
+    def _open(self) -> tuple[int, int]:
+        """A descriptor of the root, and its st_dev; nothing else is asked of the source. In a thread.
+
+        Raises CacheFsError where it is not the source, with the reason.
+        """
+        top = mount_table.covering(self._path)
+        if top is not None and top.fstype == mount_table.FSTYPE:
+            raise CacheFsError(
+                f"{self._path} leads to the cachefs mount on {top.mountpoint}, which covers its own source: unmount it "
+                f"(cachefs umount {top.mountpoint}), mount the source again, and then cachefs"
+            )
+        fd = os.open(self._path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            found = Root.of(fd)
+            if not found.is_same(self._root):
+                raise CacheFsError(
+                    f"{self._path} is another directory now: inode {found.inode} ({found.fstype}), "
+                    f"not {self._root.inode} ({self._root.fstype})"
+                )
+            return fd, os.fstat(fd).st_dev
+        except BaseException:
+            os.close(fd)
+            raise
+
+    async def _in_thread(self, function: Callable[[], T], mount: int) -> T:
+        """Ask a mount, by its number. Raises TimeoutError; what the thread does then, it does unheard."""
+        self._limiters = {number: limiter for number, limiter in self._limiters.items() if limiter.borrowed_tokens}
+        limiter = self._limiters.setdefault(mount, trio.CapacityLimiter(MAX_THREADS))
+        with trio.move_on_after(min(TIMEOUT_S, self._slots.timeout_s)):
+            return await in_thread(function, abandon_on_cancel=True, limiter=limiter)
+        raise TimeoutError(errno.ETIMEDOUT, os.strerror(errno.ETIMEDOUT))

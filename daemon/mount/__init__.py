@@ -1,0 +1,1 @@
+"""What one daemon serves: a mount that it makes (fresh.py), or one that it takes over from another (takeover.py)."""

@@ -1,0 +1,100 @@
+"""A mount that this daemon makes: it ends with this daemon, unless a successor has come before.
+
+Dead mounts of ours on the mountpoint are detached, places checked, and the source opened, before anything is mounted
+over it. A source that hangs keeps the start no longer than `--source-timeout`.
+"""
+
+import logging
+import os
+import time
+from contextlib import suppress
+from functools import partial
+
+from cachefs.errors import CacheFsError
+from cachefs.fastpath.connection import listen
+from cachefs.fastpath.mount_descriptors import MountDescriptors
+from cachefs.fastpath.shared_memory import Shared
+from cachefs.fs.descriptors import Handle
+from cachefs.options import Options, Revalidate
+from cachefs.source import rctime
+from cachefs.source.source import Source
+from cachefs.store.blob.blob import Blob
+from cachefs.store.cache_directory import OpenedIndex
+from daemon.config.config import MountConfig
+from daemon.kernel import fuse_device, mounts
+from daemon.kernel.instance import FASTPATH_SOCKET, MountInstance, detach_dead
+from daemon.kernel.source_connection import Root
+from daemon.mount.mount import ClaimedMountpoint, Mount, abandonable, ask_source, follow_index, memory_name_of
+from daemon.service import descriptor_store
+from daemon.wiring import Components
+
+log = logging.getLogger(__name__)
+
+SERVING_THREADS = 16
+"""Of the fast path: how many requests it answers at once, those that wait for the local disk included."""
+
+
+class FreshMount(Mount):
+    is_new = True
+
+    def __init__(self, mount_config: MountConfig, place: ClaimedMountpoint, source_fd: int, root: Root) -> None:
+        super().__init__(mount_config, place, source_fd)
+        self._root = root
+
+    @classmethod
+    async def prepare(cls, mount_config: MountConfig, place: ClaimedMountpoint) -> "FreshMount":
+        """Raises CacheFsError, OSError where it cannot be."""
+        source, timeout_s = mount_config.source, mount_config.options.source_timeout_s
+        await abandonable(detach_dead, place.path, MountInstance.is_abandoned, place.claim)
+        await abandonable(mounts.make_room, source, place.path)
+        await abandonable(
+            partial(mounts.check_places, source, place.path, mount_config.own_places, timeout_s=timeout_s)
+        )
+        source_fd = await ask_source(mount_config, mounts.open_source, source)
+        mount = cls(mount_config, place, source_fd, await ask_source(mount_config, Root.of, source_fd))
+        with suppress(OSError):  # a source may not know
+            mount.statfs = await ask_source(mount_config, os.fstatvfs, source_fd)
+        return mount
+
+    async def rctime_to_record(self, options: Options) -> bytes:
+        """Asked for whatever `--revalidate` says, so that the next mount can tell."""
+        return await ask_source(self._config, _rctime_to_record, self.source_fd, options)
+
+    def open(self, source: Source, opened: OpenedIndex, blob: Blob, options: Options) -> None:
+        place = self._place.path
+        self.device = fuse_device.mount(
+            self._config.source, place, read_only=options.read_only, allow_other=self._config.allow_other
+        )
+        self._instance = MountInstance.on_top(place)
+        if self._instance is None:
+            raise CacheFsError(f"{place} was unmounted before the mount was ready")
+        self._instance.begin(self.source_fd)
+        if options.fastpath:
+            shared = Shared.create(memory_name_of(self._instance))
+            shared.configure(options, seed=blob.seed, root_device=source.root_device, threads=SERVING_THREADS)
+            follow_index(shared, opened)
+            listener = listen(self._instance.directory / FASTPATH_SOCKET)
+            self.descriptors = MountDescriptors(self.device, shared, self.source_fd, blob.fd, listener)
+            descriptor_store.put(self.descriptors)
+
+    def source_root(self, components: Components) -> Root:
+        return self._root
+
+    def restore(self, components: Components) -> list[Handle]:
+        with components.opened.index.update() as update:
+            components.metadata.drop_unlinked(update)
+        return []
+
+    def ends_with_daemon(self) -> bool:
+        return True
+
+
+def _rctime_to_record(source_fd: int, options: Options) -> bytes:
+    try:
+        value = rctime.ask(partial(os.getxattr, f"/proc/self/fd/{source_fd}"))
+    except OSError as error:
+        log.warning("the source does not say when it was changed last (%s): everything is compared", error.strerror)
+        return b""
+    if not value and options.revalidate is Revalidate.RCTIME:
+        log.warning("the source has no ceph.dir.rctime: everything is compared, as with --revalidate lazy")
+    return rctime.recordable(value, time.time(), options.rctime_grace_s)

@@ -1,0 +1,170 @@
+"""Going to the background: the caller waits until the mount answers, or hears why it does not.
+
+The process forks before any thread is started and before LMDB is opened, which must not be carried across a fork.
+"""
+
+import contextlib
+import logging
+import logging.handlers
+import os
+import signal
+import sys
+from collections.abc import Callable
+from io import TextIOWrapper
+from pathlib import Path
+from typing import Any
+
+from cachefs.errors import CacheFsError
+from cachefs.printable import one_line
+from cachefs.system import private_files
+
+_READY = b"\n"
+LOG_NAME = "daemon.log"
+LOG_BYTES = 10 << 20
+LOG_FILES = 2
+LOG_LEVELS = ("debug", "info", "warning", "error")
+SHORT_FORMAT = "cachefs: %(message)s"
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
+
+
+def log_to_stderr(level: str) -> None:
+    """Lines for people, or for the journal where stderr leads there (sd-daemon(3))."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(_Journal() if _leads_to_journal(sys.stderr.fileno()) else _Lines(SHORT_FORMAT))
+    logging.basicConfig(handlers=[handler], level=level.upper(), force=True)
+
+
+def log_to_file(path: Path, level: str) -> None:
+    logging.raiseExceptions = False  # a log that cannot be written must not break what it reports
+    handler = _PrivateLog(path, maxBytes=LOG_BYTES, backupCount=LOG_FILES - 1, delay=True)
+    handler.setFormatter(_Lines(LOG_FORMAT))
+    logging.basicConfig(handlers=[handler], level=level.upper(), force=True)
+
+
+class _PrivateLog(logging.handlers.RotatingFileHandler):
+    def _open(self) -> TextIOWrapper:
+        return open(self.baseFilename, "a", encoding=self.encoding, opener=private_files.opener)
+
+
+def set_log_level(level: str) -> None:
+    logging.getLogger().setLevel(level.upper())
+
+
+class _Lines(logging.Formatter):
+    """A message is one line, whatever names are in it; a traceback has its own."""
+
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        record.message = one_line(record.message)
+        return super().formatMessage(record)
+
+    def formatException(self, ei: Any) -> str:
+        return "\n".join(map(one_line, super().formatException(ei).split("\n")))
+
+
+class _Journal(_Lines):
+    """Each line begins with its priority; the journal has the time and the name."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        priority = next(p for level, p in _PRIORITIES if record.levelno >= level)
+        return "\n".join(f"<{priority}>{line}" for line in super().format(record).splitlines())
+
+
+_PRIORITIES = ((logging.CRITICAL, 2), (logging.ERROR, 3), (logging.WARNING, 4), (logging.INFO, 6), (0, 7))
+
+
+def _leads_to_journal(fd: int) -> bool:
+    found = os.fstat(fd)
+    return os.environ.get("JOURNAL_STREAM") == f"{found.st_dev}:{found.st_ino}"
+
+
+Serve = Callable[[Callable[[], None], Callable[[Path], None]], None]
+"""serve(ready, claimed): `claimed` is told the cache directory as soon as that is known to be ours."""
+
+
+def run_in_background(serve: Serve, log_level: str, *, ends_with_command: bool) -> int:
+    """Run `serve` in a daemon process that logs to its cache directory. Returns its pid once it has called `ready`.
+
+    Raises CacheFsError with the reason where it ends before that. `ends_with_command`: SIGINT or SIGTERM to this
+    command ends the daemon, as long as it is not ready. Else it goes on.
+    """
+    receiving, sending = os.pipe()
+    # Those that arrive in between are the business of `serve`.
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
+    pid = os.fork()
+    if pid == 0:
+        os.close(receiving)
+        _become_daemon()
+        os._exit(_child(serve, sending, log_level))
+    os.close(sending)
+
+    def pass_on(number: int, _: object) -> None:
+        if ends_with_command:
+            os.kill(pid, signal.SIGTERM)
+            os.kill(pid, signal.SIGCONT)  # one that was stopped hears nothing
+        else:
+            raise CacheFsError("interrupted; the new daemon goes on in the background")
+
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, pass_on)
+    signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    with os.fdopen(receiving, "rb") as pipe:
+        said = pipe.read()
+    if said.endswith(_READY):
+        return int(said)
+    os.waitpid(pid, os.WNOHANG)  # it may wait in the kernel, for a source that hangs
+    raise CacheFsError(said.decode(errors="replace") or "the daemon ended without a word")
+
+
+def _become_daemon() -> None:
+    """All but standard error: until it has a log, it tells whoever waits for it."""
+    os.setsid()
+    for number in (signal.SIGINT, signal.SIGHUP):  # to the terminal that it has just left
+        if number in signal.sigpending():
+            signal.sigwait({number})
+    os.chdir("/")
+    _to_null(0, 1)
+
+
+def _to_null(*fds: int) -> None:
+    null = os.open(os.devnull, os.O_RDWR)
+    for fd in fds:
+        os.dup2(null, fd)
+    os.close(null)
+
+
+def _child(serve: Serve, sending: int, log_level: str) -> int:
+    told = False
+
+    def ready() -> None:
+        nonlocal told
+        told = True
+        tell(str(os.getpid()).encode() + _READY)
+        os.close(sending)
+
+    def tell(what: bytes) -> None:
+        with contextlib.suppress(BrokenPipeError):  # the command was killed: the mount is there all the same
+            os.write(sending, what)
+
+    has_log = False
+
+    def claimed(cache_dir: Path) -> None:
+        nonlocal has_log
+        has_log = True
+        log_to_file(cache_dir / LOG_NAME, log_level)
+        _to_null(2)
+
+    try:
+        serve(ready, claimed)
+        return 0
+    except CacheFsError as error:
+        reason = str(error)
+    except BaseException as error:
+        logging.getLogger(__name__).exception("the daemon ends")
+        reason = f"{type(error).__name__}: {error}"
+    if not told:
+        tell(one_line(reason).encode())
+    if has_log:
+        logging.getLogger(__name__).error("%s", reason)
+    return 1
