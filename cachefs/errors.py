@@ -19,7 +19,7 @@ class IndexUnavailable(Exception):
 class Busy(BlockingIOError):
     """A file cannot be opened at the moment: another process holds a lease on it, or renames on its way.
 
-    Raised by whatever opens at the source; `SourceSlots` pauses and calls again, and gives up at the call's deadline.
+    Raised by whatever opens at the source; `CallPool` pauses and calls again, and gives up at the call's deadline.
     """
 
     def __init__(self, *_: object) -> None:  # a copy is made with the arguments of the original

@@ -74,7 +74,7 @@ class Ending:
 
     def _hurry(self) -> None:
         """The mount ends: requests that wait for the source are answered soon, with ETIMEDOUT."""
-        self._components.slots.hurry(LAST_CALLS_S)
+        self._components.call_pool.hurry(LAST_CALLS_S)
         if self._mount.descriptors is not None:
             self._mount.descriptors.shared.hurry(LAST_CALLS_S)
         self._shorten(LAST_CALLS_S + LAST_ANSWERS_S)
@@ -137,5 +137,5 @@ class Ending:
             log.warning("not everything could be written to the index; the next mount compares with the source")
         with trio.CancelScope(shield=True, deadline=trio.current_time() + CLOSE_S):
             await self._components.files.close()
-        self._components.slots.close()
+        self._components.call_pool.close()
         return flushed

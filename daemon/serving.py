@@ -84,7 +84,7 @@ class Serving:
         `ready`: called when requests are being answered. Does not return where the mount is left to a successor.
         """
         components, ending, nursery = self._components, self._ending, self._nursery
-        tasks.start(nursery, [components.notifier.run, components.slots.watch])  # what follows needs them
+        tasks.start(nursery, [components.notifier.run, components.call_pool.watch])  # what follows needs them
         connection = self._connect()
         restored = self._mount.restore(components)
         await self._record_root()
@@ -117,7 +117,7 @@ class Serving:
             if self._host is not None:
                 self._host.source_changed(source.root_device)
 
-        connection = SourceConnection(self._source, root, source, components.slots, changed)
+        connection = SourceConnection(self._source, root, source, components.call_pool, changed)
         if not self._mount.is_new:
             connection.doubt()
         return connection
@@ -128,7 +128,7 @@ class Serving:
             if metadata.inode(view, ROOT_INODE) is not None:
                 return
         began_ns = source.clock.realtime_ns()
-        now = await self._components.slots.run(partial(source.lstat, ROOT))
+        now = await self._components.call_pool.run(partial(source.lstat, ROOT))
         with metadata.index.update() as update:
             root = metadata.apply_root(update, now, pin=filesystem.pins(b""))
             filesystem.permissions.recorded(root, now, began_ns)

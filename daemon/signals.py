@@ -129,7 +129,7 @@ class Configuration:
             return
         before, self.now = self.now, now
         background.set_log_level(now.log_level)
-        self._components.slots.timeout_s = now.options.source_timeout_s
+        self._components.call_pool.timeout_s = now.options.source_timeout_s
         if now.cache_size_bytes != before.cache_size_bytes:
             size = now.cache_size_bytes
             self._components.data.resize(self._default_size() if size is None else size)

@@ -62,7 +62,7 @@ def start_all(
     if prefetcher is not None:
         tasks.append(prefetcher.run)
     if options.revalidate in (Revalidate.AUTO, Revalidate.RCTIME):
-        tasks.append(partial(_believe_unmoved, mount, components))
+        tasks.append(partial(_revalidate_earlier_runs, mount, components))
     start(nursery, tasks)
 
 
@@ -100,22 +100,22 @@ def drop_dead_readers(index: Index) -> None:
     index.session.lmdb.reader_check()
 
 
-async def _believe_unmoved(mount: Mount, components: Components) -> None:
-    """What earlier runs recorded is believed once it is certain that nothing has changed (rctime.py)."""
+async def _revalidate_earlier_runs(mount: Mount, components: Components) -> None:
+    """What earlier runs recorded is confirmed once it is certain that nothing has changed (rctime.py)."""
     opened = components.opened
     while opened.may_be_unmoved:
         await trio.sleep(components.options.rctime_grace_s)
         try:
             getxattr = partial(components.source.getxattr, Object(ROOT))
-            now = await components.slots.run(partial(rctime.ask, getxattr))
-            believed = opened.believe_unmoved(now)
+            now = await components.call_pool.run(partial(rctime.ask, getxattr))
+            confirmed = opened.revalidate_earlier_runs(now)
         except OSError as error:
             log.info("the source does not say when it was changed last, asking again: %s", error.strerror)
             continue
         except IndexUnavailable as error:
             log.warning("%s: everything is compared with the source", error)
             return
-        if not believed:
+        if not confirmed:
             log.info("the source has changed: what is cached is compared with it, each object at its first use")
             return
         components.metadata.floor = opened.state.floor

@@ -26,12 +26,12 @@ from cachefs.fs.names import FileSystem
 from cachefs.fs.own_changes import OwnChanges
 from cachefs.fuse.notifier import KernelNotifier
 from cachefs.fuse.operations import Operations
-from cachefs.metadata.inode_cache import MetadataCache
-from cachefs.metadata.limit import MetadataRetention
+from cachefs.metadata.inode_cache import InodeCache
+from cachefs.metadata.limit import InodeLimit
 from cachefs.options import CacheLevel, Options
 from cachefs.prefetch.engine import PrefetchEngine
 from cachefs.prefetch.prefetcher import Prefetcher
-from cachefs.source.call_pool import SourceSlots
+from cachefs.source.call_pool import CallPool
 from cachefs.source.source import Source
 from cachefs.stats.metrics import Metrics
 from cachefs.store.blob.blob import Blob
@@ -55,11 +55,11 @@ class Components:
 
     options: Options
     source: Source
-    slots: SourceSlots
+    call_pool: CallPool
     opened: OpenedIndex
     blob: Blob
     metrics: Metrics
-    metadata: MetadataCache
+    metadata: InodeCache
     writes: WriteBehind
     data: DataCache
     invalidation: Invalidation
@@ -73,7 +73,7 @@ class Components:
     attributes: Attributes
     operations: Operations
     prefetch: Prefetch
-    limit: MetadataRetention | None
+    limit: InodeLimit | None
     """None where as much metadata is pinned as there are."""
 
 
@@ -98,7 +98,7 @@ def wire(
     index, metrics = opened.index, Metrics()
     limit = None
     if options.metadata_limit is not None:
-        limit = MetadataRetention(index, options.metadata_limit, options.metadata_retention)
+        limit = InodeLimit(index, options.metadata_limit, options.metadata_retention)
     metadata = _metadata(opened, options, limit, clock)
     policy = prefetch.make(options.prefetch, parse_graph(options.graph) if options.graph else ())
     eviction = _eviction(index, options, metadata, policy)
@@ -106,7 +106,7 @@ def wire(
     data = DataCache(index, blob, options, metrics, writes, appends=not options.fastpath, eviction=eviction)
     if not options.fastpath or options.cache is not CacheLevel.FULL:  # else it says when it is through with old slabs
         writes.writer_has_gone(blob.frontier)
-    slots = SourceSlots(SOURCE_SLOTS, options.source_timeout_s, reserve=RESERVED_SOURCE_SLOTS)
+    call_pool = CallPool(SOURCE_SLOTS, options.source_timeout_s, reserve=RESERVED_SOURCE_SLOTS)
     notifier = notifier or KernelNotifier(device, None if shared is None else shared.fd)
     young = YoungFiles(
         notifier,
@@ -117,10 +117,10 @@ def wire(
     )
     invalidation = Invalidation(metadata, data, notifier, options)
     immutability = Immutability(metadata, options)
-    filesystem = FileSystem(source, slots, metadata, options, notifier, invalidation, immutability)
+    filesystem = FileSystem(source, call_pool, metadata, options, notifier, invalidation, immutability)
     fetcher = Fetcher(
         source,
-        slots,
+        call_pool,
         data,
         metrics,
         object_of=filesystem.object_of,
@@ -129,7 +129,7 @@ def wire(
         young=young,
         reads_ahead=options.prefetch != "none",
     )
-    shared_files = SharedFiles(slots)
+    shared_files = SharedFiles(call_pool)
     descriptors = Descriptors(
         filesystem, fetcher, shared_files, outlived=unseen_handles, first_handle=_FIRST_HANDLE | boot_time_ns()
     )
@@ -153,7 +153,7 @@ def wire(
     return Components(
         options=options,
         source=source,
-        slots=slots,
+        call_pool=call_pool,
         opened=opened,
         blob=blob,
         metrics=metrics,
@@ -175,8 +175,8 @@ def wire(
     )
 
 
-def _metadata(opened: OpenedIndex, options: Options, limit: MetadataRetention | None, clock: Clock) -> MetadataCache:
-    metadata = MetadataCache(
+def _metadata(opened: OpenedIndex, options: Options, limit: InodeLimit | None, clock: Clock) -> InodeCache:
+    metadata = InodeCache(
         opened.index,
         options,
         run=opened.state.run,
@@ -195,7 +195,7 @@ def _metadata(opened: OpenedIndex, options: Options, limit: MetadataRetention | 
     return metadata
 
 
-def _eviction(index: Index, options: Options, metadata: MetadataCache, policy: Prefetch) -> Eviction | None:
+def _eviction(index: Index, options: Options, metadata: InodeCache, policy: Prefetch) -> Eviction | None:
     if not options.evicts:
         return None
     part_of: Callable[[int], object] = metadata.directory_of
@@ -216,7 +216,7 @@ def make_prefetcher(components: Components, engine: PrefetchEngine) -> Prefetche
     return prefetcher
 
 
-def _partition_of(graph: DependencyGraph, metadata: MetadataCache, number: int) -> str | None:
+def _partition_of(graph: DependencyGraph, metadata: InodeCache, number: int) -> str | None:
     try:
         with metadata.index.view() as view:
             return graph.partition_of(metadata.paths.path(view, number))

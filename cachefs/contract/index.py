@@ -44,7 +44,7 @@ class Flag(enum.IntFlag):
     """Dropped: the next look-up compares it with the source, and if it differs it gets another number."""
     UNLINKED = 64
     """Has no name any more; kept until the kernel forgets it."""
-    FREEZABLE = 128
+    IMMUTABLE_ON_OPEN = 128
     """A regular file that its first read-only open makes immutable: the fast path may answer it, and reports it."""
 
 
@@ -56,10 +56,10 @@ INODE_RECORD = Struct(
     ("u32", "flags mode nlink uid gid rdev reserved blksize"),
     ("u64", "size blocks"),
     ("i64", "atime_ns mtime_ns ctime_ns btime_ns"),
-    ("u64", "device source_inode version stamp entries_stamp next_position expires_ns lookups"),
+    ("u64", "device source_inode version validated_run entries_valid_from next_position expires_ns lookups"),
     size=144,
 )
-DENTRY_RECORD = Struct("dentry_record", ("u32", "flags reserved"), ("u64", "inode stamp position"), size=32)
+DENTRY_RECORD = Struct("dentry_record", ("u32", "flags reserved"), ("u64", "inode validated_run position"), size=32)
 EXTENT_RECORD = Struct(  # the checksums follow, one for each BLOCK_BYTES of payload
     "extent_record", ("u32", "flags length"), ("u64", "blob_offset version record_bytes"), size=32
 )

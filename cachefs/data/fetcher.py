@@ -21,7 +21,7 @@ from outcome import Outcome
 
 from cachefs.data.data_cache import DataCache
 from cachefs.data.young_files import YoungFiles
-from cachefs.source.call_pool import SourceSlots
+from cachefs.source.call_pool import CallPool
 from cachefs.source.calls.doubt import may_be_lost
 from cachefs.source.directories import ROOT
 from cachefs.source.identity import Changed
@@ -73,7 +73,7 @@ class Fetcher:
     def __init__(
         self,
         source: Source,
-        slots: SourceSlots,
+        call_pool: CallPool,
         data: DataCache,
         metrics: Metrics,
         *,
@@ -89,7 +89,7 @@ class Fetcher:
         `own_change`: set when the change that this mount is making to an inode right now is through; None if none is.
         """
         self._source = source
-        self._slots = slots
+        self._call_pool = call_pool
         self._data = data
         self._metrics = metrics
         self._object_of = object_of
@@ -151,7 +151,7 @@ class Fetcher:
         """After an error of a call by a descriptor: was the source mounted anew since then? Waits until it is known."""
         if not may_be_lost(error):
             return False
-        await self._slots.run(self._source.ask)
+        await self._call_pool.run(self._source.ask)
         return self._source.generation != generation
 
     async def _read_version(
@@ -320,7 +320,7 @@ class Fetcher:
         once = file.fd is not None  # another time that descriptor is closed, or dead
         if not keep:
             file.fd = None  # read once, closed in the thread that read it
-        flight = self._fetches.begin(key, partial(self._slots.start, call, once=once), finish)
+        flight = self._fetches.begin(key, partial(self._call_pool.start, call, once=once), finish)
         self._ranges.setdefault(version, {})[start, end] = flight
         return flight
 
@@ -339,7 +339,7 @@ class Fetcher:
 
         if file.fd is None:
             call = partial(self._source.open_to_keep, self._object_of(file.inode.number, None))
-            start = partial(self._slots.start, call, discard=close_quietly)
+            start = partial(self._call_pool.start, call, discard=close_quietly)
             await self._opens.begin((file.inode.number, file.inode.version), start, finish).wait()
 
 

@@ -8,14 +8,14 @@ from collections.abc import Iterable, Iterator
 from functools import partial
 
 from cachefs.data.fetcher import OpenFile, close_quietly
-from cachefs.source.call_pool import SourceSlots
+from cachefs.source.call_pool import CallPool
 from cachefs.store.index.records import Inode
 
 
 class SharedFiles:
-    def __init__(self, slots: SourceSlots) -> None:
+    def __init__(self, call_pool: CallPool) -> None:
         # dependencies
-        self._slots = slots
+        self._call_pool = call_pool
         # state
         self._files: dict[tuple[int, int], OpenFile] = {}
         self._held: dict[int, OpenFile] = {}
@@ -30,11 +30,11 @@ class SharedFiles:
         """All versions of an inode that are open."""
         return [file for (inode, _), file in self._files.items() if inode == number]
 
-    def share(self, record: Inode) -> OpenFile:
+    def share(self, inode: Inode) -> OpenFile:
         """One handle more, which `let_go` gives back."""
-        file = self._files.get((record.number, record.version))
+        file = self._files.get((inode.number, inode.version))
         if file is None:
-            file = self._files[record.number, record.version] = OpenFile(record)
+            file = self._files[inode.number, inode.version] = OpenFile(inode)
         file.handles += 1
         return file
 
@@ -44,14 +44,14 @@ class SharedFiles:
             self._files.pop((file.inode.number, file.inode.version), None)
             fds, file.fd, file.stale = [fd for fd in (file.fd, *file.stale) if fd is not None], None, []
             if fds:
-                await self._slots.run(partial(close_all, fds), once=True)
+                await self._call_pool.run(partial(close_all, fds), once=True)
 
     def held(self, number: int) -> OpenFile | None:
         return self._held.get(number)
 
-    def hold(self, record: Inode) -> None:
-        if record.number not in self._held:
-            self._held[record.number] = self.share(record)
+    def hold(self, inode: Inode) -> None:
+        if inode.number not in self._held:
+            self._held[inode.number] = self.share(inode)
 
     async def release(self, number: int) -> None:
         """The kernel has forgotten the inode."""

@@ -50,12 +50,12 @@ class Attributes:
         self._pinned_statfs = statfs if filesystem.options.pins_everything else None
 
     async def getattr(self, number: int) -> Entry:
-        async with self._descriptors.descriptor(number, bool(self._fs.record(number).flags & UNLINKED)) as use:
+        async with self._descriptors.descriptor(number, bool(self._fs.inode(number).flags & UNLINKED)) as use:
             if use is not None:
                 return await self._getattr_open(number, use)
         try:
-            record = await self._fs.believed(number)
-            return Entry(record, self._fs.timeout_s(record))
+            inode = await self._fs.revalidated(number)
+            return Entry(inode, self._fs.timeout_s(inode))
         except OSError as error:
             async with self._descriptors.descriptor(number, True) as use:
                 if error.errno != errno.ESTALE or use is None:
@@ -65,25 +65,25 @@ class Attributes:
     async def _getattr_open(self, number: int, use: Use) -> Entry:
         """The name may be gone, or lead to another file by now; the descriptor cannot."""
         now = await use(self._source.fstat)
-        record = self._fs.record(number).with_stat(now)
+        inode = self._fs.inode(number).with_stat(now)
         with self._metadata.index.update() as update:
-            self._metadata.put_inode(update, record)
-        return Entry(record, 0.0 if record.flags & UNLINKED else min(1.0, self._fs.options.unpinned_timeout_s))
+            self._metadata.put_inode(update, inode)
+        return Entry(inode, 0.0 if inode.flags & UNLINKED else min(1.0, self._fs.options.unpinned_timeout_s))
 
     async def statfs(self) -> os.statvfs_result:
         """Pinned on mounts that pin whatever they see: nobody writes there, and `find` asks for it first thing."""
         found = self._pinned_statfs
         if found is None:
-            found = await self._fs.slots.run(self._source.statfs)
+            found = await self._fs.call_pool.run(self._source.statfs)
             self._pinned_statfs = found if self._fs.options.pins_everything else None
         return found
 
     # --- symlinks and extended attributes --------------------------------------------------------------------------
 
     async def readlink(self, number: int) -> bytes:
-        record = await self._fs.believed(number)
+        inode = await self._fs.revalidated(number)
         with self._metadata.index.view() as view:
-            target = inode_values.get(view, Table.SYMLINKS, record)
+            target = inode_values.get(view, Table.SYMLINKS, inode)
         if target is None:
             target = await self._fetch_value(Table.SYMLINKS, number, b"", self._source.readlink)
         return target
@@ -94,69 +94,69 @@ class Attributes:
         With the mode of one version the ACL of another would let in whom neither of them lets in.
         """
         while True:
-            before = self._fs.record(number)
+            before = self._fs.inode(number)
             value, now = await self._descriptors.ask_object(number, lambda at: self._source.with_stat(at, read))
-            record = self._fs.record(number)
-            if now is None or now.ctime_ns == record.ctime_ns:
+            inode = self._fs.inode(number)
+            if now is None or now.ctime_ns == inode.ctime_ns:
                 break
             own_change = self._fs.own_change_of(number)
             if own_change is not None:
                 await own_change.wait()
-            elif before.ctime_ns == record.ctime_ns:
-                await self._other_version(record, now, whole=name != permissions.ACL)
-                if now.ctime_ns < self._fs.record(number).ctime_ns:
+            elif before.ctime_ns == inode.ctime_ns:
+                await self._other_version(inode, now, whole=name != permissions.ACL)
+                if now.ctime_ns < self._fs.inode(number).ctime_ns:
                     return value  # of before a change by this mount: not for those who come later
                 break
-        self._keep(table, record, name, value)
+        self._keep(table, inode, name, value)
         return value
 
-    async def _other_version(self, record: Inode, now: Stat, *, whole: bool) -> None:
+    async def _other_version(self, inode: Inode, now: Stat, *, whole: bool) -> None:
         """Raises ESTALE where an object has changed so that a value of it does not belong to its record.
 
         `whole`: the value stands for itself; else the kernel combines it with the mode.
         """
-        if record.is_directory and self._metadata.is_pinned(record):  # its times move with each name in it
-            await self._fs.learnt_in(self._fs.directory(record.number), now.ctime_ns)
-        elif self._metadata.is_pinned(record):
+        if inode.is_directory and self._metadata.is_pinned(inode):  # its times move with each name in it
+            await self._fs.learnt_in(self._fs.directory(inode.number), now.ctime_ns)
+        elif self._metadata.is_pinned(inode):
             error = Changed()
-            self._fs.invalidation.changed_behind_our_back(record, error)
+            self._fs.invalidation.changed_behind_our_back(inode, error)
             raise error
-        elif not whole and record.permissions != now.permissions:
-            self._metadata.saw(record.number, now)
-            self._fs.notifier.attributes(record.number)
+        elif not whole and inode.permissions != now.permissions:
+            self._metadata.saw(inode.number, now)
+            self._fs.notifier.attributes(inode.number)
             raise failed(errno.ESTALE)
 
-    def _keep(self, table: Table, record: Inode, name: bytes, value: bytes) -> None:
+    def _keep(self, table: Table, inode: Inode, name: bytes, value: bytes) -> None:
         """Pin a value that was fetched, if it is still that version's."""
         with self._metadata.index.update() as update:
-            now = self._metadata.inode(update, record.number)
-            if now is not None and now.version == record.version and self._metadata.is_pinned(now):
+            now = self._metadata.inode(update, inode.number)
+            if now is not None and now.version == inode.version and self._metadata.is_pinned(now):
                 inode_values.put(update, table, now, name, value)
 
-    async def _believed_or_open(self, number: int) -> Inode:
+    async def _revalidated_or_open(self, number: int) -> Inode:
         """The record of an inode; as it was, where the name is gone and the file open."""
         try:
-            return await self._fs.believed(number)
+            return await self._fs.revalidated(number)
         except OSError as error:
             async with self._descriptors.descriptor(number, True) as use:
                 if error.errno != errno.ESTALE or use is None:
                     raise
-            return self._fs.record(number)
+            return self._fs.inode(number)
 
-    def _value(self, record: Inode, name: bytes) -> bytes | None:
+    def _value(self, inode: Inode, name: bytes) -> bytes | None:
         """The cached xattr."""
-        if not self._metadata.is_pinned(record):
+        if not self._metadata.is_pinned(inode):
             return None
         with self._metadata.index.view() as view:
-            return inode_values.get(view, Table.XATTRS, record, name)
+            return inode_values.get(view, Table.XATTRS, inode, name)
 
     async def getxattr(self, number: int, name: bytes) -> bytes:
         """ENODATA where there is none: also where the source has no extended attributes at all (hazard 18).
 
         EOPNOTSUPP for a name whose namespace only some filesystems have, and the source does not.
         """
-        record = await self._believed_or_open(number)
-        cached = self._value(record, name)
+        inode = await self._revalidated_or_open(number)
+        cached = self._value(inode, name)
         if cached is None:
             cached = await self._fetch_value(Table.XATTRS, number, name, partial(self._read_xattr, name))
         if cached == inode_values.ABSENT:
@@ -184,8 +184,8 @@ class Attributes:
             return inode_values.KNOWN
 
     async def listxattr(self, number: int) -> list[bytes]:
-        record = await self._believed_or_open(number)
-        cached = self._value(record, b"")
+        inode = await self._revalidated_or_open(number)
+        cached = self._value(inode, b"")
         if cached is None:
             cached = await self._fetch_value(Table.XATTRS, number, b"", self._list_xattrs)
         return [name for name in cached[1:].split(b"\0") if name]
@@ -202,8 +202,8 @@ class Attributes:
             "size": inode.size,
             "mtime_ns": inode.mtime_ns,
             "state": self._fs.immutability.state(inode),
-            "validated_run": inode.stamp,
-            "validated_ns": self._metadata.index.run_started_ns(inode.stamp),
+            "validated_run": inode.validated_run,
+            "validated_ns": self._metadata.index.run_started_ns(inode.validated_run),
             "is_valid": bool(self._metadata.remaining_ns(inode)),
         }
         if inode.is_directory:
@@ -233,13 +233,13 @@ class Attributes:
 
     def virtual(self, number: int, name: bytes) -> bytes:
         """One of cachefs's own extended attributes. ENODATA where there is none of that name."""
-        inode = self._fs.record(number)
+        inode = self._fs.inode(number)
         if name == VIRTUAL + b"state":
             return self._fs.immutability.state(inode).encode()
         if name == VIRTUAL + b"cached_bytes" and inode.is_regular:
             return str(self.cached_bytes(inode)).encode()
         if name == VIRTUAL + b"validated_run":
-            return str(inode.stamp).encode()
+            return str(inode.validated_run).encode()
         if name == VIRTUAL + b"validated_ns":
-            return str(self._metadata.index.run_started_ns(inode.stamp)).encode()
+            return str(self._metadata.index.run_started_ns(inode.validated_run)).encode()
         raise OSError(errno.ENODATA, "no such attribute")

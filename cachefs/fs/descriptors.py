@@ -116,7 +116,7 @@ class Descriptors:
         self._metadata = filesystem.metadata
         self._immutability = filesystem.immutability
         self._source = filesystem.source
-        self._slots = filesystem.slots
+        self._call_pool = filesystem.call_pool
         self._fetcher = fetcher
         self._shared = shared
         # constants
@@ -189,7 +189,7 @@ class Descriptors:
     async def close(self, opened: Handle) -> None:
         """A handle that was removed. Calls that borrow its descriptor end first."""
         if not opened.borrowers and opened.fd >= 0:
-            await self._slots.run(opened.close, once=True)
+            await self._call_pool.run(opened.close, once=True)
 
     # --- descriptors of the source ---------------------------------------------------------------------------------
 
@@ -206,7 +206,7 @@ class Descriptors:
                 raise failed(errno.EIO)
             generation = opened.generation
             try:
-                return await self._slots.run(partial(function, fd), once=True)
+                return await self._call_pool.run(partial(function, fd), once=True)
             except OSError as error:
                 if not await self._fetcher.is_anew(error, generation):
                     raise
@@ -229,12 +229,12 @@ class Descriptors:
                 opened.stale.append(opened.fd)
             opened.fd, opened.generation = fd, generation
             if opened.released and not opened.borrowers:
-                self._slots.start(opened.close, lambda _: None, once=True)
+                self._call_pool.start(opened.close, lambda _: None, once=True)
 
         if opened.released:
             raise failed(errno.EBADF)
         call = partial(self._source.open_to_keep, self._fs.object_of(opened.number), opened.flags)
-        start = partial(self._slots.start, call, discard=close_quietly)
+        start = partial(self._call_pool.start, call, discard=close_quietly)
         await self._reopens.begin(id(opened), start, finish).wait()
 
     @asynccontextmanager
@@ -255,7 +255,7 @@ class Descriptors:
             finally:
                 opened.borrowers -= 1
                 if opened.released and not opened.borrowers:
-                    await self._slots.run(opened.close, once=True)
+                    await self._call_pool.run(opened.close, once=True)
             return
         fd = self._duplicate(number) if every else None
         if fd is None:
@@ -263,12 +263,12 @@ class Descriptors:
             return
 
         async def use(function: Callable[[int], T], /) -> T:
-            return await self._slots.run(partial(function, fd), once=True)
+            return await self._call_pool.run(partial(function, fd), once=True)
 
         try:
             yield use
         finally:
-            await self._slots.run(partial(close_quietly, fd), once=True)
+            await self._call_pool.run(partial(close_quietly, fd), once=True)
 
     def _duplicate(self, number: int) -> int | None:
         """A descriptor of an immutable file, where one is kept."""
@@ -334,13 +334,13 @@ class Descriptors:
             opened = Handle(number, writable=writable, flags=mode, handle=handle, owner=owner, writer=writer)
             opened.unsynced, opened.damaged = bool(flags & _UNSYNCED), bool(flags & _DAMAGED)
             with self._metadata.index.view() as view:
-                record = self._metadata.inode(view, number)
-            if record is None:
+                inode = self._metadata.inode(view, number)
+            if inode is None:
                 log.warning("a handle of inode %d is lost with the daemon that had it", number)
                 continue
-            immutable = self._immutability.is_immutable(record) or self._immutability.outlives_its_name(record)
+            immutable = self._immutability.is_immutable(inode) or self._immutability.outlives_its_name(inode)
             if immutable and not writable:
-                opened.file = self._shared.share(record)
+                opened.file = self._shared.share(inode)
             elif handle in files and files[handle].number == number:
                 opened.fd, opened.generation = files.pop(handle).fd, self._source.generation
             else:
@@ -357,10 +357,10 @@ class Descriptors:
         """How immutable files that are open are read: the only way where the name has gone."""
         for each in data:
             with self._metadata.index.view() as view:
-                record = self._metadata.inode(view, each.number)
-            lost_name = record is not None and record.version == each.version and bool(record.flags & UNLINKED)
-            if record is not None and lost_name:
-                self._shared.hold(record)
+                inode = self._metadata.inode(view, each.number)
+            lost_name = inode is not None and inode.version == each.version and bool(inode.flags & UNLINKED)
+            if inode is not None and lost_name:
+                self._shared.hold(inode)
             file = self._shared.get(each.number, each.version)
             if file is None or file.fd is not None:
                 close_quietly(each.fd)

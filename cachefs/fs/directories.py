@@ -75,7 +75,7 @@ class Directories:
             raise
 
     async def _readdir(self, number: int, owner: int, after: int, emit: Emit) -> None:
-        if after == 0 and not self._comparisons.is_believed(await self._fs.believed(number)):
+        if after == 0 and not self._comparisons.is_valid(await self._fs.revalidated(number)):
             await self._comparisons.make(number, owner)
         if after < 2 and not self._emit_dots(number, after, emit):
             return
@@ -99,7 +99,7 @@ class Directories:
 
         For background work: it yields to requests until one of them wants the same listing.
         """
-        if not self._comparisons.is_believed(await self._fs.believed(number)):
+        if not self._comparisons.is_valid(await self._fs.revalidated(number)):
             await self._comparisons.make_politely(number)
             await self._comparisons.ask_bare(number)
         found: list[int] = []
@@ -118,7 +118,7 @@ class Directories:
         """The names of a directory that the source did not answer for, and why."""
         return self._comparisons.bare(number)
 
-    async def believed_entries(self, number: int) -> list[int]:
+    async def revalidated_entries(self, number: int) -> list[int]:
         """The same, all of them compared with the source where they must be."""
         found = await self.entries(number)
         for start in range(0, len(found), CHUNK_NAMES):
@@ -134,8 +134,8 @@ class Directories:
         with self._metadata.index.view() as view:
             links = links_of(view, number) if number != ROOT_INODE else []
         parent = links[0][0] if links else ROOT_INODE
-        for position, name, inode in ((1, b".", number), (2, b"..", parent)):
-            if position > after and not emit(name, self._fs.record(inode), 0.0, position):
+        for position, name, shown in ((1, b".", number), (2, b"..", parent)):
+            if position > after and not emit(name, self._fs.inode(shown), 0.0, position):
                 return False
         return True
 
@@ -153,51 +153,51 @@ class Directories:
             may_match = bool(mutable_names)
             for position, name in self._listings.rows(view, number, after):
                 dentry = self._metadata.dentry(view, number, name)
-                record = self._metadata.inode(view, dentry.inode) if dentry is not None and dentry.inode else None
-                if bare and name in bare and not self._counts(directory, dentry, record):
+                inode = self._metadata.inode(view, dentry.inode) if dentry is not None and dentry.inode else None
+                if bare and name in bare and not self._counts(directory, dentry, inode):
                     is_here = dentry is None or dentry.position in (0, position)
                     if is_here and not emit(name, None, 0.0, position):
                         break
                     after = position
                     continue
-                if directory is None or dentry is None or record is None:
+                if directory is None or dentry is None or inode is None:
                     complete, after = False, position - 1
                     break
                 if dentry.position not in (0, position):  # the name is listed elsewhere
                     after = position
                     continue
-                pinned = self._metadata.is_pinned(record)
-                if not pinned and self._fs.immutability.is_changing(record):
+                pinned = self._metadata.is_pinned(inode)
+                if not pinned and self._fs.immutability.is_changing(inode):
                     if not emit(name, None, 0.0, position):
                         break
                     after = position
                     continue
                 mutable_name = may_match and pinned and mutable_names.matches(view, number, name)
-                remaining_ns = self._metadata.remaining_ns(record)
+                remaining_ns = self._metadata.remaining_ns(inode)
                 if pinned and position != compared:
                     holds = mutable_name or self._metadata.entry_holds(directory, dentry)
                     if not holds or not remaining_ns:
                         complete, after = False, position - 1
                         break
                 if mutable_name:
-                    timeout_s = self._fs.mutable_name_timeout_s(record)
+                    timeout_s = self._fs.mutable_name_timeout_s(inode)
                 else:
-                    timeout_s = self._fs.timeout_s(record, remaining_ns)
-                if not emit(name, record, timeout_s, position):
+                    timeout_s = self._fs.timeout_s(inode, remaining_ns)
+                if not emit(name, inode, timeout_s, position):
                     break
                 after = position
                 if not pinned:
-                    told.append(record.number)
+                    told.append(inode.number)
         if told:
             with self._metadata.index.update() as update:
-                for inode in told:
-                    record = self._metadata.inode(update, inode)
-                    if record is not None:
-                        self._metadata.put_inode(update, record._replace(lookups=record.lookups + 1))
+                for listed in told:
+                    inode = self._metadata.inode(update, listed)
+                    if inode is not None:
+                        self._metadata.put_inode(update, inode._replace(lookups=inode.lookups + 1))
         return complete, after
 
-    def _counts(self, directory: Inode | None, dentry: Dentry | None, record: Inode | None) -> bool:
+    def _counts(self, directory: Inode | None, dentry: Dentry | None, inode: Inode | None) -> bool:
         """Is an entry believed without another look at the source?"""
-        if directory is None or dentry is None or record is None or not self._metadata.remaining_ns(record):
+        if directory is None or dentry is None or inode is None or not self._metadata.remaining_ns(inode):
             return False
-        return not self._metadata.is_pinned(record) or self._metadata.entry_holds(directory, dentry)
+        return not self._metadata.is_pinned(inode) or self._metadata.entry_holds(directory, dentry)

@@ -89,27 +89,27 @@ class OpenFiles:
         """A handle, and whether the kernel may keep the pages it has. Makes the file immutable, unless it may not."""
         fetch_at_once = self._options.cache is CacheLevel.FULL and not self._unseen_handles
         with self._metadata.index.view() as view:
-            record = self._metadata.inode(view, number)
-            if record is None:
+            inode = self._metadata.inode(view, number)
+            if inode is None:
                 raise failed(errno.ESTALE)
-            if self._immutability.is_immutable(record) and self._metadata.remaining_ns(record):
+            if self._immutability.is_immutable(inode) and self._metadata.remaining_ns(inode):
                 # The usual case, and the critical path of a first epoch: the fetch begins before anything else.
-                file = self._shared.share(record)
+                file = self._shared.share(inode)
                 if fetch_at_once:
                     self._fetcher.begin(view, file)
-                return self._descriptors.add(Handle(number, file=file)), not self._young.is_young(record)
-        if self._metadata.is_pinned(record):
-            record = await self._fs.believed(number, record)
-        if self._immutability.outlives_its_name(record):
+                return self._descriptors.add(Handle(number, file=file)), not self._young.is_young(inode)
+        if self._metadata.is_pinned(inode):
+            inode = await self._fs.revalidated(number, inode)
+        if self._immutability.outlives_its_name(inode):
             # By /proc/PID/fd/N: as the handle that is open already (`OwnChanges.hold_data`).
-            file = self._shared.share(record)
-            return self._descriptors.add(Handle(number, file=file)), not self._young.is_young(record)
-        if not self._immutability.may_be_immutable(record):
+            file = self._shared.share(inode)
+            return self._descriptors.add(Handle(number, file=file)), not self._young.is_young(inode)
+        if not self._immutability.may_be_immutable(inode):
             generation = self._source.generation
             fd = await self._open_mutable(number, caller, executes=executes)
             return self._descriptors.add(Handle(number, fd=fd, generation=generation)), False
-        immutable = self._immutability.is_immutable(record)
-        file = self._shared.share(record) if immutable else await self._pin(record)
+        immutable = self._immutability.is_immutable(inode)
+        file = self._shared.share(inode) if immutable else await self._pin(inode)
         if fetch_at_once:
             with self._metadata.index.view() as view:
                 self._fetcher.begin(view, file)
@@ -117,64 +117,64 @@ class OpenFiles:
             await self._compare_above(number)
         return self._descriptors.add(Handle(number, file=file)), not self._young.is_young(file.inode)
 
-    async def opened_unseen(self, number: int) -> bool:
+    async def make_immutable(self, number: int) -> bool:
         """A file is about to be read without a handle of ours: make it immutable unless a writer came first. Is it?
 
         Nothing is awaited before it is decided where the record counts: an open for writing may be next in line.
         """
-        record = self._fs.record(number)
-        if not self._metadata.remaining_ns(record):
-            record = await self._fs.believed(number, record)
-        if self._immutability.is_immutable(record):
+        inode = self._fs.inode(number)
+        if not self._metadata.remaining_ns(inode):
+            inode = await self._fs.revalidated(number, inode)
+        if self._immutability.is_immutable(inode):
             return True
-        if not self._immutability.may_be_immutable(record):
+        if not self._immutability.may_be_immutable(inode):
             return False  # its reads are passed on, and read from the source
         with self._metadata.index.update() as update:
-            self._metadata.pin_file(update, record)
+            self._metadata.pin_file(update, inode)
         await self._compare_above(number)
         return True
 
     def is_young(self, number: int) -> bool:
         """The kernel is not to keep pages of it from one open to the next."""
-        return self._young.is_young(self._fs.record(number))
+        return self._young.is_young(self._fs.inode(number))
 
     def fetched_unseen(self, fetched: Iterable[tuple[int, int]]) -> None:
         """The fast path fetched data of these files: (inode, version). It did so because it had answered an OPEN.
 
         The report of that OPEN may still be on its way to us. The file becomes immutable here and now, because data of
         a file that is not pinned are not cached. A record that has expired still counts: the fast path has compared the
-        source with it. An open for writing that came first has withdrawn FREEZABLE.
+        source with it. An open for writing that came first has withdrawn IMMUTABLE_ON_OPEN.
         """
-        if self._options.read_only:  # nothing is FREEZABLE there
+        if self._options.read_only:  # nothing is IMMUTABLE_ON_OPEN there
             return
         with self._metadata.index.view() as view:
             found = [(self._metadata.inode(view, number), version) for number, version in fetched]
-        freezable = {
-            record.number: record
-            for record, version in found
-            if record is not None and record.version == version and self._immutability.is_freezable(record)
+        immutable_on_open = {
+            inode.number: inode
+            for inode, version in found
+            if inode is not None and inode.version == version and self._immutability.is_immutable_on_open(inode)
         }
-        if not freezable:
+        if not immutable_on_open:
             return
         with self._metadata.index.update() as update:
-            for record in freezable.values():
-                links = links_of(update, record.number)
-                self._metadata.pin_file(update, record, seen_by=links[0] if links else None)
+            for inode in immutable_on_open.values():
+                links = links_of(update, inode.number)
+                self._metadata.pin_file(update, inode, seen_by=links[0] if links else None)
 
     async def _compare_above(self, number: int) -> None:
         """A file has become immutable. Directories above it that had expired are compared now, not in epoch two."""
         for number_above in self._fs.above(number):
             with suppress(OSError):  # its name leads elsewhere by now
-                await self._fs.believed(number_above)
+                await self._fs.revalidated(number_above)
 
     async def pin(self, number: int) -> bool:
         """Make a file immutable even if it was written here. Is it now?"""
-        record = self._fs.record(number)
-        if record.flags & WRITTEN and not self._immutability.has_writers(number):
+        inode = self._fs.inode(number)
+        if inode.flags & WRITTEN and not self._immutability.has_writers(number):
             with self._metadata.index.update() as update:
-                self._metadata.put_inode(update, record._replace(flags=record.flags & ~WRITTEN, expires_ns=0))
-            await self._fs.believed(number)
-        return await self.opened_unseen(number)
+                self._metadata.put_inode(update, inode._replace(flags=inode.flags & ~WRITTEN, expires_ns=0))
+            await self._fs.revalidated(number)
+        return await self.make_immutable(number)
 
     async def _open_mutable(self, number: int, caller: Caller, *, executes: bool) -> int:
         """An open of such a file is told the size that it has now, not the one that the kernel still believes.
@@ -182,7 +182,7 @@ class OpenFiles:
         The same with permissions: the source is asked as the caller. It cannot be asked whether a file may be
         executed, so that one with other permissions than the kernel knows is not opened for that.
         """
-        record = self._fs.record(number)
+        inode = self._fs.inode(number)
         call = partial(self._source.open_file, run=as_myself if executes else caller.run)
         try:
             fd, now = await self._descriptors.ask_object(number, call, discard=close_opened)
@@ -193,23 +193,23 @@ class OpenFiles:
             await self._fs.learnt(number, now)
             if not self._immutability.has_writers(number) and self._metadata.saw(number, now):
                 self._fs.notifier.attributes(number)
-            if executes and record.permissions != now.permissions:
+            if executes and inode.permissions != now.permissions:
                 raise failed(errno.ESTALE)
         except BaseException:
             close_quietly(fd)
             raise
         return fd
 
-    async def _pin(self, record: Inode) -> OpenFile:
+    async def _pin(self, inode: Inode) -> OpenFile:
         """First read-only open on a read-write mount: pin what the source says now, not what it said a second ago.
 
         Where the two differ the kernel's attributes are old as well: ESTALE makes it look the name up and open again.
         """
-        number = record.number
-        if self._unseen_handles and self._metadata.remaining_ns(record):
+        number = inode.number
+        if self._unseen_handles and self._metadata.remaining_ns(inode):
             # The fast path compares what it fetches; a record that still counts is as good as another look.
             with self._metadata.index.update() as update:
-                return self._shared.share(self._metadata.pin_file(update, record))
+                return self._shared.share(self._metadata.pin_file(update, inode))
         generation = self._source.generation
         at = self._fs.object_of(number)
         call = partial(self._source.open_file, at)
@@ -250,23 +250,23 @@ class OpenFiles:
     def _uncached_read(self, number: int) -> Iterator[None]:
         """A read of a file that is not immutable. Its kernel pages outlive it as long as the file's times stay."""
         with self._metadata.index.view() as view:
-            record = self._metadata.inode(view, number)
-        young = record is not None and self._young.is_young(record)
+            inode = self._metadata.inode(view, number)
+        young = inode is not None and self._young.is_young(inode)
         yield
-        if record is not None and young:
-            self._young.was_read(record)
+        if inode is not None and young:
+            self._young.was_read(inode)
 
     async def _read_inode(self, number: int, offset: int, size: int) -> bytes | memoryview:
         """A read of a file that the fast path opened, and passed on because it is not in the cache."""
         held = self._shared.held(number)
         if held is not None and not held.is_mutable:
             return await self._fetcher.read(held, offset, size)
-        record = await self._fs.believed(number)
-        immutable = self._immutability.is_immutable(record)
-        if not immutable and self._immutability.is_freezable(record):  # its OPEN may wait behind us
+        inode = await self._fs.revalidated(number)
+        immutable = self._immutability.is_immutable(inode)
+        if not immutable and self._immutability.is_immutable_on_open(inode):  # its OPEN may wait behind us
             with self._metadata.index.update() as update:
-                record = self._metadata.pin_file(update, record)
-            immutable = self._immutability.is_immutable(record)
+                inode = self._metadata.pin_file(update, inode)
+            immutable = self._immutability.is_immutable(inode)
         if not immutable:
             with self._uncached_read(number):
                 data = await self._descriptors.ask_object(number, lambda at: self._source.read_file(at, size, offset))
@@ -274,10 +274,10 @@ class OpenFiles:
             self._metrics.miss_bytes += len(data)
             return data
         file = self._recent.pop(number, None)
-        if file is None or file.inode.version != record.version:
+        if file is None or file.inode.version != inode.version:
             if file is not None:
                 await self._shared.let_go(file)
-            file = self._shared.share(record)
+            file = self._shared.share(inode)
         self._recent[number] = file
         file.handles += 1
         try:
@@ -294,12 +294,12 @@ class OpenFiles:
     async def fetch_ahead(self, number: int, offset: int) -> None:
         """Cache a unit of a file before it is read, if the file is immutable."""
         with self._metadata.index.view() as view:
-            record = self._metadata.inode(view, number)
-        if record is None or not self._immutability.is_immutable(record) or not self._metadata.remaining_ns(record):
+            inode = self._metadata.inode(view, number)
+        if inode is None or not self._immutability.is_immutable(inode) or not self._metadata.remaining_ns(inode):
             return
-        file = self._shared.share(record)
+        file = self._shared.share(inode)
         try:
-            await self._fetcher.fetch_ahead(file, self._data.unit_of(record, offset))
+            await self._fetcher.fetch_ahead(file, self._data.unit_of(inode, offset))
         finally:
             await self._shared.let_go(file)
 
@@ -333,10 +333,10 @@ class OpenFiles:
                     inode_values.drop(update, number)
         for number in dict.fromkeys(number for number, _ in forgotten):
             with self._metadata.index.view() as view:
-                record = self._metadata.inode(view, number)
-                if record is not None and (not record.flags & UNLINKED or self._fs.notifier.attributes(number)):
+                inode = self._metadata.inode(view, number)
+                if inode is not None and (not inode.flags & UNLINKED or self._fs.notifier.attributes(number)):
                     continue
-                if record is not None:
+                if inode is not None:
                     self._data.drop(view, number)
             await self._shared.release(number)
 

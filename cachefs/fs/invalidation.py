@@ -17,9 +17,9 @@ import trio
 
 from cachefs.data.data_cache import DataCache
 from cachefs.errors import CacheFsError
-from cachefs.metadata.inode_cache import MetadataCache
+from cachefs.metadata.inode_cache import InodeCache
 from cachefs.metadata.inode_paths import links_of
-from cachefs.metadata.limit import MetadataRetention
+from cachefs.metadata.limit import InodeLimit
 from cachefs.options import Options
 from cachefs.source.identity import Changed
 from cachefs.stats.metrics import Metrics
@@ -47,7 +47,7 @@ class Notifier(Protocol):
 
 
 class Invalidation:
-    def __init__(self, metadata: MetadataCache, data: DataCache, notifier: Notifier, options: Options) -> None:
+    def __init__(self, metadata: InodeCache, data: DataCache, notifier: Notifier, options: Options) -> None:
         # dependencies
         self._metadata = metadata
         self._data = data
@@ -113,11 +113,11 @@ class Invalidation:
         """A daemon died in the middle of a change to these: whatever is known of them is compared with the source."""
         with self._metadata.index.update() as update:
             for number in numbers:
-                record = self._metadata.inode(update, number)
-                if record is not None and self._metadata.is_pinned(record):
+                inode = self._metadata.inode(update, number)
+                if inode is not None and self._metadata.is_pinned(inode):
                     self._metadata.drop(update, number)
-                elif record is not None:
-                    self._metadata.put_inode(update, record._replace(expires_ns=0))
+                elif inode is not None:
+                    self._metadata.put_inode(update, inode._replace(expires_ns=0))
         await self._notifier.all(entries, numbers)
 
     # --- commands --------------------------------------------------------------------------------------------------
@@ -172,10 +172,10 @@ class Invalidation:
         immutable = []
         with self._metadata.index.update() as update:
             for number in numbers:
-                record = self._metadata.inode(update, number)
-                if record is not None and record.flags & IMMUTABLE:
+                inode = self._metadata.inode(update, number)
+                if inode is not None and inode.flags & IMMUTABLE:
                     immutable.append(number)
-                    self._metadata.put_inode(update, record.written())
+                    self._metadata.put_inode(update, inode.written())
         return (await self._drop(immutable))[0]
 
     def _beneath(self, path: bytes) -> Iterator[list[int]]:
@@ -220,10 +220,10 @@ class Invalidation:
             part, waiting = waiting[-CHUNK:], waiting[:-CHUNK]
             with self._metadata.index.update() as update:
                 for number in part:
-                    record = self._metadata.inode(update, number)
-                    if record is None:
+                    inode = self._metadata.inode(update, number)
+                    if inode is None:
                         continue
-                    if record.is_directory and self._metadata.mutable_names.reach_beneath(update, number):
+                    if inode.is_directory and self._metadata.mutable_names.reach_beneath(update, number):
                         waiting += self._metadata.children(update, number)
                     names, ends = self._metadata.follow_names(update, number)
                     all_names += names
@@ -233,7 +233,7 @@ class Invalidation:
             self._notifier.all_soon(all_names, unpinned)
         return unpinned
 
-    async def limit_metadata(self, retention: MetadataRetention, metrics: Metrics) -> None:
+    async def limit_metadata(self, retention: InodeLimit, metrics: Metrics) -> None:
         """A task, for ever: drop what is pinned beyond the limit."""
         excess = trio.Event()
         retention.on_excess = lambda: excess.set()
@@ -256,10 +256,10 @@ class Invalidation:
         children: list[int] = []
         with self._metadata.index.update() as update:
             for number in numbers:
-                record = self._metadata.inode(update, number)
-                if record is None:
+                inode = self._metadata.inode(update, number)
+                if inode is None:
                     continue
-                if record.is_directory:
+                if inode.is_directory:
                     beneath, absent = self._metadata.drop_children(update, number)
                     children += beneath
                     if number == ROOT_INODE:  # other directories lose them with their own entry

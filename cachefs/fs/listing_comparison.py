@@ -92,13 +92,13 @@ class ListingComparisons:
         """The names of a directory that the source did not answer for, and why."""
         return self._bare.get(number, {})
 
-    def is_believed(self, record: Inode) -> bool:
+    def is_valid(self, inode: Inode) -> bool:
         """Is the listing of a directory complete, and does it need no comparison?"""
-        complete = self._metadata.is_pinned(record) and record.flags & LISTED and record.number not in self._bare
+        complete = self._metadata.is_pinned(inode) and inode.flags & LISTED and inode.number not in self._bare
         if self._fs.options.pins_everything and complete:
             return True
-        version, until = self._fresh.get(record.number, (0, 0.0))
-        return version == record.version and self._clock.monotonic_s() < until
+        version, until = self._fresh.get(inode.number, (0, 0.0))
+        return version == inode.version and self._clock.monotonic_s() < until
 
     def changed(self, number: int) -> None:
         """This mount changed the directory: the next listing reads it again."""
@@ -120,7 +120,7 @@ class ListingComparisons:
         bare = self.bare(number)
         async with trio.open_nursery() as nursery:
             for name, error in list(bare.items()):
-                if error.errno == errno.ETIMEDOUT and self._fs.slots.may_risk():
+                if error.errno == errno.ETIMEDOUT and self._fs.call_pool.may_risk():
                     nursery.start_soon(ask, name)
 
     async def make(self, number: int, owner: int = ROOT_USER) -> None:
@@ -168,7 +168,7 @@ class ListingComparisons:
 
     async def _list(self, number: int, found: _Comparison) -> None:
         """Make the listing in the index complete, and every entry in it comparable without the source."""
-        directory = await self._fs.believed(number)
+        directory = await self._fs.revalidated(number)
         at = self._fs.directory(number)
         pin = at.path is not None and self._fs.pins(at.path)
         known = pin and bool(directory.flags & LISTED)
@@ -184,7 +184,7 @@ class ListingComparisons:
                 names = []  # removed, and still open
         started = self._clock.monotonic_s()
         doubtful, is_current = await self._doubtful(directory, names)
-        asked = [name for name in doubtful if self._fs.slots.may_ask((number, name))]
+        asked = [name for name in doubtful if self._fs.call_pool.may_ask((number, name))]
         if len(asked) < len(doubtful):
             found.give_up(set(doubtful).difference(asked))
         async with trio.open_nursery() as watching:
@@ -230,9 +230,9 @@ class ListingComparisons:
                 for name in names[start : start + CHUNK_NAMES]:
                     dentry = self._metadata.dentry(view, directory.number, name)
                     if dentry is not None and dentry.inode and self._metadata.entry_holds(directory, dentry):
-                        record = self._metadata.inode(view, dentry.inode)
-                        pinned = record is not None and self._metadata.is_pinned(record)
-                        if record is not None and pinned and self._metadata.remaining_ns(record):
+                        inode = self._metadata.inode(view, dentry.inode)
+                        pinned = inode is not None and self._metadata.is_pinned(inode)
+                        if inode is not None and pinned and self._metadata.remaining_ns(inode):
                             in_place += dentry.position == rows.get(name)
                             continue
                     doubtful.append(name)
@@ -248,7 +248,7 @@ class ListingComparisons:
         release: Callable[[], object] | None = None,
     ) -> None:
         try:
-            if not self._fs.slots.may_risk():  # too many calls hang: the names will do
+            if not self._fs.call_pool.may_risk():  # too many calls hang: the names will do
                 found.give_up(names)
                 return
             began_ns = self._clock.realtime_ns()
@@ -307,7 +307,7 @@ class ListingComparisons:
             for look, index in late:
                 if look in looks and len(look.results) == index < len(look.names):
                     question = at.number, look.names[index]
-                    if look.waits_s() >= PATIENCE_S and self._fs.slots.give_up(look, question):
+                    if look.waits_s() >= PATIENCE_S and self._fs.call_pool.give_up(look, question):
                         look.given_up_at = index
 
     def _write_stats(self, at: Directory, found: Sequence[tuple[bytes, Stat | None]], began_ns: int) -> None:
@@ -318,8 +318,8 @@ class ListingComparisons:
                     self._metadata.remove_name(update, at.number, name)
                 else:
                     pin = self._fs.pins(prefix + name)
-                    record = self._metadata.apply_stat(update, at.number, name, now, pin=pin, counted=False)
-                    self._fs.permissions.recorded(record, now, began_ns)
+                    inode = self._metadata.apply_stat(update, at.number, name, now, pin=pin, counted=False)
+                    self._fs.permissions.recorded(inode, now, began_ns)
 
     async def _write_rows(
         self,

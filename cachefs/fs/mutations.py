@@ -65,7 +65,7 @@ class Mutations:
     def _check_writable(self, number: int | None = None) -> None:
         if self._fs.options.read_only:
             raise failed(errno.EROFS)
-        if number is not None and self._fs.immutability.refuses_changes(self._fs.record(number)):
+        if number is not None and self._fs.immutability.refuses_changes(self._fs.inode(number)):
             raise failed(errno.EPERM)
 
     async def _run(
@@ -95,14 +95,14 @@ class Mutations:
 
     def _added(self, parent: int, name: bytes, now: Stat, directory: Stat, *, written: bool) -> Inode:
         with self._metadata.index.update() as update:
-            record = self._metadata.apply_stat(update, parent, name, now, pin=False)
+            inode = self._metadata.apply_stat(update, parent, name, now, pin=False)
             if written:
                 # A new inode, whatever the number: nothing of it is cached yet, so nothing is lost.
-                record = record._replace(flags=record.flags | WRITTEN, lookups=record.lookups + 1)
-                self._metadata.put_inode(update, record)
+                inode = inode._replace(flags=inode.flags | WRITTEN, lookups=inode.lookups + 1)
+                self._metadata.put_inode(update, inode)
         self._own_change((parent, directory))
         self._names_changed((parent, name))
-        return record
+        return inode
 
     # --- files -----------------------------------------------------------------------------------------------------
 
@@ -119,8 +119,8 @@ class Mutations:
             if not error.directory and not isinstance(error, Renamed):
                 self._fs.invalidation.lose_name(parent, name)
             raise
-        record = self._added(parent, name, now, directory, written=True)
-        return self._descriptors.add_source_handle(record.number, fd, flags, caller.identity(), generation), record
+        inode = self._added(parent, name, now, directory, written=True)
+        return self._descriptors.add_source_handle(inode.number, fd, flags, caller.identity(), generation), inode
 
     async def open_for_writing(self, number: int, flags: int, caller: Caller) -> int:
         self._check_writable(number)
@@ -139,9 +139,9 @@ class Mutations:
 
     def _mark_written(self, number: int) -> None:
         with self._metadata.index.update() as update:
-            record = self._metadata.inode(update, number)
-            if record is not None:
-                self._metadata.put_inode(update, record.written()._replace(expires_ns=0))
+            inode = self._metadata.inode(update, number)
+            if inode is not None:
+                self._metadata.put_inode(update, inode.written()._replace(expires_ns=0))
 
     async def write(self, handle: int, offset: int, data: bytes) -> int:
         opened = self._descriptors.handle(handle)
@@ -198,12 +198,12 @@ class Mutations:
         if changes.atime_ns is not None or changes.mtime_ns is not None:
             atime, mtime = self._times(number, changes, caller)
             await self._change(caller, "utimens", number, lambda name: syscalls.utimensat(name.encode(), atime, mtime))
-        return self._fs.record(number)
+        return self._fs.inode(number)
 
-    def _owns(self, caller: Caller, record: Inode) -> bool:
+    def _owns(self, caller: Caller, inode: Inode) -> bool:
         """May it do what only owners may?"""
         identity = caller.identity()
-        return identity.uid == record.uid or identity.overrides_owner
+        return identity.uid == inode.uid or identity.overrides_owner
 
     def _comes_with_a_write(self, number: int, mode: int, caller: Caller) -> bool:
         """Without the fast path the kernel clears set-user-ID bits itself before a write or truncation, as the writer.
@@ -211,10 +211,10 @@ class Mutations:
         The kernel lets nobody but the owner ask for a chmod. The source clears the bits with the write itself, which is
         made without CAP_FSETID.
         """
-        record = self._fs.record(number)
-        before, after = stat.S_IMODE(record.mode), stat.S_IMODE(mode)
+        inode = self._fs.inode(number)
+        before, after = stat.S_IMODE(inode.mode), stat.S_IMODE(mode)
         only_clears = after & ~before == 0 and before & ~after & ~(stat.S_ISUID | stat.S_ISGID) == 0
-        return only_clears and not self._owns(caller, record)
+        return only_clears and not self._owns(caller, inode)
 
     def _times(self, number: int, changes: Changes, caller: Caller) -> tuple[tuple[int, int], tuple[int, int]]:
         """What utimensat is to be told for atime and mtime.
@@ -224,7 +224,7 @@ class Mutations:
         """
         now = changes.now
         if now is None:
-            now = (not self._owns(caller, self._fs.record(number)),) * 2
+            now = (not self._owns(caller, self._fs.inode(number)),) * 2
         atime, mtime = (
             (0, UTIME_OMIT) if time_ns is None else (0, UTIME_NOW) if is_now else divmod(time_ns, NANOSECONDS)
             for time_ns, is_now in zip((changes.atime_ns, changes.mtime_ns), now, strict=True)
@@ -287,10 +287,10 @@ class Mutations:
             now, directory = await self._run(caller, number, call, names_in=(parent,))
             self._own_change((number, now), (parent, directory))
         with self._metadata.index.update() as update:
-            record = self._metadata.apply_stat(update, parent, name, now, pin=False)
+            inode = self._metadata.apply_stat(update, parent, name, now, pin=False)
         self._names_changed((parent, name))
         await self._own_changes.names_changed(number)
-        return record
+        return inode
 
     async def remove(self, parent: int, name: bytes, caller: Caller, *, is_directory: bool) -> None:
         """unlink or rmdir. An open immutable file goes on being readable (hazard 2)."""
@@ -324,8 +324,8 @@ class Mutations:
         """The directory, the name, and what it leads to; nothing if it is not pinned."""
         with self._metadata.index.view() as view:
             dentry = self._metadata.dentry(view, parent, name)
-            record = self._metadata.inode(view, dentry.inode) if dentry and dentry.flags & PINNED else None
-        return [(directory, name, record)] if record is not None else []
+            inode = self._metadata.inode(view, dentry.inode) if dentry and dentry.flags & PINNED else None
+        return [(directory, name, inode)] if inode is not None else []
 
     def _number(self, parent: int, name: bytes) -> int:
         """The inode that a name leads to; 0 if that is not known."""

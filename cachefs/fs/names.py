@@ -24,11 +24,11 @@ from cachefs.fs import permissions
 from cachefs.fs.immutability import Immutability
 from cachefs.fs.invalidation import Invalidation, Notifier
 from cachefs.fs.permissions import Permissions, PermissionsChanged
-from cachefs.metadata.inode_cache import MetadataCache
+from cachefs.metadata.inode_cache import InodeCache
 from cachefs.metadata.validity import FOREVER_NS
 from cachefs.options import Options
 from cachefs.source import age
-from cachefs.source.call_pool import SourceSlots
+from cachefs.source.call_pool import CallPool
 from cachefs.source.credentials import Caller
 from cachefs.source.directories import ROOT, Directory
 from cachefs.source.identity import Changed, Renamed, identity_of
@@ -58,8 +58,8 @@ class FileSystem:
     def __init__(
         self,
         source: Source,
-        slots: SourceSlots,
-        metadata: MetadataCache,
+        call_pool: CallPool,
+        metadata: InodeCache,
         options: Options,
         notifier: Notifier,
         invalidation: Invalidation,
@@ -67,13 +67,13 @@ class FileSystem:
     ) -> None:
         # dependencies
         self.source = source
-        self.slots = slots
+        self.call_pool = call_pool
         self.metadata = metadata
         self.options = options
         self.notifier = notifier
         self.invalidation = invalidation
         self.immutability = immutability
-        self.permissions = Permissions(metadata, source, slots, notifier, options)
+        self.permissions = Permissions(metadata, source, call_pool, notifier, options)
         # state
         self.lookups = 0
         """How many there were: background work sees by it that requests wait."""
@@ -101,15 +101,15 @@ class FileSystem:
         if view is None:
             with self.metadata.index.view() as view:
                 return self.object_of(number, view)
-        record = self.metadata.inode(view, number)
-        if record is None:
+        inode = self.metadata.inode(view, number)
+        if inode is None:
             raise failed(errno.ESTALE)
-        if record.is_directory:
+        if inode.is_directory:
             return Object(self.metadata.paths.directory(view, number))
         link = self.metadata.paths.name(view, number)
         if link is None:
             raise failed(errno.ESTALE)
-        return Object(self.metadata.paths.directory(view, link[0]), link[1], identity_of(record))
+        return Object(self.metadata.paths.directory(view, link[0]), link[1], identity_of(inode))
 
     async def ask(
         self,
@@ -121,7 +121,7 @@ class FileSystem:
     ) -> T:
         """Call the source, for an object. Where that is another one by now its entry is dropped: ESTALE."""
         try:
-            return await self.slots.run(function, discard=discard, once=once)
+            return await self.call_pool.run(function, discard=discard, once=once)
         except Renamed as error:
             self.invalidation.lose_name(error.parent, error.name, error.number)
             raise
@@ -173,41 +173,41 @@ class FileSystem:
         """Does this mount pin whatever it sees at this path?"""
         return self.options.pins_everything and not self.metadata.mutable_names.matches_path(path)
 
-    def timeout_s(self, record: Inode, remaining_ns: int | None = None) -> float:
+    def timeout_s(self, inode: Inode, remaining_ns: int | None = None) -> float:
         """`remaining_ns`: of the record, where that is known."""
-        if record.flags & UNLINKED and not self.immutability.outlives_its_name(record):
+        if inode.flags & UNLINKED and not self.immutability.outlives_its_name(inode):
             return self.options.unpinned_timeout_s  # it may have names that we do not know
         if remaining_ns is None:
-            remaining_ns = self.metadata.remaining_ns(record)
+            remaining_ns = self.metadata.remaining_ns(inode)
         return math.inf if remaining_ns == FOREVER_NS else remaining_ns / NANOSECONDS
 
-    def mutable_name_timeout_s(self, record: Inode) -> float:
+    def mutable_name_timeout_s(self, inode: Inode) -> float:
         """A name that --mutable matches is not pinned, whatever it leads to."""
-        return min(self.timeout_s(record), self.options.unpinned_timeout_s)
+        return min(self.timeout_s(inode), self.options.unpinned_timeout_s)
 
-    def record(self, number: int) -> Inode:
+    def inode(self, number: int) -> Inode:
         """The record of an inode that the kernel was told of. ESTALE if it has gone."""
         with self.metadata.index.view() as view:
-            record = self.metadata.inode(view, number)
-        if record is None:
+            inode = self.metadata.inode(view, number)
+        if inode is None:
             raise failed(errno.ESTALE)
-        return record
+        return inode
 
     async def lookup(self, parent: int, name: bytes, caller: Caller | None = None) -> Entry:
         """`caller`: None for the daemon itself."""
         self.lookups += 1
-        directory = self.record(parent)
+        directory = self.inode(parent)
         if self.metadata.is_pinned(directory):
-            directory = await self.believed(parent, directory)
+            directory = await self.revalidated(parent, directory)
         with self.metadata.index.view() as view:
             dentry = self.metadata.dentry(view, parent, name)
             absent = self.metadata.knows_absent(directory, dentry)
             if absent and not (dentry is None and parent == ROOT_INODE):
                 return Entry(None, self.timeout_s(directory))
             if dentry is not None and dentry.inode and self.metadata.entry_holds(directory, dentry):
-                record = self.metadata.inode(view, dentry.inode)
-                if record is not None and self.metadata.is_pinned(record) and self.metadata.remaining_ns(record):
-                    return Entry(record, self.timeout_s(record))
+                inode = self.metadata.inode(view, dentry.inode)
+                if inode is not None and self.metadata.is_pinned(inode) and self.metadata.remaining_ns(inode):
+                    return Entry(inode, self.timeout_s(inode))
         if absent:
             # What the kernel believes missing in the root is written down: `invalidate` must tell it each name.
             with self.metadata.index.update() as update:
@@ -261,12 +261,14 @@ class FileSystem:
                 return None
             self.permissions.judge(guards, looks)
             with self.metadata.index.update() as update:
-                record = self.metadata.apply_stat(update, parent, name, now, pin=pin)
-            self.permissions.recorded(record, now, began_ns)
-            return record
+                inode = self.metadata.apply_stat(update, parent, name, now, pin=pin)
+            self.permissions.recorded(inode, now, began_ns)
+            return inode
 
         start = partial(
-            self.slots.start, partial(permissions.lstat, self.source, directory, name, guards), question=(parent, name)
+            self.call_pool.start,
+            partial(permissions.lstat, self.source, directory, name, guards),
+            question=(parent, name),
         )
         try:
             found = await self._lstats.begin((parent, name, self.metadata.changes.count), start, finish).wait()
@@ -286,7 +288,7 @@ class FileSystem:
 
     async def resolve(self, path: bytes) -> Inode:
         """What lies at a path. Symlinks on the way are not followed. ENOENT where there is nothing."""
-        inode = await self.believed(ROOT_INODE)
+        inode = await self.revalidated(ROOT_INODE)
         for name in path.split(b"/") if path else ():
             try:
                 found = (await self.lookup(inode.number, name)).inode
@@ -297,14 +299,14 @@ class FileSystem:
             inode = found
         return inode
 
-    async def believed(self, number: int, record: Inode | None = None) -> Inode:
+    async def revalidated(self, number: int, inode: Inode | None = None) -> Inode:
         """The record of an inode, compared with the source first if it must be. ESTALE if it is another one now."""
-        record = record or self.record(number)
-        if self.metadata.remaining_ns(record):
-            return record
+        inode = inode or self.inode(number)
+        if self.metadata.remaining_ns(inode):
+            return inode
         if number == ROOT_INODE:
             await self._compare_root()
-            return self.record(number)
+            return self.inode(number)
         with self.metadata.index.view() as view:
             links = self.metadata.paths.links(view, number)
         for parent, name in links:
@@ -326,11 +328,11 @@ class FileSystem:
         paths: dict[int, bytes] = {}
         with self.metadata.index.view() as view:
             for number in numbers:
-                record = self.metadata.inode(view, number)
-                if record is None or not record.is_regular or record.flags & UNLINKED:
+                inode = self.metadata.inode(view, number)
+                if inode is None or not inode.is_regular or inode.flags & UNLINKED:
                     continue
-                record_wait_ns = self._unsettled_ns(record)
-                if record_wait_ns or not self.metadata.remaining_ns(record):
+                record_wait_ns = self._unsettled_ns(inode)
+                if record_wait_ns or not self.metadata.remaining_ns(inode):
                     with suppress(OSError):  # it has no name any more
                         paths[number] = self.metadata.paths.path(view, number)
                         wait_ns = max(wait_ns, record_wait_ns)
@@ -342,7 +344,7 @@ class FileSystem:
         async def compare(number: int, path: bytes) -> None:
             with suppress(OSError):  # it has gone
                 try:
-                    now[number] = (await self.believed(number)).number
+                    now[number] = (await self.revalidated(number)).number
                 except OSError:
                     now[number] = (await self.resolve(path)).number
 
@@ -351,22 +353,22 @@ class FileSystem:
                 nursery.start_soon(compare, number, path)
         return [now.get(number, number) for number in numbers]
 
-    def _unsettled_ns(self, record: Inode) -> int:
+    def _unsettled_ns(self, inode: Inode) -> int:
         """How long until a file is old enough, and until its record is compared for the last time."""
-        wait_ns = age.worth_waiting_ns(record, self.source.clock.realtime_ns(), self.options.settle_ns)
-        if record.flags & UNSETTLED and self.metadata.is_pinned(record):
-            wait_ns = max(wait_ns, self.metadata.remaining_ns(record))
+        wait_ns = age.worth_waiting_ns(inode, self.source.clock.realtime_ns(), self.options.settle_ns)
+        if inode.flags & UNSETTLED and self.metadata.is_pinned(inode):
+            wait_ns = max(wait_ns, self.metadata.remaining_ns(inode))
         return wait_ns
 
     async def _compare_root(self) -> None:
         def finish(answer: Outcome[tuple[Stat, int, list[permissions.Look]]]) -> Inode:
             now, began_ns, _ = answer.unwrap()
             with self.metadata.index.update() as update:
-                record = self.metadata.apply_root(update, now, pin=self.pins(b""))
-            self.permissions.recorded(record, now, began_ns)
-            return record
+                inode = self.metadata.apply_root(update, now, pin=self.pins(b""))
+            self.permissions.recorded(inode, now, began_ns)
+            return inode
 
-        start = partial(self.slots.start, partial(permissions.lstat, self.source, ROOT, b"", ()), question=(0, b""))
+        start = partial(self.call_pool.start, partial(permissions.lstat, self.source, ROOT, b"", ()), question=(0, b""))
         await self._lstats.begin((0, b"", 0), start, finish).wait()
 
     # --- changes by this mount -------------------------------------------------------------------------------------
@@ -393,6 +395,6 @@ class FileSystem:
         """This mount changed a mutable file: what is known of it is not believed any more."""
         self.metadata.changes.note(number)
         with self.metadata.index.update() as update:
-            record = self.metadata.inode(update, number)
-            if record is not None and not self.metadata.is_pinned(record):
-                self.metadata.put_inode(update, record._replace(expires_ns=0))
+            inode = self.metadata.inode(update, number)
+            if inode is not None and not self.metadata.is_pinned(inode):
+                self.metadata.put_inode(update, inode._replace(expires_ns=0))

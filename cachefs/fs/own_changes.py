@@ -47,11 +47,11 @@ class OwnChanges:
         By it what the cache does not have, or loses, is read until the kernel forgets the inode (hazard 2).
         """
         with self._metadata.index.view() as view:
-            record = self._metadata.inode(view, number)
-            immutable = record is not None and self._fs.immutability.is_immutable(record)
-            cached = record is not None and self._data.holds_all(view, record)
-        if self._unseen_handles and record is not None and immutable:
-            self._shared.hold(record)
+            inode = self._metadata.inode(view, number)
+            immutable = inode is not None and self._fs.immutability.is_immutable(inode)
+            cached = inode is not None and self._data.holds_all(view, inode)
+        if self._unseen_handles and inode is not None and immutable:
+            self._shared.hold(inode)
         handles = self._descriptors.handles.values()
         await self._descriptors.reopen([h for h in handles if h.number == number and not h.is_cached and h.fd < 0])
         for file in self._shared.of(number):
@@ -99,7 +99,7 @@ class OwnChanges:
             directory = self._metadata.paths.directory(view, link[0]) if link is not None else None
         if link is not None and directory is not None:
             try:
-                self.store(number, await self._fs.slots.run(partial(self._source.lstat, directory, link[1])))
+                self.store(number, await self._fs.call_pool.run(partial(self._source.lstat, directory, link[1])))
             except OSError:
                 # our own change has been made, whatever became of the other name
                 self._fs.invalidation.replaced(number)

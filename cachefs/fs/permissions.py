@@ -31,9 +31,9 @@ from typing import NamedTuple
 
 from cachefs.fs.invalidation import Notifier
 from cachefs.metadata import inode_values
-from cachefs.metadata.inode_cache import MetadataCache
+from cachefs.metadata.inode_cache import InodeCache
 from cachefs.options import Options
-from cachefs.source.call_pool import SourceSlots
+from cachefs.source.call_pool import CallPool
 from cachefs.source.credentials import Caller
 from cachefs.source.directories import Directory
 from cachefs.source.source import Source
@@ -44,7 +44,7 @@ from cachefs.system.stat import Stat
 ACL = b"system.posix_acl_access"
 QUEUED_S = 5.0
 """How long requests that the kernel let in before may still arrive."""
-BELIEVED_S = 1.0
+VALID_S = 1.0
 """How long a look at a directory counts for changes beneath it."""
 MAX_REMEMBERED = 1 << 17
 _UNTOLD = math.inf
@@ -137,16 +137,16 @@ def lstat(source: Source, directory: Directory, name: bytes, guards: Sequence[Gu
 
 class Permissions:
     def __init__(
-        self, metadata: MetadataCache, source: Source, slots: SourceSlots, notifier: Notifier, options: Options
+        self, metadata: InodeCache, source: Source, call_pool: CallPool, notifier: Notifier, options: Options
     ) -> None:
         # dependencies
         self._metadata = metadata
         self._source = source
-        self._slots = slots
+        self._call_pool = call_pool
         self._notifier = notifier
         # constants
         self._settle_ns = options.settle_ns
-        self._believed_s = min(BELIEVED_S, options.unpinned_timeout_s)
+        self._valid_s = min(VALID_S, options.unpinned_timeout_s)
         # state
         self._held: dict[int, tuple[int, int]] = {}
         """Directory → (until when its recorded permissions are known to have held, its ctime then)."""
@@ -163,9 +163,9 @@ class Permissions:
         found = []
         above: Directory | None = directory
         while above is not None:
-            record = self._metadata.inode(view, above.number)
-            if record is not None and self._metadata.is_pinned(record):
-                held_ns, ctime_ns = self._held.get(above.number, (record.ctime_ns, record.ctime_ns))
+            inode = self._metadata.inode(view, above.number)
+            if inode is not None and self._metadata.is_pinned(inode):
+                held_ns, ctime_ns = self._held.get(above.number, (inode.ctime_ns, inode.ctime_ns))
                 found.append(Guard(above, held_ns, ctime_ns))
             above = above.parent
         return tuple(found)
@@ -192,7 +192,7 @@ class Permissions:
         error = self._error(tuple(each.directory.number for each in recent))
         if recent and not error.admits(caller.uid):
             try:
-                await self._slots.run(partial(_enter, self._source, recent, caller))
+                await self._call_pool.run(partial(_enter, self._source, recent, caller))
             except PermissionError:
                 await self.tell(error)
                 raise error from None
@@ -207,35 +207,35 @@ class Permissions:
     def _error(self, numbers: tuple[int, ...]) -> "PermissionsChanged":
         with self._metadata.index.view() as view:
             records = [self._metadata.inode(view, number) for number in numbers]
-        found = [record for record in records if record is not None]
-        public = len(found) == len(numbers) and all(record.mode & 0o005 == 0o005 for record in found)
-        owners = {record.uid if record.mode & 0o500 == 0o500 else None for record in found}
+        found = [inode for inode in records if inode is not None]
+        public = len(found) == len(numbers) and all(inode.mode & 0o005 == 0o005 for inode in found)
+        owners = {inode.uid if inode.mode & 0o500 == 0o500 else None for inode in found}
         return PermissionsChanged(numbers, public, owners.pop() if len(owners) == 1 else None)
 
     def _has_changed(self, seen: Look) -> bool:
         number, now = seen.number, seen.now
         with self._metadata.index.view() as view:
-            record = self._metadata.inode(view, number)
-            if record is None or not self._metadata.is_pinned(record):
+            inode = self._metadata.inode(view, number)
+            if inode is None or not self._metadata.is_pinned(inode):
                 return False
-            same = record.permissions == now.permissions
+            same = inode.permissions == now.permissions
             if same and seen.acl is not None:
                 # What is not known was never asked for, or there was none.
-                same = seen.acl == (inode_values.get(view, Table.XATTRS, record, ACL) or inode_values.ABSENT)
+                same = seen.acl == (inode_values.get(view, Table.XATTRS, inode, ACL) or inode_values.ABSENT)
         if not same:
             with self._metadata.index.update() as update:
-                self._metadata.permissions_changed(update, record, now)
+                self._metadata.permissions_changed(update, inode, now)
                 if seen.acl is not None:
-                    inode_values.put(update, Table.XATTRS, record, ACL, seen.acl)
+                    inode_values.put(update, Table.XATTRS, inode, ACL, seen.acl)
             self._told[number] = _UNTOLD, math.inf
             return True
         self._have_held(number, max(seen.asked_ns, seen.began_ns - self._settle_ns), now.ctime_ns)
         return False
 
-    def recorded(self, record: Inode, now: Stat, began_ns: int) -> None:
+    def recorded(self, inode: Inode, now: Stat, began_ns: int) -> None:
         """An lstat that began at `began_ns` said this of an object, and this is its record now."""
-        if record.is_directory and record.ctime_ns == now.ctime_ns:
-            self._have_held(record.number, began_ns - self._settle_ns, now.ctime_ns)
+        if inode.is_directory and inode.ctime_ns == now.ctime_ns:
+            self._have_held(inode.number, began_ns - self._settle_ns, now.ctime_ns)
 
     def _have_held(self, number: int, until_ns: int, ctime_ns: int) -> None:
         if self._told_of(number) == _UNTOLD:
@@ -270,7 +270,7 @@ class Permissions:
         due = [
             guard._replace(held_ns=-1)
             for number, guard in guards.items()
-            if now_s - self._looked_at.get(number, -math.inf) > self._believed_s
+            if now_s - self._looked_at.get(number, -math.inf) > self._valid_s
         ]
         await self._look(due, 0)
         await self.let_in(guards.values(), caller)
@@ -280,7 +280,7 @@ class Permissions:
 
     async def _look(self, guards: Sequence[Guard], ctime_ns: int) -> None:
         if guards:
-            looks = await self._slots.run(partial(look, self._source, guards, ctime_ns))
+            looks = await self._call_pool.run(partial(look, self._source, guards, ctime_ns))
             try:
                 self.judge(guards, looks)
             except PermissionsChanged as error:

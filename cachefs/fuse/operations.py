@@ -93,20 +93,20 @@ def _owner_of(operations: "Operations", name: str, args: tuple[Any, ...]) -> int
     return UNKNOWN
 
 
-def _attributes(record: Inode, timeout_s: float) -> pyfuse3.EntryAttributes:
+def _attributes(inode: Inode, timeout_s: float) -> pyfuse3.EntryAttributes:
     entry = pyfuse3.EntryAttributes()
-    entry.st_ino = record.number
-    entry.st_mode = record.mode
-    entry.st_nlink = record.nlink
-    entry.st_uid = record.uid
-    entry.st_gid = record.gid
-    entry.st_rdev = record.rdev
-    entry.st_size = record.size
-    entry.st_blocks = record.blocks
-    entry.st_blksize = record.blksize
-    entry.st_atime_ns = record.atime_ns
-    entry.st_mtime_ns = record.mtime_ns
-    entry.st_ctime_ns = record.ctime_ns
+    entry.st_ino = inode.number
+    entry.st_mode = inode.mode
+    entry.st_nlink = inode.nlink
+    entry.st_uid = inode.uid
+    entry.st_gid = inode.gid
+    entry.st_rdev = inode.rdev
+    entry.st_size = inode.size
+    entry.st_blocks = inode.blocks
+    entry.st_blksize = inode.blksize
+    entry.st_atime_ns = inode.atime_ns
+    entry.st_mtime_ns = inode.mtime_ns
+    entry.st_ctime_ns = inode.ctime_ns
     entry.entry_timeout = timeout_s
     entry.attr_timeout = timeout_s
     return entry
@@ -169,8 +169,8 @@ class Operations(pyfuse3.Operations):
     def init(self) -> None:
         self.initialized.set()
 
-    def _made(self, record: Inode) -> pyfuse3.EntryAttributes:
-        return _attributes(record, self._fs.timeout_s(record))
+    def _made(self, inode: Inode) -> pyfuse3.EntryAttributes:
+        return _attributes(inode, self._fs.timeout_s(inode))
 
     # --- reading ---------------------------------------------------------------------------------------------------
 
@@ -199,7 +199,7 @@ class Operations(pyfuse3.Operations):
                 handle = await self._mutations.open_for_writing(inode, flags, _caller(ctx))
             return pyfuse3.FileInfo(fh=handle, keep_cache=False)
         if flags & OPEN_REPORT:
-            frozen = await self.files.opened_unseen(inode)
+            frozen = await self.files.make_immutable(inode)
             keep_cache = frozen and not self.files.is_young(inode)
             return pyfuse3.FileInfo(fh=FAST_HANDLE | inode, keep_cache=keep_cache)
         with self._descriptors.opening():
@@ -226,8 +226,8 @@ class Operations(pyfuse3.Operations):
 
     @_handler
     async def readdir(self, fh, start_id, token):  # type: ignore[no-untyped-def]
-        def emit(name: bytes, record: Inode | None, timeout_s: float, position: int) -> bool:
-            entry = _name_only() if record is None else _attributes(record, timeout_s)
+        def emit(name: bytes, inode: Inode | None, timeout_s: float, position: int) -> bool:
+            entry = _name_only() if inode is None else _attributes(inode, timeout_s)
             return pyfuse3.readdir_reply(token, name, entry, position)
 
         await self.directories.readdir(fh, start_id, emit)
@@ -265,8 +265,8 @@ class Operations(pyfuse3.Operations):
     @_handler
     async def create(self, parent_inode, name, mode, flags, ctx):  # type: ignore[no-untyped-def]
         with self._descriptors.opening():
-            handle, record = await self._mutations.create(parent_inode, name, mode, flags, _caller(ctx))
-        return pyfuse3.FileInfo(fh=handle, keep_cache=False), self._made(record)
+            handle, inode = await self._mutations.create(parent_inode, name, mode, flags, _caller(ctx))
+        return pyfuse3.FileInfo(fh=handle, keep_cache=False), self._made(inode)
 
     @_handler
     async def write(self, fh, off, buf):  # type: ignore[no-untyped-def]

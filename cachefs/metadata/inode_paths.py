@@ -61,10 +61,10 @@ def name_expires_ns(view: View, number: int, link: tuple[int, bytes]) -> int:
     return int(_LINK.unpack(value)[1]) if len(value) == _LINK.size else 0
 
 
-def _stamp(view: View, link: tuple[int, bytes]) -> int:
+def _validated_run(view: View, link: tuple[int, bytes]) -> int:
     """The run in which a name was compared last; 0: it is doubtful."""
     value = view.get(Table.DENTRIES, inode_key(link[0]) + link[1])
-    return Dentry.unpack(value).stamp if value is not None else 0
+    return Dentry.unpack(value).validated_run if value is not None else 0
 
 
 class Paths:
@@ -87,10 +87,10 @@ class Paths:
     def forget(self) -> None:
         self._directories.clear()
 
-    def note(self, record: Inode) -> None:
+    def note(self, inode: Inode) -> None:
         """What is remembered of a directory holds as long as its name is, or is not, pinned."""
-        known = self._directories.get(record.number)
-        if known is not None and known.has_pinned_name != _has_pinned_name(record):
+        known = self._directories.get(inode.number)
+        if known is not None and known.has_pinned_name != _has_pinned_name(inode):
             self.forget()
 
     def named(self, number: int, parent: int, name: bytes) -> None:
@@ -129,14 +129,18 @@ class Paths:
         if len(two) < 2:  # as a directory, whose directory is found by this function
             return two[0] if two and leads_to(view, two[0], number) else None
         last = self._last.get(number)
-        if last is not None and self._is_believed(view, number, last):
+        if last is not None and self._is_valid(view, number, last):
             return last
         names = self.names(view, number)
         if len(names) < 2:
             return names[0] if names else None
         return max(
             names,
-            key=lambda link: (self._leads_up(view, link[0]), _stamp(view, link), name_expires_ns(view, number, link)),
+            key=lambda link: (
+                self._leads_up(view, link[0]),
+                _validated_run(view, link),
+                name_expires_ns(view, number, link),
+            ),
         )
 
     def links(self, view: View, number: int) -> list[tuple[int, bytes]]:
@@ -151,11 +155,11 @@ class Paths:
         """Those of `links` that lead to the inode."""
         return [link for link in self.links(view, number) if leads_to(view, link, number)]
 
-    def _is_believed(self, view: View, number: int, link: tuple[int, bytes]) -> bool:
+    def _is_valid(self, view: View, number: int, link: tuple[int, bytes]) -> bool:
         """Is no other name any better?"""
         return (
             leads_to(view, link, number)
-            and _stamp(view, link) == self._run
+            and _validated_run(view, link) == self._run
             and name_expires_ns(view, number, link) > self._monotonic_ns()
             and self._leads_up(view, link[0])
         )
@@ -180,18 +184,18 @@ class Paths:
                 value = view.get(Table.INODES, inode_key(number))
                 if value is None or number in waiting:  # names that lead in a circle
                     raise _stale()
-                record = Inode.unpack(number, value)
+                inode = Inode.unpack(number, value)
                 link = self.name(view, number)
-                waiting[number] = link, record
+                waiting[number] = link, inode
                 if link is None:
                     break
                 number = link[0]
         while waiting:
-            number, (link, record) = waiting.popitem()
-            if not record.is_directory:
+            number, (link, inode) = waiting.popitem()
+            if not inode.is_directory:
                 raise OSError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))
             name = link[1] if link is not None else b""
-            above = Directory(number, identity_of(record), above, name, _has_pinned_name(record))
+            above = Directory(number, identity_of(inode), above, name, _has_pinned_name(inode))
             if len(self._directories) >= REMEMBERED_DIRECTORIES:
                 self._directories.clear()
             self._directories[number] = above
@@ -199,8 +203,8 @@ class Paths:
         return above
 
 
-def _has_pinned_name(record: Inode) -> bool:
-    return record.flags & (PINNED | STALE) == PINNED
+def _has_pinned_name(inode: Inode) -> bool:
+    return inode.flags & (PINNED | STALE) == PINNED
 
 
 def _joined(path: bytes | None, name: bytes) -> bytes | None:

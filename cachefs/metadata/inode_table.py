@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable
 from functools import partial
 
 from cachefs.metadata.inode_paths import Paths, directory_of, has_name, link_key, link_value, links_of
-from cachefs.metadata.limit import MetadataRetention
+from cachefs.metadata.limit import InodeLimit
 from cachefs.metadata.mutable_names import MutableNames
 from cachefs.metadata.validity import Validity
 from cachefs.options import Options
@@ -54,7 +54,7 @@ class InodeTable(Validity):
         floor: int,
         takeovers: int = 0,
         strict_floor: int = 0,
-        retention: MetadataRetention | None = None,
+        retention: InodeLimit | None = None,
         monotonic_ns: Callable[[], int] = time.monotonic_ns,
     ) -> None:
         """`retention`: None where as much is pinned as there is."""
@@ -120,12 +120,12 @@ class InodeTable(Validity):
         """Is there room for another inode, and an index to take it?"""
         return self.index.available and (self._retention is None or self._retention.admits(number))
 
-    def put_inode(self, update: Update, record: Inode) -> None:
-        update.put(Table.INODES, inode_key(record.number), record.pack())
-        if record.is_directory:
-            self.paths.note(record)
+    def put_inode(self, update: Update, inode: Inode) -> None:
+        update.put(Table.INODES, inode_key(inode.number), inode.pack())
+        if inode.is_directory:
+            self.paths.note(inode)
         if self._retention is not None:
-            self._retention.changed(record)
+            self._retention.changed(inode)
 
     def _delete_inode(self, update: Update, number: int) -> None:
         """With its links: the number may be another object's next time (hazard 23)."""
@@ -169,18 +169,18 @@ class InodeTable(Validity):
         if dentry.inode == 0:
             return None
         update.delete(Table.LINKS, link_key(dentry.inode, (parent, name)))
-        record = self.inode(update, dentry.inode)
-        if record is None or record.is_directory:
+        inode = self.inode(update, dentry.inode)
+        if inode is None or inode.is_directory:
             self.paths.forget()
-        if record is not None and not has_name(update, dentry.inode):
-            if record.stamp < self.floor:  # of an earlier run: this kernel never heard of it
-                self._delete_inode(update, record.number)
-                return record
-            record = record._replace(flags=record.flags | UNLINKED)
-            self.put_inode(update, record)
-            if record.flags & PINNED:
-                update.put(Table.META, _UNLINKED_MARK + inode_key(record.number), FLAGS_PINNED)
-        return record
+        if inode is not None and not has_name(update, dentry.inode):
+            if inode.validated_run < self.floor:  # of an earlier run: this kernel never heard of it
+                self._delete_inode(update, inode.number)
+                return inode
+            inode = inode._replace(flags=inode.flags | UNLINKED)
+            self.put_inode(update, inode)
+            if inode.flags & PINNED:
+                update.put(Table.META, _UNLINKED_MARK + inode_key(inode.number), FLAGS_PINNED)
+        return inode
 
     def move_name(self, update: Update, parent: int, name: bytes, new_parent: int, new_name: bytes) -> None:
         """Rename a dentry over whatever had the new name."""
@@ -199,10 +199,10 @@ class InodeTable(Validity):
         for place in places:
             self.remove_name(update, *place)
         for place, dentry in zip(places, reversed(dentries), strict=True):
-            record = self.inode(update, dentry.inode) if dentry is not None and dentry.inode else None
-            if dentry is not None and record is not None:
+            inode = self.inode(update, dentry.inode) if dentry is not None and dentry.inode else None
+            if dentry is not None and inode is not None:
                 self._put_name(update, *place, dentry.inode, pinned=bool(dentry.flags & PINNED))
-                self._linked(update, record)
+                self._linked(update, inode)
 
     def _cut_link(self, update: Update, number: int, link: tuple[int, bytes], *, is_known: bool = True) -> None:
         """The inode is not known by this name any more. A name that still leads to it is compared before it counts:
@@ -213,29 +213,29 @@ class InodeTable(Validity):
         update.delete(Table.LINKS, link_key(number, link))
         dentry = self.dentry(update, *link)
         if dentry is not None and dentry.inode == number:
-            doubtful = dentry._replace(stamp=0) if is_known else Dentry(0, 0, 0, dentry.position)
+            doubtful = dentry._replace(validated_run=0) if is_known else Dentry(0, 0, 0, dentry.position)
             if doubtful != dentry:
                 update.put(Table.DENTRIES, inode_key(link[0]) + link[1], doubtful.pack())
 
     def _lost(self, dentry: Dentry | None, parent: int, name: bytes, *, unless: int | None = None) -> None:
         """A name does not lead to what it led to, `unless` that is this inode. The kernel knows of what was dropped."""
-        if dentry is not None and dentry.flags & PINNED and dentry.stamp and dentry.inode not in (0, unless):
+        if dentry is not None and dentry.flags & PINNED and dentry.validated_run and dentry.inode not in (0, unless):
             self.on_lost_name(parent, name)
 
-    def _linked(self, update: Update, record: Inode) -> Inode:
+    def _linked(self, update: Update, inode: Inode) -> Inode:
         """The inode has a name (again)."""
-        if record.flags & UNLINKED:
-            record = record._replace(flags=record.flags & ~UNLINKED)
-            self.put_inode(update, record)
-            update.delete(Table.META, _UNLINKED_MARK + inode_key(record.number))
-        return record
+        if inode.flags & UNLINKED:
+            inode = inode._replace(flags=inode.flags & ~UNLINKED)
+            self.put_inode(update, inode)
+            update.delete(Table.META, _UNLINKED_MARK + inode_key(inode.number))
+        return inode
 
     def lost_name(self, update: Update, number: int) -> None:
         """This mount removed the last name that it knew of an inode. A directory has no other."""
-        record = self.inode(update, number)
-        if record is not None and record.flags & UNLINKED:
-            nlink = 0 if record.is_directory else max(0, record.nlink - 1)
-            self.put_inode(update, record._replace(nlink=nlink))
+        inode = self.inode(update, number)
+        if inode is not None and inode.flags & UNLINKED:
+            nlink = 0 if inode.is_directory else max(0, inode.nlink - 1)
+            self.put_inode(update, inode._replace(nlink=nlink))
 
     def drop_children(self, update: Update, directory: int) -> tuple[list[int], list[bytes]]:
         """Forget the absences of a directory. The inodes that its names lead to, and the names that were absent."""
@@ -254,9 +254,9 @@ class InodeTable(Validity):
         dentry = self.dentry(update, directory, name)
         if dentry is not None and dentry.inode == 0:
             update.delete(Table.DENTRIES, inode_key(directory) + name)
-        record = self.inode(update, directory)
-        if record is not None and record.flags & LISTED:
-            self.put_inode(update, record._replace(flags=record.flags & ~LISTED))
+        inode = self.inode(update, directory)
+        if inode is not None and inode.flags & LISTED:
+            self.put_inode(update, inode._replace(flags=inode.flags & ~LISTED))
 
     def _purge_names(self, update: Update, number: int, *, keep: tuple[int, bytes], gone: bool) -> None:
         """It can have one name only: others were renamed or removed at the source, and would lead fetches astray.
@@ -295,29 +295,29 @@ class InodeTable(Validity):
         dropped file that gets another name is another version, and another inode.) A directory also stays while
         pinned names lead on from it: the next object with its number would get them.
         """
-        record = self.inode(update, number)
-        if record is None or number == ROOT_INODE or record.flags & PINNED:
+        inode = self.inode(update, number)
+        if inode is None or number == ROOT_INODE or inode.flags & PINNED:
             return False
-        if record.is_directory and record.flags & STALE:
+        if inode.is_directory and inode.flags & STALE:
             return False
-        if record.lookups > _UNCOUNTED:
-            self.put_inode(update, record._replace(lookups=record.lookups - _UNCOUNTED))
+        if inode.lookups > _UNCOUNTED:
+            self.put_inode(update, inode._replace(lookups=inode.lookups - _UNCOUNTED))
             return False
-        record = record._replace(lookups=record.lookups % _UNCOUNTED)
-        is_kept = number in self._held or record.flags & WRITTEN
-        if record.lookups > count or (is_kept and not record.flags & UNLINKED):
+        inode = inode._replace(lookups=inode.lookups % _UNCOUNTED)
+        is_kept = number in self._held or inode.flags & WRITTEN
+        if inode.lookups > count or (is_kept and not inode.flags & UNLINKED):
             # A file that was written stays mutable in this run, whether the kernel remembers it or not.
-            self.put_inode(update, record._replace(lookups=max(0, record.lookups - count)))
+            self.put_inode(update, inode._replace(lookups=max(0, inode.lookups - count)))
             return False
-        if record.is_directory:
+        if inode.is_directory:
             self._forget_names(update, number)
             self.paths.forget()
             if update.first_key(Table.DENTRIES, inode_key(number)) is not None:
                 # A new version: callers that noted the old one as listed would list only what is left.
-                version, flags = self.next_sequence(), record.flags & ~LISTED
-                self.put_inode(update, record._replace(lookups=0, version=version, flags=flags))
+                version, flags = self.next_sequence(), inode.flags & ~LISTED
+                self.put_inode(update, inode._replace(lookups=0, version=version, flags=flags))
                 return False
-        if record.flags & UNLINKED:
+        if inode.flags & UNLINKED:
             update.delete(Table.META, _UNLINKED_MARK + inode_key(number))
         self._delete_inode(update, number)
         return True
@@ -342,6 +342,6 @@ class InodeTable(Validity):
             update.delete(Table.META, key)
 
 
-def lookups_unpinned(record: Inode) -> int:
+def lookups_unpinned(inode: Inode) -> int:
     """How often the kernel has looked up an inode that is not pinned from now on."""
-    return _UNCOUNTED if record.flags & PINNED else record.lookups
+    return _UNCOUNTED if inode.flags & PINNED else inode.lookups

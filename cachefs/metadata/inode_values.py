@@ -11,18 +11,18 @@ NO_VALUE = (errno.ENODATA, errno.EOPNOTSUPP, errno.ENOSYS)
 """Errors of getxattr where there is no value."""
 
 
-def get(view: View, table: Table, record: Inode, name: bytes = b"") -> bytes | None:
+def get(view: View, table: Table, inode: Inode, name: bytes = b"") -> bytes | None:
     """A symlink's target or an xattr's value of this version of the inode; None if it is not known."""
-    found = view.get(table, inode_key(record.number) + name)
-    if found is None or int.from_bytes(found[8:16], "little") != record.version:
+    found = view.get(table, inode_key(inode.number) + name)
+    if found is None or int.from_bytes(found[8:16], "little") != inode.version:
         return None
     return found[16:]
 
 
-def put(update: Update, table: Table, record: Inode, name: bytes, value: bytes) -> None:
-    if record.flags & PINNED:
-        head = FLAGS_PINNED + bytes(4) + record.version.to_bytes(8, "little")
-        update.put(table, inode_key(record.number) + name, head + value)
+def put(update: Update, table: Table, inode: Inode, name: bytes, value: bytes) -> None:
+    if inode.flags & PINNED:
+        head = FLAGS_PINNED + bytes(4) + inode.version.to_bytes(8, "little")
+        update.put(table, inode_key(inode.number) + name, head + value)
 
 
 def drop(update: Update, number: int) -> None:

@@ -17,7 +17,7 @@ from policies.retention import PolicyContext, make
 NAMES = ("no-replacement", "fifo", "lru")
 
 
-class MetadataRetention:
+class InodeLimit:
     def __init__(self, index: Index, limit: int, retention: str) -> None:
         # constants
         self._limit = limit

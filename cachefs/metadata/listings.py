@@ -15,13 +15,13 @@ keeps its position.
 from collections.abc import Container, Iterable, Mapping
 from types import MappingProxyType
 
-from cachefs.metadata.inode_cache import MetadataCache
+from cachefs.metadata.inode_cache import InodeCache
 from cachefs.store.index.environment import Table, Update, View
 from cachefs.store.index.records import FLAGS_NONE, FLAGS_PINNED, PINNED, Inode, inode_key, inode_of_key, pair_key
 
 
 class Listings:
-    def __init__(self, metadata: MetadataCache) -> None:
+    def __init__(self, metadata: InodeCache) -> None:
         self._metadata = metadata
 
     def rows(self, view: View, directory: int, after: int) -> Iterable[tuple[int, bytes]]:
@@ -99,12 +99,12 @@ class Listings:
                 continue
             if dentry is None or dentry.position != position:  # the row is left over
                 update.delete(Table.LISTING, pair_key(directory, position))
-            record = self._metadata.inode(update, dentry.inode) if dentry is not None else None
+            inode = self._metadata.inode(update, dentry.inode) if dentry is not None else None
             if (
                 dentry is not None
-                and record is not None
-                and self._metadata.is_pinned(record)
-                and self._metadata.remaining_ns(record)
+                and inode is not None
+                and self._metadata.is_pinned(inode)
+                and self._metadata.remaining_ns(inode)
             ):
                 update.delete(Table.LISTING, pair_key(directory, position))
                 update.put(Table.DENTRIES, inode_key(directory) + name, dentry._replace(position=0).pack())

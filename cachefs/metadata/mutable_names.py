@@ -8,7 +8,7 @@ OPEN names an inode, not the name that it was opened by. So the names that are k
 - A name that matches is never pinned itself, whatever it leads to, nor that there is no such name. So where one may
   come a directory is never marked LISTED.
 
-The names are looked at when this mount compares an object with the source (`MetadataCache.apply_stat`), when a file is
+The names are looked at when this mount compares an object with the source (`InodeCache.apply_stat`), when a file is
 opened for the first time (`Immutability.is_mutable`), and when this mount has changed a name
 (`OwnChanges.names_changed`).
 """

@@ -5,10 +5,11 @@
   compared once more (hazard 11).
 - Everything else: for `unpinned_timeout_s` from the lstat.
 
-Validation is one number: a record counts if its `stamp` is at or above the floor, so that a new run makes a whole
-index doubtful, or trusts it, in one step. `strict_floor` is another one, for what rctime.py cannot know of: files with
-several names and objects of other devices. A directory that has not changed vouches for its names (dentries, listing,
-absences), so each object costs exactly one lstat. Where it has changed, `entries_stamp` makes its names doubtful.
+Validation is one number: a record counts if its `validated_run` is at or above the floor, so that a new run makes a
+whole index doubtful, or trusts it, in one step. `strict_floor` is another one, for what rctime.py cannot know of: files
+with several names and objects of other devices. A directory that has not changed vouches for its names (dentries,
+listing, absences), so each object costs exactly one lstat. Where it has changed, `entries_valid_from` makes its names
+doubtful.
 """
 
 import time
@@ -38,43 +39,43 @@ class Validity:
         self.floor = floor
         self.strict_floor = strict_floor
 
-    def is_pinned(self, record: Inode) -> bool:
+    def is_pinned(self, inode: Inode) -> bool:
         """Pinned in the sense of this mount: a read-write mount pins files that were read and directories only."""
         return bool(
-            record.flags & PINNED
-            and (self._options.pins_everything or record.flags & IMMUTABLE or record.is_directory)
+            inode.flags & PINNED
+            and (self._options.pins_everything or inode.flags & IMMUTABLE or inode.is_directory)
             and self._options.pins_files
         )
 
-    def counts(self, record: Inode) -> bool:
+    def counts(self, inode: Inode) -> bool:
         """Was it compared with the source recently enough?"""
-        if record.stamp < self.floor:
+        if inode.validated_run < self.floor:
             return False
-        if record.stamp >= self.strict_floor:
+        if inode.validated_run >= self.strict_floor:
             return True
-        return not record.device and (record.nlink <= 1 or record.is_directory)
+        return not inode.device and (inode.nlink <= 1 or inode.is_directory)
 
-    def remaining_ns(self, record: Inode) -> int:
+    def remaining_ns(self, inode: Inode) -> int:
         """How long the record is believed from now on; FOREVER_NS, or 0 if it must be compared first."""
-        if record.flags & STALE:
+        if inode.flags & STALE:
             return 0
-        if record.flags & UNLINKED:
+        if inode.flags & UNLINKED:
             return FOREVER_NS
-        if self.is_pinned(record):
-            if not self.counts(record):
+        if self.is_pinned(inode):
+            if not self.counts(inode):
                 return 0
-            if not record.flags & UNSETTLED:
+            if not inode.flags & UNSETTLED:
                 return FOREVER_NS
-            if record.stamp != self.run:
+            if inode.validated_run != self.run:
                 return 0  # its clock may have been another boot's
-        return max(0, record.expires_ns - self._monotonic_ns())
+        return max(0, inode.expires_ns - self._monotonic_ns())
 
     def entry_holds(self, parent: Inode, dentry: Dentry) -> bool:
         """True if a pinned name (or absence) of a directory needs no comparison of its own."""
         return bool(
             dentry.flags & PINNED
             and self.is_pinned(parent)
-            and dentry.stamp >= parent.entries_stamp
+            and dentry.validated_run >= parent.entries_valid_from
             and self.counts(parent)
             and not parent.flags & STALE
         )

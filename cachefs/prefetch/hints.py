@@ -62,7 +62,7 @@ class Hints:
         async def look_up(place: int) -> None:
             try:
                 inode = await self._fs.resolve(paths[place])
-                if inode.is_regular and await self._files.opened_unseen(inode.number):
+                if inode.is_regular and await self._files.make_immutable(inode.number):
                     numbers[place] = inode.number
             except OSError:
                 pass  # whoever reads it will hear of it

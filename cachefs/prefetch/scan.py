@@ -80,7 +80,7 @@ class Scan:
         # constants
         self._wants_data = wants_data
         self._fetches = fetches
-        self._pin = files.pin if pins_written else files.opened_unseen
+        self._pin = files.pin if pins_written else files.make_immutable
         # state
         self.data_files = array("Q")
         """Files whose data are to be cached."""
@@ -155,13 +155,13 @@ class Scan:
         records go. Another listing tells them from those that were removed."""
         taken: set[int] = set()
         fruitless = 0
-        found = await self._directories.believed_entries(number)
+        found = await self._directories.revalidated_entries(number)
         while (missing := await self._take(found, directories)) and fruitless < ATTEMPTS:
             before = len(taken)
             taken.update(found)
             taken -= missing
             fruitless = fruitless + 1 if len(taken) == before else 0
-            found = [inode for inode in await self._directories.believed_entries(number) if inode not in taken]
+            found = [inode for inode in await self._directories.revalidated_entries(number) if inode not in taken]
         if missing:
             reason = OSError("files in it go faster than they can be looked at")
             self.problems.failed(self._fs.path_of(number), reason)
@@ -205,7 +205,7 @@ class Scan:
                 return
             self._linked.add(inode.number)
         pinned = await self._pin(inode.number) if self._fetches else self._fs.metadata.is_pinned(inode)
-        if not pinned and self._fs.immutability.is_mutable(self._fs.record(inode.number)):
+        if not pinned and self._fs.immutability.is_mutable(self._fs.inode(inode.number)):
             self.mutable += 1
             return
         self.found.add(inode.size)

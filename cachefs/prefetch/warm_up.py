@@ -277,11 +277,11 @@ class WarmUp:
         if not self._fetches:
             return "not cached"
         try:
-            await self._fs.slots.run(partial(self._fs.source.read_file, self._fs.object_of(number), 1, 0))
+            await self._fs.call_pool.run(partial(self._fs.source.read_file, self._fs.object_of(number), 1, 0))
         except OSError as error:
             return error.strerror or str(error)
         with suppress(OSError):
             settle_ns = self._fs.options.settle_ns
-            if age.is_young(self._fs.record(number), self._fs.source.clock.realtime_ns(), settle_ns):
+            if age.is_young(self._fs.inode(number), self._fs.source.clock.realtime_ns(), settle_ns):
                 return f"changed less than {settle_ns / NANOSECONDS:g} s ago, or has a time in the future"
         return "could not be cached"

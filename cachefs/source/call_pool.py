@@ -42,8 +42,8 @@ HURRIED_WATCH_S = 0.1
 """Deadlines are looked at so often while the mount ends."""
 
 
-class SourceSlots:
-    """`await slots.run(function)`: the result, the function's error, or OSError ETIMEDOUT."""
+class CallPool:
+    """`await call_pool.run(function)`: the result, the function's error, or OSError ETIMEDOUT."""
 
     def __init__(
         self, slots: int, timeout_s: float, *, reserve: int = 0, clock: Callable[[], float] = time.monotonic

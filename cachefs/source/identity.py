@@ -72,8 +72,8 @@ class Identity(NamedTuple):
     """0: not known."""
 
 
-def identity_of(record: Inode) -> Identity:
-    return Identity(record.source_inode, stat.S_IFMT(record.mode), record.btime_ns)
+def identity_of(inode: Inode) -> Identity:
+    return Identity(inode.source_inode, stat.S_IFMT(inode.mode), inode.btime_ns)
 
 
 def is_same(expected: Identity, now: Stat) -> bool:

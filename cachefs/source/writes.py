@@ -105,9 +105,9 @@ class SourceWriter:
         """
         self._source.round_trip("rename")
         with self._hold(directory) as old, self._hold(new_directory) as new:
-            for place, each, record in expected:
-                if not is_same(identity_of(record), self._stat(old if place is directory else new, each)):
-                    raise Renamed.away(place.number, each, record.number)
+            for place, each, inode in expected:
+                if not is_same(identity_of(inode), self._stat(old if place is directory else new, each)):
+                    raise Renamed.away(place.number, each, inode.number)
             caller.run(lambda: syscalls.renameat2(old, name, new, new_name, flags))
             return self._stat(new, new_name), self._stat(old), self._stat(new)
 

@@ -334,7 +334,7 @@ class OpenedIndex:
         """Would earlier runs be believed if the source's root had the same rctime for longer?"""
         return bool(self.state.rctime) and self.state.unmoved_floor < self.state.floor
 
-    def believe_unmoved(self, rctime: bytes) -> bool:
+    def revalidate_earlier_runs(self, rctime: bytes) -> bool:
         """`rctime`: a while after the run began. True if nothing has moved: the floor is that of then from now on.
 
         Raises IndexUnavailable where that cannot be stored.

@@ -3,8 +3,8 @@
 A scan begins at each slab, whose place is known, follows the lengths of the records, and stops at the first header
 that is not sound: it never searches for a magic number, which the payload of a dataset file could forge. Of several
 records of one inode the highest sequence number counts. Names are not in the blob: a rebuilt inode has no dentry and
-stamp 0, and counts again when a look-up finds the very same version (docs/FORMAT.md, recovery). The run is above that
-of every record, dead ones too (runs.py).
+validated_run 0, and counts again when a look-up finds the very same version (docs/FORMAT.md, recovery). The run is
+above that of every record, dead ones too (runs.py).
 """
 
 import logging
@@ -123,5 +123,5 @@ def _inode(header: record.Header) -> Inode:
         number=header.inode, flags=PINNED | STALE, mode=header.mode, nlink=1, uid=0, gid=0, rdev=0, blksize=4096,
         size=header.size, blocks=0, atime_ns=0, mtime_ns=header.mtime_ns, ctime_ns=header.ctime_ns,
         btime_ns=header.btime_ns, device=header.device, source_inode=header.source_inode, version=header.version,
-        stamp=0, entries_stamp=0, next_position=0, expires_ns=0, lookups=0,
+        validated_run=0, entries_valid_from=0, next_position=0, expires_ns=0, lookups=0,
     )  # fmt: skip

@@ -92,8 +92,8 @@ def _highest_run(durable: Environment) -> int:
             highest = max(highest, run_of_inode(inode_of_key(value[8:16])))
         for key, value in txn.cursor(db=durable.tables[Table.INODES]):
             number = inode_of_key(key)
-            record = Inode.unpack(number, value)
-            highest = max(highest, run_of_inode(number), run_of(record.version), record.stamp)
+            inode = Inode.unpack(number, value)
+            highest = max(highest, run_of_inode(number), run_of(inode.version), inode.validated_run)
         for _, value in txn.cursor(db=durable.tables[Table.EXTENTS]):
             highest = max(highest, run_of(Extent.unpack(value).version))
     return highest

@@ -45,10 +45,15 @@ _INODE = np.dtype(
     [(name, "<u4") for name in ("flags", "mode", "nlink", "uid", "gid", "rdev", "reserved", "blksize")]
     + [(name, "<u8") for name in ("size", "blocks")]
     + [(name, "<i8") for name in ("atime", "mtime", "ctime", "btime")]
-    + [(name, "<u8") for name in ("device", "source_inode", "version", "stamp", "entries_stamp", "next_position")]
+    + [
+        (name, "<u8")
+        for name in ("device", "source_inode", "version", "validated_run", "entries_valid_from", "next_position")
+    ]
     + [(name, "<u8") for name in ("expires", "lookups")]
 )
-_DENTRY = np.dtype([("flags", "<u4"), ("reserved", "<u4"), ("inode", "<u8"), ("stamp", "<u8"), ("position", "<u8")])
+_DENTRY = np.dtype(
+    [("flags", "<u4"), ("reserved", "<u4"), ("inode", "<u8"), ("validated_run", "<u8"), ("position", "<u8")]
+)
 _PLAIN = ("flags", "mode", "nlink", "uid", "gid", "rdev", "blksize", "size", "next_position")
 Column = NDArray[np.int64]
 
@@ -193,9 +198,9 @@ def _believed(inodes: _Rows, dentries: _Rows, floor: int, strict_floor: int) -> 
     records = np.frombuffer(inodes.values(), _INODE)
     flags = records["flags"]
     good = (flags & PINNED != 0) & (flags & (STALE | UNLINKED | UNSETTLED) == 0)
-    good &= (records["stamp"] >= floor) & (records["device"] == 0)
+    good &= (records["validated_run"] >= floor) & (records["device"] == 0)
     vouched = (records["nlink"] <= 1) | (records["mode"] & 0o170000 == stat.S_IFDIR)
-    good &= (records["stamp"] >= strict_floor) | vouched
+    good &= (records["validated_run"] >= strict_floor) | vouched
     if not np.any(good & (numbers == ROOT_INODE)):
         raise CacheFsError("the root directory is not pinned, so that nothing is: run `cachefs warmup --metadata-only`")
 
@@ -204,7 +209,7 @@ def _believed(inodes: _Rows, dentries: _Rows, floor: int, strict_floor: int) -> 
     parent_at, has_parent = _places(numbers, parents)
     child_at, has_child = _places(numbers, rows["inode"])
     kept = has_parent & has_child & (rows["flags"] & PINNED != 0)
-    kept &= good[parent_at] & good[child_at] & (rows["stamp"] >= records["entries_stamp"][parent_at])
+    kept &= good[parent_at] & good[child_at] & (rows["validated_run"] >= records["entries_valid_from"][parent_at])
 
     # A listing of which something is left out is not complete any more.
     torn = np.unique(parents[~kept & (rows["inode"] != 0)])
@@ -295,9 +300,9 @@ def load(path: Path, index: Path, root_inode: int, mutable: Iterable[str]) -> in
     version = run << RUN_BITS
     """Never given out by the run itself, whose first is one higher."""
     records["version"] = version
-    stamp = run if set(header.get("mutable", ())) == set(mutable) else last.run
+    validated_run = run if set(header.get("mutable", ())) == set(mutable) else last.run
     """Of what was pinned with other patterns: below the floor of the new index, so that it is compared."""
-    records["stamp"] = records["entries_stamp"] = stamp
+    records["validated_run"] = records["entries_valid_from"] = validated_run
     at_root = records["source_inode"][numbers == ROOT_INODE]
     if len(at_root) != 1 or int(at_root[0]) != root_inode:
         raise CacheFsError(f"{path} is a snapshot of another tree: {header['source']}")
@@ -315,7 +320,7 @@ def load(path: Path, index: Path, root_inode: int, mutable: Iterable[str]) -> in
                 """In the order of the keys: pages are filled one after the other."""
                 txn.cursor(db=environment.tables[table]).putmulti(rows, append=True)
 
-            _put_all(put, numbers, records, parents, children, positions, names, stamp)
+            _put_all(put, numbers, records, parents, children, positions, names, validated_run)
             pinned = PINNED.to_bytes(4, "little")
             head = struct.pack("<I4xQ", PINNED, version)
             for table in (Table.SYMLINKS, Table.XATTRS):
@@ -341,12 +346,12 @@ def _last_run(numbers: NDArray[np.uint64], aliases: bytes) -> RunState:
 def _put_all(
     put: Callable[[Table, Iterable[tuple[bytes, bytes]]], None],
     numbers: Any, records: Any, parents: Any, children: Any, positions: Any, names: list[bytes],
-    stamp: int,
+    validated_run: int,
 ) -> None:  # fmt: skip
     pinned = PINNED.to_bytes(4, "little")
     put(Table.INODES, zip(_cut(numbers.astype(">u8"), 8), _cut(records, _INODE.itemsize), strict=True))
     dentries = np.zeros(len(names), _DENTRY)
-    dentries["flags"], dentries["inode"], dentries["stamp"] = PINNED, children, stamp
+    dentries["flags"], dentries["inode"], dentries["validated_run"] = PINNED, children, validated_run
     dentries["position"] = positions
     parent_keys = list(_cut(parents.astype(">u8"), 8))
     keys = list(map(bytes.__add__, parent_keys, names))

@@ -25,7 +25,7 @@ import trio
 
 from cachefs.client import mount_table
 from cachefs.errors import CacheFsError
-from cachefs.source.call_pool import SourceSlots
+from cachefs.source.call_pool import CallPool
 from cachefs.source.calls.doubt import may_be_lost
 from cachefs.source.source import Source
 from cachefs.store.index.environment import Table
@@ -82,13 +82,13 @@ class Root:
 
 
 class SourceConnection:
-    def __init__(self, path: str, root: Root, source: Source, slots: SourceSlots, changed: Callable[[], None]) -> None:
+    def __init__(self, path: str, root: Root, source: Source, call_pool: CallPool, changed: Callable[[], None]) -> None:
         """`changed`: told when the source's root descriptor leads to the new mount."""
         # dependencies
         self._path = path
         self._root = root
         self._source = source
-        self._slots = slots
+        self._call_pool = call_pool
         self._changed = changed
         # state
         self._limiters: dict[int, trio.CapacityLimiter] = {}
@@ -102,7 +102,7 @@ class SourceConnection:
         self.lost: str | None = None
         """Why, and what is being done. None: it is there."""
         self.reconnects = 0
-        slots.on_doubt = self.doubt
+        call_pool.on_doubt = self.doubt
 
     def doubt(self, error: OSError | None = None) -> None:
         """Ask the root soon. `error`: why; None: a predecessor may have left a source that is lost."""
@@ -133,10 +133,10 @@ class SourceConnection:
         elif self.lost is not None:
             log.warning("the source is back: %s answers again", self._path)
         self.lost = None
-        self._slots.resume(anew=anew)
+        self._call_pool.resume(anew=anew)
 
     def _lose(self, error: OSError) -> None:
-        self._slots.suspend()
+        self._call_pool.suspend()
         self.lost = f"{self._path}: {error.strerror}; waiting until it is mounted again"
         log.error("the source is lost: %s. What is cached is served", self.lost)
 
@@ -219,6 +219,6 @@ class SourceConnection:
         """Ask a mount, by its number. Raises TimeoutError; what the thread does then, it does unheard."""
         self._limiters = {number: limiter for number, limiter in self._limiters.items() if limiter.borrowed_tokens}
         limiter = self._limiters.setdefault(mount, trio.CapacityLimiter(MAX_THREADS))
-        with trio.move_on_after(min(TIMEOUT_S, self._slots.timeout_s)):
+        with trio.move_on_after(min(TIMEOUT_S, self._call_pool.timeout_s)):
             return await in_thread(function, abandon_on_cancel=True, limiter=limiter)
         raise TimeoutError(errno.ETIMEDOUT, os.strerror(errno.ETIMEDOUT))

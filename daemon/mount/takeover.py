@@ -101,8 +101,8 @@ class TakenOverMount(Mount):
         root = Root.load(index)
         if root is None:  # a predecessor of an older version
             with index.view() as view:
-                record = components.metadata.inode(view, ROOT_INODE)
-            root = Root(record.source_inode if record is not None else 0, 0, "")
+                inode = components.metadata.inode(view, ROOT_INODE)
+            root = Root(inode.source_inode if inode is not None else 0, 0, "")
         return root
 
     def restore(self, components: Components) -> list[Handle]:

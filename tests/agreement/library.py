@@ -54,7 +54,7 @@ def _load(library: Path) -> ctypes.CDLL:
     }.items():
         getattr(loaded, name).restype = result
     for name in (
-        "is_pinned", "entry_holds", "knows_absent", "is_immutable", "is_freezable", "is_small", "read_blob",
+        "is_pinned", "entry_holds", "knows_absent", "is_immutable", "is_immutable_on_open", "is_small", "read_blob",
         "read_source", "path_of", "add_fetch", "attach", "open_answers",
     ):  # fmt: skip
         getattr(loaded, name).restype = ctypes.c_bool
@@ -152,8 +152,8 @@ class FastPath:
     def is_immutable(self, record: Inode) -> bool:
         return bool(self._c.is_immutable(self._view(), record.pack()))
 
-    def is_freezable(self, record: Inode) -> bool:
-        return bool(self._c.is_freezable(record.pack()))
+    def is_immutable_on_open(self, record: Inode) -> bool:
+        return bool(self._c.is_immutable_on_open(record.pack()))
 
     # age
 

@@ -26,8 +26,8 @@ from cachefs.store.blob.record import BLOCK_BYTES, checksums_of
 from cachefs.store.index.environment import TOMBSTONE, Environment, Table, View
 from cachefs.store.index.records import (
     FLAGS_PINNED,
-    FREEZABLE,
     IMMUTABLE,
+    IMMUTABLE_ON_OPEN,
     LISTED,
     PINNED,
     ROOT_INODE,
@@ -89,7 +89,7 @@ class Index:
         value = view.get(Table.DENTRIES, inode_key(parent) + name)
         return Dentry.unpack(value) if value else None
 
-    def believed(self, view: View, number: int) -> tuple[Inode, int] | None:
+    def valid_inode(self, view: View, number: int) -> tuple[Inode, int] | None:
         """A pinned record, and for how long it holds."""
         record = self.inode(view, number)
         if record is None or not self.validity.is_pinned(record):
@@ -116,7 +116,9 @@ def records(draw: st.DrawFn, number: int) -> Inode:
     kind = stat.S_IFDIR if number <= 2 else draw(st.sampled_from(kinds))
     flags = PINNED | IMMUTABLE * (kind == stat.S_IFREG) | LISTED * (kind == stat.S_IFDIR)
     if draw(rarely):
-        flags ^= draw(st.sampled_from([PINNED, IMMUTABLE, LISTED, STALE, UNLINKED, UNSETTLED, WRITTEN, FREEZABLE]))
+        flags ^= draw(
+            st.sampled_from([PINNED, IMMUTABLE, LISTED, STALE, UNLINKED, UNSETTLED, WRITTEN, IMMUTABLE_ON_OPEN])
+        )
     if draw(rarely):
         flags = draw(st.integers(0, 255))
     times = st.integers(-(10**9), 10**9) | st.just(NOW_NS - 10**9) | st.just(NOW_NS + 10**9)
@@ -135,8 +137,8 @@ def records(draw: st.DrawFn, number: int) -> Inode:
         ctime_ns=draw(times),
         device=9 if draw(rarely) else 0,
         version=draw(st.integers(1, 2)),
-        stamp=RUN - 1 if draw(rarely) else RUN,
-        entries_stamp=draw(st.sampled_from([RUN, RUN + 1])) if draw(rarely) else RUN - 1,
+        validated_run=RUN - 1 if draw(rarely) else RUN,
+        entries_valid_from=draw(st.sampled_from([RUN, RUN + 1])) if draw(rarely) else RUN - 1,
         expires_ns=draw(st.sampled_from([0, NOW_NS - 1, NOW_NS + 1, NOW_NS + 1_500_000_000])),
     )
 
@@ -170,8 +172,8 @@ def contents(draw: st.DrawFn) -> list[tuple[bool, Table, bytes, bytes]]:
             if not draw(rarely):
                 inode = draw(st.sampled_from([0, 2, 3, 4, 5, 5, 9]))
                 flags = 0 if draw(rarely) else PINNED
-                stamp = RUN - 1 if draw(rarely) else RUN
-                add(Table.DENTRIES, inode_key(number) + name, Dentry(flags, inode, stamp, listed).pack())
+                validated_run = RUN - 1 if draw(rarely) else RUN
+                add(Table.DENTRIES, inode_key(number) + name, Dentry(flags, inode, validated_run, listed).pack())
             if not draw(rarely):
                 add(Table.LISTING, pair_key(number, position), FLAGS_PINNED + name)
             if draw(st.booleans()):
@@ -239,7 +241,7 @@ def entry(number: int, record: Inode | None, remaining_ns: int) -> bytes:
 
 
 def look_up(index: Index, view: View, parent: int, name: bytes) -> Answer | None:
-    above = index.believed(view, parent)
+    above = index.valid_inode(view, parent)
     dentry = index.dentry(view, parent, name)
     if above is None or (dentry is None and parent == ROOT_INODE):  # Python notes what is missing in the root
         return None
@@ -247,12 +249,12 @@ def look_up(index: Index, view: View, parent: int, name: bytes) -> Answer | None
         return Answer(0, entry(0, None, above[1]))
     if dentry is None or not dentry.inode or not index.validity.entry_holds(above[0], dentry):
         return None
-    found = index.believed(view, dentry.inode)
+    found = index.valid_inode(view, dentry.inode)
     return Answer(0, entry(dentry.inode, *found)) if found is not None else None
 
 
 def getattr_(index: Index, view: View, number: int) -> Answer | None:
-    found = index.believed(view, number)
+    found = index.valid_inode(view, number)
     if found is None:
         return None
     valid, rest = timeout(found[1])
@@ -260,7 +262,7 @@ def getattr_(index: Index, view: View, number: int) -> Answer | None:
 
 
 def value_of(index: Index, view: View, table: Table, number: int, name: bytes) -> bytes | None:
-    found = index.believed(view, number)
+    found = index.valid_inode(view, number)
     value = view.get(table, inode_key(number) + name)
     if found is None or not value or int.from_bytes(value[8:16], "little") != found[0].version:
         return None
@@ -285,8 +287,8 @@ def read(index: Index, view: View, number: int, offset: int, size: int, *, ours:
     record = index.inode(view, number)
     if record is None:
         return None
-    others = IMMUTABLE | WRITTEN | STALE | UNLINKED | FREEZABLE
-    opened = (ours or index.mount.is_complete) and record.flags & others == FREEZABLE
+    others = IMMUTABLE | WRITTEN | STALE | UNLINKED | IMMUTABLE_ON_OPEN
+    opened = (ours or index.mount.is_complete) and record.flags & others == IMMUTABLE_ON_OPEN
     if not opened and not (index.validity.remaining_ns(record) and index.is_immutable(record)):
         return None
     end, parts = min(offset + size, record.size), []
@@ -312,7 +314,7 @@ def dirent(name: bytes, position: int, number: int, mode: int) -> bytes:
 
 
 def list_(index: Index, view: View, number: int, offset: int, size: int, *, plus: bool) -> Answer | None:
-    found = index.believed(view, number)
+    found = index.valid_inode(view, number)
     if not index.mount.pins_everything or found is None or not found[0].flags & LISTED:
         return None
     out = b""
@@ -334,7 +336,7 @@ def list_(index: Index, view: View, number: int, offset: int, size: int, *, plus
         position, name = int.from_bytes(key[8:16], "big"), value[4:]
         dentry = index.dentry(view, number, name)
         holds = dentry is not None and dentry.inode and index.validity.entry_holds(found[0], dentry)
-        below = index.believed(view, dentry.inode) if dentry is not None and holds else None
+        below = index.valid_inode(view, dentry.inode) if dentry is not None and holds else None
         if dentry is None or below is None:
             return Answer(0, out) if out else None  # the rest is asked for again, and passed on then
         if dentry.position and dentry.position != position:
@@ -419,9 +421,9 @@ def check_all(index: Index, ask: Ask) -> int:
                     listed = list_(index, view, number, offset, size, plus=opcode == READDIRPLUS)
                     cases.append((f"readdir {opcode} {offset} {size}", listed, (opcode, number, body)))
             record = index.inode(view, number)
-            others = IMMUTABLE | WRITTEN | STALE | UNLINKED | FREEZABLE
+            others = IMMUTABLE | WRITTEN | STALE | UNLINKED | IMMUTABLE_ON_OPEN
             for flags in (os.O_RDONLY, os.O_WRONLY, os.O_RDWR, os.O_RDONLY | os.O_TRUNC):
-                if record is None or record.flags & others != FREEZABLE:  # else it is reported as well
+                if record is None or record.flags & others != IMMUTABLE_ON_OPEN:  # else it is reported as well
                     body = struct.pack("<2I", flags, 0)
                     cases.append((f"open {flags:o}", open_(index, view, number, flags), (OPEN, number, body)))
             cases.append(("forget", forget(index, view, [number]), (FORGET, number, struct.pack("<Q", 1))))
@@ -470,7 +472,7 @@ def test_a_daemon_that_does_not_serve_yet_gets_everything_that_needs_the_index(
     fast_path: FastPath, place: tuple[Environment, Environment, int]
 ) -> None:
     session, durable, blob = place
-    root = Inode(ROOT_INODE, *[0] * 21)._replace(flags=PINNED | LISTED, mode=stat.S_IFDIR, stamp=RUN)
+    root = Inode(ROOT_INODE, *[0] * 21)._replace(flags=PINNED | LISTED, mode=stat.S_IFDIR, validated_run=RUN)
     know((session, durable), [(False, Table.INODES, inode_key(ROOT_INODE), root.pack())])
     fast_path.set_up(MOUNTS[0], run=RUN, seed=SEED)
     with fast_path.over(session, durable), fast_path.answering(blob):

@@ -12,7 +12,17 @@ from cachefs.data.young_files import YoungFiles
 from cachefs.metadata.validity import Validity
 from cachefs.options import SETTLE_NS, CacheLevel, Options
 from cachefs.source import age
-from cachefs.store.index.records import FREEZABLE, IMMUTABLE, PINNED, STALE, UNLINKED, UNSETTLED, WRITTEN, Dentry, Inode
+from cachefs.store.index.records import (
+    IMMUTABLE,
+    IMMUTABLE_ON_OPEN,
+    PINNED,
+    STALE,
+    UNLINKED,
+    UNSETTLED,
+    WRITTEN,
+    Dentry,
+    Inode,
+)
 from tests.agreement.library import EXAMPLES, FastPath
 
 NOW_NS = 10**15
@@ -28,8 +38,8 @@ def inodes(draw: st.DrawFn) -> Inode:
         mode=draw(st.sampled_from([stat.S_IFREG, stat.S_IFDIR, stat.S_IFLNK])) | 0o644,
         nlink=draw(st.integers(0, 3)),
         device=draw(st.integers(0, 1)),
-        stamp=draw(_RUNS),
-        entries_stamp=draw(_RUNS),
+        validated_run=draw(_RUNS),
+        entries_valid_from=draw(_RUNS),
         mtime_ns=draw(_TIMES),
         ctime_ns=draw(_TIMES),
     )
@@ -73,14 +83,16 @@ def test_both_believe_the_same(
 @pytest.mark.parametrize("mode", [stat.S_IFREG, stat.S_IFDIR])
 @pytest.mark.parametrize("nlink", [0, 1, 2])
 @pytest.mark.parametrize("device", [0, 1])
-@pytest.mark.parametrize("stamp", [1, 2, 3])
+@pytest.mark.parametrize("validated_run", [1, 2, 3])
 def test_both_count_the_same_from_the_strict_floor(
-    fast_path: FastPath, mode: int, nlink: int, device: int, stamp: int
+    fast_path: FastPath, mode: int, nlink: int, device: int, validated_run: int
 ) -> None:
     mount = Options(read_only=True, attr_timeout_s=math.inf)
     fast_path.set_up(mount, run=4, floor=2, strict_floor=3)
     validity = Validity(mount, 4, 2, strict_floor=3)
-    record = Inode(7, PINNED, *[0] * 20)._replace(mode=mode | 0o644, nlink=nlink, device=device, stamp=stamp)
+    record = Inode(7, PINNED, *[0] * 20)._replace(
+        mode=mode | 0o644, nlink=nlink, device=device, validated_run=validated_run
+    )
     assert fast_path.remaining_ns(record) == validity.remaining_ns(record)
 
 
@@ -93,7 +105,9 @@ def test_what_is_immutable_to_the_fast_path(fast_path: FastPath, mount: Options,
     pinned_file = record.is_regular and validity.is_pinned(record)
     assert fast_path.is_immutable(record) == (pinned_file and bool(record.flags & IMMUTABLE or mount.pins_everything))
     others = IMMUTABLE | WRITTEN | STALE | UNLINKED
-    assert fast_path.is_freezable(record) == (bool(record.flags & FREEZABLE) and not record.flags & others)
+    assert fast_path.is_immutable_on_open(record) == (
+        bool(record.flags & IMMUTABLE_ON_OPEN) and not record.flags & others
+    )
 
 
 @settings(max_examples=EXAMPLES)

@@ -108,9 +108,9 @@ def test_what_was_recorded_before_is_believed_when_the_rctime_has_stood_still(tm
         assert again.state.floor == again.state.run and again.may_be_unmoved
         again.close(flushed=True)
     again = runs.begin(AUTO, RCTIME)
-    assert not again.believe_unmoved(b"1000000001.5") and not again.believe_unmoved(b"")
+    assert not again.revalidate_earlier_runs(b"1000000001.5") and not again.revalidate_earlier_runs(b"")
     assert again.state.floor == again.state.run
-    assert again.believe_unmoved(RCTIME)
+    assert again.revalidate_earlier_runs(RCTIME)
     assert again.state.floor == first.run == RunState.unpack(stored(again)).floor
     assert not again.may_be_unmoved
     again.close(flushed=True)
@@ -134,7 +134,7 @@ def test_nothing_is_believed_of_before_where_the_rctime_tells_nothing(
     runs = Runs(tmp_path)
     runs.run(AUTO, end, before)
     again = runs.begin(AUTO, now)
-    assert not again.may_be_unmoved and not again.believe_unmoved(now)
+    assert not again.may_be_unmoved and not again.revalidate_earlier_runs(now)
     assert again.state.floor == again.state.run
     again.close(flushed=True)
 
@@ -149,10 +149,10 @@ def test_no_rctime_vouches_for_a_run_that_took_something_on_trust(tmp_path: Path
         kept = runs.run(NEVER, "clean", later)
         assert kept.floor < kept.run
     first = runs.begin(AUTO, later)
-    assert not first.believe_unmoved(later)
+    assert not first.revalidate_earlier_runs(later)
     first.close(flushed=True)
     again = runs.begin(AUTO, later)
-    assert again.believe_unmoved(later) and again.state.floor == first.state.run
+    assert again.revalidate_earlier_runs(later) and again.state.floor == first.state.run
     again.close(flushed=True)
 
 

@@ -49,7 +49,7 @@ PAYLOAD = bytes(range(250)) * 800
 
 def inode(number: int = 7, version: int = 1) -> Inode:
     return Inode(number, PINNED, *(0,) * 20)._replace(
-        mode=0o100644, size=SIZE, version=version, stamp=1, source_inode=number
+        mode=0o100644, size=SIZE, version=version, validated_run=1, source_inode=number
     )
 
 
@@ -307,7 +307,17 @@ def test_what_a_rebuild_does_not_know_of_an_inode_is_zero(blob: Blob, tmp_path: 
         found = Inode.unpack(1, txn.get(inode_key(1), db=durable.tables[Table.INODES]))
     durable.close()
     assert found.flags == PINNED | STALE and found.nlink == 1
-    for field in ("uid", "gid", "rdev", "blocks", "atime_ns", "stamp", "entries_stamp", "next_position", "lookups"):
+    for field in (
+        "uid",
+        "gid",
+        "rdev",
+        "blocks",
+        "atime_ns",
+        "validated_run",
+        "entries_valid_from",
+        "next_position",
+        "lookups",
+    ):
         assert getattr(found, field) == 0, field
 
 
@@ -361,7 +371,7 @@ def test_a_snapshot_leaves_out_what_has_to_be_compared_again(tmp_path: Path) -> 
         b"unlinked": {"flags": PINNED | UNLINKED},
         b"unsettled": {"flags": PINNED | UNSETTLED},
         b"not pinned": {"flags": IMMUTABLE},
-        b"of an earlier run": {"stamp": 4},
+        b"of an earlier run": {"validated_run": 4},
         b"of another device": {"device": 9},
     }
     good = {b"good": {}, b"immutable": {"flags": PINNED | IMMUTABLE}}
@@ -374,14 +384,14 @@ def test_a_snapshot_leaves_out_what_has_to_be_compared_again(tmp_path: Path) -> 
 
         put(Table.META, b"run", RunState(5, 5).pack())
         root = Inode(1, PINNED | LISTED, *(0,) * 20)
-        root = root._replace(mode=0o040755, stamp=5, entries_stamp=5, version=1, source_inode=1)
+        root = root._replace(mode=0o040755, validated_run=5, entries_valid_from=5, version=1, source_inode=1)
         put(Table.INODES, inode_key(1), root.pack())
         for name, fields in names.items():
-            made = inode(numbers[name])._replace(**{"stamp": 5, **fields})
+            made = inode(numbers[name])._replace(**{"validated_run": 5, **fields})
             put(Table.INODES, inode_key(made.number), made.pack())
-            stamp = 4 if name == b"doubtful name" else 5
+            validated_run = 4 if name == b"doubtful name" else 5
             flags = 0 if name == b"name not pinned" else PINNED
-            put(Table.DENTRIES, inode_key(1) + name, Dentry(flags, made.number, stamp, made.number).pack())
+            put(Table.DENTRIES, inode_key(1) + name, Dentry(flags, made.number, validated_run, made.number).pack())
             put(Table.LISTING, pair_key(1, made.number), PINNED.to_bytes(4, "little") + name)
         for name, version in ((b"user.now", inode(0).version), (b"user.before", inode(0).version + 1)):
             value = PINNED.to_bytes(4, "little") + bytes(4) + version.to_bytes(8, "little") + b"\1value"

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cachefs.metadata.inode_cache import MetadataCache
+from cachefs.metadata.inode_cache import InodeCache
 from cachefs.metadata.listings import Listings
 from cachefs.options import Options
 from cachefs.store.index.environment import Environment, Table
@@ -21,7 +21,7 @@ def stat(number: int, mode: int = 0o100644) -> Stat:
     return Stat(mode, 1, 0, 0, 0, 4096, 10, 8, 1, 2, 3, 4, 0, number)
 
 
-def look_up(metadata: MetadataCache, names: list[bytes], *, pin: bool) -> Inode:
+def look_up(metadata: InodeCache, names: list[bytes], *, pin: bool) -> Inode:
     """The directory's record, and one of each of its names."""
     with metadata.index.update() as update:
         directory = metadata.apply_stat(update, ROOT, b"directory", stat(DIRECTORY, 0o040755), pin=pin)
@@ -42,7 +42,7 @@ def rows(listings: Listings, index: Index) -> list[bytes]:
 def test_a_record_that_is_made_anew_continues_behind_all_rows(
     index: Index, names: list[bytes], pin: bool, durable: bool
 ) -> None:
-    metadata = MetadataCache(index, Options(read_only=pin, attr_timeout_s=float("inf")), run=1, floor=1)
+    metadata = InodeCache(index, Options(read_only=pin, attr_timeout_s=float("inf")), run=1, floor=1)
     listings = Listings(metadata)
     directory = look_up(metadata, OLD, pin=pin)
     with index.update() as update:
@@ -61,7 +61,7 @@ def test_a_record_that_is_made_anew_continues_behind_all_rows(
 
 def test_a_place_that_another_name_took_meanwhile_is_given_up(index: Index) -> None:
     """The rows of a read-write mount go with a FORGET; the entry of a pinned file stays, and remembers its place."""
-    metadata = MetadataCache(index, Options(), run=1, floor=1)
+    metadata = InodeCache(index, Options(), run=1, floor=1)
     listings = Listings(metadata)
     directory = look_up(metadata, OLD, pin=False)
     with index.update() as update:
@@ -76,7 +76,7 @@ def test_a_place_that_another_name_took_meanwhile_is_given_up(index: Index) -> N
 
 
 def test_names_that_are_not_pinned_are_told(index: Index) -> None:
-    metadata = MetadataCache(index, Options(read_only=True, attr_timeout_s=float("inf")), run=1, floor=1)
+    metadata = InodeCache(index, Options(read_only=True, attr_timeout_s=float("inf")), run=1, floor=1)
     listings = Listings(metadata)
     directory = look_up(metadata, OLD, pin=True)
     look_up(metadata, NEW[:1], pin=False)
@@ -86,7 +86,7 @@ def test_names_that_are_not_pinned_are_told(index: Index) -> None:
 
 
 def test_a_row_that_is_left_over_goes_with_the_next_listing(index: Index) -> None:
-    metadata = MetadataCache(index, Options(read_only=True, attr_timeout_s=float("inf")), run=1, floor=1)
+    metadata = InodeCache(index, Options(read_only=True, attr_timeout_s=float("inf")), run=1, floor=1)
     listings = Listings(metadata)
     directory = look_up(metadata, OLD, pin=True)
     with index.update() as update:
@@ -99,7 +99,7 @@ def test_a_row_that_is_left_over_goes_with_the_next_listing(index: Index) -> Non
 
 def test_a_pinned_file_that_is_listed_again_gets_a_place_behind_all_others(index: Index) -> None:
     """Its row went when it was not listed; it is served all the same."""
-    metadata = MetadataCache(index, Options(), run=1, floor=1)
+    metadata = InodeCache(index, Options(), run=1, floor=1)
     listings = Listings(metadata)
     directory = look_up(metadata, OLD, pin=False)
     with index.update() as update:

@@ -11,7 +11,7 @@ import trio
 
 from cachefs.fs import permissions as permissions_module
 from cachefs.fs.permissions import Look, Permissions, PermissionsChanged
-from cachefs.metadata.inode_cache import MetadataCache
+from cachefs.metadata.inode_cache import InodeCache
 from cachefs.options import Options
 from cachefs.source.directories import ROOT
 from cachefs.source.source import Source
@@ -36,7 +36,7 @@ class Kernel:
 def permissions(index: Index, source: Source) -> Permissions:
     """Of a pinned root."""
     options = Options()
-    metadata = MetadataCache(index, options, run=1, floor=1)
+    metadata = InodeCache(index, options, run=1, floor=1)
     with index.update() as update:
         metadata.apply_root(update, NOW, pin=True)
     return Permissions(metadata, source, None, Kernel(), options)  # type: ignore[arg-type]
@@ -118,7 +118,7 @@ def test_who_was_let_in_by_permissions_of_before_must_have_the_new_ones(
 ) -> None:
     """The source is asked for those of whom that is not known."""
     slots = Slots()
-    monkeypatch.setattr(permissions, "_slots", slots)
+    monkeypatch.setattr(permissions, "_call_pool", slots)
 
     def enter(*arguments: object) -> None:
         if not admitted:
@@ -148,7 +148,7 @@ def test_directories_are_looked_at_once_for_changes_that_follow_each_other(
     permissions: Permissions, source: Source, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     slots = Slots()
-    monkeypatch.setattr(permissions, "_slots", slots)
+    monkeypatch.setattr(permissions, "_call_pool", slots)
     looks: list[int] = []
 
     def look(_source: Source, guards: Sequence[Any], _ctime_ns: int) -> list[Look]:

@@ -2,16 +2,16 @@
 
 import pytest
 
-from cachefs.metadata.inode_cache import MetadataCache
+from cachefs.metadata.inode_cache import InodeCache
 from cachefs.metadata.inode_paths import links_of, name_expires_ns
-from cachefs.metadata.limit import MetadataRetention
+from cachefs.metadata.limit import InodeLimit
 from cachefs.metadata.validity import FOREVER_NS, Validity
 from cachefs.options import Options
 from cachefs.store.index.environment import Table, Update
 from cachefs.store.index.index import Index
 from cachefs.store.index.records import (
-    FREEZABLE,
     IMMUTABLE,
+    IMMUTABLE_ON_OPEN,
     LISTED,
     PINNED,
     ROOT_INODE,
@@ -38,7 +38,7 @@ def file(number: int = FILE, size: int = 10, nlink: int = 1, time_ns: int = 2) -
     return Stat(0o100644, nlink, 0, 0, 0, 4096, size, 8, 1, time_ns, time_ns, 1, 0, number)
 
 
-class Cache(MetadataCache):
+class Cache(InodeCache):
     """With a clock that stands still, and what it has told others."""
 
     def __init__(self, index: Index, options: Options = READ_ONLY, run: int = 1, **more: object) -> None:
@@ -85,7 +85,12 @@ def test_other_times_become_the_nearest_ones(time_ns: int) -> None:
 def test_what_rctime_cannot_know_of_counts_from_the_strict_floor(changes: dict[str, int], counts: bool) -> None:
     validity = Validity(READ_ONLY, 9, 3, strict_floor=7)
     record = Inode(7, PINNED, *(0,) * 20)._replace(**{"mode": 0o100644, "nlink": 1} | changes)
-    assert [validity.counts(record._replace(stamp=stamp)) for stamp in (2, 3, 6, 7)] == [False, counts, counts, True]
+    assert [validity.counts(record._replace(validated_run=validated_run)) for validated_run in (2, 3, 6, 7)] == [
+        False,
+        counts,
+        counts,
+        True,
+    ]
 
 
 def test_what_is_believed_no_more_is_compared(index: Index) -> None:
@@ -234,8 +239,8 @@ def test_a_name_of_an_earlier_run_is_pinned_when_it_has_been_looked_up_again(ind
     second = Cache(index, Options(), run=2)
     with index.update() as update:
         second.pin_file(update, second.see(update, b"b", file(nlink=2)))
-        stamps = [second.dentry(update, ROOT_INODE, name) for name in (b"a", b"b")]
-        assert [each.stamp for each in stamps if each] == [1, 2]
+        dentries = [second.dentry(update, ROOT_INODE, name) for name in (b"a", b"b")]
+        assert [each.validated_run for each in dentries if each] == [1, 2]
 
 
 # --- changes of ours -------------------------------------------------------------------------------------------------
@@ -244,11 +249,11 @@ def test_a_name_of_an_earlier_run_is_pinned_when_it_has_been_looked_up_again(ind
 def test_a_file_is_not_freezable_while_it_is_written(index: Index) -> None:
     cache = Cache(index, Options())
     with index.update() as update:
-        assert cache.see(update, b"f", file()).flags & FREEZABLE
-    cache.withdraw_freezable(FILE)
+        assert cache.see(update, b"f", file()).flags & IMMUTABLE_ON_OPEN
+    cache.withdraw_immutable_on_open(FILE)
     with index.update() as update:
-        assert not cache.known(update, FILE).flags & FREEZABLE
-    cache.withdraw_freezable(FILE + 1)  # of which nothing is known
+        assert not cache.known(update, FILE).flags & IMMUTABLE_ON_OPEN
+    cache.withdraw_immutable_on_open(FILE + 1)  # of which nothing is known
 
 
 def test_an_immutable_file_that_was_dropped_is_dropped_again_when_another_node_changes_it(index: Index) -> None:
@@ -320,7 +325,7 @@ def test_a_forgotten_directory_stays_where_pinned_names_lead_on(index: Index, ha
 
 
 def test_a_record_that_goes_does_not_count_as_pinned(index: Index) -> None:
-    retention = MetadataRetention(index, 10, "no-replacement")
+    retention = InodeLimit(index, 10, "no-replacement")
     cache = Cache(index, retention=retention)
     with index.update() as update:
         cache.see(update, b"f", file())

@@ -23,7 +23,7 @@ from cachefs.errors import IndexUnavailable
 from cachefs.fastpath import launcher
 from cachefs.fastpath.connection import HEAD
 from cachefs.fastpath.launcher import FastPath
-from cachefs.source.call_pool import SourceSlots
+from cachefs.source.call_pool import CallPool
 from tests.cachefs import test_durability
 from tests.cachefs.test_tasks import Clock, run
 
@@ -66,23 +66,23 @@ async def until(condition: Callable[[], object]) -> None:
 
 def test_a_call_to_the_source_waits_for_a_thread_without_a_slot() -> None:
     async def main() -> None:
-        slots = SourceSlots(2, 60)
+        call_pool = CallPool(2, 60)
         answers: list[int] = []
 
         async def ask() -> None:
-            answers.append(await slots.run(lambda: 1))
+            answers.append(await call_pool.run(lambda: 1))
 
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(slots.watch)
+            nursery.start_soon(call_pool.watch)
             with no_threads():
                 for _ in range(8):
                     nursery.start_soon(ask)
                 await trio.testing.wait_all_tasks_blocked(0.01)
-                assert not answers and slots._shares.held == 0
+                assert not answers and call_pool._shares.held == 0
             await until(lambda: len(answers) == 8)
-            assert slots._shares.held == slots.stuck == 0
+            assert call_pool._shares.held == call_pool.stuck == 0
             nursery.cancel_scope.cancel()
-        slots.close()
+        call_pool.close()
 
     run(main)
 
@@ -92,12 +92,12 @@ def test_a_call_that_never_gets_a_thread_ends_in_a_time_out_and_holds_nothing() 
 
     async def main() -> None:
         clock = Clock()
-        slots = SourceSlots(1, 5, clock=clock)
+        call_pool = CallPool(1, 5, clock=clock)
         caught: list[int | None] = []
 
         async def ask() -> None:
             try:
-                await slots.run(lambda: 1)
+                await call_pool.run(lambda: 1)
             except OSError as error:
                 caught.append(error.errno)
 
@@ -106,12 +106,12 @@ def test_a_call_that_never_gets_a_thread_ends_in_a_time_out_and_holds_nothing() 
                 nursery.start_soon(ask)
                 await trio.testing.wait_all_tasks_blocked()
                 clock.now += 6
-                slots.abandon_overdue()
+                call_pool.abandon_overdue()
                 await trio.testing.wait_all_tasks_blocked()
-            assert caught == [errno.ETIMEDOUT] and slots.timeouts == 1
-            assert slots._shares.held == slots.stuck == 0
-            assert await slots.run(lambda: 2) == 2
-        slots.close()
+            assert caught == [errno.ETIMEDOUT] and call_pool.timeouts == 1
+            assert call_pool._shares.held == call_pool.stuck == 0
+            assert await call_pool.run(lambda: 2) == 2
+        call_pool.close()
 
     run(main)
 

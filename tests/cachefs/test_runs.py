@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from cachefs.errors import CacheFsError
-from cachefs.metadata.inode_cache import MetadataCache
+from cachefs.metadata.inode_cache import InodeCache
 from cachefs.options import Options, Revalidate
 from cachefs.store import recovery, runs
 from cachefs.store.blob import record
@@ -169,7 +169,7 @@ def test_a_session_that_is_not_complete_begins_another_run(tmp_path: Path, same_
 def test_a_fresh_number_is_free(durable: Environment, tmp_path: Path) -> None:
     """The index holds numbers of this very run: those of a snapshot that an older cachefs imported."""
     index = Index(durable, Environment(tmp_path / "session", sync=False))
-    metadata = MetadataCache(index, Options(read_only=True), run=1, floor=1)
+    metadata = InodeCache(index, Options(read_only=True), run=1, floor=1)
     taken = {FIRST_ALIAS | in_run(1, n) for n in range(1, 30)}
     now = Stat(0o100644, 1, 0, 0, 0, 4096, 10, 8, 1, 2, 3, 4, 9, 99)  # of another device: it gets an alias
     with index.update() as update:
@@ -181,12 +181,12 @@ def test_a_fresh_number_is_free(durable: Environment, tmp_path: Path) -> None:
 
 
 @pytest.mark.promise("CH-22")
-@pytest.mark.parametrize("where", ["version", "alias", "stamp"])
+@pytest.mark.parametrize("where", ["version", "alias", "validated_run"])
 def test_without_a_record_of_the_run_it_is_above_every_number_of_the_index(
     durable: Environment, tmp_path: Path, where: str
 ) -> None:
     number = FIRST_ALIAS + in_run(9, 1) if where == "alias" else 5
-    record_ = Inode(number, PINNED, *(0,) * 20)._replace(mode=0o100644, version=in_run(2, 1), stamp=2)
+    record_ = Inode(number, PINNED, *(0,) * 20)._replace(mode=0o100644, version=in_run(2, 1), validated_run=2)
     if where != "alias":
         record_ = record_._replace(**{where: in_run(9, 1) if where == "version" else 9})
     with durable.write() as txn:

@@ -14,7 +14,7 @@ import trio.testing
 
 from cachefs.errors import Busy
 from cachefs.source import shares
-from cachefs.source.call_pool import SourceSlots
+from cachefs.source.call_pool import CallPool
 from cachefs.source.shares import DAEMON, LEAST, Shares
 from cachefs.source.single_flight import SingleFlight, in_task, unwrap
 from tests.cachefs.test_tasks import Clock, run
@@ -81,11 +81,11 @@ def test_tasks_inherit_their_owner() -> None:
 
 
 def started(
-    slots: SourceSlots, uid: int, function: Callable[[], Any], done: Callable[[outcome.Outcome[Any]], None]
+    call_pool: CallPool, uid: int, function: Callable[[], Any], done: Callable[[outcome.Outcome[Any]], None]
 ) -> None:
     before = shares.owner()
     shares.act_for(uid)
-    slots.start(function, done)
+    call_pool.start(function, done)
     shares.act_for(before)
 
 
@@ -95,44 +95,44 @@ def test_b5_calls_of_one_user_that_block_do_not_block_another(abandoned: bool) -
 
     async def main() -> None:
         clock = Clock()
-        slots = SourceSlots(64, 5, clock=clock)
+        call_pool = CallPool(64, 5, clock=clock)
         gate = threading.Event()
         answers: list[outcome.Outcome[Any]] = []
         for _ in range(200):
-            started(slots, 1, lambda: gate.wait(15), answers.append)
+            started(call_pool, 1, lambda: gate.wait(15), answers.append)
         if abandoned:
             clock.now += 6
-            slots.abandon_overdue()
-            assert slots.stuck == 64 and len(answers) == 200
+            call_pool.abandon_overdue()
+            assert call_pool.stuck == 64 and len(answers) == 200
         shares.act_for(2)
         for number in range(40):
-            assert await slots.run(lambda number=number: number) == number
+            assert await call_pool.run(lambda number=number: number) == number
         shares.act_for(DAEMON)
-        assert await slots.run(lambda: "of the daemon") == "of the daemon"
+        assert await call_pool.run(lambda: "of the daemon") == "of the daemon"
         gate.set()
         with trio.fail_after(10):
-            while slots.stuck or len(answers) < 200:
+            while call_pool.stuck or len(answers) < 200:
                 await trio.sleep(0.001)
-        slots.close()
+        call_pool.close()
 
     run(main)
 
 
 def test_who_wants_what_another_user_waits_for_does_not_wait_for_that_users_share() -> None:
     async def main() -> None:
-        slots = SourceSlots(SLOTS, 60)
+        call_pool = CallPool(SLOTS, 60)
         flights: SingleFlight[str, str] = SingleFlight()
         gate = threading.Event()
         for _ in range(SLOTS):
-            started(slots, 1, lambda: gate.wait(15), lambda _: None)
+            started(call_pool, 1, lambda: gate.wait(15), lambda _: None)
         shares.act_for(1)
-        flight = flights.begin("name", partial(slots.start, lambda: "found"), unwrap)
+        flight = flights.begin("name", partial(call_pool.start, lambda: "found"), unwrap)
         shares.act_for(2)
         with trio.fail_after(10):
-            assert await flights.begin("name", partial(slots.start, lambda: "again"), unwrap).wait() == "found"
+            assert await flights.begin("name", partial(call_pool.start, lambda: "again"), unwrap).wait() == "found"
             assert await flight.wait() == "found" and not gate.is_set()
         gate.set()
-        slots.close()
+        call_pool.close()
 
     run(main)
 
@@ -141,16 +141,16 @@ def test_every_call_of_work_that_several_users_wait_for_takes_a_slot_of_any_of_t
     """Before: the calls of a listing, of which there are many, waited for the share of whoever had asked first."""
 
     async def main() -> None:
-        slots = SourceSlots(SLOTS, 60)
+        call_pool = CallPool(SLOTS, 60)
         listings: SingleFlight[str, list[int]] = SingleFlight()
         inner: SingleFlight[int, int] = SingleFlight()
         gate = threading.Event()
         for _ in range(SLOTS):
-            started(slots, 1, lambda: gate.wait(15), lambda _: None)
+            started(call_pool, 1, lambda: gate.wait(15), lambda _: None)
 
         async def listing() -> list[int]:
-            found = [await slots.run(lambda number=number: number) for number in range(3)]
-            return [*found, await inner.begin(7, partial(slots.start, lambda: 7), unwrap).wait()]
+            found = [await call_pool.run(lambda number=number: number) for number in range(3)]
+            return [*found, await inner.begin(7, partial(call_pool.start, lambda: 7), unwrap).wait()]
 
         async with trio.open_nursery() as nursery:
             shares.act_for(1)
@@ -161,21 +161,21 @@ def test_every_call_of_work_that_several_users_wait_for_takes_a_slot_of_any_of_t
                 assert await listings.begin("directory", in_task(nursery, listing), unwrap).wait() == [0, 1, 2, 7]
                 assert await first.wait() == [0, 1, 2, 7] and not gate.is_set()
             gate.set()
-        slots.close()
+        call_pool.close()
 
     run(main)
 
 
 def test_a_call_that_waits_takes_the_first_slot_that_one_of_its_users_gets() -> None:
     async def main() -> None:
-        slots = SourceSlots(SLOTS, 60)
+        call_pool = CallPool(SLOTS, 60)
         flights: SingleFlight[str, str] = SingleFlight()
         gates = [threading.Event(), threading.Event()]
         for number in range(SLOTS + 1):  # one user has all that it may have, the other what that leaves
             uid = 1 if number < SLOTS else 2
-            started(slots, uid, partial(gates[uid - 1].wait, 15), lambda _: None)
+            started(call_pool, uid, partial(gates[uid - 1].wait, 15), lambda _: None)
         shares.act_for(1)
-        flight = flights.begin("name", partial(slots.start, lambda: "found"), unwrap)
+        flight = flights.begin("name", partial(call_pool.start, lambda: "found"), unwrap)
         async with trio.open_nursery() as nursery:
 
             async def second() -> None:
@@ -189,27 +189,27 @@ def test_a_call_that_waits_takes_the_first_slot_that_one_of_its_users_gets() -> 
                 assert await flight.wait() == "found" and not gates[0].is_set()
         gates[0].set()
         with trio.fail_after(10):
-            assert await slots.run(lambda: "again") == "again"  # nothing is left in a queue
-        slots.close()
+            assert await call_pool.run(lambda: "again") == "again"  # nothing is left in a queue
+        call_pool.close()
 
     run(main)
 
 
 def test_work_that_joins_other_work_brings_all_who_wait_for_it() -> None:
     async def main() -> None:
-        slots = SourceSlots(SLOTS, 60)
+        call_pool = CallPool(SLOTS, 60)
         listings: SingleFlight[str, str] = SingleFlight()
         names: SingleFlight[str, str] = SingleFlight()
         gate = threading.Event()
         for _ in range(SLOTS):
-            started(slots, 1, lambda: gate.wait(15), lambda _: None)
+            started(call_pool, 1, lambda: gate.wait(15), lambda _: None)
 
         async def listing() -> str:
-            return await names.begin("name", partial(slots.start, lambda: "found"), unwrap).wait()
+            return await names.begin("name", partial(call_pool.start, lambda: "found"), unwrap).wait()
 
         async with trio.open_nursery() as nursery:
             shares.act_for(1)
-            names.begin("name", partial(slots.start, lambda: "found"), unwrap)
+            names.begin("name", partial(call_pool.start, lambda: "found"), unwrap)
             listings.begin("directory", in_task(nursery, listing), unwrap)
             await trio.testing.wait_all_tasks_blocked()
             shares.act_for(2)
@@ -217,25 +217,25 @@ def test_work_that_joins_other_work_brings_all_who_wait_for_it() -> None:
                 assert await listings.begin("directory", in_task(nursery, listing), unwrap).wait() == "found"
             assert not gate.is_set()
             gate.set()
-        slots.close()
+        call_pool.close()
 
     run(main)
 
 
 def test_owners_that_wait_take_turns() -> None:
     async def main() -> None:
-        slots = SourceSlots(1, 60)  # two slots in all
+        call_pool = CallPool(1, 60)  # two slots in all
         gate = threading.Event()
         order: list[int] = []
         for uid in (1, 2):
-            started(slots, uid, lambda: gate.wait(15), lambda _: None)
+            started(call_pool, uid, lambda: gate.wait(15), lambda _: None)
         for uid in (1, 1, 1, 2, 2, 3):
-            started(slots, uid, lambda: None, lambda _, uid=uid: order.append(uid))
+            started(call_pool, uid, lambda: None, lambda _, uid=uid: order.append(uid))
         gate.set()
         while len(order) < 6:
             await trio.sleep(0.001)
         assert Counter(order[:3]) == {1: 1, 2: 1, 3: 1}
-        slots.close()
+        call_pool.close()
 
     run(main)
 
@@ -244,7 +244,7 @@ def test_b7_a_file_that_is_leased_is_tried_again_with_pauses_and_without_a_slot(
     """Before: each call looked at the file again and again, as fast as it could, in its slot."""
 
     async def main() -> None:
-        slots = SourceSlots(1, 5)
+        call_pool = CallPool(1, 5)
         free = threading.Event()
         tries = 0
 
@@ -257,10 +257,10 @@ def test_b7_a_file_that_is_leased_is_tried_again_with_pauses_and_without_a_slot(
 
         answers: list[outcome.Outcome[str]] = []
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(slots.watch)
-            slots.start(leased, answers.append)
+            nursery.start_soon(call_pool.watch)
+            call_pool.start(leased, answers.append)
             for number in range(20):  # they would wait for a slot for ever
-                assert await slots.run(lambda number=number: number) == number
+                assert await call_pool.run(lambda number=number: number) == number
             while tries < 5:
                 await trio.sleep(0.001)
             assert not answers and tries < 1000
@@ -269,7 +269,7 @@ def test_b7_a_file_that_is_leased_is_tried_again_with_pauses_and_without_a_slot(
                 await trio.sleep(0.001)
             assert answers[0].unwrap() == "opened"
             nursery.cancel_scope.cancel()
-        slots.close()
+        call_pool.close()
 
     run(main)
 
@@ -279,7 +279,7 @@ def test_b7_calls_that_wait_for_leases_try_the_less_often_the_more_there_are() -
 
     async def main() -> None:
         clock = Clock()
-        slots = SourceSlots(64, 1000, clock=clock)
+        call_pool = CallPool(64, 1000, clock=clock)
         tries: Counter[int] = Counter()
 
         def leased(uid: int) -> None:
@@ -287,14 +287,14 @@ def test_b7_calls_that_wait_for_leases_try_the_less_often_the_more_there_are() -
             raise Busy
 
         for _ in range(300):
-            started(slots, 1, partial(leased, 1), lambda _: None)
-        started(slots, 2, partial(leased, 2), lambda _: None)
+            started(call_pool, 1, partial(leased, 1), lambda _: None)
+        started(call_pool, 2, partial(leased, 2), lambda _: None)
         for _ in range(400):  # twenty seconds
             await trio.testing.wait_all_tasks_blocked(0.001)
             clock.now += 0.05
-            slots.retry_due()
+            call_pool.retry_due()
         assert 300 < tries[1] < 6000 and tries[2] > 100
-        slots.close()
+        call_pool.close()
 
     run(main)
 
@@ -302,19 +302,19 @@ def test_b7_calls_that_wait_for_leases_try_the_less_often_the_more_there_are() -
 @pytest.mark.promise("FA-6")
 def test_b7_a_lease_that_is_never_given_up_ends_in_a_time_out() -> None:
     async def main() -> None:
-        slots = SourceSlots(1, 0.3)
+        call_pool = CallPool(1, 0.3)
 
         def leased() -> None:
             raise Busy
 
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(slots.watch)
+            nursery.start_soon(call_pool.watch)
             with pytest.raises(OSError, match="timed out") as caught:
-                await slots.run(leased)
+                await call_pool.run(leased)
             assert caught.value.errno == errno.ETIMEDOUT
-            assert await slots.run(lambda: 1) == 1 and slots.stuck == 0
+            assert await call_pool.run(lambda: 1) == 1 and call_pool.stuck == 0
             nursery.cancel_scope.cancel()
-        slots.close()
+        call_pool.close()
 
     run(main)
 
@@ -328,32 +328,32 @@ async def until(condition: Callable[[], object]) -> None:
 def test_a_question_that_hangs_is_asked_once_and_again_when_its_call_has_returned() -> None:
     async def main() -> None:
         clock = Clock()
-        slots = SourceSlots(4, 5, clock=clock)
+        call_pool = CallPool(4, 5, clock=clock)
         gate, asked, answers = threading.Event(), [], []
 
         def ask() -> None:
             asked.append(1)
             gate.wait(15)
 
-        slots.start(ask, answers.append, question="name")
+        call_pool.start(ask, answers.append, question="name")
         await until(lambda: asked)
         clock.now += 6
-        slots.abandon_overdue()
-        assert slots.stuck == 1 and len(answers) == 1
+        call_pool.abandon_overdue()
+        assert call_pool.stuck == 1 and len(answers) == 1
         for _ in range(20):
-            slots.start(ask, answers.append, question="name")
-        assert await slots.run(lambda: "another", question="other") == "another"
+            call_pool.start(ask, answers.append, question="name")
+        assert await call_pool.run(lambda: "another", question="other") == "another"
         assert len(asked) == 1 and len(answers) == 1
         clock.now += 3
-        slots.start(ask, answers.append, question="name")
+        call_pool.start(ask, answers.append, question="name")
         clock.now += 2.5
-        slots.abandon_overdue()  # 20 of them, each at its own deadline; the last one waits on
-        assert len(answers) == 21 and slots.stuck == 1 and len(asked) == 1
+        call_pool.abandon_overdue()  # 20 of them, each at its own deadline; the last one waits on
+        assert len(answers) == 21 and call_pool.stuck == 1 and len(asked) == 1
         gate.set()
         await until(lambda: len(answers) == 22)
-        assert slots.stuck == 0 and len(asked) == 2
+        assert call_pool.stuck == 0 and len(asked) == 2
         assert answers[-1].unwrap() is None
-        slots.close()
+        call_pool.close()
 
     run(main)
 
@@ -363,7 +363,7 @@ def test_a_question_that_hangs_is_asked_again_when_it_has_hung_twice_as_long() -
 
     async def main() -> None:
         clock = Clock()
-        slots = SourceSlots(64, 5, clock=clock)
+        call_pool = CallPool(64, 5, clock=clock)
         gate, asked, answers = threading.Event(), [], []
 
         def ask() -> None:
@@ -371,14 +371,14 @@ def test_a_question_that_hangs_is_asked_again_when_it_has_hung_twice_as_long() -
             gate.wait(15)
 
         for _ in range(1000):
-            slots.start(ask, answers.append, question="name")
+            call_pool.start(ask, answers.append, question="name")
             clock.now += 1
-            slots.abandon_overdue()
-        await until(lambda: len(asked) == slots.stuck)
+            call_pool.abandon_overdue()
+        await until(lambda: len(asked) == call_pool.stuck)
         assert 5 <= len(asked) <= 11
         gate.set()
-        await until(lambda: not slots.stuck)
-        slots.close()
+        await until(lambda: not call_pool.stuck)
+        call_pool.close()
 
     run(main)
 
@@ -386,19 +386,19 @@ def test_a_question_that_hangs_is_asked_again_when_it_has_hung_twice_as_long() -
 def test_a_source_that_is_mounted_anew_is_asked_at_once_what_hung() -> None:
     async def main() -> None:
         clock = Clock()
-        slots = SourceSlots(4, 5, clock=clock)
+        call_pool = CallPool(4, 5, clock=clock)
         gate, answers = threading.Event(), []
-        slots.start(lambda: gate.wait(15), answers.append, question="name")
+        call_pool.start(lambda: gate.wait(15), answers.append, question="name")
         clock.now += 6
-        slots.abandon_overdue()
-        slots.start(lambda: "anew", answers.append, question="name")
-        slots.suspend()
-        slots.resume(anew=True)
+        call_pool.abandon_overdue()
+        call_pool.start(lambda: "anew", answers.append, question="name")
+        call_pool.suspend()
+        call_pool.resume(anew=True)
         await until(lambda: len(answers) == 2)
-        assert answers[-1].unwrap() == "anew" and slots.stuck == 1
+        assert answers[-1].unwrap() == "anew" and call_pool.stuck == 1
         gate.set()
-        await until(lambda: not slots.stuck)
-        slots.close()
+        await until(lambda: not call_pool.stuck)
+        call_pool.close()
 
     run(main)
 
@@ -406,19 +406,19 @@ def test_a_source_that_is_mounted_anew_is_asked_at_once_what_hung() -> None:
 def test_calls_that_can_be_left_out_are_not_made_when_a_quarter_of_a_users_slots_hangs() -> None:
     async def main() -> None:
         clock = Clock()
-        slots = SourceSlots(16, 5, clock=clock)
+        call_pool = CallPool(16, 5, clock=clock)
         gate = threading.Event()
         shares.act_for(1)
         for number in range(4):
-            assert slots.may_risk()
+            assert call_pool.may_risk()
             call = partial(gate.wait, 15)
-            slots.start(call, lambda _: None)
-            assert slots.give_up(call, number) and not slots.give_up(call, number)
-        assert not slots.may_risk() and slots.stuck == 4
+            call_pool.start(call, lambda _: None)
+            assert call_pool.give_up(call, number) and not call_pool.give_up(call, number)
+        assert not call_pool.may_risk() and call_pool.stuck == 4
         shares.act_for(2)
-        assert slots.may_risk()
+        assert call_pool.may_risk()
         gate.set()
-        await until(lambda: not slots.stuck)
-        slots.close()
+        await until(lambda: not call_pool.stuck)
+        call_pool.close()
 
     run(main)

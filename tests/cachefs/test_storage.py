@@ -75,8 +75,8 @@ def test_the_structs_are_what_format_md_says() -> None:
         "flags": "flags", "mode": "mode", "nlink": "nlink", "uid": "uid", "gid": "gid", "rdev": "rdev",
         "blksize": "blksize", "size": "size", "blocks": "blocks", "atime": "atime_ns", "mtime": "mtime_ns",
         "ctime": "ctime_ns", "btime": "btime_ns", "device": "device", "source": "source_inode", "version": "version",
-        "stamp": "stamp", "entries_stamp": "entries_stamp", "next_position": "next_position", "expires": "expires_ns",
-        "lookups": "lookups",
+        "validated_run": "validated_run", "entries_valid_from": "entries_valid_from", "next_position": "next_position",
+        "expires": "expires_ns", "lookups": "lookups",
     }  # fmt: skip
     assert set(places) == {*names, "reserved"}
     blank = records.Inode(1, *(0,) * 21)

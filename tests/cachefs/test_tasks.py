@@ -16,7 +16,7 @@ from cachefs.data.fetcher import Fetcher, OpenFile
 from cachefs.data.write_behind import PAUSE_S, WriteBehind
 from cachefs.data.young_files import YoungFiles
 from cachefs.options import Options
-from cachefs.source.call_pool import SourceSlots
+from cachefs.source.call_pool import CallPool
 from cachefs.source.directories import ROOT
 from cachefs.source.identity import Changed
 from cachefs.source.single_flight import SingleFlight, unwrap
@@ -51,20 +51,20 @@ def run(function: Callable[..., Any], *arguments: Any) -> None:
 
 def test_slots_give_results_and_errors() -> None:
     async def main() -> None:
-        slots = SourceSlots(2, 10)
-        assert await slots.run(lambda: 42) == 42
+        call_pool = CallPool(2, 10)
+        assert await call_pool.run(lambda: 42) == 42
         with pytest.raises(FileNotFoundError):
-            await slots.run(lambda: open("/does/not/exist"))
+            await call_pool.run(lambda: open("/does/not/exist"))
         results: list[int] = []
         async with trio.open_nursery() as nursery:
             for number in range(20):
 
                 async def one(number: int = number) -> None:
-                    results.append(await slots.run(lambda: number))
+                    results.append(await call_pool.run(lambda: number))
 
                 nursery.start_soon(one)
         assert sorted(results) == list(range(20))
-        slots.close()
+        call_pool.close()
 
     run(main)
 
@@ -72,7 +72,7 @@ def test_slots_give_results_and_errors() -> None:
 def test_20_stuck_calls_keep_their_slots_and_when_all_are_stuck_new_ones_fail_at_once() -> None:
     async def main() -> None:
         clock = Clock()
-        slots = SourceSlots(2, 5, clock=clock)
+        call_pool = CallPool(2, 5, clock=clock)
         gate = threading.Event()
         errors: list[int | None] = []
         discarded: list[str] = []
@@ -83,7 +83,7 @@ def test_20_stuck_calls_keep_their_slots_and_when_all_are_stuck_new_ones_fail_at
 
         async def one(function: Callable[[], str] = hang) -> None:
             try:
-                await slots.run(function, discard=discarded.append)
+                await call_pool.run(function, discard=discarded.append)
                 errors.append(None)
             except OSError as error:
                 errors.append(error.errno)
@@ -92,11 +92,11 @@ def test_20_stuck_calls_keep_their_slots_and_when_all_are_stuck_new_ones_fail_at
             for _ in range(3):  # two run, one waits
                 nursery.start_soon(one)
             await trio.testing.wait_all_tasks_blocked()
-            slots.abandon_overdue()
-            assert slots.stuck == 0
+            call_pool.abandon_overdue()
+            assert call_pool.stuck == 0
             clock.now += 6
-            slots.abandon_overdue()
-        assert errors == [errno.ETIMEDOUT] * 3 and slots.stuck == 2 and slots.timeouts == 3
+            call_pool.abandon_overdue()
+        assert errors == [errno.ETIMEDOUT] * 3 and call_pool.stuck == 2 and call_pool.timeouts == 3
         await one(lambda: "a probe")  # one probe a second goes through
         await one(lambda: "refused")
         assert errors[3:] == [None, errno.ETIMEDOUT]
@@ -104,28 +104,28 @@ def test_20_stuck_calls_keep_their_slots_and_when_all_are_stuck_new_ones_fail_at
         await one(lambda: "the next probe")
         assert errors[5:] == [None]
         gate.set()
-        while slots.stuck:
+        while call_pool.stuck:
             await trio.sleep(0.001)
         assert discarded == ["too late"] * 2  # a result that nobody waits for is given back
         await one(lambda: "normal again")
         await one(lambda: "and again")
         assert errors[6:] == [None, None]
-        slots.close()
+        call_pool.close()
 
     run(main)
 
 
 def test_a_cancelled_waiter_leaves_its_call_alone() -> None:
     async def main() -> None:
-        slots = SourceSlots(1, 60)
+        call_pool = CallPool(1, 60)
         gate = threading.Event()
         discarded: list[int] = []
         with trio.move_on_after(0.01):
-            await slots.run(lambda: (gate.wait(15), 7)[1], discard=discarded.append)
+            await call_pool.run(lambda: (gate.wait(15), 7)[1], discard=discarded.append)
         gate.set()
-        assert await slots.run(lambda: 8) == 8
+        assert await call_pool.run(lambda: 8) == 8
         assert discarded == [7]
-        slots.close()
+        call_pool.close()
 
     run(main)
 
@@ -190,7 +190,7 @@ class FakeSource:
 
 
 def inode(number: int = 7, size: int = 100_000, version: int = 1) -> Inode:
-    return Inode(number, PINNED, *(0,) * 20)._replace(mode=0o100644, size=size, version=version, stamp=1)
+    return Inode(number, PINNED, *(0,) * 20)._replace(mode=0o100644, size=size, version=version, validated_run=1)
 
 
 class NoPages:
@@ -209,11 +209,11 @@ class Parts:
         writes = WriteBehind(self.index, self.blob, self.metrics, capacity, clock=self.clock, queue_bytes=queue_bytes)
         self.data = DataCache(self.index, self.blob, Options(cache_size_bytes=capacity), self.metrics, writes)
         self.source = FakeSource()
-        self.slots = SourceSlots(8, 60)
+        self.call_pool = CallPool(8, 60)
         self.dropped: list[int] = []
         self.fetcher = Fetcher(
             self.source,  # type: ignore[arg-type]
-            self.slots,
+            self.call_pool,
             self.data,
             self.metrics,
             object_of=lambda number, view: Object(ROOT, b"name"),
@@ -227,7 +227,7 @@ class Parts:
             update.put(Table.INODES, inode_key(record_.number), record_.pack())
 
     def close(self) -> None:
-        self.slots.close()
+        self.call_pool.close()
         self.index.close()
         self.blob.close()
 

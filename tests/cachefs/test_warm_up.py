@@ -15,14 +15,14 @@ from cachefs.store.index.records import PINNED, Inode
 
 
 def inode(number: int) -> Inode:
-    return Inode(number, PINNED, *(0,) * 20)._replace(mode=0o100644, size=10, nlink=1, version=1, stamp=1)
+    return Inode(number, PINNED, *(0,) * 20)._replace(mode=0o100644, size=10, nlink=1, version=1, validated_run=1)
 
 
 class Files:
     def __init__(self, failing: dict[int, int]) -> None:
         self._failing = failing
 
-    async def opened_unseen(self, number: int) -> bool:
+    async def make_immutable(self, number: int) -> bool:
         if number in self._failing:
             raise OSError(self._failing[number], os.strerror(self._failing[number]))
         return True

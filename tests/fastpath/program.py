@@ -27,8 +27,8 @@ from cachefs.store.blob.blob import SLAB_BYTES
 from cachefs.store.index.environment import Environment, Table
 from cachefs.store.index.records import (
     FLAGS_PINNED,
-    FREEZABLE,
     IMMUTABLE,
+    IMMUTABLE_ON_OPEN,
     PINNED,
     ROOT_INODE,
     Inode,
@@ -147,15 +147,17 @@ class Program:
 
     def _record(self, number: int, name: bytes, flags: int) -> Inode:
         now = syscalls.statx(self._source_fd, name, frozenset())
-        return Inode(number, *[0] * 21).with_stat(now)._replace(flags=flags, version=1, stamp=RUN, device=0)
+        return Inode(number, *[0] * 21).with_stat(now)._replace(flags=flags, version=1, validated_run=RUN, device=0)
 
-    def add(self, number: int, data: bytes, flags: int = PINNED | IMMUTABLE | FREEZABLE, name: str = "") -> Inode:
+    def add(
+        self, number: int, data: bytes, flags: int = PINNED | IMMUTABLE | IMMUTABLE_ON_OPEN, name: str = ""
+    ) -> Inode:
         """A file of the source, which the index knows."""
         name = name or f"f{number}"
         (self.source / name).write_bytes(data)
         return self.know(number, flags, name)
 
-    def know(self, number: int, flags: int = PINNED | IMMUTABLE | FREEZABLE, name: str = "") -> Inode:
+    def know(self, number: int, flags: int = PINNED | IMMUTABLE | IMMUTABLE_ON_OPEN, name: str = "") -> Inode:
         name = name or f"f{number}"
         record = self._record(number, name.encode(), flags)
         self.put(Table.INODES, inode_key(number), record.pack())

@@ -19,7 +19,7 @@ from cachefs.options import Options
 from cachefs.store.blob.blob import SLAB_BYTES, Blob
 from cachefs.store.blob.record import record_bytes
 from cachefs.store.index.environment import Table
-from cachefs.store.index.records import FREEZABLE, IMMUTABLE, PINNED, STALE, UNLINKED, pair_key
+from cachefs.store.index.records import IMMUTABLE, IMMUTABLE_ON_OPEN, PINNED, STALE, UNLINKED, pair_key
 from cachefs.store.recovery import scan
 from cachefs.system.clock import NANOSECONDS
 from tests.fastpath.program import GETATTR, INTERRUPT, OPEN, READ, READ_IN, READDIR, SEED, THREADS, Program, running
@@ -286,7 +286,7 @@ def test_what_is_not_immutable_or_has_no_path_is_left_to_python(program: Program
 
 def test_a_file_becomes_immutable_by_an_open_of_ours_alone(program: Program) -> None:
     """Another handle is Python's: of a writer, or of a file whose data are not to be cached."""
-    program.add(10, b"data", FREEZABLE)
+    program.add(10, b"data", IMMUTABLE_ON_OPEN)
     program.python_says = errno.EIO
     assert program.answer(program.ask(10, 0, 4, handle=5)) == (errno.EIO, b"")
     assert program.counters().source_opens == 0

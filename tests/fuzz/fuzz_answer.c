@@ -140,7 +140,7 @@ static void make_inode(struct input *input, struct inode_record *record)
     record->mode = byte(input) & 1 ? S_IFDIR | 0755 : S_IFREG | 0644;
     record->size = length_of(input);
     record->version = byte(input) & 3;
-    record->stamp = record->entries_stamp = 2;
+    record->validated_run = record->entries_valid_from = 2;
     if (byte(input) == 255)
         raw(input, record, sizeof *record);
 }

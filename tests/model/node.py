@@ -124,7 +124,7 @@ class Node:
                     flushed = await parts.writes.flush(FLUSH_S)
                     await parts.files.close()
                 nursery.cancel_scope.cancel()
-            parts.slots.close()
+            parts.call_pool.close()
         finally:
             if self._is_killed:
                 opened.index.close()
@@ -139,7 +139,7 @@ class Node:
         metadata, index = parts.metadata, parts.opened.index
         with index.view() as view:
             root = metadata.inode(view, ROOT_INODE)
-        now = await parts.slots.run(partial(parts.source.lstat, ROOT)) if root is None else None
+        now = await parts.call_pool.run(partial(parts.source.lstat, ROOT)) if root is None else None
         with index.update() as update:
             metadata.drop_unlinked(update)
             if now is not None:

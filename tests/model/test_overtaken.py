@@ -35,9 +35,9 @@ class Held:
         self.is_holding = False
         self._held = trio.Event()
         self._answers: list[Callable[[], None]] = []
-        slots = node._parts.slots
-        self._start = slots.start
-        slots.start = self.start  # type: ignore[method-assign]
+        pool = node._parts.call_pool
+        self._start = pool.start
+        pool.start = self.start  # type: ignore[method-assign]
 
     def start(self, function: Callable[[], Any], done: Callable[[outcome.Outcome[Any]], None], **options: Any) -> None:
         def hold(answer: outcome.Outcome[Any]) -> None:

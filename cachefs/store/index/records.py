@@ -13,7 +13,7 @@ from cachefs.contract.index import ROOT_INODE as ROOT_INODE
 from cachefs.system.stat import Stat
 
 # Plain ints of the flags: IntFlag arithmetic costs a microsecond a time, and the hit path does it for each request.
-PINNED, IMMUTABLE, WRITTEN, LISTED, UNSETTLED, STALE, UNLINKED, FREEZABLE = (int(flag) for flag in Flag)
+PINNED, IMMUTABLE, WRITTEN, LISTED, UNSETTLED, STALE, UNLINKED, IMMUTABLE_ON_OPEN = (int(flag) for flag in Flag)
 FLAGS_PINNED = PINNED.to_bytes(4, "little")
 FLAGS_NONE = bytes(4)
 
@@ -39,9 +39,9 @@ class Inode(NamedTuple):
     source_inode: int
     version: int
     """Distinguishes what was fetched of this number; extents, xattrs and symlinks of another version do not count."""
-    stamp: int
+    validated_run: int
     """The run that last compared it with the source."""
-    entries_stamp: int
+    entries_valid_from: int
     """Directories: entries confirmed in an earlier run than this one must be compared again."""
     next_position: int
     """Directories: the next listing position (d_off) to give out; never used twice."""
@@ -130,7 +130,7 @@ class Dentry(NamedTuple):
 
     flags: int
     inode: int
-    stamp: int
+    validated_run: int
     position: int
     """Its d_off in the listing of the parent; 0: not listed yet."""
 

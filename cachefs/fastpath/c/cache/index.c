@@ -283,17 +283,17 @@ bool is_pinned(const struct view *view, const struct inode_record *record)
            ((mount & PINS_EVERYTHING) || (record->flags & IMMUTABLE) || S_ISDIR(record->mode));
 }
 
-bool is_freezable(const struct inode_record *record)
+bool is_immutable_on_open(const struct inode_record *record)
 {
-    return (record->flags & (FREEZABLE | IMMUTABLE | WRITTEN | STALE | UNLINKED)) == FREEZABLE;
+    return (record->flags & (IMMUTABLE_ON_OPEN | IMMUTABLE | WRITTEN | STALE | UNLINKED)) == IMMUTABLE_ON_OPEN;
 }
 
 /* Was it compared with the source recently enough? validity.py has the same rule. */
 static bool counts(const struct view *view, const struct inode_record *record)
 {
-    if (record->stamp < view->floor)
+    if (record->validated_run < view->floor)
         return false;
-    return record->stamp >= view->strict_floor || (!record->device && (record->nlink <= 1 || S_ISDIR(record->mode)));
+    return record->validated_run >= view->strict_floor || (!record->device && (record->nlink <= 1 || S_ISDIR(record->mode)));
 }
 
 uint64_t remaining_ns(const struct view *view, const struct inode_record *record)
@@ -307,7 +307,7 @@ uint64_t remaining_ns(const struct view *view, const struct inode_record *record
             return 0;
         if (!(record->flags & UNSETTLED))
             return FOREVER;
-        if (record->stamp != view->run)
+        if (record->validated_run != view->run)
             return 0;
     }
     uint64_t now = monotonic_ns();
@@ -316,7 +316,7 @@ uint64_t remaining_ns(const struct view *view, const struct inode_record *record
 
 bool entry_holds(const struct view *view, const struct inode_record *parent, const struct dentry_record *dentry)
 {
-    return (dentry->flags & PINNED) && is_pinned(view, parent) && dentry->stamp >= parent->entries_stamp &&
+    return (dentry->flags & PINNED) && is_pinned(view, parent) && dentry->validated_run >= parent->entries_valid_from &&
            counts(view, parent) && !(parent->flags & STALE);
 }
 

@@ -78,7 +78,7 @@ bool entry_holds(const struct view *view, const struct inode_record *parent, con
 bool knows_absent(const struct view *view, const struct inode_record *parent, const struct dentry_record *dentry);
 bool is_immutable(const struct view *view, const struct inode_record *record);
 /* Does a read-only open make the file immutable, as far as the index knows? Python has the last word. */
-bool is_freezable(const struct inode_record *record);
+bool is_immutable_on_open(const struct inode_record *record);
 
 bool is_small(const struct shared *shared, uint64_t size);
 /* The unit that holds the byte at `offset`: (offset, length). A whole small file, or a chunk. */

@@ -35,7 +35,7 @@ static enum outcome serve_lookup(struct worker *worker, const struct request *re
     struct dentry_record dentry;
     struct fuse_entry_out out = {0};
     uint64_t remaining;
-    if (!believed(worker, request->header->nodeid, &parent, &remaining))
+    if (!valid_inode(worker, request->header->nodeid, &parent, &remaining))
         return PASS;
     bool known = view_dentry(view, request->header->nodeid, request->name, request->name_length, &dentry);
     if (!known && request->header->nodeid == ROOT_INODE)
@@ -43,7 +43,7 @@ static enum outcome serve_lookup(struct worker *worker, const struct request *re
     if (knows_absent(view, &parent, known ? &dentry : NULL)) {
         split_timeout(remaining, &out.entry_valid, &out.entry_valid_nsec);
     } else if (known && dentry.inode && entry_holds(view, &parent, &dentry) &&
-               believed(worker, dentry.inode, &record, &remaining)) {
+               valid_inode(worker, dentry.inode, &record, &remaining)) {
         fill_entry(&out, dentry.inode, &record, remaining);
     } else {
         return PASS;
@@ -60,7 +60,7 @@ static enum outcome serve_getattr(struct worker *worker, const struct request *r
     struct inode_record record;
     struct fuse_attr_out out = {0};
     uint64_t remaining;
-    if (!believed(worker, request->header->nodeid, &record, &remaining))
+    if (!valid_inode(worker, request->header->nodeid, &record, &remaining))
         return PASS;
     view_end(&worker->view);
     fill_attributes(&out.attr, request->header->nodeid, &record);
@@ -79,7 +79,7 @@ static bool value_of(struct worker *worker, enum table table, const struct reque
     uint8_t key[MAX_KEY];
     uint64_t number = big_endian(inode);
     size_t length = request->name ? request->name_length : 0;
-    if (sizeof number + length > sizeof key || !believed(worker, inode, &record, &remaining))
+    if (sizeof number + length > sizeof key || !valid_inode(worker, inode, &record, &remaining))
         return false;
     memcpy(key, &number, sizeof number);
     if (length)
@@ -150,7 +150,7 @@ static enum outcome serve_open(struct worker *worker, const struct request *requ
         return PASS;
     if (is_young(worker->fastpath->shared, &record))
         out.open_flags &= ~(uint32_t)FOPEN_KEEP_CACHE;
-    if (opens_for_reading(in) && is_freezable(&record) && remaining_ns(&worker->view, &record)) {
+    if (opens_for_reading(in) && is_immutable_on_open(&record) && remaining_ns(&worker->view, &record)) {
         /* Python hears of it before the kernel has our answer: whoever opens the file for writing next arrives behind
          * it, and is refused. Python answers too, for the case that we are killed in between. */
         view_end(&worker->view);

@@ -4,7 +4,7 @@
 #include "worker/worker.h"
 
 /* A record that may be believed without asking the source, and for how long. */
-bool believed(struct worker *worker, uint64_t inode, struct inode_record *record, uint64_t *remaining);
+bool valid_inode(struct worker *worker, uint64_t inode, struct inode_record *record, uint64_t *remaining);
 void fill_attributes(struct fuse_attr *out, uint64_t number, const struct inode_record *record);
 void fill_entry(struct fuse_entry_out *out, uint64_t number, const struct inode_record *record, uint64_t timeout_ns);
 void split_timeout(uint64_t ns, uint64_t *seconds, uint32_t *rest);

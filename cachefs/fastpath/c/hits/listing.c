@@ -53,7 +53,7 @@ enum outcome answer_listing(struct worker *worker, const struct request *request
     struct view *view = &worker->view;
     struct inode_record directory, record;
     uint64_t remaining, number = request->header->nodeid;
-    if (!mounted_with(worker, PINS_EVERYTHING) || !believed(worker, number, &directory, &remaining) ||
+    if (!mounted_with(worker, PINS_EVERYTHING) || !valid_inode(worker, number, &directory, &remaining) ||
         !(directory.flags & LISTED))
         return PASS;
     struct listing listing = {
@@ -82,7 +82,7 @@ enum outcome answer_listing(struct worker *worker, const struct request *request
         const char *name = (char *)value.mv_data + 4;
         size_t length = value.mv_size - 4;
         if (!view_dentry(view, number, name, length, &dentry) || !entry_holds(view, &directory, &dentry) ||
-            !believed(worker, dentry.inode, &record, &remaining)) {
+            !valid_inode(worker, dentry.inode, &record, &remaining)) {
             if (!listing.used)
                 return PASS;
             break; /* what we have is an answer; the rest is asked for again, and passed on then */

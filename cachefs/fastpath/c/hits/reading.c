@@ -88,7 +88,7 @@ enum outcome answer_read(struct worker *worker, const struct request *request)
     /* A reader with a handle of ours may be faster than our report that the file was opened. The record held at that OPEN;
      * that it has expired since does not matter, because a fetch compares it with the source. */
     bool ours = (in->fh & FAST_HANDLE) || (worker->fastpath->shared->flags & NO_OPEN);
-    bool opened = ours && is_freezable(&record);
+    bool opened = ours && is_immutable_on_open(&record);
     if (!opened && !(remaining_ns(&worker->view, &record) && is_immutable(&worker->view, &record)))
         return PASS;
     log_access(worker, inode, in->offset);

@@ -60,8 +60,8 @@ static enum outcome answer_fetched(struct worker *worker, struct fetch *fetch, c
 /* What can be known now. The view, if there is one, is to be ended. */
 static struct known what_is_known(struct worker *worker, uint64_t inode, uint64_t version)
 {
-    bool believed = !worker->distrusts && !view_begin(&worker->view);
-    return (struct known){&worker->fastpath->fill->table, believed ? &worker->view : NULL, inode, version};
+    bool is_trusted = !worker->distrusts && !view_begin(&worker->view);
+    return (struct known){&worker->fastpath->fill->table, is_trusted ? &worker->view : NULL, inode, version};
 }
 
 /* The first READ of a window of a file that somebody reads on and on: the next one is fetched meanwhile, as the kernel
