@@ -1,26 +1,26 @@
-# Each target sets up what it needs, system packages included, on a fresh Debian or Ubuntu machine.
+# Each target installs what it needs, including system packages, on a fresh Debian or Ubuntu machine.
 
 PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
 
 SANITIZE  := -fsanitize=address,undefined -fno-sanitize-recover=undefined -fno-omit-frame-pointer -O1
-# Not its memory: a sanitizer keeps what was freed, and notes on the rest.
+# Without tests of memory use: a sanitizer keeps freed memory, and shadow memory for the rest.
 SANITIZED := -k "not memory" \
              tests/mount/test_semantics.py tests/mount/test_damage.py tests/mount/test_fastpath.py \
              tests/mount/test_fastpath_hazards.py tests/mount/test_large_files.py
 THREADS   := -fsanitize=thread -fno-omit-frame-pointer -O1
-# Where memory lies is not left to chance: this sanitizer has a place of its own for what it notes.
+# setarch -R: no address space randomisation, because TSan's shadow memory needs fixed address ranges.
 THREADED  := TSAN_OPTIONS=report_thread_leaks=0 setarch -R $(BIN)/python -m pytest
 PROMISES  := $(addprefix tests/mount/test_, semantics.py places.py posix.py own_changes.py comparisons.py contents.py \
              credentials.py writing_rights.py hazards.py warm_up.py damage.py numbers.py) \
              tests/security
-# Tests wait most of the time: some run side by side, and afterwards those that are to be alone. $(call tests,MARKERS,ARGUMENTS)
+# Tests wait most of the time, so some run in parallel; those marked `alone` run afterwards. $(call tests,MARKERS,ARGUMENTS)
 AT_ONCE   ?= 3
 tests = $(BIN)/python -m pytest -n $(AT_ONCE) --dist worksteal -m "not alone and not ceph$(1)" $(2) && \
 	$(BIN)/python -m pytest -m "alone and not ceph$(1)" $(2)
 FUZZ_S    ?= 10
-# A client and an MDS that are killed, and a restart, of a mount that pins.
+# A client and an MDS that are killed, and a restart, on a read-only mount.
 CEPH_SHORT := "(killed_and and read-only) or (nothing_is_compared and read-only)"
 
 .PHONY: demo test check fuzz stress soak soak-ceph soak-sanitized crash mutate test-posix test-ceph format bench clean
@@ -29,10 +29,9 @@ CEPH_SHORT := "(killed_and and read-only) or (nothing_is_compared and read-only)
 demo: $(VENV)/.run
 	$(BIN)/python -m benchmarks.demo
 
-# Everything with the fast path, the promises once more without it, and once more with a fast path that checks itself: its
-# memory, and what its threads share.
-# `make stress` has all the others without it.
-# Of 12 mutants those tests find half; that they find none would be no chance any more.
+# All tests with the fast path; the promises again without it; parts of them again with a fast path built with ASan and
+# UBSan, and with TSan. `make stress` runs all mount tests without the fast path.
+# The quick tests find about half of 12 mutants; at least one must be found.
 test: $(VENV)/.dev
 	scripts/build-fastpath
 	$(call tests)
@@ -57,7 +56,7 @@ check: $(VENV)/.dev
 	$(BIN)/lint-imports
 	$(BIN)/python -m pytest -m "not mount and not slow"
 
-# The stress tests at full length, with the fast path and without: half an hour each. Every mount without it.
+# The stress tests at full length, with the fast path and without: half an hour each. Then all mount tests without it.
 STRESS := tests/mount/test_stress.py tests/mount/test_hostile_source.py -s --stress-seconds 1800 --timeout 3600
 stress: $(VENV)/.dev
 	scripts/build-fastpath
@@ -67,7 +66,7 @@ stress: $(VENV)/.dev
 	$(BIN)/python -m pytest tests/mount/test_space.py --sequences 30 --no-fastpath
 	$(call tests,,tests/mount --no-fastpath)
 
-# Everything at once: make soak MINUTES=60 [SOAK_SOURCE=directory in which the source is made]; on a real CephFS: make soak-ceph
+# Everything at once: make soak MINUTES=60 [SOAK_SOURCE=directory for the source]; on a real CephFS: make soak-ceph
 MINUTES ?= 60
 SOAK = tests/soak -s --stress-seconds $$(($(MINUTES) * 60)) --timeout 0
 soak: $(VENV)/.dev
@@ -79,7 +78,7 @@ soak-ceph: $(VENV)/.dev
 	scripts/build-fastpath
 	$(BIN)/python -m tests.ceph.cluster sh -c 'SOAK_SOURCE=$$CEPHFS exec $(BIN)/python -m pytest $(SOAK)'
 
-# The same with a fast path that checks itself.
+# The same with a fast path built with ASan and UBSan, then with TSan.
 soak-sanitized: $(VENV)/.dev
 	scripts/build-fastpath $(SANITIZE)
 	$(BIN)/python -m pytest $(SOAK) || { scripts/build-fastpath; exit 1; }
@@ -92,27 +91,28 @@ crash: $(VENV)/.dev
 	scripts/build-fastpath
 	$(BIN)/python -m pytest tests/crash -s --crash-points 1000 --kills 500 --timeout 3600
 
-# Would a test fail if the code were wrong? Goes on where the last run ended: make mutate [SEED=number] [NUMBER=how-many]
+# Mutation tests: does a test fail if the code is changed? A run continues where the last one ended:
+# make mutate [SEED=number] [NUMBER=how-many]
 NUMBER ?= 300
 mutate: $(VENV)/.dev
 	scripts/build-fastpath
 	$(BIN)/python -m tests.mutation $(if $(SEED),--seed $(SEED)) --number $(NUMBER)
 
-# Other projects' filesystem suites on mounts, next to the disk underneath and to bindfs:
+# Other projects' filesystem suites on mounts, compared with the disk underneath and with bindfs:
 # make test-posix POSIX_SUITES=directory-with-their-sources [SUITES="ltp/rename* fsx"] [POSIX="--short --place full"]
 test-posix: $(VENV)/.dev
 	scripts/system-packages --posix
 	scripts/build-fastpath
 	POSIX_SUITES="$(POSIX_SUITES)" $(BIN)/python -m tests.posix $(POSIX) $(SUITES)
 
-# A real CephFS whose clients and servers fail.
+# Mounts over a real CephFS whose clients and servers fail.
 test-ceph: $(VENV)/.dev
 	scripts/system-packages --ceph
 	scripts/build-fastpath
 	$(BIN)/python -m pytest tests/ceph
 	$(BIN)/python -m pytest tests/ceph --no-fastpath
 
-# What arrives from the kernel, lies in an index or was left by a predecessor may be anything: make fuzz FUZZ_S=600
+# Arbitrary requests of the kernel, index records and shared memory of a predecessor: make fuzz FUZZ_S=600
 fuzz:
 	scripts/system-packages --fuzz
 	tests/fuzz/run $(FUZZ_S)
@@ -129,8 +129,8 @@ bench: $(VENV)/.run
 clean:
 	rm -rf $(VENV) build *.egg-info .mypy_cache .pytest_cache .ruff_cache .import_linter_cache
 
-# pyfuse3 is compiled here: it needs libfuse's headers, a compiler and Python's headers.
-# (A stamp: bin/python is a link to a program that is older than any checkout.)
+# pip compiles pyfuse3: that needs a compiler, libfuse's headers and Python's headers.
+# (A stamp file as target: bin/python is a link to a program that is older than any checkout.)
 $(VENV)/.made: scripts/system-packages
 	scripts/system-packages $(PYTHON)
 	$(PYTHON) -m venv --clear $(VENV)

@@ -1,6 +1,6 @@
 #!/bin/bash
-# Slurm epilog: unmount when the last job of this node that asked for a dataset is over. What is cached stays on the SSD:
-# the next job that asks for it starts warm.
+# Slurm epilog: unmount a dataset when the last job of this node that asked for it has ended. Cached data stay on the SSD:
+# the next job that asks for the dataset starts warm.
 set -u
 for place in /run/cachefs-jobs/*/"$SLURM_JOB_ID"; do
     [ -e "$place" ] || continue

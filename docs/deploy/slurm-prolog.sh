@@ -1,11 +1,11 @@
 #!/bin/bash
-# Slurm prolog: mount the dataset that a job asks for, and warm it up behind the job's back.
+# Slurm prolog: mount the dataset that a job asks for, and warm it up in the background.
 #
 #   slurm.conf:  Prolog=/etc/slurm/prolog.d/cachefs.sh  Epilog=/etc/slurm/epilog.d/cachefs.sh
-#   job:         sbatch --comment=cachefs:imagenet …    → /etc/cachefs/imagenet.toml, mounted where that says
+#   job:         sbatch --comment=cachefs:imagenet …    → mounts as /etc/cachefs/imagenet.toml says
 #
-# A prolog that fails drains the node. A cache that cannot be had must not: the job then reads nothing at the mountpoint,
-# and says so itself.
+# A prolog that fails drains the node. A cache that cannot be mounted must not do that: the job then finds no files at the
+# mountpoint and fails itself.
 set -u
 comment=$(scontrol show job "$SLURM_JOB_ID" --oneliner | grep -o 'Comment=cachefs:[A-Za-z0-9._-]*' || true)
 name=${comment#Comment=cachefs:}
