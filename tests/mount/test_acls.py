@@ -1,4 +1,4 @@
-"""POSIX ACLs: the kernel combines them with the mode, so that both must be of the same moment."""
+"""POSIX ACLs: the kernel combines an ACL with the mode, so both must be from the same moment."""
 
 import errno
 import os
@@ -56,7 +56,7 @@ def directory(source: Path) -> Path:
 def test_the_mode_of_one_version_does_not_meet_the_acl_of_another(
     mount: MakeMount, source: Path, directory: Path, which: str, arguments: tuple[str, ...]
 ) -> None:
-    """In a mode the mask stands where the group's permissions are when there is no ACL: the group never had these."""
+    """With an ACL, the group bits of the mode are its mask: the group never had these permissions."""
     target = directory / which
     os.chown(target, 0, STAFF)
     os.setxattr(target, ACL, allows(ALICE, 5, others=0))

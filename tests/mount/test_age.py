@@ -1,4 +1,4 @@
-"""Files that changed a moment ago (hazard 25): their data are served, and neither cached nor kept by the kernel."""
+"""Files that changed a moment ago (hazard 25): their data are served, but neither cached nor kept by the kernel."""
 
 import json
 import mmap
@@ -39,7 +39,7 @@ class StalledWrite:
         self._hang.touch()
         self._thread = threading.Thread(target=self._write, args=(first,))
         self._thread.start()
-        self._release = threading.Timer(4, self.go_on)  # some filesystems let nobody read meanwhile
+        self._release = threading.Timer(4, self.go_on)  # some filesystems block readers meanwhile
         self._release.start()
 
     def _write(self, first: bytes) -> None:
@@ -183,7 +183,7 @@ def replace_processes(m: Mount, what: str) -> None:
 def test_pages_of_a_young_file_are_dropped_whatever_dies(
     mount: MakeMount, source: Path, mode: tuple[str, ...], what: str
 ) -> None:
-    """Also those that Python has read, of which the fast path knows nothing."""
+    """Also files that Python has read, which the fast path does not know."""
     future = time.time() + HOUR_S
     (source / "d0/f00000").write_bytes(b"x" * 5000)
     os.utime(source / "d0/f00000", (future, future))
@@ -235,14 +235,14 @@ def test_what_is_read_during_a_write_is_not_there_after_a_take_over(
 
 @pytest.fixture
 def many(tmp_path: Path) -> Path:
-    """So many files that fetching them takes longer than they are young."""
+    """Enough files that fetching them takes longer than they stay young."""
     root = tmp_path / "many"
     make_files(root, MANY, (100, 4000), directories=1)
     return root
 
 
 def touch(root: Path) -> None:
-    """Make all files young for two seconds: what counts is the later of mtime and ctime."""
+    """Make all files young for two seconds: the later of mtime and ctime counts."""
     for path in root.rglob("f*"):
         os.utime(path, (1, 1))
 
@@ -256,7 +256,7 @@ def look_at(root: Path) -> None:
 
 @pytest.mark.parametrize("mode", [("--read-only",), ()], ids=["read-only", "read-write"])
 def test_a_warm_up_waits_until_young_files_are_old_enough(mount: MakeMount, many: Path, mode: tuple[str, ...]) -> None:
-    """Before: what had been looked at while it was young expired during the warm-up, and was not fetched."""
+    """Regression: files that were looked at while young expired during the warm-up and were not fetched."""
     m = mount(many, *mode, "--simulate-latency", "1")
     touch(many)
     look_at(m.path)
@@ -266,7 +266,7 @@ def test_a_warm_up_waits_until_young_files_are_old_enough(mount: MakeMount, many
 
 
 def test_prefetching_waits_until_young_files_are_old_enough(mount: MakeMount, many: Path) -> None:
-    """Before: as with a warm-up."""
+    """Regression: as with a warm-up."""
     touch(many)
     m = mount(many, "--read-only", "--prefetch", "all", "--simulate-latency", "10")
     look_at(m.path)
@@ -281,7 +281,7 @@ def test_hints_wait_until_young_files_are_old_enough(mount: MakeMount, source: P
 
 
 def test_a_young_large_file_claims_its_room_once(mount: MakeMount, source: Path) -> None:
-    """Before: what was left of it was asked for again when its record had expired, and its room was claimed again."""
+    """Regression: the rest was requested again when the file's record had expired, and its room was claimed again."""
     with open(source / "large", "wb") as file:
         file.truncate(96 << 20)
     m = mount(source, "--read-only", "--cache-size", "128M", "--simulate-latency", "100")
@@ -301,7 +301,7 @@ def test_a_warm_up_says_what_is_not_cached_because_of_its_time(mount: MakeMount,
     assert report["problems"] == ["d0/f00000: changed less than 2 s ago, or has a time in the future"]
 
 
-# --- tests that do not wait so long -----------------------------------------------------------------------------------
+# --- with a shorter minimum age -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("more", [(), ("--no-fastpath",)], ids=["", "no-fastpath"])

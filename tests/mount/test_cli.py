@@ -205,7 +205,7 @@ def test_another_distribution_named_daemon_is_noticed(tmp_path: Path, source: Pa
 
 @pytest.fixture
 def user() -> Iterator[pwd.struct_passwd]:
-    """Somebody without privileges, on a machine whose /dev/fuse is open to all, as distributions have it."""
+    """An unprivileged user, on a machine whose /dev/fuse is open to all users, as in distributions."""
     if shutil.which("fusermount3") is None:
         pytest.fail("fusermount3 is missing: make test installs it")
     device = Path("/dev/fuse")

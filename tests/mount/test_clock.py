@@ -1,4 +1,4 @@
-"""A node whose clock is set forward or back by a day: that costs speed, no wrong byte, and shows nobody anything."""
+"""A node whose clock is set forward or back by a day: that costs speed, causes no wrong byte and discloses nothing."""
 
 import os
 import struct
@@ -18,7 +18,7 @@ FAST = pytest.mark.parametrize("arguments", [[], ["--no-fastpath"]], ids=["fastp
 
 
 class NodeClock:
-    """The time of day that processes see which are started from now on."""
+    """Set the time of day for processes that are started from now on."""
 
     def __init__(self, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self._file = place / "shift"
@@ -52,7 +52,7 @@ def clock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> NodeClock:
 def test_a_file_that_is_being_written_is_no_older_for_a_clock_that_is_set_forward(
     mount: MakeMount, source: Path, clock: NodeClock, arguments: list[str]
 ) -> None:
-    """Before: it was cached, perhaps half old and half new."""
+    """Regression: it was cached, perhaps half old and half new."""
     settle()
     m = mount(source, "--read-only", *arguments)
     clock.set_forward(m)
@@ -68,7 +68,7 @@ def test_a_file_that_is_being_written_is_no_older_for_a_clock_that_is_set_forwar
 def test_caching_goes_on_when_the_clock_is_right_again(
     mount: MakeMount, tmp_path: Path, clock: NodeClock, arguments: list[str]
 ) -> None:
-    """Where it is set back whatever changed on the day before counts as young, for as long as the clock is wrong."""
+    """If the clock is set back, files changed on the day before count as young as long as the clock is wrong."""
     source = tmp_path / "source"
     paths = make_files(source, 20)
     settle()
@@ -92,7 +92,7 @@ def test_caching_goes_on_when_the_clock_is_right_again(
 def test_permissions_of_before_are_not_believed_for_a_clock_that_is_set_forward(
     mount: MakeMount, tmp_path: Path, clock: NodeClock, arguments: list[str]
 ) -> None:
-    """Before: for a day names that were made behind closed doors were shown to whoever had been let in before."""
+    """Regression: for a day, names created in a closed directory were shown to users who had access before."""
     source = tmp_path / "source"
     (source / "room").mkdir(parents=True)
     (source / "room" / "old").write_text("old")

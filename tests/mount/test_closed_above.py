@@ -1,6 +1,6 @@
-"""A directory above was closed at the source, and nothing is looked up between that and the call.
+"""A directory above was closed at the source, and no look-up happens between that and the call.
 
-The time-out of attributes is a minute, so that the kernel lets every call through: it is the mount that must notice.
+The attribute time-out is a minute, so the kernel lets every call through: the mount itself must notice.
 """
 
 import errno
@@ -25,7 +25,7 @@ def bob(function: Callable[[], object]) -> object:
 
 
 def rooms(source: Path, *names: str) -> None:
-    """NAME/room of each name, with a file that everybody may read."""
+    """NAME/room for each name, with a world-readable file."""
     for name in names:
         room = source / name / "room"
         room.mkdir(parents=True)
@@ -36,7 +36,7 @@ def rooms(source: Path, *names: str) -> None:
 
 
 def mounted(mount: MakeMount, source: Path, *arguments: str) -> Mount:
-    """Whose rooms are pinned, which the kernel knows."""
+    """A mount on which the rooms are pinned and known to the kernel."""
     settle()
     m = mount(source, "--allow-other", "--attr-timeout", "60", *arguments)
     open_to_all(source)
@@ -107,7 +107,7 @@ def test_a_file_is_neither_moved_in_nor_out(mount: MakeMount, source: Path, clos
 def test_what_was_written_since_into_a_mutable_file_is_not_read(
     mount: MakeMount, source: Path, mode: list[str]
 ) -> None:
-    """Its own directory is open: asked as the caller, the source would give it."""
+    """Its own directory is open: the source would allow the caller to open it."""
     rooms(source, "outer")
     log = source / "outer/room/job.log"
     log.write_bytes(b"public")
@@ -117,7 +117,7 @@ def test_what_was_written_since_into_a_mutable_file_is_not_read(
     assert bob(path.read_bytes) == b"public"
     (source / "outer").chmod(0o700)
     log.write_bytes(b"secret")
-    wait_for(lambda: time.time() - log.stat().st_mtime, lambda age: age > 2.1)  # what may be old data is over
+    wait_for(lambda: time.time() - log.stat().st_mtime, lambda age: age > 2.1)  # from here on nothing may be old data
     assert bob(path.read_bytes) in REFUSED
 
 
@@ -125,7 +125,7 @@ def test_what_was_written_since_into_a_mutable_file_is_not_read(
 @BOTH_WAYS
 @pytest.mark.parametrize("how", ["open", "truncate"])
 def test_the_source_itself_refuses_who_may_not_write(mount: MakeMount, source: Path, how: str, mode: list[str]) -> None:
-    """The file was closed, not a directory; the kernel still believes its old mode and its ACL."""
+    """The file was closed, not a directory; the kernel still caches its old mode and ACL."""
     rooms(source, "outer")
     file = source / "outer/room/open"
     file.write_bytes(b"content")

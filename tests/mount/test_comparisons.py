@@ -1,4 +1,4 @@
-"""What is fetched is compared with what was pinned, also where size and mtime are the same and while it changes."""
+"""Fetched data are compared with the pinned version, also with equal size and mtime, and while the file changes."""
 
 import errno
 import os
@@ -17,7 +17,7 @@ MODES = pytest.mark.parametrize("mode", [("--read-only",), ()], ids=["read-only"
 
 
 def rewrite(path: Path, content: bytes) -> None:
-    """In place, at equal size, with its mtime kept: only ctime tells."""
+    """In place, with equal size and mtime: only ctime shows the change."""
     times = path.stat()
     with open(path, "r+b") as file:
         file.write(content)
@@ -25,7 +25,7 @@ def rewrite(path: Path, content: bytes) -> None:
 
 
 def read_until_noticed(path: Path) -> bytes:
-    """What a reader gets who tries again after ESTALE."""
+    """What a reader gets that retries after ESTALE."""
 
     def attempt() -> bytes | None:
         try:
@@ -55,7 +55,7 @@ def test_a_file_that_is_rewritten_with_its_mtime_kept_is_never_mixed(
     name = "read-only" if mode else "read-write"
     m = mount(large, *mode, "--prefetch", "none")
     with open(m.path / name, "rb", buffering=0) as opened:
-        os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_RANDOM)  # no read-ahead
+        os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_RANDOM)  # no readahead
         assert os.pread(opened.fileno(), MIB, 0) == b"a" * MIB
         rewrite(large / name, b"b" * 12 * MIB)
         raises_errno(errno.ESTALE, lambda: os.pread(opened.fileno(), MIB, 10 * MIB))
@@ -83,7 +83,7 @@ def test_a_cached_file_that_was_rewritten_with_its_mtime_kept_is_noticed_after_a
 def test_a_file_that_is_rewritten_while_it_is_read_is_stale(
     mount: MakeMount, source: Path, mode: tuple[str, ...]
 ) -> None:
-    """The source is asked slowly: the file changes when it has been opened, and before it is read."""
+    """The source is slow: the file changes after it was opened and before it is read."""
     m = mount(source, *mode, "--attr-timeout", "60", "--simulate-latency", "400")
     path = m.path / "d0/f00000"
     old = (source / "d0/f00000").read_bytes()
@@ -119,7 +119,7 @@ def test_a_file_that_is_rewritten_while_it_is_read_is_stale(
 def test_who_opens_a_mutable_file_gets_the_size_that_it_has_now(
     mount: MakeMount, tmp_path: Path, mode: tuple[str, ...], pieces: int
 ) -> None:
-    """Also while the kernel believes the old one: it would pad with zeros what was cut off."""
+    """Also while the kernel caches the old size: it would pad the truncated part with zeros."""
     source = tmp_path / "source"
     source.mkdir()
     (source / "file").write_bytes(b"a" * 100 * 512)
@@ -139,7 +139,7 @@ def test_who_opens_a_mutable_file_gets_the_size_that_it_has_now(
 
 @pytest.mark.promise("IM-2")
 def test_what_is_pinned_is_what_the_source_says_when_it_is_opened(mount: MakeMount, source: Path) -> None:
-    """Not what it said when the file was looked up. (With a fast path it may be; then the read fails.)"""
+    """Not what it said at the look-up. (With a fast path it may be that; then the read fails.)"""
     m = mount(source, "--attr-timeout", "60", "--no-fastpath")
     path = m.path / "d0/f00000"
     path.stat()
@@ -153,7 +153,7 @@ def test_what_is_pinned_is_what_the_source_says_when_it_is_opened(mount: MakeMou
 def test_directories_above_that_had_expired_are_compared_when_they_are_pinned(
     mount: MakeMount, source: Path, mode: list[str]
 ) -> None:
-    """The file is opened by a descriptor of its directory: nobody looks the directories up."""
+    """The file is opened through a descriptor of its directory: the directories are not looked up."""
     (source / "a/b").mkdir(parents=True)
     (source / "a/b/file").write_bytes(b"content")
     settle()
@@ -221,7 +221,7 @@ def test_a_name_of_a_changed_directory_is_compared_though_what_it_led_to_has_bee
 def test_an_attribute_of_a_directory_that_has_changed_is_not_that_of_before(
     mount: MakeMount, source: Path, mode: list[str]
 ) -> None:
-    """It keeps its number, and what is in the index of its old version."""
+    """It keeps its number, and the index entries of its old version."""
     os.setxattr(source / "d0", "user.colour", b"old")
     settle()
     m = mount(source, "--read-only", *mode)

@@ -1,4 +1,4 @@
-"""What a mount says of its configuration, and what it takes up while mounted."""
+"""How a mount reports its configuration, and which changes it applies while mounted."""
 
 import json
 import os

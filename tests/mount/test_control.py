@@ -1,4 +1,4 @@
-"""The control socket: who may ask, in what words, and what is answered to nonsense."""
+"""The control socket: access, requests, and the answers to malformed ones."""
 
 import json
 import os
@@ -110,7 +110,7 @@ def test_others_are_hung_up_on(mount: MakeMount, source: Path) -> None:
     opened = [place, place / "control"]
     before = [path.stat().st_mode for path in opened]
     for path in opened:
-        path.chmod(0o777)  # somebody was careless
+        path.chmod(0o777)  # as after a careless chmod
     try:
         child = os.fork()
         if child == 0:
@@ -134,7 +134,7 @@ def test_others_are_hung_up_on(mount: MakeMount, source: Path) -> None:
 
 
 def test_a_daemon_that_speaks_another_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A client of today with the daemon of another day."""
+    """A client of this version with a daemon of another version."""
     make_runtime_root()
     place = mount_directory(str(tmp_path))
     place.mkdir()

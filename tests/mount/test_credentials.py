@@ -256,7 +256,7 @@ def test_a_time_that_is_left_out_is_left_alone(mount: MakeMount, source: Path, a
 def test_a_directory_that_is_open_can_be_changed_although_its_parents_are_closed(
     mount: MakeMount, source: Path
 ) -> None:
-    """As on a local disk: the walk was checked when the directory was opened."""
+    """As on a local disk: the path was checked when the directory was opened."""
     (source / "closed/mine").mkdir(parents=True)
     os.chown(source / "closed/mine", USER, USER)
     m = mounted(mount, source)
@@ -282,7 +282,7 @@ def test_a_directory_that_is_open_can_be_changed_although_its_parents_are_closed
 
 @pytest.mark.promise("PE-3")
 def test_a_file_made_read_only_at_the_source_is_not_written(mount: MakeMount, source: Path) -> None:
-    """The source checks as well: what the mount believes for a second gives no right."""
+    """The source checks as well: attributes that the mount caches for a second grant nothing."""
     m = mounted(mount, source, "--attr-timeout", "60")
     a_file(source / "d0/open", 0o666)
     assert mode_of(m.path / "d0/open") == 0o666

@@ -150,7 +150,7 @@ def test_a_disk_that_fills_up_costs_hits_and_nothing_else(tiny_disk: Path, mount
 
 @pytest.mark.parametrize("moment", range(6))
 def test_a_kill_at_any_moment_of_the_first_epoch(mount: MakeMount, source: Path, moment: int) -> None:
-    """What was committed is served, what was not is fetched again; never a wrong byte."""
+    """Committed data are served, other data are fetched again; never a wrong byte."""
     make_files(source, 400, (1000, 60_000), directories=6, seed=moment)
     settle()
     m = mount(source)
@@ -176,7 +176,7 @@ def test_a_kill_at_any_moment_of_the_first_epoch(mount: MakeMount, source: Path,
 def test_an_open_file_without_a_name_outlives_its_data_in_the_cache(
     mount: MakeMount, source: Path, way: str, lost: str
 ) -> None:
-    """It was cached whole when its name went."""
+    """It was completely cached when its name was removed."""
     (source / "victim").write_bytes(os.urandom(300_000))
     others = make_files(source / "others", 300, (60_000, 70_000))
     settle()
@@ -201,7 +201,7 @@ def test_an_open_file_without_a_name_outlives_its_data_in_the_cache(
 
 
 def read_all(m: Mount, names: Iterable[str]) -> dict[str, Any]:
-    """Past the kernel's pages. What the cache does not keep up with it does not keep."""
+    """Past the kernel's pages. Data for which the cache is too slow are not cached."""
     m.drop_caches()
     for name in names:
         (m.path / "others" / name).read_bytes()
@@ -209,7 +209,7 @@ def read_all(m: Mount, names: Iterable[str]) -> dict[str, Any]:
 
 
 def misses(m: Mount, path: Path) -> int:
-    """While it is read past the kernel's pages."""
+    """While it is read past the kernel's page cache."""
     before = m.status()["misses"]
     with open(path, "rb", buffering=0) as file:
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)

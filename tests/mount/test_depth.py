@@ -1,4 +1,4 @@
-"""Very deep directories: any user can make them."""
+"""Very deep directories: any user can create them."""
 
 import multiprocessing
 import os
@@ -44,7 +44,7 @@ def resident_bytes(pid: int) -> int:
 def test_memory_grows_with_the_depth_of_a_directory_and_not_with_its_square(
     mount: Callable[..., Mount], tmp_path: Path
 ) -> None:
-    """Before: each directory that was known kept its whole path, 1 GB here."""
+    """Regression: each known directory kept its whole path, 1 GB here."""
     source = tmp_path / "source"
     source.mkdir()
     try:
@@ -64,7 +64,7 @@ def test_memory_grows_with_the_depth_of_a_directory_and_not_with_its_square(
 def test_a_file_below_a_path_of_more_than_4096_bytes_is_cached(
     mount: Callable[..., Mount], tmp_path: Path, mode: str, length: int
 ) -> None:
-    """One system call does not take such a path. Before: it was read from the source in every epoch."""
+    """One system call does not accept such a path. Regression: the file was read from the source in every epoch."""
     deep: dict[str, Any] = {"name": "d" * 50, "levels": 100, "content": os.urandom(length)}
     source = tmp_path / "source"
     source.mkdir()

@@ -1,4 +1,4 @@
-"""What a program is told to be on disk is on the source's disk; and nonsense on the control socket stops no commit."""
+"""Data that fsync reported as stored are on the source's disk; malformed control requests stop no commit."""
 
 import errno
 import os

@@ -1,4 +1,4 @@
-"""The end of a mount, and a restart, while calls to the source hang: nobody waits for `--source-timeout`."""
+"""The end of a mount, and a restart, while calls to the source hang: neither waits for `--source-timeout`."""
 
 import errno
 import os
@@ -21,12 +21,12 @@ MODES = {"read-only": ["--read-only"], "read-write": [], "mutable": ["--mutable"
 TIMEOUT_S = 300
 """Of the source."""
 BOUND_S = 30
-"""A mount ends within 10 s; this is for machines that are busy."""
+"""A mount ends within 10 s; this allows for busy machines."""
 ENDED = {errno.ETIMEDOUT, errno.EIO, errno.ECONNABORTED, errno.ENOTCONN}
 
 
 class Waiting:
-    """A call of a job that waits for the source, in a thread."""
+    """A job's call that waits for the source, in a thread."""
 
     def __init__(self, call: Callable[[], object]) -> None:
         self.error: int | None = None
@@ -53,7 +53,7 @@ def processes(m: Mount) -> list[int]:
 
 
 def wait_until_over(m: Mount, pids: list[int], since: float) -> None:
-    """Neither mount nor process is there; what the kernel keeps of a thread that it cannot kill does not count."""
+    """Neither mount nor process exists; a zombie with a thread that the kernel cannot kill does not count."""
     left_s = BOUND_S - (time.monotonic() - since)
     wait_for(lambda: [pid for pid in pids if is_running(pid)], lambda left: not left, left_s)
     print(f"it took {time.monotonic() - since:.1f} s")
@@ -62,7 +62,7 @@ def wait_until_over(m: Mount, pids: list[int], since: float) -> None:
 
 
 def hang(m: Mount, faults: Path) -> list[Waiting]:
-    """Have a look-up and a read wait for the source."""
+    """Make a look-up and a read wait for the source."""
     os.stat(m.path / "h1/known")
     os.stat(m.path / "h2")
     (faults / "hang").write_text("known")
@@ -81,7 +81,7 @@ def fusectl() -> None:
 
 @pytest.fixture
 def hanging(faulty: tuple[Path, Path], source: Path) -> tuple[Path, Path]:
-    """`faulty`, with files that hang when that is asked for: in two directories, as one asks one thing at a time."""
+    """`faulty`, with files that hang on demand: in two directories, which answer one request at a time each."""
     for name in ("h1/known", "h2/unknown"):
         (source / name).parent.mkdir()
         (source / name).write_bytes(b"x" * 5000)
@@ -133,7 +133,7 @@ def test_a_mount_that_jobs_wait_for_ends_though_its_source_hangs(
 def test_a_mount_that_nobody_uses_ends_though_its_source_hangs(
     mount: MakeMount, hanging: tuple[Path, Path], end: Callable[[Mount], None], serving: str, mode: str
 ) -> None:
-    """What waits for the source is the mount's own: a warm-up."""
+    """The mount's own work waits for the source: a warm-up."""
     place, faults = hanging
     m = mount(place, "--source-timeout", TIMEOUT_S, *SERVING[serving], *MODES[mode])
     expected, pids = contents(m.path / "d0"), processes(m)
@@ -150,7 +150,7 @@ def test_a_mount_that_nobody_uses_ends_though_its_source_hangs(
 @pytest.mark.promise("LC-12")
 @pytest.mark.parametrize("serving", SERVING)
 def test_a_mount_ends_though_its_source_is_stopped(mount: MakeMount, hanging: tuple[Path, Path], serving: str) -> None:
-    """Calls to this source can be killed: nothing stays of the processes."""
+    """Calls to this source can be killed: no process stays."""
     place, _ = hanging
     m = mount(place, "--source-timeout", TIMEOUT_S, "--read-only", *SERVING[serving])
     expected, pids = contents(m.path / "d0"), processes(m)

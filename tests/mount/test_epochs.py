@@ -1,4 +1,4 @@
-"""From epoch 2 on the source is left alone."""
+"""From epoch 2 on the source gets no requests."""
 
 import os
 import random
@@ -17,7 +17,7 @@ DIRECTORIES = 50
 
 @pytest.fixture(scope="module")
 def dataset(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Path]]:
-    """20,000 files in 50 directories; nobody changes it."""
+    """20,000 files in 50 directories; no test changes it."""
     root = tmp_path_factory.mktemp("dataset") / "source"
     paths = make_files(root, FILES, (500, 4000), DIRECTORIES)
     settle()
@@ -45,7 +45,7 @@ def walk_and_stat(root: Path) -> int:
 
 
 def check_epochs(m: Mount, paths: list[Path], *, walk: bool) -> None:
-    """Epochs 2 and 3, kernel caches dropped before each, ask the source for nothing."""
+    """Epochs 2 and 3, with kernel caches dropped before each, send the source no request."""
     before = m.flush()["source_ops"]
     for seed in (2, 3):
         m.drop_caches()

@@ -1,6 +1,6 @@
-"""One user's worst behaviour costs another user nothing: shares by uid (hazards 30, 31 and 33).
+"""No behaviour of one user delays another user: shares by uid (hazards 30, 31 and 33).
 
-The greedy user is threads of this process with another filesystem uid: that is what the kernel tells a filesystem.
+The greedy user consists of threads of this process with another filesystem uid, which the kernel reports.
 """
 
 import errno
@@ -34,12 +34,12 @@ MakeMount = Callable[..., Mount]
 Waiting = Callable[[Mount | Path], int]
 GREEDY, OTHER = 12345, 23456
 PROMPT_S = 2.0
-"""Coarse, because machines are loaded. What is tested took much longer, or for ever."""
+"""Coarse, because machines are loaded. The defects tested here took much longer, or for ever."""
 pytestmark = pytest.mark.alone
 
 
 class Crowd:
-    """Calls of one user, each in a thread of its own; what each of them said."""
+    """Calls of one user, each in a thread of its own, and their results."""
 
     def __init__(self, uid: int, calls: list[Callable[[], object]]) -> None:
         self.results: list[object] = []
@@ -66,7 +66,7 @@ class Crowd:
 
 @pytest.fixture
 def waiting(tmp_path: Path) -> Iterator[Waiting]:
-    """How many requests of a mount, or of the source that lies beneath it, have not been answered."""
+    """How many requests of a mount, or of the source beneath it, have no answer yet."""
     connections = tmp_path / "connections"
     connections.mkdir()
     subprocess.run(["mount", "-t", "fusectl", "none", connections], check=True)
@@ -89,7 +89,7 @@ def prompt(limit_s: float = PROMPT_S) -> Iterator[None]:
 
 @contextmanager
 def directory(path: Path) -> Iterator[int]:
-    """Whoever has this descriptor gets by the directories above it, which are closed to other users."""
+    """This descriptor leads past the directories above it, which are closed to other users."""
     fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         yield fd
@@ -99,7 +99,7 @@ def directory(path: Path) -> Iterator[int]:
 
 @contextmanager
 def opened(paths: list[Path]) -> Iterator[list[int]]:
-    """Descriptors, of files without readahead: each page is a READ of its own."""
+    """Descriptors of files, without readahead: each page is a READ of its own."""
     fds = [os.open(path, os.O_RDONLY) for path in paths]
     try:
         for fd in fds:
@@ -153,9 +153,9 @@ def ask_for_attributes(path: Path, count: int) -> None:
 def test_b6_a_crowd_that_waits_for_the_source_delays_no_hit_and_no_miss_of_another_user(
     mount: MakeMount, source: Path, waiting: Waiting
 ) -> None:
-    """Before: all slots were the crowd's, and another user's hit waited until the source had answered hundreds of it.
+    """Regression: the crowd had all slots, and another user's hit waited for hundreds of answers of the source.
 
-    It asks for attributes, of which the kernel has more than one asked for at a time, also without a fast path.
+    It asks for attributes: the kernel sends several such requests at a time, also without a fast path.
     """
     m = mount(source, "--read-only")
     expected = contents(m.path)
@@ -227,7 +227,7 @@ def test_b6_a_crowd_that_is_killed_dies_also_beyond_its_share(
 def test_b7_leased_files_cost_no_time_of_the_processor_and_no_places(
     mount: MakeMount, tmp_path: Path, waiting: Waiting
 ) -> None:
-    """Before: both processes tried again and again, as fast as they could, each call in its slot."""
+    """Regression: both processes retried as fast as they could, each call in its slot."""
     source = tmp_path / "source"
     files = make_files(source, 110, directories=1)
     expected = {path: (source / path).read_bytes() for path in files}
@@ -235,7 +235,7 @@ def test_b7_leased_files_cost_no_time_of_the_processor_and_no_places(
     m = mount(source, "--read-only", "--source-timeout", "20")
     os.listdir(m.path / "d0")
     leased, free = files[:90], files[90:]
-    before = signal.signal(signal.SIGIO, signal.SIG_IGN)  # how a holder is told that somebody wants the file
+    before = signal.signal(signal.SIGIO, signal.SIG_IGN)  # tells the holder that another process wants the file
     holders = [os.open(source / path, os.O_RDWR) for path in leased]
     try:
         for holder in holders:
@@ -248,7 +248,7 @@ def test_b7_leased_files_cost_no_time_of_the_processor_and_no_places(
             for path in free:
                 with prompt():
                     assert (m.path / path).read_bytes() == expected[path]
-            time.sleep(max(0.0, began + 2 - time.monotonic()))  # a while of which the time that is used is measured
+            time.sleep(max(0.0, began + 2 - time.monotonic()))  # measure the CPU time used meanwhile
             assert cpu_s(pids) - used < 0.5 * (time.monotonic() - began)
             for holder in holders:
                 fcntl.fcntl(holder, fcntl.F_SETLEASE, fcntl.F_UNLCK)
@@ -266,9 +266,9 @@ def test_b7_leased_files_cost_no_time_of_the_processor_and_no_places(
 def test_b7_users_who_read_leased_files_keep_no_other_user_waiting_however_many_they_are(
     mount: MakeMount, tmp_path: Path, waiting: Waiting, users: int, arguments: list[str]
 ) -> None:
-    """Before: READs that the fast path could not answer went to Python beyond their owner's share, until nobody's did.
+    """Regression: READs that the fast path could not answer went to Python beyond their owner's share, until none did.
 
-    And four users within their shares left nothing to the fifth.
+    And four users within their shares left nothing for a fifth.
     """
     source = tmp_path / "source"
     free = make_files(source, 40, directories=1)
@@ -316,7 +316,7 @@ def test_b7_users_who_read_leased_files_keep_no_other_user_waiting_however_many_
 def test_c7_who_opens_very_many_files_leaves_descriptors_for_others(
     mount: MakeMount, source: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Before: the daemon ran out of descriptors, and every other user's open failed with EMFILE."""
+    """Regression: the daemon ran out of descriptors, and every other user's open failed with EMFILE."""
     limit = 800
     monkeypatch.setattr(conftest, "CLI", ["prlimit", f"--nofile={limit}:{limit}", sys.executable, "-m", "daemon"])
     (source / "open").mkdir()
@@ -356,7 +356,7 @@ def test_c7_who_opens_very_many_files_leaves_descriptors_for_others(
                 os.close(each)
 
         def opens_again() -> bool:
-            """What was closed is given back, a moment later: the kernel releases without waiting."""
+            """Closed descriptors are given back a moment later: the kernel sends RELEASE without waiting."""
             return Crowd(GREEDY, [one_more]).join() == [None]
 
         wait_for(opens_again, bool)
@@ -367,7 +367,7 @@ def test_c7_who_opens_very_many_files_leaves_descriptors_for_others(
 def test_b5_calls_that_hang_block_only_whoever_made_them(
     mount: MakeMount, source: Path, faulty: tuple[Path, Path], waiting: Waiting, operation: str
 ) -> None:
-    """Before: 64 such calls held every slot, and every miss of every user failed."""
+    """Regression: 64 such calls held every slot, and every miss of every user failed."""
     served, faults = faulty
     for number in range(150):  # without a fast path the kernel makes one look-up of a directory at a time
         (source / f"d3/{number}").mkdir()
@@ -398,7 +398,7 @@ def test_b5_calls_that_hang_block_only_whoever_made_them(
 def test_a_listing_that_another_user_asked_for_first_does_not_wait_for_that_users_share(
     mount: MakeMount, source: Path, faulty: tuple[Path, Path], waiting: Waiting, arguments: list[str]
 ) -> None:
-    """Before: whoever joined a listing waited in the queue of the user who had begun it."""
+    """Regression: a user who joined a listing waited in the queue of the user who had begun it."""
     served, faults = faulty
     for number in range(100):
         (source / f"d3/{number}").mkdir()
@@ -407,7 +407,7 @@ def test_a_listing_that_another_user_asked_for_first_does_not_wait_for_that_user
     m = mount(served, *arguments, "--source-timeout", "25")
     for number in range(100):
         os.stat(m.path / f"d3/{number}")
-    # Whoever lists by an open descriptor asks for the listing, and not for permissions before.
+    # A listing by an open descriptor needs no check of permissions before.
     with directory(m.path / "d3") as fd, opened([m.path / "d1"] * 2) as listed:
 
         def names(number: int) -> list[str]:
@@ -434,7 +434,7 @@ def test_a_listing_that_another_user_asked_for_first_does_not_wait_for_that_user
 def test_two_users_who_ask_for_one_thing_at_once_each_count_for_themselves(
     mount: MakeMount, source: Path, faulty: tuple[Path, Path], waiting: Waiting, operation: str, arguments: list[str]
 ) -> None:
-    """Before: a table by inode said whose request was passed on, and the one that came last counted for both."""
+    """Regression: a table by inode held the owner of a passed request, and the last owner counted for both."""
     served, faults = faulty
     for number in range(100):
         (source / f"d3/{number}").mkdir()
@@ -481,7 +481,7 @@ def test_two_users_who_ask_for_one_thing_at_once_each_count_for_themselves(
 def test_a_fetch_that_two_users_wait_for_takes_the_first_share_that_has_room(
     mount: MakeMount, source: Path, faulty: tuple[Path, Path], waiting: Waiting
 ) -> None:
-    """Before: a fetch waited for the share of the user who had begun it, unless that of another had room at once."""
+    """Regression: a fetch waited for the share of the user who had begun it, unless another's had room at once."""
     served, faults = faulty
     both = os.urandom(128 << 10)  # fetched whole
     (source / "d0/both").write_bytes(both)
@@ -516,7 +516,7 @@ def test_a_fetch_that_two_users_wait_for_takes_the_first_share_that_has_room(
 def test_c3_a_fast_path_that_is_killed_while_a_miss_hangs_serves_hits_at_once(
     mount: MakeMount, faulty: tuple[Path, Path], waiting: Waiting
 ) -> None:
-    """Before: its successor finished the miss first, on its main thread, and served nothing meanwhile."""
+    """Regression: its successor finished the miss first, on its main thread, and served nothing meanwhile."""
     source, faults = faulty
     m = mount(source, "--read-only", "--source-timeout", "25")
     cached = {path: path.read_bytes() for path in sorted((m.path / "d0").iterdir())}
@@ -553,7 +553,7 @@ def stop_the_next_child(pid: int, before: set[int]) -> int:
 def test_c9_without_either_process_nobody_waits_longer_than_for_the_next_daemon(
     mount: MakeMount, source: Path, waiting: Waiting, first: str
 ) -> None:
-    """Before: a fast path whose daemon died before it had attached kept what the daemon had, for ever.
+    """Regression: a fast path whose daemon died before attaching kept the daemon's descriptors for ever.
 
     `first`: what dies first.
     """

@@ -1,6 +1,6 @@
 """Times that do not fit into signed 64-bit nanoseconds: after 2262-04-11, and before 1677-09-21.
 
-ext4 holds times until 2446, tmpfs any. Such a file is served; it is in the future, or old, as any other.
+ext4 supports times until 2446, tmpfs any. Such a file is served; it counts as in the future, or old, like any other.
 """
 
 import json
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.promise("CH-20")
 MakeMount = Callable[..., Mount]
 FUTURE_S, PAST_S = 15_032_385_535, -9_300_000_000
 LATEST_S, EARLIEST_S = 9_223_372_036, -9_223_372_037
-"""What is shown instead: the second of the nearest time that can be held."""
+"""What is shown instead: the second of the nearest representable time."""
 MODES = pytest.mark.parametrize(
     "mode",
     [
@@ -37,7 +37,7 @@ WITH_AND_WITHOUT = pytest.mark.parametrize("mode", [(), ("--no-fastpath",)], ids
 
 @pytest.fixture
 def disk(tmp_path: Path) -> Iterator[Path]:
-    """Three files in a directory, and an empty directory. All were made a moment ago, on a disk that holds any time."""
+    """Three files in a directory, and an empty directory. All are new, on a disk that supports any time."""
     with small_disk(tmp_path / "disk", "16M") as place:
         for name in ("d", "d/e"):
             (place / name).mkdir()

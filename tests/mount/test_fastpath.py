@@ -225,7 +225,7 @@ def write_twice(path: Path, written: Event, go_on: Event) -> None:
 def test_a_writer_survives_its_daemon(mount: MakeMount, source: Path) -> None:
     m = mount(source)
     written, go_on = fork.Event(), fork.Event()
-    # Another process: whoever has a file open for writing waits, when he forks and closes it, for the next daemon.
+    # Another process: a process that has a file open for writing, forks and closes it, waits for the next daemon.
     writer = fork.Process(target=write_twice, args=(m.path / "checkpoint", written, go_on))
     writer.start()
     assert written.wait(20)
@@ -239,7 +239,7 @@ def test_a_writer_survives_its_daemon(mount: MakeMount, source: Path) -> None:
 
 
 def test_an_open_file_that_lost_its_name_is_read_to_its_end(mount: MakeMount, source: Path) -> None:
-    """Hazard 2: the fast path opened it, Python never saw a handle."""
+    """Hazard 2: the fast path opened the file, Python never saw a handle."""
     (source / "big").write_bytes(bytes(range(256)) * 40_000)
     settle()
     m = mount(source)
@@ -278,7 +278,7 @@ def test_a_first_open_does_not_wait_for_python_and_a_later_writer_is_refused(mou
         except OSError as error:
             outcomes.append(error.errno)
 
-    for name in names:  # until one was looked up and opened within the second for which a look-up counts
+    for name in names:  # until one was looked up and opened within the second for which a look-up is valid
         path = m.path / name
         os.stat(path)
         os.kill(m.pid, signal.SIGSTOP)
@@ -293,7 +293,7 @@ def test_a_first_open_does_not_wait_for_python_and_a_later_writer_is_refused(mou
         if out is not None:
             writer.start()
             writer.join(0.2)
-            assert writer.is_alive() and not outcomes  # Python's to decide, and it has heard of the reader first
+            assert writer.is_alive() and not outcomes  # Python decides this, and it received the reader's OPEN first
         os.kill(m.pid, signal.SIGCONT)
         if out is not None:
             writer.join()
@@ -349,7 +349,7 @@ def test_what_was_read_ahead_is_not_served_for_another_version(mount: MakeMount,
     m.drop_caches()
     for name in names[:20]:
         (m.path / name).read_bytes()
-    os.stat(m.path / names[20])  # and its bytes are read ahead
+    os.stat(m.path / names[20])  # and its bytes are read speculatively
     (source / names[20]).write_bytes(b"another version")
     settle()
     cachefs("invalidate", m.path / names[20])

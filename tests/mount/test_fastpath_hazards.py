@@ -1,4 +1,4 @@
-"""The hazards that only a fast path has, their numbers in the names. All others: test_hazards.py."""
+"""The hazards that only a fast path has, with their numbers in the names. The others: test_hazards.py."""
 
 import errno
 import mmap
@@ -30,7 +30,7 @@ def passed(m: Mount, operation: str) -> int:
 
 
 def calls_passed(m: Mount) -> dict[str, int]:
-    """Without what nobody waits for: it may arrive at any time."""
+    """Without requests that no caller waits for: they may arrive at any time."""
     passed_on = m.status()["fastpath"]["passed"]
     return {name: count for name, count in passed_on.items() if name not in ("forget", "release", "releasedir")}
 
@@ -135,7 +135,7 @@ def read_past_the_page_cache(path: Path) -> None:
 def test_06_who_is_killed_while_he_reads_dies_though_the_source_hangs(
     mount: MakeMount, faulty: tuple[Path, Path], read: Callable[[Path], None]
 ) -> None:
-    """Past the page cache when the source's time is over: the kernel tells nobody before. Others get their data."""
+    """Past the page cache, at the source time-out: the kernel sends no INTERRUPT before. Others get their data."""
     source, faults = faulty
     m = mount(source, "--read-only", "--source-timeout", "3" if read is read_past_the_page_cache else "20")
     file = next(path for path in sorted((source / "d1").iterdir()) if path.stat().st_size > 0)
@@ -182,7 +182,7 @@ def test_06_who_has_a_handler_waits_on(mount: MakeMount, faulty: tuple[Path, Pat
 
 @pytest.mark.promise("LC-2", "LC-3", "FA-24")
 def test_09_what_a_dead_daemon_was_at_is_not_done_twice(mount: MakeMount, source: Path) -> None:
-    """A MKDIR that Python had is answered EIO and looked at again; a look-up that it had is done again."""
+    """A MKDIR that Python had is answered EIO and compared again; a look-up that it had is made again."""
     m = mount(source, "--simulate-latency", "1500")
     os.stat(m.path / "d0")
     outcomes: dict[str, object] = {}
@@ -309,7 +309,7 @@ def test_16_a_fast_path_that_was_killed_leaves_no_transaction_behind(mount: Make
 
 
 def test_an_index_that_says_more_than_this_version_knows(mount: MakeMount, source: Path) -> None:
-    """Flags of a later version: the fast path does not judge what they mean."""
+    """Flags of a later version: the fast path does not interpret them."""
     m = mount(source, "--read-only")
     expected = contents(m.path)
     m.flush()

@@ -1,4 +1,4 @@
-"""Faults of the source, of the disk of the cache and of the machine: what readers see, and that it is over afterwards.
+"""Faults of the source, of the cache disk and of the machine: what readers see, and that the effect ends.
 
 docs/FAULTS.md has them all in a table.
 """
@@ -46,7 +46,7 @@ def read(path: Path, offset: int, length: int) -> bytes:
         ("read ENOTCONN", errno.ENOTCONN, True),
         ("open EIO", errno.EIO, True),
         ("open EMFILE", errno.EMFILE, False),  # the machine's
-        ("open ENOENT", errno.ESTALE, False),  # it has gone: so has what is cached of it
+        ("open ENOENT", errno.ESTALE, False),  # the file is gone, and so are its cached data
     ],
 )
 def test_a_source_that_fails_in_the_middle_of_a_file(
@@ -91,7 +91,7 @@ def test_a_source_that_reads_short(
     path = m.path / "large"
     assert read(path, 0, 4096) == content[:4096]
     (faults / "short").write_text("large")
-    with suppress(OSError):  # an error is an answer, other bytes are none
+    with suppress(OSError):  # an error is acceptable, wrong bytes are not
         assert read(path, 12 * MIB, MIB) == content[12 * MIB : 13 * MIB]
     (faults / "short").unlink()
     m.drop_caches()
@@ -146,7 +146,7 @@ def disk(tmp_path: Path) -> Iterator[Path]:
 def test_a_cache_disk_that_dies(
     mount: MakeMount, source: Path, disk: Path, tmp_path: Path, arguments: list[str]
 ) -> None:
-    """What is cached is read from the source, and nothing is cached any more; no process dies."""
+    """Cached data are read from the source, and nothing is cached any more; no process dies."""
     m = mount(source, *arguments, cache=disk / "cache")
     half = [path for path in contents(source) if path.parts[0] in ("d0", "d1")]
     for path in half:
@@ -154,7 +154,7 @@ def test_a_cache_disk_that_dies(
     m.flush()
     pids = processes(m)
     fd = os.open(disk, os.O_RDONLY)
-    fcntl.ioctl(fd, SHUTDOWN, b"\2\0\0\0")  # nothing more reaches the disk, what is dirty neither
+    fcntl.ioctl(fd, SHUTDOWN, b"\2\0\0\0")  # nothing more reaches the disk, not even dirty pages
     os.close(fd)
     for _ in range(3):
         m.drop_caches()
@@ -182,7 +182,7 @@ def descriptors(pid: int) -> int:
 @pytest.mark.promise("TE-2")
 @FAST
 def test_a_process_that_gets_no_descriptors(mount: MakeMount, source: Path, arguments: list[str]) -> None:
-    """Hits go on; what needs a descriptor fails and works again. A fast path that is killed comes back."""
+    """Hits go on; calls that need a descriptor fail, and work again later. A killed fast path comes back."""
     m = mount(source, "--read-only", *arguments)
     cached = [path for path in contents(source) if path.parts[0] == "d0"]
     for path in cached:
@@ -265,7 +265,7 @@ def group(kind: str, place: Path) -> Iterator[Group]:
 def test_a_machine_that_gives_no_threads_and_no_processes(
     mount: MakeMount, source: Path, tmp_path: Path, arguments: list[str]
 ) -> None:
-    """Hits go on; misses wait, and are answered when there are threads. A fast path that is killed comes back."""
+    """Hits go on; misses wait, and are answered when there are threads. A killed fast path comes back."""
     m = mount(source, "--read-only", *arguments)
     paths = sorted(contents(source))
     (m.path / paths[0]).read_bytes()
@@ -290,7 +290,7 @@ def test_a_machine_that_gives_no_threads_and_no_processes(
 @pytest.mark.promise("TE-2")
 @FAST
 def test_a_limit_on_memory(mount: MakeMount, tmp_path: Path, arguments: list[str]) -> None:
-    """Less than what is read, page cache included: nobody is killed."""
+    """A limit below the size of the data, page cache included: no process is killed."""
     source = tmp_path / "source"
     make_files(source, 60, (2 * MIB, 3 * MIB))
     settle()

@@ -1,4 +1,4 @@
-"""Fetching ahead when there is little room, when files go meanwhile, and when several ask at once."""
+"""Prefetching with little room, while files are removed, and with several requesters at once."""
 
 import json
 import os
@@ -25,7 +25,7 @@ def report(*arguments: object, check: bool = True) -> dict[str, object]:
 
 @pytest.fixture(scope="module")
 def dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """200 small files; nobody changes them."""
+    """200 small files; no test changes them."""
     root = tmp_path_factory.mktemp("dataset") / "source"
     make_files(root, 200, (1000, 20_000), 4)
     settle()
@@ -56,7 +56,7 @@ def test_several_warm_ups_at_once(mount: MakeMount, dataset: Path, arguments: tu
 def test_a_cache_that_evicts_and_becomes_small_still_hits(
     mount: MakeMount, dataset: Path, tmp_path: Path, retention: str
 ) -> None:
-    """What is kept free follows the size."""
+    """The room that is kept free follows the size."""
     file = tmp_path / "set.toml"
     file.write_text('cache-size = "10G"\n')
     m = mount(dataset, "--config", file, "--read-only", "--retention", retention)
@@ -120,7 +120,7 @@ def test_one_file_that_is_too_large_takes_none_along_in_a_warm_up(mount: MakeMou
 @pytest.mark.promise("CL-13")
 @pytest.mark.parametrize("directories", [1, 250])
 def test_a_warm_up_finds_what_the_kernel_forgets_meanwhile(mount: MakeMount, tmp_path: Path, directories: int) -> None:
-    """Before: with an unpinned file or directory its record went, and the report left it out as if it had gone."""
+    """Regression: the record of what was unpinned was dropped, and the report omitted it as if it was removed."""
     source, count = tmp_path / "source", 1000
     make_files(source, count, (1, 100), directories)
     settle()

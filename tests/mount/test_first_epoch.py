@@ -1,4 +1,4 @@
-"""A first epoch of many readers: what was fetched is cached, and what is not is counted."""
+"""A first epoch of many readers: what was fetched is cached, or counted as not cached."""
 
 import os
 import signal
@@ -62,7 +62,7 @@ def test_after_a_first_epoch_of_many_readers_the_source_is_left_alone(
 def test_data_that_arrive_before_the_daemon_has_handled_the_first_open_are_cached(
     mount: MakeMount, many: tuple[Path, list[Path]]
 ) -> None:
-    """The fast path answers first opens by itself. A daemon that is busy hears of the data before it hears of those."""
+    """The fast path answers first opens by itself. A busy daemon receives the reports of data before those OPENs."""
     source, paths = many
     part = paths[:900]
     m = mount(source, "--attr-timeout", "60")

@@ -1,4 +1,4 @@
-"""The file system of the runtime directory is full: the mount goes on, slower, and right."""
+"""The filesystem of the runtime directory is full: the mount goes on, slower and correct."""
 
 import ctypes
 import os
@@ -29,7 +29,7 @@ MODES = {
 
 @contextmanager
 def own_mounts() -> Iterator[None]:
-    """Mounts that only this process sees, and what it starts."""
+    """Mounts that only this process and its children see."""
     libc = ctypes.CDLL(None, use_errno=True)
     before = os.open("/proc/self/ns/mnt", os.O_RDONLY | os.O_CLOEXEC)
     where = Path.cwd()
@@ -73,7 +73,7 @@ def runtime() -> Iterator[Runtime]:
 
 @pytest.fixture(scope="module")
 def many(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """More files than a session has room for beforehand."""
+    """More files than the reserved part of a session has room for."""
     root = tmp_path_factory.mktemp("many")
     make_source(root)
     return root
@@ -84,7 +84,7 @@ def said(m: Mount) -> int:
 
 
 def seen(root: Path) -> dict[Path, bytes | int]:
-    """The data of all files, and of those in `unread` their sizes alone."""
+    """The data of all files; of those in `unread` only the sizes."""
     found: dict[Path, bytes | int] = {}
     for place in sorted(root.iterdir()):
         if place.name == "unread":
@@ -95,7 +95,7 @@ def seen(root: Path) -> dict[Path, bytes | int]:
 
 
 def overflow(m: Mount, runtime: Runtime) -> None:
-    """Have more looked at than the session can take: names that are not pinned, because nobody reads those files."""
+    """Look at more names than the session can take: they are not pinned, because no job reads those files."""
     runtime.fill_up()
     assert seen(m.path) == seen(m.source)
     assert m.status()["errors"] >= 1
@@ -129,7 +129,7 @@ def test_reads_go_on_with_right_bytes(mount: MakeMount, runtime: Runtime, many: 
 def test_it_is_counted_said_once_and_over_when_there_is_room(
     mount: MakeMount, runtime: Runtime, many: Path, mode: str
 ) -> None:
-    """In these modes the session keeps files that the kernel knows and nobody has read."""
+    """In these modes the session keeps files that the kernel knows and that were never read."""
     m = mount(many, *MODES[mode], "--attr-timeout", "600")
     expected = seen(many)
     overflow(m, runtime)

@@ -1,4 +1,4 @@
-"""What is open when `cachefs restart` replaces the daemon, and has no name any more to be opened by again."""
+"""Open files without a name when `cachefs restart` replaces the daemon: they cannot be opened again by path."""
 
 import contextlib
 import errno
@@ -67,7 +67,7 @@ def restart(m: Mount) -> None:
 
 
 def mount_to_be_killed(mount: MakeMount, source: Path) -> Mount:
-    """The program that starts the next daemon closes what this process has open: that waits for a daemon, in vain."""
+    """The process that starts the next daemon closes copies of this process's files: that waits for a daemon."""
     return mount(source, "--reconnect-timeout", "1")
 
 
@@ -170,7 +170,7 @@ def test_after_a_kill_an_open_file_without_a_name_is_lost(mount: MakeMount, sour
 @pytest.mark.promise("LC-6")
 @pytest.mark.fastpath
 def test_a_successor_that_asks_for_no_descriptors_gets_none(mount: MakeMount, source: Path) -> None:
-    """As one of an older version does: what has a name is opened again."""
+    """As with an older version: files that have a name are opened again."""
     for name in ("file", "other"):
         (source / name).write_bytes(OLD)
     m = mount_to_be_killed(mount, source)
@@ -216,7 +216,7 @@ def test_a_successor_that_goes_before_it_is_answered_changes_nothing(mount: Make
             successor.connect(address)
         successor.sendall(b'{"command": "leave", "descriptors": true}\n')
     os.kill(m.pid, signal.SIGCONT)
-    for _ in range(3):  # by then it has been heard
+    for _ in range(3):  # by then the signal has arrived
         assert m.status()["pid"] == m.pid
     os.kill(m.pid, signal.SIGTERM)
     wait_for(lambda: processes.is_running(m.pid), lambda running: not running)
@@ -230,7 +230,7 @@ def test_a_successor_that_goes_before_it_is_answered_changes_nothing(mount: Make
 def test_a_restart_by_a_shell_with_few_descriptors(
     mount: MakeMount, source: Path, monkeypatch: pytest.MonkeyPatch, may_raise_it: bool
 ) -> None:
-    """The successor has room for what is open, or the daemon is not sent away."""
+    """The daemon is asked to leave only if the successor has room for all open files."""
     if may_raise_it and not thread_capabilities()[0] >> CAP_SYS_RESOURCE & 1:
         pytest.skip("root may not raise limits here")
     m = mount(source)
@@ -255,7 +255,7 @@ def test_a_restart_by_a_shell_with_few_descriptors(
 @pytest.mark.fastpath
 @pytest.mark.parametrize("ends", ["restart", "killed"])
 def test_locks_outlive_the_daemon(mount: MakeMount, source: Path, ends: str) -> None:
-    """The kernel keeps them: they are local to the node, and no daemon knows of them."""
+    """The kernel keeps locks: they are local to the node and unknown to the daemon."""
     (source / "file").write_bytes(OLD)
     m = mount_to_be_killed(mount, source)
     with opened(m.path / "file", os.O_RDWR) as fd, opened(m.path / "file", os.O_RDWR) as other:
@@ -312,7 +312,7 @@ def test_two_thousand_open_files_without_names(mount: MakeMount, source: Path) -
 
 @contextlib.contextmanager
 def reader_of_the_index(m: Mount) -> Iterator[None]:
-    """A transaction in which a process reads it: what was evicted since keeps its space until that ends."""
+    """A process with a read transaction: evicted data keep their space until it ends."""
     script = "import lmdb, sys; t = lmdb.open(sys.argv[1], max_dbs=20).begin(); print(flush=True); sys.stdin.read()"
     process = subprocess.Popen(
         [sys.executable, "-c", script, m.cache / "index"], stdin=subprocess.PIPE, stdout=subprocess.PIPE
@@ -331,7 +331,7 @@ def reader_of_the_index(m: Mount) -> Iterator[None]:
 def test_who_reads_the_index_delays_neither_a_restart_nor_an_unmount(
     mount: MakeMount, source: Path, command: str
 ) -> None:
-    """Both waited a minute for space that could not be given back yet, and so did every call that Python answers."""
+    """Regression: both waited a minute for space that could not be given back yet, and so did every call to Python."""
     m = mount(source)
     expected = contents(source)
     assert contents(m.path) == expected

@@ -25,7 +25,7 @@ def test_01_invalidation_reaches_the_kernel_and_returns_when_it_has(mount: MakeM
     failures: list[BaseException] = []
 
     def look_up() -> None:
-        """Look-ups and listings in the very directory, all along."""
+        """Look-ups and listings in the same directory, all the time."""
         draw = random.Random(threading.get_ident())
         try:
             while not stop.is_set():
@@ -58,7 +58,7 @@ def test_01_invalidation_reaches_the_kernel_and_returns_when_it_has(mount: MakeM
 @pytest.mark.promise("PI-7")
 @pytest.mark.parametrize("revalidate", ["never", "lazy"])
 def test_what_was_invalidated_is_still_there_after_a_restart(mount: MakeMount, source: Path, revalidate: str) -> None:
-    """In a listing that is complete, a name that nothing is known of does not exist: it must be known."""
+    """A name without a record does not exist if the listing is complete: so each listed name needs a record."""
     m = mount(source, "--read-only")
     expected = contents(m.path)
     m.flush()
@@ -119,12 +119,12 @@ def test_07_reads_come_in_requests_of_one_mebibyte(mount: MakeMount, source: Pat
         while file.read(4 << 20):
             pass
     status = m.status()
-    # The first few are smaller, while the kernel's read-ahead warms up; by 128 KiB there would be 256.
+    # The first few are smaller, while the kernel's readahead warms up; by 128 KiB there would be 256.
     assert 32 <= status["hits"] + status["misses"] <= 40
 
 
 def test_08_listing_while_entries_come_and_go(mount: MakeMount, source: Path) -> None:
-    """Every entry that was there all along is listed exactly once (readdir(3)); removing while listing removes all."""
+    """Every entry that exists all the time is listed exactly once (readdir(3)); removing while listing removes all."""
     (source / "many").mkdir()
     for index in range(3000):
         (source / "many" / f"stays-{index:04}").touch()
@@ -362,7 +362,7 @@ def test_21_a_symlink_in_the_source_leads_nowhere_outside(mount: MakeMount, sour
 def test_what_was_invalidated_while_it_was_open_is_immutable_once_it_is_read_again(
     mount: MakeMount, source: Path, waits_s: float
 ) -> None:
-    """Its record stays while the file is open. A later read did not pin it again, so that it could be written to."""
+    """Its record stays while it is open. Regression: a later read did not pin it again, so it could be written to."""
     m = mount(source)
     path = m.path / "d0/f00000"
     with open(path, "rb"):

@@ -1,4 +1,4 @@
-"""The source is changed behind the mount, and the mount changes names itself, while readers look for wrong bytes.
+"""The source changes externally, and the mount changes names itself, while readers look for wrong bytes.
 
 `--stress-seconds` and `--seed` choose how long, and which sequence; `make stress` runs half an hour of each mode. `make
 test` leaves it out until those half hours have passed.
@@ -32,7 +32,7 @@ MODES = {
 
 
 def command(m: Mount, draw: random.Random) -> str:
-    """One of the commands about what is cached, on a random path."""
+    """One of the commands that change the cache, on a random path."""
     client = Client(m.path, timeout_s=30)
     directory = m.path / draw.choice(hostile.directories())
     path = draw.choice([m.path, directory, directory / f"f{draw.randrange(hostile.NAMES):02}"])
@@ -117,7 +117,7 @@ def test_readers_get_one_version_of_the_right_file(
         for process in processes:
             process.join(60)
     assert [process.exitcode for process in processes] == [0] * len(processes)
-    # The source is quiet now: from here on there is no excuse for a mix.
+    # The source is quiet now: from here on a mix of versions is a defect.
     time.sleep(4)
     quiet = time.monotonic()
     for _ in range(3):

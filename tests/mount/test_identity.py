@@ -1,4 +1,4 @@
-"""A path is a hint: what is opened is the object that was looked up, or the caller hears of it (hazard 23)."""
+"""A path is a hint: the opened object is the one that was looked up, or the caller gets an error (hazard 23)."""
 
 import errno
 import os
@@ -181,8 +181,8 @@ def test_a4_a_file_replaced_while_it_is_open(mount: MakeMount, source: Path, mod
 def test_a_large_file_replaced_while_it_is_read_is_not_taken_for_the_new_one(
     mount: MakeMount, source: Path, arguments: tuple[str, ...]
 ) -> None:
-    """Its data come by a descriptor that is opened at the first miss. That must not be the new file's: attributes are
-    read and changed by it, and the kernel would cut off what it has at the size of the other file."""
+    """Its data come through a descriptor that is opened at the first miss. It must not be the new file's:
+    attributes are read and changed through it, and the kernel would truncate its pages to the other file's size."""
     (source / "file").write_bytes(os.urandom(8 << 20))
     settle()
     m = mount(source, *arguments)
@@ -459,7 +459,7 @@ KINDS = pytest.mark.parametrize(
 @pytest.mark.promise("PI-9")
 @KINDS
 def test_links_in_directories_that_were_exchanged(mount: MakeMount, source: Path, mode: list[str]) -> None:
-    """A file is reached by a name that leads up to the root, not in a directory whose name is not known yet."""
+    """A file is reached by a name whose path is known up to the root, not through a directory without a known name."""
     for number in range(3):
         (source / f"d0/linked{number}").write_bytes(OLD)
         (source / f"d1/linked{number}").hardlink_to(source / f"d0/linked{number}")
@@ -481,7 +481,7 @@ def test_links_in_directories_that_were_exchanged(mount: MakeMount, source: Path
 @pytest.mark.promise("PI-9")
 @KINDS
 def test_one_of_three_links_was_replaced(mount: MakeMount, source: Path, mode: list[str]) -> None:
-    """After an invalidation one name that was looked up says nothing of the others."""
+    """After an invalidation, the look-up of one name proves nothing for the other names."""
     names = [f"d{directory}/linked" for directory in range(3)]
     (source / names[0]).write_bytes(OLD)
     for name in names[1:]:

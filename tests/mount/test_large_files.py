@@ -1,4 +1,4 @@
-"""Large files: what a read fetches, of a file that is read from end to end and of one in which somebody jumps about."""
+"""Large files: what a read fetches, with sequential and with random access."""
 
 import os
 import random
@@ -81,7 +81,7 @@ def test_of_a_file_in_which_somebody_jumps_about_only_what_he_reads_is_fetched(m
     status = m.flush()
     assert len(asked) * 4096 - 4096 <= status["source_bytes"] <= len(asked) * 4096 * 1.1
     before = m.ops()
-    for _ in range(2):  # and nobody fetches it again
+    for _ in range(2):  # and it is not fetched again
         m.drop_caches()
         with open(m.path / "large", "rb", buffering=0) as file:
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_RANDOM)

@@ -1,4 +1,4 @@
-"""How mounts begin, change hands and end: H1 to H8 of what outside tests found."""
+"""How mounts begin, are taken over and end: H1 to H8 of what outside tests found."""
 
 import fcntl
 import os
@@ -35,7 +35,7 @@ def start(*arguments: object, **kwargs: object) -> subprocess.Popen[str]:
 
 
 def has_forked(process: subprocess.Popen[str]) -> bool:
-    """Has the daemon begun, in a session of its own?"""
+    """Whether the daemon has started, in a session of its own."""
     with suppress(OSError):
         for child in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split():
             if Path(f"/proc/{child}/stat").read_text().rpartition(")")[2].split()[3] == child:
@@ -94,7 +94,7 @@ def test_h1_a_restart_goes_on_when_its_command_is_killed(
 
 
 def test_h1_a_mount_whose_command_is_killed_is_there_or_not(mount: MakeMount, source: Path, tmp_path: Path) -> None:
-    """Killed when the daemon has begun: that goes on."""
+    """The command is killed when the daemon has started: the daemon goes on."""
     place = tmp_path / "mnt"
     place.mkdir()
     command = start("mount", source, place, "--cache-dir", tmp_path / "cache")
@@ -278,7 +278,7 @@ def test_h4_of_many_successors_one_takes_over(mount: MakeMount, source: Path) ->
     assert contents(m.path) == contents(source)
 
 
-# --- told to end while it starts -------------------------------------------------------------------------------------
+# --- asked to end while it starts -------------------------------------------------------------------------------------
 
 
 @pytest.mark.promise("LC-19")
@@ -556,7 +556,7 @@ main.main(sys.argv[2:])
 def test_whatever_happens_when_the_daemon_has_left_its_successor_comes(
     mount: MakeMount, source: Path, what: str
 ) -> None:
-    """Something is mounted above it, or the fast path is killed: the successor has what it needs already."""
+    """Something is mounted on top, or the fast path is killed: the successor already has what it needs."""
     m = mount(source)
     fastpath = fastpath_pid(m)
     with open(m.path / "d0/f00000", "rb") as opened:
@@ -599,7 +599,7 @@ def test_a_fast_path_that_is_stopped_ends_with_a_mount_that_is_unmounted_during_
 def test_a_mount_that_is_detached_while_it_is_in_use_has_no_successor(
     mount: MakeMount, source: Path, when: str
 ) -> None:
-    """The kernel keeps the connection for who uses it, but nobody comes to the mount by its path any more."""
+    """The kernel keeps the connection for its users, but the mount's path does not lead to it any more."""
     m = mount(source)
     fastpath = fastpath_pid(m)
     m.kill()
@@ -617,7 +617,7 @@ def test_a_mount_that_is_detached_while_it_is_in_use_has_no_successor(
 
 @pytest.mark.parametrize("free_kib", [0, 32, 48, 52, 60])
 def test_h8_a_disk_that_is_full_from_the_start(source: Path, tmp_path: Path, free_kib: int) -> None:
-    """Either it mounts and serves, or it says in one line why not."""
+    """Either it mounts and serves, or it reports the reason in one line."""
     place = tmp_path / "mnt"
     place.mkdir()
     with small_disk(tmp_path / "disk", "1M") as disk:
@@ -701,7 +701,7 @@ def test_a_daemon_that_cannot_end_and_has_no_fast_path(
 def test_a_mount_whose_source_says_enotconn_is_alive(
     mount: MakeMount, faulty: tuple[Path, Path], mode: list[str]
 ) -> None:
-    """What the source says to statfs is no word of the mount itself."""
+    """The source's answer to statfs is not an answer of the mount itself."""
     source, faults = faulty
     m = mount(source, *mode)
     device, expected = device_of(m.path), contents(source)

@@ -1,4 +1,4 @@
-"""Listings and absences after an invalidation: nothing is missing, and nothing is believed missing (hazard 27)."""
+"""Listings and absences after an invalidation: no name is missing, and none is wrongly absent (hazard 27)."""
 
 import errno
 import os
@@ -125,7 +125,7 @@ def test_mutable_names_of_a_listed_directory_are_there_after_a_restart(mount: Ma
 def test_what_was_missing_shows_up_when_it_is_invalidated(
     mount: MakeMount, tree: Path, what: str, directory: str, known: str
 ) -> None:
-    """`known`: how the mount came to believe that it is missing."""
+    """`known`: how the mount learnt that the name is missing."""
     m = mount(tree, "--read-only")
     if known == "listed":
         os.listdir(m.path / directory)
@@ -150,7 +150,7 @@ def test_invalidating_a_name_that_does_not_exist_is_no_error(mount: MakeMount, t
 def test_a_name_that_cannot_be_looked_at_spoils_no_listing(
     mount: MakeMount, tree: Path, tmp_path: Path, arguments: list[str]
 ) -> None:
-    """A user's own FUSE filesystem in a shared directory answers nobody else, or not at all."""
+    """A user's own FUSE filesystem in a shared directory answers no other user, or not at all."""
     other = tmp_path / "other"
     other.mkdir()
     broken = tree / "d/broken"
@@ -175,7 +175,7 @@ def test_a_name_that_cannot_be_looked_at_spoils_no_listing(
 
 @contextmanager
 def hanging(tmp_path: Path, places: list[Path]) -> Iterator[Path]:
-    """A filesystem of another user in these directories, which will not answer. Removing what is yielded lets it."""
+    """A filesystem of another user in these directories, which does not answer until the yielded file is removed."""
     served, faults = tmp_path / "served", tmp_path / "hanging-faults"
     for path in (served, faults, *places):
         path.mkdir()
@@ -199,7 +199,7 @@ def hanging(tmp_path: Path, places: list[Path]) -> Iterator[Path]:
 
 
 def types(directory: Path) -> dict[str, bool]:
-    """Names of a listing, and whether it says by itself that they are regular files."""
+    """Names of a listing, and whether the listing itself shows that they are regular files."""
     with os.scandir(directory) as entries:
         return {entry.name: entry.is_file(follow_symlinks=False) for entry in entries if entry.name != "hangs"}
 
@@ -217,7 +217,7 @@ MODES = pytest.mark.parametrize(
 def test_a_name_that_hangs_costs_a_listing_a_second_once(
     mount: MakeMount, tree: Path, tmp_path: Path, mode: list[str]
 ) -> None:
-    """Before: the listing of the whole directory took --source-timeout and failed, and each one held one more slot."""
+    """Regression: the listing of the whole directory took --source-timeout and failed, and each held one more slot."""
     with hanging(tmp_path, [tree / "e/hangs"]) as hang:
         m = mount(tree, *mode, "--source-timeout", "25")
         expected = sorted(os.listdir(tree / "e"))
@@ -283,7 +283,7 @@ def test_many_names_that_hang_leave_slots_for_others(
 
 @pytest.mark.promise("TE-1")
 def test_a_directory_that_the_kernel_forgot_is_listed_whole(mount: MakeMount, tree: Path) -> None:
-    """A pinned name of it is kept, and so was its record: what was listed just before counted, and had gone."""
+    """A pinned name of it is kept. Regression: so was its record, and the last listing counted without its names."""
     m = mount(tree)
     names = listed(tree / "e")
     assert listed(m.path / "e") == names

@@ -16,7 +16,7 @@ MakeMount = Callable[..., Mount]
 
 
 def spoil(m: Mount, path: Path) -> int:
-    """Flip a byte of a file's record; where it is in the blob."""
+    """Flip a byte of a file's record; return its place in the blob."""
     (extent,) = json.loads(cachefs("info", path, "--json").stdout)["extents"]
     with open(m.cache / "blob", "r+b") as blob:
         blob.seek(extent["blob_offset"] + 10)
@@ -120,7 +120,7 @@ def test_what_is_no_mount(command: tuple[str, ...], tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("of", ["nothing", "mount", "source"])
 def test_doctor_waits_for_nothing_that_hangs(mount: MakeMount, faulty: tuple[Path, Path], of: str) -> None:
-    """Neither for a mount that is none of its business, nor for ever for the source."""
+    """It waits neither for an unrelated mount, nor for ever for the source."""
     mountpoint, faults = faulty
     m = mount(mountpoint, "--read-only", "--source-timeout", "1")
     contents(m.path)

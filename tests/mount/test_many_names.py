@@ -1,4 +1,4 @@
-"""Files with very many names: any user can make them."""
+"""Files with very many names: any user can create them."""
 
 import os
 from collections.abc import Callable
@@ -37,7 +37,7 @@ def list_and_ask(directory: Path) -> None:
 def test_as_many_names_of_one_file_cost_what_as_many_files_cost(
     mount: MakeMount, tmp_path: Path, mode: list[str]
 ) -> None:
-    """Before: the square of their number, minutes for a few thousand, in the thread that serves everybody."""
+    """Regression: quadratic in their number, minutes for a few thousand, in the thread that serves all users."""
     source = tmp_path / "source"
     make_names(source / "names", NAMES)
     (source / "files").mkdir()

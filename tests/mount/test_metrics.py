@@ -1,4 +1,4 @@
-"""What a mount tells of itself: metrics for Prometheus, and the live screen."""
+"""Metrics for Prometheus, and the live status screen."""
 
 import json
 import re
@@ -58,7 +58,7 @@ def test_a_scrape(mount: MakeMount, source: Path, tmp_path: Path, kind: str) -> 
     misses = [s for s in latency.samples if s.labels["request"] == "read_miss"]
     counts = [s.value for s in misses if s.name.endswith("_bucket")]
     assert counts == sorted(counts) and counts[-1] == status["misses"] == 40
-    # The dashboard and the alerts ask for what there is.
+    # The dashboard and the alerts use only metrics that exist.
     used = set()
     for page in ("docs/grafana-dashboard.json", "docs/prometheus-alerts.yml"):
         text = (REPOSITORY / page).read_text()
@@ -86,7 +86,7 @@ def test_what_is_no_scrape(mount: MakeMount, source: Path, tmp_path: Path) -> No
 
 
 def test_a_mountpoint_whose_name_is_no_text(mount: MakeMount, source: Path, tmp_path: Path) -> None:
-    """Before: the first scrape failed, and none was answered after it."""
+    """Regression: the first scrape failed, and none was answered after it."""
     address = tmp_path / "metrics.sock"
     m = mount(source, "--metrics", address, name="m\udcff\n")
     for _ in range(2):
@@ -145,7 +145,7 @@ def test_the_live_screen(mount: MakeMount, source: Path, tmp_path: Path, request
 
 
 def test_status_costs_little(mount: MakeMount, source: Path) -> None:
-    """Counted, not timed: no status asks the source, and none takes the index more than a look."""
+    """Counted, not timed: a status asks nothing of the source, and reads the index only once."""
     m = mount(source, "--read-only")
     contents(m.path)
     m.flush()

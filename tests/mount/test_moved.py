@@ -1,5 +1,5 @@
-"""Names that another node gave to other objects, on a mount that has pinned them: what is pinned is served as it was,
-and what this mount changes is changed where the names lead."""
+"""Names that another node gave to other objects, on a mount that has pinned them: pinned objects are served as they
+were, and changes by this mount are made where the names lead."""
 
 import errno
 import os
@@ -32,12 +32,12 @@ def tree(source: Path) -> Path:
 
 
 def pinned(mount: MakeMount, tree: Path, *arguments: str) -> Mount:
-    """A mount that has read a file in `first` and one beneath it: both are pinned, and the kernel knows that."""
+    """A mount that has read a file in `first` and one beneath it: both are pinned, in the kernel too."""
     m = mount(tree, "--attr-timeout", "0.2", *arguments)
     for _ in range(2):
         for name in ("first/read", "first/below/read"):
             assert (m.path / name).read_bytes() == OLD
-        time.sleep(0.3)  # what the kernel was told before they were pinned is over
+        time.sleep(0.3)  # the kernel's entries from before the pinning have expired
     return m
 
 
@@ -176,7 +176,7 @@ def test_attributes_are_changed_of_the_object_that_was_looked_up(
 
 @pytest.mark.promise("CH-3")
 def test_what_is_read_by_a_pinned_name_stays_until_it_is_invalidated(mount: MakeMount, tree: Path) -> None:
-    """Also what had not been looked at: it comes from the same directory, never from the one of its name."""
+    """Also objects that were not looked at before come from that directory, never from the new one of its name."""
     m = pinned(mount, tree)
     swap(tree)
     for name in ("first/read", "first/unread", "first/below/unread"):
@@ -244,7 +244,7 @@ def test_a_change_beneath_many_pinned_directories(mount: MakeMount, tree: Path) 
 def test_a_name_that_the_index_lost_is_not_resolved_by_the_kernel(mount: MakeMount, tree: Path) -> None:
     m = pinned(mount, tree)
     (tree / "first").rename(tree / "moved")
-    Client(m.path).info(m.path / "moved/read")  # the daemon looks up by itself, the kernel hears nothing
+    Client(m.path).info(m.path / "moved/read")  # the daemon looks up by itself; the kernel is not involved
     (tree / "other").rename(tree / "first")
     wait_for((m.path / "first/read").read_bytes, lambda content: content == NEW, 10)
     assert (m.path / "moved/read").read_bytes() == OLD
@@ -256,7 +256,7 @@ def test_a_name_that_the_index_lost_is_not_resolved_by_the_kernel(mount: MakeMou
 def test_a_listing_of_a_directory_that_was_replaced_fails_once(
     mount: MakeMount, tree: Path, place: str, arguments: tuple[str, ...]
 ) -> None:
-    """getdents(2) has no path that the kernel could look up again. Who opens the directory next finds the new one."""
+    """getdents(2) has no path that the kernel could look up again. The next open of the directory finds the new one."""
     m = mount(tree, *arguments)
     assert (m.path / "first/below/read").read_bytes() == OLD
     shutil.rmtree(tree / place)
@@ -299,7 +299,7 @@ def test_names_that_were_exchanged_are_pinned_as_before(mount: MakeMount, tree: 
 def test_the_mode_of_a_file_that_took_the_place_of_another_is_not_changed(
     mount: MakeMount, source: Path, mode: list[str]
 ) -> None:
-    """Its caller holds the one that was there before, by a descriptor that needs no look-up."""
+    """The caller has the old directory open, through a descriptor that needs no look-up."""
     m = mount(source, "--mutable", "**", "--attr-timeout", "60", *mode)
     file = source / "d0/f00000"
     os.link(file, source / "kept")  # so that its inode number is not used again

@@ -38,7 +38,7 @@ def state(path: Path) -> str:
 
 
 def rewrite_and_read(path: Path, beneath: Path) -> None:
-    """What this mount writes shows at once, and what other nodes write within a second or so: nothing is cached."""
+    """Writes by this mount are visible at once, those of other nodes after about a second: nothing is cached."""
     path.write_bytes(NEW)
     assert path.read_bytes() == NEW == beneath.read_bytes()
     beneath.write_bytes(OLD)
@@ -91,7 +91,7 @@ def test_it_is_immutable_again_under_another_name(mount: MakeMount, tree: Path) 
 @LEVELS
 @pytest.mark.parametrize("written", [False, True])
 def test_a_mutable_file_that_gets_another_name(mount: MakeMount, tree: Path, cache: str, written: bool) -> None:
-    """It is immutable once read then, unless it was written in this run."""
+    """After that it is immutable once read, unless it was written in this run."""
     m = mount(tree, *MUTABLE, "--cache", cache)
     if written:
         (m.path / "job.log").write_bytes(OLD)
@@ -172,7 +172,7 @@ def test_two_names_that_are_exchanged(mount: MakeMount, tree: Path) -> None:
 @pytest.mark.promise("EX-3")
 @LEVELS
 def test_a_mutable_name_more_does_not_make_a_file_mutable(mount: MakeMount, tree: Path, cache: str) -> None:
-    """A job may read it by the other. When that goes, the file is mutable."""
+    """A job may read it by the other name. When that is removed, the file is mutable."""
     m = mount(tree, *MUTABLE, "--cache", cache)
     assert (m.path / "file").read_bytes() == OLD
     os.link(m.path / "file", m.path / "new.log")
@@ -215,7 +215,7 @@ def test_another_name_of_a_mutable_file_does_not_make_it_immutable(
 @pytest.mark.promise("EX-6")
 @pytest.mark.parametrize("kind", ["read-write", "read-only"])
 def test_a_mutable_name_of_an_immutable_file_is_not_pinned(mount: MakeMount, tree: Path, kind: str) -> None:
-    """The name shows what other nodes make of it; the other one keeps what was read."""
+    """The mutable name shows changes by other nodes; the other name keeps what was read."""
     os.link(tree / "file", tree / "runs/file")
     settle()
     m = mount(tree, *MUTABLE, *(["--read-only"] if kind == "read-only" else []))

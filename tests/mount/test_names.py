@@ -1,4 +1,4 @@
-"""Names that contain ESC or a line end, on a real mount: nothing that cachefs prints obeys them or is forged (B8)."""
+"""Names that contain ESC or a line end, on a real mount: they can neither control a terminal nor forge output (B8)."""
 
 import os
 from collections.abc import Callable, Iterator
@@ -18,7 +18,7 @@ NAMES = (f"a\n{FORGED}", "b\x1b]0;title\x07\x1b[31m", "c[bold]d", "e\u202ef")
 
 @pytest.fixture
 def named(tmp_path: Path) -> Iterator[Path]:
-    """Files with such names, which cannot be read at the source when the test removes what they lead to."""
+    """Files with such names, which become unreadable when the test removes them at the source."""
     root = tmp_path / "named"
     root.mkdir()
     for name in NAMES:

@@ -1,4 +1,4 @@
-"""Who tells the kernel to forget, and may have to wait for it, is a process of its own: a killed daemon always ends."""
+"""The notifier, which may have to wait in the kernel, is a process of its own: so a killed daemon always ends."""
 
 import fcntl
 import os
@@ -25,12 +25,12 @@ from tests.conftest import Mount, cachefs, children, contents, settle, start_fau
 MakeMount = Callable[..., Mount]
 MODES = [("--read-only",), (), ("--mutable", "**"), ("--cache", "none"), ("--cache", "metadata")]
 GONE_S = 20
-"""Coarse, because machines are loaded. What is tested never happened."""
+"""Coarse, because machines are loaded. Before the repair the tested event never happened."""
 
 
 class Deaf:
-    """A source that can be stopped. Who waits for it can be killed, as with a source in the kernel: nobody has read
-    the request."""
+    """A source that can be stopped. A process that waits for it can be killed, as with a source in the kernel, because
+    its request was never read."""
 
     def __init__(self, path: Path, process: subprocess.Popen[bytes]) -> None:
         self.path = path
@@ -61,7 +61,7 @@ def state(pid: int) -> str:
 
 
 def notifies(pid: int) -> bool:
-    """Does a thread of this process wait in the kernel for a directory, to drop a name in it?"""
+    """Whether a thread of this process waits in the kernel for a directory, to drop a name in it."""
     with suppress(OSError):
         return any(
             "fuse_reverse_inval_entry" in path.read_text() for path in Path(f"/proc/{pid}/task").glob("[0-9]*/stack")
@@ -70,7 +70,7 @@ def notifies(pid: int) -> bool:
 
 
 def notifier_of(daemon: int) -> int:
-    """The process of a daemon that notifies. 0: there is none."""
+    """The pid of a daemon's notifier; 0: there is none."""
     for child in children(daemon):
         with suppress(OSError):
             command = Path(f"/proc/{child}/cmdline").read_bytes()
@@ -90,7 +90,7 @@ def started_notifier(daemon: int, *, other_than: int = 0) -> int:
 
 
 def has_work(notifier: int) -> bool:
-    """Has the daemon told it something that it has not read?"""
+    """Whether the daemon has sent it something that it has not read."""
     lanes = Path(f"/proc/{notifier}/cmdline").read_bytes().split(b"\0")[-3:-1]  # the last two arguments
     pidfd = os.pidfd_open(notifier)
     try:
@@ -108,7 +108,7 @@ def has_work(notifier: int) -> bool:
 
 @contextmanager
 def looking_at(path: Path) -> Iterator[subprocess.Popen[bytes]]:
-    """A process that looks at a name that may not come."""
+    """A process that stats a name, which may never be answered."""
     with subprocess.Popen(["stat", path], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE) as process:
         try:
             yield process
@@ -140,7 +140,7 @@ def kill_and_wait(*pids: int) -> None:
 
 @contextmanager
 def freed(m: Mount, tmp_path: Path) -> Iterator[None]:
-    """Whatever the test finds, nothing waits for this mount for ever."""
+    """Whatever the test finds, no process waits for this mount for ever."""
     top = mount_table.top_mount(str(m.path))
     assert top is not None
     control = tmp_path / "connections"
@@ -157,7 +157,7 @@ def freed(m: Mount, tmp_path: Path) -> Iterator[None]:
 
 
 class Stuck:
-    """A mount of which one notification waits: for a directory in which a look-up waits for the source."""
+    """A mount with a waiting notification: it waits for a directory in which a look-up waits for the source."""
 
     def __init__(self, m: Mount, deaf: Deaf) -> None:
         self.m, self.deaf = m, deaf
@@ -217,7 +217,7 @@ def test_a_daemon_without_a_fast_path_ends_when_it_is_killed_while_a_notificatio
 def test_a_request_that_nobody_has_read_does_not_keep_a_dead_mount(
     mount: MakeMount, deaf: Deaf, tmp_path: Path
 ) -> None:
-    """The daemon is stopped before the look-up is sent, and killed: nobody will ever read it."""
+    """The daemon is stopped before the look-up is sent, then killed: no process will ever read the request."""
     m = mount(deaf.path, "--source-timeout", "100", "--no-fastpath")
     (m.path / "d1/f00001").stat()
     notifier = started_notifier(m.pid)

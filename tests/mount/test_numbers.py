@@ -38,8 +38,8 @@ def numbers_are_unique(mountpoint: Path) -> bool:
 
 
 def change_while_known(m: Mount, root: Path, names: list[str]) -> None:
-    """Change files that the mount has pinned, and the kernel knows: they get other numbers there."""
-    held = [os.open(m.path / name, os.O_PATH) for name in names]  # or the kernel may forget them, and needs no other
+    """Change files that the mount has pinned and the kernel knows: they get other numbers there."""
+    held = [os.open(m.path / name, os.O_PATH) for name in names]  # or the kernel may forget them
     rewrite(root, names)
     settle()
     for name in names:

@@ -1,7 +1,7 @@
 """Answers that overtake each other on their way to the kernel.
 
-The kernel ignores attributes that come with an answer whose request began before the last attributes came. It goes on
-with those, although they may be older.
+The kernel ignores the attributes in an answer if its request began before the last attributes arrived. It goes on with
+those, although they may be older.
 """
 
 import os
@@ -59,9 +59,9 @@ def test_a_file_is_read_whole_though_the_kernel_ignored_its_size(
 
 
 class Asked:
-    """A mount by which `cachefs warmup` asks for names in d1; the kernel asks for none while it changes the directory.
+    """A mount on which `cachefs warmup` asks for names in d1; the kernel asks for none while it changes the directory.
 
-    The source answers when this ends, with what was true before.
+    The source answers when this ends, with its earlier state.
     """
 
     def __init__(self, faults: Path, what: Path, late: str) -> None:

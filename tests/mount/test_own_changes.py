@@ -1,5 +1,5 @@
-"""What this mount changes itself moves the change time of a file, and so may a rewrite by another node at the same
-time (hazard 24): a file keeps its version only if size and mtime are still the recorded ones."""
+"""A change by this mount moves the ctime of a file, and so may a rewrite by another node at the same time (hazard 24):
+a file keeps its version only if size and mtime are still the recorded ones."""
 
 import errno
 import os
@@ -62,7 +62,7 @@ def rewrite(root: Path, content: bytes) -> None:
 
 
 def read_again(path: Path) -> bytes:
-    """What a job reads that opens the file anew after ESTALE."""
+    """What a job reads when it opens the file again after ESTALE."""
     for _ in range(5):
         try:
             return path.read_bytes()
@@ -83,7 +83,7 @@ def test_a_file_that_was_rewritten_before_our_own_change_is_read_whole(
         rewrite(tree, b"n" * SIZE)
         name = change(m)
         assert read_again(m.path / name) == b"n" * SIZE
-        # Who has it open sees the old version, or an error.
+        # An open handle sees the old version, or an error.
         seen = b""
         try:
             while data := before.read(PART):
@@ -131,8 +131,8 @@ def test_a_file_that_grew_before_our_own_change_is_read_whole(mount: MakeMount, 
 def test_what_is_written_is_there_after_a_listing(
     mount: MakeMount, tree: Path, arguments: tuple[str, ...], append: int, reopen: bool
 ) -> None:
-    """Listings told the kernel the size that the file had before, for a second: the writer could not read its own
-    bytes, and the next ones that it appended replaced them."""
+    """Regression: for a second, listings gave the kernel the old size of the file: the writer could not read its own
+    bytes, and its next append replaced them."""
     m = mount(tree, *arguments)
     flags = os.O_RDWR | os.O_CREAT | append
     fd = os.open(m.path / "new", flags)

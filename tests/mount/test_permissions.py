@@ -1,4 +1,4 @@
-"""What a mount learns after a directory was closed at the source is not shown to those it was closed to."""
+"""What a mount learns after a directory was closed at the source is not shown to users without access."""
 
 import errno
 import os
@@ -84,7 +84,7 @@ CLOSINGS: dict[str, tuple[Callable[[Path], object], Callable[[Path], object]]] =
         lambda inner: os.setxattr(inner, ACL, let_in(BOB + 1)),
     ),
 }
-"""How Bob is let in at first, and how he is shut out."""
+"""How Bob gets access at first, and how he loses it."""
 
 
 def put(path: Path, content: bytes) -> None:
@@ -119,7 +119,7 @@ def test_what_is_made_in_a_closed_directory_is_not_shown(
     for _ in range(2):
         for name, inner in inside.items():
             assert bob((inner / "old").read_bytes) == b"old", name
-        expire()  # what is pinned now is believed for ever
+        expire()  # what is pinned now is valid without limit
     for name, inner in trees.items():
         CLOSINGS[name][1](inner)
         put(inner / "new", b"secret")
@@ -160,7 +160,7 @@ def test_the_names_of_a_closed_directory_are_not_listed(
     expire()
     for name in trees:
         listed = bob(lambda name=name: os.listdir(m.path / name / "inner"))
-        if name == "not searchable":  # he may see the names, and nothing else
+        if name == "not searchable":  # Bob may see the names, and nothing else
             assert listed == errno.ESTALE or sorted(listed) == ["new", "old"], listed
             assert bob((m.path / name / "inner/new").stat) == errno.EACCES
         else:
@@ -240,7 +240,7 @@ def test_who_has_a_directory_open_looks_names_up_in_it(
 def test_nothing_slips_through_while_a_directory_is_being_closed(
     mount: MakeMount, source: Path, arguments: tuple[str, ...]
 ) -> None:
-    """Requests that are under way when it is noticed were let in by the old permissions, too."""
+    """Requests that are under way when the change is noticed were also admitted by the old permissions."""
     inner = a_tree(source, "outer")
     settle()
     m = mounted(mount, source, arguments)
@@ -287,7 +287,7 @@ def test_that_a_name_does_not_exist_is_answered_without_a_comparison(
     m = mounted(mount, source, arguments)
     for _ in range(2):
         assert bob((m.path / "outer/inner/old").read_bytes) == b"old"
-        expire()  # what is pinned now is believed for ever
+        expire()  # what is pinned now is valid without limit
     inner.chmod(0o700)
     assert bob((m.path / "outer/inner/missing").stat) == errno.ENOENT
     put(inner / "made", b"secret")

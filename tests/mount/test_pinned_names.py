@@ -1,4 +1,4 @@
-"""Which names are pinned when a file is opened for the first time: those that are believed then, and no others."""
+"""Which names are pinned when a file is opened for the first time: those that are valid then, and no others."""
 
 import os
 import time
@@ -31,7 +31,7 @@ def tree(source: Path) -> Path:
 
 
 def expire() -> None:
-    """Let what was looked up by now be believed no longer: the time that the promise is about."""
+    """Wait until earlier look-ups have expired: the time that the promise is about."""
     time.sleep(TIMEOUT_S + 0.1)
 
 
@@ -117,7 +117,7 @@ def read_in(directory_fd: int, name: str) -> bytes:
 
 
 def test_a_directory_that_has_expired_is_not_pinned_by_its_name(mount: MakeMount, tree: Path) -> None:
-    """A process is in it, or has it open: what it opens there says nothing of the names above."""
+    """A process works in the directory, or has it open: what it opens there proves nothing for the names above."""
     m = mount(tree, "--attr-timeout", TIMEOUT_S)
     with opened_before_its_names_expire(m.path / "a/b") as inside:
         (tree / "a").rename(tree / "c")

@@ -1,4 +1,4 @@
-"""Where one can mount: over something, over the source itself, twice, again; and where not (hazard 22)."""
+"""Where a mount is possible: over files, over the source itself, twice, again; and where it is not (hazard 22)."""
 
 import os
 import shutil
@@ -140,7 +140,7 @@ def test_one_strictly_inside_the_other_is_refused_with_a_reason(source: Path, tm
 def test_a_cache_in_the_mount_or_in_the_source_is_refused(
     source: Path, tmp_path: Path, where: str, mode: list[str]
 ) -> None:
-    """The daemon would wait for itself, and data of its own would be data of the job."""
+    """The daemon would wait for itself, and its own files would appear in the dataset."""
     place = tmp_path / "mnt"
     place.mkdir()
     (tmp_path / "source").symlink_to(source)

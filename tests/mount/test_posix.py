@@ -1,4 +1,4 @@
-"""Every sub-test of pjdfstest that ever failed, written anew (tests/posix runs the originals)."""
+"""Every sub-test of pjdfstest that ever failed, rewritten (tests/posix runs the originals)."""
 
 import errno
 import os

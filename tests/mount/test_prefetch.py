@@ -1,4 +1,4 @@
-"""Prefetching on real mounts: what is fetched before anybody asks, when it stops, and what it must not do."""
+"""Prefetching on real mounts: what is prefetched, when it stops, and what it must not do."""
 
 import errno
 import json
@@ -18,7 +18,7 @@ FILES = 3000
 
 @pytest.fixture(scope="module")
 def dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """3,000 files in 10 directories, one of 9 MiB, a directory within a directory; nobody changes it."""
+    """3,000 files in 10 directories, one of 9 MiB, a directory within a directory; no test changes it."""
     root = tmp_path_factory.mktemp("dataset") / "source"
     make_files(root, FILES, (1000, 20_000), 10)
     (root / "d3" / "inner").mkdir()
@@ -191,7 +191,7 @@ def test_what_depends_on_a_partition_is_there_before_it_is_opened(
 
 
 def cached_by(status: dict[str, Any]) -> int:
-    """How many opens at the source have led to a cached file: a miss in a full cache does not wait for room."""
+    """How many opens at the source led to a cached file: a miss in a full cache does not wait for room."""
     return int(status["source_ops"].get("open", 0) - status["skipped_admissions"])
 
 
@@ -206,7 +206,7 @@ def test_a_cache_of_half_the_partitions_retires_those_that_are_done(
         m.drop_caches()
         assert contents(m.path / f"p{part}") == contents(source / f"p{part}")
         assert part == 0 or m.status()["misses"] == before["misses"]
-        # Nobody has fetched the first one, and nobody needs another after the last one.
+        # The first one is never prefetched, and none is needed after the last one.
         files = cached_by(before) + 40 * (part == 0) + 40 * (part + 1 < PARTS)
         status = wait_for(m.flush, lambda s, files=files: cached_by(s) >= files)
         assert cached_by(status) == files

@@ -1,4 +1,4 @@
-"""What the daemon creates is closed to others, and what others planted is not used (B1, hazard 28)."""
+"""The daemon's files are closed to others, and files planted by others are not used (B1, hazard 28)."""
 
 import os
 import shutil
@@ -27,7 +27,7 @@ HELD_OPTIONS = ("--device", "--shared", "--source", "--blob", "--listener")
 
 
 def modes(root: Path) -> dict[str, str]:
-    """Of everything that others could use, but for the source."""
+    """Modes of everything that others could use, except the source."""
     found = {}
     for directory, names, files in os.walk(root):
         if "source" in names:
@@ -60,7 +60,7 @@ def test_everything_the_daemon_creates_is_closed_to_others(mount: MakeMount, sou
 
 @pytest.mark.promise("PE-15")
 def test_a_cache_directory_that_another_user_made_is_refused(source: Path, tmp_path: Path) -> None:
-    """It was renamed away where everybody could write, and another one planted."""
+    """It was renamed away in a world-writable directory, and another one was planted."""
     victim, mountpoint = tmp_path / "victim", tmp_path / "mnt"
     victim.write_bytes(b"precious")
     mountpoint.mkdir()
@@ -90,7 +90,7 @@ def test_a_cache_directory_that_another_user_made_is_refused(source: Path, tmp_p
 
 @contextmanager
 def impostor(path: Path) -> Iterator[list[object]]:
-    """Listens there as a daemon would, and hangs up. Yields who has come."""
+    """Listens there as a daemon would, and closes each connection. Yields the connections."""
     callers: list[object] = []
 
     def serve() -> None:
@@ -191,7 +191,7 @@ def test_the_fast_path_hands_its_descriptors_to_its_own_user_only(mount: MakeMou
 @pytest.mark.promise("PE-18")
 @pytest.mark.fastpath
 def test_a_set_user_id_program_that_looks_like_a_fast_path_is_not_believed(mount: MakeMount, source: Path) -> None:
-    """Whoever starts one chooses its name and arguments, and what it has open: what a successor would serve with."""
+    """The starter of a program chooses its name, arguments and open files, with which a successor would serve."""
     m = mount(source, "--read-only")
     name = f"cachefs-{mount_directory(str(m.path)).name}"
     planted = os.memfd_create(name, os.MFD_CLOEXEC)

@@ -1,4 +1,4 @@
-"""A source that says when anything beneath a directory was changed last, as CephFS does: cachefs/source/rctime.py.
+"""A source that reports the last change beneath a directory, as CephFS does: cachefs/source/rctime.py.
 
 A real one is in tests/ceph; here it is a file.
 """
@@ -57,7 +57,7 @@ def test_what_has_not_changed_is_not_compared(cached: tuple[Mount, Path], source
 
 
 def test_until_it_is_certain_everything_is_compared(cached: tuple[Mount, Path], source: Path) -> None:
-    """The number may follow a change by seconds: this change was made before the restart."""
+    """The rctime may follow a change by seconds: this change was made before the restart."""
     m, rctime = cached
     m.umount()
     (source / "d0/f00000").write_bytes(b"changed")
@@ -111,7 +111,7 @@ def test_what_the_number_does_not_vouch_for_is_compared(
     mode: list[str],
     where: str,
 ) -> None:
-    """A file that has another name outside, and may count there; another filesystem."""
+    """A file with another name outside, whose change may count there; another filesystem."""
     root, faults = faulty
     (faults / "rctime").write_text(LONG_AGO)
     if where == "hard link":
@@ -142,7 +142,7 @@ def test_what_the_number_does_not_vouch_for_is_compared(
 def test_what_a_snapshot_said_is_compared_after_a_restart(
     mount: MakeMount, faulty: tuple[Path, Path], source: Path, tmp_path: Path
 ) -> None:
-    """It was recorded before the number was: a change in between moved the number, and is in neither."""
+    """It was recorded before the rctime: a change in between moved the rctime, and is in neither record."""
     root, faults = faulty
     (faults / "rctime").write_text(LONG_AGO)
     m = mount(root, "--read-only", name="exporter")
@@ -155,7 +155,7 @@ def test_what_a_snapshot_said_is_compared_after_a_restart(
     for _ in range(2):
         m.umount()
         m.start()
-    wait_for(m.log, lambda log: BELIEVED in log)  # what the second run has compared, and that was nothing
+    wait_for(m.log, lambda log: BELIEVED in log)  # what the second run has compared: nothing
     assert (m.path / "d0/f00000").read_bytes() == b"changed"
 
 

@@ -17,12 +17,12 @@ MakeMount = Callable[..., Mount]
 FILES = 4000
 EPOCHS = 3
 SLOWLY = ("--simulate-latency", 0.2)
-"""Else a source on the local disk fills these small caches anew ten times a second, and part of it is not cached."""
+"""Without this, a source on the local disk refills these small caches ten times a second, and part is not cached."""
 
 
 @pytest.fixture(scope="module")
 def dataset(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Path], list[int]]:
-    """4,000 files in 10 directories, and the size of each; nobody changes it."""
+    """4,000 files in 10 directories, and the size of each; no test changes it."""
     root = tmp_path_factory.mktemp("dataset") / "source"
     paths = make_files(root, FILES, (25_000, 75_000), 10)
     settle()
@@ -30,7 +30,7 @@ def dataset(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Path],
 
 
 def read_past_the_page_cache(path: Path) -> bytes:
-    """What no page cache answers: each read is one that the mount sees."""
+    """Reads that no page cache answers: the mount sees each of them."""
     fd = os.open(path, os.O_RDONLY)
     try:
         content = os.read(fd, 1 << 20)
@@ -43,7 +43,7 @@ def read_past_the_page_cache(path: Path) -> bytes:
 def misses(m: Mount, paths: list[Path]) -> int:
     """How many of these files are not read from the cache, as they are read now.
 
-    A cache this small has no room at times, and then what is read is not cached: read it until it is.
+    A cache this small has no room at times, and then a read is not cached: read again until it is.
     """
     before = m.status()["hits"]
     for path in paths:
@@ -100,11 +100,11 @@ def test_what_is_evicted_leaves_the_disk_and_is_fetched_again(
     assert [read_past_the_page_cache(m.path / path) for path in paths] == contents  # six slabs in all
     status = m.flush()
     assert status["blob_bytes"] <= capacity and status["evictions"] > FILES
-    # The first slab has nothing left by now.
+    # The first slab is empty by now.
     fd = os.open(m.cache / "blob", os.O_RDONLY)
     wait_for(lambda: os.lseek(fd, 0, os.SEEK_DATA), lambda offset: offset >= SLAB_BYTES)
     os.close(fd)
-    # But for what is allocated in advance, and the pages that what is left shares with what has gone.
+    # Except space allocated in advance, and pages that remaining records share with evicted ones.
     wait_for(lambda: (m.cache / "blob").stat().st_blocks * 512, lambda taken: taken <= capacity + FREE_BYTES)
     last = paths[-FILES // 40 :]
     wait_for(lambda: misses(m, last), lambda count: count == 0)
@@ -117,7 +117,7 @@ def test_what_is_evicted_leaves_the_disk_and_is_fetched_again(
 
 @pytest.mark.promise("CL-5")
 def test_directories_that_are_done_make_room(mount: MakeMount, dataset: tuple[Path, list[Path], list[int]]) -> None:
-    """A cache of two directories and a half: the one that is read, and the one before it, are never given away."""
+    """A cache of two and a half directories: the directory that is read and the one before it are never evicted."""
     source, paths, sizes = dataset
     m = mount(source, "--read-only", "--retention", "retire", "--cache-size", int(sum(sizes) * 0.25))
     directories = [[path for path in paths if path.parts[0] == f"d{number}"] for number in range(10)]
@@ -134,7 +134,7 @@ def test_directories_that_are_done_make_room(mount: MakeMount, dataset: tuple[Pa
 def test_what_no_room_is_made_for_does_not_wait_for_it(
     mount: MakeMount, dataset: tuple[Path, list[Path], list[int]]
 ) -> None:
-    """A cache of half a directory that is in use: the policy gives nothing away. Each record waited two seconds."""
+    """A cache of half a directory, which is in use: the policy evicts nothing. Regression: each record waited 2 s."""
     source, paths, sizes = dataset
     m = mount(source, "--read-only", "--retention", "retire", "--cache-size", sum(sizes) // 20)
     for path in paths:

@@ -1,4 +1,4 @@
-"""Nothing is kept in memory for each file, and nothing is loaded at start."""
+"""No memory is used for each file, and nothing is loaded at the start."""
 
 import os
 from collections.abc import Callable
@@ -13,7 +13,7 @@ FILES = 200_000
 DIRECTORIES = 200
 BYTES_PER_FILE = 400
 MOUNT_S = 0.5
-"""Of the processor, more than a new cache takes."""
+"""CPU time, more than a new cache takes."""
 
 
 def rss_anon_bytes(pid: int) -> int:
@@ -24,7 +24,7 @@ def rss_anon_bytes(pid: int) -> int:
 
 
 def processor_s(pid: int) -> float:
-    """What a process has used of the processor: unlike elapsed time, it hardly depends on what else runs."""
+    """The CPU time of a process: unlike elapsed time, it hardly depends on other load."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 

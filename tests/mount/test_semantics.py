@@ -268,7 +268,7 @@ def test_the_time_of_access_is_that_of_the_look_up(mount: MakeMount, source: Pat
     assert path.stat().st_atime_ns == before
 
 
-# --- changes behind our back -----------------------------------------------------------------------------------------
+# --- external modifications -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.promise("IM-2", "CH-10")
@@ -345,7 +345,7 @@ def test_cache_none_passes_everything_through(mount: MakeMount, source: Path) ->
 
 
 def test_a_directory_that_the_kernel_forgot_is_listed_anew(mount: MakeMount, source: Path) -> None:
-    """Its names go with its record; that it was listed a moment ago must not outlive them."""
+    """Its names are dropped with its record; the mark of a recent listing must not outlive them."""
     m = mount(source, "--cache", "none", "--attr-timeout", "60")
     expected = {name: sorted(os.listdir(source / name)) for name in sorted(os.listdir(source)) if name[0] == "d"}
     for _ in range(5):

@@ -1,4 +1,4 @@
-"""A mount as a service: what it says to the service manager, and what becomes of jobs when it is started again."""
+"""A mount as a service: its messages to the service manager, and the effect of a restart on jobs."""
 
 import os
 import re
@@ -108,12 +108,12 @@ def test_the_watchdog_is_fed_as_long_as_the_mount_answers(
 def test_the_watchdog_is_fed_while_the_source_hangs(
     service: Callable[..., ServiceManager], faulty: tuple[Path, Path], mode: list[str]
 ) -> None:
-    """A daemon that is killed for its source is of no use to anybody: hits go on."""
+    """A hanging source is no reason to kill the daemon: hits go on."""
     source, faults = faulty
     manager = service(source, *mode, watchdog_s=1.5)
     (faults / "hang").touch()
     (faults / "hang-all").touch()
-    for _ in range(6):  # the kernel believes nothing of a read-write mount for longer than a second
+    for _ in range(6):  # the kernel caches nothing of a read-write mount for longer than a second
         seen = len(manager.said)
         wait_for(lambda seen=seen: manager.heard("WATCHDOG=1", since=seen), bool, timeout_s=10)  # type: ignore[misc]
     for fault in faults.iterdir():
@@ -139,7 +139,7 @@ def test_no_option_hides_the_mount_from_the_jobs() -> None:
 
 @pytest.fixture
 def unit(tmp_path: Path) -> Path:
-    """The unit, with a program that is there."""
+    """The unit, with an installed program."""
     if shutil.which("systemd-analyze") is None:
         pytest.skip("no systemd-analyze")
     path = tmp_path / "cachefs@.service"

@@ -11,12 +11,12 @@ from tests.conftest import Mount, wait_for
 
 MakeMount = Callable[..., Mount]
 LONG_ENOUGH_S = 1.0
-"""What is fetched is appended within 10 ms where it may be."""
+"""Fetched data are appended within 10 ms if they may be."""
 
 
 @pytest.mark.fastpath
 def test_a_slab_is_not_used_when_its_daemon_has_gone(mount: MakeMount, source: Path) -> None:
-    """Another daemon may have given its place to others. What was fetched meanwhile waits for a slab of that daemon."""
+    """Another daemon may use the slab's place for other records. Data fetched meanwhile wait for one of its slabs."""
     m = mount(source, "--read-only", "--simulate-latency", "700")
     first, second = m.path / "d0/f00000", m.path / "d0/f00004"
     expected = (source / "d0/f00004").read_bytes()

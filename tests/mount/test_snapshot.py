@@ -16,7 +16,7 @@ OTHER = 1234
 
 
 def everything(root: Path, *but: str) -> list[object]:
-    """What can be seen of a tree but the data, in the order of its listings."""
+    """Everything visible of a tree except the data, in the order of its listings."""
     seen: list[object] = []
     for path, directories, files in os.walk(root):
         for name in [*directories, *files]:
@@ -167,7 +167,7 @@ def test_a_snapshot_that_another_user_could_have_written_is_refused(
     assert m.status()["pinned_inodes"] == 315
 
 
-@pytest.mark.alone  # whoever looks at all mounts of the machine, as tests of ours do, pins its root
+@pytest.mark.alone  # a process that looks at all mounts of the machine, as other tests do, pins its root
 @pytest.mark.parametrize("arguments", [("--read-only",), ()], ids=["read-only", "read-write"])
 def test_a_mount_that_knows_nothing_is_not_exported(
     mount: MakeMount, source: Path, tmp_path: Path, arguments: tuple[str, ...]
@@ -231,7 +231,7 @@ def test_another_tree_and_bad_places(mount: MakeMount, snapshot: Path, source: P
 def test_an_export_follows_nothing_that_was_planted_and_is_closed_to_others(
     mount: MakeMount, tree: Path, tmp_path: Path
 ) -> None:
-    """It has all names, also those below directories that others may not read."""
+    """The snapshot has all names, also those below directories that others may not read."""
     m = mount(tree, "--read-only")
     cachefs("warmup", m.path, "--metadata-only")
     victim = tmp_path / "victim"

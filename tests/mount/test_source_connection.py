@@ -94,7 +94,7 @@ def open_calls(pid: int) -> int:
 
 
 def lost(m: Mount) -> str:
-    """Wait until the daemon knows; what it says."""
+    """Wait until the daemon reports it; return the report."""
     return str(wait_for(lambda: m.status()["source_problem"], bool))
 
 
@@ -227,7 +227,7 @@ def test_c1_mutable_files_that_are_open_go_on(bindfs: Bindfs, mount: MakeMount) 
 
 @pytest.mark.promise("FA-14")
 def test_c1_a_writer_hears_once_that_its_writes_may_be_lost(bindfs: Bindfs, mount: MakeMount) -> None:
-    """A client that dies may take written data with it. fsync must not say that all is well."""
+    """A client that dies may lose written data. fsync must not report success."""
     m = mount(bindfs.path)
     fd = os.open(m.path / "written", os.O_RDWR | os.O_CREAT)
     try:
@@ -298,7 +298,7 @@ def test_c1_a_source_mounted_anew_that_hangs_stays_lost_until_it_answers(
         missing = m.path / next(iter(rest))
         raises_errno(errno.ETIMEDOUT, missing.stat)
         assert "does not answer" in wait_for(lambda: m.status()["source_problem"], lambda said: said and "does" in said)
-        ends = time.monotonic() + 20  # it is asked again and again, each time in vain
+        ends = time.monotonic() + 20  # each retry fails
         while time.monotonic() < ends:
             raises_errno(errno.ETIMEDOUT, missing.stat)
             assert m.status()["source_lost"]
@@ -396,7 +396,7 @@ def test_c2_successors_of_both_processes_use_the_new_source(bindfs: Bindfs, moun
 
 
 class Reader:
-    """Reads cached files on and on; the longest time that one took, and what failed."""
+    """Reads cached files continuously; records the longest time of a read, and failures."""
 
     def __init__(self, m: Mount, expected: dict[Path, bytes]) -> None:
         self._m, self._expected = m, expected
@@ -461,7 +461,7 @@ TIMED_OUT = str(errno.ETIMEDOUT)
 @pytest.mark.promise("FA-15")
 @pytest.mark.fastpath
 def test_c6_open_handles_wait_for_the_source_and_are_kept(mount: MakeMount, faulty: tuple[Path, Path]) -> None:
-    """The successor does not give them up, nor does it wait for them."""
+    """The successor neither gives them up nor waits for them."""
     place, faults = faulty
     m = mount(place, "--source-timeout", "2", "--mutable", "log*")
     holder = Holder(*(m.path / f"log{number}" for number in range(12)))

@@ -27,7 +27,7 @@ def allocated(directory: Path) -> int:
 
 
 def assert_within(m: Mount, size_bytes: int) -> None:
-    """In the end: what goes leaves the disk with the next commit, or when its readers have gone."""
+    """In the end: evicted data leave the disk with the next commit, or when their readers are done."""
     wait_for(lambda: allocated(m.cache), lambda taken: taken <= size_bytes + MARGIN_BYTES)
 
 
@@ -70,7 +70,7 @@ def read(path: Path) -> int:
 
 
 def kill_everything(m: Mount) -> None:
-    """Both processes at once, and the mount they leave behind."""
+    """Kill both processes at once, and remove the mount that they leave behind."""
     fast = m.status()["fastpath"]
     os.kill(m.pid, signal.SIGSTOP)  # it must not start another fast path
     if fast:

@@ -1,4 +1,4 @@
-"""What whoever starts a daemon leaves to it, and is no business of a mount."""
+"""State that a daemon inherits from the process that starts it, and that must not affect a mount."""
 
 import os
 import resource
@@ -18,7 +18,7 @@ MakeMount = Callable[..., Mount]
 
 
 def started(monkeypatch: pytest.MonkeyPatch, *before: str) -> None:
-    """The command line is started by these words from now on."""
+    """The command line is started with this prefix from now on."""
     monkeypatch.setattr(conftest, "CLI", [*before, *CLI])
 
 
@@ -32,7 +32,7 @@ def check_it_works(m: Mount, source: Path) -> None:
 def test_a_starter_that_ignores_the_ends_of_its_children(
     mount: MakeMount, source: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """SIGCHLD is ignored: the kernel takes children away before anybody can ask how they ended."""
+    """SIGCHLD is ignored: the kernel reaps children before their exit status can be read."""
     ignoring = (
         "import os, signal, sys; signal.signal(signal.SIGCHLD, signal.SIG_IGN); os.execvp(sys.argv[1], sys.argv[1:])"
     )
@@ -52,7 +52,7 @@ def test_a_starter_that_has_closed_its_streams(
 def test_a_starter_whose_files_may_not_grow(
     mount: MakeMount, source: Path, monkeypatch: pytest.MonkeyPatch, command: str
 ) -> None:
-    """The signal that the kernel sends who goes beyond it ends a process."""
+    """The signal that the kernel sends to a process that exceeds the limit ends the process."""
     for number in range(40):
         (source / f"large{number}").write_bytes(bytes([number]) * (500 << 10))
     conftest.settle()
@@ -69,7 +69,7 @@ def test_a_starter_whose_files_may_not_grow(
 
 @pytest.fixture
 def libraries(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty directory that what is started looks for libraries in first."""
+    """An empty directory in which started programs look for libraries first."""
     path = tmp_path / "libraries"
     path.mkdir()
     monkeypatch.setenv("LD_LIBRARY_PATH", str(path))
@@ -80,7 +80,7 @@ def libraries(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_a_fast_path_that_ends_as_soon_as_it_starts_is_one_clear_line(
     source: Path, tmp_path: Path, libraries: Path
 ) -> None:
-    """A library of it is damaged. Before: `cachefs mount` never returned, and said nothing."""
+    """One of its libraries is damaged. Regression: `cachefs mount` never returned, and printed nothing."""
     (libraries / "liblmdb.so.0").write_bytes(b"")
     mountpoint = tmp_path / "mnt"
     mountpoint.mkdir()

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.promise("LC-8")
 
 MakeMount = Callable[..., Mount]
 BOUND_S = 15
-"""An end takes 6 s with a stopped fast path. Who waits for it to hear a signal takes 20 s."""
+"""An end takes 6 s with a stopped fast path. Waiting until it handles a signal would take 20 s."""
 SERVING = {"fast path": [], "Python alone": ["--no-fastpath"]}
 
 
@@ -104,7 +104,7 @@ def test_a_mount_whose_fast_path_was_stopped_ends(mount: MakeMount, source: Path
 @pytest.mark.parametrize("serving", SERVING)
 @pytest.mark.parametrize("command", ["mount", "umount"])
 def test_a_stopped_notifier_keeps_no_dead_mount(mount: MakeMount, source: Path, command: str, serving: str) -> None:
-    """It has a /dev/fuse of the mount: the kernel does not know that nobody will read from it any more."""
+    """It has a /dev/fuse of the mount: the kernel does not know that no process will read from it any more."""
     m = mount(source, *SERVING[serving])
     notifier = started_notifier(m.pid)
     others = processes(m) - {notifier}

@@ -1,4 +1,4 @@
-"""Several processes at once, everything a job does, compared with the source all along."""
+"""Several processes make all calls of a job at once; results are compared with the source all the time."""
 
 import concurrent.futures
 import mmap
@@ -21,7 +21,7 @@ FAST_PATH_BYTES = 32 << 20
 
 
 def work(mountpoint: Path, source: Path, worker: int, until: float) -> dict[str, int]:
-    """Random operations in a directory of one's own, and reads of the files that all share."""
+    """Random operations in a directory for each process, and reads of shared files."""
     draw = random.Random(worker)
     own, beneath = mountpoint / f"worker{worker}", source / f"worker{worker}"
     own.mkdir()

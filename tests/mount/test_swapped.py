@@ -1,4 +1,4 @@
-"""Permissions are those of the object that is opened, also when it has just taken the place of another (B2)."""
+"""Permissions are those of the opened object, also when it has just taken the place of another (B2)."""
 
 import errno
 import os
@@ -111,7 +111,7 @@ def test_a_read_only_mount_does_not_show_what_took_the_place_of_mine(
 def test_who_may_not_read_a_mutable_file_any_more_does_not_open_it(
     mount: MakeMount, source: Path, arguments: tuple[str, ...], more: tuple[str, ...]
 ) -> None:
-    """What he opens he could read for as long as he likes, whatever is written then."""
+    """An opened file stays readable, whatever is written to it later."""
     log = source / "log"
     log.write_bytes(b"public")
     owned(log, VICTIM, 0o640)

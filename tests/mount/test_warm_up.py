@@ -137,7 +137,7 @@ def test_large_files_and_links(mount: MakeMount, tmp_path: Path) -> None:
 
 
 def test_in_the_background(mount: MakeMount, faulty: tuple[Path, Path]) -> None:
-    """It lasts until it has been looked at: one file hangs."""
+    """The warm-up lasts until the test has looked at it: one file hangs."""
     source, faults = faulty
     m = mount(source, "--read-only", "--source-timeout", "120")
     (faults / "hang").write_text("f00001")

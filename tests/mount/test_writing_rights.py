@@ -1,4 +1,4 @@
-"""What a caller may do to a file or see of it, and what the kernel asks for in its name: as on the source."""
+"""What a caller may do with a file and see of it, and what the kernel requests on its behalf: as on the source."""
 
 import errno
 import os
@@ -86,7 +86,7 @@ def rewrite(path: Path) -> None:
 def test_a_file_with_capabilities_is_changed_by_whoever_may_write_it_and_loses_them(
     mount: MakeMount, source: Path, mode: tuple[str, ...]
 ) -> None:
-    """The kernel asks for the capabilities to be removed before the change, in the name of the writer."""
+    """The kernel requests the removal of capabilities before the change, as the writer."""
     changes = (append, truncate_open, truncate, rewrite)
     for change in changes:
         path = source / change.__name__

@@ -1,4 +1,4 @@
-"""Who may write to the source swaps objects while a user without rights looks at them through the mount.
+"""A writer on the source swaps objects while a user without rights looks at them through the mount.
 
 The environment variable RACES, 100000 for example, makes it long; --seed repeats a run.
 """
@@ -27,7 +27,7 @@ NAMES = 16
 SECRET, CLOSED, OPEN = b"hidden: of the outside", b"hidden: in a closed directory", b"open to all"
 SHUT = b"hidden: of a closed file"
 HIDDEN_S = 1_000_000_000
-"""When what the user may not even see the attributes of was changed last."""
+"""When the objects whose attributes the user may not even see were changed last."""
 AT_FDCWD, RENAME_EXCHANGE = -100, 2
 SEEN_IN_TIME_S = 60.0
 HUNG_S = 60.0
@@ -45,7 +45,7 @@ def a_file(path: Path, content: bytes, mode: int) -> None:
 
 
 def fill_hidden(directory: Path, content: bytes) -> None:
-    """With what is open to all who may come here, under a known name and one that only a listing shows."""
+    """Files open to everyone with access to the directory: one of known name, one that only a listing shows."""
     directory.mkdir()
     for name in ("file", "hidden name"):
         a_file(directory / name, content, 0o644)
@@ -54,7 +54,7 @@ def fill_hidden(directory: Path, content: bytes) -> None:
 
 
 def make_racers(source: Path, outside: Path) -> None:
-    """`top/N` and `top/N.file` are on the paths that the user takes; beside them lies what takes their places."""
+    """`top/N` and `top/N.file` are on the paths that the user uses; beside them are the objects that replace them."""
     outside.mkdir()
     fill_hidden(outside / "inner", SECRET)
     os.utime(outside / "inner", (HIDDEN_S, HIDDEN_S))
@@ -79,7 +79,7 @@ def make_racers(source: Path, outside: Path) -> None:
 
 
 def swap(source: Path, races: int, seed: int, stop: Event, results: Any) -> None:
-    """Swap at least that often, and until told to stop."""
+    """Swap at least that often, and until the event to stop."""
     draw = random.Random(seed)
     top, away = source / "top", source / "away"
     done = 0
@@ -95,7 +95,7 @@ def swap(source: Path, races: int, seed: int, stop: Event, results: Any) -> None
 
 
 def look(top: Path, seed: int, stop: Event, results: Any) -> None:
-    """Look as a user without rights; what was seen how often, and anything that is not open to all."""
+    """Look as a user without rights; return how often each object was seen, and what is not open to all."""
     os.setgroups([])
     os.setgid(USER)
     os.setuid(USER)
