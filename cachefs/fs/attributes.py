@@ -78,12 +78,15 @@ class Attributes:
     # --- symlinks and extended attributes --------------------------------------------------------------------------
 
     async def readlink(self, number: int) -> bytes:
-        inode = await self._fs.revalidated(number)
-        with self._metadata.index.view() as view:
-            target = inode_values.get(view, Table.SYMLINKS, inode)
-        if target is None:
-            target = await self._fetch_value(Table.SYMLINKS, number, b"", self._fs.source.readlink)
-        return target
+        return await self._value(Table.SYMLINKS, await self._fs.revalidated(number), b"", self._fs.source.readlink)
+
+    async def _value(self, table: Table, inode: Inode, name: bytes, read: Callable[[Object], bytes]) -> bytes:
+        """A value of an inode: the cached one, or else fetched. Extended attributes are cached if it is pinned."""
+        value = None
+        if table is Table.SYMLINKS or self._metadata.is_pinned(inode):
+            with self._metadata.index.view() as view:
+                value = inode_values.get(view, table, inode, name)
+        return await self._fetch_value(table, inode.number, name, read) if value is None else value
 
     async def _fetch_value(self, table: Table, number: int, name: bytes, read: Callable[[Object], bytes]) -> bytes:
         """Fetch a value that is not cached, compare it with the record as for data, and keep it if the inode is pinned.
@@ -105,7 +108,10 @@ class Attributes:
                 if now.ctime_ns < self._fs.inode(number).ctime_ns:
                     return value  # it is of before a change by this mount: later requests must not get it
                 break
-        self._keep(table, inode, name, value)
+        with self._metadata.index.update() as update:
+            current = self._metadata.inode(update, number)
+            if current is not None and current.version == inode.version and self._metadata.is_pinned(current):
+                inode_values.put(update, table, current, name, value)
         return value
 
     async def _other_version(self, inode: Inode, now: Stat, *, whole: bool) -> None:
@@ -124,13 +130,6 @@ class Attributes:
             self._fs.notifier.attributes(inode.number)
             raise failed(errno.ESTALE)
 
-    def _keep(self, table: Table, inode: Inode, name: bytes, value: bytes) -> None:
-        """Pin a value that was fetched, if the inode still has the same version."""
-        with self._metadata.index.update() as update:
-            now = self._metadata.inode(update, inode.number)
-            if now is not None and now.version == inode.version and self._metadata.is_pinned(now):
-                inode_values.put(update, table, now, name, value)
-
     async def _revalidated_or_open(self, number: int) -> Inode:
         """A valid inode; the last known one, if its name is gone and the file is open."""
         try:
@@ -139,34 +138,24 @@ class Attributes:
             async with self._descriptors.without_name(number, error):
                 return self._fs.inode(number)
 
-    def _value(self, inode: Inode, name: bytes) -> bytes | None:
-        """The cached value of an xattr."""
-        if not self._metadata.is_pinned(inode):
-            return None
-        with self._metadata.index.view() as view:
-            return inode_values.get(view, Table.XATTRS, inode, name)
-
     async def getxattr(self, number: int, name: bytes) -> bytes:
         """Raises ENODATA where there is no value: also if the source has no extended attributes at all (hazard 18).
 
         Raises EOPNOTSUPP for a namespace that only some filesystems have, and the source does not.
         """
         inode = await self._revalidated_or_open(number)
-        cached = self._value(inode, name)
-        if cached is None:
-            cached = await self._fetch_value(Table.XATTRS, number, name, partial(self._read_xattr, name))
-        if cached == inode_values.ABSENT:
+        value = await self._value(Table.XATTRS, inode, name, partial(self._read_xattr, name))
+        if value == inode_values.ABSENT:
             raise failed(errno.ENODATA)
-        return cached[1:]
+        return value[1:]
 
     def _read_xattr(self, name: bytes, at: Object) -> bytes:
         """As `inode_values` keeps it. In a thread."""
         try:
             return inode_values.KNOWN + self._fs.source.getxattr(at, name)
         except OSError as error:
-            if error.errno not in inode_values.NO_VALUE:
-                raise
-            if error.errno == errno.EOPNOTSUPP and not name.startswith(_USUAL_NAMESPACES):
+            is_unusual = error.errno == errno.EOPNOTSUPP and not name.startswith(_USUAL_NAMESPACES)
+            if is_unusual or error.errno not in inode_values.NO_VALUE:
                 raise
             return inode_values.ABSENT
 
@@ -180,11 +169,8 @@ class Attributes:
             return inode_values.KNOWN
 
     async def listxattr(self, number: int) -> list[bytes]:
-        inode = await self._revalidated_or_open(number)
-        cached = self._value(inode, b"")
-        if cached is None:
-            cached = await self._fetch_value(Table.XATTRS, number, b"", self._list_xattrs)
-        return [name for name in cached[1:].split(b"\0") if name]
+        value = await self._value(Table.XATTRS, await self._revalidated_or_open(number), b"", self._list_xattrs)
+        return [name for name in value[1:].split(b"\0") if name]
 
     # --- what is known and cached ----------------------------------------------------------------------------------
 

@@ -9,8 +9,8 @@ such a file, the daemon has no handle of it.
 import errno
 import os
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from functools import partial
 
 from cachefs.contract.messages import FAST_HANDLE
@@ -184,15 +184,12 @@ class OpenFiles:
         except PermissionError:
             self._fs.notifier.attributes(number)
             raise
-        try:
+        with closed_on_error(fd):
             await self._fs.learnt(number, now)
             if not self._immutability.has_writers(number) and self._metadata.apply_fstat(number, now):
                 self._fs.notifier.attributes(number)
             if executes and inode.permissions != now.permissions:
                 raise failed(errno.ESTALE)
-        except BaseException:
-            close_quietly(fd)
-            raise
         return fd
 
     async def _pin(self, inode: Inode) -> OpenFile:
@@ -208,19 +205,13 @@ class OpenFiles:
                 return self._shared.share(self._metadata.pin_file(update, inode))
         generation = self._fs.source.generation
         at = self._fs.object_of(number)
-        call = partial(self._fs.source.open_file, at)
-        fd, now = await self._fs.ask(number, call, discard=close_opened)
-        try:
-            with self._metadata.index.update() as update:
-                current = self._metadata.inode(update, number)
-                if current is None or not current.same_version(now) or self._immutability.is_written(current):
-                    raise failed(errno.ESTALE)
-                if not self._immutability.is_immutable(current):
-                    seen_by = at.directory.number, at.name
-                    current = self._metadata.pin_file(update, current, seen_by=seen_by)
-        except BaseException:
-            close_quietly(fd)
-            raise
+        fd, now = await self._fs.ask(number, partial(self._fs.source.open_file, at), discard=close_opened)
+        with closed_on_error(fd), self._metadata.index.update() as update:
+            current = self._metadata.inode(update, number)
+            if current is None or not current.same_version(now) or self._immutability.is_written(current):
+                raise failed(errno.ESTALE)
+            if not self._immutability.is_immutable(current):
+                current = self._metadata.pin_file(update, current, seen_by=(at.directory.number, at.name))
         file = self._shared.share(current)
         if file.fd is None:
             file.set_fd(fd, generation)
@@ -343,3 +334,12 @@ class OpenFiles:
 
 def close_opened(opened: tuple[int, Stat]) -> None:
     close_quietly(opened[0])
+
+
+@contextmanager
+def closed_on_error(fd: int) -> Iterator[None]:
+    try:
+        yield
+    except BaseException:
+        close_quietly(fd)
+        raise

@@ -20,6 +20,7 @@ from typing import TypeVar
 
 from cachefs.data.fetcher import close_quietly
 from cachefs.fs.descriptors import Descriptors
+from cachefs.fs.handles import closed_on_error
 from cachefs.fs.listing_comparison import ListingComparisons
 from cachefs.fs.names import FileSystem, failed
 from cachefs.metadata import inode_values
@@ -172,11 +173,8 @@ class Mutations:
         with self._fs.immutability.opening_for_writing(number):
             await self._fs.before_object_changes(caller, number)
             fd = await self._descriptors.ask_object(number, call, discard=close_quietly)
-        try:
+        with closed_on_error(fd):
             self._check_writable(number)
-        except OSError:
-            close_quietly(fd)
-            raise
         self._mark_written(number)
         return self._descriptors.add_source_handle(number, fd, flags, caller.identity(), generation)
 
@@ -207,9 +205,7 @@ class Mutations:
         opened = self._descriptors.handle(handle)
         if opened.writable:
             writes = opened.writes
-            await self._descriptors.use(
-                opened, partial(self._source.fsync, data_only=data_only), reports_loss=True
-            )
+            await self._descriptors.use(opened, partial(self._source.fsync, data_only=data_only), reports_loss=True)
             if opened.unsynced and opened.writes == writes:
                 opened.unsynced = False
                 self._descriptors.save(opened)

@@ -16,8 +16,8 @@ look at each directory, and none where directories are newer than their files.
 If permissions have changed, the record is doubtful, the kernel drops the attributes, and the request fails with
 `PermissionsChanged` (ESTALE): the kernel walks the path again and applies the new permissions. Requests that the kernel
 admitted before may still wait in a queue. So for the next seconds the source decides for each caller. From then on the
-directory is compared every two seconds, so that its new permissions are noticed even if those who request its names
-have no access.
+directory is compared every two seconds: so permissions that are loosened again take effect for users without access,
+although their requests do not reach the names in it.
 
 Changes are made with the caller's identity, but relative to a descriptor of the directory: the source checks only that
 directory. So the pinned directories above it are looked at before a change, unless that was done within the last

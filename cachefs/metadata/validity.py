@@ -28,7 +28,7 @@ class Run(NamedTuple):
 
     number: int
     floor: int
-    """At first."""
+    """At the start; `Validity.floor` may be lowered later."""
     strict_floor: int = 0
     names_floor: int = 0
     """The run since which `--mutable` has its present patterns: names that were pinned earlier are doubtful."""
