@@ -1,28 +1,29 @@
-"""The errors of the filesystem, and the only translation of errors to errno."""
+"""Errors, and their translation to errno."""
 
 import errno
 import os
 
 
 class CacheFsError(Exception):
-    """Something the user must hear about: the command line prints the message as its one line."""
+    """An error for the user: the command line prints the message on one line, and exits."""
 
 
 class CorruptRecord(Exception):
-    """Bytes of the blob that are not what was written. Dropped, counted and fetched again; no reader sees it."""
+    """Bytes of the blob are not what was written. The record is dropped and counted, and its data are fetched again: no
+    job gets this error."""
 
 
 class IndexUnavailable(Exception):
-    """The index cannot take a commit (disk full, I/O error). New metadata is then not pinned; nothing else fails."""
+    """The index cannot be written (disk full, I/O error). New metadata are not pinned then; nothing else fails."""
 
 
 class Busy(BlockingIOError):
-    """A file cannot be opened at the moment: another process holds a lease on it, or renames on its way.
+    """A file cannot be opened now: another process has a lease on it, or renames a directory of its path.
 
-    Raised by whatever opens at the source; `CallPool` pauses and calls again, and gives up at the call's deadline.
+    Raised by opens at the source. `CallPool` calls again after a pause, until the deadline of the call.
     """
 
-    def __init__(self, *_: object) -> None:  # a copy is made with the arguments of the original
+    def __init__(self, *_: object) -> None:  # a copy gets the arguments of the original
         super().__init__(errno.EAGAIN, os.strerror(errno.EAGAIN))
 
 

@@ -1,4 +1,4 @@
-"""What a mount was asked to do. Immutable; made by the command line, read by everything else."""
+"""The options of a mount. Immutable; made by the command line."""
 
 import enum
 import math
@@ -33,67 +33,67 @@ class Options:
     mutable: Globs = field(default_factory=lambda: Globs(()))
     small_file_bytes: int = 1 * MIB
     attr_timeout_s: float = 1.0
-    """How long anything that is not pinned is believed. `inf` only on read-only mounts."""
+    """How long a record is valid that is not pinned. `inf` only on read-only mounts."""
     revalidate: Revalidate = Revalidate.AUTO
     source_timeout_s: float = 30.0
     simulate_latency_s: float = 0.0
     fastpath: bool = True
     """False: pyfuse3 serves /dev/fuse itself."""
     fetch_threads: int = 64
-    """Of the fast path: how many small files are fetched at once."""
+    """How many small files the fast path fetches at once."""
     retention: str = "no-replacement"
-    """Which cached data go when room is needed: a name of `policies.retention`."""
+    """Which cached data are evicted when space is needed: a name of `policies.retention`."""
     metadata_limit: int | None = None
     """How many inodes may be pinned; None: all of them."""
     metadata_retention: str = "no-replacement"
-    """Which of them go beyond that: a name of `cachefs.metadata.limit`."""
+    """Which inodes are dropped beyond that limit: one of `cachefs.metadata.limit.NAMES`."""
     prefetch: str = "sequential"
     """What is fetched before it is read: a name of `policies.prefetch`."""
     graph: tuple[str, ...] = ()
-    """Of prefetch "graph": the partitions, as lines of JSON."""
+    """For prefetch "graph": the partitions, as lines of JSON."""
     reconnect_timeout_s: float = 60.0
-    """How long requests that need the daemon wait for another when it has died."""
+    """How long requests that need the daemon wait for a successor if it has died."""
     settle_ns: int = SETTLE_NS
-    """How long an object must not have changed to be believed for ever, and a file to be cached (age.py)."""
+    """The age after the last change from which on an object is valid for ever, and file data are cached (age.py)."""
 
     @property
     def rctime_grace_s(self) -> float:
-        """How far behind a recursive ctime may be (rctime.py): a minute. Tests have less time, for this as for ages."""
+        """How far behind a recursive ctime may be (rctime.py): a minute; less in tests, which shorten `settle_ns`."""
         return 30 * self.settle_ns / NANOSECONDS
 
     @property
     def unpinned_timeout_s(self) -> float:
-        """How long what is not pinned is believed: a second for mutable files on a mount that pins all else."""
+        """How long an unpinned record is valid: one second for mutable files on a mount that pins all others."""
         return 1.0 if math.isinf(self.attr_timeout_s) else self.attr_timeout_s
 
     @property
     def evicts(self) -> bool:
-        """Data may leave the cache again."""
+        """May data be evicted?"""
         return self.retention != "no-replacement" and self.cache is CacheLevel.FULL
 
     @property
     def evicts_ahead(self) -> bool:
-        """What is through makes room for what is fetched ahead as well."""
+        """Are data that have been read evicted for prefetched data?"""
         return self.evicts and self.prefetch == GRAPH
 
     @property
     def logs_accesses(self) -> bool:
-        """Somebody must know what is read."""
+        """Must reads be recorded, for a policy?"""
         used = self.metadata_limit is not None and self.metadata_retention == "lru"
         return self.evicts or used or (self.prefetch in LISTENING and self.cache is CacheLevel.FULL)
 
     @property
     def pins_everything(self) -> bool:
-        """Read-only mounts take the dataset as complete: whatever was seen once is pinned."""
+        """Does a read-only mount take the dataset as complete, and pin what it has seen once?"""
         return self.read_only and math.isinf(self.attr_timeout_s) and self.cache is not CacheLevel.NONE
 
     @property
     def is_complete(self) -> bool:
-        """Every file is pinned as soon as it is looked up, and stays immutable."""
+        """Is each file pinned as soon as it is looked up, and immutable from then on?"""
         full = self.metadata_limit is not None and self.metadata_retention == "no-replacement"
         return self.pins_everything and not self.mutable and not full
 
     @property
     def pins_files(self) -> bool:
-        """Files that were opened read-only become immutable."""
+        """Do files become immutable that are opened read-only?"""
         return self.cache is not CacheLevel.NONE

@@ -1,18 +1,18 @@
-"""File names in text for people. A name is bytes that anybody may have chosen: line ends would forge lines of output
-and of the log, and control sequences would command the terminal (B8).
+"""File names in text for people. Any user may choose the bytes of a name: line ends would forge lines of output and of
+the log, and control sequences would control the terminal (B8).
 
-JSON needs none of this: `json.dumps` escapes both.
+JSON does not need this: `json.dumps` escapes both.
 """
 
 import os
 import unicodedata
 
 _UNSAFE = frozenset({"Cc", "Cf", "Cs", "Zl", "Zp"})
-"""Unicode categories: control, format (such as those that turn the direction of text), surrogates, line ends."""
+"""Unicode categories: control, format (for example, changes of the text direction), surrogates, line ends."""
 
 
 def one_line(text: str | bytes) -> str:
-    """`text` on one line, without anything that a terminal obeys: such characters as \\x1b, \\u2028, bytes as \\xff."""
+    """`text` on one line, without control characters: these become \\x1b or \\u2028, and bytes become \\xff."""
     if isinstance(text, bytes):
         text = os.fsdecode(text)
     if text.isascii() and text.isprintable():

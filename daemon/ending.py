@@ -52,7 +52,7 @@ class Ending:
         if self._is_over:
             return
         if self._lifecycle.leaving:
-            self._components.notifier.hold_back()
+            self._components.notifier.leave_to_successor()
             self._shorten(LAST_CALLS_S)
         else:
             self._hurry()

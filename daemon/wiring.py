@@ -18,16 +18,16 @@ from cachefs.fs.attributes import Attributes
 from cachefs.fs.descriptors import Descriptors
 from cachefs.fs.directories import Directories
 from cachefs.fs.handles import OpenFiles, no_request
-from cachefs.fs.immutability import Immutability
+from cachefs.fs.immutability import may_become_immutable_on_open
 from cachefs.fs.invalidation import Invalidation
 from cachefs.fs.listing_comparison import ListingComparisons
 from cachefs.fs.mutations import Mutations
 from cachefs.fs.names import FileSystem
-from cachefs.fs.own_changes import OwnChanges
 from cachefs.fuse.notifier import KernelNotifier
 from cachefs.fuse.operations import Operations
 from cachefs.metadata.inode_cache import InodeCache
 from cachefs.metadata.limit import InodeLimit
+from cachefs.metadata.validity import Run
 from cachefs.options import CacheLevel, Options
 from cachefs.prefetch.engine import PrefetchEngine
 from cachefs.prefetch.prefetcher import Prefetcher
@@ -37,6 +37,7 @@ from cachefs.stats.metrics import Metrics
 from cachefs.store.blob.blob import Blob
 from cachefs.store.cache_directory import OpenedIndex
 from cachefs.store.index.index import Index
+from cachefs.store.runs import Numbers
 from cachefs.system.clock import Clock, boot_time_ns
 from policies import prefetch
 from policies.prefetch.base import Prefetch
@@ -94,12 +95,13 @@ def wire(
 
     `notifier`: of another kernel than the one behind `device`. `statfs`: of the source; None: it is to be asked.
     """
-    unseen_handles, clock = shared is not None, source.clock
+    has_fastpath, clock = shared is not None, source.clock
     index, metrics = opened.index, Metrics()
     limit = None
     if options.metadata_limit is not None:
         limit = InodeLimit(index, options.metadata_limit, options.metadata_retention)
-    metadata = _metadata(opened, options, limit, clock)
+    notifier = notifier or KernelNotifier(device, None if shared is None else shared.fd)
+    metadata = _metadata(opened, options, notifier, limit, clock)
     policy = prefetch.make(options.prefetch, parse_graph(options.graph) if options.graph else ())
     eviction = _eviction(index, options, metadata, policy)
     writes = WriteBehind(index, blob, metrics, options.cache_size_bytes, eviction=eviction)
@@ -107,48 +109,39 @@ def wire(
     if not options.fastpath or options.cache is not CacheLevel.FULL:  # else it says when it is through with old slabs
         writes.writer_has_gone(blob.frontier)
     call_pool = CallPool(SOURCE_SLOTS, options.source_timeout_s, reserve=RESERVED_SOURCE_SLOTS)
-    notifier = notifier or KernelNotifier(device, None if shared is None else shared.fd)
     young = YoungFiles(
         notifier,
-        index if unseen_handles else None,
+        index if has_fastpath else None,
         settle_ns=options.settle_ns,
         realtime_ns=clock.realtime_ns,
         monotonic_ns=clock.monotonic_ns,
     )
     invalidation = Invalidation(metadata, data, notifier, options)
-    immutability = Immutability(metadata, options)
-    filesystem = FileSystem(source, call_pool, metadata, options, notifier, invalidation, immutability)
+    filesystem = FileSystem(source, call_pool, metadata, options, notifier, invalidation)
     fetcher = Fetcher(
         source,
         call_pool,
         data,
         metrics,
         object_of=filesystem.object_of,
-        changed=invalidation.changed_behind_our_back,
+        changed=invalidation.modified_externally,
         own_change=filesystem.own_change_of,
         young=young,
         reads_ahead=options.prefetch != "none",
     )
-    shared_files = SharedFiles(call_pool)
     descriptors = Descriptors(
-        filesystem, fetcher, shared_files, outlived=unseen_handles, first_handle=_FIRST_HANDLE | boot_time_ns()
+        filesystem,
+        fetcher,
+        SharedFiles(call_pool),
+        data,
+        has_fastpath=has_fastpath,
+        first_handle=_FIRST_HANDLE | boot_time_ns(),
     )
     request_at = no_request if shared is None else shared.request_at
-    files = OpenFiles(
-        filesystem,
-        descriptors,
-        shared_files,
-        fetcher,
-        data,
-        metrics,
-        young,
-        unseen_handles=unseen_handles,
-        request_at=request_at,
-    )
-    own_changes = OwnChanges(filesystem, descriptors, shared_files, fetcher, data, unseen_handles=unseen_handles)
+    files = OpenFiles(filesystem, descriptors, data, metrics, young, request_at)
     comparisons = ListingComparisons(filesystem, nursery)
-    directories = Directories(filesystem, comparisons, request_at=request_at)
-    mutations = Mutations(filesystem, descriptors, comparisons, own_changes)
+    directories = Directories(filesystem, comparisons, request_at)
+    mutations = Mutations(filesystem, descriptors, comparisons)
     attributes = Attributes(filesystem, descriptors, data, statfs)
     return Components(
         options=options,
@@ -175,24 +168,22 @@ def wire(
     )
 
 
-def _metadata(opened: OpenedIndex, options: Options, limit: InodeLimit | None, clock: Clock) -> InodeCache:
-    metadata = InodeCache(
-        opened.index,
-        options,
-        run=opened.state.run,
-        floor=opened.state.floor,
-        takeovers=opened.takeovers,
-        forgot=opened.forgot,
-        names_floor=opened.names_floor,
-        strict_floor=opened.strict_floor,
-        retention=limit,
-        monotonic_ns=clock.monotonic_ns,
-        realtime_ns=clock.realtime_ns,
-    )
+def _metadata(
+    opened: OpenedIndex, options: Options, notifier: KernelNotifier, limit: InodeLimit | None, clock: Clock
+) -> InodeCache:
     # Later: a number is wanted in the middle of an update of the session, which would wait for itself.
     later = trio.lowlevel.current_trio_token().run_sync_soon
-    metadata.numbers.on_range = lambda takeovers: later(opened.count_takeovers, takeovers)
-    return metadata
+    state = opened.state
+    return InodeCache(
+        opened.index,
+        options,
+        Run(state.run, state.floor, opened.strict_floor, opened.names_floor, opened.forgot),
+        Numbers(state.run, opened.takeovers, lambda takeovers: later(opened.count_takeovers, takeovers)),
+        notifier,
+        partial(may_become_immutable_on_open, options),
+        retention=limit,
+        clock=clock,
+    )
 
 
 def _eviction(index: Index, options: Options, metadata: InodeCache, policy: Prefetch) -> Eviction | None:

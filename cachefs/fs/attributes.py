@@ -1,10 +1,10 @@
-"""Attributes: stat(2) of files that may be open, symlink targets, extended attributes, and what cachefs adds to them.
+"""Attributes: stat(2) of files that may be open, symlink targets, extended attributes, and the attributes of cachefs.
 
-The value of a symlink or an extended attribute is fetched with a stat of the same moment, compared with the record as
-data are, and kept with it if the record is pinned. A name that is gone, or leads to another file by now, says nothing
-of a file that is open: its descriptor does.
+The value of a symlink or an extended attribute is fetched together with a stat. The stat is compared with the record,
+as for data, and the value is kept if the inode is pinned. A file that is open is reached by its descriptor if its name
+is gone, or leads to another file.
 
-`user.cachefs.*` are not the source's: they and `info` tell what is known and cached of an inode.
+The source does not have the attributes `user.cachefs.*`. They and `info` show what is known and cached of an inode.
 """
 
 import errno
@@ -13,6 +13,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+from cachefs.contract.index import Table
 from cachefs.data.data_cache import DataCache
 from cachefs.fs import permissions
 from cachefs.fs.descriptors import Descriptors, Use
@@ -20,14 +21,13 @@ from cachefs.fs.names import Entry, FileSystem, failed
 from cachefs.metadata import inode_values
 from cachefs.source.identity import Changed
 from cachefs.source.source import Object
-from cachefs.store.index.environment import Table
 from cachefs.store.index.records import LISTED, UNLINKED, Inode
 from cachefs.system.stat import Stat
 
 MAX_EXTENTS = 256
-"""So many are told of one file."""
+"""How many extents `info` lists of one file."""
 VIRTUAL = b"user.cachefs."
-"""Extended attributes with this prefix are not the source's."""
+"""The prefix of extended attributes that the source does not have."""
 _USUAL_NAMESPACES = (b"security.", b"system.", b"trusted.", b"user.")
 
 
@@ -39,11 +39,10 @@ class Attributes:
         data: DataCache,
         statfs: os.statvfs_result | None = None,
     ) -> None:
-        """`statfs`: of the source, where it is known already. A mount that pins everything keeps it."""
+        """`statfs`: of the source, if it is known already. A mount that pins everything keeps it."""
         # dependencies
         self._fs = filesystem
         self._metadata = filesystem.metadata
-        self._source = filesystem.source
         self._descriptors = descriptors
         self._data = data
         # state
@@ -55,47 +54,49 @@ class Attributes:
                 return await self._getattr_open(number, use)
         try:
             inode = await self._fs.revalidated(number)
-            return Entry(inode, self._fs.timeout_s(inode))
         except OSError as error:
-            async with self._descriptors.descriptor(number, True) as use:
-                if error.errno != errno.ESTALE or use is None:
-                    raise
+            async with self._descriptors.without_name(number, error) as use:
                 return await self._getattr_open(number, use)
+        return Entry(inode, self._fs.timeout_s(inode))
 
     async def _getattr_open(self, number: int, use: Use) -> Entry:
-        """The name may be gone, or lead to another file by now; the descriptor cannot."""
-        now = await use(self._source.fstat)
+        """By a descriptor: the name may be gone, or lead to another file by now."""
+        now = await use(self._fs.source.fstat)
         inode = self._fs.inode(number).with_stat(now)
         with self._metadata.index.update() as update:
             self._metadata.put_inode(update, inode)
         return Entry(inode, 0.0 if inode.flags & UNLINKED else min(1.0, self._fs.options.unpinned_timeout_s))
 
     async def statfs(self) -> os.statvfs_result:
-        """Pinned on mounts that pin whatever they see: nobody writes there, and `find` asks for it first thing."""
+        """Pinned on mounts that pin everything: they are read-only, and each `find` begins with a statfs."""
         found = self._pinned_statfs
         if found is None:
-            found = await self._fs.call_pool.run(self._source.statfs)
+            found = await self._fs.call_pool.run(self._fs.source.statfs)
             self._pinned_statfs = found if self._fs.options.pins_everything else None
         return found
 
     # --- symlinks and extended attributes --------------------------------------------------------------------------
 
     async def readlink(self, number: int) -> bytes:
-        inode = await self._fs.revalidated(number)
-        with self._metadata.index.view() as view:
-            target = inode_values.get(view, Table.SYMLINKS, inode)
-        if target is None:
-            target = await self._fetch_value(Table.SYMLINKS, number, b"", self._source.readlink)
-        return target
+        return await self._value(Table.SYMLINKS, await self._fs.revalidated(number), b"", self._fs.source.readlink)
+
+    async def _value(self, table: Table, inode: Inode, name: bytes, read: Callable[[Object], bytes]) -> bytes:
+        """A value of an inode: the cached one, or else fetched. Extended attributes are cached if it is pinned."""
+        value = None
+        if table is Table.SYMLINKS or self._metadata.is_pinned(inode):
+            with self._metadata.index.view() as view:
+                value = inode_values.get(view, table, inode, name)
+        return await self._fetch_value(table, inode.number, name, read) if value is None else value
 
     async def _fetch_value(self, table: Table, number: int, name: bytes, read: Callable[[Object], bytes]) -> bytes:
-        """A value that is not known yet: it is compared with the record, as data are, and kept if that is pinned.
+        """Fetch a value that is not cached, compare it with the record as for data, and keep it if the inode is pinned.
 
-        With the mode of one version the ACL of another would let in whom neither of them lets in.
+        The comparison matters: the mode of one version and the ACL of another could together admit users whom neither
+        version admits.
         """
         while True:
             before = self._fs.inode(number)
-            value, now = await self._descriptors.ask_object(number, lambda at: self._source.with_stat(at, read))
+            value, now = await self._descriptors.ask_object(number, lambda at: self._fs.source.with_stat(at, read))
             inode = self._fs.inode(number)
             if now is None or now.ctime_ns == inode.ctime_ns:
                 break
@@ -105,90 +106,71 @@ class Attributes:
             elif before.ctime_ns == inode.ctime_ns:
                 await self._other_version(inode, now, whole=name != permissions.ACL)
                 if now.ctime_ns < self._fs.inode(number).ctime_ns:
-                    return value  # of before a change by this mount: not for those who come later
+                    return value  # it is of before a change by this mount: later requests must not get it
                 break
-        self._keep(table, inode, name, value)
+        with self._metadata.index.update() as update:
+            current = self._metadata.inode(update, number)
+            if current is not None and current.version == inode.version and self._metadata.is_pinned(current):
+                inode_values.put(update, table, current, name, value)
         return value
 
     async def _other_version(self, inode: Inode, now: Stat, *, whole: bool) -> None:
-        """Raises ESTALE where an object has changed so that a value of it does not belong to its record.
+        """A value belongs to another version than the record. Raises ESTALE if it must not be used.
 
-        `whole`: the value stands for itself; else the kernel combines it with the mode.
+        `whole`: the value does not depend on others. Otherwise the kernel combines it with the mode.
         """
         if inode.is_directory and self._metadata.is_pinned(inode):  # its times move with each name in it
             await self._fs.learnt_in(self._fs.directory(inode.number), now.ctime_ns)
         elif self._metadata.is_pinned(inode):
             error = Changed()
-            self._fs.invalidation.changed_behind_our_back(inode, error)
+            self._fs.invalidation.modified_externally(inode, error)
             raise error
         elif not whole and inode.permissions != now.permissions:
-            self._metadata.saw(inode.number, now)
+            self._metadata.apply_fstat(inode.number, now)
             self._fs.notifier.attributes(inode.number)
             raise failed(errno.ESTALE)
 
-    def _keep(self, table: Table, inode: Inode, name: bytes, value: bytes) -> None:
-        """Pin a value that was fetched, if it is still that version's."""
-        with self._metadata.index.update() as update:
-            now = self._metadata.inode(update, inode.number)
-            if now is not None and now.version == inode.version and self._metadata.is_pinned(now):
-                inode_values.put(update, table, now, name, value)
-
     async def _revalidated_or_open(self, number: int) -> Inode:
-        """The record of an inode; as it was, where the name is gone and the file open."""
+        """A valid inode; the last known one, if its name is gone and the file is open."""
         try:
             return await self._fs.revalidated(number)
         except OSError as error:
-            async with self._descriptors.descriptor(number, True) as use:
-                if error.errno != errno.ESTALE or use is None:
-                    raise
-            return self._fs.inode(number)
-
-    def _value(self, inode: Inode, name: bytes) -> bytes | None:
-        """The cached xattr."""
-        if not self._metadata.is_pinned(inode):
-            return None
-        with self._metadata.index.view() as view:
-            return inode_values.get(view, Table.XATTRS, inode, name)
+            async with self._descriptors.without_name(number, error):
+                return self._fs.inode(number)
 
     async def getxattr(self, number: int, name: bytes) -> bytes:
-        """ENODATA where there is none: also where the source has no extended attributes at all (hazard 18).
+        """Raises ENODATA where there is no value: also if the source has no extended attributes at all (hazard 18).
 
-        EOPNOTSUPP for a name whose namespace only some filesystems have, and the source does not.
+        Raises EOPNOTSUPP for a namespace that only some filesystems have, and the source does not.
         """
         inode = await self._revalidated_or_open(number)
-        cached = self._value(inode, name)
-        if cached is None:
-            cached = await self._fetch_value(Table.XATTRS, number, name, partial(self._read_xattr, name))
-        if cached == inode_values.ABSENT:
+        value = await self._value(Table.XATTRS, inode, name, partial(self._read_xattr, name))
+        if value == inode_values.ABSENT:
             raise failed(errno.ENODATA)
-        return cached[1:]
+        return value[1:]
 
     def _read_xattr(self, name: bytes, at: Object) -> bytes:
-        """As `values` keeps it. In a thread."""
+        """As `inode_values` keeps it. In a thread."""
         try:
-            return inode_values.KNOWN + self._source.getxattr(at, name)
+            return inode_values.KNOWN + self._fs.source.getxattr(at, name)
         except OSError as error:
-            if error.errno not in inode_values.NO_VALUE:
-                raise
-            if error.errno == errno.EOPNOTSUPP and not name.startswith(_USUAL_NAMESPACES):
+            is_unusual = error.errno == errno.EOPNOTSUPP and not name.startswith(_USUAL_NAMESPACES)
+            if is_unusual or error.errno not in inode_values.NO_VALUE:
                 raise
             return inode_values.ABSENT
 
     def _list_xattrs(self, at: Object) -> bytes:
-        """As `values` keeps them. In a thread."""
+        """As `inode_values` keeps them. In a thread."""
         try:
-            return inode_values.KNOWN + b"\0".join(self._source.listxattr(at))
+            return inode_values.KNOWN + b"\0".join(self._fs.source.listxattr(at))
         except OSError as error:
             if error.errno not in (errno.EOPNOTSUPP, errno.ENOSYS):
                 raise
             return inode_values.KNOWN
 
     async def listxattr(self, number: int) -> list[bytes]:
-        inode = await self._revalidated_or_open(number)
-        cached = self._value(inode, b"")
-        if cached is None:
-            cached = await self._fetch_value(Table.XATTRS, number, b"", self._list_xattrs)
-        return [name for name in cached[1:].split(b"\0") if name]
+        value = await self._value(Table.XATTRS, await self._revalidated_or_open(number), b"", self._list_xattrs)
+        return [name for name in value[1:].split(b"\0") if name]
 
     # --- what is known and cached ----------------------------------------------------------------------------------
 
@@ -220,7 +202,7 @@ class Attributes:
         return answer
 
     def cached_bytes(self, inode: Inode) -> int:
-        """In the blob, or on their way there."""
+        """How many bytes of a file are in the blob, or wait to be written there."""
         cached, offset = 0, 0
         with self._metadata.index.view() as view:
             starts = sorted({0, *self._data.starts_between(view, inode, 0, inode.size)})
@@ -232,7 +214,7 @@ class Attributes:
         return cached
 
     def virtual(self, number: int, name: bytes) -> bytes:
-        """One of cachefs's own extended attributes. ENODATA where there is none of that name."""
+        """An extended attribute of cachefs itself. Raises ENODATA if there is none of that name."""
         inode = self._fs.inode(number)
         if name == VIRTUAL + b"state":
             return self._fs.immutability.state(inode).encode()

@@ -1,12 +1,11 @@
-"""Descriptors of the source by which files are open: opened, used, opened again, and handed to the next daemon.
+"""Handles of files, and their descriptors of the source: opened, used, reopened, and handed over to a successor.
 
-The kernel keeps a handle longer than a descriptor lasts. So a handle's descriptor may be missing (another daemon had
-it) or dead (the source was mounted anew), and `Descriptors.use` opens it again. Handles are written down in the
-session where a fast path keeps the mount alive, and `restore` finds them after a crash; a daemon that leaves in peace
-also sends its descriptors (`opened_at_source`). Writes that may be lost with a source that has gone are reported once,
-as fsync(2) does it.
+The kernel keeps a handle longer than a descriptor lasts. A handle's descriptor may be missing (a predecessor had it) or
+dead (the source was remounted); then `Descriptors.use` reopens it. Where a fast path keeps the mount alive, handles are
+recorded in the session, and `restore` finds them after a crash. A daemon that is replaced also sends its descriptors to
+the successor (`opened_at_source`). Writes that are lost when the source is remounted are reported once, as by fsync(2).
 
-A path is no way to a file that has lost its name: `ask_object` calls the source by a descriptor instead.
+No path leads to a file that has lost its name: `ask_object` calls the source by a descriptor instead.
 """
 
 import errno
@@ -24,33 +23,33 @@ import trio
 from outcome import Outcome
 
 from cachefs.client.hand_over import OpenSource
+from cachefs.contract.index import Table
+from cachefs.data.data_cache import DataCache
 from cachefs.data.fetcher import Fetcher, OpenFile, close_quietly
 from cachefs.data.shared_files import SharedFiles, close_all
 from cachefs.fs.names import FileSystem, failed
 from cachefs.source import shares
 from cachefs.source.credentials import Identity
-from cachefs.source.identity import Renamed
-from cachefs.source.shares import UNKNOWN, Shares
+from cachefs.source.identity import Changed, Renamed
 from cachefs.source.single_flight import SingleFlight
 from cachefs.source.source import Object, by_descriptor
-from cachefs.store.index.environment import Table
 from cachefs.store.index.records import UNLINKED, inode_key, inode_of_key
 
 T = TypeVar("T")
 
 RESERVED_DESCRIPTORS = 1536
-"""Of the process: for calls to the source, directories, the index and connections. A quarter where there are few."""
+"""Descriptors that handles do not get: calls, directories, the index and connections need them. At most a quarter."""
 _HANDLE = b"handle:"
 # Value flags, open(2) flags and those below, inode, owner. The writer's identity follows.
 _SAVED = struct.Struct("<2IQq")
-_SAVED_BEFORE = struct.Struct("<2IQ")  # of a daemon that knew no owners
+_NO_OWNER = struct.pack("<q", shares.UNKNOWN)
 _UNSYNCED, _DAMAGED = 1 << 31, 1 << 30
 
 log = logging.getLogger(__name__)
 
 
 class Use(Protocol):
-    """Calls a function in a thread, with a descriptor of a file that is open."""
+    """Calls a function in a thread, with the descriptor of an open file."""
 
     def __call__(self, function: Callable[[int], T], /) -> Awaitable[T]: ...
 
@@ -60,36 +59,36 @@ class Handle:
     """An open file: either an immutable one, served from the cache, or a descriptor of the source."""
 
     number: int
-    """Of the inode."""
+    """The inode's."""
     file: OpenFile | None = None
     fd: int = -1
-    """-1: it is still to be opened by this daemon. Asked for by `Descriptors.use`."""
+    """-1: not opened by this daemon yet. `Descriptors.use` does so."""
     writable: bool = False
     flags: int = os.O_RDONLY
-    """O_RDONLY, O_WRONLY or O_RDWR: how to open it again."""
+    """O_RDONLY, O_WRONLY or O_RDWR: how to reopen it."""
     writer: Identity | None = None
-    """The identity that opened it for writing, and makes its writes. None: not known."""
+    """The identity that opened it for writing; writes are made with it. None: not known."""
     handle: int = 0
-    """What the kernel knows it by."""
+    """Its number for the kernel."""
     borrowers: int = 0
-    """How many calls use `fd` besides requests on this very handle."""
+    """How many calls use `fd` other than requests by this handle."""
     released: bool = False
-    """Closed by its owner; the last borrower closes `fd`."""
+    """Closed by the kernel, or a duplicate for one borrower: the last borrower closes `fd`."""
     owner: int = field(default_factory=shares.owner)
-    """Whose place among the descriptors it takes (shares.py)."""
+    """The user whose share of the descriptors it counts for (shares.py)."""
     generation: int = 0
-    """Of the source that `fd` was opened in."""
+    """Of the source in which `fd` was opened (`Source.generation`)."""
     writes: int = 0
     unsynced: bool = False
-    """Something was written and not synced: it may be lost with the source."""
+    """Something was written and not synced: it is lost if the source is remounted."""
     damaged: bool = False
-    """It may have been lost; the next write, fsync or close says so."""
+    """Writes may have been lost: the next write, fsync or close reports it."""
     stale: list[int] = field(default_factory=list)
-    """Descriptors of a source that has gone: calls may still use them."""
+    """Descriptors of before the source was remounted: calls may still use them."""
 
     @property
     def is_cached(self) -> bool:
-        """Served from the cache, not by `fd`."""
+        """Is it served from the cache, not by `fd`?"""
         return self.file is not None and not self.file.is_mutable
 
     def close(self) -> None:
@@ -103,37 +102,39 @@ class Descriptors:
         filesystem: FileSystem,
         fetcher: Fetcher,
         shared: SharedFiles,
+        data: DataCache,
         *,
-        outlived: bool = False,
-        first_handle: int = 1,
+        has_fastpath: bool,
+        first_handle: int,
     ) -> None:
-        """`outlived`: a fast path keeps the mount when this daemon ends, so that the next one must know our handles.
+        """`has_fastpath`: a fast path keeps the mount when this daemon ends, so that a successor must know the handles.
+        It answers OPENs, so that any file may be open without a handle of the daemon (hazard 2).
 
-        `first_handle`: below FAST_HANDLE (handles.py).
+        `first_handle`: below FAST_HANDLE.
         """
         # dependencies
         self._fs = filesystem
         self._metadata = filesystem.metadata
-        self._immutability = filesystem.immutability
-        self._source = filesystem.source
-        self._call_pool = filesystem.call_pool
-        self._fetcher = fetcher
-        self._shared = shared
+        self.fetcher = fetcher
+        self.shared = shared
+        self._data = data
         # constants
-        self._outlived = outlived
+        self.has_fastpath = has_fastpath
         # state
         self.handles: dict[int, Handle] = {}
         self._next_handle = first_handle
         self._reopens: SingleFlight[int, None] = SingleFlight()
-        """By the identity of the handle."""
-        self._places = _shares_of_handles()
-        """By owner: handles, those that are being opened included. Each may need a descriptor."""
+        """By id() of the `Handle`."""
+        limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        total = limit - min(RESERVED_DESCRIPTORS, limit // 4)
+        self._places = shares.Shares(total - total // 16, total // 16)
+        """Handles of each owner, including those that are being opened. Each may need a descriptor."""
 
     # --- handles ---------------------------------------------------------------------------------------------------
 
     @contextmanager
     def opening(self) -> Iterator[None]:
-        """Around what makes one handle. EMFILE where its owner has too many; what fails gives its place back."""
+        """Around the opening of one handle: counts it for its owner. Raises EMFILE if the owner has too many."""
         owner = shares.owner()
         if self._places.is_full(owner):
             raise failed(errno.EMFILE)
@@ -145,10 +146,9 @@ class Descriptors:
             raise
 
     def handle(self, number: int) -> Handle:
-        try:
-            return self.handles[number]
-        except KeyError:
-            raise failed(errno.EBADF) from None  # it was lost with another daemon
+        if number not in self.handles:
+            raise failed(errno.EBADF)  # it was lost with a predecessor
+        return self.handles[number]
 
     def add(self, handle: Handle) -> int:
         handle.handle = self._next_handle
@@ -158,8 +158,8 @@ class Descriptors:
         return handle.handle
 
     def save(self, opened: Handle) -> None:
-        """Write a handle down for the next daemon."""
-        if self._outlived and not opened.released:
+        """Record a handle for a successor."""
+        if self.has_fastpath and not opened.released:
             flags = opened.flags | _UNSYNCED * opened.unsynced | _DAMAGED * opened.damaged
             value = _SAVED.pack(0, flags, opened.number, opened.owner)
             value += opened.writer.pack() if opened.writer else b""
@@ -168,18 +168,17 @@ class Descriptors:
 
     def add_source_handle(self, number: int, fd: int, flags: int, writer: Identity, generation: int) -> int:
         """`flags`: of open(2). `generation`: of the source, before `fd` was opened. Within `opening`."""
-        writable = flags & os.O_ACCMODE != os.O_RDONLY
-        if writable:
-            self._immutability.add_writer(number)
         flags &= os.O_ACCMODE
-        opened = Handle(number, fd=fd, writable=writable, flags=flags, writer=writer, generation=generation)
-        return self.add(opened)
+        writable = flags != os.O_RDONLY
+        if writable:
+            self._fs.immutability.add_writer(number)
+        return self.add(Handle(number, fd=fd, writable=writable, flags=flags, writer=writer, generation=generation))
 
     def remove(self, handle: int) -> Handle | None:
-        """The kernel has closed a handle. None: it was lost with another daemon."""
+        """The kernel has closed a handle. None: it was lost with a predecessor."""
         opened = self.handles.pop(handle, None)
         if opened is not None:
-            if self._outlived:
+            if self.has_fastpath:
                 with self._metadata.index.update() as update:
                     update.delete(Table.META, _HANDLE + inode_key(handle))
             self._places.give(opened.owner)
@@ -187,41 +186,41 @@ class Descriptors:
         return opened
 
     async def close(self, opened: Handle) -> None:
-        """A handle that was removed. Calls that borrow its descriptor end first."""
+        """Close a removed handle, unless calls borrow its descriptor: the last of them closes it."""
         if not opened.borrowers and opened.fd >= 0:
-            await self._call_pool.run(opened.close, once=True)
+            await self._fs.call_pool.run(opened.close, once=True)
 
     # --- descriptors of the source ---------------------------------------------------------------------------------
 
-    async def use(self, opened: Handle, function: Callable[[int], T], *, tells: bool = False) -> T:
-        """Call `function` in a thread with a descriptor of the handle, again if the source is mounted anew meanwhile.
+    async def use(self, opened: Handle, function: Callable[[int], T], *, reports_loss: bool = False) -> T:
+        """Call `function` in a thread with a descriptor of the handle; again, if the source is remounted meanwhile.
 
-        `tells`: the caller must be told of writes that may be lost: EIO, once, as by fsync(2).
+        `reports_loss`: raises EIO, once, if writes may have been lost, as fsync(2) does.
         """
         while True:
             fd = await self._descriptor(opened)
-            if tells and opened.damaged:
+            if reports_loss and opened.damaged:
                 opened.damaged = False
                 self.save(opened)
                 raise failed(errno.EIO)
             generation = opened.generation
             try:
-                return await self._call_pool.run(partial(function, fd), once=True)
+                return await self._fs.call_pool.run(partial(function, fd), once=True)
             except OSError as error:
-                if not await self._fetcher.is_anew(error, generation):
+                if not await self.fetcher.is_anew(error, generation):
                     raise
 
     async def _descriptor(self, opened: Handle) -> int:
-        if opened.generation != self._source.generation and opened.unsynced:
+        if opened.generation != self._fs.source.generation and opened.unsynced:
             opened.unsynced, opened.damaged = False, True
             self.save(opened)
-        if opened.fd < 0 or opened.generation != self._source.generation:
+        if opened.fd < 0 or opened.generation != self._fs.source.generation:
             await self._reopen(opened)
         return opened.fd
 
     async def _reopen(self, opened: Handle) -> None:
-        """Open again what another daemon had open, or what was open in a source that has gone."""
-        generation = self._source.generation
+        """Reopen what a predecessor had open, or what was open before the source was remounted."""
+        generation = self._fs.source.generation
 
         def finish(answer: Outcome[int]) -> None:
             fd = answer.unwrap()
@@ -229,53 +228,51 @@ class Descriptors:
                 opened.stale.append(opened.fd)
             opened.fd, opened.generation = fd, generation
             if opened.released and not opened.borrowers:
-                self._call_pool.start(opened.close, lambda _: None, once=True)
+                self._fs.call_pool.start(opened.close, lambda _: None, once=True)
 
         if opened.released:
             raise failed(errno.EBADF)
-        call = partial(self._source.open_to_keep, self._fs.object_of(opened.number), opened.flags)
-        start = partial(self._call_pool.start, call, discard=close_quietly)
+        call = partial(self._fs.source.open_to_keep, self._fs.object_of(opened.number), opened.flags)
+        start = partial(self._fs.call_pool.start, call, discard=close_quietly)
         await self._reopens.begin(id(opened), start, finish).wait()
 
     @asynccontextmanager
     async def descriptor(self, number: int, every: bool) -> AsyncIterator[Use | None]:
-        """How to use a descriptor of the source by which a file is open, while the block runs; None if it is not.
+        """How to use a descriptor of the source by which a file is open, while the block runs. None: there is none.
 
-        Of a writer, or, if a name is no way to the file (`every`), of a reader or of what it lost its name with.
+        The descriptor of a writer; if `every`, because no name leads to the file, also that of a reader or of the
+        cache.
         """
-        opened = None
-        if every or self._immutability.has_writers(number):
-            mine = [h for h in self.handles.values() if h.number == number and not h.is_cached]
-            mine = [h for h in mine if h.writable or every]
-            opened = max(mine, key=lambda h: h.writable, default=None)
-        if opened is not None:
-            opened.borrowers += 1
-            try:
-                yield partial(self.use, opened)
-            finally:
-                opened.borrowers -= 1
-                if opened.released and not opened.borrowers:
-                    await self._call_pool.run(opened.close, once=True)
-            return
-        fd = self._duplicate(number) if every else None
-        if fd is None:
+        opened = self._lend(number, every) if every or self._fs.immutability.has_writers(number) else None
+        if opened is None:
             yield None
             return
-
-        async def use(function: Callable[[int], T], /) -> T:
-            return await self._call_pool.run(partial(function, fd), once=True)
-
+        opened.borrowers += 1
         try:
-            yield use
+            yield partial(self.use, opened)
         finally:
-            await self._call_pool.run(partial(close_quietly, fd), once=True)
+            opened.borrowers -= 1
+            if opened.released:
+                await self.close(opened)
 
-    def _duplicate(self, number: int) -> int | None:
-        """A descriptor of an immutable file, where one is kept."""
-        for file in self._shared.of(number):
-            if file.fd is not None and file.generation == self._source.generation:
-                return os.dup(file.fd)
+    def _lend(self, number: int, every: bool) -> Handle | None:
+        mine = [h for h in self.handles.values() if h.number == number and not h.is_cached and (h.writable or every)]
+        if mine or not every:
+            return max(mine, key=lambda h: h.writable, default=None)
+        generation = self._fs.source.generation
+        for file in self.shared.of(number):
+            if file.fd is not None and file.generation == generation:
+                return Handle(number, fd=os.dup(file.fd), released=True, generation=generation)
         return None
+
+    @asynccontextmanager
+    async def without_name(self, number: int, error: OSError) -> AsyncIterator[Use]:
+        """A call by name has failed with `error`. ESTALE: use the descriptor of a file that is open instead. Otherwise,
+        and if there is no descriptor, raises `error`."""
+        async with self.descriptor(number, True) as use:
+            if error.errno != errno.ESTALE or use is None:
+                raise error
+            yield use
 
     async def ask_object(
         self,
@@ -285,9 +282,9 @@ class Descriptors:
         discard: Callable[[T], object] | None = None,
         once: bool = False,
     ) -> T:
-        """Call the source, for an object that may be open: then it is reached even if its name is gone.
+        """Call the source for an object: by the descriptor of a writer; else by a name; else by any descriptor.
 
-        By the descriptor of a writer; else by a name that leads to it; else by any descriptor.
+        So an object that is open is reached even if its name is gone.
         """
         async with self.descriptor(number, False) as use:
             if use is not None:
@@ -295,30 +292,51 @@ class Descriptors:
         try:
             return await self._fs.ask(number, partial(call, self._fs.object_of(number)), discard=discard, once=once)
         except Renamed:
-            raise  # it is changed by a path that may lead elsewhere
+            raise  # the path may lead elsewhere: the change must not be made by a descriptor either
         except OSError as error:
-            async with self.descriptor(number, True) as use:
-                if error.errno != errno.ESTALE or use is None:
-                    raise
+            async with self.without_name(number, error) as use:
                 return await use(lambda fd: call(by_descriptor(fd)))
+
+    async def keep_readable(self, number: int) -> None:
+        """Before a name is unlinked or replaced: open a descriptor of an immutable file that may be open.
+
+        Until the kernel forgets the inode, data that are not cached are read by this descriptor (hazard 2).
+        """
+        with self._metadata.index.view() as view:
+            inode = self._metadata.inode(view, number)
+            immutable = inode is not None and self._fs.immutability.is_immutable(inode)
+            cached = inode is not None and self._data.holds_all(view, inode)
+        if self.has_fastpath and inode is not None and immutable:
+            self.shared.hold(inode)
+        await self.reopen([h for h in self.handles.values() if h.number == number and not h.is_cached and h.fd < 0])
+        for file in self.shared.of(number):
+            if not file.is_mutable:
+                try:
+                    file.drop_stale(self._fs.source.generation)
+                    await self.fetcher.open_source(file)
+                    file.held = True
+                except Changed:
+                    pass  # the entry was dropped
+                except OSError:
+                    if not cached:  # otherwise the cache is enough, as long as it keeps the data
+                        raise
 
     # --- handing over ----------------------------------------------------------------------------------------------
 
     def opened_at_source(self) -> Iterator[OpenSource]:
-        """For the next daemon: the descriptors by which files are open, but those of a source that has gone."""
-        generation = self._source.generation
+        """For a successor: the descriptors by which files are open, except those of before the source was remounted."""
+        generation = self._fs.source.generation
         for handle, opened in self.handles.items():
             if not opened.is_cached and opened.fd >= 0 and opened.generation == generation:
                 yield OpenSource(handle, opened.number, 0, opened.fd)
-        for file in self._shared:
+        for file in self.shared:
             if not file.is_mutable and file.fd is not None and file.generation == generation:
                 yield OpenSource(0, file.inode.number, file.inode.version, file.fd)
 
     def restore(self, handed: Iterable[OpenSource] = ()) -> list[Handle]:
-        """Take over what a daemon that died had open: the kernel still has those handles.
+        """Take over the handles of a predecessor: the kernel still has them. Does not ask the source.
 
-        `handed`: descriptors that it has sent before (hand_over.py). The source is not asked for anything: see
-        `reopen`. What it is to open again.
+        `handed`: descriptors that the predecessor has sent (hand_over.py). Returns the handles to `reopen`.
         """
         files = {each.handle: each for each in handed if each.handle}
         data = [each for each in handed if not each.handle]
@@ -326,50 +344,49 @@ class Descriptors:
             saved = [(inode_of_key(key[len(_HANDLE) :]), value) for key, value in view.scan(Table.META, _HANDLE)]
         found = []
         for handle, value in saved:
-            known = len(value) >= _SAVED.size
-            _, flags, number, owner = _SAVED.unpack_from(value) if known else (*_SAVED_BEFORE.unpack(value), UNKNOWN)
+            if len(value) < _SAVED.size:  # by an earlier version
+                value += _NO_OWNER
+            _, flags, number, owner = _SAVED.unpack_from(value)
             writer = Identity.unpack(value[_SAVED.size :]) if len(value) > _SAVED.size else None
             mode = flags & os.O_ACCMODE
             writable = mode != os.O_RDONLY
             opened = Handle(number, writable=writable, flags=mode, handle=handle, owner=owner, writer=writer)
             opened.unsynced, opened.damaged = bool(flags & _UNSYNCED), bool(flags & _DAMAGED)
-            with self._metadata.index.view() as view:
-                inode = self._metadata.inode(view, number)
+            inode = self._metadata.current(number)
             if inode is None:
                 log.warning("a handle of inode %d is lost with the daemon that had it", number)
                 continue
-            immutable = self._immutability.is_immutable(inode) or self._immutability.outlives_its_name(inode)
+            immutable = self._fs.immutability.is_immutable(inode) or self._fs.immutability.outlives_its_name(inode)
             if immutable and not writable:
-                opened.file = self._shared.share(inode)
+                opened.file = self.shared.share(inode)
             elif handle in files and files[handle].number == number:
-                opened.fd, opened.generation = files.pop(handle).fd, self._source.generation
+                opened.fd, opened.generation = files.pop(handle).fd, self._fs.source.generation
             else:
                 found.append(opened)
             self.handles[handle] = opened
             self._places.take(owner)
             if writable:
-                self._immutability.add_writer(number)
+                self._fs.immutability.add_writer(number)
         close_all([each.fd for each in files.values()])
         self._adopt(data)
         return found
 
     def _adopt(self, data: Iterable[OpenSource]) -> None:
-        """How immutable files that are open are read: the only way where the name has gone."""
+        """Take over descriptors of immutable files: the only way to read a file that has lost its name."""
         for each in data:
-            with self._metadata.index.view() as view:
-                inode = self._metadata.inode(view, each.number)
+            inode = self._metadata.current(each.number)
             lost_name = inode is not None and inode.version == each.version and bool(inode.flags & UNLINKED)
             if inode is not None and lost_name:
-                self._shared.hold(inode)
-            file = self._shared.get(each.number, each.version)
+                self.shared.hold(inode)
+            file = self.shared.get(each.number, each.version)
             if file is None or file.fd is not None:
                 close_quietly(each.fd)
-                continue
-            file.set_fd(each.fd, self._source.generation)
-            file.held = lost_name
+            else:
+                file.set_fd(each.fd, self._fs.source.generation)
+                file.held = lost_name
 
     async def reopen(self, restored: Iterable[Handle]) -> None:
-        """Before the names of these files go. A source that does not answer now is asked again when they are used."""
+        """Reopen restored handles while their files have names. Those that fail are reopened at their next use."""
 
         async def one(opened: Handle) -> None:
             try:
@@ -381,9 +398,3 @@ class Descriptors:
         async with trio.open_nursery() as nursery:
             for opened in restored:
                 nursery.start_soon(one, opened)
-
-
-def _shares_of_handles() -> Shares:
-    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    total = limit - min(RESERVED_DESCRIPTORS, limit // 4)
-    return Shares(total - total // 16, total // 16)

@@ -1,8 +1,7 @@
-"""Directories: their handles, and what a listing tells the kernel.
+"""Directories: their handles, and the listings that the kernel gets.
 
-A listing comes from the index, where names keep their position (hazard 8). An entry that does not count any more is
-compared with the source before it is told (listing_comparison.py). On read-only mounts a listing is pinned: every later
-one needs no source.
+A listing comes from the index, where names keep their positions (hazard 8). An entry that is not valid is compared with
+the source first (listing_comparison.py). Read-only mounts pin listings: later ones do not need the source.
 """
 
 import itertools
@@ -10,7 +9,9 @@ from collections.abc import Callable
 
 import trio
 
-from cachefs.fs.handles import FAST_HANDLE, RequestAt, no_request
+from cachefs.contract.index import ROOT_INODE
+from cachefs.contract.messages import FAST_HANDLE
+from cachefs.fs.handles import RequestAt
 from cachefs.fs.listing_comparison import ListingComparisons
 from cachefs.fs.names import FileSystem
 from cachefs.metadata.inode_paths import links_of
@@ -18,20 +19,19 @@ from cachefs.metadata.listings import Listings
 from cachefs.source import shares
 from cachefs.source.identity import Changed
 from cachefs.source.shares import UNKNOWN
-from cachefs.store.index.records import ROOT_INODE, Dentry, Inode
+from cachefs.store.index.environment import View
+from cachefs.store.index.records import Dentry, Inode
 
 CHUNK_NAMES = 64
-"""How many records are looked at without letting other tasks run."""
+"""How many names are looked at before other tasks may run."""
 MAX_ATTEMPTS = 10
 
 Emit = Callable[[bytes, Inode | None, float, int], bool]
-"""(name, record or None for the name alone, timeout in seconds, position) → False when the reply is full."""
+"""(name, inode or None for the name alone, timeout in seconds, position) → False if the reply is full."""
 
 
 class Directories:
-    def __init__(
-        self, filesystem: FileSystem, comparisons: ListingComparisons, *, request_at: RequestAt = no_request
-    ) -> None:
+    def __init__(self, filesystem: FileSystem, comparisons: ListingComparisons, request_at: RequestAt) -> None:
         # dependencies
         self._request_at = request_at
         self._fs = filesystem
@@ -49,7 +49,7 @@ class Directories:
         return self._next_handle
 
     def _asked(self, handle: int) -> tuple[int, int]:
-        """What a request with this handle is about, and for whom: (inode, owner)."""
+        """The inode that a request with this handle is for, and its owner."""
         return self._request_at(handle) if handle & FAST_HANDLE else self._handles.get(handle, (0, UNKNOWN))
 
     def number_of(self, handle: int) -> int:
@@ -62,10 +62,10 @@ class Directories:
         del self._handles[handle]
 
     async def readdir(self, handle: int, after: int, emit: Emit) -> None:
-        """Emit entries from behind position `after` until `emit` says stop.
+        """Emit entries from behind position `after` on, until `emit` returns False.
 
-        Raises `Changed` if the directory was replaced. The kernel does not look its name up again for a listing, so the
-        name is dropped before this returns: the next listing finds the new directory.
+        Raises `Changed` if the directory was replaced. For a listing the kernel does not look up the name again. So the
+        name is dropped before this returns, and the next listing finds the new directory.
         """
         number, owner = self._asked(handle)
         try:
@@ -89,15 +89,15 @@ class Directories:
             attempts = attempts + 1 if after == failed_at else 1
             failed_at = after
             if attempts > MAX_ATTEMPTS:
-                after += 1  # it goes as fast as we look
+                after += 1  # its record goes as fast as it is made
             else:
-                # More than once, because a FORGET that was on its way may drop the record that was just made.
+                # Several attempts, because a FORGET may drop the record that was just made.
                 await self._comparisons.make(number, owner)
 
     async def entries(self, number: int) -> list[int]:
-        """The inodes of a directory in the order of its listing, which is made if need be, without hurry.
+        """The inodes of a directory in the order of its listing, which is made if it is not valid.
 
-        For background work: it yields to requests until one of them wants the same listing.
+        For background work: making it yields to requests, until a request wants the same listing.
         """
         if not self._comparisons.is_valid(await self._fs.revalidated(number)):
             await self._comparisons.make_politely(number)
@@ -119,7 +119,7 @@ class Directories:
         return self._comparisons.bare(number)
 
     async def revalidated_entries(self, number: int) -> list[int]:
-        """The same, all of them compared with the source where they must be."""
+        """The same. Inodes that are not valid are compared with the source."""
         found = await self.entries(number)
         for start in range(0, len(found), CHUNK_NAMES):
             with self._metadata.index.view() as view:
@@ -140,64 +140,65 @@ class Directories:
         return True
 
     def _emit_rows(self, number: int, after: int, emit: Emit, *, compared: int) -> tuple[bool, int]:
-        """(True, _) at the end or when the reply is full; (False, p) where the entry at p + 1 must be compared.
+        """(True, _) at the end or if the reply is full; (False, p) if the entry at position p + 1 must be compared.
 
-        `compared`: the position of an entry that just was: if it exists it is emitted, whatever vouches for it.
+        `compared`: the position of an entry that was just compared. If it exists, it is emitted without a check.
         """
-        told: list[int] = []
         complete = True
+        counted: list[int] = []
         with self._metadata.index.view() as view:
             directory = self._metadata.inode(view, number)
             bare = self._comparisons.bare(number)
-            mutable_names = self._metadata.mutable_names
-            may_match = bool(mutable_names)
             for position, name in self._listings.rows(view, number, after):
                 dentry = self._metadata.dentry(view, number, name)
                 inode = self._metadata.inode(view, dentry.inode) if dentry is not None and dentry.inode else None
-                if bare and name in bare and not self._counts(directory, dentry, inode):
-                    is_here = dentry is None or dentry.position in (0, position)
-                    if is_here and not emit(name, None, 0.0, position):
-                        break
-                    after = position
+                is_known = name in bare or (directory is not None and inode is not None)
+                if is_known and dentry is not None and dentry.position not in (0, position):
+                    after = position  # the name is listed elsewhere
                     continue
-                if directory is None or dentry is None or inode is None:
+                if name in bare and not self._is_valid(directory, dentry, inode):
+                    shown: tuple[Inode | None, float] | None = None, 0.0
+                else:
+                    shown = self._shown(view, name, directory, dentry, inode, is_compared=position == compared)
+                if shown is None:
                     complete, after = False, position - 1
                     break
-                if dentry.position not in (0, position):  # the name is listed elsewhere
-                    after = position
-                    continue
-                pinned = self._metadata.is_pinned(inode)
-                if not pinned and self._fs.immutability.is_changing(inode):
-                    if not emit(name, None, 0.0, position):
-                        break
-                    after = position
-                    continue
-                mutable_name = may_match and pinned and mutable_names.matches(view, number, name)
-                remaining_ns = self._metadata.remaining_ns(inode)
-                if pinned and position != compared:
-                    holds = mutable_name or self._metadata.entry_holds(directory, dentry)
-                    if not holds or not remaining_ns:
-                        complete, after = False, position - 1
-                        break
-                if mutable_name:
-                    timeout_s = self._fs.mutable_name_timeout_s(inode)
-                else:
-                    timeout_s = self._fs.timeout_s(inode, remaining_ns)
-                if not emit(name, inode, timeout_s, position):
+                if not emit(name, *shown, position):
                     break
                 after = position
-                if not pinned:
-                    told.append(inode.number)
-        if told:
+                if shown[0] is not None and not self._metadata.is_pinned(shown[0]):
+                    counted.append(shown[0].number)
+        if counted:
             with self._metadata.index.update() as update:
-                for listed in told:
+                for listed in counted:
                     inode = self._metadata.inode(update, listed)
                     if inode is not None:
                         self._metadata.put_inode(update, inode._replace(lookups=inode.lookups + 1))
         return complete, after
 
-    def _counts(self, directory: Inode | None, dentry: Dentry | None, inode: Inode | None) -> bool:
-        """Is an entry believed without another look at the source?"""
+    def _shown(
+        self,
+        view: View,
+        name: bytes,
+        directory: Inode | None,
+        dentry: Dentry | None,
+        inode: Inode | None,
+        *,
+        is_compared: bool,
+    ) -> tuple[Inode | None, float] | None:
+        """What a listing shows of an entry: (inode, or None for the name alone; timeout). None: compare it first."""
+        if directory is None or dentry is None or inode is None:
+            return None
+        if not self._metadata.is_pinned(inode):
+            return (None, 0.0) if self._fs.immutability.is_changing(inode) else (inode, self._fs.timeout_s(inode))
+        mutable_name = self._metadata.mutable_names.matches(view, directory.number, name)
+        holds = mutable_name or self._metadata.entry_holds(directory, dentry)
+        if not is_compared and not (holds and self._metadata.remaining_ns(inode)):
+            return None
+        return inode, self._fs.mutable_name_timeout_s(inode) if mutable_name else self._fs.timeout_s(inode)
+
+    def _is_valid(self, directory: Inode | None, dentry: Dentry | None, inode: Inode | None) -> bool:
+        """Does an entry need no comparison with the source?"""
         if directory is None or dentry is None or inode is None or not self._metadata.remaining_ns(inode):
             return False
         return not self._metadata.is_pinned(inode) or self._metadata.entry_holds(directory, dentry)

@@ -1,22 +1,21 @@
 """Opens and reads: handles of files, and what they read.
 
-A handle is either of an immutable file, and served from the cache, or a descriptor of the source (descriptors.py). What
-an open makes of a file is decided in `immutability.py`. All handles of one version of an immutable file share an
-`OpenFile` (cachefs/data/shared_files.py). The fast path answers OPENs without us, and reports them later; reads of such
-files that it passes on come without a handle of ours.
+A handle is either of an immutable file, and served from the cache, or a descriptor of the source (descriptors.py).
+`immutability.py` decides which. All handles of one version of an immutable file share an `OpenFile`
+(cachefs/data/shared_files.py). The fast path answers OPENs itself, and reports them later. When it passes on a READ of
+such a file, the daemon has no handle of it.
 """
 
 import errno
 import os
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 
-from cachefs.contract.messages import FAST_HANDLE as FAST_HANDLE
+from cachefs.contract.messages import FAST_HANDLE
 from cachefs.data.data_cache import DataCache
-from cachefs.data.fetcher import Fetcher, OpenFile, close_quietly
-from cachefs.data.shared_files import SharedFiles
+from cachefs.data.fetcher import OpenFile, close_quietly
 from cachefs.data.young_files import YoungFiles
 from cachefs.fs.descriptors import Descriptors, Handle
 from cachefs.fs.names import FileSystem, failed
@@ -32,13 +31,14 @@ from cachefs.store.index.records import UNLINKED, WRITTEN, Inode
 from cachefs.system.stat import Stat
 
 RECENT_FILES = 64
+"""How many files stay open after the last READ that had no handle of the daemon."""
 
 RequestAt = Callable[[int], tuple[int, int]]
-"""(inode, uid) of a request that the fast path passed on, by its handle."""
+"""Handle → (inode, uid) of a request that the fast path has passed on."""
 
 
 def no_request(_: int) -> tuple[int, int]:
-    """There is no fast path."""
+    """A `RequestAt` where there is no fast path."""
     return 0, UNKNOWN
 
 
@@ -47,37 +47,28 @@ class OpenFiles:
         self,
         filesystem: FileSystem,
         descriptors: Descriptors,
-        shared: SharedFiles,
-        fetcher: Fetcher,
         data: DataCache,
         metrics: Metrics,
         young: YoungFiles,
-        *,
-        unseen_handles: bool = False,
-        request_at: RequestAt = no_request,
+        request_at: RequestAt,
     ) -> None:
-        """`unseen_handles`: a fast path answers OPEN, so that any file may be open without our knowing (hazard 2)."""
         # dependencies
         self._request_at = request_at
         self._fs = filesystem
         self._metadata = filesystem.metadata
         self._immutability = filesystem.immutability
-        self._options = filesystem.options
-        self._source = filesystem.source
         self._descriptors = descriptors
-        self._shared = shared
-        self._fetcher = fetcher
+        self._shared = descriptors.shared
+        self._fetcher = descriptors.fetcher
         self._data = data
         self._metrics = metrics
         self._young = young
-        # constants
-        self._unseen_handles = unseen_handles
         # state
         self._recent: OrderedDict[int, OpenFile] = OrderedDict()
-        """Inode → what reads without a handle of ours share, for a while."""
+        """Inode → the file that READs without a handle of the daemon share, for a while."""
 
     def owner_of(self, handle: int) -> int:
-        """The user who opened it, or reads by it now; UNKNOWN where Python cannot see that."""
+        """The user who opened a handle, or reads by it now; UNKNOWN where the daemon cannot know."""
         if handle & FAST_HANDLE:
             return self._request_at(handle)[1]
         opened = self._descriptors.handles.get(handle)
@@ -86,26 +77,25 @@ class OpenFiles:
     # --- opening ---------------------------------------------------------------------------------------------------
 
     async def open_for_reading(self, number: int, caller: Caller, *, executes: bool = False) -> tuple[int, bool]:
-        """A handle, and whether the kernel may keep the pages it has. Makes the file immutable, unless it may not."""
-        fetch_at_once = self._options.cache is CacheLevel.FULL and not self._unseen_handles
+        """A handle, and whether the kernel may keep the pages it has. Makes the file immutable if possible."""
+        fetch_at_once = self._fs.options.cache is CacheLevel.FULL and not self._descriptors.has_fastpath
         with self._metadata.index.view() as view:
             inode = self._metadata.inode(view, number)
             if inode is None:
                 raise failed(errno.ESTALE)
             if self._immutability.is_immutable(inode) and self._metadata.remaining_ns(inode):
-                # The usual case, and the critical path of a first epoch: the fetch begins before anything else.
+                # The usual case, and the critical path of a first epoch: begin the fetch before anything else.
                 file = self._shared.share(inode)
                 if fetch_at_once:
                     self._fetcher.begin(view, file)
-                return self._descriptors.add(Handle(number, file=file)), not self._young.is_young(inode)
+                return self._add(file)
         if self._metadata.is_pinned(inode):
             inode = await self._fs.revalidated(number, inode)
         if self._immutability.outlives_its_name(inode):
-            # By /proc/PID/fd/N: as the handle that is open already (`OwnChanges.hold_data`).
-            file = self._shared.share(inode)
-            return self._descriptors.add(Handle(number, file=file)), not self._young.is_young(inode)
+            # By /proc/PID/fd/N: reads as the handle that is open already (`Descriptors.keep_readable`).
+            return self._add(self._shared.share(inode))
         if not self._immutability.may_be_immutable(inode):
-            generation = self._source.generation
+            generation = self._fs.source.generation
             fd = await self._open_mutable(number, caller, executes=executes)
             return self._descriptors.add(Handle(number, fd=fd, generation=generation)), False
         immutable = self._immutability.is_immutable(inode)
@@ -115,12 +105,17 @@ class OpenFiles:
                 self._fetcher.begin(view, file)
         if not immutable:
             await self._compare_above(number)
-        return self._descriptors.add(Handle(number, file=file)), not self._young.is_young(file.inode)
+        return self._add(file)
+
+    def _add(self, file: OpenFile) -> tuple[int, bool]:
+        """A handle of an immutable file, and whether the kernel may keep its pages."""
+        return self._descriptors.add(Handle(file.inode.number, file=file)), not self._young.is_young(file.inode)
 
     async def make_immutable(self, number: int) -> bool:
-        """A file is about to be read without a handle of ours: make it immutable unless a writer came first. Is it?
+        """Make a file immutable that is about to be read without a handle of the daemon. Returns whether it is.
 
-        Nothing is awaited before it is decided where the record counts: an open for writing may be next in line.
+        It is not if a writer came first. While the record is valid nothing is awaited before the decision, because the
+        next request may be an open for writing.
         """
         inode = self._fs.inode(number)
         if not self._metadata.remaining_ns(inode):
@@ -128,24 +123,24 @@ class OpenFiles:
         if self._immutability.is_immutable(inode):
             return True
         if not self._immutability.may_be_immutable(inode):
-            return False  # its reads are passed on, and read from the source
+            return False  # the fast path passes on its READs, which read from the source
         with self._metadata.index.update() as update:
             self._metadata.pin_file(update, inode)
         await self._compare_above(number)
         return True
 
     def is_young(self, number: int) -> bool:
-        """The kernel is not to keep pages of it from one open to the next."""
+        """Must the kernel drop the pages of this file at each open?"""
         return self._young.is_young(self._fs.inode(number))
 
     def fetched_unseen(self, fetched: Iterable[tuple[int, int]]) -> None:
-        """The fast path fetched data of these files: (inode, version). It did so because it had answered an OPEN.
+        """The fast path has fetched data of these files, (inode, version), because it had answered an OPEN.
 
-        The report of that OPEN may still be on its way to us. The file becomes immutable here and now, because data of
-        a file that is not pinned are not cached. A record that has expired still counts: the fast path has compared the
-        source with it. An open for writing that came first has withdrawn IMMUTABLE_ON_OPEN.
+        The report of that OPEN may not have arrived yet. The file becomes immutable now, because data of unpinned files
+        are not cached. An expired record still counts: the fast path has compared the source with it. If an open for
+        writing came first, it has withdrawn IMMUTABLE_ON_OPEN.
         """
-        if self._options.read_only:  # nothing is IMMUTABLE_ON_OPEN there
+        if self._fs.options.read_only:  # nothing is IMMUTABLE_ON_OPEN there
             return
         with self._metadata.index.view() as view:
             found = [(self._metadata.inode(view, number), version) for number, version in fetched]
@@ -162,13 +157,13 @@ class OpenFiles:
                 self._metadata.pin_file(update, inode, seen_by=links[0] if links else None)
 
     async def _compare_above(self, number: int) -> None:
-        """A file has become immutable. Directories above it that had expired are compared now, not in epoch two."""
+        """A file has become immutable: compare expired directories above it now, rather than in the second epoch."""
         for number_above in self._fs.above(number):
             with suppress(OSError):  # its name leads elsewhere by now
                 await self._fs.revalidated(number_above)
 
     async def pin(self, number: int) -> bool:
-        """Make a file immutable even if it was written here. Is it now?"""
+        """Make a file immutable even if it was written by this mount. Returns whether it is."""
         inode = self._fs.inode(number)
         if inode.flags & WRITTEN and not self._immutability.has_writers(number):
             with self._metadata.index.update() as update:
@@ -177,54 +172,46 @@ class OpenFiles:
         return await self.make_immutable(number)
 
     async def _open_mutable(self, number: int, caller: Caller, *, executes: bool) -> int:
-        """An open of such a file is told the size that it has now, not the one that the kernel still believes.
+        """A descriptor of a mutable file. The open must see the present size, even if the kernel caches an older one.
 
-        The same with permissions: the source is asked as the caller. It cannot be asked whether a file may be
-        executed, so that one with other permissions than the kernel knows is not opened for that.
+        The same is true of permissions: the source is asked as the caller. It cannot be asked whether the caller may
+        execute a file; so an open to execute fails if the kernel does not know the present permissions.
         """
         inode = self._fs.inode(number)
-        call = partial(self._source.open_file, run=as_myself if executes else caller.run)
+        call = partial(self._fs.source.open_file, run=as_myself if executes else caller.run)
         try:
             fd, now = await self._descriptors.ask_object(number, call, discard=close_opened)
         except PermissionError:
             self._fs.notifier.attributes(number)
             raise
-        try:
+        with closed_on_error(fd):
             await self._fs.learnt(number, now)
-            if not self._immutability.has_writers(number) and self._metadata.saw(number, now):
+            if not self._immutability.has_writers(number) and self._metadata.apply_fstat(number, now):
                 self._fs.notifier.attributes(number)
             if executes and inode.permissions != now.permissions:
                 raise failed(errno.ESTALE)
-        except BaseException:
-            close_quietly(fd)
-            raise
         return fd
 
     async def _pin(self, inode: Inode) -> OpenFile:
-        """First read-only open on a read-write mount: pin what the source says now, not what it said a second ago.
+        """First read-only open on a read-write mount: pin the file as it is now, not as it was a second ago.
 
-        Where the two differ the kernel's attributes are old as well: ESTALE makes it look the name up and open again.
+        If the two differ, the kernel's attributes are outdated as well: ESTALE makes it look up the name and open
+        again.
         """
         number = inode.number
-        if self._unseen_handles and self._metadata.remaining_ns(inode):
-            # The fast path compares what it fetches; a record that still counts is as good as another look.
+        if self._descriptors.has_fastpath and self._metadata.remaining_ns(inode):
+            # The fast path compares what it fetches: a valid record needs no other look.
             with self._metadata.index.update() as update:
                 return self._shared.share(self._metadata.pin_file(update, inode))
-        generation = self._source.generation
+        generation = self._fs.source.generation
         at = self._fs.object_of(number)
-        call = partial(self._source.open_file, at)
-        fd, now = await self._fs.ask(number, call, discard=close_opened)
-        try:
-            with self._metadata.index.update() as update:
-                current = self._metadata.inode(update, number)
-                if current is None or not current.same_version(now) or self._immutability.is_written(current):
-                    raise failed(errno.ESTALE)
-                if not self._immutability.is_immutable(current):
-                    seen_by = at.directory.number, at.name
-                    current = self._metadata.pin_file(update, current, seen_by=seen_by)
-        except BaseException:
-            close_quietly(fd)
-            raise
+        fd, now = await self._fs.ask(number, partial(self._fs.source.open_file, at), discard=close_opened)
+        with closed_on_error(fd), self._metadata.index.update() as update:
+            current = self._metadata.inode(update, number)
+            if current is None or not current.same_version(now) or self._immutability.is_written(current):
+                raise failed(errno.ESTALE)
+            if not self._immutability.is_immutable(current):
+                current = self._metadata.pin_file(update, current, seen_by=(at.directory.number, at.name))
         file = self._shared.share(current)
         if file.fd is None:
             file.set_fd(fd, generation)
@@ -240,39 +227,36 @@ class OpenFiles:
         opened = self._descriptors.handle(handle)
         if opened.file is not None and opened.is_cached:
             return await self._fetcher.read(opened.file, offset, size)
-        with self._uncached_read(opened.number):
-            data = await self._descriptors.use(opened, lambda fd: self._source.pread(fd, size, offset))
+        return await self._read_uncached(
+            opened.number, self._descriptors.use(opened, lambda fd: self._fs.source.pread(fd, size, offset))
+        )
+
+    async def _read_uncached(self, number: int, read: Awaitable[bytes]) -> bytes:
+        """A read of a mutable file. The kernel keeps the pages as long as the times of the file stay the same."""
+        inode = self._metadata.current(number)
+        young = inode is not None and self._young.is_young(inode)
+        data = await read
+        if inode is not None and young:
+            self._young.was_read(inode)
         self._metrics.misses += 1
         self._metrics.miss_bytes += len(data)
         return data
 
-    @contextmanager
-    def _uncached_read(self, number: int) -> Iterator[None]:
-        """A read of a file that is not immutable. Its kernel pages outlive it as long as the file's times stay."""
-        with self._metadata.index.view() as view:
-            inode = self._metadata.inode(view, number)
-        young = inode is not None and self._young.is_young(inode)
-        yield
-        if inode is not None and young:
-            self._young.was_read(inode)
-
     async def _read_inode(self, number: int, offset: int, size: int) -> bytes | memoryview:
-        """A read of a file that the fast path opened, and passed on because it is not in the cache."""
-        held = self._shared.held(number)
-        if held is not None and not held.is_mutable:
-            return await self._fetcher.read(held, offset, size)
+        """A READ that the fast path has passed on, of a file that it has opened."""
+        nameless = self._shared.held(number)
+        if nameless is not None and not nameless.is_mutable:
+            return await self._fetcher.read(nameless, offset, size)
         inode = await self._fs.revalidated(number)
         immutable = self._immutability.is_immutable(inode)
-        if not immutable and self._immutability.is_immutable_on_open(inode):  # its OPEN may wait behind us
+        if not immutable and self._immutability.is_immutable_on_open(inode):  # the report of its OPEN may come later
             with self._metadata.index.update() as update:
                 inode = self._metadata.pin_file(update, inode)
             immutable = self._immutability.is_immutable(inode)
         if not immutable:
-            with self._uncached_read(number):
-                data = await self._descriptors.ask_object(number, lambda at: self._source.read_file(at, size, offset))
-            self._metrics.misses += 1
-            self._metrics.miss_bytes += len(data)
-            return data
+            return await self._read_uncached(
+                number, self._descriptors.ask_object(number, lambda at: self._fs.source.read_file(at, size, offset))
+            )
         file = self._recent.pop(number, None)
         if file is None or file.inode.version != inode.version:
             if file is not None:
@@ -285,7 +269,7 @@ class OpenFiles:
                 await self._shared.let_go(self._recent.popitem(last=False)[1])
             return await self._fetcher.read(file, offset, size)
         except Changed as error:
-            # No OPEN is sent that could be refused: the next open must not find the old inode by the old name.
+            # The kernel sends no OPEN that could fail: the next open must not find the old inode by the old name.
             await self._fs.invalidation.forget_names(error.directory or number)
             raise
         finally:
@@ -293,8 +277,7 @@ class OpenFiles:
 
     async def fetch_ahead(self, number: int, offset: int) -> None:
         """Cache a unit of a file before it is read, if the file is immutable."""
-        with self._metadata.index.view() as view:
-            inode = self._metadata.inode(view, number)
+        inode = self._metadata.current(number)
         if inode is None or not self._immutability.is_immutable(inode) or not self._metadata.remaining_ns(inode):
             return
         file = self._shared.share(inode)
@@ -304,11 +287,11 @@ class OpenFiles:
             await self._shared.let_go(file)
 
     async def flush(self, handle: int) -> None:
-        """close() of a descriptor. NFS and Ceph report write errors here, so a dup of ours is closed (hazard 4)."""
+        """close() of a descriptor. NFS and Ceph report write errors then, so a dup is closed (hazard 4)."""
         opened = self._descriptors.handle(handle)
         if opened.writable:
-            self._source.counters.add("close")
-            await self._descriptors.use(opened, lambda fd: os.close(os.dup(fd)), tells=True)
+            self._fs.source.counters.add("close")
+            await self._descriptors.use(opened, lambda fd: os.close(os.dup(fd)), reports_loss=True)
             self._fs.expire(opened.number)
 
     async def release(self, handle: int) -> None:
@@ -322,10 +305,10 @@ class OpenFiles:
         await self._descriptors.close(opened)
 
     async def forget(self, forgotten: Sequence[tuple[int, int]]) -> None:
-        """The kernel forgot inodes: (number, count).
+        """The kernel has forgotten inodes: (number, count).
 
-        Look-ups of a pinned one are not counted, so that the kernel may still know one that has no name any more. So it
-        is asked; if it does not, no process can have the file open, and its data are of no use.
+        Look-ups of pinned inodes are not counted. So the kernel may still know an inode that has lost its name; it is
+        asked. If it does not know the inode, no process has the file open, and its data are useless.
         """
         with self._metadata.index.update() as update:
             for number, count in forgotten:
@@ -351,3 +334,12 @@ class OpenFiles:
 
 def close_opened(opened: tuple[int, Stat]) -> None:
     close_quietly(opened[0])
+
+
+@contextmanager
+def closed_on_error(fd: int) -> Iterator[None]:
+    try:
+        yield
+    except BaseException:
+        close_quietly(fd)
+        raise

@@ -1,13 +1,14 @@
 """Immutability: is a file immutable, may an open make it so, and how many handles write to it?
 
 Opening a regular file read-only makes it immutable: its data are pinned from then on, and it cannot be opened for
-writing. A file stays mutable while it is open for writing, when it was written in this run, when `--mutable` matches
-one of its names (mutable_names.py), and where there is no room to pin it. On a mount that pins everything each pinned
-file is immutable. `handles.py` and `mutations.py` act on these answers; nothing is awaited between a question and the
-record that is written for its answer.
+writing. A file stays mutable while it is open for writing, if it was written in this run, if `--mutable` matches one of
+its names (mutable_names.py), and if it cannot be pinned. On a mount that pins everything each pinned file is immutable.
+`handles.py` and `mutations.py` act on these answers. Nothing is awaited between a question and the write of the record
+that follows from the answer.
 
-The fast path knows no writers. So a record has a flag, IMMUTABLE_ON_OPEN, which says that the fast path may answer an
-open and report it later. `InodeCache.apply_stat` sets it, and `opening_for_writing` takes it away.
+The fast path does not know which files are open for writing. So an inode has a flag, IMMUTABLE_ON_OPEN: the fast path
+may answer an OPEN and report it later. `InodeCache.apply_stat` sets the flag where `may_become_immutable_on_open`
+allows it, and `opening_for_writing` clears it.
 """
 
 from collections import Counter
@@ -19,6 +20,12 @@ from cachefs.options import Options
 from cachefs.store.index.records import IMMUTABLE, IMMUTABLE_ON_OPEN, STALE, UNLINKED, WRITTEN, Inode
 
 
+def may_become_immutable_on_open(options: Options, inode: Inode) -> bool:
+    """May the fast path answer an OPEN of this file, which has no mutable name, and so make it immutable?"""
+    writable_mount = options.pins_files and not options.read_only
+    return writable_mount and inode.is_regular and not inode.flags & (IMMUTABLE | WRITTEN)
+
+
 class Immutability:
     def __init__(self, metadata: InodeCache, options: Options) -> None:
         # dependencies
@@ -26,7 +33,7 @@ class Immutability:
         self._options = options
         # state
         self._writers: Counter[int] = Counter()
-        """How many writable handles an inode has, those that are being opened included."""
+        """Inode → how many writable handles it has, including those that are being opened."""
 
     # --- writers ---------------------------------------------------------------------------------------------------
 
@@ -37,7 +44,7 @@ class Immutability:
         self._writers[number] += 1
 
     def remove_writer(self, number: int) -> bool:
-        """True if it was the last one."""
+        """Returns whether it was the last one."""
         self._writers[number] -= 1
         is_last = not self._writers[number]
         if is_last:
@@ -46,7 +53,7 @@ class Immutability:
 
     @contextmanager
     def opening_for_writing(self, number: int) -> Iterator[None]:
-        """While the source is asked, which takes time, a reader must not make the file immutable."""
+        """Around an open for writing at the source: meanwhile no reader may make the file immutable."""
         self.add_writer(number)
         try:
             self._metadata.withdraw_immutable_on_open(number)
@@ -57,7 +64,7 @@ class Immutability:
     # --- decisions -------------------------------------------------------------------------------------------------
 
     def is_immutable(self, inode: Inode) -> bool:
-        """Immutable already, and read from the cache by a name that it has."""
+        """Is a file immutable, and reached by a name? Then it is read from the cache."""
         return (
             self._is_fixed(inode)
             and self._metadata.is_pinned(inode)
@@ -69,11 +76,11 @@ class Immutability:
         return inode.is_regular and bool(inode.flags & IMMUTABLE or self._options.pins_everything)
 
     def outlives_its_name(self, inode: Inode) -> bool:
-        """Immutable, and without a name: handles that are open go on reading it (hazard 2)."""
+        """Is a file immutable and without a name? Handles that are open go on reading it (hazard 2)."""
         return bool(inode.flags & UNLINKED and inode.flags & IMMUTABLE)
 
     def may_be_immutable(self, inode: Inode) -> bool:
-        """Is it, or would it be if it were opened for reading now?"""
+        """Is a file immutable, or would an open for reading make it so now?"""
         if not self._options.pins_files or not inode.is_regular or self.has_writers(inode.number):
             return False
         if inode.flags & IMMUTABLE:
@@ -83,11 +90,11 @@ class Immutability:
         return not self.is_mutable(inode)
 
     def is_immutable_on_open(self, inode: Inode) -> bool:
-        """Does a file become immutable because the fast path has opened it for reading?"""
+        """Has a file become immutable, because the fast path has answered an OPEN of it?"""
         return inode.flags & (IMMUTABLE_ON_OPEN | STALE) == IMMUTABLE_ON_OPEN and self.may_be_immutable(inode)
 
     def is_mutable(self, inode: Inode) -> bool:
-        """Is it never to be immutable in this run: open for writing, written here, or named by --mutable?"""
+        """Is a file open for writing, written in this run, or does --mutable match one of its names?"""
         return self.is_written(inode) or self._has_mutable_name(inode.number)
 
     def _has_mutable_name(self, number: int) -> bool:
@@ -95,20 +102,20 @@ class Immutability:
             return self._metadata.mutable_names.any(view, number)
 
     def is_written(self, inode: Inode) -> bool:
-        """Written in this run, or open for writing."""
+        """Was a file written in this run, or is it open for writing?"""
         return bool(inode.flags & WRITTEN) or self.has_writers(inode.number)
 
     def is_changing(self, inode: Inode) -> bool:
-        """Has this mount changed it, or may be about to, since the record was made? The kernel, which knows, would take
-        over an older size, and append there."""
+        """Has this mount changed a file since the record was made, or may it be about to? Then the record must not go
+        to the kernel: it knows the new size, would take over an older one, and append there."""
         return not inode.is_directory and (self.has_writers(inode.number) or not inode.expires_ns)
 
     def refuses_changes(self, inode: Inode) -> bool:
-        """EPERM for an open for writing and for changes of its attributes."""
+        """Do an open for writing, and changes of the attributes, fail with EPERM?"""
         return bool(inode.flags & IMMUTABLE) and self._metadata.is_pinned(inode)
 
     def state(self, inode: Inode) -> str:
-        """In one word, for users (docs/CONTROL.md)."""
+        """One word for users (docs/CONTROL.md)."""
         if inode.flags & WRITTEN:
             return "written"
         if self._metadata.is_pinned(inode):

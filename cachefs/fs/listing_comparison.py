@@ -1,13 +1,14 @@
-"""Comparing a listing with the source: the directory is read once, and its names are stat-ed in parallel.
+"""Comparing a listing with the source: reads the directory once, and stats its names in parallel.
 
-A listing is pinned where this mount pins the directory. Else it is believed for `attr_timeout_s`, then made again, so
-that what other nodes write shows up. Names of which the record still counts are not asked for again.
+A listing is pinned if this mount pins the directory. Otherwise it is valid for `attr_timeout_s` and then made again, so
+that changes by other nodes show up. Names with a valid entry are not compared again.
 
-A name that the source does not answer for, such as the mountpoint of another user's FUSE filesystem, is *bare*: listed
-without attributes. It costs a listing one second, once: while its call hangs (call_pool.py) it is not asked for again.
-Is it the name that hangs, or the source? The directory itself is asked: only if it answers is the name given up.
+A name that the source does not answer for, such as the mountpoint of another user's FUSE filesystem, is *bare*: it is
+listed without attributes. It delays a listing by one second, once: as long as its call hangs (call_pool.py), the name
+is not asked for again. Either the name hangs, or the source does. So the directory itself is asked, and the name is
+given up only if the directory answers.
 
-Listings for background work are *polite*: they ask for fewer names at a time and pause while requests wait, until a
+Listings for background work are *polite*: they stat fewer names at a time, and pause while requests wait, until a
 request wants the same listing.
 """
 
@@ -34,9 +35,9 @@ PARALLEL_BATCHES = 48
 POLITE_BATCHES = 6
 PAUSE_S = 0.001
 CHUNK_NAMES = 64
-"""How many records are looked at without letting other tasks run."""
+"""How many names are looked at before other tasks may run."""
 TURN_NAMES = 2
-"""How many are written: of all batches that are back one has its turn, so that other requests wait for one only."""
+"""How many answers are recorded at once. Only one batch at a time does so: other requests wait for one turn only."""
 PATIENCE_S = 1.0
 """How long a listing waits for one name before it asks whether the directory answers."""
 REMEMBERED_LISTINGS = 4096
@@ -45,21 +46,21 @@ ROOT_USER = 0
 
 
 class _Comparison:
-    """What a listing has found out about names that must be compared."""
+    """The comparison of one listing: what is known so far of the names that must be compared."""
 
     __slots__ = ("bare", "errors", "gone", "limiter", "looks", "overtaken")
 
     def __init__(self, batches: int) -> None:
         self.limiter = trio.CapacityLimiter(batches)
         self.looks: set[Look] = set()
-        """Under way."""
+        """Calls that are under way."""
         self.errors: list[OSError] = []
         self.gone: set[bytes] = set()
-        """Names that did not exist any more when they were looked at."""
+        """Names that were gone when they were looked at."""
         self.bare: dict[bytes, OSError] = {}
-        """Names that cannot be looked at, and why. A look-up of one asks the source, and gets its error."""
+        """Names that cannot be looked at, and why. A look-up of such a name asks the source, and gets its error."""
         self.overtaken: set[bytes] = set()
-        """Names that this mount has changed meanwhile. What the source said of them does not count."""
+        """Names that this mount has changed meanwhile. The answers of the source are outdated."""
 
     def give_up(self, names: Iterable[bytes]) -> None:
         for name in names:
@@ -77,23 +78,23 @@ class ListingComparisons:
         # state
         self._flights: SingleFlight[int, None] = SingleFlight()
         self._fresh: dict[int, tuple[int, float]] = {}
-        """Directory → (version, until when its listing is believed). A FORGET takes the record and its names along; the
-        record that is made next has another version."""
+        """Directory → (version, until when its listing is valid). A FORGET deletes the record and its names; the next
+        record has another version."""
         self._bare: dict[int, dict[bytes, OSError]] = {}
-        """Directory → names that are listed without attributes, and why."""
+        """Directory → its bare names, and why they are bare."""
         self._under_way: dict[int, _Comparison] = {}
-        """Directory → its listing."""
+        """Directory → the comparison that is under way."""
         self._turn = trio.Lock()
         self._polite: set[int] = set()
-        """Listings that only background work waits for."""
+        """Directories whose listings only background work waits for."""
         self._lookups_seen = 0
 
     def bare(self, number: int) -> dict[bytes, OSError]:
-        """The names of a directory that the source did not answer for, and why."""
+        """The bare names of a directory, and why they are bare."""
         return self._bare.get(number, {})
 
     def is_valid(self, inode: Inode) -> bool:
-        """Is the listing of a directory complete, and does it need no comparison?"""
+        """Is the listing of a directory complete and valid?"""
         complete = self._metadata.is_pinned(inode) and inode.flags & LISTED and inode.number not in self._bare
         if self._fs.options.pins_everything and complete:
             return True
@@ -101,16 +102,16 @@ class ListingComparisons:
         return version == inode.version and self._clock.monotonic_s() < until
 
     def changed(self, number: int) -> None:
-        """This mount changed the directory: the next listing reads it again."""
+        """This mount has changed the directory: the next listing reads it again."""
         self._fresh.pop(number, None)
 
     def overtake(self, number: int, name: bytes) -> None:
-        """This mount changed what a name leads to."""
+        """This mount has changed what a name leads to."""
         if number in self._under_way:
             self._under_way[number].overtaken.add(name)
 
     async def ask_bare(self, number: int) -> None:
-        """A listing does not wait for long for names that hang: ask for those again, and wait."""
+        """Ask again, and wait, for names that hang: a listing does not wait for them for long."""
 
         async def ask(name: bytes) -> None:
             with suppress(OSError):
@@ -124,12 +125,12 @@ class ListingComparisons:
                     nursery.start_soon(ask, name)
 
     async def make(self, number: int, owner: int = ROOT_USER) -> None:
-        """Make the listing of a directory, for a request. `owner`: the user who gets to see it."""
+        """Make the listing of a directory, for a request. `owner`: the user who requests it."""
         self._polite.discard(number)
         await self._make(number, owner)
 
     async def make_politely(self, number: int) -> None:
-        """For background work."""
+        """The same for background work."""
         self._polite.add(number)
         try:
             await self._make(number)
@@ -137,10 +138,10 @@ class ListingComparisons:
             self._polite.discard(number)
 
     async def _make(self, number: int, owner: int = ROOT_USER) -> None:
-        """The kernel does not walk the path again for a listing: ESTALE is for users who may not list the directory any
-        more."""
+        """For a listing the kernel does not walk the path again. So only users who may no longer list the directory get
+        `PermissionsChanged`."""
         if number in self._under_way and self._under_way[number].overtaken:
-            with suppress(OSError):  # it began too early for whoever asks now
+            with suppress(OSError):  # it began before a change that this request must see
                 await self._begin(number).wait()
         try:
             await self._begin(number).wait()
@@ -153,7 +154,7 @@ class ListingComparisons:
         return self._flights.begin(number, in_task(self._nursery, partial(self._list_once, number)), unwrap)
 
     async def _step_aside(self, number: int) -> None:
-        """Somebody waits for other requests: a moment for those, if nobody waits for this."""
+        """If only background work waits for this listing, pause for a moment where requests have arrived."""
         if number in self._polite and self._fs.lookups != self._lookups_seen:
             self._lookups_seen = self._fs.lookups
             await trio.sleep(PAUSE_S)
@@ -167,7 +168,7 @@ class ListingComparisons:
             del self._under_way[number]
 
     async def _list(self, number: int, found: _Comparison) -> None:
-        """Make the listing in the index complete, and every entry in it comparable without the source."""
+        """Make the listing in the index complete, and each of its entries valid."""
         directory = await self._fs.revalidated(number)
         at = self._fs.directory(number)
         pin = at.path is not None and self._fs.pins(at.path)
@@ -220,7 +221,7 @@ class ListingComparisons:
         table[number] = value
 
     async def _doubtful(self, directory: Inode, names: list[bytes]) -> tuple[list[bytes], bool]:
-        """The names that must be stat-ed. And: are all believed, and the rows those of these names, and no others?"""
+        """The names that must be compared, and whether none must be and the rows are exactly those of these names."""
         doubtful = []
         with self._metadata.index.view() as view:
             rows = {name: position for position, name in self._listings.rows(view, directory.number, 0)}
@@ -229,13 +230,10 @@ class ListingComparisons:
             with self._metadata.index.view() as view:
                 for name in names[start : start + CHUNK_NAMES]:
                     dentry = self._metadata.dentry(view, directory.number, name)
-                    if dentry is not None and dentry.inode and self._metadata.entry_holds(directory, dentry):
-                        inode = self._metadata.inode(view, dentry.inode)
-                        pinned = inode is not None and self._metadata.is_pinned(inode)
-                        if inode is not None and pinned and self._metadata.remaining_ns(inode):
-                            in_place += dentry.position == rows.get(name)
-                            continue
-                    doubtful.append(name)
+                    if dentry is None or self._metadata.valid_entry(view, directory, dentry) is None:
+                        doubtful.append(name)
+                    else:
+                        in_place += dentry.position == rows.get(name)
             await trio.lowlevel.checkpoint()
         return doubtful, in_place == len(names) == len(rows)
 
@@ -248,7 +246,7 @@ class ListingComparisons:
         release: Callable[[], object] | None = None,
     ) -> None:
         try:
-            if not self._fs.call_pool.may_risk():  # too many calls hang: the names will do
+            if not self._fs.call_pool.may_risk():  # too many calls hang: list the names only
                 found.give_up(names)
                 return
             began_ns = self._clock.realtime_ns()
@@ -264,7 +262,7 @@ class ListingComparisons:
             finally:
                 found.looks.discard(look)
             if look.given_up_at is not None:
-                for name in names[look.given_up_at + 1 :]:  # one by one: some of these may hang as well
+                for name in names[look.given_up_at + 1 :]:  # one by one: others may hang as well
                     del found.bare[name]
                     nursery.start_soon(self._stat_batch, at, [name], found, nursery)
             await self._take_stats(at, names[: len(stats)], stats, found, began_ns)
@@ -303,7 +301,7 @@ class ListingComparisons:
             try:
                 await self._fs.ask(at.number, partial(self._fs.source.ask_directory, at))
             except OSError:
-                continue  # it is not the name
+                continue  # the source hangs, not the name
             for look, index in late:
                 if look in looks and len(look.results) == index < len(look.names):
                     question = at.number, look.names[index]
@@ -330,10 +328,10 @@ class ListingComparisons:
         bare: Collection[bytes],
         was_bare: set[bytes],
     ) -> bool:
-        """Store a listing that was read when the directory's record was `before`. True if it is complete for good.
+        """Record a listing that was read when the directory was as in `before`. Returns whether it is LISTED now.
 
-        That is: all of its names are pinned, no mutable one may come, and the directory was not dropped or changed
-        meanwhile. A name that has no entry in such a directory does not exist.
+        It is, if all its names are pinned, no mutable name may appear, and the directory was not dropped or changed
+        meanwhile. A name without an entry in such a directory does not exist.
         """
         number = before.number
         with self._metadata.index.update() as update:

@@ -1,7 +1,12 @@
-"""The semantics of writing: everything passes through to the source at once, as the caller, and shows at once.
+"""The semantics of writing: each change is made at the source at once, as the caller, and is visible at once.
 
-An immutable file is like one with `chattr +i`: opening it for writing, truncating it, chmod, chown, utimens and
-setxattr fail with EPERM. Its names may change: unlink and rename are changes of the directory.
+An immutable file is like one with `chattr +i`: open for writing, truncate, chmod, chown, utimens and setxattr fail with
+EPERM. Its names may change: unlink and rename change the directory.
+
+A change of a name by this mount moves the ctime, as a change by another node would. Open files continue with the new
+ctime, and fetches that see it wait until the change has been made (`FileSystem.own_change`). A file that loses a name
+stays readable by handles that are open (`Descriptors.keep_readable`). Afterwards the inode is compared by another name,
+or by a descriptor.
 """
 
 import errno
@@ -15,9 +20,9 @@ from typing import TypeVar
 
 from cachefs.data.fetcher import close_quietly
 from cachefs.fs.descriptors import Descriptors
+from cachefs.fs.handles import closed_on_error
 from cachefs.fs.listing_comparison import ListingComparisons
 from cachefs.fs.names import FileSystem, failed
-from cachefs.fs.own_changes import OwnChanges
 from cachefs.metadata import inode_values
 from cachefs.source.credentials import CAP_SETFCAP, Caller, unknown_writer
 from cachefs.source.directories import Directory
@@ -36,9 +41,9 @@ _CAPABILITY = b"security.capability"
 
 @dataclass(frozen=True, slots=True)
 class Changes:
-    """The attributes that a setattr wants; None: leave it. Times in nanoseconds.
+    """The attributes to set. None: leave as it is.
 
-    `now`: which of atime and mtime are to be the time of the source. None: that is not known.
+    `now`: whether atime, and mtime, shall become the present time of the source. None: not known.
     """
 
     size: int | None = None
@@ -51,15 +56,12 @@ class Changes:
 
 
 class Mutations:
-    def __init__(
-        self, filesystem: FileSystem, descriptors: Descriptors, listings: ListingComparisons, own_changes: OwnChanges
-    ) -> None:
+    def __init__(self, filesystem: FileSystem, descriptors: Descriptors, listings: ListingComparisons) -> None:
         # dependencies
         self._fs = filesystem
         self._metadata = filesystem.metadata
         self._descriptors = descriptors
         self._listings = listings
-        self._own_changes = own_changes
         self._source = SourceWriter(filesystem.source)
 
     def _check_writable(self, number: int | None = None) -> None:
@@ -77,27 +79,69 @@ class Mutations:
         names_in: tuple[int, ...],
         discard: Callable[[T], object] | None = None,
     ) -> T:
-        """Change names in directories of the source, for an inode."""
-        await self._fs.before_change(caller, names_in=names_in)
+        """Change names in the directories `names_in` of the source, for an inode."""
+        await self._fs.before_names_change(caller, *names_in)
         return await self._fs.ask(number, function, discard=discard, once=True)
 
     def _own_change(self, *changed: tuple[int, Stat]) -> None:
-        """Store the new attributes of directories and inodes that this mount has just changed."""
+        """Record the new attributes of directories and inodes that this mount has just changed."""
         for number, now in changed:
-            self._own_changes.store(number, now)
+            self._store(number, now)
             self._listings.changed(number)
 
+    def _store(self, number: int, now: Stat, *, written: bool = False) -> None:
+        """Record the attributes of an inode after a change by this mount. If its data are the same, open files continue
+        with the new attributes.
+
+        `written`: the file stays mutable in this run.
+        """
+        with self._metadata.index.update() as update:
+            before = self._metadata.inode(update, number)
+            after, dropped = self._metadata.apply_own_change(update, number, now)
+            if before is not None and before.permissions != now.permissions:
+                inode_values.drop(update, number)  # a chmod changes the ACL, too
+            if after is not None and written:
+                self._metadata.put_inode(update, after.written())
+        self._fs.notifier.drop_soon(dropped)
+        if after is not None and (file := self._descriptors.shared.get(number, after.version)) is not None:
+            file.inode = after
+
+    async def _compare(self, number: int) -> None:
+        """This mount has removed a name of an inode: compare the inode by another name, or by a descriptor."""
+        with self._metadata.index.view() as view:
+            link = self._metadata.paths.name(view, number)
+            directory = self._metadata.paths.directory(view, link[0]) if link is not None else None
+        if link is not None and directory is not None:
+            try:
+                self._store(number, await self._fs.call_pool.run(partial(self._fs.source.lstat, directory, link[1])))
+            except OSError:
+                # The change of this mount has been made, whatever has become of the other name.
+                self._fs.invalidation.replaced(number)
+            return
+        async with self._descriptors.descriptor(number, True) as use:
+            if use is not None:
+                self._store(number, await use(self._fs.source.fstat))
+                return
+        with self._metadata.index.update() as update:
+            self._metadata.lost_name(update, number)
+
+    async def _follow_names(self, *numbers: int) -> None:
+        """This mount has given these inodes other names, and recorded their new attributes (mutable_names.py)."""
+        for number in await self._fs.invalidation.follow_names(numbers):
+            for file in self._descriptors.shared.of(number):
+                file.is_mutable = True
+
     def _names_changed(self, *names: tuple[int, bytes]) -> None:
-        """What was asked about them before this mount changed what they lead to is of before or after."""
+        """This mount has changed what these names lead to: answers to calls that are under way are outdated."""
         for parent, name in names:
             self._fs.overtake(parent, name)
             self._listings.overtake(parent, name)
 
-    def _added(self, parent: int, name: bytes, now: Stat, directory: Stat, *, written: bool) -> Inode:
+    def _added(self, parent: int, name: bytes, now: Stat, directory: Stat) -> Inode:
         with self._metadata.index.update() as update:
             inode = self._metadata.apply_stat(update, parent, name, now, pin=False)
-            if written:
-                # A new inode, whatever the number: nothing of it is cached yet, so nothing is lost.
+            if inode.is_regular:
+                # A new inode, even if its number is not new: nothing of it is cached yet.
                 inode = inode._replace(flags=inode.flags | WRITTEN, lookups=inode.lookups + 1)
                 self._metadata.put_inode(update, inode)
         self._own_change((parent, directory))
@@ -107,7 +151,7 @@ class Mutations:
     # --- files -----------------------------------------------------------------------------------------------------
 
     async def create(self, parent: int, name: bytes, mode: int, flags: int, caller: Caller) -> tuple[int, Inode]:
-        """A handle of the new file and its record."""
+        """A handle of the new file, and its inode."""
         self._check_writable()
         generation = self._fs.source.generation
         call = partial(self._source.create, self._fs.directory(parent), name, flags, stat.S_IMODE(mode), caller)
@@ -117,9 +161,9 @@ class Mutations:
             )
         except Changed as error:
             if not error.directory and not isinstance(error, Renamed):
-                self._fs.invalidation.lose_name(parent, name)
+                self._fs.invalidation.drop_name(parent, name)
             raise
-        inode = self._added(parent, name, now, directory, written=True)
+        inode = self._added(parent, name, now, directory)
         return self._descriptors.add_source_handle(inode.number, fd, flags, caller.identity(), generation), inode
 
     async def open_for_writing(self, number: int, flags: int, caller: Caller) -> int:
@@ -127,13 +171,10 @@ class Mutations:
         call = partial(self._source.open_file, flags=flags, caller=caller)
         generation = self._fs.source.generation
         with self._fs.immutability.opening_for_writing(number):
-            await self._fs.before_change(caller, objects=(number,))
+            await self._fs.before_object_changes(caller, number)
             fd = await self._descriptors.ask_object(number, call, discard=close_quietly)
-        try:
+        with closed_on_error(fd):
             self._check_writable(number)
-        except OSError:
-            close_quietly(fd)
-            raise
         self._mark_written(number)
         return self._descriptors.add_source_handle(number, fd, flags, caller.identity(), generation)
 
@@ -150,7 +191,7 @@ class Mutations:
         writer = opened.writer or unknown_writer()
         try:
             written = await self._descriptors.use(
-                opened, lambda fd: self._source.pwrite(fd, data, offset, writer), tells=True
+                opened, lambda fd: self._source.pwrite(fd, data, offset, writer), reports_loss=True
             )
         finally:
             self._metadata.changes.note(opened.number)
@@ -164,7 +205,7 @@ class Mutations:
         opened = self._descriptors.handle(handle)
         if opened.writable:
             writes = opened.writes
-            await self._descriptors.use(opened, lambda fd: self._source.fsync(fd, data_only=data_only), tells=True)
+            await self._descriptors.use(opened, partial(self._source.fsync, data_only=data_only), reports_loss=True)
             if opened.unsynced and opened.writes == writes:
                 opened.unsynced = False
                 self._descriptors.save(opened)
@@ -179,7 +220,7 @@ class Mutations:
         self._check_writable(number)
         opened = self._descriptors.handles.get(handle) if handle is not None else None
         if opened is None:
-            await self._fs.before_change(caller, objects=(number,))
+            await self._fs.before_object_changes(caller, number)
         if changes.size is not None:
             size = changes.size
             if opened is not None and opened.writable:
@@ -187,13 +228,12 @@ class Mutations:
             else:
                 truncate = partial(self._source.truncate, size=changes.size, caller=caller)
                 now = await self._descriptors.ask_object(number, truncate, once=True)
-            self._own_changes.store(number, now, written=True)
+            self._store(number, now, written=True)
         if changes.mode is not None and not self._comes_with_a_write(number, changes.mode, caller):
             mode = stat.S_IMODE(changes.mode)
             await self._change(caller, "chmod", number, lambda name: os.chmod(name, mode))
         if changes.uid is not None or changes.gid is not None:
-            uid = -1 if changes.uid is None else changes.uid
-            gid = -1 if changes.gid is None else changes.gid
+            uid, gid = (-1 if each is None else each for each in (changes.uid, changes.gid))
             await self._change(caller, "chown", number, lambda name: os.chown(name, uid, gid))
         if changes.atime_ns is not None or changes.mtime_ns is not None:
             atime, mtime = self._times(number, changes, caller)
@@ -201,15 +241,15 @@ class Mutations:
         return self._fs.inode(number)
 
     def _owns(self, caller: Caller, inode: Inode) -> bool:
-        """May it do what only owners may?"""
+        """May the caller do what only the owner may?"""
         identity = caller.identity()
         return identity.uid == inode.uid or identity.overrides_owner
 
     def _comes_with_a_write(self, number: int, mode: int, caller: Caller) -> bool:
-        """Without the fast path the kernel clears set-user-ID bits itself before a write or truncation, as the writer.
+        """Is this chmod the one by which the kernel clears set-user-ID bits before a write or truncation?
 
-        The kernel lets nobody but the owner ask for a chmod. The source clears the bits with the write itself, which is
-        made without CAP_FSETID.
+        Without the fast path the kernel sends it, as the writer. It refuses a chmod by a user who is not the owner. The
+        source clears the bits with the write itself, which is made without CAP_FSETID.
         """
         inode = self._fs.inode(number)
         before, after = stat.S_IMODE(inode.mode), stat.S_IMODE(mode)
@@ -217,10 +257,10 @@ class Mutations:
         return only_clears and not self._owns(caller, inode)
 
     def _times(self, number: int, changes: Changes, caller: Caller) -> tuple[tuple[int, int], tuple[int, int]]:
-        """What utimensat is to be told for atime and mtime.
+        """The arguments of utimensat for atime and mtime.
 
-        pyfuse3 does not pass on whether a time is "now"; the fast path does. Without it a caller that neither owns the
-        file nor has CAP_FOWNER means "now": the kernel allows it nothing else.
+        pyfuse3 does not pass on whether a time is "now"; the fast path does. Without it, a caller that neither owns the
+        file nor has CAP_FOWNER means "now": the kernel allows nothing else.
         """
         now = changes.now
         if now is None:
@@ -234,51 +274,45 @@ class Mutations:
     async def _change(self, caller: Caller, operation: str, number: int, make: Callable[[str], None]) -> None:
         change = partial(self._source.change, operation, make=make, caller=caller)
         now = await self._descriptors.ask_object(number, change, once=True)
-        self._own_changes.store(number, now)
+        self._store(number, now)
 
     async def setxattr(self, number: int, name: bytes, value: bytes, caller: Caller) -> None:
         self._check_writable(number)
-        await self._fs.before_change(caller, objects=(number,))
-        await self._change(caller, "setxattr", number, lambda target: os.setxattr(target, name, value))
-        self._drop_values(number)
+        await self._change_xattr(caller, "setxattr", number, lambda target: os.setxattr(target, name, value))
 
     async def removexattr(self, number: int, name: bytes, caller: Caller) -> None:
         self._check_writable(number)
         if name == _CAPABILITY and not caller.identity().capabilities & CAP_SETFCAP:
-            # The kernel, before a write, truncation or chown that the caller may make. A removexattr by such a caller
-            # it refuses itself. The source drops the capabilities with the change that follows.
+            # This comes from the kernel, before a write, truncation or chown that the caller may make; it refuses a
+            # removexattr by such a caller itself. The source drops the capabilities with the change that follows.
             return
-        await self._fs.before_change(caller, objects=(number,))
-        await self._change(caller, "removexattr", number, lambda target: os.removexattr(target, name))
-        self._drop_values(number)
+        await self._change_xattr(caller, "removexattr", number, lambda target: os.removexattr(target, name))
 
-    def _drop_values(self, number: int) -> None:
+    async def _change_xattr(self, caller: Caller, operation: str, number: int, make: Callable[[str], None]) -> None:
+        await self._fs.before_object_changes(caller, number)
+        await self._change(caller, operation, number, make)
         with self._metadata.index.update() as update:
             inode_values.drop(update, number)
 
     # --- names -----------------------------------------------------------------------------------------------------
 
     async def _add(
-        self, caller: Caller, operation: str, parent: int, name: bytes, make: Callable[[int], None], *, written: bool
+        self, caller: Caller, operation: str, parent: int, name: bytes, make: Callable[[int], None]
     ) -> Inode:
         self._check_writable()
         call = partial(self._source.add, operation, self._fs.directory(parent), name, make, caller)
         now, directory = await self._run(caller, parent, call, names_in=(parent,))
-        return self._added(parent, name, now, directory, written=written)
+        return self._added(parent, name, now, directory)
 
     async def mkdir(self, parent: int, name: bytes, mode: int, caller: Caller) -> Inode:
         bits = stat.S_IMODE(mode)
-        return await self._add(caller, "mkdir", parent, name, lambda fd: os.mkdir(name, bits, dir_fd=fd), written=False)
+        return await self._add(caller, "mkdir", parent, name, lambda fd: os.mkdir(name, bits, dir_fd=fd))
 
     async def mknod(self, parent: int, name: bytes, mode: int, rdev: int, caller: Caller) -> Inode:
-        return await self._add(
-            caller, "mknod", parent, name, lambda fd: os.mknod(name, mode, rdev, dir_fd=fd), written=stat.S_ISREG(mode)
-        )
+        return await self._add(caller, "mknod", parent, name, lambda fd: os.mknod(name, mode, rdev, dir_fd=fd))
 
     async def symlink(self, parent: int, name: bytes, target: bytes, caller: Caller) -> Inode:
-        return await self._add(
-            caller, "symlink", parent, name, lambda fd: os.symlink(target, name, dir_fd=fd), written=False
-        )
+        return await self._add(caller, "symlink", parent, name, lambda fd: os.symlink(target, name, dir_fd=fd))
 
     async def link(self, number: int, parent: int, name: bytes, caller: Caller) -> Inode:
         self._check_writable()
@@ -289,15 +323,15 @@ class Mutations:
         with self._metadata.index.update() as update:
             inode = self._metadata.apply_stat(update, parent, name, now, pin=False)
         self._names_changed((parent, name))
-        await self._own_changes.names_changed(number)
+        await self._follow_names(number)
         return inode
 
     async def remove(self, parent: int, name: bytes, caller: Caller, *, is_directory: bool) -> None:
-        """unlink or rmdir. An open immutable file goes on being readable (hazard 2)."""
+        """unlink or rmdir. An open immutable file stays readable (hazard 2)."""
         self._check_writable()
         number = self._number(parent, name)
         if number:
-            await self._own_changes.hold_data(number)
+            await self._descriptors.keep_readable(number)
         with self._fs.own_change(number):
             call = partial(self._source.remove, self._fs.directory(parent), name, caller, is_directory=is_directory)
             with self._losing(parent, name):
@@ -307,28 +341,28 @@ class Mutations:
             self._own_change((parent, directory))
             self._names_changed((parent, name))
             if number:
-                await self._own_changes.compare(number)
-                await self._own_changes.names_changed(number)
+                await self._compare(number)
+                await self._follow_names(number)
 
     @contextmanager
     def _losing(self, parent: int, name: bytes) -> Iterator[None]:
-        """A pinned name that the source turns out not to have is not shown any more."""
+        """Drop a recorded name if the change fails because the source does not have it."""
         try:
             yield
         except FileNotFoundError:
             if self._number(parent, name):
-                self._fs.invalidation.lose_name(parent, name)
+                self._fs.invalidation.drop_name(parent, name)
             raise
 
     def _pinned_name(self, parent: int, name: bytes, directory: Directory) -> list[tuple[Directory, bytes, Inode]]:
-        """The directory, the name, and what it leads to; nothing if it is not pinned."""
+        """The directory, the name and its inode; nothing if the name is not pinned."""
         with self._metadata.index.view() as view:
             dentry = self._metadata.dentry(view, parent, name)
             inode = self._metadata.inode(view, dentry.inode) if dentry and dentry.flags & PINNED else None
         return [(directory, name, inode)] if inode is not None else []
 
     def _number(self, parent: int, name: bytes) -> int:
-        """The inode that a name leads to; 0 if that is not known."""
+        """The number of the inode that a name leads to; 0 if not known."""
         with self._metadata.index.view() as view:
             dentry = self._metadata.dentry(view, parent, name)
         return dentry.inode if dentry is not None else 0
@@ -339,11 +373,9 @@ class Mutations:
         self._check_writable()
         moved, replaced = self._number(parent, name), self._number(new_parent, new_name)
         if not moved or (flags & RENAME_EXCHANGE and not replaced):
-            raise failed(
-                errno.ESTALE
-            )  # a name was lost just now: the kernel looks it up again, and finds where it leads
+            raise failed(errno.ESTALE)  # a name was just dropped: the kernel looks it up again
         if replaced:
-            await self._own_changes.hold_data(replaced)
+            await self._descriptors.keep_readable(replaced)
         with self._fs.own_change(moved, replaced):
             old, new = self._fs.directory(parent), self._fs.directory(new_parent)
             expected = self._pinned_name(parent, name, old)
@@ -357,10 +389,8 @@ class Mutations:
                     self._metadata.swap_names(update, parent, name, new_parent, new_name)
                 else:
                     self._metadata.move_name(update, parent, name, new_parent, new_name)
-            self._own_change((parent, old_directory), (new_parent, new_directory))
+            self._own_change((parent, old_directory), (new_parent, new_directory), (moved, now))
             self._names_changed((parent, name), (new_parent, new_name))
-            if moved:
-                self._own_change((moved, now))
             if replaced:
-                await self._own_changes.compare(replaced)
-            await self._own_changes.names_changed(moved, replaced)
+                await self._compare(replaced)
+            await self._follow_names(moved, replaced)

@@ -1,18 +1,18 @@
-"""The semantics of names: look-ups, and comparing what they lead to with the source. docs/SEMANTICS.md is the promise.
+"""The semantics of names: look-ups, and comparisons with the source. docs/SEMANTICS.md is the promise.
 
-Every method takes and gives inode numbers and records; errors are OSError with the errno the caller shall see. All the
-rest of `fs/` builds on this: `attributes.py`, `handles.py` (opens and reads), `directories.py` (listings) and
-`mutations.py` (what changes the source). What names forget is in `invalidation.py`.
+Methods take and return inode numbers and inodes; errors are OSError with the errno for the caller. The other modules of
+`fs/` build on this one: `attributes.py`, `handles.py` (opens and reads), `directories.py` (listings) and `mutations.py`
+(changes of the source). Names are dropped in `invalidation.py`.
 
-Rules for all of it: a record is committed to the index before the kernel is told of it. State is looked up again
-after every await. No method waits for a notification of the kernel: the request it serves may be what the
-notification waits for (hazard 1).
+Rules for all of them: a record is in the index before the kernel gets the answer. State is read again after each await.
+No method that serves a request waits for a notification of the kernel: the notification may wait for that very request
+(hazard 1).
 """
 
 import errno
 import math
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from typing import NamedTuple, TypeVar
@@ -20,11 +20,13 @@ from typing import NamedTuple, TypeVar
 import trio
 from outcome import Outcome
 
+from cachefs.contract.index import ROOT_INODE
 from cachefs.fs import permissions
 from cachefs.fs.immutability import Immutability
-from cachefs.fs.invalidation import Invalidation, Notifier
+from cachefs.fs.invalidation import Invalidation
 from cachefs.fs.permissions import Permissions, PermissionsChanged
 from cachefs.metadata.inode_cache import InodeCache
+from cachefs.metadata.notifier import Notifier
 from cachefs.metadata.validity import FOREVER_NS
 from cachefs.options import Options
 from cachefs.source import age
@@ -35,7 +37,7 @@ from cachefs.source.identity import Changed, Renamed, identity_of
 from cachefs.source.single_flight import Overtaken, SingleFlight
 from cachefs.source.source import Object, Source
 from cachefs.store.index.environment import View
-from cachefs.store.index.records import ROOT_INODE, UNLINKED, UNSETTLED, Inode
+from cachefs.store.index.records import UNLINKED, UNSETTLED, Inode
 from cachefs.system.clock import NANOSECONDS
 from cachefs.system.stat import Stat
 
@@ -43,11 +45,11 @@ T = TypeVar("T")
 
 
 class Entry(NamedTuple):
-    """What a look-up is answered with. `inode` None: there is no such name."""
+    """The answer to a look-up. `inode` None: the name does not exist."""
 
     inode: Inode | None
     timeout_s: float
-    """How long the kernel may believe the entry and the attributes."""
+    """How long the kernel may cache the entry and the attributes."""
 
 
 def failed(number: int) -> OSError:
@@ -63,7 +65,6 @@ class FileSystem:
         options: Options,
         notifier: Notifier,
         invalidation: Invalidation,
-        immutability: Immutability,
     ) -> None:
         # dependencies
         self.source = source
@@ -72,24 +73,22 @@ class FileSystem:
         self.options = options
         self.notifier = notifier
         self.invalidation = invalidation
-        self.immutability = immutability
+        self.immutability = Immutability(metadata, options)
         self.permissions = Permissions(metadata, source, call_pool, notifier, options)
         # state
         self.lookups = 0
-        """How many there were: background work sees by it that requests wait."""
+        """How many there were: shows background work that requests wait."""
         self._own_changes: dict[int, trio.Event] = {}
-        """Inode → set when the change of its names by this mount that is under way has been made."""
+        """Inode → set when the change that this mount is making to its names has been made."""
         self._lstats: SingleFlight[tuple[int, bytes, int], Inode | None] = SingleFlight()
-        """By parent, name, and how many changes this mount had made: later requests do not join earlier calls."""
+        """By parent, name, and the number of changes by this mount: later requests do not join earlier calls."""
 
     # --- names -----------------------------------------------------------------------------------------------------
 
-    def path_of(self, number: int, view: View | None = None) -> bytes:
-        """A path from the root of the source; in a `view` that is open already, where there is one."""
-        if view is None:
-            with self.metadata.index.view() as view:
-                return self.path_of(number, view)
-        return self.metadata.paths.path(view, number)
+    def path_of(self, number: int) -> bytes:
+        """A path from the root of the source. Raises ESTALE where no name leads to the inode."""
+        with self.metadata.index.view() as view:
+            return self.metadata.paths.path(view, number)
 
     def directory(self, number: int) -> Directory:
         """A directory of the source."""
@@ -97,7 +96,10 @@ class FileSystem:
             return self.metadata.paths.directory(view, number)
 
     def object_of(self, number: int, view: View | None = None) -> Object:
-        """An object of the source, by a name that leads to it. ESTALE where none does, but for directories."""
+        """An object of the source, by a name that leads to it. Raises ESTALE where none does: a directory needs none.
+
+        `view`: one that is open already.
+        """
         if view is None:
             with self.metadata.index.view() as view:
                 return self.object_of(number, view)
@@ -119,19 +121,20 @@ class FileSystem:
         discard: Callable[[T], object] | None = None,
         once: bool = False,
     ) -> T:
-        """Call the source, for an object. Where that is another one by now its entry is dropped: ESTALE."""
+        """Call the source for an object. If another object is in its place, drop its entry and raise ESTALE."""
         try:
             return await self.call_pool.run(function, discard=discard, once=once)
         except Renamed as error:
-            self.invalidation.lose_name(error.parent, error.name, error.number)
+            self.invalidation.drop_name(error.parent, error.name, error.number)
             raise
         except Changed as error:
             self.invalidation.replaced(error.directory or number)
             raise
 
     async def learnt(self, number: int, now: Stat) -> None:
-        """An object is about to be shown as it is now, not as its record says."""
-        for directory in self._directories_of([number]):
+        """Newer attributes of an object than its record has are about to be shown."""
+        directory = self._directory_of(number)
+        if directory is not None:
             await self.learnt_in(directory, now.ctime_ns)
 
     async def learnt_in(self, directory: Directory, ctime_ns: int) -> None:
@@ -142,53 +145,52 @@ class FileSystem:
             self.invalidation.replaced(error.directory)
             raise
 
-    async def before_change(self, caller: Caller, *, names_in: Iterable[int] = (), objects: Iterable[int] = ()) -> None:
-        """Names in these directories, or these objects, are about to be changed for a caller."""
-        directories = [self.directory(number) for number in names_in]
-        with suppress(Changed):  # not where it was: the change itself compares the names (directories.py)
-            await self.permissions.before_change(caller, *directories, *self._directories_of(objects))
+    async def before_names_change(self, caller: Caller, *numbers: int) -> None:
+        """Names in these directories are about to be changed for a caller."""
+        directories = [self.directory(number) for number in numbers]
+        with suppress(Changed):  # a directory has moved: the change itself compares the names (directories.py)
+            await self.permissions.before_change(caller, *directories)
 
-    def _directories_of(self, numbers: Iterable[int]) -> list[Directory]:
-        """A directory of each of these objects. None for what no name leads to: it is open."""
-        found: list[Directory] = []
-        with self.metadata.index.view() as view:
-            for number in numbers:
-                link = self.metadata.paths.name(view, number)
-                if link is not None:
-                    with suppress(OSError):
-                        found.append(self.metadata.paths.directory(view, link[0]))
-        return found
+    async def before_object_changes(self, caller: Caller, number: int) -> None:
+        directory = self._directory_of(number)
+        if directory is not None:
+            with suppress(Changed):
+                await self.permissions.before_change(caller, directory)
+
+    def _directory_of(self, number: int) -> Directory | None:
+        """A directory of an object. None where no name leads to the object, because it was removed while open."""
+        with self.metadata.index.view() as view, suppress(OSError):
+            link = self.metadata.paths.name(view, number)
+            return self.metadata.paths.directory(view, link[0]) if link is not None else None
+        return None
 
     def above(self, number: int) -> list[int]:
         """The directories above an object, the nearest one first."""
         found = []
-        for directory in self._directories_of([number]):
-            above: Directory | None = directory
-            while above is not None:
-                found.append(above.number)
-                above = above.parent
+        directory = self._directory_of(number)
+        while directory is not None:
+            found.append(directory.number)
+            directory = directory.parent
         return found
 
     def pins(self, path: bytes) -> bool:
-        """Does this mount pin whatever it sees at this path?"""
+        """Does this mount pin what it sees at this path?"""
         return self.options.pins_everything and not self.metadata.mutable_names.matches_path(path)
 
-    def timeout_s(self, inode: Inode, remaining_ns: int | None = None) -> float:
-        """`remaining_ns`: of the record, where that is known."""
+    def timeout_s(self, inode: Inode) -> float:
+        """How long the kernel may cache an inode."""
         if inode.flags & UNLINKED and not self.immutability.outlives_its_name(inode):
-            return self.options.unpinned_timeout_s  # it may have names that we do not know
-        if remaining_ns is None:
-            remaining_ns = self.metadata.remaining_ns(inode)
+            return self.options.unpinned_timeout_s  # it may have names that are not known
+        remaining_ns = self.metadata.remaining_ns(inode)
         return math.inf if remaining_ns == FOREVER_NS else remaining_ns / NANOSECONDS
 
     def mutable_name_timeout_s(self, inode: Inode) -> float:
-        """A name that --mutable matches is not pinned, whatever it leads to."""
+        """The same for a name that --mutable matches: the name is not pinned, whatever it leads to."""
         return min(self.timeout_s(inode), self.options.unpinned_timeout_s)
 
     def inode(self, number: int) -> Inode:
-        """The record of an inode that the kernel was told of. ESTALE if it has gone."""
-        with self.metadata.index.view() as view:
-            inode = self.metadata.inode(view, number)
+        """An inode that the kernel knows. Raises ESTALE if its record is gone."""
+        inode = self.metadata.current(number)
         if inode is None:
             raise failed(errno.ESTALE)
         return inode
@@ -204,12 +206,11 @@ class FileSystem:
             absent = self.metadata.knows_absent(directory, dentry)
             if absent and not (dentry is None and parent == ROOT_INODE):
                 return Entry(None, self.timeout_s(directory))
-            if dentry is not None and dentry.inode and self.metadata.entry_holds(directory, dentry):
-                inode = self.metadata.inode(view, dentry.inode)
-                if inode is not None and self.metadata.is_pinned(inode) and self.metadata.remaining_ns(inode):
-                    return Entry(inode, self.timeout_s(inode))
+            inode = self.metadata.valid_entry(view, directory, dentry)
+            if inode is not None:
+                return Entry(inode, self.timeout_s(inode))
         if absent:
-            # What the kernel believes missing in the root is written down: `invalidate` must tell it each name.
+            # Absences in the root are recorded, because `invalidate` must notify the kernel of each name.
             with self.metadata.index.update() as update:
                 self.metadata.apply_absence(update, parent, name, pin=True)
             return Entry(None, self.timeout_s(directory))
@@ -221,30 +222,30 @@ class FileSystem:
         return Entry(found, self.mutable_name_timeout_s(found) if mutable_name else self.timeout_s(found))
 
     def _absence_timeout_s(self, parent: int, name: bytes) -> float:
-        """How long the kernel may believe that there is no such name: as long as `invalidate` can tell it otherwise.
+        """How long the kernel may cache the absence of a name. `invalidate` must be able to end that.
 
-        Of other directories it drops the directory, and all names with it.
+        In the root it notifies the kernel of each such name. It drops other directories, and all names with them.
         """
-        if self.pins(self._beneath(parent, name)):
-            return math.inf
+        with self.metadata.index.view() as view:
+            if self._pins_name(view, parent, name):
+                return math.inf
         timeout_s = self.options.unpinned_timeout_s
         if parent != ROOT_INODE:
             return timeout_s
         return self.invalidation.note_absence(name, self.source.clock.monotonic_s(), timeout_s)
 
-    def _beneath(self, parent: int, name: bytes) -> bytes:
-        with self.metadata.index.view() as view:
-            return self.metadata.paths.beneath(view, parent, name)
+    def _pins_name(self, view: View, parent: int, name: bytes) -> bool:
+        """As `pins`. The path may be long: it is made only if there are patterns to match."""
+        return self.options.pins_everything and not self.metadata.mutable_names.matches(view, parent, name)
 
     async def compare(self, parent: int, name: bytes, caller: Caller | None = None) -> Inode | None:
-        """lstat a name and record what it said. None: there is no such name.
+        """lstat a name, and record the answer. None: the name does not exist.
 
         `caller`: None for the daemon itself. Raises `PermissionsChanged`.
         """
         with self.metadata.index.view() as view:
             directory = self.metadata.paths.directory(view, parent)
-            # The path may be long: it is made only where a pattern asks for it.
-            pin = self.options.pins_everything and not self.metadata.mutable_names.matches(view, parent, name)
+            pin = self._pins_name(view, parent, name)
             guards = self.permissions.guards(view, directory)
 
         def finish(answer: Outcome[tuple[Stat, int, list[permissions.Look]]]) -> Inode | None:
@@ -281,18 +282,18 @@ class FileSystem:
         return found
 
     def overtake(self, parent: int, name: bytes) -> None:
-        """This mount changed what a name leads to."""
+        """This mount has changed what a name leads to: answers to calls that are under way are outdated."""
         for key in self._lstats.joinable():
             if key[:2] == (parent, name):
                 self._lstats.overtake(key)
 
     async def resolve(self, path: bytes) -> Inode:
-        """What lies at a path. Symlinks on the way are not followed. ENOENT where there is nothing."""
+        """The inode at a path. Symlinks on the way are not followed. Raises ENOENT where there is none."""
         inode = await self.revalidated(ROOT_INODE)
         for name in path.split(b"/") if path else ():
             try:
                 found = (await self.lookup(inode.number, name)).inode
-            except PermissionsChanged:  # which is written down by now
+            except PermissionsChanged:  # the new permissions are recorded by now
                 found = (await self.lookup(inode.number, name)).inode
             if found is None:
                 raise failed(errno.ENOENT)
@@ -300,7 +301,7 @@ class FileSystem:
         return inode
 
     async def revalidated(self, number: int, inode: Inode | None = None) -> Inode:
-        """The record of an inode, compared with the source first if it must be. ESTALE if it is another one now."""
+        """An inode, compared with the source first unless valid. Raises ESTALE if another object has its names."""
         inode = inode or self.inode(number)
         if self.metadata.remaining_ns(inode):
             return inode
@@ -312,17 +313,17 @@ class FileSystem:
         for parent, name in links:
             try:
                 found = await self.compare(parent, name)
-            except PermissionsChanged:  # which is written down by now; this is no look-up
+            except PermissionsChanged:  # recorded by now; for a request without a path that is enough
                 found = await self.compare(parent, name)
             if found is not None and found.number == number:
                 return found
         raise failed(errno.ESTALE)
 
     async def come_of_age(self, numbers: Sequence[int]) -> list[int]:
-        """Wait until data of these files may be cached (age.py), and compare them with the source once more.
+        """Wait until the data of these files may be cached (age.py), and compare the files with the source once more.
 
-        Returns their inodes, or those to which their names lead now where a file has changed. Times far in the future
-        are not waited for.
+        Returns their inode numbers; where a file has changed, the number that its path leads to now. Does not wait for
+        times far in the future.
         """
         wait_ns = 0
         paths: dict[int, bytes] = {}
@@ -331,9 +332,11 @@ class FileSystem:
                 inode = self.metadata.inode(view, number)
                 if inode is None or not inode.is_regular or inode.flags & UNLINKED:
                     continue
-                record_wait_ns = self._unsettled_ns(inode)
+                record_wait_ns = age.worth_waiting_ns(inode, self.source.clock.realtime_ns(), self.options.settle_ns)
+                if inode.flags & UNSETTLED and self.metadata.is_pinned(inode):  # its last comparison is still due
+                    record_wait_ns = max(record_wait_ns, self.metadata.remaining_ns(inode))
                 if record_wait_ns or not self.metadata.remaining_ns(inode):
-                    with suppress(OSError):  # it has no name any more
+                    with suppress(OSError):  # it has lost its name
                         paths[number] = self.metadata.paths.path(view, number)
                         wait_ns = max(wait_ns, record_wait_ns)
         if not paths:
@@ -342,7 +345,7 @@ class FileSystem:
         now: dict[int, int] = {}
 
         async def compare(number: int, path: bytes) -> None:
-            with suppress(OSError):  # it has gone
+            with suppress(OSError):  # it is gone
                 try:
                     now[number] = (await self.revalidated(number)).number
                 except OSError:
@@ -352,13 +355,6 @@ class FileSystem:
             for number, path in paths.items():
                 nursery.start_soon(compare, number, path)
         return [now.get(number, number) for number in numbers]
-
-    def _unsettled_ns(self, inode: Inode) -> int:
-        """How long until a file is old enough, and until its record is compared for the last time."""
-        wait_ns = age.worth_waiting_ns(inode, self.source.clock.realtime_ns(), self.options.settle_ns)
-        if inode.flags & UNSETTLED and self.metadata.is_pinned(inode):
-            wait_ns = max(wait_ns, self.metadata.remaining_ns(inode))
-        return wait_ns
 
     async def _compare_root(self) -> None:
         def finish(answer: Outcome[tuple[Stat, int, list[permissions.Look]]]) -> Inode:
@@ -375,7 +371,7 @@ class FileSystem:
 
     @contextmanager
     def own_change(self, *numbers: int) -> Iterator[None]:
-        """While a name of these inodes is being changed by this mount: fetches that see a new ctime wait for it."""
+        """Around a change of a name of these inodes by this mount: fetches that see a new ctime wait for its end."""
         event = trio.Event()
         for number in numbers:
             self._own_changes[number] = event
@@ -388,11 +384,11 @@ class FileSystem:
             event.set()
 
     def own_change_of(self, number: int) -> trio.Event | None:
-        """Set when the change that this mount is making to an inode's names is through. None: there is none."""
+        """Set when the change that this mount is making to an inode's names has been made. None: there is none."""
         return self._own_changes.get(number)
 
     def expire(self, number: int) -> None:
-        """This mount changed a mutable file: what is known of it is not believed any more."""
+        """This mount has changed a mutable file: its record is no longer valid."""
         self.metadata.changes.note(number)
         with self.metadata.index.update() as update:
             inode = self.metadata.inode(update, number)

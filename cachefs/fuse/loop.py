@@ -1,9 +1,9 @@
-"""pyfuse3's loop, and its end without the loss of a request.
+"""pyfuse3's loop, and how to end it without losing a request.
 
-libfuse drops a request that it reads after it was told to end (fuse_session_receive_buf), and a task of pyfuse3 that
-was woken reads one. Nobody would know whether that was made: a successor would answer EIO to a change of names. A task
-may have been woken while there is something to read; so a loop that leaves its mount to a successor is ended when there
-is nothing.
+After the end was requested, libfuse drops a request that it reads (fuse_session_receive_buf), and a task of pyfuse3
+that was woken reads one more. A successor could not know whether that request was carried out, and would answer EIO to
+a change of names. A task is woken only while there is something to read. So a loop that leaves its mount to a successor
+is ended when there is nothing to read.
 """
 
 import select
@@ -15,9 +15,9 @@ from cachefs.fuse.operations import MAX_REQUESTS, Operations
 
 MIN_IDLE_REQUESTS = 16
 PATIENCE_S = 1.0
-"""Requests that arrive one after the other are read for so long."""
+"""How long requests are read that arrive one after the other."""
 _OPTIONS = {"fsname=cachefs"}
-"""libfuse is given a descriptor (`/dev/fd/N`) that serves a mount already; how that was mounted does not concern it."""
+"""No mount options: libfuse gets a descriptor (`/dev/fd/N`) of an existing mount."""
 
 
 class RequestLoop:
@@ -30,7 +30,7 @@ class RequestLoop:
         self.is_open = True
 
     async def run(self) -> None:
-        """Until it is ended, or the mount is. Raises OSError where the kernel closes the connection."""
+        """Returns when the loop is ended, or unmounted. Raises OSError if the kernel closes the connection."""
         await pyfuse3.main(min_tasks=MIN_IDLE_REQUESTS, max_tasks=MAX_REQUESTS)
 
     def end(self) -> None:
@@ -38,7 +38,7 @@ class RequestLoop:
             pyfuse3.terminate()
 
     async def end_when_read(self) -> None:
-        """What arrives later stays in the descriptor, for a successor."""
+        """Requests that arrive later stay in the descriptor, for a successor."""
         await all_read(self._descriptor)
         self.end()
 
@@ -48,10 +48,7 @@ class RequestLoop:
 
 
 async def all_read(descriptor: int) -> None:
-    """Returns when there is nothing to read. What arrives later stays there, if pyfuse3 is terminated at once.
-
-    `descriptor`: from which pyfuse3 reads.
-    """
+    """Returns when pyfuse3 has read all requests from `descriptor`. Later ones stay if it is terminated at once."""
     readable = select.poll()
     readable.register(descriptor, select.POLLIN)
     with trio.move_on_after(PATIENCE_S):

@@ -1,4 +1,4 @@
-"""Telling the kernel to forget (FUSE_NOTIFY_INVAL_INODE, FUSE_NOTIFY_INVAL_ENTRY)."""
+"""Notifications that make the kernel drop what it caches (FUSE_NOTIFY_INVAL_INODE, FUSE_NOTIFY_INVAL_ENTRY)."""
 
 import errno
 import fcntl
@@ -12,11 +12,12 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
+from typing import NamedTuple
 
 import trio
 
+from cachefs.contract.index import Table
 from cachefs.fuse.notifier_process import PACKET_BYTES
-from cachefs.store.index.environment import Table
 from cachefs.store.index.index import Index
 
 log = logging.getLogger(__name__)
@@ -29,52 +30,50 @@ _NOTIFY_INVAL_INODE, _NOTIFY_INVAL_ENTRY = 2, 3
 _FUSE_DEV_IOC_CLONE = 0x8004E500
 
 _KEY = b"notify:"
-_FLAGS = bytes(4)  # of a value that ends with the mount
+_FLAGS = bytes(4)  # not PINNED: the value is for this mount only
 _RESTART_PAUSE_S = 1.0
 _END_PATIENCE_S = 1.0
 _ANSWER_BYTES = 16
 
 
 class KernelNotifier:
-    """Invalidations, sent by a process of their own and one at a time (hazard 1).
+    """Sends notifications by a process of their own, one at a time (hazard 1).
 
     A notification blocks in the kernel until requests on the same directory have been answered, and a thread that waits
-    there cannot be killed. A thread of the daemon would keep the process alive, with its /dev/fuse, sockets and locks,
-    when only that daemon, or its successor, answers those requests. So a child notifies (notifier_process.py), and a
-    daemon that is killed, or leaves, ends at once. The child ends when it has sent what it was given. Those requests
-    are answered by the fast path or by a successor; if nobody serves the mount any more, the child fails them itself.
+    there cannot be killed. A thread of the daemon would keep a dying daemon alive, with its /dev/fuse, sockets and
+    locks, while only this daemon or its successor can answer those requests. So a child process notifies
+    (notifier_process.py), and a daemon that is killed, or leaves, ends at once. The child ends when it has sent what it
+    was given. The fast path or a successor answers the requests that it waits for. If no process serves the mount any
+    more, the child itself fails these requests.
 
-    They are written to /dev/fuse itself, not through a fast path, which too is needed for what they wait for.
+    The child writes to /dev/fuse directly, not through the fast path, which answers requests that it waits for.
     """
 
     def __init__(self, device: int, served: int | None = None) -> None:
-        """`device`: the mount's /dev/fuse. `served`: a file that others who may serve the mount have open as well, by
-        the same open file description. None: nobody may."""
+        """`device`: the mount's /dev/fuse. `served`: a file of which all processes that may serve the mount share one
+        open file description. None: there is no other such process."""
         # dependencies
         self._device = device
         self._served = os.memfd_create("cachefs-served") if served is None else served
-        fcntl.flock(self._served, fcntl.LOCK_SH)  # until the last of them has closed it
-        self._code = Path(__file__).with_name("notifier_process.py").read_text()  # an upgrade may put another there
+        fcntl.flock(self._served, fcntl.LOCK_SH)  # until the last such process has closed it
+        self._code = Path(__file__).with_name("notifier_process.py").read_text()  # an upgrade may replace the file
         # state
         self._names = _Lane()
         self._pages = _Lane()
         self._process: trio.Process | None = None
         self._is_over = False
 
-    def entry_soon(self, parent: int, name: bytes) -> None:
-        self._names.add([_entry_message(parent, name)])
-
-    def all_soon(self, entries: Sequence[tuple[int, bytes]], numbers: Sequence[int]) -> None:
+    def drop_soon(self, entries: Sequence[tuple[int, bytes]], numbers: Sequence[int] = ()) -> None:
+        """Names first, then inodes."""
         self._names.add(_messages(entries, numbers))
 
-    async def all(self, entries: Sequence[tuple[int, bytes]], numbers: Sequence[int]) -> None:
-        """Names, then inodes."""
+    async def drop(self, entries: Sequence[tuple[int, bytes]], numbers: Sequence[int]) -> None:
         await self._names.send(_messages(entries, numbers))
 
     def attributes(self, number: int) -> bool:
-        """Have the kernel ask for them. Does it know the inode?
+        """Drop the attributes, and no page. Returns whether the kernel knows the inode.
 
-        It waits for nothing and drops no page, so that a request may do it.
+        This notification waits for nothing. So a request may send it, directly.
         """
         try:
             os.write(self._device, _message(_NOTIFY_INVAL_INODE, _NOTIFY_INODE.pack(number, -1, 0)))
@@ -85,34 +84,34 @@ class KernelNotifier:
         return True
 
     async def pages(self, numbers: Iterable[int]) -> None:
-        """Drop the pages of these inodes, and their attributes.
+        """Drop the pages of these inodes, and their attributes. Returns when the kernel has.
 
         In a lane of its own: the kernel waits for READs of the same pages, which may wait for the source.
         """
-        await self._pages.send([_inode_message(number) for number in numbers])
+        await self._pages.send(_messages((), numbers))
 
-    def hold_back(self) -> None:
-        """Nobody waits for a notification any more: what is not confirmed at the end is left to a successor."""
-        self._names.hold_back()
-        self._pages.hold_back()
+    def leave_to_successor(self) -> None:
+        """From now on nothing waits for a notification: what is not confirmed at the end is left to a successor."""
+        self._names.stop_waiting()
+        self._pages.stop_waiting()
 
     def save(self, index: Index) -> None:
-        """Leave what is not confirmed to a successor. To send a notification twice does no harm."""
+        """Leave what is not confirmed to a successor. A notification that is sent twice does no harm."""
         with index.update() as update:
             for number, packet in enumerate([*self._names.unconfirmed(), *self._pages.unconfirmed()]):
                 update.put(Table.META, _KEY + number.to_bytes(4, "big"), _FLAGS + packet)
 
     def end(self) -> None:
-        """The mount has ended. The process is killed if it does not end with its task: it may have been stopped."""
+        """The mount has ended: when `run` is cancelled, kill the process if it does not end by itself."""
         self._is_over = True
 
     def kill(self) -> None:
-        """What is not confirmed is saved, and the successor's."""
+        """Kill the process: what is not confirmed has been saved for the successor."""
         if self._process is not None:
             self._process.kill()
 
     def restore(self, index: Index) -> None:
-        """Send what a predecessor has left."""
+        """Send what a predecessor has saved."""
         with index.update() as update:
             saved = list(update.scan(Table.META, _KEY))
             for key, _ in saved:
@@ -122,7 +121,7 @@ class KernelNotifier:
     # --- the process -----------------------------------------------------------------------------------------------
 
     async def run(self) -> None:
-        """The task, for ever: keep a process that notifies. The next one sends what a killed one had not confirmed."""
+        """The task, for ever: run a process that notifies. If it is killed, the next sends what was not confirmed."""
         while True:
             started = trio.current_time()
             try:
@@ -133,7 +132,7 @@ class KernelNotifier:
             await trio.sleep_until(started + _RESTART_PAUSE_S)
 
     async def _run_process(self) -> None:
-        """Returns when it has ended. When we are cancelled it ends as if we had been killed."""
+        """Run one process, and return when it has ended. When cancelled: end it as if the daemon had been killed."""
         lanes = (self._names, self._pages)
         ours, process = await self._start_process(len(lanes))
         self._process = process
@@ -152,20 +151,20 @@ class KernelNotifier:
                 process.kill()
 
     async def _start_process(self, lanes: int) -> tuple[list[trio.socket.SocketType], trio.Process]:
-        """Our ends of its lanes, and the process. It holds nothing else of ours."""
+        """Our ends of the lanes, and the process, which gets no other descriptors of the daemon."""
         with ExitStack() as ours, ExitStack() as theirs:
             pairs = [socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET) for _ in range(lanes)]
             for our_end, their_end in pairs:
                 ours.enter_context(our_end)
                 theirs.enter_context(their_end)
-            fds = [_clone(self._device)]
-            theirs.callback(os.close, fds[0])
-            fds.append(os.open(f"/proc/self/fd/{self._served}", os.O_RDWR | os.O_CLOEXEC))
-            theirs.callback(os.close, fds[1])
-            fds += [their_end.fileno() for _, their_end in pairs]
+            device = _clone(self._device)
+            theirs.callback(os.close, device)
+            served = os.open(f"/proc/self/fd/{self._served}", os.O_RDWR | os.O_CLOEXEC)
+            theirs.callback(os.close, served)
+            fds = [device, served, *(their_end.fileno() for _, their_end in pairs)]
             process = await trio.lowlevel.open_process(
                 [os.readlink("/proc/self/exe"), "-I", "-S", "-c", self._code, *map(str, fds)],
-                executable="/proc/self/exe",  # what runs us, wherever it lies by now
+                executable="/proc/self/exe",  # the running interpreter, even if its file was moved
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
@@ -177,10 +176,9 @@ class KernelNotifier:
             return [trio.socket.from_stdlib_socket(our_end) for our_end, _ in pairs], process
 
 
-class _Packet:
-    def __init__(self, content: bytes) -> None:
-        self.content = content
-        self.confirmed = trio.Event()
+class _Packet(NamedTuple):
+    content: bytes
+    confirmed: trio.Event
 
 
 class _Lane:
@@ -188,22 +186,22 @@ class _Lane:
 
     def __init__(self) -> None:
         self._unconfirmed: deque[_Packet] = deque()
-        """The first one may be under way."""
+        """The first may be under way."""
         self._added = trio.Event()
-        self._is_left = False
+        self._waits = True
 
     def add(self, messages: Iterable[bytes]) -> None:
-        self._unconfirmed += map(_Packet, _packets(messages))
+        self._unconfirmed += [_Packet(content, trio.Event()) for content in _packets(messages)]
         self._added.set()
 
     async def send(self, messages: Sequence[bytes]) -> None:
-        """Return when the kernel has taken them."""
+        """Return when the kernel has acted on them."""
         self.add(messages)
-        if messages and not self._is_left:
+        if messages and self._waits:
             await self._unconfirmed[-1].confirmed.wait()
 
-    def hold_back(self) -> None:
-        self._is_left = True
+    def stop_waiting(self) -> None:
+        self._waits = False
         for packet in self._unconfirmed:
             packet.confirmed.set()
 
@@ -211,7 +209,7 @@ class _Lane:
         return [packet.content for packet in self._unconfirmed]
 
     async def run(self, end: trio.socket.SocketType) -> None:
-        """Until the process at the other end has gone: what it has not confirmed is still ours."""
+        """Return when the process at the other end has gone. What it has not confirmed stays in `_unconfirmed`."""
         with suppress(OSError):
             while True:
                 while not self._unconfirmed:
@@ -240,7 +238,7 @@ def _packets(messages: Iterable[bytes]) -> Iterator[bytes]:
 
 
 def _clone(device: int) -> int:
-    """Another /dev/fuse on the same connection: requests that were read from the one do not depend on the other."""
+    """Another descriptor of the same connection. Requests that were read by the one do not end with the other."""
     clone = os.open("/dev/fuse", os.O_RDWR | os.O_CLOEXEC)
     try:
         fcntl.ioctl(clone, _FUSE_DEV_IOC_CLONE, device.to_bytes(4, sys.byteorder))
@@ -259,12 +257,8 @@ def _message(code: int, body: bytes) -> bytes:
 
 
 def _messages(entries: Iterable[tuple[int, bytes]], numbers: Iterable[int]) -> list[bytes]:
-    return [_entry_message(parent, name) for parent, name in entries] + [_inode_message(number) for number in numbers]
-
-
-def _entry_message(parent: int, name: bytes) -> bytes:
-    return _message(_NOTIFY_INVAL_ENTRY, _NOTIFY_ENTRY.pack(parent, len(name), 0) + name + b"\0")
-
-
-def _inode_message(number: int) -> bytes:
-    return _message(_NOTIFY_INVAL_INODE, _NOTIFY_INODE.pack(number, 0, 0))
+    messages = [
+        _message(_NOTIFY_INVAL_ENTRY, _NOTIFY_ENTRY.pack(parent, len(name), 0) + name + b"\0")
+        for parent, name in entries
+    ]
+    return messages + [_message(_NOTIFY_INVAL_INODE, _NOTIFY_INODE.pack(number, 0, 0)) for number in numbers]

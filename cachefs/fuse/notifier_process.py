@@ -1,11 +1,11 @@
 """The process that notifies the kernel. Run by the daemon (notifier.py): python -I -S -c THIS DEVICE SERVED LANE…
 
-It has no descriptor of the daemon's, so that it keeps nothing of a daemon open that has been killed.
+It shares no descriptor with the daemon, so that it keeps nothing open of a daemon that was killed.
 
-DEVICE   a /dev/fuse of its own on the daemon's connection (FUSE_DEV_IOC_CLONE). When the daemon's is closed the kernel
-         ends the requests that were read from it, and with them what a notification waits for.
-SERVED   a file. Every process that may answer requests holds a shared lock on it.
-LANE…    sockets, each with a thread of its own. A packet is one notification or several. The answer is the errno of the
+DEVICE   a /dev/fuse of its own for the daemon's connection (FUSE_DEV_IOC_CLONE). When the daemon's is closed, the
+         kernel ends the requests that were read from it, and so ends what a notification waits for.
+SERVED   a file. Processes that may answer requests have a shared lock on it.
+LANE…    sockets, each with a thread of its own. A packet has one notification or more. The answer is the errno of the
          last one that failed, or 0.
 """
 
@@ -17,11 +17,11 @@ import struct
 import sys
 
 PACKET_BYTES = 64 << 10
-_REQUEST_BYTES = (1 << 20) + (64 << 10)  # the kernel refuses to be read with less than a WRITE and its header
+_REQUEST_BYTES = (1 << 20) + (64 << 10)  # the kernel refuses a read into less than a WRITE and its header need
 _OUT_HEAD = struct.Struct("<IiQ")  # fuse_out_header: length, error, unique
 _IN_HEAD = struct.Struct("<IIQ")  # fuse_in_header: length, opcode, unique
 _UNKNOWN = (errno.ENOENT, errno.ENOTDIR)
-"""The kernel does not have it: fine."""
+"""The kernel does not cache it: no error."""
 
 
 def notify(device: int, packet: bytes) -> int:
@@ -37,11 +37,11 @@ def notify(device: int, packet: bytes) -> int:
 
 
 def serve(device: int, lane: int, running: list[int]) -> None:
-    """Until the daemon has gone. What it sent last is sent all the same. The last lane ends the process."""
+    """Serve one lane until the daemon has gone, and send what it has sent last. The last lane ends the process."""
     try:
         while packet := os.read(lane, PACKET_BYTES):
             os.write(lane, b"%d" % notify(device, packet))
-    except OSError:  # it has gone before it could hear
+    except OSError:  # the daemon has gone before it got the answer
         pass
     running.remove(lane)
     if not running:
@@ -49,13 +49,13 @@ def serve(device: int, lane: int, running: list[int]) -> None:
 
 
 def end_requests(device: int) -> None:
-    """Answer what nobody will answer: one of them may be what a notification waits for. Until the mount is gone."""
+    """Fail the requests that no process will answer, until the mount is gone: a notification may wait for one."""
     while True:
         try:
             request = os.read(device, _REQUEST_BYTES)
             os.write(device, _OUT_HEAD.pack(_OUT_HEAD.size, -errno.ENOTCONN, _IN_HEAD.unpack_from(request)[2]))
         except OSError as error:
-            if error.errno != errno.ENOENT:  # it was interrupted, or wants no answer
+            if error.errno != errno.ENOENT:  # ENOENT: it was interrupted, or needs no answer
                 return
 
 

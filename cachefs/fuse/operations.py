@@ -1,12 +1,13 @@
-"""The pyfuse3 adapter: translate, map errors to errno. Thin on purpose; the semantics are in `cachefs/fs`.
+"""The pyfuse3 adapter: translates requests and answers, and maps errors to errno. The semantics are in `cachefs/fs`.
 
-A handler may raise FUSEError only: anything else would end the mount (pyfuse3). So what is not an OSError is a bug of
-ours: logged with its traceback, answered EIO, and the mount goes on.
+A handler may raise FUSEError only: anything else would end the mount (pyfuse3). An exception other than OSError is a
+bug: it is logged with its traceback and answered with EIO, and the mount goes on.
 """
 
 import errno
 import functools
 import logging
+import os
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any, ParamSpec, TypeVar
@@ -15,12 +16,12 @@ import pyfuse3
 import trio
 
 from cachefs.client.client import ALIVE
-from cachefs.contract.messages import OPEN_REPORT
+from cachefs.contract.messages import FAST_HANDLE, OPEN_REPORT
 from cachefs.errors import errno_of
 from cachefs.fs.attributes import VIRTUAL, Attributes
 from cachefs.fs.descriptors import Descriptors
 from cachefs.fs.directories import Directories
-from cachefs.fs.handles import FAST_HANDLE, OpenFiles
+from cachefs.fs.handles import OpenFiles
 from cachefs.fs.mutations import Changes, Mutations
 from cachefs.fs.names import Entry, FileSystem
 from cachefs.source import shares
@@ -40,16 +41,16 @@ _KINDS = {
     "readdir": "readdir", "write": "write", "setattr": "write", "fsync": "write", "flush": "write",
 }  # fmt: skip
 _READ = "read"
-"""Whether that is a hit is known elsewhere (fetcher.py)."""
+"""fetcher.py measures it: it knows whether a READ is a hit."""
 _OF_FILES = frozenset({"read", "write", "fsync", "flush", "release"})
-"""Requests that name a handle, and not their caller: they count as their opener's."""
+"""Requests with a handle and without a caller: they count for the user who opened the handle."""
 _OF_DIRECTORIES = frozenset({"readdir", "fsyncdir", "releasedir"})
 _RELEASES = frozenset({"release", "releasedir"})
-"""Never refused: they give something back."""
+"""Never refused: they free something."""
 MAX_REQUESTS = 16384
-"""Tasks of pyfuse3. A task that waits for the source costs memory and nothing else, and hits need one, too."""
+"""Tasks of pyfuse3. A waiting task costs only memory, and hits need tasks, too."""
 RESERVED_REQUESTS = 1024
-"""Of those (shares.py). As many more are left for requests that are refused, which takes a moment."""
+"""Of those, reserved for users with few requests (shares.py). As many more are for the refusal of requests."""
 
 
 def _handler(function: Callable[P, Awaitable[R]]) -> Callable[P, Coroutine[Any, Any, R]]:
@@ -83,7 +84,7 @@ def _handler(function: Callable[P, Awaitable[R]]) -> Callable[P, Coroutine[Any, 
 
 
 def _owner_of(operations: "Operations", name: str, args: tuple[Any, ...]) -> int:
-    """The uid that a request counts as."""
+    """The uid that a request counts for."""
     if isinstance(args[-1], pyfuse3.RequestContext):
         return int(args[-1].uid)
     if name in _OF_FILES:
@@ -96,27 +97,19 @@ def _owner_of(operations: "Operations", name: str, args: tuple[Any, ...]) -> int
 def _attributes(inode: Inode, timeout_s: float) -> pyfuse3.EntryAttributes:
     entry = pyfuse3.EntryAttributes()
     entry.st_ino = inode.number
-    entry.st_mode = inode.mode
-    entry.st_nlink = inode.nlink
-    entry.st_uid = inode.uid
-    entry.st_gid = inode.gid
-    entry.st_rdev = inode.rdev
-    entry.st_size = inode.size
-    entry.st_blocks = inode.blocks
-    entry.st_blksize = inode.blksize
-    entry.st_atime_ns = inode.atime_ns
-    entry.st_mtime_ns = inode.mtime_ns
-    entry.st_ctime_ns = inode.ctime_ns
-    entry.entry_timeout = timeout_s
-    entry.attr_timeout = timeout_s
+    entry.st_mode, entry.st_nlink, entry.st_rdev = inode.mode, inode.nlink, inode.rdev
+    entry.st_uid, entry.st_gid = inode.uid, inode.gid
+    entry.st_size, entry.st_blocks, entry.st_blksize = inode.size, inode.blocks, inode.blksize
+    entry.st_atime_ns, entry.st_mtime_ns, entry.st_ctime_ns = inode.atime_ns, inode.mtime_ns, inode.ctime_ns
+    entry.entry_timeout = entry.attr_timeout = timeout_s
     return entry
 
 
 def _name_only() -> pyfuse3.EntryAttributes:
-    """For a listing: the kernel shows the name, of unknown type, and looks it up when somebody wants more.
+    """For a listing: the kernel shows the name, of unknown type, and looks it up when its attributes are requested.
 
-    Number 0 would say so, too, but pyfuse3 would show it as d_ino, and older C libraries skip such names. The root's
-    number is the other one of which the kernel makes no entry (invalid_nodeid in fs/fuse).
+    Number 0 would do as well, but pyfuse3 would show it as d_ino, and older C libraries skip such names. The root's
+    number is the other one for which the kernel makes no entry (invalid_nodeid in fs/fuse).
     """
     name_only = pyfuse3.EntryAttributes()
     name_only.st_ino = pyfuse3.ROOT_INODE
@@ -185,7 +178,7 @@ class Operations(pyfuse3.Operations):
     async def forget(self, inode_list: Sequence[tuple[int, int]]) -> None:
         try:
             await self.files.forget(inode_list)
-        except Exception:  # nobody waits for an answer
+        except Exception:  # a FORGET has no answer
             log.exception("bug in forget")
 
     @_handler
@@ -194,13 +187,12 @@ class Operations(pyfuse3.Operations):
 
     @_handler
     async def open(self, inode, flags, ctx):  # type: ignore[no-untyped-def]
-        if flags & (_ACCESS_MODE | _TRUNCATE):
+        if flags & (os.O_ACCMODE | os.O_TRUNC):
             with self._descriptors.opening():
                 handle = await self._mutations.open_for_writing(inode, flags, _caller(ctx))
             return pyfuse3.FileInfo(fh=handle, keep_cache=False)
         if flags & OPEN_REPORT:
-            frozen = await self.files.make_immutable(inode)
-            keep_cache = frozen and not self.files.is_young(inode)
+            keep_cache = await self.files.make_immutable(inode) and not self.files.is_young(inode)
             return pyfuse3.FileInfo(fh=FAST_HANDLE | inode, keep_cache=keep_cache)
         with self._descriptors.opening():
             handle, keep_cache = await self.files.open_for_reading(inode, _caller(ctx), executes=bool(flags & _EXECUTE))
@@ -213,7 +205,7 @@ class Operations(pyfuse3.Operations):
     @_handler
     async def flush(self, fh):  # type: ignore[no-untyped-def]
         if self._fs.options.read_only:
-            raise OSError(errno.ENOSYS, "nothing to flush")  # the kernel does not ask again (hazard 4)
+            raise OSError(errno.ENOSYS, "nothing to flush")  # the kernel sends no other FLUSH (hazard 4)
         await self.files.flush(fh)
 
     @_handler
@@ -333,16 +325,14 @@ class Operations(pyfuse3.Operations):
 
 
 def _now(mark_ns: int) -> tuple[bool, bool]:
-    """Which of atime and mtime a SETATTR wants to be "now". The fast path marks it in the ctime, which the kernel never
-    sets (no writeback cache): relay.c."""
+    """Which of atime and mtime a SETATTR sets to "now". The fast path marks it in the ctime, which the kernel never
+    sets without a writeback cache (relay.c)."""
     mark = mark_ns // NANOSECONDS
     return bool(mark & 1), bool(mark & 2)
 
 
-_ACCESS_MODE = 0o3
-_TRUNCATE = 0o1000
 _EXECUTE = 0o40
-"""In the flags of an OPEN by execve(2): it needs permission to execute, not to read."""
+"""In the flags of an OPEN by execve(2), which needs permission to execute, not to read."""
 _STATFS_FIELDS = (
     "f_bsize", "f_frsize", "f_blocks", "f_bfree", "f_bavail", "f_files", "f_ffree", "f_favail", "f_namemax",
 )  # fmt: skip

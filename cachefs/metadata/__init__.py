@@ -1,4 +1,4 @@
 """What is known of inodes and names, and for how long it is valid.
 
-Decisions on index records; no call to the source.
+Decisions about records of the index; no call to the source.
 """

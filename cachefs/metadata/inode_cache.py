@@ -1,36 +1,29 @@
-"""Metadata: which names lead to which inodes, what is known of them, and for how long it is believed.
+"""The inode cache: what is recorded of inodes and names after a comparison, a change by this mount, or a drop.
 
-Decisions about single records, on top of `Index`; no I/O but the index, nothing is awaited. validity.py says what is
-believed of them, and for how long.
+Decides about single records of the index. Nothing is awaited, and nothing but the index is read or written.
+validity.py says how long a record is valid.
 
-Numbers (hazard 10): an inode's number is the source's, as long as that number belongs to one identity. A known number
-with another identity, an object of another device, and a file that changed after it had been pinned get a number
-above 2^62, kept in the `aliases` table. A file that changes behind our back is therefore another inode to the
-kernel: nobody ever sees pages of two versions under one number.
+Numbers (hazard 10): an inode has the number of the source, as long as that number belongs to one identity. Others get
+an alias above 2^62, which is kept in the `aliases` table: an object whose number is known with another identity, an
+object of another device, and a file that has changed after it was pinned. So a file with an external modification is
+another inode for the kernel, which never has pages of two versions under one number.
 """
 
 import stat
-import time
-from collections.abc import Callable
 from functools import partial
 
-from cachefs.contract.index import FIRST_POSITION
+from cachefs.contract.index import FIRST_POSITION, ROOT_INODE, Table
 from cachefs.metadata.inode_paths import link_key, link_value, links_of, name_expires_ns
 from cachefs.metadata.inode_table import InodeTable, lookups_unpinned
-from cachefs.metadata.last_changes import LastChanges
-from cachefs.metadata.limit import InodeLimit
-from cachefs.options import Options
 from cachefs.source.age import is_young
 from cachefs.source.identity import identity_of, is_same
-from cachefs.store.index.environment import Table, Update, View
-from cachefs.store.index.index import Index
+from cachefs.store.index.environment import Update, View
 from cachefs.store.index.records import (
     FLAGS_PINNED,
     IMMUTABLE,
     IMMUTABLE_ON_OPEN,
     LISTED,
     PINNED,
-    ROOT_INODE,
     STALE,
     UNSETTLED,
     WRITTEN,
@@ -44,59 +37,17 @@ from cachefs.store.runs import FIRST_ALIAS
 from cachefs.system.stat import Stat
 
 FORGOTTEN_POSITIONS = 1 << 32
-"""More than a daemon can have given out in one directory after what is known of it was written."""
+"""More positions than a daemon can give out in one directory between two commits."""
+_BLANK = Inode(0, *(0,) * 6, 4096, *(0,) * 14)
 
 
 class InodeCache(InodeTable):
-    def __init__(
-        self,
-        index: Index,
-        options: Options,
-        *,
-        run: int,
-        floor: int,
-        takeovers: int = 0,
-        forgot: bool = False,
-        names_floor: int = 0,
-        strict_floor: int = 0,
-        retention: InodeLimit | None = None,
-        monotonic_ns: Callable[[], int] = time.monotonic_ns,
-        realtime_ns: Callable[[], int] = time.time_ns,
-    ) -> None:
-        """`names_floor`: the run since which `--mutable` is what it is: names that were pinned before are doubtful.
-
-        `forgot`: the kernel may know inodes and versions of which no record is left.
-        """
-        super().__init__(
-            index,
-            options,
-            run=run,
-            floor=floor,
-            takeovers=takeovers,
-            strict_floor=strict_floor,
-            retention=retention,
-            monotonic_ns=monotonic_ns,
-        )
-        # dependencies
-        self._realtime_ns = realtime_ns
-        # constants
-        self._names_floor = names_floor
-        self._forgot = forgot
-        self._settle_ns = options.settle_ns
-        # state
-        self.changes = LastChanges(monotonic_ns)
-        self.on_changed: Callable[[int], object] = lambda number: None
-        """Called when it is recorded that a file has other attributes than before, and no answer says so yet. Of
-        directories permissions.py tells the kernel."""
-        self._restless: set[int] = set()
-        """Directories whose permissions have changed in this run: never believed for long (permissions.py)."""
-
-    # --- reading ---------------------------------------------------------------------------------------------------
+    """The decisions. Dependencies and state are in `InodeTable`: it is one class in two modules."""
 
     # --- what an lstat said ----------------------------------------------------------------------------------------
 
     def _number(self, update: Update, now: Stat) -> tuple[int, Inode | None]:
-        """The inode number of an object and the record it continues; a new number where hazard 10 or 11 want one."""
+        """The number of an object, and the inode that it continues; a new number where hazard 10 or 11 needs one."""
         key = pair_key(now.device, now.inode)
         alias = update.get(Table.ALIASES, key)
         if alias:
@@ -107,7 +58,7 @@ class InodeCache(InodeTable):
             number = 0
         if number:
             inode = self.inode(update, number)
-            if inode is None and not self._forgot and self._is_free(update, number):
+            if inode is None and not self._run.forgot and self._is_free(update, number):
                 return number, None
             if (
                 inode is not None
@@ -115,20 +66,20 @@ class InodeCache(InodeTable):
                 and (inode.same_version(now) or not self._kernel_has_data(inode) or self._is_overtaken(inode, now))
             ):
                 return number, inode
-        number = self._next_alias(update)
+        number = self.numbers.next_alias(partial(self._is_free, update))
         update.put(Table.ALIASES, key, FLAGS_PINNED + bytes(4) + inode_key(number))
         return number, None
 
     def _kernel_has_data(self, inode: Inode) -> bool:
-        """The kernel may hold pages of this version, which nothing would ever drop."""
+        """May the kernel cache pages of this version that nothing would ever drop?"""
         fixed = inode.flags & IMMUTABLE or (self._options.pins_everything and inode.flags & PINNED)
-        is_told = inode.validated_run == self.run or self._forgot
-        return bool(inode.is_regular and is_told and (fixed or inode.flags & STALE))
+        is_known = inode.validated_run == self.run or self._run.forgot
+        return bool(inode.is_regular and is_known and (fixed or inode.flags & STALE))
 
     def _is_overtaken(self, inode: Inode, now: Stat) -> bool:
-        """A later call was faster: the record was compared with the source after this call had begun.
+        """Has a later call been faster, so that the record was compared with the source after this call began?
 
-        Its answer may be of an older version: it would cut a file off at the size that it had then.
+        Then this answer may be of an older version. It would cut off a file at its former size.
         """
         if inode.validated_run != self.run or not now.began_ns:
             return False
@@ -138,11 +89,11 @@ class InodeCache(InodeTable):
     def apply_stat(
         self, update: Update, parent: int, name: bytes, now: Stat, *, pin: bool, counted: bool = True
     ) -> Inode:
-        """Record what an lstat of `name` in `parent` said. What is pinned and believed is never replaced.
+        """Record what an lstat of `name` in `parent` said.
 
-        Nor is what was seen later: of an answer that was overtaken only the name counts.
+        A pinned and valid record is not replaced. If a later call was faster, only the name is recorded.
 
-        `pin`: this mount pins whatever it sees. `counted`: the kernel will be told, so it will send a FORGET.
+        `pin`: this mount pins whatever it sees. `counted`: the answer goes to the kernel, which will send a FORGET.
         """
         number, old = self._number(update, now)
         if old is not None:
@@ -163,7 +114,8 @@ class InodeCache(InodeTable):
             if self._is_immutable_on_open(inode) and not any(mutable):
                 inode = inode._replace(flags=inode.flags | IMMUTABLE_ON_OPEN)
             if old is not None and inode.is_regular and not old.same_version(now):
-                update.afterwards(partial(self.on_changed, number))
+                # No answer says so yet. permissions.py does the same for directories.
+                update.afterwards(partial(self._notifier.attributes, number))
             self.put_inode(update, inode._replace(lookups=inode.lookups + counted))
         self._lost(self.dentry(update, parent, name), parent, name, unless=number)
         added = self._put_name(update, parent, name, number, pinned=bool(inode.flags & PINNED))
@@ -172,7 +124,7 @@ class InodeCache(InodeTable):
         return inode
 
     def _are_mutable(self, view: View, number: int, parent: int, name: bytes, now: Stat) -> list[bool]:
-        """Of each name of an object that was just looked at by one of them: does `--mutable` match it?"""
+        """For each name of an object, the one that was just looked up included: does `--mutable` match it?"""
         if not self.mutable_names:
             return [False]
         names = {(parent, name)}
@@ -180,56 +132,43 @@ class InodeCache(InodeTable):
             names.update(self.paths.names(view, number))
         return [self.mutable_names.matches(view, *each) for each in names]
 
-    def _is_immutable_on_open(self, inode: Inode) -> bool:
-        """For the fast path, which does not know who writes. The caller checks the mutable names."""
-        options = self._options
-        return bool(
-            inode.is_regular
-            and not inode.flags & (IMMUTABLE | WRITTEN)
-            and options.pins_files
-            and not options.read_only
-        )
-
     def withdraw_immutable_on_open(self, number: int) -> None:
-        """A file is about to be opened for writing."""
+        """A file is about to be opened for writing: the fast path must not answer an OPEN of it."""
         with self.index.update() as update:
             inode = self.inode(update, number)
             if inode is not None and inode.flags & IMMUTABLE_ON_OPEN:
                 self.put_inode(update, inode._replace(flags=inode.flags & ~IMMUTABLE_ON_OPEN))
 
     def _compared(self, number: int, old: Inode | None, now: Stat, pin: bool) -> Inode:
-        flags = old.flags & (PINNED | IMMUTABLE | WRITTEN | LISTED) if old is not None else 0
-        version = old.version if old is not None else self.next_sequence()
-        entries_valid_from = max(old.entries_valid_from, self._names_floor) if old is not None else self.run
+        """The inode as it is after a comparison. `old`: as it was before."""
+        before = old or _BLANK._replace(number=number)
+        flags = before.flags & (PINNED | IMMUTABLE | WRITTEN | LISTED)
+        version = before.version
+        entries_valid_from = max(before.entries_valid_from, self._run.names_floor)
         unchanged = old is not None and old.same_version(now)
         if not unchanged:
             # What was cached of an older version no longer counts.
-            version = self.next_sequence()
+            version = self.numbers.next()
             entries_valid_from = self.run
             flags &= ~(LISTED | IMMUTABLE)
             if not stat.S_ISDIR(now.mode):
                 flags &= ~PINNED
         if pin and self.may_pin(number):
             flags |= PINNED
-        next_position = (old.next_position if old is not None else 0) or FIRST_POSITION
-        if self._forgot and old is not None and old.validated_run != self.run:
+        next_position = before.next_position or FIRST_POSITION
+        if self._run.forgot and old is not None and old.validated_run != self.run:
             flags &= ~LISTED  # names may be missing
             next_position += FORGOTTEN_POSITIONS
-        checked_again = unchanged and old is not None and old.flags & UNSETTLED
+        checked_again = unchanged and before.flags & UNSETTLED
         if number in self._restless or (is_young(now, self._realtime_ns(), self._settle_ns) and not checked_again):
             flags |= UNSETTLED
-        blank = Inode(number, *(0,) * 6, 4096, *(0,) * 14)
-        inode = (
-            (old or blank)
-            .with_stat(now)
-            ._replace(
-                flags=flags,
-                version=version,
-                validated_run=self.run,
-                entries_valid_from=entries_valid_from,
-                next_position=next_position,
-                lookups=0 if old is None else old.lookups if flags & PINNED else lookups_unpinned(old),
-            )
+        inode = before.with_stat(now)._replace(
+            flags=flags,
+            version=version,
+            validated_run=self.run,
+            entries_valid_from=entries_valid_from,
+            next_position=next_position,
+            lookups=before.lookups if flags & PINNED else lookups_unpinned(before),
         )
         if self.is_pinned(inode):
             expires_ns = self._monotonic_ns() + self._settle_ns if flags & UNSETTLED else 0
@@ -240,7 +179,7 @@ class InodeCache(InodeTable):
         return inode._replace(expires_ns=expires_ns)
 
     def apply_root(self, update: Update, now: Stat, *, pin: bool) -> Inode:
-        """The root is number 1 whatever it is underneath; it is a directory on the path to every file."""
+        """Record what an lstat of the root said. Its number is 1, whatever it is in the source."""
         inode = self._compared(ROOT_INODE, self.inode(update, ROOT_INODE), now, pin)
         if self.mutable_names.may_come(b""):
             inode = inode._replace(flags=inode.flags & ~LISTED)
@@ -252,19 +191,20 @@ class InodeCache(InodeTable):
         self._lost(self.dentry(update, parent, name), parent, name)
         self.remove_name(update, parent, name)
         if pin and self.index.available:
-            update.put(Table.DENTRIES, inode_key(parent) + name, Dentry(PINNED, 0, self.run, 0).pack())
+            self.put_dentry(update, parent, name, Dentry(PINNED, 0, self.run, 0))
 
     # --- writing single records ------------------------------------------------------------------------------------
 
     def apply_own_change(self, update: Update, number: int, now: Stat) -> tuple[Inode | None, list[tuple[int, bytes]]]:
-        """This mount itself changed an inode: store what it looks like now.
+        """This mount has changed an inode: record its new attributes.
 
-        Our change moves the change time, and so may a rewrite by another node at the same time (hazard 24). What is
-        pinned or cached of the inode stays only if size and mtime are still the recorded ones. Else it is dropped,
-        with the attributes that it had: the next look-up finds another version, and makes another inode of it.
-        Another object in its place (another node was faster) takes its names, so that the record is dropped, too.
-        Returns the record, None if it was dropped, and the names that the kernel must drop.
-        A directory keeps its version: its mtime is what our change moves.
+        Our change moves the ctime, and so may a write by another node at the same time (hazard 24). So what is pinned
+        or cached of a file stays only if size and mtime are still the recorded ones. Otherwise the inode is dropped and
+        keeps its old attributes: the next look-up finds another version, and makes another inode of it. The inode is
+        also dropped if another object is in its place, because another node was faster. A directory keeps its version:
+        our change moves its mtime.
+
+        Returns the inode, or None if it was dropped, and the names that the kernel must drop.
         """
         self.changes.note(number)
         inode = self.inode(update, number)
@@ -276,35 +216,35 @@ class InodeCache(InodeTable):
         if not unchanged and not inode.is_directory:
             if inode.flags & IMMUTABLE or self.is_pinned(inode):
                 return None, self.drop(update, number)
-            inode = inode._replace(version=self.next_sequence())
+            inode = inode._replace(version=self.numbers.next())
         inode = inode.with_stat(now)
         self.put_inode(update, inode)
         return inode, []
 
-    def saw(self, number: int, now: Stat) -> bool:
-        """An open of a file that is neither pinned nor immutable said this. True if it has changed."""
+    def apply_fstat(self, number: int, now: Stat) -> bool:
+        """Record what an open of an unpinned file said. Returns whether the file has changed."""
         with self.index.update() as update:
             inode = self.inode(update, number)
             if inode is None or inode.same_version(now) or self.is_pinned(inode) or self._is_overtaken(inode, now):
                 return False
-            self.put_inode(update, inode.with_stat(now)._replace(version=self.next_sequence()))
+            self.put_inode(update, inode.with_stat(now)._replace(version=self.numbers.next()))
         return True
 
     def permissions_changed(self, update: Update, inode: Inode, now: Stat) -> None:
-        """A directory's permissions are not the recorded ones: it is compared before it is used, and every two seconds.
+        """A directory has other permissions than recorded: it is compared before its next use, and every two seconds.
 
-        Its times stay what they were, because nothing is said of its names yet.
+        The recorded times stay, because its names have not been compared yet.
         """
         self._restless.add(inode.number)
         inode = inode._replace(mode=now.mode, uid=now.uid, gid=now.gid)
         self.put_inode(update, inode._replace(flags=inode.flags | UNSETTLED, expires_ns=0))
 
     def pin_file(self, update: Update, inode: Inode, *, seen_by: tuple[int, bytes] | None = None) -> Inode:
-        """A regular file was opened read-only: it is immutable from now on, and pinned with all that leads to it.
+        """A regular file was opened read-only: make it immutable, and pin it with the names and directories above it.
 
-        But only with what is believed now. A name that has expired, or was invalidated, may lead elsewhere by now: it
-        is pinned when it is looked up again. A directory that has expired is pinned and compared once more at its next
-        use. `seen_by`: a name by which the source has just been asked for the file.
+        Only valid names are pinned: one that has expired, or was invalidated, may lead elsewhere by now. It is pinned
+        when it is looked up again. A directory that has expired is pinned, and compared at its next use. `seen_by`: a
+        name by which the source has just been asked for the file.
         """
         unsettled = inode.flags & UNSETTLED
         expires_ns = self._monotonic_ns() + self._settle_ns if unsettled else 0
@@ -330,8 +270,8 @@ class InodeCache(InodeTable):
         return inode
 
     def _valid_names(self, update: Update, number: int, seen_by: tuple[int, bytes] | None) -> list[tuple[int, bytes]]:
-        """The names that an inode is valid to have. Where there are some, it is not known by expired ones any more:
-        a fetch by one of these would find another file."""
+        """The valid names of an inode. If there are any, the links to expired names are deleted: a fetch by one of
+        these might find another file."""
         now_ns = self._monotonic_ns()
         valid, expired = [], []
         for link in self.paths.links(update, number):
@@ -347,11 +287,10 @@ class InodeCache(InodeTable):
         return valid
 
     def drop(self, update: Update, number: int) -> list[tuple[int, bytes]]:
-        """Forget what is known and cached of an inode; the next look-up compares it with the source.
+        """Forget what is known and cached of an inode. The next look-up compares it with the source.
 
-        Its names stay, pinned and doubtful: in a complete listing a name without an entry does not exist. That they
-        lead to this number is kept for this run only: later it may be another file's. Returns them, for whoever tells
-        the kernel.
+        Its names stay, pinned and doubtful: in a complete listing a name without a dentry does not exist. They lead to
+        this number in this run only: later it may be another file's. Returns the names, which the kernel must drop.
         """
         inode = self.inode(update, number)
         if inode is None:
@@ -360,7 +299,7 @@ class InodeCache(InodeTable):
             update,
             inode._replace(
                 flags=(inode.flags & ~(PINNED | LISTED)) | STALE,
-                version=self.next_sequence(),
+                version=self.numbers.next(),
                 validated_run=self.run,
                 expires_ns=0,
                 lookups=lookups_unpinned(inode),
@@ -370,14 +309,14 @@ class InodeCache(InodeTable):
         for parent, name in links:
             dentry = self.dentry(update, parent, name)
             if dentry is not None:
-                update.put(Table.DENTRIES, inode_key(parent) + name, dentry._replace(validated_run=0).pack())
+                self.put_dentry(update, parent, name, dentry._replace(validated_run=0))
             update.put(Table.LINKS, link_key(number, (parent, name)), link_value(0))
         return links
 
     def follow_names(self, update: Update, number: int) -> tuple[list[tuple[int, bytes]], bool]:
-        """Some of an inode's names are other ones now: what mutable names say of it counts (mutable_names.py).
+        """An inode has other names than before: apply the rules for mutable names to it (mutable_names.py).
 
-        Returns names that the kernel must drop, and whether the inode was pinned and is not any more.
+        Returns the names that the kernel must drop, and whether the inode was unpinned.
         """
         inode = self.inode(update, number)
         if inode is None or not inode.flags & (PINNED | IMMUTABLE | IMMUTABLE_ON_OPEN):
@@ -387,11 +326,11 @@ class InodeCache(InodeTable):
             return [], False
         ends = not others
         flags = inode.flags & ~IMMUTABLE_ON_OPEN
-        for parent, name in mutable:  # beneath a directory that was renamed they are what they were
+        for parent, name in mutable:  # names beneath a renamed directory still lead to the same inodes
             self._put_name(update, parent, name, number, pinned=False)
         if ends:
             flags &= ~(PINNED | IMMUTABLE | LISTED)
             lookups = lookups_unpinned(inode)
-            inode = inode._replace(version=self.next_sequence(), expires_ns=0, lookups=lookups)
+            inode = inode._replace(version=self.numbers.next(), expires_ns=0, lookups=lookups)
         self.put_inode(update, inode._replace(flags=flags))
         return mutable, ends

@@ -1,4 +1,4 @@
-"""Paths from the root of the source, by the names that lead to an inode."""
+"""Names of an inode, and the paths that they form."""
 
 import errno
 import os
@@ -7,21 +7,22 @@ import time
 from collections.abc import Callable
 from itertools import islice
 
+from cachefs.contract.index import ROOT_INODE, Table
 from cachefs.source.directories import ROOT, Directory
 from cachefs.source.identity import identity_of
-from cachefs.store.index.environment import Table, View
-from cachefs.store.index.records import PINNED, ROOT_INODE, STALE, Dentry, Inode, inode_key, inode_of_key
+from cachefs.store.index.environment import View
+from cachefs.store.index.records import PINNED, STALE, Dentry, Inode, inode_key, inode_of_key
 
 REMEMBERED_DIRECTORIES = 4096
 REMEMBERED_NAMES = 4096
 MOST_NAMES = 64
-"""Of one file."""
+"""How many names of one file a request looks at."""
 _LINK = struct.Struct("<IQ")  # flags, when the name expires
 _NEVER_NS = 1 << 63
 
 
 def links_of(view: View, number: int, most: int | None = None) -> list[tuple[int, bytes]]:
-    """All known names, or so many of them: (parent, name)."""
+    """The known names of an inode, at most `most` of them: (parent, name)."""
     links = islice(view.scan(Table.LINKS, inode_key(number)), most)
     return [(inode_of_key(key[8:16]), key[16:]) for key, _ in links]
 
@@ -31,13 +32,13 @@ def has_name(view: View, number: int) -> bool:
 
 
 def directory_of(view: View, number: int) -> int | None:
-    """The parent of an inode, by one of its names."""
+    """The parent of an inode, by the first of its names."""
     link = view.first_key(Table.LINKS, inode_key(number))
     return inode_of_key(link[8:16]) if link is not None else None
 
 
 def leads_to(view: View, link: tuple[int, bytes], number: int) -> bool:
-    """Does the name lead to the inode? A link that outlived its name or its inode's record does not count."""
+    """Does the name lead to the inode? False for a link that has outlived its name, or the record of its inode."""
     value = view.get(Table.DENTRIES, inode_key(link[0]) + link[1])
     return value is not None and Dentry.unpack(value).inode == number
 
@@ -47,12 +48,12 @@ def link_key(number: int, link: tuple[int, bytes]) -> bytes:
 
 
 def link_value(expires_ns: int) -> bytes:
-    """Of a name that is not pinned."""
+    """The value of a link by a name that is not pinned."""
     return _LINK.pack(0, expires_ns)
 
 
 def name_expires_ns(view: View, number: int, link: tuple[int, bytes]) -> int:
-    """CLOCK_MONOTONIC until which a name is believed to lead to an inode. A pinned one has no such time: never."""
+    """CLOCK_MONOTONIC until which a name is valid for an inode; `_NEVER_NS` for a pinned name."""
     value = view.get(Table.LINKS, link_key(number, link))
     if value is None:
         return 0
@@ -62,39 +63,39 @@ def name_expires_ns(view: View, number: int, link: tuple[int, bytes]) -> int:
 
 
 def _validated_run(view: View, link: tuple[int, bytes]) -> int:
-    """The run in which a name was compared last; 0: it is doubtful."""
+    """The run in which a name was compared last; 0: the name is doubtful."""
     value = view.get(Table.DENTRIES, inode_key(link[0]) + link[1])
     return Dentry.unpack(value).validated_run if value is not None else 0
 
 
 class Paths:
-    """Directories are remembered with all that is above them; `forget` them when one moves or goes.
+    """Finds paths. Remembers directories with all directories above them, until one of them moves or goes (`forget`).
 
-    A user may give a file as many names as they like (ext4: 65,000), and nobody is to wait for that: a request looks at
-    no more than `MOST_NAMES` of them, and at the one that was looked up last.
+    A user may give a file very many names (ext4: 65,000). So that no request takes long for that, it looks at
+    `MOST_NAMES` of them, and at the name that was looked up last.
     """
 
     def __init__(self, run: int = 0, monotonic_ns: Callable[[], int] = time.monotonic_ns) -> None:
-        """`run`: the one of now."""
+        """`run`: the current one."""
         # constants
         self._run = run
         self._monotonic_ns = monotonic_ns
         # state
         self._directories: dict[int, Directory] = {}
         self._last: dict[int, tuple[int, bytes]] = {}
-        """Number → the name by which it was looked up last, of objects that may have several."""
+        """Inode number → the name by which it was looked up last."""
 
     def forget(self) -> None:
         self._directories.clear()
 
     def note(self, inode: Inode) -> None:
-        """What is remembered of a directory holds as long as its name is, or is not, pinned."""
+        """The record of a directory has changed: whether its name is pinned is remembered, too."""
         known = self._directories.get(inode.number)
         if known is not None and known.has_pinned_name != _has_pinned_name(inode):
             self.forget()
 
     def named(self, number: int, parent: int, name: bytes) -> None:
-        """A name leads to an inode. A directory that is remembered without one, or by another one, is reached by it."""
+        """A name leads to an inode. A directory that is remembered by another name, or without one, is forgotten."""
         if len(self._last) >= REMEMBERED_NAMES:
             self._last.clear()
         self._last[number] = parent, name
@@ -112,21 +113,21 @@ class Paths:
         link = self.name(view, number)
         if link is None:
             raise _stale()
-        return _joined(_path_of(self.directory(view, link[0])), link[1]) or link[1]
+        return _joined(_path_of(self.directory(view, link[0])), link[1])
 
     def beneath(self, view: View, directory: int, name: bytes) -> bytes:
-        """The path of a name in a directory; the name alone where the directory has none."""
-        return _joined(self.directory(view, directory).path, name) or name
+        """The path of a name in a directory; the name alone where the directory has no path."""
+        return _joined(self.directory(view, directory).path, name)
 
     def name(self, view: View, number: int) -> tuple[int, bytes] | None:
-        """A name that leads to the inode: (parent, name). Of several the best.
+        """The best name that leads to the inode: (parent, name).
 
-        One in a directory that has no name any more may be of no use: only a descriptor leads to such a directory.
-        One that is doubtful, because it was invalidated or looked up before the others, may lead to another inode by
-        now. It counts only where no other name does.
+        A name in a directory without a path may be of no use: only a descriptor leads to such a directory. A doubtful
+        name, which was invalidated, or looked up before the others, may lead to another inode by now. Such names are
+        taken only where there is no other.
         """
         two = links_of(view, number, 2)
-        if len(two) < 2:  # as a directory, whose directory is found by this function
+        if len(two) < 2:  # always so for a directory: the recursion by `_leads_up` ends here
             return two[0] if two and leads_to(view, two[0], number) else None
         last = self._last.get(number)
         if last is not None and self._is_valid(view, number, last):
@@ -144,7 +145,7 @@ class Paths:
         )
 
     def links(self, view: View, number: int) -> list[tuple[int, bytes]]:
-        """The names of an inode; of very many some, and the one by which it was looked up last."""
+        """The names of an inode; where there are very many, some of them and the one that was looked up last."""
         links = links_of(view, number, MOST_NAMES)
         last = self._last.get(number)
         if last is not None and len(links) == MOST_NAMES and last not in links:
@@ -152,11 +153,11 @@ class Paths:
         return links
 
     def names(self, view: View, number: int) -> list[tuple[int, bytes]]:
-        """Those of `links` that lead to the inode."""
+        """Those of `links` that do lead to the inode."""
         return [link for link in self.links(view, number) if leads_to(view, link, number)]
 
     def _is_valid(self, view: View, number: int, link: tuple[int, bytes]) -> bool:
-        """Is no other name any better?"""
+        """Is this name valid? Then no other name is better."""
         return (
             leads_to(view, link, number)
             and _validated_run(view, link) == self._run
@@ -165,14 +166,14 @@ class Paths:
         )
 
     def _leads_up(self, view: View, directory: int) -> bool:
-        """A directory has one name only: this does not go deep."""
+        """Does a path lead to the directory? A directory has one name only, so this does not recurse deeply."""
         try:
             return self.directory(view, directory).path is not None
         except OSError:
             return False
 
     def directory(self, view: View, number: int) -> Directory:
-        """A directory, and all that are above it. Raises OSError ESTALE where there is no such directory."""
+        """A directory and all directories above it. Raises OSError ESTALE where there is no such directory."""
         waiting: dict[int, tuple[tuple[int, bytes] | None, Inode]] = {}
         above: Directory | None = None
         while above is None:
@@ -182,7 +183,7 @@ class Paths:
                 above = self._directories[number]
             else:
                 value = view.get(Table.INODES, inode_key(number))
-                if value is None or number in waiting:  # names that lead in a circle
+                if value is None or number in waiting:  # the names form a circle
                     raise _stale()
                 inode = Inode.unpack(number, value)
                 link = self.name(view, number)
@@ -207,9 +208,7 @@ def _has_pinned_name(inode: Inode) -> bool:
     return inode.flags & (PINNED | STALE) == PINNED
 
 
-def _joined(path: bytes | None, name: bytes) -> bytes | None:
-    if path is None:
-        return None
+def _joined(path: bytes | None, name: bytes) -> bytes:
     return path + b"/" + name if path else name
 
 

@@ -1,30 +1,27 @@
-"""The tables of inodes and names: single records and the links between them.
+"""The tables of inodes and names: single records, and the links between them.
 
-Every name (dentry) that leads to an inode has a link back from the inode to the name, and goes with its record: the
-next object with that number must not inherit it (hazard 23). An inode without a name is kept until the kernel forgets
-it, as a deleted file that is open. What is recorded of an inode is decided in inode_cache.py.
-
-Numbers (hazard 10): an inode's number is the source's, as long as that number belongs to one identity. Others get an
-alias above 2^62.
+Each name (dentry) that leads to an inode has a link back, from the inode to the name. The links are deleted with the
+inode's record, so that the next object with its number does not inherit them (hazard 23). An inode without a name, such
+as a deleted file that is open, is kept until the kernel forgets it. inode_cache.py decides what is recorded.
 """
 
-import time
 from collections import Counter
 from collections.abc import Callable, Iterable
-from functools import partial
 
+from cachefs.contract.index import ROOT_INODE, Table
 from cachefs.metadata.inode_paths import Paths, directory_of, has_name, link_key, link_value, links_of
+from cachefs.metadata.last_changes import LastChanges
 from cachefs.metadata.limit import InodeLimit
 from cachefs.metadata.mutable_names import MutableNames
-from cachefs.metadata.validity import Validity
+from cachefs.metadata.notifier import Notifier
+from cachefs.metadata.validity import Run, Validity
 from cachefs.options import Options
-from cachefs.store.index.environment import Table, Update, View
+from cachefs.store.index.environment import Update, View
 from cachefs.store.index.index import Index
 from cachefs.store.index.records import (
     FLAGS_PINNED,
     LISTED,
     PINNED,
-    ROOT_INODE,
     STALE,
     UNLINKED,
     WRITTEN,
@@ -35,13 +32,13 @@ from cachefs.store.index.records import (
     pair_key,
 )
 from cachefs.store.runs import Numbers
-from cachefs.system.clock import NANOSECONDS
+from cachefs.system.clock import NANOSECONDS, SYSTEM, Clock
 
 _UNLINKED_MARK = b"unlinked:"
 _UNCOUNTED = 1 << 62
-"""Look-ups of an inode that was pinned, and is not any more: nobody knows how many. Those since then are added."""
+"""Stands for the look-ups of an inode while it was pinned, which are not counted. Later look-ups are added."""
 _BY_NUMBER = (Table.INODES, Table.LINKS, Table.DENTRIES, Table.LISTING)
-"""What begins with the number of an inode."""
+"""Tables whose keys begin with the number of an inode."""
 
 
 class InodeTable(Validity):
@@ -49,75 +46,89 @@ class InodeTable(Validity):
         self,
         index: Index,
         options: Options,
+        run: Run,
+        numbers: Numbers,
+        notifier: Notifier,
+        is_immutable_on_open: Callable[[Inode], bool],
         *,
-        run: int,
-        floor: int,
-        takeovers: int = 0,
-        strict_floor: int = 0,
         retention: InodeLimit | None = None,
-        monotonic_ns: Callable[[], int] = time.monotonic_ns,
+        clock: Clock = SYSTEM,
     ) -> None:
-        """`retention`: None where as much is pinned as there is."""
-        super().__init__(options, run, floor, monotonic_ns, strict_floor=strict_floor)
+        """`is_immutable_on_open`: may an inode without a mutable name become immutable by an OPEN that the fast path
+        answers? (fs/immutability.py)
+
+        `retention`: None where the number of pinned inodes is not limited.
+        """
+        super().__init__(options, run, clock.monotonic_ns)
         # dependencies
         self.index = index
+        self.numbers = numbers
+        self._notifier = notifier
+        self._is_immutable_on_open = is_immutable_on_open
         self._retention = retention
+        self._realtime_ns = clock.realtime_ns
         # constants
+        self._settle_ns = options.settle_ns
         self._unpinned_timeout_ns = int(options.unpinned_timeout_s * NANOSECONDS)
         # state
-        self.numbers = Numbers(run, takeovers)
-        self.paths = Paths(run, monotonic_ns)
+        self.paths = Paths(run.number, clock.monotonic_ns)
         self.mutable_names = MutableNames(options.mutable, self.paths)
-        self.on_lost_name: Callable[[int, bytes], None] = lambda parent, name: None
-        """Called with a pinned name that a comparison has taken from an inode: the kernel believes it for ever, and
-        need not be who looked."""
-        self._held: Counter[int] = Counter()
-        """Directories whose records stay though the kernel forgets them: number → how many want that."""
+        self.changes = LastChanges(clock.monotonic_ns)
+        self._restless: set[int] = set()
+        """Directories whose permissions have changed in this run: valid for two seconds at a time (permissions.py)."""
+        self._kept: Counter[int] = Counter()
+        """Directories whose records stay even if the kernel forgets them: number → how many callers of `keep`."""
 
-    # --- numbers -----------------------------------------------------------------------------------------------------
-
-    def next_sequence(self) -> int:
-        """A number that was never given out before, in any run (runs.py)."""
-        return self.numbers.next()
+    # --- records -----------------------------------------------------------------------------------------------------
 
     @staticmethod
     def _is_free(update: Update, number: int) -> bool:
-        """Nothing is left of an object that had this number: no record, names, children or data.
+        """Is nothing left of an object that had this number: no record, names, children or data?
 
         Otherwise the next object with this number would inherit it: a directory would show another one's children.
         """
         key = inode_key(number)
         return all(update.first_key(table, key) is None for table in _BY_NUMBER) and not update.extents.has_any(number)
 
-    def _next_alias(self, update: Update) -> int:
-        return self.numbers.next_alias(partial(self._is_free, update))
-
-    # --- records -----------------------------------------------------------------------------------------------------
-
     def inode(self, view: View, number: int) -> Inode | None:
         value = view.get(Table.INODES, inode_key(number))
         return Inode.unpack(number, value) if value else None
 
+    def current(self, number: int) -> Inode | None:
+        """The inode as the index has it now, in a view of its own."""
+        with self.index.view() as view:
+            return self.inode(view, number)
+
     def dentry(self, view: View, parent: int, name: bytes) -> Dentry | None:
         value = view.get(Table.DENTRIES, inode_key(parent) + name)
         return Dentry.unpack(value) if value else None
+
+    def put_dentry(self, update: Update, parent: int, name: bytes, dentry: Dentry) -> None:
+        update.put(Table.DENTRIES, inode_key(parent) + name, dentry.pack())
+
+    def valid_entry(self, view: View, directory: Inode, dentry: Dentry | None) -> Inode | None:
+        """The pinned inode that a name leads to, if neither the name nor the inode needs a comparison."""
+        if dentry is None or not dentry.inode or not self.entry_holds(directory, dentry):
+            return None
+        inode = self.inode(view, dentry.inode)
+        return inode if inode is not None and self.is_pinned(inode) and self.remaining_ns(inode) else None
 
     def directory_of(self, number: int) -> int | None:
         with self.index.view() as view:
             return directory_of(view, number)
 
     def children(self, view: View, directory: int) -> list[int]:
-        """The inodes that its names are known to lead to."""
+        """The inodes that the names of a directory are known to lead to."""
         dentries = (Dentry.unpack(value) for _, value in view.scan(Table.DENTRIES, inode_key(directory)))
         return [dentry.inode for dentry in dentries if dentry.inode]
 
     @property
     def is_beyond_limit(self) -> bool:
-        """More is pinned than may be: something is about to go."""
+        """Is more pinned than may be? Then something is about to be dropped."""
         return self._retention is not None and self._retention.has_to_go
 
     def may_pin(self, number: int) -> bool:
-        """Is there room for another inode, and an index to take it?"""
+        """May another inode be pinned: is the index available, and the limit not reached?"""
         return self.index.available and (self._retention is None or self._retention.admits(number))
 
     def put_inode(self, update: Update, inode: Inode) -> None:
@@ -128,7 +139,7 @@ class InodeTable(Validity):
             self._retention.changed(inode)
 
     def _delete_inode(self, update: Update, number: int) -> None:
-        """With its links: the number may be another object's next time (hazard 23)."""
+        """Delete a record and its links: another object may get the number (hazard 23)."""
         for link in links_of(update, number):
             self._cut_link(update, number, link)
         update.delete(Table.INODES, inode_key(number))
@@ -138,19 +149,19 @@ class InodeTable(Validity):
     # --- names -------------------------------------------------------------------------------------------------------
 
     def _put_name(self, update: Update, parent: int, name: bytes, number: int, *, pinned: bool) -> bool:
-        """Let a name lead to an inode. True if it did not before. A mutable name is not pinned (mutable_names.py)."""
+        """Let a name lead to an inode. Returns whether it did not before. A mutable name is not pinned."""
         pinned = pinned and not self.mutable_names.matches(update, parent, name)
         old = self.dentry(update, parent, name)
         known = old is not None and old.inode == number
         if old is not None and old.inode not in (0, number):
             row = update.get(Table.LISTING, pair_key(parent, old.position)) if old.position else None
             self.remove_name(update, parent, name)
-            if row is not None:  # the name stays listed where it was, whatever it leads to
+            if row is not None:  # the name keeps its position, whatever it leads to
                 update.put(Table.LISTING, pair_key(parent, old.position), row)
         new = Dentry(PINNED if pinned else 0, number, self.run, old.position if old is not None else 0)
         link = link_key(number, (parent, name))
         if new != old:
-            update.put(Table.DENTRIES, inode_key(parent) + name, new.pack())
+            self.put_dentry(update, parent, name, new)
         if not pinned:
             update.put(Table.LINKS, link, link_value(self._monotonic_ns() + self._unpinned_timeout_ns))
         elif new != old or update.get(Table.LINKS, link) is None:
@@ -159,7 +170,7 @@ class InodeTable(Validity):
         return not known
 
     def remove_name(self, update: Update, parent: int, name: bytes) -> Inode | None:
-        """Drop a dentry. The inode without a name is kept until the kernel forgets it. Returns its record."""
+        """Drop a dentry. An inode without a name is kept until the kernel forgets it. Returns the inode."""
         dentry = self.dentry(update, parent, name)
         if dentry is None:
             return None
@@ -173,7 +184,7 @@ class InodeTable(Validity):
         if inode is None or inode.is_directory:
             self.paths.forget()
         if inode is not None and not has_name(update, dentry.inode):
-            if inode.validated_run < self.floor:  # of an earlier run: this kernel never heard of it
+            if inode.validated_run < self.floor:  # of an earlier run: the kernel does not know it
                 self._delete_inode(update, inode.number)
                 return inode
             inode = inode._replace(flags=inode.flags | UNLINKED)
@@ -205,25 +216,29 @@ class InodeTable(Validity):
                 self._linked(update, inode)
 
     def _cut_link(self, update: Update, number: int, link: tuple[int, bytes], *, is_known: bool = True) -> None:
-        """The inode is not known by this name any more. A name that still leads to it is compared before it counts:
-        in a complete listing a name without an entry would not exist.
+        """Delete the link from an inode to a name. The dentry stays, and is doubtful: in a complete listing a name
+        without a dentry would not exist.
 
-        `is_known`: it may still lead to this inode. Else to another one, or to none: it keeps its place in the listing.
+        `is_known`: the name may still lead to this inode. Otherwise it keeps only its position in the listing.
         """
         update.delete(Table.LINKS, link_key(number, link))
         dentry = self.dentry(update, *link)
         if dentry is not None and dentry.inode == number:
             doubtful = dentry._replace(validated_run=0) if is_known else Dentry(0, 0, 0, dentry.position)
             if doubtful != dentry:
-                update.put(Table.DENTRIES, inode_key(link[0]) + link[1], doubtful.pack())
+                self.put_dentry(update, *link, doubtful)
 
     def _lost(self, dentry: Dentry | None, parent: int, name: bytes, *, unless: int | None = None) -> None:
-        """A name does not lead to what it led to, `unless` that is this inode. The kernel knows of what was dropped."""
+        """A comparison has shown that a name no longer leads to its inode, `unless` that is this one.
+
+        The kernel caches a pinned name for ever, and this comparison need not be an answer to the kernel. Names that
+        were dropped before (`validated_run` 0) are excepted: the kernel was notified then.
+        """
         if dentry is not None and dentry.flags & PINNED and dentry.validated_run and dentry.inode not in (0, unless):
-            self.on_lost_name(parent, name)
+            self._notifier.drop_soon([(parent, name)])
 
     def _linked(self, update: Update, inode: Inode) -> Inode:
-        """The inode has a name (again)."""
+        """The inode has a name (again). Returns it."""
         if inode.flags & UNLINKED:
             inode = inode._replace(flags=inode.flags & ~UNLINKED)
             self.put_inode(update, inode)
@@ -231,14 +246,14 @@ class InodeTable(Validity):
         return inode
 
     def lost_name(self, update: Update, number: int) -> None:
-        """This mount removed the last name that it knew of an inode. A directory has no other."""
+        """This mount has removed the last known name of an inode. A directory cannot have other names."""
         inode = self.inode(update, number)
         if inode is not None and inode.flags & UNLINKED:
             nlink = 0 if inode.is_directory else max(0, inode.nlink - 1)
             self.put_inode(update, inode._replace(nlink=nlink))
 
     def drop_children(self, update: Update, directory: int) -> tuple[list[int], list[bytes]]:
-        """Forget the absences of a directory. The inodes that its names lead to, and the names that were absent."""
+        """Forget the absences in a directory. Returns the inodes that its names lead to, and the absent names."""
         children, absent = [], []
         for key, value in list(update.scan(Table.DENTRIES, inode_key(directory))):
             dentry = Dentry.unpack(value)
@@ -250,7 +265,7 @@ class InodeTable(Validity):
         return children, absent
 
     def drop_absence(self, update: Update, directory: int, name: bytes) -> None:
-        """Forget that a name does not exist: the next look-up asks the source, and so does the next listing."""
+        """Forget that a name does not exist: the next look-up and the next listing ask the source."""
         dentry = self.dentry(update, directory, name)
         if dentry is not None and dentry.inode == 0:
             update.delete(Table.DENTRIES, inode_key(directory) + name)
@@ -259,9 +274,9 @@ class InodeTable(Validity):
             self.put_inode(update, inode._replace(flags=inode.flags & ~LISTED))
 
     def _purge_names(self, update: Update, number: int, *, keep: tuple[int, bytes], gone: bool) -> None:
-        """It can have one name only: others were renamed or removed at the source, and would lead fetches astray.
+        """An inode has one name at the source: drop its other names, by which a fetch would find another file.
 
-        `gone`: the name that is kept is new, so that the others are the old ones. Else they are doubtful.
+        `gone`: the name to keep is new, so that the others do not exist any more. Otherwise they are doubtful.
         """
         for link in links_of(update, number):
             if link == keep:
@@ -272,28 +287,29 @@ class InodeTable(Validity):
 
     # --- what the kernel knows ---------------------------------------------------------------------------------------
 
-    def hold(self, view: View, directory: int) -> list[int]:
-        """Keep a directory's record, and those of the directories above it, until `release` gets them back."""
-        held = [directory]
-        while held[-1] != ROOT_INODE and (links := links_of(view, held[-1])):
-            held.append(links[0][0])
-        self._held.update(held)
-        return held
+    def keep(self, view: View, directory: int) -> list[int]:
+        """Keep the records of a directory, and of the directories above it, until `release` gets what this returns."""
+        kept = [directory]
+        while kept[-1] != ROOT_INODE and (parent := directory_of(view, kept[-1])) is not None:
+            kept.append(parent)
+        self._kept.update(kept)
+        return kept
 
-    def release(self, held: Iterable[int]) -> None:
-        self._held.subtract(held)
-        self._held = +self._held
+    def release(self, kept: Iterable[int]) -> None:
+        self._kept.subtract(kept)
+        self._kept = +self._kept
 
     def forget(self, update: Update, number: int, count: int) -> bool:
-        """The kernel forgot an inode. True if its record is gone now.
+        """The kernel forgot `count` look-ups of an inode. Returns whether the record was deleted. It stays:
 
-        Look-ups of pinned inodes are not counted: their records stay in this run, with or without a name. A FORGET
-        that comes when an inode is not pinned any more may be of those look-ups alone, and overtaken by one that was
-        counted: then the record stays as well. The kernel also sends a FORGET where a look-up told it of an inode that
-        it did not expect under that name, and may know the same inode by another one. So dropped directories stay,
-        too: if an object of another type got the number, whoever still goes through the directory would get EIO. (A
-        dropped file that gets another name is another version, and another inode.) A directory also stays while
-        pinned names lead on from it: the next object with its number would get them.
+        - while the inode is pinned: its look-ups are not counted. A FORGET that arrives after the inode was unpinned
+          may be for those look-ups only, and a later look-up may have overtaken it (`_UNCOUNTED`).
+        - of a dropped directory: when a look-up answers with another inode than the kernel expects under the name, the
+          kernel sends a FORGET, and may still know the same inode by another name. If an object of another type got
+          the number, requests that go through the directory would fail with EIO. (A dropped file that gets another
+          name is another version, and another inode.)
+        - of a directory that has pinned names: the next object with its number would inherit them.
+        - of a file that was written: it stays mutable in this run, even if the kernel does not remember it.
         """
         inode = self.inode(update, number)
         if inode is None or number == ROOT_INODE or inode.flags & PINNED:
@@ -304,17 +320,16 @@ class InodeTable(Validity):
             self.put_inode(update, inode._replace(lookups=inode.lookups - _UNCOUNTED))
             return False
         inode = inode._replace(lookups=inode.lookups % _UNCOUNTED)
-        is_kept = number in self._held or inode.flags & WRITTEN
+        is_kept = number in self._kept or inode.flags & WRITTEN
         if inode.lookups > count or (is_kept and not inode.flags & UNLINKED):
-            # A file that was written stays mutable in this run, whether the kernel remembers it or not.
             self.put_inode(update, inode._replace(lookups=max(0, inode.lookups - count)))
             return False
         if inode.is_directory:
             self._forget_names(update, number)
             self.paths.forget()
             if update.first_key(Table.DENTRIES, inode_key(number)) is not None:
-                # A new version: callers that noted the old one as listed would list only what is left.
-                version, flags = self.next_sequence(), inode.flags & ~LISTED
+                # A new version: callers that know the old one as listed would list only what is left.
+                version, flags = self.numbers.next(), inode.flags & ~LISTED
                 self.put_inode(update, inode._replace(lookups=0, version=version, flags=flags))
                 return False
         if inode.flags & UNLINKED:
@@ -323,7 +338,7 @@ class InodeTable(Validity):
         return True
 
     def _forget_names(self, update: Update, directory: int) -> None:
-        """The names of a directory are kept as long as the kernel knows it: its listing is made of them."""
+        """Delete the names of a directory that are not pinned. Until the kernel forgets it they make up its listing."""
         for key, value in list(update.scan(Table.DENTRIES, inode_key(directory))):
             dentry = Dentry.unpack(value)
             if not dentry.flags & PINNED:
@@ -336,12 +351,12 @@ class InodeTable(Validity):
                 update.delete(Table.LISTING, key)
 
     def drop_unlinked(self, update: Update) -> None:
-        """At the start of a run: what had no name when the last one ended will not be asked for again."""
+        """At the start of a run: inodes that had no name at the end of the last one cannot be reached any more."""
         for key, _ in list(update.scan(Table.META, _UNLINKED_MARK)):
             self._delete_inode(update, inode_of_key(key[len(_UNLINKED_MARK) :]))
             update.delete(Table.META, key)
 
 
 def lookups_unpinned(inode: Inode) -> int:
-    """How often the kernel has looked up an inode that is not pinned from now on."""
+    """The lookup count of an inode that is no longer pinned."""
     return _UNCOUNTED if inode.flags & PINNED else inode.lookups

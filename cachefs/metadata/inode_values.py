@@ -1,14 +1,15 @@
-"""Symlink targets and extended attributes in the index. Each carries the version of the inode it was read of."""
+"""Symlink targets and extended attributes in the index. Each carries the version of the inode that it belongs to."""
 
 import errno
 
-from cachefs.store.index.environment import Table, Update, View
+from cachefs.contract.index import Table
+from cachefs.store.index.environment import Update, View
 from cachefs.store.index.records import FLAGS_PINNED, PINNED, Inode, inode_key
 
 KNOWN, ABSENT = b"\1", b"\0"
-"""What an xattr's value begins with, and what stands for one that there is not."""
+"""The first byte of the value of an xattr, and what is stored for an xattr that does not exist."""
 NO_VALUE = (errno.ENODATA, errno.EOPNOTSUPP, errno.ENOSYS)
-"""Errors of getxattr where there is no value."""
+"""Errors of getxattr that mean: there is no value."""
 
 
 def get(view: View, table: Table, inode: Inode, name: bytes = b"") -> bytes | None:

@@ -1,8 +1,8 @@
-"""When this mount changed which object last: what was asked of the source before that is no answer for later.
+"""The last change of each object by this mount: answers of the source to calls that began earlier are outdated.
 
-An lstat that began before a write and is answered after it brings an older size. The kernel, which knows the newer one,
-would take it over, and put there what is appended next. Such an answer is not believed (`happened_since`), and
-requests that come after the write do not get it (`count`).
+An lstat that began before a write and is answered after it brings an older size. The kernel knows the newer size. If it
+took over the older one, the next append would go there. So such an answer is valid for no time (`happened_since`), and
+requests that come after the write do not share it (`count`).
 """
 
 from collections import OrderedDict
@@ -19,9 +19,9 @@ class LastChanges:
         self.count = 0
         """How many changes there were."""
         self._when_ns: OrderedDict[int, int] = OrderedDict()
-        """Number of an inode → time of its last change, the latest at the end."""
+        """Inode number → time of its last change, the latest at the end."""
         self._forgotten_ns = 0
-        """Time of the last change that is not in there any more."""
+        """Time of the last change that is no longer in `_when_ns`."""
 
     def note(self, number: int) -> None:
         """A change has just been made."""
@@ -32,5 +32,5 @@ class LastChanges:
             self._forgotten_ns = self._when_ns.popitem(last=False)[1]
 
     def happened_since(self, number: int, began_ns: int) -> bool:
-        """Was it changed after a call that began then? 0: nobody knows when it began."""
+        """Was the object changed after a call that began at `began_ns`? False where that is 0 (not known)."""
         return 0 < began_ns <= self._when_ns.get(number, self._forgotten_ns)

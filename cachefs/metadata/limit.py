@@ -1,15 +1,17 @@
-"""A limit to what is pinned, for those who ask for one: the index takes about 700 bytes of disk for each inode.
+"""An optional limit of pinned inodes: the index takes about 700 bytes of disk for each.
 
-Without replacement nothing new is pinned beyond the limit: such files are served from the source, uncached. Else the
-policy names files that go, as `cachefs invalidate` would drop them, with what is cached of them; they are compared with
-the source when they are looked at again, and may be newer then. Directories stay: all below them would have to go.
+Without replacement nothing new is pinned beyond the limit: such files are served from the source, uncached. Otherwise
+the policy names files to drop. They are dropped as by `cachefs invalidate`, with their cached data. At the next use
+they are compared with the source, and may be newer. Directories stay: all below them would have to go.
 
-What the kernel knows it does not ask for again: of all uses a policy hears of READs only.
+The kernel does not ask again for what it caches, so a policy hears of READs only.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
-from cachefs.store.index.environment import Table
+import trio
+
+from cachefs.contract.index import Table
 from cachefs.store.index.index import Index
 from cachefs.store.index.records import PINNED, Inode, inode_of_key
 from policies.retention import PolicyContext, make
@@ -25,12 +27,11 @@ class InodeLimit:
         # state
         self._policy = make(retention, PolicyContext(lambda number: None))
         self._pinned: set[int] = set()
-        self.on_excess: Callable[[], None] = lambda: None
-        """Called when something has to go."""
+        self._exceeded = trio.Event()
+        """Set when more is pinned than may be, if the policy may name victims."""
         with index.view() as view:
             for key, value in view.scan(Table.INODES, b""):
-                inode = Inode.unpack(inode_of_key(key), value)
-                self.changed(inode)
+                self.changed(Inode.unpack(inode_of_key(key), value))
 
     def admits(self, number: int) -> bool:
         """May this inode be pinned?"""
@@ -44,8 +45,8 @@ class InodeLimit:
             self._pinned.add(inode.number)
             if not inode.is_directory:
                 self._policy.inserted(inode.number)
-            if self._evicts and self.excess > 0:
-                self.on_excess()
+            if self.has_to_go:
+                self._exceeded.set()
 
     def removed(self, number: int) -> None:
         if number in self._pinned:
@@ -64,13 +65,18 @@ class InodeLimit:
 
     @property
     def has_to_go(self) -> bool:
-        """Files are pinned beyond the limit that the policy will name."""
+        """Are files pinned beyond the limit that the policy may name?"""
         return self._evicts and self.excess > 0
 
     def victims(self, most: int) -> list[int]:
-        """Who goes; they count as gone."""
+        """Inodes to drop. They no longer count as pinned."""
         found: list[int] = []
         while len(found) < most and self.excess > 0 and (number := self._policy.victim()) is not None:
             self.removed(number)
             found.append(number)
         return found
+
+    async def wait_for_excess(self) -> None:
+        """Return when something is pinned beyond the limit. Only after `victims` had none to name."""
+        self._exceeded = trio.Event()
+        await self._exceeded.wait()

@@ -1,16 +1,16 @@
-"""Names that `--mutable` matches, and what follows from them for a file that has several names, or gets another one.
+"""Names that `--mutable` matches, and what that means for a file with several names, or with a new name.
 
-OPEN names an inode, not the name that it was opened by. So the names that are known of an inode decide together:
+An OPEN says which inode is opened, and not by which name. So all known names of an inode decide together:
 
-- *Any* of them matches: the file is not made immutable, and nothing of it is pinned from now on.
-- *All* of them match: nothing of it is immutable or pinned any more. A file that is immutable stays so as long as a job
-  may read it under a name that does not match.
-- A name that matches is never pinned itself, whatever it leads to, nor that there is no such name. So where one may
-  come a directory is never marked LISTED.
+- *Any* name matches: the file is not made immutable, and nothing more of it is pinned.
+- *All* names match: the file is no longer immutable or pinned. As long as one name does not match, a job may read an
+  immutable file by it; so the file stays immutable.
+- A matching name is never pinned itself, whatever it leads to, and its absence is not pinned either. So a directory
+  in which such a name may appear is never marked LISTED.
 
-The names are looked at when this mount compares an object with the source (`InodeCache.apply_stat`), when a file is
-opened for the first time (`Immutability.is_mutable`), and when this mount has changed a name
-(`OwnChanges.names_changed`).
+The names are checked when this mount compares an object with the source (`InodeCache.apply_stat`), when a file is
+opened for the first time (`Immutability.is_mutable`), and after this mount has changed a name
+(`Mutations._follow_names`).
 """
 
 from cachefs.metadata.inode_paths import Paths
@@ -31,7 +31,7 @@ class MutableNames:
         return bool(self._globs) and self._globs.matches(path)
 
     def matches(self, view: View, parent: int, name: bytes) -> bool:
-        """A name in a directory that is not known any more does not match: jobs may have read the file by it."""
+        """A name in a directory of which no record is left does not match: jobs may have read the file by that name."""
         if not self._globs:
             return False
         try:
@@ -40,11 +40,11 @@ class MutableNames:
             return False
 
     def may_come(self, directory: bytes | None) -> bool:
-        """May a name match that the directory at this path does not have yet? Then no listing of it is complete."""
+        """May a matching name appear in the directory at this path? Then no listing of the directory is complete."""
         return bool(self._globs) and (directory is None or self._globs.match_within(directory))
 
     def names(self, view: View, number: int) -> tuple[list[tuple[int, bytes]], list[tuple[int, bytes]]]:
-        """The names that are known of an inode, of very many some: (those that match, the others)."""
+        """The known names of an inode (some of them, where there are very many): (those that match, the others)."""
         matching: list[tuple[int, bytes]] = []
         others: list[tuple[int, bytes]] = []
         for link in self._paths.names(view, number):
@@ -55,6 +55,6 @@ class MutableNames:
         return bool(self._globs) and bool(self.names(view, number)[0])
 
     def reach_beneath(self, view: View, directory: int) -> bool:
-        """May names beneath a directory match because of where it lies?"""
+        """May names beneath a directory match because of its path?"""
         path = self._paths.directory(view, directory).path
         return bool(self._globs) and path is not None and self._globs.reach_beneath(path)

@@ -1,19 +1,21 @@
-"""What is believed, and for how long. The fast path has the same rules (fastpath/c/cache/index.c).
+"""How long a record is valid. The fast path has the same rules (fastpath/c/cache/index.c).
 
-- Pinned and compared with the source in this run (or the floor was left where it is): for ever.
-- Pinned but *unsettled*, that is changed less than two seconds before it was looked at: for two seconds, then it is
+- Pinned, and compared with the source in this run (or in an earlier one from the floor on): for ever.
+- Pinned but *unsettled*, that is, changed less than two seconds before the comparison: for two seconds. Then it is
   compared once more (hazard 11).
 - Everything else: for `unpinned_timeout_s` from the lstat.
 
-Validation is one number: a record counts if its `validated_run` is at or above the floor, so that a new run makes a
-whole index doubtful, or trusts it, in one step. `strict_floor` is another one, for what rctime.py cannot know of: files
-with several names and objects of other devices. A directory that has not changed vouches for its names (dentries,
-listing, absences), so each object costs exactly one lstat. Where it has changed, `entries_valid_from` makes its names
-doubtful.
+One number validates many records: a record counts if its `validated_run` is at or above the floor. So a new run
+doubts, or trusts, a whole index in one step. `strict_floor` is the floor of what a recursive ctime does not cover
+(rctime.py): files with several names, and objects of other devices.
+
+A directory that has not changed vouches for its names (dentries, listing, absences), so that each object costs exactly
+one lstat. Where it has changed, `entries_valid_from` makes its names doubtful.
 """
 
 import time
 from collections.abc import Callable
+from typing import NamedTuple
 
 from cachefs.options import Options
 from cachefs.store.index.records import IMMUTABLE, LISTED, PINNED, STALE, UNLINKED, UNSETTLED, Dentry, Inode
@@ -21,26 +23,33 @@ from cachefs.store.index.records import IMMUTABLE, LISTED, PINNED, STALE, UNLINK
 FOREVER_NS = 1 << 63
 
 
+class Run(NamedTuple):
+    """The run of this mount, and from which run on records of earlier runs count."""
+
+    number: int
+    floor: int
+    """At the start; `Validity.floor` may be lowered later."""
+    strict_floor: int = 0
+    names_floor: int = 0
+    """The run since which `--mutable` has its present patterns: names that were pinned earlier are doubtful."""
+    forgot: bool = False
+    """The kernel may know inodes and versions of which no record is left."""
+
+
 class Validity:
-    def __init__(
-        self,
-        options: Options,
-        run: int,
-        floor: int,
-        monotonic_ns: Callable[[], int] = time.monotonic_ns,
-        *,
-        strict_floor: int = 0,
-    ) -> None:
+    def __init__(self, options: Options, run: Run, monotonic_ns: Callable[[], int] = time.monotonic_ns) -> None:
         # dependencies
         self._options = options
         self._monotonic_ns = monotonic_ns
         # constants
-        self.run = run
-        self.floor = floor
-        self.strict_floor = strict_floor
+        self._run = run
+        self.run = run.number
+        # state
+        self.floor = run.floor
+        """Lowered when the source proves to be unchanged since an earlier run (daemon/tasks.py)."""
 
     def is_pinned(self, inode: Inode) -> bool:
-        """Pinned in the sense of this mount: a read-write mount pins files that were read and directories only."""
+        """Pinned in the sense of this mount: a read-write mount pins directories and files that were opened to read."""
         return bool(
             inode.flags & PINNED
             and (self._options.pins_everything or inode.flags & IMMUTABLE or inode.is_directory)
@@ -51,12 +60,12 @@ class Validity:
         """Was it compared with the source recently enough?"""
         if inode.validated_run < self.floor:
             return False
-        if inode.validated_run >= self.strict_floor:
+        if inode.validated_run >= self._run.strict_floor:
             return True
         return not inode.device and (inode.nlink <= 1 or inode.is_directory)
 
     def remaining_ns(self, inode: Inode) -> int:
-        """How long the record is believed from now on; FOREVER_NS, or 0 if it must be compared first."""
+        """How long the record is valid from now on: FOREVER_NS, or 0 if it must be compared first."""
         if inode.flags & STALE:
             return 0
         if inode.flags & UNLINKED:
@@ -67,11 +76,11 @@ class Validity:
             if not inode.flags & UNSETTLED:
                 return FOREVER_NS
             if inode.validated_run != self.run:
-                return 0  # its clock may have been another boot's
+                return 0  # `expires_ns` may be of another boot's clock
         return max(0, inode.expires_ns - self._monotonic_ns())
 
     def entry_holds(self, parent: Inode, dentry: Dentry) -> bool:
-        """True if a pinned name (or absence) of a directory needs no comparison of its own."""
+        """Is a pinned name (or absence) of a directory valid without a comparison of its own?"""
         return bool(
             dentry.flags & PINNED
             and self.is_pinned(parent)
@@ -81,7 +90,8 @@ class Validity:
         )
 
     def knows_absent(self, parent: Inode, dentry: Dentry | None) -> bool:
-        """Only where the dataset is taken as complete: seen absent before, or not in a complete listing."""
+        """Is a name known not to exist? Only where the dataset counts as complete: the absence was recorded, or the
+        name is missing in a complete listing."""
         if not self._options.pins_everything or self.remaining_ns(parent) == 0:
             return False
         if dentry is not None:

@@ -142,4 +142,4 @@ class Prefetcher:
             self._refusals += 1
 
     def _matches(self, number: int, target: Target, view: View) -> bool:
-        return target.globs is None or target.globs.matches(self._fs.path_of(number, view))
+        return target.globs is None or target.globs.matches(self._fs.metadata.paths.path(view, number))

@@ -174,7 +174,7 @@ class Scan:
                 found = [self._fs.metadata.inode(view, number) for number in numbers[start : start + CHUNK_NAMES]]
                 for inode in found:
                     if inode is not None and inode.is_directory:
-                        self._kept += self._fs.metadata.hold(view, inode.number)
+                        self._kept += self._fs.metadata.keep(view, inode.number)
             for number, inode in zip(numbers[start : start + CHUNK_NAMES], found, strict=True):
                 if inode is None:
                     missing.add(number)

@@ -106,17 +106,21 @@ class Numbers:
     successor finds it.
     """
 
-    def __init__(self, run: int, takeovers: int) -> None:
-        """`takeovers`: how many daemons went on with this run after another one had died."""
+    def __init__(
+        self, run: int, takeovers: int = 0, on_range: Callable[[int], object] = lambda takeovers: None
+    ) -> None:
+        """`takeovers`: how many daemons went on with this run after another one had died.
+
+        `on_range`: called with what counts as the number of take-overs from now on.
+        """
         self._last = (run << RUN_BITS) + (takeovers << TAKEOVER_BITS)
-        self.on_range: Callable[[int], None] = lambda takeovers: None
-        """Called with what counts as the number of take-overs from now on."""
+        self._on_range = on_range
 
     def next(self) -> int:
         """A number that was never given out before, in any run."""
         self._last += 1
         if self._last & (1 << TAKEOVER_BITS) - 1 == 0:
-            self.on_range((self._last & (1 << RUN_BITS) - 1) >> TAKEOVER_BITS)
+            self._on_range((self._last & (1 << RUN_BITS) - 1) >> TAKEOVER_BITS)
         return self._last
 
     def next_alias(self, is_free: Callable[[int], bool]) -> int:

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from cachefs.contract.shared import SharedFlag
 from cachefs.fastpath.shared_memory import mount_flags
-from cachefs.metadata.validity import FOREVER_NS, Validity
+from cachefs.metadata.validity import FOREVER_NS, Run, Validity
 from cachefs.options import CacheLevel, Options
 from cachefs.source import age
 from cachefs.store.blob.record import BLOCK_BYTES, checksums_of
@@ -458,7 +458,7 @@ def test_it_answers_what_it_may_and_passes_on_what_it_must(
     fast_path.shared["serving"] = 1
     fast_path.shared["clock_offset_ns"] = 0
     fast_path.set_clocks(monotonic_ns=NOW_NS, realtime_ns=NOW_NS)
-    validity = Validity(mount, RUN, floors[0], lambda: NOW_NS, strict_floor=floors[1])
+    validity = Validity(mount, Run(RUN, *floors), lambda: NOW_NS)
     index = Index(mount, validity, session, durable)
     with fast_path.over(session, durable), fast_path.answering(blob):
 

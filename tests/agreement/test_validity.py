@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cachefs.data.young_files import YoungFiles
-from cachefs.metadata.validity import Validity
+from cachefs.metadata.validity import Run, Validity
 from cachefs.options import SETTLE_NS, CacheLevel, Options
 from cachefs.source import age
 from cachefs.store.index.records import (
@@ -72,7 +72,7 @@ def test_both_believe_the_same(
 ) -> None:
     fast_path.set_up(mount, **floors)
     fast_path.set_clocks(monotonic_ns=NOW_NS)
-    validity = Validity(mount, floors["run"], floors["floor"], lambda: NOW_NS, strict_floor=floors["strict_floor"])
+    validity = Validity(mount, Run(floors["run"], floors["floor"], floors["strict_floor"]), lambda: NOW_NS)
     assert fast_path.is_pinned(record) == validity.is_pinned(record)
     assert fast_path.remaining_ns(record) == validity.remaining_ns(record)
     assert fast_path.knows_absent(record, dentry) == validity.knows_absent(record, dentry)
@@ -89,7 +89,7 @@ def test_both_count_the_same_from_the_strict_floor(
 ) -> None:
     mount = Options(read_only=True, attr_timeout_s=math.inf)
     fast_path.set_up(mount, run=4, floor=2, strict_floor=3)
-    validity = Validity(mount, 4, 2, strict_floor=3)
+    validity = Validity(mount, Run(4, 2, 3))
     record = Inode(7, PINNED, *[0] * 20)._replace(
         mode=mode | 0o644, nlink=nlink, device=device, validated_run=validated_run
     )
@@ -101,7 +101,7 @@ def test_both_count_the_same_from_the_strict_floor(
 def test_what_is_immutable_to_the_fast_path(fast_path: FastPath, mount: Options, record: Inode) -> None:
     """Python's rule is that of the flags: see Immutability."""
     fast_path.set_up(mount)
-    validity = Validity(mount, 1, 0)
+    validity = Validity(mount, Run(1, 0))
     pinned_file = record.is_regular and validity.is_pinned(record)
     assert fast_path.is_immutable(record) == (pinned_file and bool(record.flags & IMMUTABLE or mount.pins_everything))
     others = IMMUTABLE | WRITTEN | STALE | UNLINKED

@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from cachefs.errors import IndexUnavailable
-from cachefs.metadata.inode_cache import InodeCache
 from cachefs.metadata.listings import Listings
 from cachefs.options import Options
 from cachefs.store.index.dirty import Batch
@@ -24,6 +23,7 @@ from cachefs.store.index.index import Index
 from cachefs.store.index.overflow import is_complete
 from cachefs.store.index.records import PINNED, Extent, Inode, inode_key
 from cachefs.system.stat import Stat
+from tests.cachefs.inode_caches import inode_cache
 
 PINNED_VALUE, PLAIN_VALUE = PINNED.to_bytes(4, "little"), bytes(4)
 
@@ -317,7 +317,7 @@ def test_16_a_reader_that_was_killed_is_cleared(tmp_path: Path) -> None:
 def test_a_name_that_leads_to_another_inode_keeps_its_place_in_the_listing(index: Index) -> None:
     """Without birth times (CephFS by FUSE) a changed file is another inode, while its directory has not changed."""
     options = Options(read_only=True, attr_timeout_s=float("inf"))
-    metadata = InodeCache(index, options, run=1, floor=1)
+    metadata = inode_cache(index, options)
     listings = Listings(metadata)
     directory = Stat(0o40755, 2, 0, 0, 0, 4096, 0, 0, 1, 1, 1, 0, 0, 10)
     file = Stat(0o100644, 1, 0, 0, 0, 4096, 5, 1, 1, 1, 1, 0, 0, 11)
@@ -333,7 +333,7 @@ def test_a_name_that_leads_to_another_inode_keeps_its_place_in_the_listing(index
 
 def test_a_dropped_inode_leads_nobody_to_another_that_has_its_number_later(index: Index) -> None:
     options = Options(read_only=True, attr_timeout_s=float("inf"))
-    metadata = InodeCache(index, options, run=1, floor=1)
+    metadata = inode_cache(index, options)
     file = Stat(0o100644, 1, 0, 0, 0, 4096, 5, 1, 1, 1, 1, 0, 0, 11)
     with index.update() as update:
         root = metadata.apply_root(update, Stat(0o40755, 2, 0, 0, 0, 4096, 0, 0, 1, 1, 1, 0, 0, 10), pin=True)
@@ -364,7 +364,7 @@ def test_a_view_that_has_ended_takes_no_readers_slot(index: Index) -> None:
 def test_a_directory_is_found_however_deep_it_lies(index: Index) -> None:
     """Before: ESTALE beneath 4,096 levels, when what had been remembered of them was forgotten."""
     depth = 6000
-    metadata = InodeCache(index, Options(read_only=True, attr_timeout_s=float("inf")), run=1, floor=1)
+    metadata = inode_cache(index, Options(read_only=True, attr_timeout_s=float("inf")))
     directory = Stat(0o40755, 2, 0, 0, 0, 4096, 0, 0, 1, 1, 1, 0, 0, 10)
     with index.update() as update:
         metadata.apply_root(update, directory, pin=True)

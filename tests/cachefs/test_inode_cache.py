@@ -7,8 +7,9 @@ from cachefs.options import Options
 from cachefs.store.index.environment import Update
 from cachefs.store.index.index import Index
 from cachefs.store.index.records import ROOT_INODE, Inode
-from cachefs.system.clock import NANOSECONDS
+from cachefs.system.clock import NANOSECONDS, Clock
 from cachefs.system.stat import Stat
+from tests.cachefs.inode_caches import inode_cache
 
 DIRECTORY, FILE = 50, 60
 READ_ONLY = Options(read_only=True, attr_timeout_s=float("inf"))
@@ -27,7 +28,7 @@ def look_up(metadata: InodeCache, update: Update, name: bytes, btime_ns: int, *,
 def test_a_directory_never_gets_the_children_of_one_that_had_its_number(
     index: Index, is_alias: bool, forgotten: str
 ) -> None:
-    metadata = InodeCache(index, READ_ONLY, run=1, floor=1)
+    metadata = inode_cache(index, READ_ONLY)
     with index.update() as update:
         if is_alias:
             look_up(metadata, update, b"before", 1, pin=True)
@@ -46,7 +47,7 @@ def test_a_directory_never_gets_the_children_of_one_that_had_its_number(
 
 def test_a_directory_with_pinned_children_stays_when_the_kernel_forgets_it(index: Index) -> None:
     """On a read-write mount. Its record is what another directory with its number is told from."""
-    metadata = InodeCache(index, Options(), run=1, floor=1)
+    metadata = inode_cache(index, Options())
     with index.update() as update:
         first = look_up(metadata, update, b"first", 2, pin=False)
         file = metadata.apply_stat(update, first.number, b"child", stat(FILE, 0o100644, 2), pin=False)
@@ -63,7 +64,7 @@ def test_a_directory_with_pinned_children_stays_when_the_kernel_forgets_it(index
 
 def test_a_removed_inode_is_known_as_long_as_the_kernel_may_know_it(index: Index) -> None:
     """The kernel also forgets a single look-up, and goes on with the inode under another name."""
-    metadata = InodeCache(index, READ_ONLY, run=1, floor=1)
+    metadata = inode_cache(index, READ_ONLY)
     with index.update() as update:
         first = look_up(metadata, update, b"first", 2, pin=True)
         metadata.apply_absence(update, ROOT_INODE, b"first", pin=True)
@@ -74,7 +75,7 @@ def test_a_removed_inode_is_known_as_long_as_the_kernel_may_know_it(index: Index
 @pytest.mark.parametrize("removed", [False, True], ids=["forgotten", "removed and forgotten"])
 def test_a_dropped_directory_is_known_as_long_as_the_kernel_may_know_it(index: Index, removed: bool) -> None:
     """While it was pinned nobody counted look-ups. The kernel would say EIO if its number became that of a file."""
-    metadata = InodeCache(index, READ_ONLY, run=1, floor=1)
+    metadata = inode_cache(index, READ_ONLY)
     with index.update() as update:
         first = look_up(metadata, update, b"first", 2, pin=True)
         metadata.drop(update, first.number)
@@ -88,7 +89,7 @@ def test_a_dropped_directory_is_known_as_long_as_the_kernel_may_know_it(index: I
 @pytest.mark.parametrize("known_again", [False, True], ids=["", "known again"])
 def test_a_forget_that_a_lookup_has_overtaken_takes_no_record_along(index: Index, known_again: bool) -> None:
     """The kernel sends it when it drops an inode, and may get the answer to its next look-up first."""
-    metadata = InodeCache(index, Options(), run=1, floor=1)
+    metadata = inode_cache(index, Options())
     file = stat(FILE, 0o100644, 2)
     with index.update() as update:
         found = metadata.apply_stat(update, ROOT_INODE, b"file", file, pin=False)
@@ -106,9 +107,7 @@ def test_a_forget_that_a_lookup_has_overtaken_takes_no_record_along(index: Index
 def test_an_answer_that_was_overtaken_does_not_replace_a_later_one(index: Index, options: Options) -> None:
     """A file is written under one name and renamed; the lstat of the first name is slow."""
     clock_ns = 100 * NANOSECONDS
-    metadata = InodeCache(
-        index, options, run=1, floor=1, monotonic_ns=lambda: clock_ns, realtime_ns=lambda: 10 * NANOSECONDS
-    )
+    metadata = inode_cache(index, options, clock=Clock(lambda: clock_ns, lambda: 10 * NANOSECONDS))
     young = stat(FILE, 0o100644, 10 * NANOSECONDS - 1)._replace(nlink=1)
     partial = young._replace(size=5, began_ns=clock_ns - 30)
     whole = young._replace(size=9, ctime_ns=young.ctime_ns + 1, began_ns=clock_ns - 20)
@@ -130,7 +129,7 @@ def test_an_answer_that_was_overtaken_does_not_replace_a_later_one(index: Index,
 def test_names_that_were_invalidated_are_doubtful_until_each_is_looked_up(
     index: Index, looked_up: bytes, pin: bool
 ) -> None:
-    metadata = InodeCache(index, READ_ONLY if pin else Options(), run=1, floor=1)
+    metadata = inode_cache(index, READ_ONLY if pin else Options())
     names = [b"a", b"b", b"c"]
     file = stat(FILE, 0o100644, 2)._replace(nlink=3)
     with index.update() as update:
@@ -149,7 +148,7 @@ def test_names_that_were_invalidated_are_doubtful_until_each_is_looked_up(
 
 
 def test_a_file_is_reached_by_a_name_in_a_directory_that_has_one(index: Index) -> None:
-    metadata = InodeCache(index, READ_ONLY, run=1, floor=1)
+    metadata = inode_cache(index, READ_ONLY)
     file = stat(FILE, 0o100644, 2)
     directories = {name: stat(number, 0o040755, 1) for number, name in enumerate((b"a", b"b"), DIRECTORY)}
     with index.update() as update:
@@ -174,7 +173,7 @@ def test_a_file_is_reached_by_a_name_in_a_directory_that_has_one(index: Index) -
 
 def test_a_directory_that_has_a_name_again_is_reached_by_it(index: Index) -> None:
     """On a read-write mount. That it had none was remembered."""
-    metadata = InodeCache(index, Options(), run=1, floor=1)
+    metadata = inode_cache(index, Options())
     with index.update() as update:
         number = look_up(metadata, update, b"before", 1, pin=False).number
         metadata.apply_absence(update, ROOT_INODE, b"before", pin=False)
@@ -187,7 +186,7 @@ def test_a_directory_that_has_a_name_again_is_reached_by_it(index: Index) -> Non
 @pytest.mark.parametrize("field", ["size", "mtime_ns"])
 def test_a_change_of_ours_that_comes_with_one_of_another_node_drops_the_file(index: Index, field: str) -> None:
     """Size and mtime are looked at each for itself: either may have been set back."""
-    metadata = InodeCache(index, READ_ONLY, run=1, floor=1)
+    metadata = inode_cache(index, READ_ONLY)
     with index.update() as update:
         before = metadata.apply_stat(update, ROOT_INODE, b"file", stat(FILE, 0o100644, 2), pin=True)
         ours = stat(FILE, 0o100644, 2)._replace(ctime_ns=9)
@@ -200,6 +199,6 @@ def test_a_change_of_ours_that_comes_with_one_of_another_node_drops_the_file(ind
 @pytest.mark.promise("CH-22", "FA-19")
 def test_a_number_of_which_something_may_be_forgotten_is_not_given_out(index: Index) -> None:
     """The kernel may know an inode by it, with pages, of which no record is left."""
-    metadata = InodeCache(index, READ_ONLY, run=1, floor=1, forgot=True)
+    metadata = inode_cache(index, READ_ONLY, forgot=True)
     with index.update() as update:
         assert metadata.apply_stat(update, ROOT_INODE, b"file", stat(FILE, 0o100644, 2), pin=True).number != FILE

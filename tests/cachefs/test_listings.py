@@ -11,6 +11,7 @@ from cachefs.store.index.environment import Environment, Table
 from cachefs.store.index.index import Index
 from cachefs.store.index.records import Inode, pair_key
 from cachefs.system.stat import Stat
+from tests.cachefs.inode_caches import inode_cache
 
 ROOT, DIRECTORY = 1, 50
 OLD = [b"old%d" % number for number in range(5)]
@@ -42,7 +43,7 @@ def rows(listings: Listings, index: Index) -> list[bytes]:
 def test_a_record_that_is_made_anew_continues_behind_all_rows(
     index: Index, names: list[bytes], pin: bool, durable: bool
 ) -> None:
-    metadata = InodeCache(index, Options(read_only=pin, attr_timeout_s=float("inf")), run=1, floor=1)
+    metadata = inode_cache(index, Options(read_only=pin, attr_timeout_s=float("inf")))
     listings = Listings(metadata)
     directory = look_up(metadata, OLD, pin=pin)
     with index.update() as update:
@@ -61,7 +62,7 @@ def test_a_record_that_is_made_anew_continues_behind_all_rows(
 
 def test_a_place_that_another_name_took_meanwhile_is_given_up(index: Index) -> None:
     """The rows of a read-write mount go with a FORGET; the entry of a pinned file stays, and remembers its place."""
-    metadata = InodeCache(index, Options(), run=1, floor=1)
+    metadata = inode_cache(index, Options())
     listings = Listings(metadata)
     directory = look_up(metadata, OLD, pin=False)
     with index.update() as update:
@@ -76,7 +77,7 @@ def test_a_place_that_another_name_took_meanwhile_is_given_up(index: Index) -> N
 
 
 def test_names_that_are_not_pinned_are_told(index: Index) -> None:
-    metadata = InodeCache(index, Options(read_only=True, attr_timeout_s=float("inf")), run=1, floor=1)
+    metadata = inode_cache(index, Options(read_only=True, attr_timeout_s=float("inf")))
     listings = Listings(metadata)
     directory = look_up(metadata, OLD, pin=True)
     look_up(metadata, NEW[:1], pin=False)
@@ -86,7 +87,7 @@ def test_names_that_are_not_pinned_are_told(index: Index) -> None:
 
 
 def test_a_row_that_is_left_over_goes_with_the_next_listing(index: Index) -> None:
-    metadata = InodeCache(index, Options(read_only=True, attr_timeout_s=float("inf")), run=1, floor=1)
+    metadata = inode_cache(index, Options(read_only=True, attr_timeout_s=float("inf")))
     listings = Listings(metadata)
     directory = look_up(metadata, OLD, pin=True)
     with index.update() as update:
@@ -99,7 +100,7 @@ def test_a_row_that_is_left_over_goes_with_the_next_listing(index: Index) -> Non
 
 def test_a_pinned_file_that_is_listed_again_gets_a_place_behind_all_others(index: Index) -> None:
     """Its row went when it was not listed; it is served all the same."""
-    metadata = InodeCache(index, Options(), run=1, floor=1)
+    metadata = inode_cache(index, Options())
     listings = Listings(metadata)
     directory = look_up(metadata, OLD, pin=False)
     with index.update() as update:

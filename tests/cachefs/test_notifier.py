@@ -40,11 +40,11 @@ def test_a_daemon_leaves_at_once_and_its_successor_sends_what_is_not_confirmed(
         async with trio.open_nursery() as nursery:
             leaving = KernelNotifier(writer)
             nursery.start_soon(leaving.run)
-            nursery.start_soon(leaving.all, [(7, b"under way")], [])
+            nursery.start_soon(leaving.drop, [(7, b"under way")], [])
             await trio.testing.wait_all_tasks_blocked(0.5)
-            leaving.hold_back()
+            leaving.leave_to_successor()
             with trio.fail_after(10):
-                await leaving.all([(8, b"held back")], [])
+                await leaving.drop([(8, b"held back")], [])
                 await leaving.pages([9])
             leaving.save(index)
             emptying.start()
@@ -57,7 +57,7 @@ def test_a_daemon_leaves_at_once_and_its_successor_sends_what_is_not_confirmed(
             nursery.start_soon(successor.run)
             successor.restore(index)
             with trio.fail_after(20):
-                await successor.all([(10, b"end")], [])
+                await successor.drop([(10, b"end")], [])
             nursery.cancel_scope.cancel()
         while b"end" not in sent:
             sent += os.read(reader, wanted)
@@ -82,7 +82,7 @@ def test_many_notifications_in_several_packets(device: tuple[int, int]) -> None:
         async with trio.open_nursery() as nursery:
             sending = KernelNotifier(writer)
             nursery.start_soon(sending.run)
-            nursery.start_soon(sending.all, [(7, name) for name in names], [])
+            nursery.start_soon(sending.drop, [(7, name) for name in names], [])
             while names[-1] not in received:
                 received += await trio.to_thread.run_sync(os.read, reader, 1 << 16)
             nursery.cancel_scope.cancel()

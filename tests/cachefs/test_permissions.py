@@ -11,32 +11,23 @@ import trio
 
 from cachefs.fs import permissions as permissions_module
 from cachefs.fs.permissions import Look, Permissions, PermissionsChanged
-from cachefs.metadata.inode_cache import InodeCache
 from cachefs.options import Options
 from cachefs.source.directories import ROOT
 from cachefs.source.source import Source
 from cachefs.store.index.index import Index
 from cachefs.store.index.records import ROOT_INODE
 from cachefs.system.stat import Stat
+from tests.cachefs.inode_caches import Kernel, inode_cache
 
 CHANGED_NS, LOOKED_NS = 10**15, 2 * 10**15
 NOW = Stat(0o040755, 2, 0, 0, 0, 4096, 10, 8, 1, CHANGED_NS, CHANGED_NS, 1, 0, 99)
-
-
-class Kernel:
-    def __init__(self) -> None:
-        self.told: list[int] = []
-
-    def attributes(self, number: int) -> bool:
-        self.told.append(number)
-        return True
 
 
 @pytest.fixture
 def permissions(index: Index, source: Source) -> Permissions:
     """Of a pinned root."""
     options = Options()
-    metadata = InodeCache(index, options, run=1, floor=1)
+    metadata = inode_cache(index, options)
     with index.update() as update:
         metadata.apply_root(update, NOW, pin=True)
     return Permissions(metadata, source, None, Kernel(), options)  # type: ignore[arg-type]
@@ -49,38 +40,38 @@ def source(tmp_path: Path) -> Iterator[Source]:
     os.close(fd)
 
 
-def held_ns(index: Index, permissions: Permissions) -> int:
+def vouched_ns(index: Index, permissions: Permissions) -> int:
     with index.view() as view:
         (guard,) = permissions.guards(view, ROOT)
-    return guard.held_ns
+    return guard.vouched_ns
 
 
 @pytest.mark.promise("PE-6")
 def test_the_clock_of_the_source_may_be_behind_ours(index: Index, permissions: Permissions) -> None:
     """An object that changed after the look may have an earlier time than the look: it vouches for two seconds less."""
     settle_ns = Options().settle_ns
-    assert held_ns(index, permissions) == CHANGED_NS, "nobody has looked: they held when they were changed last"
+    assert vouched_ns(index, permissions) == CHANGED_NS, "nobody has looked: they held when they were changed last"
     with index.view() as view:
         record = permissions._metadata.inode(view, ROOT_INODE)
     assert record is not None
     permissions.recorded(record, NOW, LOOKED_NS)
-    assert held_ns(index, permissions) == LOOKED_NS - settle_ns
+    assert vouched_ns(index, permissions) == LOOKED_NS - settle_ns
     look = Look(ROOT_INODE, NOW, None, CHANGED_NS, LOOKED_NS + 5)
     permissions.judge((), [look])
-    assert held_ns(index, permissions) == LOOKED_NS + 5 - settle_ns
+    assert vouched_ns(index, permissions) == LOOKED_NS + 5 - settle_ns
     # Of the object for whose sake it was looked at it is certain.
     permissions.judge((), [look._replace(asked_ns=LOOKED_NS + 7)])
-    assert held_ns(index, permissions) == LOOKED_NS + 7
+    assert vouched_ns(index, permissions) == LOOKED_NS + 7
 
 
 @pytest.mark.promise("PE-6")
 def test_other_permissions_are_not_known_to_have_held(index: Index, permissions: Permissions) -> None:
-    before = held_ns(index, permissions)
+    before = vouched_ns(index, permissions)
     for field, value in {"mode": 0o040700, "uid": 1, "gid": 1}.items():
         look = Look(ROOT_INODE, NOW._replace(**{field: value}), None, CHANGED_NS, LOOKED_NS)
         with pytest.raises(PermissionsChanged):
             permissions.judge((), [look])
-        assert held_ns(index, permissions) == before
+        assert vouched_ns(index, permissions) == before
 
 
 class Slots:
@@ -105,10 +96,10 @@ def test_a_change_counts_until_the_kernel_has_been_told(index: Index, permission
     with pytest.raises(PermissionsChanged):
         permissions.judge(guards, [])
     trio.run(permissions.tell, changed.value)
-    assert permissions._notifier.told == [ROOT_INODE]  # type: ignore[attr-defined]
+    assert permissions._notifier.attributes_of == [ROOT_INODE]  # type: ignore[attr-defined]
     permissions.judge(guards, [])
     trio.run(permissions.tell, changed.value)
-    assert permissions._notifier.told == [ROOT_INODE], "once for each change"  # type: ignore[attr-defined]
+    assert permissions._notifier.attributes_of == [ROOT_INODE], "once for each change"  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("uid", [None, 0, 7, 8], ids=["daemon", "root", "owner", "another"])
@@ -167,5 +158,5 @@ def test_of_so_many_directories_is_remembered_until_when_their_permissions_held(
 ) -> None:
     monkeypatch.setattr(permissions_module, "MAX_REMEMBERED", 3)
     for number in range(10, 20):
-        permissions._have_held(number, LOOKED_NS, CHANGED_NS)
-        assert len(permissions._held) <= 3 and number in permissions._held
+        permissions._vouch(number, LOOKED_NS, CHANGED_NS)
+        assert len(permissions._vouched) <= 3 and number in permissions._vouched

@@ -1,11 +1,14 @@
 """What a record of an inode says after a comparison, a change of ours, a lost name and a FORGET."""
 
+from functools import partial
+
 import pytest
 
+from cachefs.fs.immutability import may_become_immutable_on_open
 from cachefs.metadata.inode_cache import InodeCache
 from cachefs.metadata.inode_paths import links_of, name_expires_ns
 from cachefs.metadata.limit import InodeLimit
-from cachefs.metadata.validity import FOREVER_NS, Validity
+from cachefs.metadata.validity import FOREVER_NS, Run, Validity
 from cachefs.options import Options
 from cachefs.store.index.environment import Table, Update
 from cachefs.store.index.index import Index
@@ -21,9 +24,11 @@ from cachefs.store.index.records import (
     Inode,
     inode_key,
 )
-from cachefs.system.clock import NANOSECONDS
+from cachefs.store.runs import Numbers
+from cachefs.system.clock import NANOSECONDS, Clock
 from cachefs.system.stat import Stat, clamped_ns
 from policies.globs import Globs
+from tests.cachefs.inode_caches import Kernel
 
 DIRECTORY, FILE = 50, 60
 NOW_NS = 100 * NANOSECONDS
@@ -39,19 +44,24 @@ def file(number: int = FILE, size: int = 10, nlink: int = 1, time_ns: int = 2) -
 
 
 class Cache(InodeCache):
-    """With a clock that stands still, and what it has told others."""
+    """With a clock that stands still, and a kernel that notes what it was to drop."""
 
-    def __init__(self, index: Index, options: Options = READ_ONLY, run: int = 1, **more: object) -> None:
+    def __init__(
+        self, index: Index, options: Options = READ_ONLY, run: int = 1, retention: InodeLimit | None = None
+    ) -> None:
         self.now_ns = NOW_NS
+        self.kernel = Kernel()
         super().__init__(
-            index, options, run=run, floor=run,
-            monotonic_ns=lambda: self.now_ns, realtime_ns=lambda: self.now_ns, **more,  # type: ignore[arg-type]
-        )  # fmt: skip
+            index,
+            options,
+            Run(run, run),
+            Numbers(run),
+            self.kernel,
+            partial(may_become_immutable_on_open, options),
+            retention=retention,
+            clock=Clock(lambda: self.now_ns, lambda: self.now_ns),
+        )
         self.pin = options.read_only
-        self.changed: list[int] = []
-        self.lost: list[tuple[int, bytes]] = []
-        self.on_changed = self.changed.append
-        self.on_lost_name = lambda parent, name: self.lost.append((parent, name))
 
     def see(self, update: Update, name: bytes, now: Stat, parent: int = ROOT_INODE) -> Inode:
         number = self.apply_stat(update, parent, name, now, pin=self.pin).number
@@ -83,7 +93,7 @@ def test_other_times_become_the_nearest_ones(time_ns: int) -> None:
     ids=["", "hard links", "another filesystem", "a directory"],
 )
 def test_what_rctime_cannot_know_of_counts_from_the_strict_floor(changes: dict[str, int], counts: bool) -> None:
-    validity = Validity(READ_ONLY, 9, 3, strict_floor=7)
+    validity = Validity(READ_ONLY, Run(9, 3, 7))
     record = Inode(7, PINNED, *(0,) * 20)._replace(**{"mode": 0o100644, "nlink": 1} | changes)
     assert [validity.counts(record._replace(validated_run=validated_run)) for validated_run in (2, 3, 6, 7)] == [
         False,
@@ -120,11 +130,11 @@ def test_that_a_file_has_changed_is_told(index: Index, changed: bool) -> None:
     cache = Cache(index, Options())
     with index.update() as update:
         cache.see(update, b"f", file())
-    assert cache.changed == []
+    assert cache.kernel.attributes_of == []
     cache.now_ns += 10 * NANOSECONDS
     with index.update() as update:
         cache.see(update, b"f", file(size=11 if changed else 10))
-    assert cache.changed == ([FILE] if changed else [])
+    assert cache.kernel.attributes_of == ([FILE] if changed else [])
 
 
 def test_a_changed_directory_is_not_listed_any_more(index: Index) -> None:
@@ -147,7 +157,7 @@ def test_what_can_have_one_name_only_has_the_new_one(index: Index, now: Stat) ->
         assert links_of(update, number) == [(ROOT_INODE, b"new")]
         old = cache.dentry(update, ROOT_INODE, b"old")
         assert old is None or old.inode == 0
-    assert cache.lost == [(ROOT_INODE, b"old")]
+    assert cache.kernel.names == [(ROOT_INODE, b"old")]
 
 
 def test_a_file_with_several_names_keeps_them(index: Index) -> None:
@@ -156,7 +166,7 @@ def test_a_file_with_several_names_keeps_them(index: Index) -> None:
         number = cache.see(update, b"a", file(nlink=2)).number
         cache.see(update, b"b", file(nlink=2))
         assert links_of(update, number) == [(ROOT_INODE, b"a"), (ROOT_INODE, b"b")]
-    assert cache.lost == []
+    assert cache.kernel.names == []
 
 
 # --- names -----------------------------------------------------------------------------------------------------------

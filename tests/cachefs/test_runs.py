@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 
 from cachefs.errors import CacheFsError
-from cachefs.metadata.inode_cache import InodeCache
 from cachefs.options import Options, Revalidate
 from cachefs.store import recovery, runs
 from cachefs.store.blob import record
@@ -18,6 +17,7 @@ from cachefs.store.index.index import Index
 from cachefs.store.index.records import PINNED, Inode, inode_key, pair_key
 from cachefs.store.runs import FIRST_ALIAS, RUN_BITS, Numbers, RunState, run_of, run_of_inode
 from cachefs.system.stat import Stat
+from tests.cachefs.inode_caches import inode_cache
 
 SEED = 7
 
@@ -131,8 +131,7 @@ def test_a_daemon_that_used_its_numbers_up_leaves_the_next_ones_alone(tmp_path: 
     """2^28 of them: a busy read-write mount needs some hours for that."""
     before, session = Environment(tmp_path / "index", sync=False), tmp_path / "session"
     opened = OpenedIndex(before, session, Revalidate.LAZY, b"")
-    numbers = Numbers(opened.state.run, opened.takeovers)
-    numbers.on_range = opened.count_takeovers
+    numbers = Numbers(opened.state.run, opened.takeovers, opened.count_takeovers)
     numbers._last += (1 << 28) - 2
     given = [numbers.next() for _ in range(5)]
     assert given == list(range(given[0], given[0] + 5))
@@ -169,7 +168,7 @@ def test_a_session_that_is_not_complete_begins_another_run(tmp_path: Path, same_
 def test_a_fresh_number_is_free(durable: Environment, tmp_path: Path) -> None:
     """The index holds numbers of this very run: those of a snapshot that an older cachefs imported."""
     index = Index(durable, Environment(tmp_path / "session", sync=False))
-    metadata = InodeCache(index, Options(read_only=True), run=1, floor=1)
+    metadata = inode_cache(index, Options(read_only=True))
     taken = {FIRST_ALIAS | in_run(1, n) for n in range(1, 30)}
     now = Stat(0o100644, 1, 0, 0, 0, 4096, 10, 8, 1, 2, 3, 4, 9, 99)  # of another device: it gets an alias
     with index.update() as update:

@@ -117,23 +117,20 @@ class Kernel:
 
     # --- notifications (see cachefs/fuse/notifier.py) -----------------------------------------------------------------
 
-    def entry_soon(self, parent: int, name: bytes) -> None:
-        self._drop_entry(parent, name)
-        self._changed(parent)
-
-    def all_soon(self, entries: Sequence[tuple[int, bytes]], numbers: Sequence[int]) -> None:
+    def drop_soon(self, entries: Sequence[tuple[int, bytes]], numbers: Sequence[int] = ()) -> None:
         for parent, name in entries:
-            self.entry_soon(parent, name)
+            self._drop_entry(parent, name)
+            self._changed(parent)
         for number in numbers:
             self._changed(number)
             if number in self._inodes:
                 self._inodes[number].pages.clear()
 
-    async def all(self, entries: Sequence[tuple[int, bytes]], numbers: Sequence[int]) -> None:
-        self.all_soon(entries, numbers)
+    async def drop(self, entries: Sequence[tuple[int, bytes]], numbers: Sequence[int]) -> None:
+        self.drop_soon(entries, numbers)
 
     async def pages(self, numbers: Iterable[int]) -> None:
-        self.all_soon((), list(numbers))
+        self.drop_soon((), list(numbers))
 
     def attributes(self, number: int) -> bool:
         self._changed(number)

@@ -24,7 +24,6 @@ TARGETS: dict[str, frozenset[str]] = {
         "cachefs/fs/descriptors.py": "",
         "cachefs/fs/handles.py": "",
         "cachefs/fs/immutability.py": "",
-        "cachefs/fs/own_changes.py": "",
         "cachefs/fs/permissions.py": "",
         "cachefs/store/blob/record.py": "",
         "cachefs/store/recovery.py": "",

@@ -196,7 +196,7 @@ static enum outcome serve_handle(struct worker *worker, const struct request *re
 /* --- the rest ----------------------------------------------------------------------------------------------------- */
 
 /* Nobody counts look-ups of what is pinned. Only the FORGETs of other inodes are of interest, and of those that have no
- * name any more: the daemon keeps a descriptor of them (OwnChanges.hold_data). */
+ * name any more: the daemon keeps a descriptor of them (Descriptors.keep_readable). */
 static bool counts_for_nobody(struct worker *worker, uint64_t inode)
 {
     struct inode_record record;

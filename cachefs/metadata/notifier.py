@@ -1,0 +1,15 @@
+"""How the rest of cachefs makes the kernel drop what it caches. `cachefs/fuse` implements it."""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+
+class Notifier(Protocol):
+    def drop_soon(self, entries: Sequence[tuple[int, bytes]], numbers: Sequence[int] = ()) -> None:
+        """Drop names, given as (parent, name), and the attributes and pages of inodes. Returns at once."""
+
+    async def drop(self, entries: Sequence[tuple[int, bytes]], numbers: Sequence[int]) -> None:
+        """The same. Returns when the kernel has dropped them."""
+
+    def attributes(self, number: int) -> bool:
+        """Drop attributes and ACLs of an inode. Waits for no request. Returns whether the kernel knows the inode."""
