@@ -16,6 +16,9 @@ from tests.conftest import REPOSITORY
 PACKAGES = ("cachefs", "daemon", "policies")
 MOST_LINES = 400
 MOST_FILES = 12
+MOST_LINES_OF_FUNCTION = 70
+MOST_ARGUMENTS = 12
+LONG_FUNCTIONS = {"daemon/wiring.py wire": "constructs each object once, in the order in which they need each other"}
 
 
 def files() -> list[Path]:
@@ -65,6 +68,45 @@ def test_modules_and_folders_are_small() -> None:
     assert {name: lines for name, lines in lengths.items() if lines > MOST_LINES} == {}
     folders = [path.parent for path in files()]
     assert {str(folder) for folder in folders if folders.count(folder) > MOST_FILES} == set()
+
+
+def functions(text: str) -> Iterator[tuple[str, int, int]]:
+    """(name, lines, arguments) of each function of a Python module."""
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            arguments = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
+            assert node.end_lineno is not None
+            yield node.name, node.end_lineno - node.lineno + 1, len(arguments)
+
+
+def functions_in_c(text: str) -> Iterator[tuple[str, int]]:
+    """(head, lines) of each function: it starts in the first column, and so does its last brace."""
+    head, start = "", 0
+    for number, line in enumerate(text.splitlines(), start=1):
+        if line[:1].isalpha() and "(" in line and not line.endswith(";"):
+            head, start = line, number
+        elif line == "}" and head:
+            yield head, number - start + 1
+            head = ""
+
+
+def test_functions_are_short() -> None:
+    """Where one is long, LONG_FUNCTIONS gives the reason."""
+    long, seen = set(), 0
+    for path in files():
+        name, text = str(path.relative_to(REPOSITORY)), path.read_text()
+        if path.suffix == ".py":
+            for function, lines, arguments in functions(text):
+                seen += 1
+                assert arguments <= MOST_ARGUMENTS, f"{name}: {function} has {arguments} arguments"
+                if lines > MOST_LINES_OF_FUNCTION:
+                    long.add(f"{name} {function}")
+        elif path.suffix == ".c":
+            for function, lines in functions_in_c(text):
+                seen += 1
+                assert lines <= MOST_LINES_OF_FUNCTION, f"{name}: {function} has {lines} lines"
+    assert seen > 1500
+    assert long == set(LONG_FUNCTIONS)
 
 
 def test_each_room_says_what_it_is_for() -> None:

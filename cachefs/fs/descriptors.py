@@ -230,8 +230,8 @@ class Descriptors:
             if opened.released and not opened.borrowers:
                 self._fs.call_pool.start(opened.close, lambda _: None, once=True)
 
-        if opened.released:
-            raise failed(errno.EBADF)
+        if opened.released:  # a lent duplicate has no handle of the kernel, and cannot be opened again
+            raise failed(errno.EBADF if opened.handle else errno.ESTALE)
         call = partial(self._fs.source.open_to_keep, self._fs.object_of(opened.number), opened.flags)
         start = partial(self._fs.call_pool.start, call, discard=close_quietly)
         await self._reopens.begin(id(opened), start, finish).wait()
