@@ -63,7 +63,7 @@ def build(directory: Path, sources: Path = SOURCES) -> ctypes.CDLL:
     seams = ["-fsanitize=thread", "-include", str(HARNESS / "seams.h")]
     parts = [HARNESS / "turns.c", *(sources / "relay" / f"{name}.c" for name in ("slots", "split", "lot", "passing"))]
     parts += [HARNESS / "callers.c", sources / "kernel" / "reply.c"]
-    plain = [HARNESS / "seams.c", sources / "kernel" / "protocol.c", sources / "common" / "shares.c"]
+    plain = [HARNESS / "seams.c", sources / "kernel" / "protocol.c", *(sources / "common" / f"{name}.c" for name in ("shares", "assertion"))]
     objects = []
     for source in (*parts, *plain):
         objects.append(str(directory / f"{source.stem}.o"))
@@ -248,7 +248,7 @@ class Relay:
         return int(how)
 
     def _tell(self) -> int:
-        return int(self._c.tell())
+        return int(self._c.send_doubt())
 
     def _give_up(self) -> int:
         return int(self._c.give_up())

@@ -39,12 +39,12 @@ TARGETS: dict[str, frozenset[str]] = {
         "cachefs/fastpath/c/appender/fetch.c": "",
         "cachefs/fastpath/c/appender/space.c": "space_settle space_has",
         "cachefs/fastpath/c/cache/blob.c": "",
-        "cachefs/fastpath/c/misses/fetching.c": (
+        "cachefs/fastpath/c/misses/miss_threads.c": (
             "fill_hold fill_stuck fill_is_stuck most_held fill_admits has_room "
             "fill_for_wishes begin_wish fulfil settled tell_again fill_wish"
         ),
-        "cachefs/fastpath/c/misses/fill.c": "",
-        "cachefs/fastpath/c/misses/fill_table.c": "find_owner queue_pop_fair",
+        "cachefs/fastpath/c/misses/miss.c": "",
+        "cachefs/fastpath/c/misses/fetch_table.c": "find_owner queue_pop_fair",
         "cachefs/fastpath/c/cache/index.c": "",
         "cachefs/fastpath/c/hits/listing.c": "",
         "cachefs/fastpath/c/hits/reading.c": "log_access",

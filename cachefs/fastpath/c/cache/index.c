@@ -3,6 +3,7 @@
 #include <string.h>
 #include <sys/stat.h>
 
+#include "common/assertion.h"
 #include "common/clock.h"
 
 #define MAX_DEPTH 4096
@@ -83,11 +84,12 @@ int view_begin(struct view *view)
 {
     if (view->open)
         return 0;
+    ASSERT(view->session && view->durable);
     const struct shared *shared = view->index->shared;
     view->floor = shared->floor;
     view->strict_floor = shared->strict_floor;
     view->run = shared->run;
-    /* The session first: what leaves it is in the durable index before it leaves. */
+    /* The session first: a record is in the durable index before it leaves the session. */
     int error = mdb_txn_renew(view->session);
     if (error)
         return error;
@@ -142,7 +144,7 @@ bool view_dentry(struct view *view, uint64_t parent, const char *name, size_t le
     if (value.mv_size == sizeof *out)
         memcpy(out, value.mv_data, sizeof *out);
     if (value.mv_size != sizeof *out || (out->flags & ~KNOWN_FLAGS))
-        *out = (struct dentry_record){.inode = UINT64_MAX}; /* there is a name, and that is all we know: not absent */
+        *out = (struct dentry_record){.inode = UINT64_MAX}; /* the name exists, and nothing else is known: not absent */
     return true;
 }
 
@@ -155,7 +157,7 @@ static bool parse_extent(const MDB_val *value, struct extent *out)
            value->mv_size == sizeof out->record + block_count(out->record.length) * sizeof(uint64_t);
 }
 
-/* The extents' cursor, ready for this transaction. */
+/* The cursor of the extents, renewed for this transaction. */
 static MDB_cursor *extents_of(struct view *view)
 {
     MDB_cursor *cursor = view->durable_cursors[EXTENTS];
@@ -186,7 +188,7 @@ bool view_extent(struct view *view, uint64_t inode, uint64_t offset, struct exte
     return parse_extent(&value, out) && offset - out->start < out->record.length;
 }
 
-bool view_holds(struct view *view, uint64_t inode, uint64_t version, uint64_t start, uint64_t end)
+bool view_has_range(struct view *view, uint64_t inode, uint64_t version, uint64_t start, uint64_t end)
 {
     struct extent extent;
     while (start < end && view_extent(view, inode, start, &extent) && extent.record.version == version)
@@ -213,6 +215,7 @@ static bool has_prefix(const struct scan *scan, const MDB_val *key)
 
 bool scan_begin(struct scan *scan, struct view *view, enum table table, uint64_t prefix, const void *start, size_t length)
 {
+    ASSERT(view->session_cursors[table]);
     uint64_t number = big_endian(prefix);
     *scan = (struct scan){.upper = view->session_cursors[table], .lower = view->durable_cursors[table]};
     memcpy(scan->prefix, &number, sizeof number);
@@ -253,7 +256,8 @@ bool scan_next(struct scan *scan, MDB_val *key, MDB_val *value)
 
 bool view_path(struct view *view, uint64_t inode, char *path, size_t size)
 {
-    size_t at = size - 1; /* built from its end */
+    ASSERT(size && view->open);
+    size_t at = size - 1; /* the path is built from its end */
     path[at] = 0;
     for (int depth = 0; inode != ROOT_INODE; depth++) {
         struct scan scan;

@@ -1,6 +1,6 @@
-/* The index, read-only: two LMDB environments read as one, and what their records promise.
+/* The index, read-only: two LMDB environments that are read as one, and the validity of their records.
  *
- * The same rules as in environment.py and validity.py: the session first, then the durable index; an empty value in the
+ * environment.py and validity.py have the same rules: the session first, then the durable index; an empty value in the
  * session is a tombstone. Each thread has a `view` of its own, made once and renewed for each request, so that a hit
  * takes no lock and allocates nothing. */
 #pragma once
@@ -42,20 +42,20 @@ int index_open(struct index *index, const char *session, const char *durable, co
 int view_init(struct view *view, const struct index *index);
 void view_destroy(struct view *view);
 
-/* One moment of the index, until `view_end`. Keep it short: what a reader sees is not given back to the disk. */
+/* A snapshot of the index, until `view_end`. Keep it short: LMDB cannot reuse pages that a reader may see. */
 int view_begin(struct view *view);
 void view_end(struct view *view);
 
-/* What lies under a key; the bytes are valid until `view_end`. */
+/* The value of a key; its bytes are valid until `view_end`. */
 bool view_get(struct view *view, enum table table, const void *key, size_t key_length, MDB_val *value);
 bool view_inode(struct view *view, uint64_t inode, struct inode_record *out);
 bool view_dentry(struct view *view, uint64_t parent, const char *name, size_t length, struct dentry_record *out);
 /* The extent that holds the byte at `offset`: no extent lies within another, so it is the last one that begins there or
  * before. */
 bool view_extent(struct view *view, uint64_t inode, uint64_t offset, struct extent *out);
-/* Is all from `start` to `end` in the blob? */
-bool view_holds(struct view *view, uint64_t inode, uint64_t version, uint64_t start, uint64_t end);
-/* Where the first of the extents that begin in [from, to) begins; `to` if there is none. */
+/* Are all bytes from `start` to `end` in the blob? */
+bool view_has_range(struct view *view, uint64_t inode, uint64_t version, uint64_t start, uint64_t end);
+/* The start of the first extent that begins in [from, to); `to` if there is none. */
 uint64_t view_next_extent(struct view *view, uint64_t inode, uint64_t from, uint64_t to);
 
 /* All keys with a prefix, in order, from `start` on. One scan of a table at a time. */
@@ -71,13 +71,13 @@ bool scan_next(struct scan *scan, MDB_val *key, MDB_val *value);
 /* The path of an inode beneath the source, without a slash at either end, zero-terminated. False: none is known. */
 bool view_path(struct view *view, uint64_t inode, char *path, size_t size);
 
-/* What a record promises: validity.py has the same functions, and the reasons. */
+/* Validity: validity.py has the same functions and the reasons. */
 bool is_pinned(const struct view *view, const struct inode_record *record);
 uint64_t remaining_ns(const struct view *view, const struct inode_record *record);
 bool entry_holds(const struct view *view, const struct inode_record *parent, const struct dentry_record *dentry);
 bool knows_absent(const struct view *view, const struct inode_record *parent, const struct dentry_record *dentry);
 bool is_immutable(const struct view *view, const struct inode_record *record);
-/* Does a read-only open make the file immutable, as far as the index knows? Python has the last word. */
+/* Does a read-only open make the file immutable, as far as the index knows? Python makes the final decision. */
 bool is_immutable_on_open(const struct inode_record *record);
 
 bool is_small(const struct shared *shared, uint64_t size);

@@ -1,4 +1,4 @@
-/* CLOCK_MONOTONIC, which cannot be set. A function with external linkage, so that a test can stand in for it. */
+/* CLOCK_MONOTONIC, which cannot be set. The function has external linkage, so that a test can replace it. */
 #pragma once
 
 #include <stdint.h>

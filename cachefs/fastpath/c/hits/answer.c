@@ -15,12 +15,12 @@
 
 #define MAX_READAHEAD (1u << 20)
 #define MAX_WRITE (128u << 10)
-#define MAX_BACKGROUND 1024 /* READs of one user that wait for the source must not keep those of others in the kernel */
+#define MAX_BACKGROUND 1024 /* READs of one user that wait for the source must not delay those of other users in the kernel */
 #define CONGESTION 48
 #define OPEN_NOFLUSH (1u << 5) /* FOPEN_NOFLUSH, Linux 5.18 */
 
-/* One table for both ways to run: what libfuse would ask for, with what only we want (hazards 3 and 18).
- * DONT_MASK: modes come as the caller said them, and with its umask, which Python hands to the source (credentials.py). */
+/* The flags that libfuse would ask for, and those that only we need (hazards 3 and 18). DONT_MASK: modes arrive unmasked, next
+ * to the caller's umask, which Python applies at the source (credentials.py). */
 #define INIT_FLAGS                                                                                             \
     (FUSE_ASYNC_READ | FUSE_ATOMIC_O_TRUNC | FUSE_BIG_WRITES | FUSE_DO_READDIRPLUS | FUSE_ASYNC_DIO |          \
      FUSE_PARALLEL_DIROPS | FUSE_HANDLE_KILLPRIV | FUSE_POSIX_ACL | FUSE_MAX_PAGES | FUSE_CACHE_SYMLINKS | \
@@ -39,7 +39,7 @@ static enum outcome serve_lookup(struct worker *worker, const struct request *re
         return PASS;
     bool known = view_dentry(view, request->header->nodeid, request->name, request->name_length, &dentry);
     if (!known && request->header->nodeid == ROOT_INODE)
-        return PASS; /* Python writes down what is missing in the root: fs/names.py */
+        return PASS; /* Python notes which names of the root do not exist: fs/names.py */
     if (knows_absent(view, &parent, known ? &dentry : NULL)) {
         split_timeout(remaining, &out.entry_valid, &out.entry_valid_nsec);
     } else if (known && dentry.inode && entry_holds(view, &parent, &dentry) &&
@@ -49,8 +49,10 @@ static enum outcome serve_lookup(struct worker *worker, const struct request *re
         return PASS;
     }
     view_end(view);
-    if (out.nodeid && S_ISREG(record.mode))
-        ahead_looked_up(&worker->fastpath->ahead, out.nodeid);
+    if (worker->is_leader && out.nodeid && S_ISREG(record.mode)) {
+        assert_leader(worker);
+        speculative_read_lookup(&worker->fastpath->speculative_read, out.nodeid);
+    }
     answer(worker, request, 0, &out, sizeof out);
     return ANSWERED;
 }
@@ -71,7 +73,7 @@ static enum outcome serve_getattr(struct worker *worker, const struct request *r
 
 /* --- values ------------------------------------------------------------------------------------------------------- */
 
-/* A symlink's target or an xattr, of the version that the inode's record has. */
+/* A symlink's target or an xattr, if it is of the version of the inode's record. */
 static bool value_of(struct worker *worker, enum table table, const struct request *request, MDB_val *out)
 {
     struct inode_record record;
@@ -90,7 +92,8 @@ static bool value_of(struct worker *worker, enum table table, const struct reque
     *out = (MDB_val){out->mv_size - 16, (char *)out->mv_data + 16};
     if (out->mv_size > QUICK_BYTES)
         return false;
-    /* Out of the index's pages: a kill in a page fault, while the kernel copies an answer, would make it EIO. */
+    /* Copied out of the index's pages: if this process is killed in a page fault while the kernel copies an answer, the caller
+     * gets EIO. */
     out->mv_data = memcpy(worker->scratch, out->mv_data, out->mv_size);
     view_end(&worker->view);
     return version == record.version;
@@ -116,7 +119,7 @@ static enum outcome serve_xattr(struct worker *worker, const struct request *req
     if (!bytes[0])
         answer(worker, request, ENODATA, NULL, 0);
     else if (request->header->opcode == FUSE_LISTXATTR && length)
-        return PASS; /* a list is joined by zeros in the index and ended by one in the reply: rare, so Python's */
+        return PASS; /* the index separates the names by zeros, the reply ends each with one: rare, so Python answers */
     else if (!in->size)
         answer(worker, request, 0, &(struct fuse_getxattr_out){.size = (uint32_t)length}, sizeof(struct fuse_getxattr_out));
     else if (in->size < length)
@@ -151,11 +154,11 @@ static enum outcome serve_open(struct worker *worker, const struct request *requ
     if (is_young(worker->fastpath->shared, &record))
         out.open_flags &= ~(uint32_t)FOPEN_KEEP_CACHE;
     if (opens_for_reading(in) && is_immutable_on_open(&record) && remaining_ns(&worker->view, &record)) {
-        /* Python hears of it before the kernel has our answer: whoever opens the file for writing next arrives behind
-         * it, and is refused. Python answers too, for the case that we are killed in between. */
+        /* Python gets the request before the kernel has our answer: a later open for writing arrives behind it, and is
+         * refused. Python answers too, in case this process is killed in between. */
         view_end(&worker->view);
         if (!relay_claim_passed(&worker->fastpath->relay, worker->slot))
-            return PASS; /* it waits for its share, and comes here again */
+            return PASS; /* the request waits for its owner's share, and is served again */
         in->flags |= OPEN_REPORT;
         worker->counters->answered++;
         relay_pass(&worker->fastpath->relay, worker->slot);
@@ -184,7 +187,7 @@ static enum outcome serve_opendir(struct worker *worker, const struct request *r
     return ANSWERED;
 }
 
-/* Requests on a handle of ours that need no look at the index. */
+/* Requests on a handle of ours that do not need the index. */
 static enum outcome serve_handle(struct worker *worker, const struct request *request, uint64_t handle)
 {
     if (!(handle & FAST_HANDLE))
@@ -195,9 +198,9 @@ static enum outcome serve_handle(struct worker *worker, const struct request *re
 
 /* --- the rest ----------------------------------------------------------------------------------------------------- */
 
-/* Nobody counts look-ups of what is pinned. Only the FORGETs of other inodes are of interest, and of those that have no
- * name any more: the daemon keeps a descriptor of them (OwnChanges.hold_data). */
-static bool counts_for_nobody(struct worker *worker, uint64_t inode)
+/* Look-ups of pinned inodes are not counted. Python needs the FORGETs of all other inodes, and of pinned ones without a name:
+ * the daemon keeps a descriptor of those (OwnChanges.hold_data). */
+static bool has_no_lookup_count(struct worker *worker, uint64_t inode)
 {
     struct inode_record record;
     return view_inode(&worker->view, inode, &record) && (record.flags & (PINNED | UNLINKED)) == PINNED;
@@ -206,11 +209,11 @@ static bool counts_for_nobody(struct worker *worker, uint64_t inode)
 static bool forgets_nothing(struct worker *worker, const struct request *request)
 {
     if (request->header->opcode == FUSE_FORGET)
-        return counts_for_nobody(worker, request->header->nodeid);
+        return has_no_lookup_count(worker, request->header->nodeid);
     const struct fuse_batch_forget_in *batch = request->body;
     const struct fuse_forget_one *each = (const void *)(batch + 1);
     for (uint32_t i = 0; i < batch->count; i++)
-        if (!counts_for_nobody(worker, each[i].nodeid))
+        if (!has_no_lookup_count(worker, each[i].nodeid))
             return false;
     return true;
 }
@@ -278,7 +281,7 @@ enum outcome answer_request(struct worker *worker, const struct request *request
         return serve_open(worker, request);
     case FUSE_READ: {
         enum outcome outcome;
-        worker->distrusts = false;
+        worker->bypasses_index = false;
         while ((outcome = answer_read(worker, request)) == AGAIN)
             if (view_begin(&worker->view))
                 return PASS;

@@ -18,6 +18,7 @@ static bool list_entry(struct listing *listing, const char *name, size_t length,
     size_t size = FUSE_DIRENT_ALIGN(head + length);
     if (listing->used + size > listing->room)
         return false;
+    ASSERT(listing->used % sizeof(uint64_t) == 0 && listing->room <= QUICK_BYTES);
     uint8_t *at = listing->out + listing->used;
     if (listing->plus) {
         if (entry)
@@ -85,7 +86,7 @@ enum outcome answer_listing(struct worker *worker, const struct request *request
             !valid_inode(worker, dentry.inode, &record, &remaining)) {
             if (!listing.used)
                 return PASS;
-            break; /* what we have is an answer; the rest is asked for again, and passed on then */
+            break; /* the entries so far are an answer; the kernel asks for the rest again, and that is passed on */
         }
         if (dentry.position && dentry.position != big_endian(position))
             continue; /* the name is listed elsewhere */

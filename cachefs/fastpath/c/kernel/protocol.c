@@ -6,11 +6,11 @@
 struct shape {
     uint16_t body;  /* bytes of the operation's struct */
     uint8_t names;  /* how many zero-terminated names follow it */
-    uint8_t change; /* whether doing it twice would be seen */
+    uint8_t change; /* whether repeating it has another effect */
 };
 
 #define CHANGES 1
-#define SETXATTR_BYTES 8 /* the struct without what FUSE_SETXATTR_EXT adds, which we do not negotiate */
+#define SETXATTR_BYTES 8 /* without the fields of FUSE_SETXATTR_EXT, which we do not negotiate */
 
 static const struct shape shapes[] = {
     [FUSE_LOOKUP] = {0, 1, 0},
@@ -26,7 +26,7 @@ static const struct shape shapes[] = {
     [FUSE_LINK] = {sizeof(struct fuse_link_in), 1, CHANGES},
     [FUSE_OPEN] = {sizeof(struct fuse_open_in), 0, 0}, /* changes if it truncates; a handle dies with its Python */
     [FUSE_READ] = {sizeof(struct fuse_read_in), 0, 0},
-    [FUSE_WRITE] = {sizeof(struct fuse_write_in), 0, 0}, /* at a place that the kernel gives: twice is once */
+    [FUSE_WRITE] = {sizeof(struct fuse_write_in), 0, 0}, /* at an offset that the kernel gives: it may be repeated */
     [FUSE_RELEASE] = {sizeof(struct fuse_release_in), 0, 0},
     [FUSE_FSYNC] = {sizeof(struct fuse_fsync_in), 0, 0},
     [FUSE_SETXATTR] = {SETXATTR_BYTES, 1, CHANGES},
@@ -115,6 +115,6 @@ bool request_forgets(uint32_t opcode)
 
 bool request_interruptible(uint32_t opcode)
 {
-    return opcode == FUSE_READ || opcode == FUSE_READDIR || opcode == FUSE_READDIRPLUS || opcode == FUSE_GETXATTR || opcode == FUSE_LISTXATTR ||
-           opcode == FUSE_READLINK || opcode == FUSE_STATFS;
+    return opcode == FUSE_READ || opcode == FUSE_READDIR || opcode == FUSE_READDIRPLUS || opcode == FUSE_GETXATTR ||
+           opcode == FUSE_LISTXATTR || opcode == FUSE_READLINK || opcode == FUSE_STATFS;
 }

@@ -1,4 +1,4 @@
-/* The FUSE protocol: what a message must look like before anything believes it. */
+/* The FUSE protocol: messages are checked before anything uses them. */
 #pragma once
 
 #include <linux/fuse.h>
@@ -14,17 +14,17 @@ struct request {
     size_t name_length;
 };
 
-/* Checks lengths and terminators. False: not a message that a kernel sends; it is passed on to nobody. */
+/* Checks lengths and terminators. False: no kernel sends this message; it is answered with an error. */
 bool request_parse(void *message, size_t length, struct request *out);
 
-/* Would doing it twice be seen? Such a request is never passed on again. */
+/* Does repeating it have another effect than doing it once? Such a request is never passed on again. */
 bool request_changes(const struct request *request);
 
-/* Sets what it finds: doing it twice is doing it once, unless another request came in between. */
+/* It may be repeated, unless another request came in between: it overwrites. */
 bool request_overwrites(uint32_t opcode);
 
-/* Has no answer. Python counts it: twice is once too often. */
+/* It has no answer, and Python counts it, so it must not be repeated. */
 bool request_forgets(uint32_t opcode);
 
-/* Has nothing to be undone if its caller stops waiting. */
+/* Nothing must be undone if its caller stops waiting. */
 bool request_interruptible(uint32_t opcode);

@@ -7,6 +7,8 @@
 #include <string.h>
 #include <unistd.h>
 
+#include "common/assertion.h"
+
 /* ENOENT: the caller was interrupted, or a predecessor has answered. */
 static bool refused(ssize_t written)
 {
@@ -15,6 +17,7 @@ static bool refused(ssize_t written)
 
 void reply_parts(int device, uint64_t unique, const struct iovec *parts, int count)
 {
+    ASSERT(count <= MAX_REPLY_PARTS);
     struct fuse_out_header header = {.len = sizeof header, .unique = unique};
     struct iovec all[1 + MAX_REPLY_PARTS] = {{&header, sizeof header}};
     for (int i = 0; i < count; i++) {
@@ -31,6 +34,7 @@ void reply(int device, uint64_t unique, int error, const void *data, size_t leng
         reply_parts(device, unique, &(struct iovec){(void *)data, length}, length ? 1 : 0);
         return;
     }
+    ASSERT(error > 0);
     struct fuse_out_header header = {.len = sizeof header, .error = -error, .unique = unique};
     if (refused(write(device, &header, sizeof header)))
         fprintf(stderr, "fast path: cannot answer the kernel: %s\n", strerror(errno));

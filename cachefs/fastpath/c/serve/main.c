@@ -1,4 +1,4 @@
-/* cachefs-fastpath: between /dev/fuse and pyfuse3. docs/FASTPATH.md says what it promises.
+/* cachefs-fastpath: between /dev/fuse and pyfuse3. docs/FASTPATH.md describes it.
  *
  * Started by the daemon, which gives it descriptors: /dev/fuse, the shared memory, the source's directory, the blob and
  * a listening socket. It outlives the daemon, and ends when the mount does. */
@@ -18,7 +18,7 @@
 
 #include "appender/append.h"
 #include "common/buffer.h"
-#include "misses/fill.h"
+#include "misses/miss.h"
 #include "relay/relay.h"
 #include "serve/control.h"
 #include "serve/interrupt.h"
@@ -59,11 +59,11 @@ static bool parse_arguments(int count, char **values, struct arguments *out)
            out->session && out->durable;
 }
 
-/* It holds what the mount is made of while we wait, and we go on with it, also if the daemon that started us is killed. */
+/* The other process has the mount while this one waits. This one goes on with it even if the daemon that started it is killed. */
 static void wait_for_end(pid_t pid)
 {
     struct pollfd wait = {(int)syscall(SYS_pidfd_open, pid, 0), POLLIN, 0};
-    while (wait.fd >= 0 && poll(&wait, 1, LOOK_MS) <= 0 && !process_is_dying(pid)) /* a thread of it may wait for the source */
+    while (wait.fd >= 0 && poll(&wait, 1, LOOK_MS) <= 0 && !process_is_dying(pid)) /* one of its threads may wait for the source */
         ;
     if (wait.fd >= 0)
         close(wait.fd);
@@ -105,7 +105,7 @@ int main(int count, char **values)
     if (!parse_arguments(count, values, &arguments))
         return fail("usage", "this program is started by cachefs, not by hand");
     signal(SIGPIPE, SIG_IGN);
-    signal(SIGXFSZ, SIG_IGN); /* a blob that may not grow is a full one */
+    signal(SIGXFSZ, SIG_IGN); /* a blob that may not grow counts as full */
     signal(SIGINT, SIG_IGN);
     signal(SIGHUP, SIG_IGN);
 
@@ -114,7 +114,7 @@ int main(int count, char **values)
 
     static struct fastpath fastpath;
     static struct control_socket control;
-    fastpath = (struct fastpath){.device = arguments.device, .source = arguments.source};
+    fastpath = (struct fastpath){.device = arguments.device, .source = arguments.source, .daemon = {.socket = -1}};
     if (!(fastpath.shared = map_shared(arguments.shared)))
         return fail("the shared memory cannot be used", strerror(errno));
     int error = index_open(&fastpath.index, arguments.session, arguments.durable, fastpath.shared);
@@ -129,7 +129,6 @@ int main(int count, char **values)
         return fail("/dev/fuse cannot be used", strerror(errno));
     fastpath.shared->pid = (uint64_t)getpid();
 
-    pthread_mutex_init(&fastpath.turn, NULL);
     if (!relay_init(&fastpath.relay, fastpath.shared, fastpath.device))
         return fail("requests cannot be taken over", strerror(errno));
     interrupt_init(&fastpath);
@@ -137,7 +136,7 @@ int main(int count, char **values)
     uint32_t threads = fastpath.shared->threads;
     if (!threads || threads > SLOTS_FOR_THREADS)
         return fail("the shared memory cannot be used", "impossible number of threads");
-    if (fill_start(&fastpath, arguments.blob))
+    if (miss_start(&fastpath, arguments.blob))
         return fail("threads cannot be started", strerror(errno));
     if ((error = relay_start(&fastpath.relay)))
         return fail("threads cannot be started", strerror(error));
@@ -145,7 +144,9 @@ int main(int count, char **values)
     uint8_t *scratch = buffer_memory((threads + 1) * (size_t)QUICK_BYTES);
     if (!workers || !scratch)
         return fail("threads cannot be set up", strerror(ENOMEM));
-    fastpath.ahead.scratch = scratch + threads * (size_t)QUICK_BYTES;
+    lock_take(&leader_lock);
+    fastpath.speculative_read.scratch = scratch + threads * (size_t)QUICK_BYTES;
+    lock_release(&leader_lock);
     pthread_attr_t attributes;
     pthread_attr_init(&attributes);
     pthread_attr_setstacksize(&attributes, STACK_BYTES);
@@ -162,5 +163,5 @@ int main(int count, char **values)
     if (fastpath.appender)
         append_drain(fastpath.appender);
     relay_quiesce(&fastpath.relay);
-    _exit(0); /* the mount is gone, or a successor takes over whatever the other threads are at */
+    _exit(0); /* the mount is gone, or a successor takes over the requests of the other threads */
 }
