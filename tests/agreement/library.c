@@ -119,17 +119,17 @@ static int open_environment(MDB_env **env, const char *path, MDB_dbi *tables)
 
 int open_index(const char *session, const char *durable)
 {
-    int error = open_environment(&index_.session, session, index_.session_tables);
+    int error = open_environment(&index_.env[SESSION], session, index_.tables[SESSION]);
     if (!error)
-        error = open_environment(&index_.durable, durable, index_.durable_tables);
+        error = open_environment(&index_.env[DURABLE], durable, index_.tables[DURABLE]);
     return error ? error : view_init(&view, &index_);
 }
 
 void close_index(void)
 {
     view_destroy(&view);
-    mdb_env_close(index_.session);
-    mdb_env_close(index_.durable);
+    mdb_env_close(index_.env[SESSION]);
+    mdb_env_close(index_.env[DURABLE]);
 }
 
 /* For rules that need no index. */
@@ -309,6 +309,6 @@ int kind_of_request(void *message, size_t length)
     if (!request_parse(message, length, &request))
         return -1;
     uint32_t opcode = request.header->opcode;
-    return request_changes(&request) | request_overwrites(opcode) << 1 | request_forgets(opcode) << 2 |
-           request_interruptible(opcode) << 3;
+    return request_changes(&request) | request_is(opcode, OVERWRITES) << 1 | request_is(opcode, FORGETS) << 2 |
+           request_is(opcode, INTERRUPTIBLE) << 3;
 }

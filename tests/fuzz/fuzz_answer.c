@@ -62,9 +62,8 @@ int LLVMFuzzerInitialize(int *count, char ***arguments)
     make_environment(session, 0);
     make_environment(durable, 1);
     /* LMDB must not be opened twice by a process: the fast path's index is these environments. */
-    fastpath.index = (struct index){environments[0], environments[1], {0}, {0}, &shared};
-    memcpy(fastpath.index.session_tables, tables[0], sizeof tables[0]);
-    memcpy(fastpath.index.durable_tables, tables[1], sizeof tables[1]);
+    fastpath.index = (struct index){.env = {environments[0], environments[1]}, .shared = &shared};
+    memcpy(fastpath.index.tables, tables, sizeof tables);
     char command[128];
     snprintf(command, sizeof command, "rm -rf %s", directory); /* they stay open */
     CHECK(!system(command));

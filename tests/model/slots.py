@@ -241,7 +241,7 @@ class State:
         return self.kind(request) == "M"
 
     def reads(self, request: int) -> bool:
-        """protocol.c: request_interruptible."""
+        """protocol.c: request_is."""
         return self.kind(request) in "RS"
 
     def answer(self, request: int, what: str) -> None:

@@ -41,7 +41,7 @@ TARGETS: dict[str, frozenset[str]] = {
         "cachefs/fastpath/c/cache/blob.c": "",
         "cachefs/fastpath/c/misses/miss_threads.c": (
             "fill_hold fill_stuck fill_is_stuck most_held fill_admits has_room "
-            "fill_for_wishes begin_wish fulfil settled tell_again fill_wish"
+            "fill_for_wishes begin_wish fulfil report_again fill_wish"
         ),
         "cachefs/fastpath/c/misses/miss.c": "",
         "cachefs/fastpath/c/misses/fetch_table.c": "find_owner queue_pop_fair",

@@ -3,14 +3,13 @@
 #include <errno.h>
 #include <malloc.h>
 #include <stdlib.h>
-#include <time.h>
 #include <unistd.h>
 
-#include "appender/blob_writer.h"
 #include "appender/record.h"
 #include "appender/space.h"
 #include "common/assertion.h"
 #include "common/buffer.h"
+#include "common/clock.h"
 
 #define MAX_BATCH 128
 #define RETRY_US 2000
@@ -38,8 +37,7 @@ struct appender {
     bool idle GUARDED_BY(appender_lock);
     bool writing GUARDED_BY(appender_lock); /* into a slab */
     bool report_again GUARDED_BY(appender_lock);
-    _Atomic bool daemon_gone; /* changed under appender_lock, read without it */
-    uint64_t resolved_seen GUARDED_BY(appender_lock);
+    _Atomic bool daemon_gone; /* changed by the control thread */
     uint64_t room_asked GUARDED_BY(appender_lock); /* the number of the last request for room */
     uint64_t room_answered GUARDED_BY(appender_lock);
     /* Used by the appender's thread only, but for `writer`: append_drain uses it while the thread is idle. */
@@ -54,10 +52,8 @@ struct lock appender_lock = LOCK_INIT;
 
 static struct timespec after_ns(uint64_t ns)
 {
-    struct timespec moment;
-    clock_gettime(CLOCK_MONOTONIC, &moment); /* the clock of `changed`: it cannot be set */
-    ns += (uint64_t)moment.tv_nsec;
-    return (struct timespec){.tv_sec = moment.tv_sec + (time_t)(ns / SECOND_NS), .tv_nsec = (long)(ns % SECOND_NS)};
+    ns += monotonic_ns(); /* the clock of `changed` */
+    return (struct timespec){.tv_sec = (time_t)(ns / SECOND_NS), .tv_nsec = (long)(ns % SECOND_NS)};
 }
 
 static REQUIRES(appender_lock) bool admits_locked(struct appender *appender, uint64_t bytes, bool evicts)
@@ -104,12 +100,8 @@ void append_slab(struct appender *appender, uint64_t offset)
 
 void append_daemon_gone(struct appender *appender)
 {
-    lock_take(&appender_lock);
-    appender->daemon_gone = true; /* its slabs are no longer ours; it may not have committed what was reported */
-    space_grant_locked(&appender->space, UINT64_MAX);
-    appender->asked = false;
-    pthread_cond_broadcast(&appender->changed);
-    lock_release(&appender_lock);
+    appender->daemon_gone = true;
+    append_slab(appender, UINT64_MAX); /* no slab is ours any more */
 }
 
 void append_room(struct appender *appender, uint64_t answered)
@@ -136,7 +128,7 @@ static REQUIRES(appender_lock) bool place_locked(struct appender *appender, uint
     return placed;
 }
 
-static bool send_waiting(struct appender *appender, enum control_type type, const uint8_t *data, uint32_t length)
+bool append_send(struct appender *appender, enum control_type type, const uint8_t *data, uint32_t length)
 {
     bool sent = false;
     while (!sent && !appender->daemon_gone) {
@@ -147,15 +139,10 @@ static bool send_waiting(struct appender *appender, enum control_type type, cons
     return sent;
 }
 
-bool append_reports(struct appender *appender, const uint8_t *reports, uint32_t length)
-{
-    return send_waiting(appender, CONTROL_FILLED, reports, length);
-}
-
 static void flush_reports(struct appender *appender)
 {
     if (appender->reports_used)
-        append_reports(appender, appender->reports, appender->reports_used); /* if that fails, it is reported to the next daemon again */
+        append_send(appender, CONTROL_FILLED, appender->reports, appender->reports_used); /* if that fails, it is reported to the next daemon again */
     appender->reports_used = 0;
 }
 
@@ -205,12 +192,25 @@ static void finish_batch(struct appender *appender, bool good)
     lock_release(&appender_lock);
 }
 
-/* Asks the daemon to evict. False: that was not enough, or took too long. */
-static bool wait_for_room(struct appender *appender, uint64_t bytes)
+static void flush(struct appender *appender)
 {
     if (appender->batch_count)
         finish_batch(appender, true);
-    flush_reports(appender); /* the daemon cannot evict what was not reported to it */
+    flush_reports(appender);
+}
+
+static bool has_room(struct appender *appender, uint64_t bytes)
+{
+    lock_take(&appender_lock);
+    bool room = space_has_locked(&appender->space, bytes, appender->batch_bytes);
+    lock_release(&appender_lock);
+    return room;
+}
+
+/* Asks the daemon to evict. False: that was not enough, or took too long. */
+static bool wait_for_room(struct appender *appender, uint64_t bytes)
+{
+    flush(appender); /* the daemon cannot evict what was not reported to it */
     struct timespec deadline = after_ns(GRANT_TIMEOUT_S * SECOND_NS);
     lock_take(&appender_lock);
     bool room = space_has_locked(&appender->space, bytes, 0), waited = false;
@@ -229,23 +229,13 @@ static bool wait_for_room(struct appender *appender, uint64_t bytes)
 static bool place(struct appender *appender, uint64_t bytes, uint64_t *at)
 {
     struct timespec deadline = after_ns(GRANT_TIMEOUT_S * SECOND_NS);
+    if ((appender->shared->flags & EVICTS) && !has_room(appender, bytes) && !wait_for_room(appender, bytes))
+        return false; /* nothing is being written: the batch was flushed */
     lock_take(&appender_lock);
-    if ((appender->shared->flags & EVICTS) && !space_has_locked(&appender->space, bytes, appender->batch_bytes)) {
-        lock_release(&appender_lock);
-        bool room = wait_for_room(appender, bytes);
-        lock_take(&appender_lock);
-        if (!room) {
-            appender->writing = appender->batch_count;
-            lock_release(&appender_lock);
-            return false;
-        }
-    }
     bool placed = place_locked(appender, bytes, at);
     if (!placed) { /* while this thread waits a daemon may come, which waits until nothing is being written, and for the reports */
         lock_release(&appender_lock);
-        if (appender->batch_count)
-            finish_batch(appender, true);
-        flush_reports(appender);
+        flush(appender);
         lock_take(&appender_lock);
     }
     while (!placed && !(placed = place_locked(appender, bytes, at))) {
@@ -333,14 +323,12 @@ static bool work(struct appender *appender)
     lock_release(&appender_lock);
     if (report_again) {
         appender->events.report_again(appender->context);
-        send_waiting(appender, CONTROL_ALL_REPORTED, NULL, 0);
+        append_send(appender, CONTROL_ALL_REPORTED, NULL, 0);
     }
     struct fetch *fetch;
     while ((fetch = next_fetch(appender)))
         append_one(appender, fetch);
-    if (appender->batch_count)
-        finish_batch(appender, true);
-    flush_reports(appender);
+    flush(appender);
     lock_take(&appender_lock);
     gather_locked(appender);
     bool more = has_work_locked(appender);
@@ -383,16 +371,12 @@ void append_drain(struct appender *appender)
     lock_release(&appender_lock);
 }
 
-void append_tick(struct appender *appender)
+uint64_t append_tick(struct appender *appender)
 {
     lock_take(&appender_lock);
     space_update_locked(&appender->space);
-    uint64_t resolved = appender->shared->resolved;
-    bool news = resolved != appender->resolved_seen;
-    appender->resolved_seen = resolved;
     lock_release(&appender_lock);
-    if (news)
-        appender->events.resolved(appender->context, resolved);
+    return appender->shared->resolved;
 }
 
 struct appender *append_start(struct shared *shared, struct daemon *daemon, int blob_fd, const struct append_events *events,

@@ -1,20 +1,15 @@
 /* One thread appends to the blob, in slabs that the daemon grants. docs/FORMAT.md describes a record. */
 #pragma once
 
-#include <stdbool.h>
-#include <stdint.h>
-
 #include "appender/fetch.h"
 #include "common/daemon.h"
 
 struct appender;
 
-struct append_events { /* called by the appender's thread, but for `resolved`, which `append_tick` calls */
+struct append_events { /* called by the appender's thread */
     /* The fetch was appended at `extent`, and reported under this number; NULL: it was not appended. */
     void (*appended)(void *context, struct fetch *fetch, const struct extent *extent, uint64_t report);
-    /* Reports up to this number are in the index, or never will be. */
-    void (*resolved)(void *context, uint64_t report);
-    /* Another daemon is there: `append_reports` all that is not resolved. */
+    /* Another daemon is there: `append_send` all that is not resolved. */
     void (*report_again)(void *context);
 };
 
@@ -23,8 +18,8 @@ struct appender *append_start(struct shared *shared, struct daemon *daemon, int 
                               void *context);
 
 #define REPORTS_BYTES (32u << 10) /* the most in one message */
-/* Sends reports; waits for a daemon that is slow. False: the daemon is gone. */
-bool append_reports(struct appender *appender, const uint8_t *reports, uint32_t length);
+/* Sends a message; waits for a daemon that is slow. False: the daemon is gone. */
+bool append_send(struct appender *appender, enum control_type type, const uint8_t *data, uint32_t length);
 
 /* Would a payload of this length be appended? `prefetch`: no READ asks for it yet, so nothing is evicted for it. */
 bool append_admits(struct appender *appender, uint32_t length, bool prefetch) EXCLUDES(appender_lock);
@@ -39,4 +34,5 @@ void append_attached(struct appender *appender, bool same) EXCLUDES(appender_loc
 void append_daemon_gone(struct appender *appender) EXCLUDES(appender_lock);
 /* Waits until everything that was taken is written and reported, some seconds at most. */
 void append_drain(struct appender *appender) EXCLUDES(appender_lock);
-void append_tick(struct appender *appender) EXCLUDES(appender_lock);
+/* Called now and then. Reports up to the number that it returns are in the index, or never will be. */
+uint64_t append_tick(struct appender *appender) EXCLUDES(appender_lock);

@@ -1,9 +1,6 @@
 /* A piece of a file on its way from the source to its readers and to the blob, and queues of such pieces. */
 #pragma once
 
-#include <stdbool.h>
-#include <stdint.h>
-
 #include "cache/index.h"
 #include "common/lock.h"
 

@@ -1,6 +1,5 @@
 #include "appender/record.h"
 
-#include <stddef.h>
 #include <string.h>
 
 #include "cache/blob.h"
@@ -57,7 +56,6 @@ bool put_record(struct blob_writer *writer, const struct fetch *fetch, uint64_t 
 uint32_t encode_report(uint8_t *out, const struct fetch *fetch, const struct extent *extent, uint64_t number)
 {
     uint32_t count = block_count(fetch->length);
-    ASSERT(count && count <= MAX_CHECKSUMS);
     struct filled filled = {
         .report = number,
         .inode = fetch->inode,

@@ -1,7 +1,6 @@
 #include "appender/space.h"
 
 #include "common/assertion.h"
-#include "common/format.h"
 
 void space_init(struct space *space, struct shared *shared)
 {

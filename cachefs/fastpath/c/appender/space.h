@@ -5,9 +5,6 @@
  * it, and the index counts it, or it never will. */
 #pragma once
 
-#include <stdbool.h>
-#include <stdint.h>
-
 #include "common/lock.h"
 #include "common/shared.h"
 

@@ -3,7 +3,6 @@
 #pragma once
 
 #include <stdbool.h>
-#include <time.h>
 
 #include "common/clock.h"
 #include "common/format.h"
@@ -14,18 +13,11 @@ static inline int64_t settle_ns(const struct shared *shared)
     return shared->settle_ns && shared->settle_ns < SETTLE_NS ? (int64_t)shared->settle_ns : SETTLE_NS;
 }
 
-static inline int64_t read_clock_ns(clockid_t clock)
-{
-    struct timespec now;
-    clock_gettime(clock, &now);
-    return (int64_t)now.tv_sec * 1000000000 + now.tv_nsec;
-}
-
 /* The time of day, without what the clock was set forward since the daemon started (clock.py says why). */
 static inline int64_t unset_time_ns(const struct shared *shared)
 {
-    int64_t now = read_clock_ns(CLOCK_REALTIME), offset = (int64_t)shared->clock_offset_ns;
-    int64_t steady = read_clock_ns(CLOCK_BOOTTIME) + offset;
+    int64_t now = clock_ns(CLOCK_REALTIME), offset = (int64_t)shared->clock_offset_ns;
+    int64_t steady = clock_ns(CLOCK_BOOTTIME) + offset;
     return offset && steady < now ? steady : now;
 }
 

@@ -7,8 +7,7 @@
 
 #include <lmdb.h>
 #include <stdbool.h>
-#include <stddef.h>
-#include <stdint.h>
+#include <string.h>
 
 #include "common/format.h"
 #include "common/shared.h"
@@ -17,16 +16,18 @@
 #define FOREVER UINT64_MAX
 #define MAX_CHECKSUMS (CHUNK_BYTES / BLOCK_BYTES)
 
+enum layer { SESSION, DURABLE, LAYERS };
+
 struct index {
-    MDB_env *session, *durable;
-    MDB_dbi session_tables[TABLES], durable_tables[TABLES];
+    MDB_env *env[LAYERS];
+    MDB_dbi tables[LAYERS][TABLES];
     const struct shared *shared;
 };
 
 struct view {
     const struct index *index;
-    MDB_txn *session, *durable;
-    MDB_cursor *session_cursors[TABLES], *durable_cursors[TABLES]; /* of the tables that are scanned */
+    MDB_txn *txn[LAYERS];
+    MDB_cursor *cursors[LAYERS][TABLES]; /* of the tables that are scanned */
     uint64_t floor, strict_floor, run;
     bool open;
 };
@@ -48,6 +49,8 @@ void view_end(struct view *view);
 
 /* The value of a key; its bytes are valid until `view_end`. */
 bool view_get(struct view *view, enum table table, const void *key, size_t key_length, MDB_val *value);
+/* The same, under a number and a name. */
+bool view_get_named(struct view *view, enum table table, uint64_t number, const char *name, size_t length, MDB_val *value);
 bool view_inode(struct view *view, uint64_t inode, struct inode_record *out);
 bool view_dentry(struct view *view, uint64_t parent, const char *name, size_t length, struct dentry_record *out);
 /* The extent that holds the byte at `offset`: no extent lies within another, so it is the last one that begins there or
@@ -60,10 +63,12 @@ uint64_t view_next_extent(struct view *view, uint64_t inode, uint64_t from, uint
 
 /* All keys with a prefix, in order, from `start` on. One scan of a table at a time. */
 struct scan {
-    MDB_cursor *upper, *lower;
-    MDB_val upper_key, upper_value, lower_key, lower_value;
-    bool has_upper, has_lower;
-    uint8_t prefix[8];
+    struct scan_position {
+        MDB_cursor *cursor;
+        MDB_val key, value;
+        bool found;
+    } at[LAYERS];
+    uint64_t prefix; /* as in a key */
 };
 bool scan_begin(struct scan *scan, struct view *view, enum table table, uint64_t prefix, const void *start, size_t length);
 bool scan_next(struct scan *scan, MDB_val *key, MDB_val *value);
@@ -87,4 +92,12 @@ void unit_of(const struct shared *shared, uint64_t size, uint64_t offset, uint64
 static inline uint64_t big_endian(uint64_t number)
 {
     return __builtin_bswap64(number);
+}
+
+/* The second number of a key that has one. */
+static inline uint64_t second_number(const MDB_val *key)
+{
+    uint64_t number;
+    memcpy(&number, (const char *)key->mv_data + sizeof number, sizeof number);
+    return big_endian(number);
 }

@@ -1,6 +1,5 @@
 #include "common/buffer.h"
 
-#include <stdint.h>
 #include <sys/mman.h>
 
 #include "common/assertion.h"

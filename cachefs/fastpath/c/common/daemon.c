@@ -2,7 +2,6 @@
 
 #include <string.h>
 #include <sys/socket.h>
-#include <sys/uio.h>
 #include <unistd.h>
 
 #include "common/assertion.h"

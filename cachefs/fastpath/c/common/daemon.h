@@ -2,10 +2,6 @@
  * connections and reads from this one. */
 #pragma once
 
-#include <stdbool.h>
-#include <stddef.h>
-#include <stdint.h>
-
 #include "common/lock.h"
 #include "common/shared.h"
 

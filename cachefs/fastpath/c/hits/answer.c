@@ -9,7 +9,6 @@
 #include "hits/attributes.h"
 #include "hits/listing.h"
 #include "hits/reading.h"
-#include "relay/lot.h"
 #include "relay/passing.h"
 #include "relay/relay.h"
 
@@ -34,8 +33,8 @@ static enum outcome serve_lookup(struct worker *worker, const struct request *re
     struct inode_record parent, record;
     struct dentry_record dentry;
     struct fuse_entry_out out = {0};
-    uint64_t remaining;
-    if (!valid_inode(worker, request->header->nodeid, &parent, &remaining))
+    uint64_t remaining = valid_inode(worker, request->header->nodeid, &parent);
+    if (!remaining)
         return PASS;
     bool known = view_dentry(view, request->header->nodeid, request->name, request->name_length, &dentry);
     if (!known && request->header->nodeid == ROOT_INODE)
@@ -43,7 +42,7 @@ static enum outcome serve_lookup(struct worker *worker, const struct request *re
     if (knows_absent(view, &parent, known ? &dentry : NULL)) {
         split_timeout(remaining, &out.entry_valid, &out.entry_valid_nsec);
     } else if (known && dentry.inode && entry_holds(view, &parent, &dentry) &&
-               valid_inode(worker, dentry.inode, &record, &remaining)) {
+               (remaining = valid_inode(worker, dentry.inode, &record))) {
         fill_entry(&out, dentry.inode, &record, remaining);
     } else {
         return PASS;
@@ -53,22 +52,20 @@ static enum outcome serve_lookup(struct worker *worker, const struct request *re
         assert_leader(worker);
         speculative_read_lookup(&worker->fastpath->speculative_read, out.nodeid);
     }
-    answer(worker, request, 0, &out, sizeof out);
-    return ANSWERED;
+    return answer(worker, request, 0, &out, sizeof out);
 }
 
 static enum outcome serve_getattr(struct worker *worker, const struct request *request)
 {
     struct inode_record record;
     struct fuse_attr_out out = {0};
-    uint64_t remaining;
-    if (!valid_inode(worker, request->header->nodeid, &record, &remaining))
+    uint64_t remaining = valid_inode(worker, request->header->nodeid, &record);
+    if (!remaining)
         return PASS;
     view_end(&worker->view);
     fill_attributes(&out.attr, request->header->nodeid, &record);
     split_timeout(remaining, &out.attr_valid, &out.attr_valid_nsec);
-    answer(worker, request, 0, &out, sizeof out);
-    return ANSWERED;
+    return answer(worker, request, 0, &out, sizeof out);
 }
 
 /* --- values ------------------------------------------------------------------------------------------------------- */
@@ -77,16 +74,9 @@ static enum outcome serve_getattr(struct worker *worker, const struct request *r
 static bool value_of(struct worker *worker, enum table table, const struct request *request, MDB_val *out)
 {
     struct inode_record record;
-    uint64_t remaining, version, inode = request->header->nodeid;
-    uint8_t key[MAX_KEY];
-    uint64_t number = big_endian(inode);
-    size_t length = request->name ? request->name_length : 0;
-    if (sizeof number + length > sizeof key || !valid_inode(worker, inode, &record, &remaining))
-        return false;
-    memcpy(key, &number, sizeof number);
-    if (length)
-        memcpy(key + sizeof number, request->name, length);
-    if (!view_get(&worker->view, table, key, sizeof number + length, out) || out->mv_size < 16)
+    uint64_t version, inode = request->header->nodeid;
+    if (!valid_inode(worker, inode, &record) ||
+        !view_get_named(&worker->view, table, inode, request->name, request->name_length, out) || out->mv_size < 16)
         return false;
     memcpy(&version, (char *)out->mv_data + 8, sizeof version);
     *out = (MDB_val){out->mv_size - 16, (char *)out->mv_data + 16};
@@ -104,8 +94,7 @@ static enum outcome serve_readlink(struct worker *worker, const struct request *
     MDB_val target;
     if (!value_of(worker, SYMLINKS, request, &target))
         return PASS;
-    answer(worker, request, 0, target.mv_data, target.mv_size);
-    return ANSWERED;
+    return answer(worker, request, 0, target.mv_data, target.mv_size);
 }
 
 static enum outcome serve_xattr(struct worker *worker, const struct request *request)
@@ -117,16 +106,14 @@ static enum outcome serve_xattr(struct worker *worker, const struct request *req
     const char *bytes = value.mv_data;
     size_t length = value.mv_size - 1;
     if (!bytes[0])
-        answer(worker, request, ENODATA, NULL, 0);
-    else if (request->header->opcode == FUSE_LISTXATTR && length)
+        return answer(worker, request, ENODATA, NULL, 0);
+    if (request->header->opcode == FUSE_LISTXATTR && length)
         return PASS; /* the index separates the names by zeros, the reply ends each with one: rare, so Python answers */
-    else if (!in->size)
-        answer(worker, request, 0, &(struct fuse_getxattr_out){.size = (uint32_t)length}, sizeof(struct fuse_getxattr_out));
-    else if (in->size < length)
-        answer(worker, request, ERANGE, NULL, 0);
-    else
-        answer(worker, request, 0, bytes + 1, length);
-    return ANSWERED;
+    if (!in->size)
+        return answer(worker, request, 0, &(struct fuse_getxattr_out){.size = (uint32_t)length}, sizeof(struct fuse_getxattr_out));
+    if (in->size < length)
+        return answer(worker, request, ERANGE, NULL, 0);
+    return answer(worker, request, 0, bytes + 1, length);
 }
 
 /* --- handles ------------------------------------------------------------------------------------------------------ */
@@ -145,10 +132,8 @@ static enum outcome serve_open(struct worker *worker, const struct request *requ
         .fh = FAST_HANDLE | request->header->nodeid,
         .open_flags = FOPEN_KEEP_CACHE | OPEN_NOFLUSH,
     };
-    if (mounted_with(worker, NO_OPEN)) {
-        answer(worker, request, ENOSYS, NULL, 0); /* the kernel never asks again */
-        return ANSWERED;
-    }
+    if (mounted_with(worker, NO_OPEN))
+        return answer(worker, request, ENOSYS, NULL, 0); /* the kernel never asks again */
     if (!view_inode(&worker->view, request->header->nodeid, &record))
         return PASS;
     if (is_young(worker->fastpath->shared, &record))
@@ -170,30 +155,17 @@ static enum outcome serve_open(struct worker *worker, const struct request *requ
     if (!opens_for_reading(in)) {
         if (mounted_with(worker, READ_ONLY))
             return PASS;
-        answer(worker, request, EPERM, NULL, 0);
-        return ANSWERED;
+        return answer(worker, request, EPERM, NULL, 0);
     }
-    answer(worker, request, 0, &out, sizeof out);
-    return ANSWERED;
+    return answer(worker, request, 0, &out, sizeof out);
 }
 
 static enum outcome serve_opendir(struct worker *worker, const struct request *request)
 {
     struct fuse_open_out out = {.fh = FAST_HANDLE | request->header->nodeid};
     if (mounted_with(worker, NO_OPEN))
-        answer(worker, request, ENOSYS, NULL, 0);
-    else
-        answer(worker, request, 0, &out, sizeof out);
-    return ANSWERED;
-}
-
-/* Requests on a handle of ours that do not need the index. */
-static enum outcome serve_handle(struct worker *worker, const struct request *request, uint64_t handle)
-{
-    if (!(handle & FAST_HANDLE))
-        return PASS;
-    answer(worker, request, 0, NULL, 0);
-    return ANSWERED;
+        return answer(worker, request, ENOSYS, NULL, 0);
+    return answer(worker, request, 0, &out, sizeof out);
 }
 
 /* --- the rest ----------------------------------------------------------------------------------------------------- */
@@ -252,21 +224,19 @@ enum outcome answer_request(struct worker *worker, const struct request *request
     case FUSE_RELEASEDIR:
     case FUSE_FLUSH:
     case FUSE_FSYNC:
-        if (request->header->opcode == FUSE_FLUSH && mounted_with(worker, READ_ONLY)) {
-            answer(worker, request, ENOSYS, NULL, 0);
-            return ANSWERED;
-        }
-        return serve_handle(worker, request, *(const uint64_t *)request->body);
+        if (request->header->opcode == FUSE_FLUSH && mounted_with(worker, READ_ONLY))
+            return answer(worker, request, ENOSYS, NULL, 0);
+        if (!(*(const uint64_t *)request->body & FAST_HANDLE))
+            return PASS;
+        return answer(worker, request, 0, NULL, 0); /* a handle of ours has no state */
     case FUSE_FSYNCDIR:
         return PASS;
     case FUSE_IOCTL: /* Python's open() asks each file whether it is a terminal */
     case FUSE_LSEEK:
     case FUSE_POLL:
-        answer(worker, request, ENOSYS, NULL, 0); /* as pyfuse3 would */
-        return ANSWERED;
+        return answer(worker, request, ENOSYS, NULL, 0); /* as pyfuse3 would */
     case FUSE_ACCESS: /* default_permissions: the kernel has checked */
-        answer(worker, request, 0, NULL, 0);
-        return ANSWERED;
+        return answer(worker, request, 0, NULL, 0);
     case FUSE_OPENDIR:
         return serve_opendir(worker, request);
     }

@@ -1,7 +1,5 @@
 #include "hits/reading.h"
 
-#include <sys/uio.h>
-
 #include "common/buffer.h"
 #include "common/clock.h"
 #include "misses/miss.h"
@@ -55,7 +53,6 @@ static enum outcome serve_cached(struct worker *worker, const struct request *re
     uint64_t inode = request->header->nodeid, offset = in->offset;
     for (;;) {
         uint64_t extent_end = extent->start + extent->record.length;
-        ASSERT(offset >= extent->start && offset < extent_end && offset < end);
         uint32_t start = (uint32_t)(offset - extent->start);
         uint32_t length = (uint32_t)((extent_end < end ? extent_end : end) - offset);
         size_t needed = SCRATCH_BYTES((size_t)length);
@@ -101,8 +98,7 @@ enum outcome answer_read(struct worker *worker, const struct request *request)
         end = record.size;
     if (in->offset >= end) {
         view_end(&worker->view);
-        answer(worker, request, 0, NULL, 0);
-        return ANSWERED;
+        return answer(worker, request, 0, NULL, 0);
     }
     bool quick = end <= in->offset + QUICK_READ_BYTES;
     if (!quick)

@@ -20,11 +20,10 @@ bool request_parse(void *message, size_t length, struct request *out);
 /* Does repeating it have another effect than doing it once? Such a request is never passed on again. */
 bool request_changes(const struct request *request);
 
-/* It may be repeated, unless another request came in between: it overwrites. */
-bool request_overwrites(uint32_t opcode);
-
-/* It has no answer, and Python counts it, so it must not be repeated. */
-bool request_forgets(uint32_t opcode);
-
-/* Nothing must be undone if its caller stops waiting. */
-bool request_interruptible(uint32_t opcode);
+enum request_kind {
+    REPEATABLE = 1,    /* repeating it has no other effect than doing it once; an OPEN may be an exception */
+    OVERWRITES = 2,    /* the same, unless another request came in between */
+    FORGETS = 4,       /* it has no answer, and Python counts it: no request that may have arrived is sent again */
+    INTERRUPTIBLE = 8, /* nothing must be undone if its caller stops waiting */
+};
+bool request_is(uint32_t opcode, enum request_kind kind);

@@ -34,7 +34,6 @@ void reply(int device, uint64_t unique, int error, const void *data, size_t leng
         reply_parts(device, unique, &(struct iovec){(void *)data, length}, length ? 1 : 0);
         return;
     }
-    ASSERT(error > 0);
     struct fuse_out_header header = {.len = sizeof header, .error = -error, .unique = unique};
     if (refused(write(device, &header, sizeof header)))
         fprintf(stderr, "fast path: cannot answer the kernel: %s\n", strerror(errno));

@@ -6,7 +6,6 @@
 
 #include "cache/age.h"
 #include "common/buffer.h"
-#include "common/clock.h"
 #include "misses/miss_threads.h"
 #include "relay/lot.h"
 
@@ -21,19 +20,20 @@ static void count_hit(struct worker *worker, const struct waiter *reader)
 }
 
 /* Of a fetch whose payload is in memory. The caller has a reference, which is dropped. */
-static void answer_fetched(struct worker *worker, struct fetch *fetch, const struct waiter *reader)
+static enum outcome answer_fetched(struct worker *worker, struct fetch *fetch, const struct waiter *reader)
 {
     count_hit(worker, reader);
     answer_waiter(worker->fastpath->misses, reader, fetch);
     lock_take(&miss_lock);
     fetch_release_locked(fetch);
     lock_release(&miss_lock);
+    return ANSWERED;
 }
 
-/* Of a fetch that is in the blob, and not in the index yet. `start`: in the extent. */
-static enum outcome answer_appended(struct worker *worker, const struct extent *extent, uint32_t start,
-                                    const struct waiter *reader)
+/* Of a fetch that is in the blob, and not in the index yet. */
+static enum outcome answer_appended(struct worker *worker, const struct extent *extent, const struct waiter *reader)
 {
+    uint32_t start = (uint32_t)(reader->offset - extent->start);
     uint8_t *buffer = reader->length > QUICK_READ_BYTES ? buffer_take() : worker->scratch;
     const void *data = buffer ? blob_read(&worker->fastpath->blob, extent, start, reader->length, buffer) : NULL;
     if (data) {
@@ -57,12 +57,12 @@ static REQUIRES(miss_lock) struct known known_locked(struct worker *worker, uint
 struct miss {
     const struct inode_record *record;
     const char *path;
-    uint64_t inode, end;
+    uint64_t inode, end; /* `end`: of the READ */
     struct waiter reader;
-    enum { GIVE_UP, LOOK_AGAIN, REFUSE, ANSWER_FETCHED, ANSWER_APPENDED, WAIT, FETCH } next;
-    struct fetch *fetch;                     /* ANSWER_FETCHED, FETCH */
-    struct extent extent;                    /* ANSWER_APPENDED */
-    uint64_t extent_offset;                  /* in the file */
+    enum outcome outcome;
+    bool refused;                           /* ETIMEDOUT */
+    struct fetch *fetched, *own;            /* to be answered from; to be run by this thread; NULL: none */
+    struct extent appended;                 /* to be answered from, `start` is its offset in the file; length 0: none */
     struct miss_thread *thread, *readahead; /* to be woken; NULL: none */
 };
 
@@ -111,7 +111,17 @@ static REQUIRES(miss_lock) struct fetch *begin_fetch_locked(struct worker *worke
     return fetch;
 }
 
-/* A READ joins a fetch that is under way, or begins one. Sets `miss->next`. */
+/* All threads of the owner wait for the source: its READs fail at once, but once a second Python may try one. */
+static REQUIRES(miss_lock) bool may_probe_locked(struct misses *misses)
+{
+    uint64_t now = monotonic_ns();
+    if (now < misses->next_probe_ns)
+        return false;
+    misses->next_probe_ns = now + PROBE_NS;
+    return true;
+}
+
+/* A READ joins a fetch that is under way, or begins one. */
 static REQUIRES(miss_lock) void join_locked(struct worker *worker, struct miss *miss, struct fetch *fetch)
 {
     struct misses *misses = worker->fastpath->misses;
@@ -122,9 +132,9 @@ static REQUIRES(miss_lock) void join_locked(struct worker *worker, struct miss *
         struct known known = known_locked(worker, miss->inode, miss->record->version);
         /* What left the table since this request looked into the index is in the index by now. */
         if (known.view && view_has_range(known.view, miss->inode, miss->record->version, miss->reader.offset, miss->end))
-            miss->next = LOOK_AGAIN;
+            miss->outcome = AGAIN;
         else if (is_stuck_locked(misses, owner))
-            miss->next = REFUSE;
+            miss->refused = !may_probe_locked(misses);
         else
             fetch = begin_fetch_locked(worker, miss, &known);
         view_end(&worker->view);
@@ -136,14 +146,13 @@ static REQUIRES(miss_lock) void join_locked(struct worker *worker, struct miss *
     *waiter = miss->reader;
     waiter->next = fetch->waiters;
     fetch->waiters = waiter;
-    miss->next = WAIT;
+    miss->outcome = TAKEN;
     /* Most serving threads may fetch themselves, which saves a wake-up. The others remain for hits. */
     if (new && misses->inline_count + THREADS_FOR_HITS < misses->fastpath->shared->threads &&
         !shares_full(&misses->shares, owner)) {
         misses->inline_count++;
         mark_fetching_locked(misses, fetch);
-        miss->next = FETCH;
-        miss->fetch = fetch;
+        miss->own = fetch;
     } else if (new) {
         miss->thread = start_fetch_locked(misses, fetch);
     } else if (fetch->state == FETCH_QUEUED && !shares_full(&misses->shares, owner)) {
@@ -165,32 +174,13 @@ static REQUIRES(miss_lock) void decide_locked(struct worker *worker, struct miss
     }
     if (fetch && fetch->state == FETCH_FETCHED) {
         fetch->references++;
-        miss->next = ANSWER_FETCHED;
-        miss->fetch = fetch;
+        miss->fetched = fetch;
     } else if (fetch && fetch->state == FETCH_APPENDED) {
-        miss->next = ANSWER_APPENDED;
-        miss->extent = fetch->extent;
-        miss->extent_offset = fetch->offset;
+        miss->appended = fetch->extent;
+        miss->appended.start = fetch->offset;
     } else if (relay_claim(&worker->fastpath->relay, worker->slot)) {
         join_locked(worker, miss, fetch);
     } /* else the request waits for its owner's share of slots, and is served again then */
-}
-
-/* All threads of the owner wait for the source: fails at once, but once a second Python may try a request. */
-static enum outcome refuse(struct worker *worker, uint64_t unique)
-{
-    struct misses *misses = worker->fastpath->misses;
-    uint64_t now = monotonic_ns();
-    lock_take(&miss_lock);
-    bool probe = now >= misses->next_probe_ns;
-    if (probe)
-        misses->next_probe_ns = now + PROBE_NS;
-    lock_release(&miss_lock);
-    if (probe)
-        return PASS;
-    worker->counters->source_timeouts++;
-    reply(worker->fastpath->device, unique, ETIMEDOUT, NULL, 0);
-    return ANSWERED;
 }
 
 enum outcome miss_read(struct worker *worker, const struct inode_record *record, const struct request *request)
@@ -204,7 +194,7 @@ enum outcome miss_read(struct worker *worker, const struct inode_record *record,
     view_end(&worker->view);
     if (end > record->size)
         end = record->size;
-    struct miss miss = {.record = record, .path = path, .inode = inode, .end = end};
+    struct miss miss = {.record = record, .path = path, .inode = inode, .end = end, .outcome = PASS};
     miss.reader = (struct waiter){
         .slot = worker->slot, .unique = request->header->unique, .offset = in->offset, .since_ns = worker->begun_ns,
         .length = (uint32_t)(end - in->offset), .owner = request->header->uid};
@@ -213,29 +203,22 @@ enum outcome miss_read(struct worker *worker, const struct inode_record *record,
     lock_release(&miss_lock);
     miss_thread_wake(miss.readahead);
     miss_thread_wake(miss.thread);
-    switch (miss.next) {
-    case GIVE_UP:
-        return PASS;
-    case LOOK_AGAIN:
-        return AGAIN;
-    case REFUSE:
-        return refuse(worker, request->header->unique);
-    case ANSWER_FETCHED:
-        answer_fetched(worker, miss.fetch, &miss.reader);
-        return ANSWERED;
-    case ANSWER_APPENDED:
-        return answer_appended(worker, &miss.extent, (uint32_t)(in->offset - miss.extent_offset), &miss.reader);
-    case WAIT:
-        return TAKEN;
-    case FETCH:
+    if (miss.fetched)
+        return answer_fetched(worker, miss.fetched, &miss.reader);
+    if (miss.appended.record.length)
+        return answer_appended(worker, &miss.appended, &miss.reader);
+    if (miss.refused) {
+        worker->counters->source_timeouts++;
+        return answer(worker, request, ETIMEDOUT, NULL, 0);
+    }
+    if (miss.own) {
         leader_resign(worker);
-        run_fetch(misses, miss.fetch, worker->counters);
+        run_fetch(misses, miss.own, worker->counters);
         lock_take(&miss_lock);
         misses->inline_count--;
         lock_release(&miss_lock);
-        return TAKEN;
     }
-    return PASS;
+    return miss.outcome;
 }
 
 bool miss_interrupt(struct misses *misses, uint64_t unique)
@@ -295,7 +278,10 @@ void miss_tick(struct misses *misses)
         relay_free_slot(&misses->fastpath->relay, waiter->slot);
         free(waiter);
     }
-    append_tick(misses->appender);
+    uint64_t resolved = append_tick(misses->appender);
+    lock_take(&miss_lock);
+    resolve_pending_locked(&misses->table, resolved);
+    lock_release(&miss_lock);
 }
 
 int miss_start(struct fastpath *fastpath, int blob_fd)
@@ -318,7 +304,7 @@ int miss_start(struct fastpath *fastpath, int blob_fd)
     uint32_t reserve = reserved_threads(shared), places = most + reserve;
     if (!shares_init(&misses->shares, most, reserve, places) || !shares_init(&misses->stuck_shares, most, reserve, places))
         return ENOMEM;
-    prefetch_requests_init(&misses->prefetch, shared);
+    prefetch_init(&misses->prefetch, shared);
     misses->appender = append_start(shared, &fastpath->daemon, blob_fd, &miss_append_events, misses);
     if (!misses->appender)
         return ENOMEM;

@@ -5,7 +5,6 @@
 #include "appender/record.h"
 #include "cache/age.h"
 #include "common/assertion.h"
-#include "common/clock.h"
 #include "kernel/reply.h"
 #include "misses/source.h"
 #include "relay/lot.h"
@@ -63,7 +62,7 @@ static REQUIRES(miss_lock) bool has_room_locked(const struct misses *misses)
 struct miss_thread *thread_for_prefetch_locked(struct misses *misses)
 {
     bool now = misses->idle_count && !shares_full(&misses->shares, DAEMON_OWNER) && has_room_locked(misses) &&
-               prefetch_requests_ready_locked(&misses->prefetch, monotonic_ns());
+               prefetch_ready_locked(&misses->prefetch, monotonic_ns());
     return now ? misses->idle[--misses->idle_count] : NULL;
 }
 
@@ -88,7 +87,6 @@ static REQUIRES(miss_lock) struct miss_thread *give_job_locked(struct misses *mi
 {
     ASSERT(misses->idle_count > 0);
     struct miss_thread *thread = misses->idle[--misses->idle_count]; /* idle last: its stack is still in the CPU's caches */
-    ASSERT(!thread->job);
     thread->job = fetch;
     mark_fetching_locked(misses, fetch);
     return thread;
@@ -157,7 +155,7 @@ void run_fetch(struct misses *misses, struct fetch *fetch, struct counters *coun
         counters->young_reads += good;
     }
     if (waiters && fetch->length <= QUICK_READ_BYTES)
-        prefetch_requests_missed_locked(&misses->prefetch, now_ns, now_ns - begun_ns);
+        prefetch_missed_locked(&misses->prefetch, now_ns, now_ns - begun_ns);
     fetch->waiters = NULL;
     bool abandoned = fetch->state == FETCH_ABANDONED;
     shares_give(&misses->shares, fetch->owner);
@@ -229,7 +227,8 @@ static void prefetch(struct miss_thread *thread, const struct prefetch_request *
         thread->counters->prefetched++;
     }
     lock_take(&miss_lock);
-    prefetch_requests_done_locked(&misses->prefetch);
+    ASSERT(misses->prefetch.active > 0);
+    misses->prefetch.active--;
     misses->fastpath->shared->prefetch_done++;
     struct miss_thread *another = thread_for_prefetch_locked(misses); /* the limit may have grown */
     lock_release(&miss_lock);
@@ -251,7 +250,7 @@ static void *run_miss_thread(void *context)
             thread->job = queue_pop_fair_locked(&misses->queue, &misses->shares);
             bool may_prefetch = !thread->job && !shares_full(&misses->shares, DAEMON_OWNER);
             bool prefetches = may_prefetch && has_room_locked(misses) &&
-                              prefetch_requests_next_locked(&misses->prefetch, monotonic_ns(), &request);
+                              prefetch_next_locked(&misses->prefetch, monotonic_ns(), &request);
             idle = !thread->job && !prefetches;
             if (thread->job)
                 mark_fetching_locked(misses, thread->job);
@@ -288,15 +287,6 @@ static void appended(void *context, struct fetch *fetch, const struct extent *ex
     miss_thread_wake(thread);
 }
 
-/* Reports up to `number` are in the index, or never will be. */
-static void resolved(void *context, uint64_t number)
-{
-    struct misses *misses = context;
-    lock_take(&miss_lock);
-    resolve_pending_locked(&misses->table, number);
-    lock_release(&miss_lock);
-}
-
 /* Reports again what was reported to a daemon that died and may not have been committed. */
 static void report_again(void *context)
 {
@@ -313,12 +303,12 @@ static void report_again(void *context)
                 last = rest->report;
             }
         lock_release(&miss_lock);
-        if (used && !append_reports(misses->appender, message, used))
+        if (used && !append_send(misses->appender, CONTROL_FILLED, message, used))
             return;
     } while (rest);
 }
 
-const struct append_events miss_append_events = {appended, resolved, report_again};
+const struct append_events miss_append_events = {appended, report_again};
 
 /* --- prefetch requests -------------------------------------------------------------------------------------------- */
 
@@ -327,7 +317,7 @@ void prefetch_requested(struct misses *misses, const struct prefetch_request *re
     for (size_t i = 0; i < count; i++) {
         struct miss_thread *thread = NULL;
         lock_take(&miss_lock);
-        if (!prefetch_requests_add_locked(&misses->prefetch, &requests[i]))
+        if (!prefetch_add_locked(&misses->prefetch, &requests[i]))
             misses->fastpath->shared->prefetch_done++;
         else
             thread = thread_for_prefetch_locked(misses);

@@ -2,8 +2,6 @@
 
 #include <unistd.h>
 
-#include "common/assertion.h"
-
 #define SMOOTHING 8
 #define BASE_NS 10000000000u /* after this time the best time is measured anew: the source may have changed */
 #define CHANGE_NS 5000000u
@@ -12,7 +10,7 @@
 #define THREADS_A_CORE 3 /* more threads are no faster: what they fetch must be appended and committed, too */
 #define TOLERANCE 8 /* an eighth slower counts as equally good */
 
-void prefetch_requests_init(struct prefetch_requests *requests, const struct shared *shared)
+void prefetch_init(struct prefetch_requests *requests, const struct shared *shared)
 {
     uint32_t fetch_threads = shared->fetch_threads;
     uint32_t spare = fetch_threads > 2 * THREADS_FOR_MISSES ? fetch_threads - THREADS_FOR_MISSES : (fetch_threads + 1) / 2;
@@ -23,7 +21,7 @@ void prefetch_requests_init(struct prefetch_requests *requests, const struct sha
     requests->base_ns = UINT64_MAX;
 }
 
-bool prefetch_requests_add_locked(struct prefetch_requests *requests, const struct prefetch_request *request)
+bool prefetch_add_locked(struct prefetch_requests *requests, const struct prefetch_request *request)
 {
     if (requests->count == MAX_PREFETCH_REQUESTS)
         return false;
@@ -31,7 +29,7 @@ bool prefetch_requests_add_locked(struct prefetch_requests *requests, const stru
     return true;
 }
 
-uint32_t prefetch_requests_ready_locked(const struct prefetch_requests *requests, uint64_t now_ns)
+uint32_t prefetch_ready_locked(const struct prefetch_requests *requests, uint64_t now_ns)
 {
     uint64_t jobs = *requests->jobs;
     uint32_t limit = now_ns - requests->last_miss_ns > QUIET_NS ? requests->most : requests->limit;
@@ -41,9 +39,9 @@ uint32_t prefetch_requests_ready_locked(const struct prefetch_requests *requests
     return free < requests->count ? free : requests->count;
 }
 
-bool prefetch_requests_next_locked(struct prefetch_requests *requests, uint64_t now_ns, struct prefetch_request *out)
+bool prefetch_next_locked(struct prefetch_requests *requests, uint64_t now_ns, struct prefetch_request *out)
 {
-    if (!prefetch_requests_ready_locked(requests, now_ns))
+    if (!prefetch_ready_locked(requests, now_ns))
         return false;
     *out = requests->waiting[requests->first];
     requests->first = (requests->first + 1) % MAX_PREFETCH_REQUESTS;
@@ -52,13 +50,7 @@ bool prefetch_requests_next_locked(struct prefetch_requests *requests, uint64_t 
     return true;
 }
 
-void prefetch_requests_done_locked(struct prefetch_requests *requests)
-{
-    ASSERT(requests->active > 0);
-    requests->active--;
-}
-
-void prefetch_requests_missed_locked(struct prefetch_requests *requests, uint64_t now_ns, uint64_t took_ns)
+void prefetch_missed_locked(struct prefetch_requests *requests, uint64_t now_ns, uint64_t took_ns)
 {
     requests->last_miss_ns = now_ns;
     if (!requests->smoothed_ns)

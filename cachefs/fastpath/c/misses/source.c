@@ -8,7 +8,6 @@
 #include <string.h>
 #include <sys/stat.h>
 #include <sys/syscall.h>
-#include <time.h>
 #include <unistd.h>
 
 #include "cache/blob.h"
@@ -20,13 +19,8 @@
 
 static void simulate_latency(const struct shared *shared)
 {
-    if (shared->simulate_latency_ns) {
-        struct timespec pause = {
-            .tv_sec = (time_t)(shared->simulate_latency_ns / 1000000000u),
-            .tv_nsec = (long)(shared->simulate_latency_ns % 1000000000u),
-        };
-        nanosleep(&pause, NULL);
-    }
+    if (shared->simulate_latency_ns)
+        usleep((useconds_t)(shared->simulate_latency_ns / 1000));
 }
 
 static int open_at(int directory, const char *path, uint64_t flags)

@@ -1,8 +1,6 @@
 /* Reads files of the source, beneath its directory handle. */
 #pragma once
 
-#include <stdint.h>
-
 #include "cache/index.h"
 #include "common/shared.h"
 

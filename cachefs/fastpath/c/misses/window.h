@@ -1,9 +1,6 @@
 /* How much a READ of a large file fetches: policies/prefetch/sequential.py has the rule and the reasons. */
 #pragma once
 
-#include <stdbool.h>
-#include <stdint.h>
-
 #include "cache/index.h"
 #include "misses/fetch_table.h"
 

@@ -203,7 +203,7 @@ void park_locked(struct relay *relay, uint32_t slot)
         memcpy(relay->shared->parked[place].message, header, length);
         relay->shared->parked[place].length = length; /* from here on the request is there twice, until the slot is emptied */
         link_last_locked(relay, place);
-    } else if (!request_forgets(header->opcode)) { /* a FORGET has no answer */
+    } else if (!request_is(header->opcode, FORGETS)) { /* a FORGET has no answer */
         set_state_locked(relay, slot, SLOT_IN_DOUBT); /* as in fail_locked */
         reply(relay->device, head_of(relay, slot)->unique, EAGAIN, NULL, 0);
         set_state_locked(relay, slot, SLOT_FREE);
@@ -256,8 +256,16 @@ static REQUIRES(relay_lock) uint32_t find_parked_locked(const struct relay *rela
     return place;
 }
 
-uint32_t relay_parked_caller(struct relay *relay, uint64_t unique)
+uint32_t relay_caller(struct relay *relay, uint64_t unique)
 {
+    for (uint32_t slot = 0; slot < SLOT_COUNT; slot++) {
+        const struct slot_head *head = head_of(relay, slot);
+        if (head->unique != unique || state_of(relay, slot) == SLOT_FREE)
+            continue;
+        uint32_t caller = head->caller;
+        if (head->unique == unique) /* else the slot belongs to another request by now */
+            return caller;
+    }
     lock_take(&relay_lock);
     uint32_t place = find_parked_locked(relay, unique);
     uint32_t pid = place == NO_SLOT ? 0 : parked_header(relay, place)->pid;
@@ -268,7 +276,7 @@ uint32_t relay_parked_caller(struct relay *relay, uint64_t unique)
 bool interrupt_parked_locked(struct relay *relay, uint64_t unique)
 {
     uint32_t place = find_parked_locked(relay, unique);
-    if (place == NO_SLOT || !request_interruptible(parked_header(relay, place)->opcode))
+    if (place == NO_SLOT || !request_is(parked_header(relay, place)->opcode, INTERRUPTIBLE))
         return false;
     reply(relay->device, unique, EINTR, NULL, 0);
     leave_locked(relay, place);
@@ -281,11 +289,11 @@ uint32_t relay_interruptible(const struct relay *relay, uint64_t *uniques, uint3
     lock_take(&relay_lock);
     for (uint32_t slot = 0; slot < SLOT_COUNT && count < room; slot++) {
         const struct fuse_in_header *header = slot_data(relay, slot);
-        if (state_of(relay, slot) != SLOT_FREE && request_interruptible(header->opcode))
+        if (state_of(relay, slot) != SLOT_FREE && request_is(header->opcode, INTERRUPTIBLE))
             uniques[count++] = head_of(relay, slot)->unique;
     }
     for (uint32_t place = relay->lot.first; place != NO_SLOT && count < room; place = relay->lot.next[place])
-        if (request_interruptible(parked_header(relay, place)->opcode))
+        if (request_is(parked_header(relay, place)->opcode, INTERRUPTIBLE))
             uniques[count++] = parked_header(relay, place)->unique;
     lock_release(&relay_lock);
     return count;

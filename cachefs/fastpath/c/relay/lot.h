@@ -21,8 +21,8 @@ uint32_t relay_next_work(struct relay *relay) EXCLUDES(relay_lock);
 /* Uniques of requests that a predecessor left and that need no answer once their callers are dying; `room` of them at most.
  * Called before any thread starts. */
 uint32_t relay_interruptible(const struct relay *relay, uint64_t *uniques, uint32_t room) EXCLUDES(relay_lock);
-/* The process that waits for a parked request. 0: there is no such request. */
-uint32_t relay_parked_caller(struct relay *relay, uint64_t unique) EXCLUDES(relay_lock);
+/* The process that waits for this request. 0: the request is not known, or was answered. */
+uint32_t relay_caller(struct relay *relay, uint64_t unique) EXCLUDES(relay_lock);
 
 void free_locked(struct relay *relay, uint32_t slot) REQUIRES(relay_lock);
 void fail_locked(struct relay *relay, uint32_t slot, int error) REQUIRES(relay_lock);

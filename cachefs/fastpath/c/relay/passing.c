@@ -49,16 +49,12 @@ static REQUIRES(relay_lock) bool send_locked(struct relay *relay, uint32_t slot)
 {
     struct request request;
     ASSERT(relay->python >= 0 && (state_of(relay, slot) == SLOT_QUEUED || state_of(relay, slot) == SLOT_READING));
-    if (!parse_slot(relay, slot, &request)) {
+    if (!parse_slot(relay, slot, &request) || (must_split(&request) && !split_begin_locked(relay, slot, &request))) {
         fail_locked(relay, slot, EIO);
         return true;
     }
     uint32_t opcode = request.header->opcode;
     name_place(relay, slot, &request);
-    if (must_split(&request) && !split_begin_locked(relay, slot, &request)) {
-        fail_locked(relay, slot, EIO);
-        return true;
-    }
     if (opcode == FUSE_SETATTR)
         mark_now(&request);
     set_state_locked(relay, slot, SLOT_PASSING);
@@ -76,7 +72,7 @@ static REQUIRES(relay_lock) bool send_locked(struct relay *relay, uint32_t slot)
         set_state_locked(relay, slot, SLOT_QUEUED);
         return false;
     }
-    if (request_forgets(opcode))
+    if (request_is(opcode, FORGETS))
         free_locked(relay, slot);
     else
         set_state_locked(relay, slot, SLOT_PASSED);
@@ -119,9 +115,9 @@ void repeat_locked(struct relay *relay, uint32_t slot, bool unseen)
         fail_locked(relay, slot, EIO);
     } else if (!unseen && request_changes(&request)) {
         doubt_locked(relay, slot);
-    } else if (!unseen && request_forgets(request.header->opcode)) {
+    } else if (!unseen && request_is(request.header->opcode, FORGETS)) {
         free_locked(relay, slot); /* counting one look-up too many is better than one too few */
-    } else if (state_of(relay, slot) == SLOT_ANSWERING && request_overwrites(request.header->opcode)) {
+    } else if (state_of(relay, slot) == SLOT_ANSWERING && request_is(request.header->opcode, OVERWRITES)) {
         doubt_locked(relay, slot); /* its caller may have overwritten the result since */
     } else {
         request.header->unique = head_of(relay, slot)->unique; /* a killed predecessor may have left our unique in it */
@@ -164,7 +160,7 @@ bool relay_pass(struct relay *relay, uint32_t slot)
     lock_take(&relay_lock);
     ASSERT(state_of(relay, slot) == SLOT_READING);
     uint32_t opcode = ((struct fuse_in_header *)slot_data(relay, slot))->opcode;
-    if (relay->python < 0 && request_forgets(opcode))
+    if (relay->python < 0 && request_is(opcode, FORGETS))
         free_locked(relay, slot); /* it leaves a useless record in the session; a slot would cost more */
     else if (relay->given_up)
         fail_locked(relay, slot, EIO);

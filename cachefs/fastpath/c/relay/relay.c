@@ -55,7 +55,7 @@ bool relay_interrupt(struct relay *relay, uint64_t unique)
         enum slot_state state = state_of(relay, slot);
         struct fuse_in_header *header = slot_data(relay, slot);
         if ((state != SLOT_PASSED && state != SLOT_QUEUED) || head_of(relay, slot)->unique != unique ||
-            !request_interruptible(header->opcode))
+            !request_is(header->opcode, INTERRUPTIBLE))
             continue;
         found = true;
         if (state == SLOT_QUEUED) {

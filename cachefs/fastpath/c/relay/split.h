@@ -1,8 +1,6 @@
 /* READs that are passed on in parts. */
 #pragma once
 
-#include <stddef.h>
-
 #include "kernel/protocol.h"
 #include "relay/state.h"
 

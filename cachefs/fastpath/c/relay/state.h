@@ -8,9 +8,6 @@
  * those that belong to a thread (SLOT_READING); a hit never takes it. */
 #pragma once
 
-#include <stdbool.h>
-#include <stdint.h>
-
 #include "common/lock.h"
 #include "common/shared.h"
 #include "common/shares.h"

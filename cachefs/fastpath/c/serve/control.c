@@ -7,32 +7,16 @@
 #include <string.h>
 #include <sys/socket.h>
 #include <sys/syscall.h>
-#include <sys/uio.h>
 #include <unistd.h>
 
-#include "appender/append.h"
 #include "misses/miss_threads.h"
 #include "misses/miss.h"
 #include "relay/lot.h"
 #include "relay/relay.h"
 #include "relay/slots.h"
 #include "serve/interrupt.h"
-#include "worker/fastpath.h"
 
 #define TICK_MS 200
-
-void control_init(struct control_socket *control, struct fastpath *fastpath, int listener, int shared_fd, int blob_fd)
-{
-    *control = (struct control_socket){
-        .fastpath = fastpath, .listener = listener, .shared_fd = shared_fd, .blob_fd = blob_fd, .process = -1};
-}
-
-static void hand_over(struct control_socket *control)
-{
-    struct fastpath *fastpath = control->fastpath;
-    int fds[] = {fastpath->device, control->shared_fd, fastpath->source, control->blob_fd, control->listener};
-    daemon_send_descriptors(&fastpath->daemon, CONTROL_HANDED_OVER, (uint64_t)getpid(), fds, sizeof fds / sizeof *fds);
-}
 
 static void daemon_gone(struct control_socket *control)
 {
@@ -119,7 +103,8 @@ static bool receive(struct control_socket *control)
         if (fastpath->appender)
             append_attached(fastpath->appender, head.a & ATTACH_SAME_PYTHON);
     } else if (head.type == CONTROL_HANDOVER) {
-        hand_over(control);
+        int mount[] = {fastpath->device, control->shared_fd, fastpath->source, control->blob_fd, control->listener};
+        daemon_send_descriptors(&fastpath->daemon, CONTROL_HANDED_OVER, (uint64_t)getpid(), mount, sizeof mount / sizeof *mount);
     } else if (head.type == CONTROL_SOURCE && count == 1) {
         dup3(fds[0], fastpath->source, O_CLOEXEC); /* under the number that all threads use */
     } else if (head.type == CONTROL_SLAB && fastpath->appender) {
@@ -149,12 +134,6 @@ bool process_is_dying(pid_t pid)
     return name_end && strlen(name_end) > 2 && (name_end[2] == 'Z' || name_end[2] == 'X');
 }
 
-static bool next_waits(struct control_socket *control)
-{
-    struct pollfd wait = {control->listener, POLLIN, 0};
-    return poll(&wait, 1, 0) > 0;
-}
-
 void control_run(struct control_socket *control, int ended)
 {
     struct fastpath *fastpath = control->fastpath;
@@ -171,7 +150,8 @@ void control_run(struct control_socket *control, int ended)
         miss_tick(fastpath->misses);
         interrupt_tick(fastpath);
         if (ready <= 0) {
-            if (daemon >= 0 && next_waits(control) && process_is_dying(control->pid)) {
+            struct pollfd next = {control->listener, POLLIN, 0};
+            if (daemon >= 0 && poll(&next, 1, 0) > 0 && process_is_dying(control->pid)) {
                 daemon_gone(control);
                 if (control->process >= 0)
                     process_gone(control);

@@ -12,7 +12,6 @@ struct control_socket {
     int process, pid; /* of the daemon that connected last: a pidfd (-1: it is dead) and a pid */
 };
 
-void control_init(struct control_socket *control, struct fastpath *fastpath, int listener, int shared_fd, int blob_fd);
 /* Serves until `ended` (an eventfd) is signalled. */
 void control_run(struct control_socket *control, int ended);
 /* Has its first thread ended? */

@@ -1,7 +1,6 @@
 #include "serve/interrupt.h"
 
 #include <signal.h>
-#include <stdbool.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -9,25 +8,10 @@
 #include "misses/miss.h"
 #include "relay/lot.h"
 #include "relay/relay.h"
-#include "worker/fastpath.h"
 
 struct lock interrupt_lock = LOCK_INIT;
 static uint64_t interrupted[MAX_INTERRUPTED] GUARDED_BY(interrupt_lock); /* requests whose callers wait on */
 static uint32_t count GUARDED_BY(interrupt_lock);
-
-/* The process that waits for this request; 0: the request is not known or was answered. */
-static uint32_t caller_of(struct fastpath *fastpath, uint64_t unique)
-{
-    for (uint32_t slot = 0; slot < SLOT_COUNT; slot++) {
-        const struct slot_head *head = &fastpath->shared->slots[slot];
-        if (head->unique != unique || (head->word & 0xff) == SLOT_FREE)
-            continue;
-        uint32_t caller = head->caller;
-        if (head->unique == unique) /* else the slot belongs to another request by now */
-            return caller;
-    }
-    return relay_parked_caller(&fastpath->relay, unique);
-}
 
 /* Was it sent SIGKILL? The kernel adds SIGKILL to any other signal that ends a process (complete_signal). */
 static bool is_dying(uint32_t pid)
@@ -47,7 +31,7 @@ static bool is_dying(uint32_t pid)
 /* False: the caller waits on, or a thread serves the request right now. */
 static bool try_interrupt(struct fastpath *fastpath, uint64_t unique)
 {
-    uint32_t pid = caller_of(fastpath, unique);
+    uint32_t pid = relay_caller(&fastpath->relay, unique);
     if (!pid)
         return true;
     if (!is_dying(pid))

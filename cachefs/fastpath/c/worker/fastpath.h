@@ -1,8 +1,6 @@
 /* What the threads share. Made once, in main. */
 #pragma once
 
-#include <stdint.h>
-
 #include "cache/blob.h"
 #include "cache/index.h"
 #include "cache/speculative_read.h"

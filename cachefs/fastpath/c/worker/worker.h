@@ -5,8 +5,6 @@
  * given by the leader itself: waking another thread costs more than the answer. */
 #pragma once
 
-#include <stdbool.h>
-
 #include "common/assertion.h"
 #include "kernel/protocol.h"
 #include "kernel/reply.h"
@@ -46,9 +44,11 @@ static inline void assert_leader(const struct worker *worker) IS_LOCKED(leader_l
     ASSERT(worker->is_leader);
 }
 
-static inline void answer(struct worker *worker, const struct request *request, int error, const void *data, size_t length)
+static inline enum outcome answer(struct worker *worker, const struct request *request, int error, const void *data,
+                                  size_t length)
 {
     reply(worker->fastpath->device, request->header->unique, error, data, length);
+    return ANSWERED;
 }
 
 static inline bool mounted_with(const struct worker *worker, uint32_t flag)
