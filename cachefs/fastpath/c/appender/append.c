@@ -56,7 +56,7 @@ static struct timespec after_ns(uint64_t ns)
     return (struct timespec){.tv_sec = (time_t)(ns / SECOND_NS), .tv_nsec = (long)(ns % SECOND_NS)};
 }
 
-static REQUIRES(appender_lock) bool admits_locked(struct appender *appender, uint64_t bytes, bool evicts)
+static bool admits_locked(struct appender *appender, uint64_t bytes, bool evicts) REQUIRES(appender_lock)
 {
     if (appender->space.pending_count + appender->queued_count >= MAX_PENDING)
         return false;
@@ -113,14 +113,14 @@ void append_room(struct appender *appender, uint64_t answered)
     lock_release(&appender_lock);
 }
 
-static REQUIRES(appender_lock) void ask_locked(struct appender *appender)
+static void ask_locked(struct appender *appender) REQUIRES(appender_lock)
 {
     if (appender->space.granted == UINT64_MAX && !appender->asked)
         appender->asked = daemon_send(appender->daemon, CONTROL_SLAB, 0, 0, NULL, 0);
 }
 
 /* False: no slab has room, and one was asked for. */
-static REQUIRES(appender_lock) bool place_locked(struct appender *appender, uint64_t bytes, uint64_t *at)
+static bool place_locked(struct appender *appender, uint64_t bytes, uint64_t *at) REQUIRES(appender_lock)
 {
     bool placed = space_place_locked(&appender->space, bytes, at);
     if (space_is_short_locked(&appender->space)) /* ask while there is still room in this one */
@@ -139,10 +139,11 @@ bool append_send(struct appender *appender, enum control_type type, const uint8_
     return sent;
 }
 
+/* What this cannot send is reported to the next daemon again. */
 static void flush_reports(struct appender *appender)
 {
     if (appender->reports_used)
-        append_send(appender, CONTROL_FILLED, appender->reports, appender->reports_used); /* if that fails, it is reported to the next daemon again */
+        append_send(appender, CONTROL_FILLED, appender->reports, appender->reports_used);
     appender->reports_used = 0;
 }
 
@@ -233,7 +234,7 @@ static bool place(struct appender *appender, uint64_t bytes, uint64_t *at)
         return false; /* nothing is being written: the batch was flushed */
     lock_take(&appender_lock);
     bool placed = place_locked(appender, bytes, at);
-    if (!placed) { /* while this thread waits a daemon may come, which waits until nothing is being written, and for the reports */
+    if (!placed) { /* while this thread waits, a daemon may come that waits for the end of all writing and for the reports */
         lock_release(&appender_lock);
         flush(appender);
         lock_take(&appender_lock);
@@ -268,7 +269,7 @@ static void append_one(struct appender *appender, struct fetch *fetch)
         finish_batch(appender, good);
 }
 
-static REQUIRES(appender_lock) bool has_work_locked(const struct appender *appender)
+static bool has_work_locked(const struct appender *appender) REQUIRES(appender_lock)
 {
     return appender->queue.first || appender->report_again;
 }
@@ -298,14 +299,6 @@ static void wait_for_work(struct appender *appender)
     lock_release(&appender_lock);
 }
 
-static REQUIRES(appender_lock) void gather_locked(struct appender *appender)
-{
-    struct timespec deadline = after_ns(GATHER_NS);
-    while (appender->queued_bytes < GATHER_BYTES &&
-           lock_wait_until(&appender_lock, &appender->changed, &deadline))
-        ;
-}
-
 static struct fetch *next_fetch(struct appender *appender)
 {
     lock_take(&appender_lock);
@@ -329,8 +322,10 @@ static bool work(struct appender *appender)
     while ((fetch = next_fetch(appender)))
         append_one(appender, fetch);
     flush(appender);
+    struct timespec deadline = after_ns(GATHER_NS);
     lock_take(&appender_lock);
-    gather_locked(appender);
+    while (appender->queued_bytes < GATHER_BYTES && lock_wait_until(&appender_lock, &appender->changed, &deadline))
+        ;
     bool more = has_work_locked(appender);
     lock_release(&appender_lock);
     return more;

@@ -14,7 +14,7 @@ static inline int64_t settle_ns(const struct shared *shared)
 }
 
 /* The time of day, without what the clock was set forward since the daemon started (clock.py says why). */
-static inline int64_t unset_time_ns(const struct shared *shared)
+static inline int64_t trusted_time_ns(const struct shared *shared)
 {
     int64_t now = clock_ns(CLOCK_REALTIME), offset = (int64_t)shared->clock_offset_ns;
     int64_t steady = clock_ns(CLOCK_BOOTTIME) + offset;
@@ -25,7 +25,7 @@ static inline int64_t unset_time_ns(const struct shared *shared)
 static inline int64_t until_old_ns(const struct shared *shared, const struct inode_record *record)
 {
     int64_t changed = record->mtime_ns > record->ctime_ns ? record->mtime_ns : record->ctime_ns;
-    int64_t old = unset_time_ns(shared) - settle_ns(shared);
+    int64_t old = trusted_time_ns(shared) - settle_ns(shared);
     return changed > old ? changed - old : 0; /* times in the index may be INT64_MIN or INT64_MAX */
 }
 

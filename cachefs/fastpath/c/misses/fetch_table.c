@@ -24,7 +24,7 @@ void fetch_release_locked(struct fetch *fetch)
 
 /* Assigns the fetch to its owner or to the first of its waiters whose share has room. False: none has room. `full`: an owner
  * whose share is known to be full. */
-static REQUIRES(miss_lock) bool find_owner_locked(struct fetch *fetch, const struct shares *shares, uint32_t *full)
+static bool find_owner_locked(struct fetch *fetch, const struct shares *shares, uint32_t *full) REQUIRES(miss_lock)
 {
     const struct waiter *waiter = fetch->waiters;
     for (uint32_t owner = fetch->owner;; waiter = waiter->next) {

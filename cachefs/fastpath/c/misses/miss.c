@@ -47,7 +47,7 @@ static enum outcome answer_appended(struct worker *worker, const struct extent *
 }
 
 /* Begins the view, unless the request bypasses the index; the caller ends it. */
-static REQUIRES(miss_lock) struct known known_locked(struct worker *worker, uint64_t inode, uint64_t version)
+static struct known known_locked(struct worker *worker, uint64_t inode, uint64_t version) REQUIRES(miss_lock)
 {
     bool uses_index = !worker->bypasses_index && !view_begin(&worker->view);
     return (struct known){&worker->fastpath->misses->table, uses_index ? &worker->view : NULL, inode, version};
@@ -68,8 +68,8 @@ struct miss {
 
 /* At the first READ of a window of a file that is read sequentially, the next window is fetched, as the kernel's readahead
  * does for other readers. */
-static REQUIRES(miss_lock) void start_readahead_locked(struct misses *misses, struct miss *miss, const struct known *known,
-                                                       uint64_t end)
+static void start_readahead_locked(struct misses *misses, struct miss *miss, const struct known *known,
+                                   uint64_t end) REQUIRES(miss_lock)
 {
     const struct shared *shared = misses->fastpath->shared;
     if (!(shared->flags & READS_AHEAD) || !misses->idle_count || is_young(shared, miss->record))
@@ -87,7 +87,7 @@ static REQUIRES(miss_lock) void start_readahead_locked(struct misses *misses, st
 }
 
 /* A fetch of what a READ asks for, or of more. NULL: no memory. */
-static REQUIRES(miss_lock) struct fetch *begin_fetch_locked(struct worker *worker, struct miss *miss, const struct known *known)
+static struct fetch *begin_fetch_locked(struct worker *worker, struct miss *miss, const struct known *known) REQUIRES(miss_lock)
 {
     struct misses *misses = worker->fastpath->misses;
     const struct shared *shared = misses->fastpath->shared;
@@ -112,7 +112,7 @@ static REQUIRES(miss_lock) struct fetch *begin_fetch_locked(struct worker *worke
 }
 
 /* All threads of the owner wait for the source: its READs fail at once, but once a second Python may try one. */
-static REQUIRES(miss_lock) bool may_probe_locked(struct misses *misses)
+static bool may_probe_locked(struct misses *misses) REQUIRES(miss_lock)
 {
     uint64_t now = monotonic_ns();
     if (now < misses->next_probe_ns)
@@ -122,7 +122,7 @@ static REQUIRES(miss_lock) bool may_probe_locked(struct misses *misses)
 }
 
 /* A READ joins a fetch that is under way, or begins one. */
-static REQUIRES(miss_lock) void join_locked(struct worker *worker, struct miss *miss, struct fetch *fetch)
+static void join_locked(struct worker *worker, struct miss *miss, struct fetch *fetch) REQUIRES(miss_lock)
 {
     struct misses *misses = worker->fastpath->misses;
     uint32_t owner = miss->reader.owner;
@@ -161,7 +161,7 @@ static REQUIRES(miss_lock) void join_locked(struct worker *worker, struct miss *
 }
 
 /* Decides how a READ is answered. */
-static REQUIRES(miss_lock) void decide_locked(struct worker *worker, struct miss *miss)
+static void decide_locked(struct worker *worker, struct miss *miss) REQUIRES(miss_lock)
 {
     struct misses *misses = worker->fastpath->misses;
     uint64_t version = miss->record->version;
@@ -237,7 +237,7 @@ bool miss_interrupt(struct misses *misses, uint64_t unique)
 }
 
 /* Moves the fetch's waiters to `late`. */
-static REQUIRES(miss_lock) void abandon_locked(struct misses *misses, struct fetch *fetch, struct waiter **late)
+static void abandon_locked(struct misses *misses, struct fetch *fetch, struct waiter **late) REQUIRES(miss_lock)
 {
     while (fetch->waiters) {
         struct waiter *waiter = fetch->waiters;

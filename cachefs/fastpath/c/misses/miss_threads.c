@@ -50,11 +50,12 @@ static uint64_t max_buffered_bytes(const struct misses *misses)
 
 bool may_cache_locked(struct misses *misses, uint32_t length, bool prefetch)
 {
-    return (misses->buffered_bytes + length <= max_buffered_bytes(misses) || !misses->buffered_bytes) && append_admits(misses->appender, length, prefetch);
+    bool fits = misses->buffered_bytes + length <= max_buffered_bytes(misses) || !misses->buffered_bytes;
+    return fits && append_admits(misses->appender, length, prefetch);
 }
 
 /* A prefetch request is begun while there is room for its payload and for what readers need meanwhile. */
-static REQUIRES(miss_lock) bool has_room_locked(const struct misses *misses)
+static bool has_room_locked(const struct misses *misses) REQUIRES(miss_lock)
 {
     return misses->buffered_bytes <= max_buffered_bytes(misses) / 2;
 }
@@ -66,8 +67,8 @@ struct miss_thread *thread_for_prefetch_locked(struct misses *misses)
     return now ? misses->idle[--misses->idle_count] : NULL;
 }
 
-struct fetch *add_fetch_locked(struct misses *misses, const struct inode_record *record, uint64_t inode, const char *path, bool cached,
-                       uint64_t offset, uint32_t length, uint32_t owner)
+struct fetch *add_fetch_locked(struct misses *misses, const struct inode_record *record, uint64_t inode, const char *path,
+                               bool cached, uint64_t offset, uint32_t length, uint32_t owner)
 {
     struct fetch *fetch = fetch_new(record, inode, path);
     if (!fetch)
@@ -83,7 +84,7 @@ struct fetch *add_fetch_locked(struct misses *misses, const struct inode_record 
     return fetch;
 }
 
-static REQUIRES(miss_lock) struct miss_thread *give_job_locked(struct misses *misses, struct fetch *fetch)
+static struct miss_thread *give_job_locked(struct misses *misses, struct fetch *fetch) REQUIRES(miss_lock)
 {
     ASSERT(misses->idle_count > 0);
     struct miss_thread *thread = misses->idle[--misses->idle_count]; /* idle last: its stack is still in the CPU's caches */

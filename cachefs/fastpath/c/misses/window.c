@@ -6,7 +6,7 @@
 #define MAX_STEPS 64 /* pieces of a run that are looked at */
 
 /* The piece that holds a byte. */
-static REQUIRES(miss_lock) bool piece_at_locked(const struct known *known, uint64_t offset, uint64_t *start, uint64_t *end)
+static bool piece_at_locked(const struct known *known, uint64_t offset, uint64_t *start, uint64_t *end) REQUIRES(miss_lock)
 {
     struct extent extent;
     const struct fetch *fetch = find_fetch_locked(known->table, known->inode, known->version, offset, offset + 1);
@@ -32,7 +32,7 @@ uint64_t known_until_locked(const struct known *known, uint64_t start, uint64_t 
 }
 
 /* The start of the known run that ends at `offset`; of a run of many pieces, a place in it. */
-static REQUIRES(miss_lock) uint64_t run_start_locked(const struct known *known, uint64_t offset)
+static uint64_t run_start_locked(const struct known *known, uint64_t offset) REQUIRES(miss_lock)
 {
     uint64_t begin, end;
     for (int step = 0; step < MAX_STEPS && offset && piece_at_locked(known, offset - 1, &begin, &end); step++)
@@ -41,7 +41,7 @@ static REQUIRES(miss_lock) uint64_t run_start_locked(const struct known *known, 
 }
 
 /* The start of the next known piece, in [from, to]. */
-static REQUIRES(miss_lock) uint64_t next_known_locked(const struct known *known, uint64_t from, uint64_t to)
+static uint64_t next_known_locked(const struct known *known, uint64_t from, uint64_t to) REQUIRES(miss_lock)
 {
     uint64_t next = next_fetch_start_locked(known->table, known->inode, known->version, from, to);
     return known->view ? view_next_extent(known->view, known->inode, from, next) : next;
@@ -61,13 +61,13 @@ static uint64_t at_most(uint64_t bytes, uint64_t most)
     return bytes < most ? bytes : most;
 }
 
-static REQUIRES(miss_lock) uint64_t share_of_run_locked(const struct known *known, uint64_t offset)
+static uint64_t share_of_run_locked(const struct known *known, uint64_t offset) REQUIRES(miss_lock)
 {
     uint64_t run = run_start_locked(known, offset);
     return at_most((offset - run) / (run ? ELSEWHERE : FROM_START) / REQUEST_BYTES * REQUEST_BYTES, CHUNK_BYTES);
 }
 
-static REQUIRES(miss_lock) uint64_t share_of_start_locked(const struct known *known, uint64_t size)
+static uint64_t share_of_start_locked(const struct known *known, uint64_t size) REQUIRES(miss_lock)
 {
     uint64_t start, end;
     return piece_at_locked(known, size - 1, &start, &end) ? 0 : CHUNK_BYTES;

@@ -51,7 +51,7 @@ uint32_t relay_next_work(struct relay *relay)
 
 /* --- the lot ------------------------------------------------------------------------------------------------------- */
 
-static REQUIRES(relay_lock) void link_last_locked(struct relay *relay, uint32_t place)
+static void link_last_locked(struct relay *relay, uint32_t place) REQUIRES(relay_lock)
 {
     struct lot *lot = &relay->lot;
     lot->next[place] = NO_SLOT;
@@ -62,7 +62,7 @@ static REQUIRES(relay_lock) void link_last_locked(struct relay *relay, uint32_t 
     shares_take(&lot->shares, lot->owners[place]);
 }
 
-static REQUIRES(relay_lock) void leave_locked(struct relay *relay, uint32_t place)
+static void leave_locked(struct relay *relay, uint32_t place) REQUIRES(relay_lock)
 {
     struct lot *lot = &relay->lot;
     ASSERT(lot->free_count < PARKED_COUNT);
@@ -74,7 +74,7 @@ static REQUIRES(relay_lock) void leave_locked(struct relay *relay, uint32_t plac
 }
 
 /* The oldest request whose owner may have a slot. */
-static REQUIRES(relay_lock) uint32_t next_parked_locked(const struct relay *relay)
+static uint32_t next_parked_locked(const struct relay *relay) REQUIRES(relay_lock)
 {
     uint32_t full[16]; /* owners whose shares are full; few owners have most of the requests */
     uint32_t count = 0;
@@ -95,7 +95,7 @@ static REQUIRES(relay_lock) uint32_t next_parked_locked(const struct relay *rela
 }
 
 /* Slots have become free. */
-static REQUIRES(relay_lock) void unpark_locked(struct relay *relay)
+static void unpark_locked(struct relay *relay) REQUIRES(relay_lock)
 {
     uint32_t place;
     while (relay->lot.first != NO_SLOT && relay->free_count && (place = next_parked_locked(relay)) != NO_SLOT) {
@@ -248,7 +248,7 @@ bool lot_init_locked(struct relay *relay)
 
 /* --- callers that stop waiting ------------------------------------------------------------------------------------- */
 
-static REQUIRES(relay_lock) uint32_t find_parked_locked(const struct relay *relay, uint64_t unique)
+static uint32_t find_parked_locked(const struct relay *relay, uint64_t unique) REQUIRES(relay_lock)
 {
     uint32_t place = relay->lot.first;
     while (place != NO_SLOT && parked_header(relay, place)->unique != unique)

@@ -45,7 +45,7 @@ static void name_place(const struct relay *relay, uint32_t slot, const struct re
 }
 
 /* False: not now. errno EAGAIN: Python's queue is full; else Python is gone. */
-static REQUIRES(relay_lock) bool send_locked(struct relay *relay, uint32_t slot)
+static bool send_locked(struct relay *relay, uint32_t slot) REQUIRES(relay_lock)
 {
     struct request request;
     ASSERT(relay->python >= 0 && (state_of(relay, slot) == SLOT_QUEUED || state_of(relay, slot) == SLOT_READING));
@@ -79,13 +79,13 @@ static REQUIRES(relay_lock) bool send_locked(struct relay *relay, uint32_t slot)
     return true;
 }
 
-static REQUIRES(relay_lock) bool is_current_locked(const struct relay *relay, uint32_t at)
+static bool is_current_locked(const struct relay *relay, uint32_t at) REQUIRES(relay_lock)
 {
     return head_of(relay, relay->queue[at].slot)->word == relay->queue[at].word;
 }
 
 /* Drops entries of requests that were answered while they waited (EINTR). Each slot has at most one that is current. */
-static REQUIRES(relay_lock) void compact_locked(struct relay *relay)
+static void compact_locked(struct relay *relay) REQUIRES(relay_lock)
 {
     uint32_t kept = 0;
     for (uint32_t i = 0; i < relay->queue_count; i++) {
@@ -127,7 +127,7 @@ void repeat_locked(struct relay *relay, uint32_t slot, bool unseen)
     }
 }
 
-static REQUIRES(relay_lock) void hand_locked(struct relay *relay, uint32_t slot)
+static void hand_locked(struct relay *relay, uint32_t slot) REQUIRES(relay_lock)
 {
     count_passed_locked(relay, slot);
     if (relay->python < 0 || relay->queue_count || !send_locked(relay, slot))
@@ -137,7 +137,7 @@ static REQUIRES(relay_lock) void hand_locked(struct relay *relay, uint32_t slot)
 /* Does Python have enough requests of this owner? This applies to requests whose slot is claimed, too, such as a READ whose
  * fetch failed: a request waits at Python for as long as the source makes it wait. Requests too long for the lot are passed
  * on nevertheless, up to the share of slots. */
-static REQUIRES(relay_lock) bool has_enough_locked(const struct relay *relay, uint32_t slot)
+static bool has_enough_locked(const struct relay *relay, uint32_t slot) REQUIRES(relay_lock)
 {
     const struct fuse_in_header *header = slot_data(relay, slot);
     return !relay->counted_passed[slot] && head_of(relay, slot)->length <= PARKED_BYTES &&

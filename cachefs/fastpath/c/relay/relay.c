@@ -19,7 +19,7 @@
 #define INIT_SLOT 0xffffu
 #define PYTHON_MINOR 13 /* with it libfuse neither splices nor expects anything newer from us (hazards 5, 6) */
 
-static REQUIRES(relay_lock) void send_init_locked(struct relay *relay)
+static void send_init_locked(struct relay *relay) REQUIRES(relay_lock)
 {
     struct shared *shared = relay->shared;
     if (relay->python < 0 || !shared->init_length || shared->init_passed)
@@ -90,7 +90,8 @@ static void deliver(struct relay *relay, struct fuse_out_header *answer, size_t 
     } else if (known) {
         answer->unique = head_of(relay, slot)->unique;
         if (state != SLOT_ANSWERED) {
-            set_state_locked(relay, slot, SLOT_ANSWERING); /* first: else a successor would repeat a WRITE after the next operation of its caller */
+            /* First: else a successor would repeat a WRITE after the next operation of its caller. */
+            set_state_locked(relay, slot, SLOT_ANSWERING);
             reply_message(relay->device, answer, length);
         }
         free_locked(relay, slot);
@@ -100,7 +101,7 @@ static void deliver(struct relay *relay, struct fuse_out_header *answer, size_t 
 
 /* Python is gone, and all its answers were delivered. The requests that it has not answered are passed on again, if that does
  * no harm. */
-static REQUIRES(relay_lock) void repeat_unanswered_locked(struct relay *relay)
+static void repeat_unanswered_locked(struct relay *relay) REQUIRES(relay_lock)
 {
     static uint8_t unread[SLOT_COUNT];
     static uint8_t message[MESSAGE_BYTES];
@@ -124,7 +125,7 @@ static REQUIRES(relay_lock) void repeat_unanswered_locked(struct relay *relay)
     }
 }
 
-static REQUIRES(relay_lock) void close_python_locked(struct relay *relay)
+static void close_python_locked(struct relay *relay) REQUIRES(relay_lock)
 {
     if (relay->python >= 0)
         close(relay->python);
@@ -198,7 +199,8 @@ bool relay_init(struct relay *relay, struct shared *shared, int device)
             if (!message->unique || message->len < sizeof *message || message->len > SLOT_BYTES)
                 free_locked(relay, slot);
             else {
-                relay_fill_slot(relay, slot, message->len, message->unique); /* before the attempt counts: this process may be killed, too */
+                /* Before the attempt counts: this process may be killed, too. */
+                relay_fill_slot(relay, slot, message->len, message->unique);
                 if (head->attempts++ == 0) {
                     add_work_locked(relay, slot);
                 } else { /* the last processes may have died of it: it is passed on */
@@ -293,7 +295,7 @@ void relay_quiesce(struct relay *relay)
 }
 
 /* The requests of a Python whose answers will never come. */
-static REQUIRES(relay_lock) void fail_passed_locked(struct relay *relay)
+static void fail_passed_locked(struct relay *relay) REQUIRES(relay_lock)
 {
     for (uint32_t slot = 0; slot < SLOT_COUNT; slot++) {
         struct request request;

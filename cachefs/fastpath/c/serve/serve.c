@@ -92,7 +92,7 @@ static bool takes_time(uint32_t opcode)
 }
 
 /* Do several processes read at once? 0: the kernel does not know the process. */
-static REQUIRES(leader_lock) bool has_concurrent_readers(struct fastpath *fastpath, uint32_t pid)
+static bool has_concurrent_readers(struct fastpath *fastpath, uint32_t pid) REQUIRES(leader_lock)
 {
     if (pid != fastpath->reader || !pid)
         fastpath->concurrent_readers = SINGLE_READER_READS;
@@ -104,7 +104,7 @@ static REQUIRES(leader_lock) bool has_concurrent_readers(struct fastpath *fastpa
 
 /* Reads the next request; EAGAIN: there is work instead. As long as most requests come soon after the last one, it polls for a
  * while before it sleeps: a wake-up costs more than most answers. Between polls it yields to jobs that can run. */
-static REQUIRES(leader_lock) ssize_t next_request(struct fastpath *fastpath, void *message, uint64_t since_ns)
+static ssize_t next_request(struct fastpath *fastpath, void *message, uint64_t since_ns) REQUIRES(leader_lock)
 {
     ssize_t length;
     struct pollfd wait[] = {{fastpath->device, POLLIN, 0}, {fastpath->relay.work_ready, POLLIN, 0}};
