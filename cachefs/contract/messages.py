@@ -50,4 +50,6 @@ FILLED = Struct(  # one unit that was appended to the blob; its checksums follow
     ("u32", "length checksums"),
     size=56,
 )
-PREFETCH_REQUEST = Struct("prefetch_request", ("u64", "inode offset"))  # the unit of a file that holds the byte at `offset`
+PREFETCH_REQUEST = Struct(
+    "prefetch_request", ("u64", "inode offset")
+)  # the unit of a file that holds the byte at `offset`

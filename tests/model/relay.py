@@ -63,7 +63,7 @@ def build(directory: Path, sources: Path = SOURCES) -> ctypes.CDLL:
     seams = ["-fsanitize=thread", "-include", str(HARNESS / "seams.h")]
     parts = [HARNESS / "turns.c", *(sources / "relay" / f"{name}.c" for name in ("slots", "split", "lot", "passing"))]
     parts += [HARNESS / "callers.c", sources / "kernel" / "reply.c"]
-    plain = [HARNESS / "seams.c", sources / "kernel" / "protocol.c", *(sources / "common" / f"{name}.c" for name in ("shares", "assertion"))]
+    plain = [HARNESS / "seams.c", sources / "kernel" / "protocol.c", sources / "common" / "shares.c"]
     objects = []
     for source in (*parts, *plain):
         objects.append(str(directory / f"{source.stem}.o"))

@@ -40,8 +40,8 @@ TARGETS: dict[str, frozenset[str]] = {
         "cachefs/fastpath/c/appender/space.c": "space_update_locked space_has_locked",
         "cachefs/fastpath/c/cache/blob.c": "",
         "cachefs/fastpath/c/misses/miss_threads.c": (
-            "count_buffered_locked count_stuck_locked is_stuck_locked max_buffered_bytes may_cache_locked has_room_locked "
-            "thread_for_prefetch_locked begin_prefetch prefetch report_again prefetch_requested"
+            "count_buffered_locked count_stuck_locked is_stuck_locked max_buffered_bytes may_cache_locked "
+            "has_room_locked thread_for_prefetch_locked begin_prefetch prefetch report_again prefetch_requested"
         ),
         "cachefs/fastpath/c/misses/miss.c": "",
         "cachefs/fastpath/c/misses/fetch_table.c": "find_owner_locked queue_pop_fair_locked",

@@ -9,7 +9,7 @@
 #include <stdbool.h>
 #include <string.h>
 
-#include "common/format.h"
+#include "cache/format.h"
 #include "common/shared.h"
 
 #define MAX_KEY 511 /* LMDB's */

@@ -3,8 +3,14 @@
  * index, the blob, the source, the memory that a predecessor left) is checked and refused instead. */
 #pragma once
 
+#include <stdio.h>
+#include <stdlib.h>
+
 #define ASSERT(condition) \
     (__builtin_expect(!(condition), 0) ? assertion_failed(__FILE__, __LINE__, #condition) : (void)0)
 
-/* Writes one line to stderr and aborts. */
-_Noreturn __attribute__((cold)) void assertion_failed(const char *file, int line, const char *condition);
+_Noreturn __attribute__((cold)) static inline void assertion_failed(const char *file, int line, const char *condition)
+{
+    fprintf(stderr, "fast path: %s:%d: assertion failed: %s\n", file, line, condition);
+    abort();
+}
