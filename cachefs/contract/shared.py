@@ -119,8 +119,8 @@ SHARED = Struct(
     ("atomic_u64", "run floor serving capacity_bytes committed_bytes resolved"),
     # Written by the fast path. init: of the kernel, length 0: it has not arrived; init_passed: to the Python of now.
     # generation: of slots, never used twice. pending_bytes: records that were appended and are not resolved.
-    # buffered_bytes: payload that is being fetched or waits to be appended. reported: the last number given to a report,
-    # by this fast path or its predecessors. stuck: fetches that took too long and have not come back. pid: of the fast
+    # buffered_bytes: payload that is being fetched or waits to be appended. reported: the last number given to a
+    # report, by this fast path or its predecessors. stuck: fetches that took too long and have not come back. pid: of the fast
     # path that ran last. passed: requests passed on to Python, by opcode; the last: all others. prefetch_done: of those
     # that the daemon sent: fetched, or not wanted any more.
     ("u32", "init_length init_passed"),
