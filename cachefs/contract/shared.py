@@ -120,9 +120,9 @@ SHARED = Struct(
     # Written by the fast path. init: of the kernel, length 0: it has not arrived; init_passed: to the Python of now.
     # generation: of slots, never used twice. pending_bytes: records that were appended and are not resolved.
     # buffered_bytes: payload that is being fetched or waits to be appended. reported: the last number given to a
-    # report, by this fast path or its predecessors. stuck: fetches that took too long and have not come back. pid: of the fast
-    # path that ran last. passed: requests passed on to Python, by opcode; the last: all others. prefetch_done: of those
-    # that the daemon sent: fetched, or not wanted any more.
+    # report, by this fast path or its predecessors. stuck: fetches that took too long and have not come back. pid: of
+    # the fast path that ran last. passed: requests passed on to Python, by opcode; the last: all others.
+    # prefetch_done: of the requests that the daemon sent: fetched, or no longer wanted.
     ("u32", "init_length init_passed"),
     ("u8", "init[128]"),
     ("atomic_u64", f"generation pending_bytes buffered_bytes reported stuck pid passed[{OPERATIONS}] prefetch_done"),
