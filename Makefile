@@ -54,6 +54,8 @@ check: $(VENV)/.dev
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	scripts/system-packages --locks
+	PYTHON=$(BIN)/python scripts/check-locks
 	$(BIN)/python -m pytest -m "not mount and not slow"
 
 # The stress tests at full length, with the fast path and without: half an hour each. Then all mount tests without it.

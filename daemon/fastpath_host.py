@@ -13,7 +13,7 @@ from typing import Any
 
 import trio
 
-from cachefs.contract.messages import WISH, Message
+from cachefs.contract.messages import PREFETCH_REQUEST, Message
 from cachefs.contract.shared import ACCESS_LOGS, VERSION
 from cachefs.fastpath.connection import parse_filled
 from cachefs.fastpath.in_doubt import touched
@@ -38,7 +38,7 @@ MAX_REQUESTS = 1024
 REQUESTS_A_MESSAGE = 256
 ROOM_POLL_S = 0.005
 IDLE_POLL_S = 0.05
-_REQUEST = WISH.codec()
+_REQUEST = PREFETCH_REQUEST.codec()
 
 
 class FastPathPrefetchQueue(PrefetchQueue):
@@ -50,13 +50,13 @@ class FastPathPrefetchQueue(PrefetchQueue):
         self._fastpath = fastpath
         self._unfinished: deque[PrefetchRequest] = deque(maxlen=MAX_REQUESTS)
         """The last that were sent."""
-        self._done_when = shared["wishes_done"]
+        self._done_when = shared["prefetch_done"]
         """What the fast path will have counted when all are done."""
         self._limit(0)
 
     @property
     def done(self) -> int:
-        return self.sent - (self._done_when - self._shared["wishes_done"])
+        return self.sent - (self._done_when - self._shared["prefetch_done"])
 
     async def until_idle(self) -> None:
         await self._until_left(0, IDLE_POLL_S)
@@ -76,17 +76,17 @@ class FastPathPrefetchQueue(PrefetchQueue):
     def _send(self, requests: Sequence[PrefetchRequest]) -> None:
         data = b"".join(_REQUEST.pack(request.inode, request.offset) for request in requests)
         self._done_when += len(requests)
-        self._fastpath.send(Message.WISH, data=data)
+        self._fastpath.send(Message.PREFETCH, data=data)
 
     def again(self) -> None:
         """Another fast path is there, and knows of none."""
         lost = list(self._unfinished)
-        self._done_when = self._shared["wishes_done"]
+        self._done_when = self._shared["prefetch_done"]
         for start in range(0, len(lost), REQUESTS_A_MESSAGE):
             self._send(lost[start : start + REQUESTS_A_MESSAGE])
 
     def _limit(self, jobs: int) -> None:
-        self._shared["wish_jobs"] = jobs
+        self._shared["prefetch_jobs"] = jobs
 
 
 class FastPathHost:
@@ -137,7 +137,7 @@ class FastPathHost:
         )
         self.prefetch_queue = FastPathPrefetchQueue(held.shared, self._fastpath)
         data.writes.settled, data.writes.undone, data.writes.committed = self._settled, self._grant, self._committed
-        data.held_bytes = lambda: held.shared["held_bytes"]
+        data.held_bytes = lambda: held.shared["buffered_bytes"]
         self._seen = [0] * ACCESS_LOGS
         held.shared.accesses(self._seen)  # what was read before our time
         self.refresh()
@@ -224,7 +224,7 @@ class FastPathHost:
         operations.update({name: counters["source_" + name + "s"] for name in ("open", "read", "fstat")})
         status["source_ops"] = {name: count for name, count in operations.items() if count}
         status["source_stuck_calls"] += shared["stuck"]
-        status["write_behind_bytes"] += shared["held_bytes"] + shared["pending_bytes"]
+        status["write_behind_bytes"] += shared["buffered_bytes"] + shared["pending_bytes"]
         status["fastpath"] = {
             "pid": self._fastpath.pid,
             "shared_version": VERSION,
@@ -242,7 +242,7 @@ class FastPathHost:
             filled = list(parse_filled(data))
             self._fetched_unseen((unit.inode, unit.extent.version) for unit in filled)
             self._data.writes.filled(filled)
-        elif message is Message.TOLD:
+        elif message is Message.ALL_REPORTED:
             self._data.writes.writer_has_gone(self._first_slab)
         elif message is Message.CORRUPT:
             self._data.corrupt(a, b, int.from_bytes(data, "little"), "payload checksum")
@@ -275,4 +275,4 @@ class FastPathHost:
 
     def _settled(self, report: int) -> None:
         self.refresh()  # before the number: what is settled must be counted by then
-        self._held.shared["settled"] = report
+        self._held.shared["resolved"] = report

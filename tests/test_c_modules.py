@@ -1,12 +1,16 @@
-"""The C of the fast path is modules in groups (folders) that depend on each other one way.
+"""The C of the fast path: modules that depend on each other one way, locks that are checked, assertions that fire.
 
-A module is X.c with X.h, or a header alone. It depends on another one whose header it includes, or of which it uses a
-function or variable: object files say exactly which, also where a declaration is repeated instead of included.
+Modules lie in groups (folders). A module is X.c with X.h, or a header alone. It depends on another one whose header it
+includes, or of which it uses a function or variable: object files say exactly which, also where a declaration is
+repeated instead of included.
 """
 
+import os
 import re
 import shutil
+import signal
 import subprocess
+import sys
 from collections.abc import Mapping
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
@@ -14,6 +18,7 @@ from pathlib import Path
 import pytest
 
 from tests.agreement.library import SOURCES
+from tests.conftest import REPOSITORY
 
 Graph = dict[str, set[str]]
 _INCLUDE = re.compile(r'^#include "(.+)\.h"$', re.MULTILINE)
@@ -78,8 +83,8 @@ def test_modules_and_groups_depend_one_way(tmp_path: Path) -> None:
 
 def test_an_include_that_closes_a_cycle_is_noticed(changed: Path, tmp_path: Path) -> None:
     with (changed / "misses" / "window.h").open("a") as file:
-        file.write('#include "misses/fill.h"\n')
-    assert {"misses/window", "misses/fill"} <= set(cycle(modules(changed, tmp_path)))
+        file.write('#include "misses/miss.h"\n')
+    assert {"misses/window", "misses/miss"} <= set(cycle(modules(changed, tmp_path)))
 
 
 def test_a_call_that_closes_a_cycle_is_noticed(changed: Path, tmp_path: Path) -> None:
@@ -94,3 +99,77 @@ def test_groups_that_depend_on_each_other_are_noticed_without_a_cycle_of_modules
     graph = modules(changed, tmp_path)
     assert not cycle(graph)
     assert {"kernel", "relay"} <= set(cycle(groups(graph)))
+
+
+def check_locks(sources: Path, file: str) -> subprocess.CompletedProcess[str]:
+    command = [REPOSITORY / "scripts" / "check-locks", sources, file]
+    return subprocess.run(command, env={**os.environ, "PYTHON": sys.executable}, capture_output=True, text=True)
+
+
+PLANTED = {
+    "an access without the lock": (
+        "relay/relay.c",
+        "    lock_take(&relay_lock);\n    if (relay->python >= 0) {\n        relay->going = true;",
+        "    if (relay->python >= 0) {\n        relay->going = true;\n        lock_take(&relay_lock);",
+        "requires holding mutex 'relay_lock'",
+    ),
+    "a lock that is not released": (
+        "appender/append.c",
+        "    lock_release(&appender_lock);\n    return taken;",
+        "    return taken;",
+        "mutex 'appender_lock' is still held at the end of function",
+    ),
+    "a call without the lock": (
+        "misses/miss.c",
+        "    lock_take(&miss_lock);\n    decide_locked(worker, &miss);\n",
+        "    decide_locked(worker, &miss);\n    lock_take(&miss_lock);\n",
+        "calling function 'decide_locked' requires holding mutex 'miss_lock'",
+    ),
+    "a call that takes the lock twice": (
+        "relay/lot.c",
+        "    free_locked(relay, slot);\n    lock_release",
+        "    relay_free_slot(relay, slot);\n    lock_release",
+        "cannot call function 'relay_free_slot' while mutex 'relay_lock' is held",
+    ),
+    "the wrong order of two locks": (
+        "relay/lot.c",
+        "    free_locked(relay, slot);\n    lock_release",
+        "    lock_take(&miss_lock);\n    lock_release(&miss_lock);\n    lock_release",
+        "mutex 'miss_lock' must be acquired before 'relay_lock'",
+    ),
+    "a leader's field that any thread uses": (
+        "hits/answer.c",
+        "        assert_leader(worker);\n",
+        "",
+        "calling function 'speculative_read_lookup' requires holding mutex 'leader_lock'",
+    ),
+}
+
+
+@pytest.mark.skipif(not shutil.which("clang"), reason="scripts/system-packages --locks installs clang")
+@pytest.mark.parametrize("what", PLANTED)
+def test_a_wrong_use_of_a_lock_is_noticed(changed: Path, what: str) -> None:
+    name, right, wrong, message = PLANTED[what]
+    text = (changed / name).read_text()
+    assert text.count(right) == 1
+    assert check_locks(changed, name).returncode == 0
+    (changed / name).write_text(text.replace(right, wrong))
+    done = check_locks(changed, name)
+    assert done.returncode != 0
+    assert message in done.stderr
+
+
+def test_an_assertion_that_fails_ends_the_process_and_says_where(tmp_path: Path) -> None:
+    """A place is given back that was never taken."""
+    (tmp_path / "main.c").write_text(
+        '#include "common/shares.h"\n'
+        "int main(void) { struct shares s; return shares_init(&s, 4, 0, 4) && (shares_give(&s, 7), 0); }\n"
+    )
+    files = [tmp_path / "main.c", SOURCES / "common" / "shares.c", "-o", tmp_path / "main"]
+    subprocess.run(["cc", "-std=gnu11", "-O2", f"-I{SOURCES}", *files], check=True)
+    done = subprocess.run([tmp_path / "main"], capture_output=True, text=True)
+    assert done.returncode == -signal.SIGABRT
+    assert re.fullmatch(
+        r"fast path: .*/common/shares\.c:[0-9]+: assertion failed: share && share->taken && shares->taken\n",
+        done.stderr,
+    )

@@ -12,7 +12,7 @@ _STRUCTS = [
     *(index.INODE_RECORD, index.DENTRY_RECORD, index.EXTENT_RECORD, blob.RECORD_HEADER),
     *(shared.COUNTERS, shared.ACCESS, shared.ACCESS_LOG, shared.YOUNG_FILE, shared.YOUNG_FILES, shared.SLOT_HEAD),
     *(shared.PARKED, shared.LATENCY, shared.LATENCIES),
-    *(messages.CONTROL, messages.FILLED, messages.WISH),
+    *(messages.CONTROL, messages.FILLED, messages.PREFETCH_REQUEST),
 ]
 _CONSTANTS = {
     "ROOT_INODE": index.ROOT_INODE,

@@ -14,7 +14,7 @@ class Message(enum.IntEnum):
     """F"""
     HANDOVER = 3
     """D: give me what you hold (a take-over)."""
-    HELD = 4
+    HANDED_OVER = 4
     """F; descriptors: /dev/fuse, shared memory, source, blob, listening socket."""
     IN_DOUBT = 5
     """F: a change that a dead daemon may or may not have made."""
@@ -28,9 +28,9 @@ class Message(enum.IntEnum):
     """F: the blob cannot be written, errno a."""
     ROOM = 10
     """F: a record has none, a: number. D: what can go has gone, a: the same."""
-    WISH = 11
-    """D: an array of WISH, to be prefetched."""
-    TOLD = 12
+    PREFETCH = 11
+    """D: an array of PREFETCH_REQUEST, to be prefetched."""
+    ALL_REPORTED = 12
     """F: all that an earlier daemon granted has been reported, and is not written to."""
     SOURCE = 13
     """D: it was mounted anew; descriptor: its root."""
@@ -50,4 +50,6 @@ FILLED = Struct(  # one unit that was appended to the blob; its checksums follow
     ("u32", "length checksums"),
     size=56,
 )
-WISH = Struct("wish", ("u64", "inode offset"))  # the unit of a file that holds the byte at `offset`
+PREFETCH_REQUEST = Struct(
+    "prefetch_request", ("u64", "inode offset")
+)  # the unit of a file that holds the byte at `offset`

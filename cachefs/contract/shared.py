@@ -52,7 +52,7 @@ class SharedFlag(enum.IntFlag):
     """The daemon makes room when it is asked to."""
     READS_AHEAD = 128
     """In large files."""
-    EVICTS_AHEAD = 256
+    EVICTS_FOR_PREFETCH = 256
     """For what the daemon prefetches, too."""
 
 
@@ -114,22 +114,22 @@ SHARED = Struct(
     ("u32", "flags threads fetch_threads reserved"),
     ("u64", "seed small_file_bytes reconnect_timeout_ns source_timeout_ns simulate_latency_ns root_device"),
     # Written by the daemon at any time. serving, 0: answer nothing from the index. capacity_bytes: of the blob.
-    # committed_bytes: records of the blob that the index has. settled: reports up to this number are in the index, or
+    # committed_bytes: records of the blob that the index has. resolved: reports up to this number are in the index, or
     # will never be.
-    ("atomic_u64", "run floor serving capacity_bytes committed_bytes settled"),
+    ("atomic_u64", "run floor serving capacity_bytes committed_bytes resolved"),
     # Written by the fast path. init: of the kernel, length 0: it has not arrived; init_passed: to the Python of now.
-    # generation: of slots, never used twice. pending_bytes: records that were appended and are not settled.
-    # held_bytes: payload that is being fetched or waits to be appended. reported: the last number given to a report, by
-    # this fast path or its predecessors. stuck: fetches that took too long and have not come back. pid: of the fast
-    # path that ran last. passed: requests passed on to Python, by opcode; the last: all others. wishes_done: of those
-    # that the daemon sent: fetched, or not wanted any more.
+    # generation: of slots, never used twice. pending_bytes: records that were appended and are not resolved.
+    # buffered_bytes: payload that is being fetched or waits to be appended. reported: the last number given to a
+    # report, by this fast path or its predecessors. stuck: fetches that took too long and have not come back. pid: of
+    # the fast path that ran last. passed: requests passed on to Python, by opcode; the last: all others.
+    # prefetch_done: of the requests that the daemon sent: fetched, or no longer wanted.
     ("u32", "init_length init_passed"),
     ("u8", "init[128]"),
-    ("atomic_u64", f"generation pending_bytes held_bytes reported stuck pid passed[{OPERATIONS}] wishes_done"),
-    # The daemon's, in the order in which versions added them; 0: of a daemon that did not know them. wish_jobs: how
+    ("atomic_u64", f"generation pending_bytes buffered_bytes reported stuck pid passed[{OPERATIONS}] prefetch_done"),
+    # The daemon's, in the order in which versions added them; 0: of a daemon that did not know them. prefetch_jobs: how
     # many are fetched at once, 0: an adaptive limit. settle_ns: how the mount was set up, too (age.h).
     # clock_offset_ns: from CLOCK_BOOTTIME to the time of day (age.h). strict_floor: see validity.py.
-    ("atomic_u64", "wish_jobs"),
+    ("atomic_u64", "prefetch_jobs"),
     ("u64", "settle_ns"),
     ("atomic_u64", "clock_offset_ns strict_floor"),
     (COUNTERS, f"counters[{MAX_THREADS}]"),

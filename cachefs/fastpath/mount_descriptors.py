@@ -46,7 +46,7 @@ class MountDescriptors:
         if len(fds) != 5:
             return None
         kind, _, pid, _ = HEAD.unpack(data)
-        assert kind == Message.HELD
+        assert kind == Message.HANDED_OVER
         return cls.of(fds, pid)
 
     @classmethod

@@ -78,11 +78,11 @@ class Counters:
     skipped_admissions: int = 0
     source_timeouts: int = 0
     guesses: int = 0
-    """Reads of the blob for a READ that is expected (ahead.h)."""
+    """Reads of the blob for a READ that is expected (speculative_read.h)."""
     guessed: int = 0
     """READs that found their bytes there."""
     prefetched: int = 0
-    """Units that were fetched ahead because the daemon wished for them."""
+    """Units that were fetched because of a prefetch request of the daemon."""
     source_bytes: int = 0
     disk_bytes: int = 0
     """Of the replies that were hits: read from the local disk."""
@@ -100,7 +100,7 @@ def mount_flags(options: Options) -> int:
         SharedFlag.LOGS_ACCESSES: options.logs_accesses,
         SharedFlag.EVICTS: options.evicts,
         SharedFlag.READS_AHEAD: options.prefetch != "none",
-        SharedFlag.EVICTS_AHEAD: options.evicts_ahead,
+        SharedFlag.EVICTS_FOR_PREFETCH: options.evicts_ahead,
     }
     return sum(int(flag) for flag, is_on in asked.items() if is_on)
 

@@ -25,7 +25,7 @@ static const char *const table_names[TABLES] = {
 static struct index index_;
 static struct view view;
 struct shared *shared;
-static struct fill_table table;
+static struct fetch_table table;
 static struct fetch *fetches[64];
 static size_t fetch_count;
 static struct counters counters;
@@ -119,17 +119,17 @@ static int open_environment(MDB_env **env, const char *path, MDB_dbi *tables)
 
 int open_index(const char *session, const char *durable)
 {
-    int error = open_environment(&index_.session, session, index_.session_tables);
+    int error = open_environment(&index_.env[SESSION], session, index_.tables[SESSION]);
     if (!error)
-        error = open_environment(&index_.durable, durable, index_.durable_tables);
+        error = open_environment(&index_.env[DURABLE], durable, index_.tables[DURABLE]);
     return error ? error : view_init(&view, &index_);
 }
 
 void close_index(void)
 {
     view_destroy(&view);
-    mdb_env_close(index_.session);
-    mdb_env_close(index_.durable);
+    mdb_env_close(index_.env[SESSION]);
+    mdb_env_close(index_.env[DURABLE]);
 }
 
 /* For rules that need no index. */
@@ -179,7 +179,7 @@ void clear_fetches(void)
 {
     while (fetch_count) {
         struct fetch *fetch = fetches[--fetch_count];
-        table_remove(&table, fetch);
+        remove_from_table_locked(&table, fetch);
         free(fetch);
     }
 }
@@ -192,20 +192,20 @@ bool add_fetch(const struct inode_record *record, uint64_t inode, uint64_t offse
     fetch->offset = offset;
     fetch->length = length;
     fetch->cached = cached;
-    table_add(&table, fetch);
+    add_to_table_locked(&table, fetch);
     fetches[fetch_count++] = fetch;
     return true;
 }
 
 void window(uint64_t inode, uint64_t version, uint64_t size, uint64_t start, uint64_t end, uint64_t out[3])
 {
-    struct window found = window_of(&(struct known){&table, &view, inode, version}, size, start, end);
+    struct window found = window_of_locked(&(struct known){&table, &view, inode, version}, size, start, end);
     out[0] = found.start, out[1] = found.end, out[2] = found.streams;
 }
 
 void next_window(uint64_t inode, uint64_t version, uint64_t size, uint64_t end, uint64_t out[3])
 {
-    struct window found = window_after(&(struct known){&table, &view, inode, version}, size, end);
+    struct window found = window_after_locked(&(struct known){&table, &view, inode, version}, size, end);
     out[0] = found.start, out[1] = found.end, out[2] = found.streams;
 }
 
@@ -215,20 +215,20 @@ void next_window(uint64_t inode, uint64_t version, uint64_t size, uint64_t end, 
 size_t write_record(int blob, const struct inode_record *record, uint64_t inode, uint64_t offset, uint8_t *payload,
                     uint32_t length, uint64_t at, struct extent *out)
 {
-    struct stage stage;
+    struct blob_writer writer;
     struct fetch *fetch = fetch_new(record, inode, "path");
-    if (!fetch || !stage_open(&stage, blob))
+    if (!fetch || !blob_writer_open(&writer, blob))
         return 0;
     fetch->offset = offset;
     fetch->length = length;
     fetch->payload = payload;
     memset(out, 0, sizeof *out);
-    bool good = put_record(&stage, fetch, at, shared->seed, out) && stage_flush(&stage);
-    stage_trim(&stage);
-    if (stage.direct != stage.buffered)
-        close(stage.direct);
-    close(stage.buffered);
-    munmap(stage.buffer, 2u << 20);
+    bool good = put_record(&writer, fetch, at, shared->seed, out) && blob_writer_flush(&writer);
+    blob_writer_trim(&writer);
+    if (writer.direct != writer.buffered)
+        close(writer.direct);
+    close(writer.buffered);
+    munmap(writer.buffer, 2u << 20);
     free(fetch);
     return good ? sizeof out->record + block_count(length) * sizeof(uint64_t) : 0;
 }
@@ -269,11 +269,9 @@ static struct worker worker;
 bool open_answers(int blob)
 {
     uint8_t *scratch = buffer_memory(2 * QUICK_BYTES);
-    fastpath = (struct fastpath){.shared = shared, .index = index_};
+    fastpath = (struct fastpath){.shared = shared, .index = index_, .daemon = {.socket = -1}};
     fastpath.device = memfd_create("device", MFD_CLOEXEC);
-    fastpath.ahead.scratch = scratch + QUICK_BYTES;
-    daemon_init(&fastpath.daemon);
-    pthread_mutex_init(&fastpath.turn, NULL);
+    fastpath.speculative_read.scratch = scratch + QUICK_BYTES;
     return scratch && fastpath.device >= 0 && blob_open(&fastpath.blob, blob, shared->seed) &&
            !worker_init(&worker, &fastpath, &counters, scratch);
 }
@@ -286,7 +284,7 @@ void close_answers(void)
 }
 
 /* Of a request: its answer's length, 0 where it has none; -1: it is passed on; -2: no kernel sends that. `guessing`: this
- * thread listens, and may read ahead. */
+ * thread is the leader, and may read speculatively. */
 ssize_t ask(void *message, size_t length, void *reply, size_t room, bool guessing)
 {
     struct request request;
@@ -294,12 +292,13 @@ ssize_t ask(void *message, size_t length, void *reply, size_t room, bool guessin
         return -2;
     if (ftruncate(fastpath.device, 0) || lseek(fastpath.device, 0, SEEK_SET))
         return -2;
-    worker.has_turn = guessing && !pthread_mutex_lock(&fastpath.turn);
+    if (guessing)
+        leader_become(&worker);
     enum outcome outcome = answer_request(&worker, &request);
     view_end(&worker.view);
     if (guessing && outcome == ANSWERED)
-        ahead_guess(&fastpath.ahead, &worker.view, &fastpath.blob);
-    give_turn(&worker);
+        speculative_read_next(&fastpath.speculative_read, &worker.view, &fastpath.blob);
+    leader_resign(&worker);
     return outcome == ANSWERED ? pread(fastpath.device, reply, room, 0) : -1;
 }
 
@@ -310,6 +309,6 @@ int kind_of_request(void *message, size_t length)
     if (!request_parse(message, length, &request))
         return -1;
     uint32_t opcode = request.header->opcode;
-    return request_changes(&request) | request_overwrites(opcode) << 1 | request_forgets(opcode) << 2 |
-           request_interruptible(opcode) << 3;
+    return request_changes(&request) | request_is(opcode, OVERWRITES) << 1 | request_is(opcode, FORGETS) << 2 |
+           request_is(opcode, INTERRUPTIBLE) << 3;
 }

@@ -1,4 +1,4 @@
-"""The record of the blob: store/blob/record.py and blob.py against record.c, stage.c and blob.c of fastpath/c.
+"""The record of the blob: store/blob/record.py and blob.py against record.c, blob_writer.c and blob.c of fastpath/c.
 
 What one side writes the other reads, and what is damaged neither gives out.
 """

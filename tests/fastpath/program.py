@@ -46,7 +46,7 @@ TIMEOUT_S = float(os.environ.get("FASTPATH_TIMEOUT_S", "20"))
 BUFFER_BYTES = 256 << 20
 MESSAGE_BYTES = (1 << 20) + 4096
 READ_IN = struct.Struct("<2Q2IQ2I")  # struct fuse_read_in: fh, offset, size, …
-_WISH = struct.Struct("<2Q")
+_PREFETCH_REQUEST = struct.Struct("<2Q")
 
 
 class Program:
@@ -226,8 +226,8 @@ class Program:
         self.tell(Message.SLAB, self._slabs * SLAB_BYTES)
         self._slabs += 1
 
-    def wish(self, *places: tuple[int, int]) -> None:
-        self.tell(Message.WISH, data=b"".join(_WISH.pack(*place) for place in places))
+    def prefetch(self, *places: tuple[int, int]) -> None:
+        self.tell(Message.PREFETCH, data=b"".join(_PREFETCH_REQUEST.pack(*place) for place in places))
 
     def answer_for_python(self, unique: int, error: int, data: bytes = b"") -> None:
         assert self._python is not None
@@ -236,7 +236,7 @@ class Program:
     def commit(self, filled: Filled) -> None:
         self.put(Table.EXTENTS, pair_key(filled.inode, filled.offset), filled.extent.pack())
         self.shared["committed_bytes"] += filled.extent.record_bytes
-        self.shared["settled"] = filled.report
+        self.shared["resolved"] = filled.report
 
     def counters(self) -> Counters:
         return self.shared.counters()
@@ -251,7 +251,7 @@ class Program:
 
     def until_idle(self) -> None:
         """What was fetched is in the blob and in the index, or will not be."""
-        self.wait_until(lambda: self.shared["held_bytes"] == self.shared["pending_bytes"] == 0)
+        self.wait_until(lambda: self.shared["buffered_bytes"] == self.shared["pending_bytes"] == 0)
 
     def until_appended(self, size: int) -> None:
         """So many bytes of files are in the blob, and in the index."""

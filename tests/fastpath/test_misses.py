@@ -109,7 +109,7 @@ def test_records_do_not_cross_the_end_of_a_slab(program: Program) -> None:
     contents = files(program, sizes)
     for number, data in contents.items():
         assert program.read_whole(number, len(data)) == data
-        program.wait_until(lambda: program.shared["held_bytes"] < 16 * MIB)  # the disk may be slow
+        program.wait_until(lambda: program.shared["buffered_bytes"] < 16 * MIB)  # the disk may be slow
     program.until_appended(sum(sizes))
     slabs = {filled.extent.blob_offset // SLAB_BYTES for filled in program.filled}
     assert slabs == {0, 1}
@@ -330,28 +330,28 @@ def test_data_of_a_young_file_are_given_out_and_not_kept(tmp_path: Path) -> None
         for count in (1, 2):
             assert program.read(10, 0, 9) == b"young"
             assert program.shared["young_written"] == count == program.counters().young_reads
-        assert program.shared["held_bytes"] == program.shared["pending_bytes"] == 0 == len(program.filled)
+        assert program.shared["buffered_bytes"] == program.shared["pending_bytes"] == 0 == len(program.filled)
         for number, due_ns in program.shared.young(0):
             assert number == record.number and due_ns > began_ns + 1.9 * NANOSECONDS
-        program.wish((10, 0))
-        program.wait_until(lambda: program.shared["wishes_done"] == 1)
+        program.prefetch((10, 0))
+        program.wait_until(lambda: program.shared["prefetch_done"] == 1)
         assert program.counters().prefetched == 0
         assert program.counters().skipped_admissions == 0
 
 
-def test_wishes_are_fetched_and_counted(program: Program) -> None:
+def test_prefetch_requests_are_fetched_and_counted(program: Program) -> None:
     contents = files(program, [10_000] * 20 + [3 * MIB + 5])
     large = max(contents)
     program.add(90, b"not immutable", PINNED)
-    wishes = [(number, 0) for number in contents] + [
+    requests = [(number, 0) for number in contents] + [
         (large, MIB),
         (large, 2 * MIB + 9),
         (large, 99 * MIB),
         (90, 0),
         (91, 0),
     ]
-    program.wish(*wishes)
-    program.wait_until(lambda: program.shared["wishes_done"] == len(wishes))
+    program.prefetch(*requests)
+    program.wait_until(lambda: program.shared["prefetch_done"] == len(requests))
     total = sum(map(len, contents.values()))
     program.until_appended(program.counters().source_bytes)
     before = program.counters()
@@ -361,8 +361,8 @@ def test_wishes_are_fetched_and_counted(program: Program) -> None:
     after = program.counters()
     assert after.source_bytes == total
     assert after.misses <= 2, "of the end of the large file at most"
-    program.wish((10, 0))
-    program.wait_until(lambda: program.shared["wishes_done"] == len(wishes) + 1)
+    program.prefetch((10, 0))
+    program.wait_until(lambda: program.shared["prefetch_done"] == len(requests) + 1)
     assert program.counters().prefetched == before.prefetched, "it is there"
     check_blob(program)
 
@@ -389,7 +389,7 @@ def test_who_reads_on_and_on_finds_what_follows(tmp_path: Path) -> None:
         misses = []
         for offset in range(0, len(data), MIB):
             assert program.read(10, offset, 4096) == data[offset : offset + 4096]
-            program.wait_until(lambda: program.shared["held_bytes"] == 0)
+            program.wait_until(lambda: program.shared["buffered_bytes"] == 0)
             misses.append(program.counters().misses)
         assert misses[-1] == misses[10], "a run is one when three chunks have been read"
         counters = program.counters()
@@ -480,7 +480,7 @@ def test_the_next_daemon_is_told_again_what_was_not_committed(program: Program) 
     assert program.read(10, 0, 9000) == contents[10], "from the blob"
     program.commits = True
     program.attach()
-    program.wait_until(lambda: Message.TOLD in [kind for kind, _, _, _ in program.told])
+    program.wait_until(lambda: Message.ALL_REPORTED in [kind for kind, _, _, _ in program.told])
     assert program.filled == told
     program.wait_until(lambda: program.shared["pending_bytes"] == 0)
     program.add(50, b"x")
@@ -543,14 +543,14 @@ def test_what_is_in_its_place_is_reported_before_the_next_slab_comes(tmp_path: P
         first = files(program, [MIB] * 63)
         for number, data in first.items():
             assert program.read_whole(number, len(data)) == data
-            program.wait_until(lambda: program.shared["held_bytes"] < 16 * MIB)
+            program.wait_until(lambda: program.shared["buffered_bytes"] < 16 * MIB)
         program.until_appended(63 * MIB)
         later = {number: os.urandom(100_000) for number in range(100, 120)}
         for number, data in later.items():
             program.add(number, data)
         for unique in [program.ask(number, 0, 100_000) for number in later]:
             assert program.answer(unique)[0] == 0
-        program.wait_until(lambda: len(program.filled) > len(first) and program.shared["held_bytes"] > 0)
+        program.wait_until(lambda: len(program.filled) > len(first) and program.shared["buffered_bytes"] > 0)
         fit = [filled.inode for filled in program.filled[len(first) :]]
         program.grant()
         program.until_appended(63 * MIB + 20 * 100_000)

@@ -62,9 +62,8 @@ int LLVMFuzzerInitialize(int *count, char ***arguments)
     make_environment(session, 0);
     make_environment(durable, 1);
     /* LMDB must not be opened twice by a process: the fast path's index is these environments. */
-    fastpath.index = (struct index){environments[0], environments[1], {0}, {0}, &shared};
-    memcpy(fastpath.index.session_tables, tables[0], sizeof tables[0]);
-    memcpy(fastpath.index.durable_tables, tables[1], sizeof tables[1]);
+    fastpath.index = (struct index){.env = {environments[0], environments[1]}, .shared = &shared};
+    memcpy(fastpath.index.tables, tables, sizeof tables);
     char command[128];
     snprintf(command, sizeof command, "rm -rf %s", directory); /* they stay open */
     CHECK(!system(command));
@@ -76,10 +75,9 @@ int LLVMFuzzerInitialize(int *count, char ***arguments)
     CHECK(write(blob, content, BLOB_BYTES) == BLOB_BYTES && blob_open(&fastpath.blob, blob, SEED));
     fastpath.shared = &shared;
     fastpath.device = memfd_create("device", 0);
-    daemon_init(&fastpath.daemon);
-    pthread_mutex_init(&fastpath.turn, NULL);
+    fastpath.daemon.socket = -1;
     uint8_t *scratch = buffer_memory(2 * QUICK_BYTES);
-    fastpath.ahead.scratch = scratch + QUICK_BYTES;
+    fastpath.speculative_read.scratch = scratch + QUICK_BYTES;
     CHECK(!worker_init(&worker, &fastpath, &counters, scratch));
     worker.log = &shared.accesses[0];
     return 0;
@@ -298,13 +296,13 @@ static void ask(struct input *input)
     if (!request_parse(message, header->len, &request))
         return;
     CHECK(!ftruncate(fastpath.device, 0) && lseek(fastpath.device, 0, SEEK_SET) == 0);
-    worker.has_turn = !pthread_mutex_lock(&fastpath.turn);
+    leader_become(&worker);
     struct inode_record record = {0};
     bool known = !view_begin(&worker.view) && view_inode(&worker.view, header->nodeid, &record);
     view_end(&worker.view);
     enum outcome outcome = answer_request(&worker, &request);
     view_end(&worker.view);
-    give_turn(&worker);
+    leader_resign(&worker);
     CHECK(outcome == ANSWERED || outcome == PASS);
     static _Alignas(8) uint8_t reply[MAX_READ_BYTES + 4096];
     ssize_t got = pread(fastpath.device, reply, sizeof reply, 0);
@@ -341,8 +339,8 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size)
     shared.serving = 1;
     shared.run = 2;
     shared.floor = byte(&input) % 4;
-    worker.distrusts = false;
-    fastpath.ahead = (struct ahead){.scratch = fastpath.ahead.scratch};
+    worker.bypasses_index = false;
+    fastpath.speculative_read = (struct speculative_read){.scratch = fastpath.speculative_read.scratch};
     MDB_txn *txns[2];
     for (int which = 0; which < 2; which++) {
         CHECK(!mdb_txn_begin(environments[which], NULL, 0, &txns[which]));
@@ -365,9 +363,9 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size)
             if (view_extent(&worker.view, each, at, &extent))
                 CHECK(extent.start <= at && at - extent.start < extent.record.length);
         view_end(&worker.view);
-        ahead_looked_up(&fastpath.ahead, each);
-        fastpath.ahead.streak = 100;
-        ahead_guess(&fastpath.ahead, &worker.view, &fastpath.blob);
+        speculative_read_lookup(&fastpath.speculative_read, each);
+        fastpath.speculative_read.streak = 100;
+        speculative_read_next(&fastpath.speculative_read, &worker.view, &fastpath.blob);
     }
     return 0;
 }

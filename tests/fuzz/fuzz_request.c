@@ -22,7 +22,7 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size)
             abort();
         if (request.new_name && request.new_name + strlen(request.new_name) >= end)
             abort();
-        if (request_changes(&request) && request_interruptible(request.header->opcode))
+        if (request_changes(&request) && request_is(request.header->opcode, INTERRUPTIBLE))
             abort();
     }
     free(exact);

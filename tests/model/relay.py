@@ -248,7 +248,7 @@ class Relay:
         return int(how)
 
     def _tell(self) -> int:
-        return int(self._c.tell())
+        return int(self._c.send_doubt())
 
     def _give_up(self) -> int:
         return int(self._c.give_up())

@@ -241,7 +241,7 @@ class State:
         return self.kind(request) == "M"
 
     def reads(self, request: int) -> bool:
-        """protocol.c: request_interruptible."""
+        """protocol.c: request_is."""
         return self.kind(request) in "RS"
 
     def answer(self, request: int, what: str) -> None:
@@ -267,12 +267,12 @@ class State:
     # --- slots: relay/slots.c -----------------------------------------------------------------------------------------
 
     def set_state(self, slot: int, state: int) -> Steps:
-        """slots.c: set_state."""
+        """slots.c: set_state_locked."""
         self.slots[slot].state = state
         yield
 
     def renew(self, slot: int, state: int) -> Steps:
-        """slots.c: renew. One write to the slot's word."""
+        """slots.c: renew_locked. One write to the slot's word."""
         self.generation += 1
         if not self.mutant("no new generation"):
             self.slots[slot].generation = self.generation
@@ -329,7 +329,7 @@ class State:
     # --- the lot: relay/lot.c -----------------------------------------------------------------------------------------
 
     def has_enough(self, slot: int) -> bool:
-        """passing.c: has_enough. All requests have one owner here."""
+        """passing.c: has_enough_locked. All requests have one owner here."""
         return slot not in self.f.counted and len(self.f.counted) >= self.of.share
 
     def park(self, slot: int) -> Steps:
@@ -383,7 +383,7 @@ class State:
         return True
 
     def send_slot(self, slot: int) -> Steps:
-        """passing.c: send_locked, and split.c: split_begin, split_send."""
+        """passing.c: send_locked, and split.c: split_begin_locked, split_send_locked."""
         f, head = self.f, self.slots[slot]
         request = head.message
         if not head.length or request < 0:
@@ -427,7 +427,7 @@ class State:
         self.f.queue.append((slot, self.slots[slot].generation))
 
     def is_current(self, entry: tuple[int, int]) -> bool:
-        """passing.c: is_current."""
+        """passing.c: is_current_locked."""
         head = self.slots[entry[0]]
         return head.state == QUEUED and head.generation == entry[1]
 
@@ -482,7 +482,7 @@ class State:
     # --- answers: relay.c ---------------------------------------------------------------------------------------------
 
     def deliver(self, answer: Owed) -> Steps:
-        """relay.c: deliver, and split.c: split_answer."""
+        """relay.c: deliver, and split.c: split_answer_locked."""
         generation, slot, part, request = answer
         f, head = self.f, self.slots[slot]
         known = head.generation == generation and (
@@ -526,7 +526,7 @@ class State:
             socket.answers.pop(0)
 
     def settle(self) -> Steps:
-        """relay.c: settle_locked."""
+        """relay.c: repeat_unanswered_locked."""
         f = self.f
         unread = set()
         while f.python and self.dead and self.dead.messages:
@@ -547,7 +547,7 @@ class State:
                 yield from self.repeat(slot, unseen=True)
 
     def python_gone(self) -> Steps:
-        """relay.c: run_receiver at the end of the socket: settle_locked, close_python_locked."""
+        """relay.c: run_receiver at the end of the socket: repeat_unanswered_locked, close_python_locked."""
         yield from self.settle()
         self.dead = None
         self.f.python = 0
@@ -556,7 +556,7 @@ class State:
     # --- coming and going ---------------------------------------------------------------------------------------------
 
     def start(self) -> Steps:
-        """relay.c: relay_init, and lot.c: lot_init."""
+        """relay.c: relay_init, and lot.c: lot_init_locked."""
         self.fastpath = f = FastPath(self.of.workers)
         for slot in reversed(range(len(self.slots))):
             head = self.slots[slot]
@@ -624,7 +624,7 @@ class State:
         daemon.attached = True
 
     def tell(self) -> Steps:
-        """control.c: tell_doubts, one of them."""
+        """control.c: send_doubts, one of them."""
         slot = next(slot for slot, head in enumerate(self.slots) if head.state == IN_DOUBT)
         yield from self.free_slot(slot)
 
@@ -649,7 +649,7 @@ class State:
             else:
                 yield from self.fail(slot, "EIO")
 
-    # --- threads that own slots: serve.c, fetching.c, interrupt.c -----------------------------------------------------
+    # --- threads that own slots: serve.c, miss_threads.c, interrupt.c -------------------------------------------------
 
     def listen(self, worker: int) -> Steps:
         """serve.c: serve_run reads a request."""
@@ -694,7 +694,7 @@ class State:
             f.own[worker] = NONE
 
     def serve_miss(self, worker: int) -> Steps:
-        """fill.c: a READ waits for a fetch; its slot is the fetch's."""
+        """miss.c: a READ waits for a fetch; its slot is the fetch's."""
         f = self.f
         slot = f.serving[worker]
         f.serving[worker] = NONE
@@ -704,20 +704,20 @@ class State:
         yield from ()
 
     def fetched(self, slot: int, what: str) -> Steps:
-        """fetching.c: finish_waiters; fill.c: fill_interrupt, fill_tick."""
+        """miss_threads.c: finish_waiters; miss.c: miss_interrupt, miss_tick."""
         self.f.fetching.discard(slot)
         self.answer(self.slots[slot].unique, what)
         yield
         yield from self.free_slot(slot)
 
     def fetch_failed(self, slot: int) -> Steps:
-        """fetching.c: finish_waiters, what the source refused."""
+        """miss_threads.c: finish_waiters, what the source refused."""
         self.f.fetching.discard(slot)
         if not (yield from self.pass_on(slot)):
             yield from self.free_slot(slot)
 
     def interrupt(self, request: int) -> Steps:
-        """interrupt.c: settle; relay.c: relay_interrupt; lot.c: interrupt_parked_locked; fill.c: fill_interrupt.
+        """interrupt.c: try_interrupt; relay.c: relay_interrupt; lot.c: interrupt_parked_locked; miss.c: miss_interrupt.
 
         Python's and the fetches' requests are answered EINTR; of what a thread has in hand it is asked again.
         """

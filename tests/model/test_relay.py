@@ -180,17 +180,17 @@ def test_the_relay_does_what_the_model_does_also_after_kills_at_any_write(
 WRONG = {
     "no new generation": (
         "relay/lot.c",
-        "    renew(relay, slot, SLOT_FREE);\n",
-        "    set_state(relay, slot, SLOT_FREE);\n",
+        "    renew_locked(relay, slot, SLOT_FREE);\n",
+        "    set_state_locked(relay, slot, SLOT_FREE);\n",
     ),
     "PASSING is passed on again": (
         "relay/relay.c",
-        "Python may have it, or may not */\n            repeat_locked(relay, slot, false);",
-        "Python may have it, or may not */\n            repeat_locked(relay, slot, true);",
+        "Python may have it or not */\n            repeat_locked(relay, slot, false);",
+        "Python may have it or not */\n            repeat_locked(relay, slot, true);",
     ),
     "answered while it counts as passed": (
         "relay/relay.c",
-        "            set_state(relay, slot, SLOT_ANSWERING);",
+        "            set_state_locked(relay, slot, SLOT_ANSWERING);",
         "            ",
     ),
 }

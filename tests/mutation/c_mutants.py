@@ -31,7 +31,7 @@ _UNMEANT = re.compile(
     rb"/\*.*?\*/|//[^\n]*|\"(?:\\.|[^\"\\\n])*\"|'(?:\\.|[^'\\\n])*'|^#(?:\\\n|[^\n])*", re.DOTALL | re.MULTILINE
 )
 _FUNCTION = re.compile(rb"^[a-z][^\n;={]*?(\w+)\([^;{}]*\)\n\{\n.*?^\}\n", re.DOTALL | re.MULTILINE)
-_LEFT_ALONE = (b"pthread_", b"log_", b"fprintf", b"static_assert", b"_Static_assert", b"free(")
+_LEFT_ALONE = (b"pthread_", b"lock_", b"ASSERT(", b"log_", b"fprintf", b"static_assert", b"_Static_assert", b"free(")
 
 
 def mutants(path: str, source: bytes) -> Iterator[Mutant]:

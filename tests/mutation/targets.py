@@ -36,21 +36,21 @@ TARGETS: dict[str, frozenset[str]] = {
         "cachefs/fastpath/c/hits/attributes.c": "",
         "cachefs/fastpath/c/appender/append.c": "",
         "cachefs/fastpath/c/appender/fetch.c": "",
-        "cachefs/fastpath/c/appender/space.c": "space_settle space_has",
+        "cachefs/fastpath/c/appender/space.c": "space_update_locked space_has_locked",
         "cachefs/fastpath/c/cache/blob.c": "",
-        "cachefs/fastpath/c/misses/fetching.c": (
-            "fill_hold fill_stuck fill_is_stuck most_held fill_admits has_room "
-            "fill_for_wishes begin_wish fulfil settled tell_again fill_wish"
+        "cachefs/fastpath/c/misses/miss_threads.c": (
+            "count_buffered_locked count_stuck_locked is_stuck_locked max_buffered_bytes may_cache_locked "
+            "has_room_locked thread_for_prefetch_locked begin_prefetch prefetch report_again prefetch_requested"
         ),
-        "cachefs/fastpath/c/misses/fill.c": "",
-        "cachefs/fastpath/c/misses/fill_table.c": "find_owner queue_pop_fair",
+        "cachefs/fastpath/c/misses/miss.c": "",
+        "cachefs/fastpath/c/misses/fetch_table.c": "find_owner_locked queue_pop_fair_locked",
         "cachefs/fastpath/c/cache/index.c": "",
         "cachefs/fastpath/c/hits/listing.c": "",
         "cachefs/fastpath/c/hits/reading.c": "log_access",
         "cachefs/fastpath/c/appender/record.c": "",
-        "cachefs/fastpath/c/serve/serve.c": "takes_time in_crowd next_request",
+        "cachefs/fastpath/c/serve/serve.c": "takes_time has_concurrent_readers next_request",
         "cachefs/fastpath/c/misses/source.c": "simulate_latency go_direct",
-        "cachefs/fastpath/c/misses/window.c": "at_most share_of_run share_of_start",
+        "cachefs/fastpath/c/misses/window.c": "at_most share_of_run_locked share_of_start_locked",
     }.items()
 }
 """The functions of each module that are left out: they decide when something is fetched or stored, how fast, or whether

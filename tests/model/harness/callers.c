@@ -5,7 +5,7 @@
 void interrupt_again(struct fastpath *fastpath, uint64_t unique)
 {
     for (uint32_t i = 0; i < count; i++)
-        if (interrupted[i] == unique && settle(fastpath, unique))
+        if (interrupted[i] == unique && try_interrupt(fastpath, unique))
             interrupted[i--] = interrupted[--count];
 }
 

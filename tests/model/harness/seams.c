@@ -15,7 +15,7 @@
 #include <unistd.h>
 
 #include "kernel/reply.h"
-#include "misses/fill.h"
+#include "misses/miss.h"
 #include "relay/lot.h"
 #include "relay/passing.h"
 #include "relay/relay.h"
@@ -197,7 +197,7 @@ FILE *seam_fopen(const char *path, const char *mode)
 /* All requests have one owner. It may have `share` at Python and `places` in the lot. */
 bool seam_full(const struct shares *shares, uint32_t owner)
 {
-    uint32_t held = shares_held(shares, owner);
+    uint32_t held = shares_taken(shares, owner);
     return shares == &relay->passed_shares ? held >= share : shares == &relay->lot.shares && held >= places;
 }
 
@@ -319,7 +319,7 @@ OPERATION(run_receiver_, (void), turn_receiver(relay))
 OPERATION(attach, (int python, int python_end, bool same), relay_attach(relay, python, python_end, same))
 OPERATION(hang_up, (void), relay_hang_up(relay))
 
-OPERATION(tell, (void), {
+OPERATION(send_doubt, (void), {
     result = relay_next_doubt(relay);
     relay_free_slot(relay, result);
 })
@@ -331,9 +331,9 @@ OPERATION(give_up, (void), {
 
 static uint32_t fetching = NO_SLOT; /* the slot of the fetch that the interrupt is about */
 
-bool fill_interrupt(struct fill *fill, uint64_t unique)
+bool miss_interrupt(struct misses *misses, uint64_t unique)
 {
-    (void)fill;
+    (void)misses;
     if (fetching == NO_SLOT || shared->slots[fetching].unique != unique)
         return false;
     reply(relay->device, unique, EINTR, NULL, 0);

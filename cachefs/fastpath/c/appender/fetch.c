@@ -29,6 +29,7 @@ struct fetch *queue_pop(struct fetch_queue *queue)
     return fetch;
 }
 
+/* A fetch that is not in the queue is ignored. */
 void queue_remove(struct fetch_queue *queue, struct fetch *fetch)
 {
     struct fetch *before = NULL;

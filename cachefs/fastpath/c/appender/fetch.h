@@ -1,12 +1,10 @@
-/* A piece of a file on its way from the source to its readers and to the blob, and queues of them. */
+/* A piece of a file on its way from the source to its readers and to the blob, and queues of such pieces. */
 #pragma once
 
-#include <stdbool.h>
-#include <stdint.h>
-
 #include "cache/index.h"
+#include "common/lock.h"
 
-struct waiter { /* a READ that waits for a fetch; its slot is ours */
+struct waiter { /* a READ that waits for a fetch; its slot belongs to the fetch */
     struct waiter *next;
     uint64_t unique, offset, since_ns;
     uint32_t slot, length, owner;
@@ -15,30 +13,37 @@ struct waiter { /* a READ that waits for a fetch; its slot is ours */
 enum fetch_state {
     FETCH_QUEUED,
     FETCH_FETCHING,
-    FETCH_ABANDONED, /* took too long; nobody waits any more */
+    FETCH_ABANDONED, /* it took too long, and its waiters are answered */
     FETCH_FETCHED,   /* `payload` is there */
-    FETCH_APPENDED,  /* `extent` says where; the payload is gone */
+    FETCH_APPENDED,  /* `extent` says where; the payload is freed */
 };
 
 struct fetch {
-    struct fetch *bucket_next, *older, *newer; /* in the table; from oldest to newest */
-    struct fetch *queue_next, *settle_next;
-    struct waiter *waiters;
+    /* Constant once the fetch is in the table. */
     struct inode_record record;
-    uint64_t inode, offset, since_ns, report;
-    uint32_t length, owner; /* `owner`: whose share it takes a place of (shares.h): who asked first, or waits for it */
-    enum fetch_state state;
-    int references; /* of those who read `payload`, its owner included */
-    bool cached;    /* to be appended; else just the bytes that were asked for */
-    bool young;     /* the file was, when this began */
-    bool in_table;
-    bool ahead; /* it was read ahead, and no READ has asked for it yet */
+    uint64_t inode, offset, since_ns;
+    uint32_t length;
+    bool cached; /* to be appended; else it is just the bytes of one READ */
+    bool young;  /* the file was young when this began */
+    /* Written by the thread that fetches, and constant from FETCH_FETCHED on, until the last reference is dropped. */
     uint8_t *payload;
-    struct extent extent;
+    struct fetch *queue_next; /* under the lock of the queue */
+
+    struct fetch *bucket_next GUARDED_BY(miss_lock);
+    struct fetch *older GUARDED_BY(miss_lock), *newer GUARDED_BY(miss_lock);
+    struct fetch *pending_next GUARDED_BY(miss_lock);
+    struct waiter *waiters GUARDED_BY(miss_lock);
+    uint32_t owner GUARDED_BY(miss_lock); /* it takes a place of this owner's share (shares.h): a reader that waits */
+    enum fetch_state state GUARDED_BY(miss_lock);
+    int references GUARDED_BY(miss_lock); /* of the threads that read `payload`, and of its owner */
+    bool in_table GUARDED_BY(miss_lock);
+    bool readahead GUARDED_BY(miss_lock); /* begun by readahead, and no READ has asked for it yet */
+    struct extent extent GUARDED_BY(miss_lock);
+    uint64_t report GUARDED_BY(miss_lock);
     char path[];
 };
 
-struct fetch_queue { /* linked by `queue_next`; a fetch is in one at most */
+struct fetch_queue { /* linked by `queue_next`; a fetch is in one queue at most. Its owner's lock guards it */
     struct fetch *first, *last;
 };
 

@@ -1,18 +1,19 @@
 #include "appender/record.h"
 
-#include <stddef.h>
 #include <string.h>
 
 #include "cache/blob.h"
+#include "common/assertion.h"
 
 uint64_t record_bytes(uint32_t length)
 {
     return (RECORD_HEADER_BYTES + 8 * (uint64_t)block_count(length) + length + 7) / 8 * 8;
 }
 
-bool put_record(struct stage *stage, const struct fetch *fetch, uint64_t at, uint64_t seed, struct extent *extent)
+bool put_record(struct blob_writer *writer, const struct fetch *fetch, uint64_t at, uint64_t seed, struct extent *extent)
 {
     uint32_t blocks = block_count(fetch->length);
+    ASSERT(fetch->payload && blocks && blocks <= MAX_CHECKSUMS);
     for (uint32_t block = 0; block < blocks; block++) {
         uint32_t from = block * BLOCK_BYTES, rest = fetch->length - from;
         extent->checksums[block] = checksum(fetch->payload + from, rest < BLOCK_BYTES ? rest : BLOCK_BYTES, seed);
@@ -46,10 +47,10 @@ bool put_record(struct stage *stage, const struct fetch *fetch, uint64_t at, uin
         .version = record->version,
         .record_bytes = whole,
     };
-    return stage_put(stage, at, &header, sizeof header) &&
-           stage_put(stage, at + sizeof header, extent->checksums, blocks * sizeof(uint64_t)) &&
-           stage_put(stage, at + front, fetch->payload, fetch->length) &&
-           stage_put(stage, at + front + fetch->length, zeros, (size_t)(whole - front - fetch->length));
+    return blob_writer_put(writer, at, &header, sizeof header) &&
+           blob_writer_put(writer, at + sizeof header, extent->checksums, blocks * sizeof(uint64_t)) &&
+           blob_writer_put(writer, at + front, fetch->payload, fetch->length) &&
+           blob_writer_put(writer, at + front + fetch->length, zeros, (size_t)(whole - front - fetch->length));
 }
 
 uint32_t encode_report(uint8_t *out, const struct fetch *fetch, const struct extent *extent, uint64_t number)

@@ -1,13 +1,13 @@
-/* What becomes of a fetch: a record of the blob, as docs/FORMAT.md has it, and the report of it to the daemon. */
+/* What is written of a fetch: a record of the blob (docs/FORMAT.md), and the report of it to the daemon. */
 #pragma once
 
+#include "appender/blob_writer.h"
 #include "appender/fetch.h"
-#include "appender/stage.h"
 
-/* Of a record with this much payload. */
+/* The size of a record with this much payload. */
 uint64_t record_bytes(uint32_t length);
-/* Puts the record of what was fetched at `at`. `extent`: what the index is to know of it. False, with errno. */
-bool put_record(struct stage *stage, const struct fetch *fetch, uint64_t at, uint64_t seed, struct extent *extent);
+/* Puts the record of a fetch at `at`. `extent`: what the index is to know of it. False, with errno. */
+bool put_record(struct blob_writer *writer, const struct fetch *fetch, uint64_t at, uint64_t seed, struct extent *extent);
 
 #define MAX_REPORT_BYTES (sizeof(struct filled) + MAX_CHECKSUMS * sizeof(uint64_t))
 /* Writes one report, at most MAX_REPORT_BYTES; returns its length. */

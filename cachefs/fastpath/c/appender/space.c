@@ -1,6 +1,6 @@
 #include "appender/space.h"
 
-#include "common/format.h"
+#include "common/assertion.h"
 
 void space_init(struct space *space, struct shared *shared)
 {
@@ -9,38 +9,41 @@ void space_init(struct space *space, struct shared *shared)
     shared->pending_bytes = 0;
 }
 
-void space_settle(struct space *space)
+void space_update_locked(struct space *space)
 {
-    uint64_t settled = space->shared->settled;
-    while (space->unsettled_count && space->unsettled[space->unsettled_first].report <= settled) {
-        space->unsettled_bytes -= space->unsettled[space->unsettled_first].bytes;
-        space->unsettled_first = (space->unsettled_first + 1) % MAX_UNSETTLED;
-        space->unsettled_count--;
+    uint64_t resolved = space->shared->resolved;
+    while (space->pending_count && space->pending[space->pending_first].report <= resolved) {
+        ASSERT(space->pending_bytes >= space->pending[space->pending_first].bytes);
+        space->pending_bytes -= space->pending[space->pending_first].bytes;
+        space->pending_first = (space->pending_first + 1) % MAX_PENDING;
+        space->pending_count--;
     }
-    space->shared->pending_bytes = space->unsettled_bytes;
+    space->shared->pending_bytes = space->pending_bytes;
 }
 
-bool space_has(struct space *space, uint64_t bytes, uint64_t waiting)
+bool space_has_locked(struct space *space, uint64_t bytes, uint64_t waiting)
 {
-    space_settle(space); /* first: what is settled after this is counted twice, not missed */
-    return space->shared->committed_bytes + space->unsettled_bytes + waiting + bytes <= space->shared->capacity_bytes;
+    space_update_locked(space); /* first: what is resolved after this counts twice, and is not missed */
+    return space->shared->committed_bytes + space->pending_bytes + waiting + bytes <= space->shared->capacity_bytes;
 }
 
-void space_report(struct space *space, uint64_t number, uint64_t bytes)
+void space_report_locked(struct space *space, uint64_t number, uint64_t bytes)
 {
-    uint32_t last = (space->unsettled_first + space->unsettled_count++) % MAX_UNSETTLED;
-    space->unsettled[last] = (struct unsettled){number, bytes};
-    space->unsettled_bytes += bytes;
-    space_settle(space); /* it counts as pending before it no longer counts as held */
+    ASSERT(space->pending_count < MAX_PENDING);
+    uint32_t last = (space->pending_first + space->pending_count++) % MAX_PENDING;
+    space->pending[last] = (struct pending){number, bytes};
+    space->pending_bytes += bytes;
+    space_update_locked(space); /* it counts as pending before it stops to count as buffered */
 }
 
-bool space_place(struct space *space, uint64_t bytes, uint64_t *at)
+bool space_place_locked(struct space *space, uint64_t bytes, uint64_t *at)
 {
     if (space->next + bytes > space->end && space->granted != UINT64_MAX) {
         space->next = space->granted;
         space->end = space->granted + SLAB_BYTES;
         space->granted = UINT64_MAX;
     }
+    ASSERT(space->next <= space->end && bytes <= SLAB_BYTES);
     bool room = space->end && space->next + bytes <= space->end;
     if (room) {
         *at = space->next;
@@ -49,18 +52,18 @@ bool space_place(struct space *space, uint64_t bytes, uint64_t *at)
     return room;
 }
 
-bool space_is_short(const struct space *space)
+bool space_is_short_locked(const struct space *space)
 {
     return space->next + SLAB_BYTES / 4 > space->end;
 }
 
-void space_grant(struct space *space, uint64_t offset)
+void space_grant_locked(struct space *space, uint64_t offset)
 {
     space->granted = offset;
-    space_leave_slab(space);
+    space_leave_slab_locked(space);
 }
 
-void space_leave_slab(struct space *space)
+void space_leave_slab_locked(struct space *space)
 {
     space->next = space->end = 0;
 }

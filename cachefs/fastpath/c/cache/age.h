@@ -1,12 +1,11 @@
-/* Age: data of a file that changed less than `settle_ns` before they are read, or in the future, are given to the reader and
- * not cached (hazard 25). `age.py` has the same rule, and the reasons. */
+/* Age: data of a file that changed less than `settle_ns` before the read, or in the future, are given to the reader and not
+ * cached (hazard 25). `age.py` has the same rule and the reasons. */
 #pragma once
 
 #include <stdbool.h>
-#include <time.h>
 
 #include "common/clock.h"
-#include "common/format.h"
+#include "cache/format.h"
 #include "common/shared.h"
 
 static inline int64_t settle_ns(const struct shared *shared)
@@ -14,18 +13,11 @@ static inline int64_t settle_ns(const struct shared *shared)
     return shared->settle_ns && shared->settle_ns < SETTLE_NS ? (int64_t)shared->settle_ns : SETTLE_NS;
 }
 
-static inline int64_t read_clock_ns(clockid_t clock)
+/* The time of day, without what the clock was set forward since the daemon started (clock.py says why). */
+static inline int64_t trusted_time_ns(const struct shared *shared)
 {
-    struct timespec now;
-    clock_gettime(clock, &now);
-    return (int64_t)now.tv_sec * 1000000000 + now.tv_nsec;
-}
-
-/* The time of day, but for what the clock was set forward since the daemon started (clock.py says why). */
-static inline int64_t believed_time_ns(const struct shared *shared)
-{
-    int64_t now = read_clock_ns(CLOCK_REALTIME), offset = (int64_t)shared->clock_offset_ns;
-    int64_t steady = read_clock_ns(CLOCK_BOOTTIME) + offset;
+    int64_t now = clock_ns(CLOCK_REALTIME), offset = (int64_t)shared->clock_offset_ns;
+    int64_t steady = clock_ns(CLOCK_BOOTTIME) + offset;
     return offset && steady < now ? steady : now;
 }
 
@@ -33,8 +25,8 @@ static inline int64_t believed_time_ns(const struct shared *shared)
 static inline int64_t until_old_ns(const struct shared *shared, const struct inode_record *record)
 {
     int64_t changed = record->mtime_ns > record->ctime_ns ? record->mtime_ns : record->ctime_ns;
-    int64_t old = believed_time_ns(shared) - settle_ns(shared);
-    return changed > old ? changed - old : 0; /* times of the index may be as far away as INT64_MIN and INT64_MAX */
+    int64_t old = trusted_time_ns(shared) - settle_ns(shared);
+    return changed > old ? changed - old : 0; /* times in the index may be INT64_MIN or INT64_MAX */
 }
 
 static inline bool is_young(const struct shared *shared, const struct inode_record *record)
@@ -42,8 +34,8 @@ static inline bool is_young(const struct shared *shared, const struct inode_reco
     return until_old_ns(shared, record) > 0;
 }
 
-/* Data of a young file are about to be given to the kernel: the daemon drops its pages later. One writer at a time.
- * False: too many wait for that, and the data must not be given out. */
+/* Data of a young file are about to be given to the kernel: the daemon drops its pages later. One writer at a time (miss_lock).
+ * False: the ring is full, and the data must not be given out. */
 static inline bool young_note(struct shared *shared, uint64_t inode, const struct inode_record *record)
 {
     struct young_files *young = &shared->young;
@@ -52,7 +44,7 @@ static inline bool young_note(struct shared *shared, uint64_t inode, const struc
         return false;
     int64_t wait = until_old_ns(shared, record), most = settle_ns(shared);
     uint64_t due = monotonic_ns() + (uint64_t)(wait < most ? wait : most);
-    if ((record->flags & UNSETTLED) && record->expires_ns > due) /* so that a reader looks at the file before it misses them */
+    if ((record->flags & UNSETTLED) && record->expires_ns > due) /* so that a reader revalidates the file before it misses them */
         due = record->expires_ns;
     young->entries[written % YOUNG_ENTRIES] = (struct young_file){.inode = inode, .due_ns = due};
     young->written = written + 1;

@@ -5,6 +5,8 @@
 #include <stdio.h>
 #include <unistd.h>
 
+#include "common/assertion.h"
+
 #define XXH_INLINE_ALL
 #include <xxhash.h>
 
@@ -44,6 +46,8 @@ static ssize_t read_all(int fd, char *buffer, size_t length, uint64_t offset)
 
 const void *blob_read(const struct blob *blob, const struct extent *extent, uint32_t start, uint32_t length, void *scratch)
 {
+    ASSERT(length && length <= MAX_READ_BYTES && (uintptr_t)scratch % DIRECT_ALIGNMENT == 0);
+    ASSERT((uint64_t)start + length <= extent->record.length);
     uint32_t first = start / BLOCK_BYTES, last = (start + length - 1) / BLOCK_BYTES;
     uint32_t from = first * BLOCK_BYTES;
     uint64_t to = (uint64_t)(last + 1) * BLOCK_BYTES;

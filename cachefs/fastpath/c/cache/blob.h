@@ -2,8 +2,6 @@
 #pragma once
 
 #include <stdbool.h>
-#include <stddef.h>
-#include <stdint.h>
 
 #include "cache/index.h"
 
@@ -11,17 +9,18 @@
 #define MAX_READ_BYTES (1u << 20)
 /* A read is widened to whole blocks, which have a checksum each, and then to whole pages. */
 #define SCRATCH_BYTES(length) ((length) + 2 * BLOCK_BYTES + 2 * DIRECT_ALIGNMENT)
-/* Of scratch that each thread has for itself: what an epoch of small files asks for. Larger READs take a buffer. */
+/* READs up to this size use a scratch that belongs to the thread. An epoch of small files consists of them. Larger READs take
+ * a buffer. */
 #define QUICK_READ_BYTES BLOCK_BYTES
 #define QUICK_BYTES SCRATCH_BYTES(QUICK_READ_BYTES)
 
 struct blob {
-    int fd;      /* O_DIRECT where the filesystem has it: the bytes end up in the mount's page cache, not in two */
+    int fd; /* O_DIRECT where the filesystem has it: the bytes are in the mount's page cache, not in two */
     bool direct;
     uint64_t seed;
 };
 
-/* `fd`: any descriptor of the blob; it is opened again, for reading past the page cache. False: it cannot be. */
+/* `fd`: any descriptor of the blob. The blob is opened again, for reads past the page cache. False: that failed. */
 bool blob_open(struct blob *blob, int fd, uint64_t seed);
 
 /* `length` bytes (at most MAX_READ_BYTES) from `start` of an extent, verified. NULL: unreadable or corrupt.

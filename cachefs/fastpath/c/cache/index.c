@@ -1,8 +1,8 @@
 #include "cache/index.h"
 
-#include <string.h>
 #include <sys/stat.h>
 
+#include "common/assertion.h"
 #include "common/clock.h"
 
 #define MAX_DEPTH 4096
@@ -10,50 +10,38 @@
 static const char *const table_names[TABLES] = {TABLE_NAMES};
 static const enum table scanned[] = {LINKS, LISTING, EXTENTS};
 
+/* After an error the process ends: nothing is closed. */
 static int open_environment(MDB_env **env, const char *path, MDB_dbi *tables)
 {
+    MDB_txn *txn;
     int error = mdb_env_create(env);
-    if (error)
-        return error;
-    MDB_txn *txn = NULL;
-    if ((error = mdb_env_set_mapsize(*env, MAP_BYTES)) || (error = mdb_env_set_maxdbs(*env, TABLES)) ||
+    if (error || (error = mdb_env_set_mapsize(*env, MAP_BYTES)) || (error = mdb_env_set_maxdbs(*env, TABLES)) ||
         (error = mdb_env_open(*env, path, MDB_RDONLY | MDB_NOTLS | MDB_NORDAHEAD, 0600)) ||
         (error = mdb_txn_begin(*env, NULL, MDB_RDONLY, &txn)))
-        goto fail;
+        return error;
     for (int table = 0; table < TABLES; table++)
         if ((error = mdb_dbi_open(txn, table_names[table], 0, &tables[table])))
-            goto fail;
-    if (!(error = mdb_txn_commit(txn)))
-        return 0;
-    txn = NULL;
-fail:
-    if (txn)
-        mdb_txn_abort(txn);
-    mdb_env_close(*env);
-    *env = NULL;
-    return error;
+            return error;
+    return mdb_txn_commit(txn);
 }
 
 int index_open(struct index *index, const char *session, const char *durable, const struct shared *shared)
 {
     *index = (struct index){.shared = shared};
-    int error = open_environment(&index->session, session, index->session_tables);
-    if (!error && (error = open_environment(&index->durable, durable, index->durable_tables)))
-        mdb_env_close(index->session);
-    return error;
+    int error = open_environment(&index->env[SESSION], session, index->tables[SESSION]);
+    return error ? error : open_environment(&index->env[DURABLE], durable, index->tables[DURABLE]);
 }
 
 int view_init(struct view *view, const struct index *index)
 {
     *view = (struct view){.index = index};
-    int error = mdb_txn_begin(index->session, NULL, MDB_RDONLY, &view->session);
-    if (!error)
-        error = mdb_txn_begin(index->durable, NULL, MDB_RDONLY, &view->durable);
-    for (size_t i = 0; !error && i < sizeof scanned / sizeof *scanned; i++) {
-        enum table t = scanned[i];
-        error = mdb_cursor_open(view->session, index->session_tables[t], &view->session_cursors[t]);
-        if (!error)
-            error = mdb_cursor_open(view->durable, index->durable_tables[t], &view->durable_cursors[t]);
+    int error = 0;
+    for (int layer = 0; !error && layer < LAYERS; layer++) {
+        error = mdb_txn_begin(index->env[layer], NULL, MDB_RDONLY, &view->txn[layer]);
+        for (size_t i = 0; !error && i < sizeof scanned / sizeof *scanned; i++) {
+            enum table table = scanned[i];
+            error = mdb_cursor_open(view->txn[layer], index->tables[layer][table], &view->cursors[layer][table]);
+        }
     }
     if (error) {
         view_destroy(view);
@@ -66,16 +54,13 @@ int view_init(struct view *view, const struct index *index)
 
 void view_destroy(struct view *view)
 {
-    for (int t = 0; t < TABLES; t++) {
-        if (view->session_cursors[t])
-            mdb_cursor_close(view->session_cursors[t]);
-        if (view->durable_cursors[t])
-            mdb_cursor_close(view->durable_cursors[t]);
+    for (int layer = 0; layer < LAYERS; layer++) {
+        for (int table = 0; table < TABLES; table++)
+            if (view->cursors[layer][table])
+                mdb_cursor_close(view->cursors[layer][table]);
+        if (view->txn[layer])
+            mdb_txn_abort(view->txn[layer]);
     }
-    if (view->session)
-        mdb_txn_abort(view->session);
-    if (view->durable)
-        mdb_txn_abort(view->durable);
     *view = (struct view){0};
 }
 
@@ -83,16 +68,17 @@ int view_begin(struct view *view)
 {
     if (view->open)
         return 0;
+    ASSERT(view->txn[SESSION] && view->txn[DURABLE]);
     const struct shared *shared = view->index->shared;
     view->floor = shared->floor;
     view->strict_floor = shared->strict_floor;
     view->run = shared->run;
-    /* The session first: what leaves it is in the durable index before it leaves. */
-    int error = mdb_txn_renew(view->session);
+    /* The session first: a record is in the durable index before it leaves the session. */
+    int error = mdb_txn_renew(view->txn[SESSION]);
     if (error)
         return error;
-    if ((error = mdb_txn_renew(view->durable))) {
-        mdb_txn_reset(view->session);
+    if ((error = mdb_txn_renew(view->txn[DURABLE]))) {
+        mdb_txn_reset(view->txn[SESSION]);
         return error;
     }
     view->open = true;
@@ -103,8 +89,8 @@ void view_end(struct view *view)
 {
     if (!view->open)
         return;
-    mdb_txn_reset(view->session);
-    mdb_txn_reset(view->durable);
+    mdb_txn_reset(view->txn[SESSION]);
+    mdb_txn_reset(view->txn[DURABLE]);
     view->open = false;
 }
 
@@ -113,9 +99,21 @@ bool view_get(struct view *view, enum table table, const void *key, size_t key_l
     MDB_val k = {key_length, (void *)key};
     if (key_length > MAX_KEY)
         return false;
-    if (!mdb_get(view->session, view->index->session_tables[table], &k, value))
+    if (!mdb_get(view->txn[SESSION], view->index->tables[SESSION][table], &k, value))
         return value->mv_size != 0;
-    return !mdb_get(view->durable, view->index->durable_tables[table], &k, value) && value->mv_size != 0;
+    return !mdb_get(view->txn[DURABLE], view->index->tables[DURABLE][table], &k, value) && value->mv_size != 0;
+}
+
+bool view_get_named(struct view *view, enum table table, uint64_t number, const char *name, size_t length, MDB_val *value)
+{
+    uint8_t key[MAX_KEY];
+    number = big_endian(number);
+    if (sizeof number + length > sizeof key)
+        return false;
+    memcpy(key, &number, sizeof number);
+    if (length)
+        memcpy(key + sizeof number, name, length);
+    return view_get(view, table, key, sizeof number + length, value);
 }
 
 bool view_inode(struct view *view, uint64_t inode, struct inode_record *out)
@@ -130,19 +128,13 @@ bool view_inode(struct view *view, uint64_t inode, struct inode_record *out)
 
 bool view_dentry(struct view *view, uint64_t parent, const char *name, size_t length, struct dentry_record *out)
 {
-    uint8_t key[MAX_KEY];
-    uint64_t number = big_endian(parent);
     MDB_val value;
-    if (sizeof number + length > sizeof key)
-        return false;
-    memcpy(key, &number, sizeof number);
-    memcpy(key + sizeof number, name, length);
-    if (!view_get(view, DENTRIES, key, sizeof number + length, &value))
+    if (!view_get_named(view, DENTRIES, parent, name, length, &value))
         return false;
     if (value.mv_size == sizeof *out)
         memcpy(out, value.mv_data, sizeof *out);
     if (value.mv_size != sizeof *out || (out->flags & ~KNOWN_FLAGS))
-        *out = (struct dentry_record){.inode = UINT64_MAX}; /* there is a name, and that is all we know: not absent */
+        *out = (struct dentry_record){.inode = UINT64_MAX}; /* the name exists, and nothing else is known: not absent */
     return true;
 }
 
@@ -155,18 +147,11 @@ static bool parse_extent(const MDB_val *value, struct extent *out)
            value->mv_size == sizeof out->record + block_count(out->record.length) * sizeof(uint64_t);
 }
 
-/* The extents' cursor, ready for this transaction. */
+/* The cursor of the extents, renewed for this transaction. */
 static MDB_cursor *extents_of(struct view *view)
 {
-    MDB_cursor *cursor = view->durable_cursors[EXTENTS];
-    return mdb_cursor_renew(view->durable, cursor) ? NULL : cursor;
-}
-
-static uint64_t second_of(const MDB_val *key)
-{
-    uint64_t number;
-    memcpy(&number, (const char *)key->mv_data + sizeof number, sizeof number);
-    return big_endian(number);
+    MDB_cursor *cursor = view->cursors[DURABLE][EXTENTS];
+    return mdb_cursor_renew(view->txn[DURABLE], cursor) ? NULL : cursor;
 }
 
 bool view_extent(struct view *view, uint64_t inode, uint64_t offset, struct extent *out)
@@ -174,7 +159,7 @@ bool view_extent(struct view *view, uint64_t inode, uint64_t offset, struct exte
     uint64_t key[2] = {big_endian(inode), big_endian(offset)};
     MDB_val k = {sizeof key, key}, value;
     out->start = offset;
-    if (!mdb_get(view->durable, view->index->durable_tables[EXTENTS], &k, &value))
+    if (!mdb_get(view->txn[DURABLE], view->index->tables[DURABLE][EXTENTS], &k, &value))
         return parse_extent(&value, out) && out->record.length;
     MDB_cursor *cursor = offset ? extents_of(view) : NULL;
     if (!cursor)
@@ -182,11 +167,11 @@ bool view_extent(struct view *view, uint64_t inode, uint64_t offset, struct exte
     MDB_cursor_op back = mdb_cursor_get(cursor, &k, &value, MDB_SET_RANGE) ? MDB_LAST : MDB_PREV;
     if (mdb_cursor_get(cursor, &k, &value, back) || k.mv_size != sizeof key || memcmp(k.mv_data, key, sizeof *key))
         return false;
-    out->start = second_of(&k);
+    out->start = second_number(&k);
     return parse_extent(&value, out) && offset - out->start < out->record.length;
 }
 
-bool view_holds(struct view *view, uint64_t inode, uint64_t version, uint64_t start, uint64_t end)
+bool view_has_range(struct view *view, uint64_t inode, uint64_t version, uint64_t start, uint64_t end)
 {
     struct extent extent;
     while (start < end && view_extent(view, inode, start, &extent) && extent.record.version == version)
@@ -202,26 +187,28 @@ uint64_t view_next_extent(struct view *view, uint64_t inode, uint64_t from, uint
     if (!cursor || mdb_cursor_get(cursor, &k, &value, MDB_SET_RANGE) || k.mv_size != sizeof key ||
         memcmp(k.mv_data, key, sizeof *key))
         return to;
-    uint64_t start = second_of(&k);
+    uint64_t start = second_number(&k);
     return start < to ? start : to;
 }
 
-static bool has_prefix(const struct scan *scan, const MDB_val *key)
+static void scan_move(const struct scan *scan, struct scan_position *at, MDB_cursor_op where)
 {
-    return key->mv_size >= sizeof scan->prefix && !memcmp(key->mv_data, scan->prefix, sizeof scan->prefix);
+    at->found = !mdb_cursor_get(at->cursor, &at->key, &at->value, where) && at->key.mv_size >= sizeof scan->prefix &&
+                !memcmp(at->key.mv_data, &scan->prefix, sizeof scan->prefix);
 }
 
 bool scan_begin(struct scan *scan, struct view *view, enum table table, uint64_t prefix, const void *start, size_t length)
 {
-    uint64_t number = big_endian(prefix);
-    *scan = (struct scan){.upper = view->session_cursors[table], .lower = view->durable_cursors[table]};
-    memcpy(scan->prefix, &number, sizeof number);
-    if (mdb_cursor_renew(view->session, scan->upper) || mdb_cursor_renew(view->durable, scan->lower))
-        return false;
-    MDB_val from = start ? (MDB_val){length, (void *)start} : (MDB_val){sizeof scan->prefix, scan->prefix};
-    scan->upper_key = scan->lower_key = from;
-    scan->has_upper = !mdb_cursor_get(scan->upper, &scan->upper_key, &scan->upper_value, MDB_SET_RANGE);
-    scan->has_lower = !mdb_cursor_get(scan->lower, &scan->lower_key, &scan->lower_value, MDB_SET_RANGE);
+    *scan = (struct scan){.prefix = big_endian(prefix)};
+    for (int layer = 0; layer < LAYERS; layer++) {
+        struct scan_position *at = &scan->at[layer];
+        at->cursor = view->cursors[layer][table];
+        ASSERT(at->cursor);
+        if (mdb_cursor_renew(view->txn[layer], at->cursor))
+            return false;
+        at->key = start ? (MDB_val){length, (void *)start} : (MDB_val){sizeof scan->prefix, &scan->prefix};
+        scan_move(scan, at, MDB_SET_RANGE);
+    }
     return true;
 }
 
@@ -234,26 +221,25 @@ static int compare_keys(const MDB_val *a, const MDB_val *b)
 
 bool scan_next(struct scan *scan, MDB_val *key, MDB_val *value)
 {
-    for (;;) {
-        bool upper = scan->has_upper && has_prefix(scan, &scan->upper_key);
-        bool lower = scan->has_lower && has_prefix(scan, &scan->lower_key);
-        if (!upper && !lower)
-            return false;
-        int order = !lower ? -1 : !upper ? 1 : compare_keys(&scan->upper_key, &scan->lower_key);
-        *key = order <= 0 ? scan->upper_key : scan->lower_key;
-        *value = order <= 0 ? scan->upper_value : scan->lower_value;
+    struct scan_position *session = &scan->at[SESSION], *durable = &scan->at[DURABLE];
+    while (session->found || durable->found) {
+        int order = !durable->found ? -1 : !session->found ? 1 : compare_keys(&session->key, &durable->key);
+        *key = order <= 0 ? session->key : durable->key;
+        *value = order <= 0 ? session->value : durable->value;
         if (order <= 0)
-            scan->has_upper = !mdb_cursor_get(scan->upper, &scan->upper_key, &scan->upper_value, MDB_NEXT);
+            scan_move(scan, session, MDB_NEXT);
         if (order >= 0)
-            scan->has_lower = !mdb_cursor_get(scan->lower, &scan->lower_key, &scan->lower_value, MDB_NEXT);
+            scan_move(scan, durable, MDB_NEXT);
         if (value->mv_size) /* else a tombstone */
             return true;
     }
+    return false;
 }
 
 bool view_path(struct view *view, uint64_t inode, char *path, size_t size)
 {
-    size_t at = size - 1; /* built from its end */
+    ASSERT(size && view->open);
+    size_t at = size - 1; /* the path is built from its end */
     path[at] = 0;
     for (int depth = 0; inode != ROOT_INODE; depth++) {
         struct scan scan;
@@ -268,9 +254,7 @@ bool view_path(struct view *view, uint64_t inode, char *path, size_t size)
             path[--at] = '/';
         at -= length;
         memcpy(path + at, (char *)key.mv_data + 16, length);
-        uint64_t parent;
-        memcpy(&parent, (char *)key.mv_data + 8, sizeof parent);
-        inode = big_endian(parent);
+        inode = second_number(&key);
     }
     memmove(path, path + at, size - at);
     return true;

@@ -1,16 +1,16 @@
 #include "common/buffer.h"
 
-#include <pthread.h>
-#include <stdbool.h>
-#include <stdint.h>
 #include <sys/mman.h>
+
+#include "common/assertion.h"
 
 #define HUGE_BYTES (2u << 20)
 #define MAX_KEPT 4
 
-static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
-static void *kept[MAX_KEPT]; /* given back; the last one first, as far as it is still in the caches */
-static int kept_count;
+struct lock buffer_lock = LOCK_INIT;
+/* Unused buffers. The last one is taken first: it may still be in the CPU's caches. */
+static void *kept[MAX_KEPT] GUARDED_BY(buffer_lock);
+static int kept_count GUARDED_BY(buffer_lock);
 
 void *buffer_memory(size_t bytes)
 {
@@ -28,27 +28,28 @@ void *buffer_memory(size_t bytes)
 
 void *buffer_take(void)
 {
-    pthread_mutex_lock(&lock);
+    lock_take(&buffer_lock);
     void *buffer = kept_count ? kept[--kept_count] : NULL;
-    pthread_mutex_unlock(&lock);
+    lock_release(&buffer_lock);
     return buffer ? buffer : buffer_memory(BUFFER_BYTES);
 }
 
 void buffer_give(void *buffer)
 {
-    pthread_mutex_lock(&lock);
+    ASSERT(buffer && (uintptr_t)buffer % HUGE_BYTES == 0);
+    lock_take(&buffer_lock);
     bool keep = kept_count < MAX_KEPT;
     if (keep)
         kept[kept_count++] = buffer;
-    pthread_mutex_unlock(&lock);
+    lock_release(&buffer_lock);
     if (!keep)
         munmap(buffer, BUFFER_BYTES);
 }
 
 void buffer_trim(void)
 {
-    pthread_mutex_lock(&lock);
+    lock_take(&buffer_lock);
     while (kept_count)
         munmap(kept[--kept_count], BUFFER_BYTES);
-    pthread_mutex_unlock(&lock);
+    lock_release(&buffer_lock);
 }

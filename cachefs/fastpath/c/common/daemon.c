@@ -2,26 +2,24 @@
 
 #include <string.h>
 #include <sys/socket.h>
-#include <sys/uio.h>
 #include <unistd.h>
 
-void daemon_init(struct daemon *daemon)
-{
-    daemon->socket = -1;
-    pthread_mutex_init(&daemon->lock, NULL);
-}
+#include "common/assertion.h"
+
+struct lock daemon_lock = LOCK_INIT;
 
 void daemon_connect(struct daemon *daemon, int socket)
 {
-    pthread_mutex_lock(&daemon->lock);
+    lock_take(&daemon_lock);
     if (daemon->socket >= 0)
         close(daemon->socket);
     daemon->socket = socket;
-    pthread_mutex_unlock(&daemon->lock);
+    lock_release(&daemon_lock);
 }
 
 static bool send_message(struct daemon *daemon, struct control *head, const void *data, size_t length, const int *fds, size_t count)
 {
+    ASSERT(count <= MAX_DESCRIPTORS);
     union {
         struct cmsghdr align;
         char bytes[CMSG_SPACE(sizeof(int) * MAX_DESCRIPTORS)];
@@ -37,10 +35,10 @@ static bool send_message(struct daemon *daemon, struct control *head, const void
         rights->cmsg_len = CMSG_LEN(sizeof(int) * count);
         memcpy(CMSG_DATA(rights), fds, sizeof(int) * count);
     }
-    pthread_mutex_lock(&daemon->lock);
+    lock_take(&daemon_lock);
     bool sent = daemon->socket >= 0 &&
                 sendmsg(daemon->socket, &message, MSG_DONTWAIT | MSG_NOSIGNAL) == (ssize_t)(sizeof *head + length);
-    pthread_mutex_unlock(&daemon->lock);
+    lock_release(&daemon_lock);
     return sent;
 }
 

@@ -1,25 +1,27 @@
-/* The connection to the daemon of the moment: any thread may send on it. The control thread (serve/control.h) accepts it
- * and reads from it. */
+/* The connection to the daemon that is there now. Any thread may send on it. The control thread (serve/control.h) accepts
+ * connections and reads from this one. */
 #pragma once
 
-#include <pthread.h>
-#include <stdbool.h>
-#include <stddef.h>
-#include <stdint.h>
-
+#include "common/lock.h"
 #include "common/shared.h"
 
 #define MAX_DESCRIPTORS 8 /* in one message */
 
 struct daemon {
-    pthread_mutex_t lock; /* of `socket`, for those who send */
-    int socket;           /* -1: no daemon is there */
+    int socket GUARDED_BY(daemon_lock); /* -1: there is no daemon; changed by the control thread only */
 };
 
-void daemon_init(struct daemon *daemon);
-/* Takes a new connection; -1: the last one is closed. */
-void daemon_connect(struct daemon *daemon, int socket);
-/* From any thread. False: no daemon is there, or it does not keep up; nothing was sent. */
-bool daemon_send(struct daemon *daemon, uint32_t type, uint64_t a, uint64_t b, const void *data, size_t length);
+/* Replaces the connection and closes the last one; -1: there is none. Control thread. */
+void daemon_connect(struct daemon *daemon, int socket) EXCLUDES(daemon_lock);
+/* Any thread. False: nothing was sent, because there is no daemon or it does not keep up. */
+bool daemon_send(struct daemon *daemon, uint32_t type, uint64_t a, uint64_t b, const void *data, size_t length)
+    EXCLUDES(daemon_lock);
 /* The same with descriptors. */
-bool daemon_send_descriptors(struct daemon *daemon, uint32_t type, uint64_t a, const int *fds, size_t count);
+bool daemon_send_descriptors(struct daemon *daemon, uint32_t type, uint64_t a, const int *fds, size_t count)
+    EXCLUDES(daemon_lock);
+
+/* Control thread: no other thread changes the socket, so this one reads it without the lock. */
+static inline UNCHECKED int daemon_socket(const struct daemon *daemon)
+{
+    return daemon->socket;
+}

@@ -1,5 +1,5 @@
-/* How long requests take, by kind: histograms with four buckets for each doubling, from a microsecond on (as HdrHistogram
- * has them). Some copies of them, so that threads seldom count in the same one. latency.py reads them. */
+/* How long requests take, by kind: histograms with four buckets for each power of two, from a microsecond on, like those of
+ * HdrHistogram. There are several copies, so that threads seldom count in the same one. latency.py reads them. */
 #pragma once
 
 #include "common/contract.h"

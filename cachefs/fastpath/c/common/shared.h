@@ -5,7 +5,7 @@
 
 #define ACCESS_UNIT_MASK ((1u << ACCESS_UNIT_BITS) - 1)
 
-/* Those of the thread that counts in `counters`. */
+/* The histograms of the thread that counts in `counters`. */
 static inline struct latencies *latencies_of(struct shared *shared, const struct counters *counters)
 {
     return &shared->latencies[(size_t)(counters - shared->counters) % LATENCY_COPIES];

@@ -2,6 +2,8 @@
 
 #include <stdlib.h>
 
+#include "common/assertion.h"
+
 bool shares_init(struct shares *shares, uint32_t total, uint32_t reserve, uint32_t places)
 {
     *shares = (struct shares){
@@ -17,40 +19,39 @@ static struct share *find(const struct shares *shares, uint32_t owner)
     return NULL;
 }
 
-uint32_t shares_held(const struct shares *shares, uint32_t owner)
+uint32_t shares_taken(const struct shares *shares, uint32_t owner)
 {
     const struct share *share = find(shares, owner);
-    return share ? share->held : 0;
+    return share ? share->taken : 0;
 }
 
 bool shares_full(const struct shares *shares, uint32_t owner)
 {
-    uint32_t held = shares_held(shares, owner);
-    uint32_t left = shares->held < shares->total ? shares->total - shares->held - 1 : 0;
-    if (held + 1 <= 3 * (uint64_t)left)
+    uint32_t taken = shares_taken(shares, owner);
+    uint32_t left = shares->taken < shares->total ? shares->total - shares->taken - 1 : 0;
+    if (taken + 1 <= 3 * (uint64_t)left)
         return false;
-    return held >= LEAST || shares->held + 1 >= shares->total + shares->reserve;
+    return taken >= LEAST || shares->taken + 1 >= shares->total + shares->reserve;
 }
 
 void shares_take(struct shares *shares, uint32_t owner)
 {
     struct share *share = find(shares, owner);
     if (!share) {
-        if (shares->count == shares->places)
-            return; /* cannot be: nobody takes more than `places` */
+        ASSERT(shares->count < shares->places);
         share = &shares->owners[shares->count++];
         *share = (struct share){.owner = owner};
     }
-    share->held++;
-    shares->held++;
+    ASSERT(shares->taken < shares->places);
+    share->taken++;
+    shares->taken++;
 }
 
 void shares_give(struct shares *shares, uint32_t owner)
 {
     struct share *share = find(shares, owner);
-    if (!share)
-        return;
-    shares->held--;
-    if (!--share->held)
+    ASSERT(share && share->taken && shares->taken);
+    shares->taken--;
+    if (!--share->taken)
         *share = shares->owners[--shares->count];
 }

@@ -9,18 +9,17 @@
 #include "hits/attributes.h"
 #include "hits/listing.h"
 #include "hits/reading.h"
-#include "relay/lot.h"
 #include "relay/passing.h"
 #include "relay/relay.h"
 
 #define MAX_READAHEAD (1u << 20)
 #define MAX_WRITE (128u << 10)
-#define MAX_BACKGROUND 1024 /* READs of one user that wait for the source must not keep those of others in the kernel */
+#define MAX_BACKGROUND 1024 /* READs of one user that wait for the source must not delay those of other users in the kernel */
 #define CONGESTION 48
 #define OPEN_NOFLUSH (1u << 5) /* FOPEN_NOFLUSH, Linux 5.18 */
 
-/* One table for both ways to run: what libfuse would ask for, with what only we want (hazards 3 and 18).
- * DONT_MASK: modes come as the caller said them, and with its umask, which Python hands to the source (credentials.py). */
+/* The flags that libfuse would ask for, and those that only we need (hazards 3 and 18). DONT_MASK: modes arrive unmasked, next
+ * to the caller's umask, which Python applies at the source (credentials.py). */
 #define INIT_FLAGS                                                                                             \
     (FUSE_ASYNC_READ | FUSE_ATOMIC_O_TRUNC | FUSE_BIG_WRITES | FUSE_DO_READDIRPLUS | FUSE_ASYNC_DIO |          \
      FUSE_PARALLEL_DIROPS | FUSE_HANDLE_KILLPRIV | FUSE_POSIX_ACL | FUSE_MAX_PAGES | FUSE_CACHE_SYMLINKS | \
@@ -34,63 +33,57 @@ static enum outcome serve_lookup(struct worker *worker, const struct request *re
     struct inode_record parent, record;
     struct dentry_record dentry;
     struct fuse_entry_out out = {0};
-    uint64_t remaining;
-    if (!valid_inode(worker, request->header->nodeid, &parent, &remaining))
+    uint64_t remaining = valid_inode(worker, request->header->nodeid, &parent);
+    if (!remaining)
         return PASS;
     bool known = view_dentry(view, request->header->nodeid, request->name, request->name_length, &dentry);
     if (!known && request->header->nodeid == ROOT_INODE)
-        return PASS; /* Python writes down what is missing in the root: fs/names.py */
+        return PASS; /* Python notes which names of the root do not exist: fs/names.py */
     if (knows_absent(view, &parent, known ? &dentry : NULL)) {
         split_timeout(remaining, &out.entry_valid, &out.entry_valid_nsec);
     } else if (known && dentry.inode && entry_holds(view, &parent, &dentry) &&
-               valid_inode(worker, dentry.inode, &record, &remaining)) {
+               (remaining = valid_inode(worker, dentry.inode, &record))) {
         fill_entry(&out, dentry.inode, &record, remaining);
     } else {
         return PASS;
     }
     view_end(view);
-    if (out.nodeid && S_ISREG(record.mode))
-        ahead_looked_up(&worker->fastpath->ahead, out.nodeid);
-    answer(worker, request, 0, &out, sizeof out);
-    return ANSWERED;
+    if (worker->is_leader && out.nodeid && S_ISREG(record.mode)) {
+        assert_leader(worker);
+        speculative_read_lookup(&worker->fastpath->speculative_read, out.nodeid);
+    }
+    return answer(worker, request, 0, &out, sizeof out);
 }
 
 static enum outcome serve_getattr(struct worker *worker, const struct request *request)
 {
     struct inode_record record;
     struct fuse_attr_out out = {0};
-    uint64_t remaining;
-    if (!valid_inode(worker, request->header->nodeid, &record, &remaining))
+    uint64_t remaining = valid_inode(worker, request->header->nodeid, &record);
+    if (!remaining)
         return PASS;
     view_end(&worker->view);
     fill_attributes(&out.attr, request->header->nodeid, &record);
     split_timeout(remaining, &out.attr_valid, &out.attr_valid_nsec);
-    answer(worker, request, 0, &out, sizeof out);
-    return ANSWERED;
+    return answer(worker, request, 0, &out, sizeof out);
 }
 
 /* --- values ------------------------------------------------------------------------------------------------------- */
 
-/* A symlink's target or an xattr, of the version that the inode's record has. */
+/* A symlink's target or an xattr, if it is of the version of the inode's record. */
 static bool value_of(struct worker *worker, enum table table, const struct request *request, MDB_val *out)
 {
     struct inode_record record;
-    uint64_t remaining, version, inode = request->header->nodeid;
-    uint8_t key[MAX_KEY];
-    uint64_t number = big_endian(inode);
-    size_t length = request->name ? request->name_length : 0;
-    if (sizeof number + length > sizeof key || !valid_inode(worker, inode, &record, &remaining))
-        return false;
-    memcpy(key, &number, sizeof number);
-    if (length)
-        memcpy(key + sizeof number, request->name, length);
-    if (!view_get(&worker->view, table, key, sizeof number + length, out) || out->mv_size < 16)
+    uint64_t version, inode = request->header->nodeid;
+    if (!valid_inode(worker, inode, &record) ||
+        !view_get_named(&worker->view, table, inode, request->name, request->name_length, out) || out->mv_size < 16)
         return false;
     memcpy(&version, (char *)out->mv_data + 8, sizeof version);
     *out = (MDB_val){out->mv_size - 16, (char *)out->mv_data + 16};
     if (out->mv_size > QUICK_BYTES)
         return false;
-    /* Out of the index's pages: a kill in a page fault, while the kernel copies an answer, would make it EIO. */
+    /* Copied out of the index's pages: if this process is killed in a page fault while the kernel copies an answer, the caller
+     * gets EIO. */
     out->mv_data = memcpy(worker->scratch, out->mv_data, out->mv_size);
     view_end(&worker->view);
     return version == record.version;
@@ -101,8 +94,7 @@ static enum outcome serve_readlink(struct worker *worker, const struct request *
     MDB_val target;
     if (!value_of(worker, SYMLINKS, request, &target))
         return PASS;
-    answer(worker, request, 0, target.mv_data, target.mv_size);
-    return ANSWERED;
+    return answer(worker, request, 0, target.mv_data, target.mv_size);
 }
 
 static enum outcome serve_xattr(struct worker *worker, const struct request *request)
@@ -114,16 +106,14 @@ static enum outcome serve_xattr(struct worker *worker, const struct request *req
     const char *bytes = value.mv_data;
     size_t length = value.mv_size - 1;
     if (!bytes[0])
-        answer(worker, request, ENODATA, NULL, 0);
-    else if (request->header->opcode == FUSE_LISTXATTR && length)
-        return PASS; /* a list is joined by zeros in the index and ended by one in the reply: rare, so Python's */
-    else if (!in->size)
-        answer(worker, request, 0, &(struct fuse_getxattr_out){.size = (uint32_t)length}, sizeof(struct fuse_getxattr_out));
-    else if (in->size < length)
-        answer(worker, request, ERANGE, NULL, 0);
-    else
-        answer(worker, request, 0, bytes + 1, length);
-    return ANSWERED;
+        return answer(worker, request, ENODATA, NULL, 0);
+    if (request->header->opcode == FUSE_LISTXATTR && length)
+        return PASS; /* the index separates the names by zeros, the reply ends each with one: rare, so Python answers */
+    if (!in->size)
+        return answer(worker, request, 0, &(struct fuse_getxattr_out){.size = (uint32_t)length}, sizeof(struct fuse_getxattr_out));
+    if (in->size < length)
+        return answer(worker, request, ERANGE, NULL, 0);
+    return answer(worker, request, 0, bytes + 1, length);
 }
 
 /* --- handles ------------------------------------------------------------------------------------------------------ */
@@ -142,20 +132,18 @@ static enum outcome serve_open(struct worker *worker, const struct request *requ
         .fh = FAST_HANDLE | request->header->nodeid,
         .open_flags = FOPEN_KEEP_CACHE | OPEN_NOFLUSH,
     };
-    if (mounted_with(worker, NO_OPEN)) {
-        answer(worker, request, ENOSYS, NULL, 0); /* the kernel never asks again */
-        return ANSWERED;
-    }
+    if (mounted_with(worker, NO_OPEN))
+        return answer(worker, request, ENOSYS, NULL, 0); /* the kernel never asks again */
     if (!view_inode(&worker->view, request->header->nodeid, &record))
         return PASS;
     if (is_young(worker->fastpath->shared, &record))
         out.open_flags &= ~(uint32_t)FOPEN_KEEP_CACHE;
     if (opens_for_reading(in) && is_immutable_on_open(&record) && remaining_ns(&worker->view, &record)) {
-        /* Python hears of it before the kernel has our answer: whoever opens the file for writing next arrives behind
-         * it, and is refused. Python answers too, for the case that we are killed in between. */
+        /* Python gets the request before the kernel has our answer: a later open for writing arrives behind it, and is
+         * refused. Python answers too, in case this process is killed in between. */
         view_end(&worker->view);
         if (!relay_claim_passed(&worker->fastpath->relay, worker->slot))
-            return PASS; /* it waits for its share, and comes here again */
+            return PASS; /* the request waits for its owner's share, and is served again */
         in->flags |= OPEN_REPORT;
         worker->counters->answered++;
         relay_pass(&worker->fastpath->relay, worker->slot);
@@ -167,37 +155,24 @@ static enum outcome serve_open(struct worker *worker, const struct request *requ
     if (!opens_for_reading(in)) {
         if (mounted_with(worker, READ_ONLY))
             return PASS;
-        answer(worker, request, EPERM, NULL, 0);
-        return ANSWERED;
+        return answer(worker, request, EPERM, NULL, 0);
     }
-    answer(worker, request, 0, &out, sizeof out);
-    return ANSWERED;
+    return answer(worker, request, 0, &out, sizeof out);
 }
 
 static enum outcome serve_opendir(struct worker *worker, const struct request *request)
 {
     struct fuse_open_out out = {.fh = FAST_HANDLE | request->header->nodeid};
     if (mounted_with(worker, NO_OPEN))
-        answer(worker, request, ENOSYS, NULL, 0);
-    else
-        answer(worker, request, 0, &out, sizeof out);
-    return ANSWERED;
-}
-
-/* Requests on a handle of ours that need no look at the index. */
-static enum outcome serve_handle(struct worker *worker, const struct request *request, uint64_t handle)
-{
-    if (!(handle & FAST_HANDLE))
-        return PASS;
-    answer(worker, request, 0, NULL, 0);
-    return ANSWERED;
+        return answer(worker, request, ENOSYS, NULL, 0);
+    return answer(worker, request, 0, &out, sizeof out);
 }
 
 /* --- the rest ----------------------------------------------------------------------------------------------------- */
 
-/* Nobody counts look-ups of what is pinned. Only the FORGETs of other inodes are of interest, and of those that have no
- * name any more: the daemon keeps a descriptor of them (Descriptors.keep_readable). */
-static bool counts_for_nobody(struct worker *worker, uint64_t inode)
+/* Look-ups of pinned inodes are not counted. Python needs the FORGETs of all other inodes, and of pinned ones without a name:
+ * the daemon keeps a descriptor of those (Descriptors.keep_readable). */
+static bool has_no_lookup_count(struct worker *worker, uint64_t inode)
 {
     struct inode_record record;
     return view_inode(&worker->view, inode, &record) && (record.flags & (PINNED | UNLINKED)) == PINNED;
@@ -206,11 +181,11 @@ static bool counts_for_nobody(struct worker *worker, uint64_t inode)
 static bool forgets_nothing(struct worker *worker, const struct request *request)
 {
     if (request->header->opcode == FUSE_FORGET)
-        return counts_for_nobody(worker, request->header->nodeid);
+        return has_no_lookup_count(worker, request->header->nodeid);
     const struct fuse_batch_forget_in *batch = request->body;
     const struct fuse_forget_one *each = (const void *)(batch + 1);
     for (uint32_t i = 0; i < batch->count; i++)
-        if (!counts_for_nobody(worker, each[i].nodeid))
+        if (!has_no_lookup_count(worker, each[i].nodeid))
             return false;
     return true;
 }
@@ -249,21 +224,19 @@ enum outcome answer_request(struct worker *worker, const struct request *request
     case FUSE_RELEASEDIR:
     case FUSE_FLUSH:
     case FUSE_FSYNC:
-        if (request->header->opcode == FUSE_FLUSH && mounted_with(worker, READ_ONLY)) {
-            answer(worker, request, ENOSYS, NULL, 0);
-            return ANSWERED;
-        }
-        return serve_handle(worker, request, *(const uint64_t *)request->body);
+        if (request->header->opcode == FUSE_FLUSH && mounted_with(worker, READ_ONLY))
+            return answer(worker, request, ENOSYS, NULL, 0);
+        if (!(*(const uint64_t *)request->body & FAST_HANDLE))
+            return PASS;
+        return answer(worker, request, 0, NULL, 0); /* a handle of ours has no state */
     case FUSE_FSYNCDIR:
         return PASS;
     case FUSE_IOCTL: /* Python's open() asks each file whether it is a terminal */
     case FUSE_LSEEK:
     case FUSE_POLL:
-        answer(worker, request, ENOSYS, NULL, 0); /* as pyfuse3 would */
-        return ANSWERED;
+        return answer(worker, request, ENOSYS, NULL, 0); /* as pyfuse3 would */
     case FUSE_ACCESS: /* default_permissions: the kernel has checked */
-        answer(worker, request, 0, NULL, 0);
-        return ANSWERED;
+        return answer(worker, request, 0, NULL, 0);
     case FUSE_OPENDIR:
         return serve_opendir(worker, request);
     }
@@ -278,7 +251,7 @@ enum outcome answer_request(struct worker *worker, const struct request *request
         return serve_open(worker, request);
     case FUSE_READ: {
         enum outcome outcome;
-        worker->distrusts = false;
+        worker->bypasses_index = false;
         while ((outcome = answer_read(worker, request)) == AGAIN)
             if (view_begin(&worker->view))
                 return PASS;

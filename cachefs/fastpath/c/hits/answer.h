@@ -1,4 +1,4 @@
-/* What the fast path answers, and from what: the table in docs/FASTPATH.md. */
+/* Answers requests from the index: the table in docs/FASTPATH.md. */
 #pragma once
 
 #include "worker/worker.h"

@@ -42,8 +42,8 @@ void fill_entry(struct fuse_entry_out *out, uint64_t number, const struct inode_
     out->attr_valid_nsec = out->entry_valid_nsec;
 }
 
-bool valid_inode(struct worker *worker, uint64_t inode, struct inode_record *record, uint64_t *remaining)
+uint64_t valid_inode(struct worker *worker, uint64_t inode, struct inode_record *record)
 {
-    return view_inode(&worker->view, inode, record) && is_pinned(&worker->view, record) &&
-           (*remaining = remaining_ns(&worker->view, record));
+    bool usable = view_inode(&worker->view, inode, record) && is_pinned(&worker->view, record);
+    return usable ? remaining_ns(&worker->view, record) : 0;
 }

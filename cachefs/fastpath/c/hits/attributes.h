@@ -1,10 +1,10 @@
-/* What the kernel is told of an inode that is valid in the index, and for how long. */
+/* The attributes and time-outs that the kernel gets of an inode that is valid in the index. */
 #pragma once
 
 #include "worker/worker.h"
 
-/* A record that may be believed without asking the source, and for how long. */
-bool valid_inode(struct worker *worker, uint64_t inode, struct inode_record *record, uint64_t *remaining);
+/* The record of an inode that is valid without asking the source. Returns for how long it is valid; 0: it is not. */
+uint64_t valid_inode(struct worker *worker, uint64_t inode, struct inode_record *record);
 void fill_attributes(struct fuse_attr *out, uint64_t number, const struct inode_record *record);
 void fill_entry(struct fuse_entry_out *out, uint64_t number, const struct inode_record *record, uint64_t timeout_ns);
 void split_timeout(uint64_t ns, uint64_t *seconds, uint32_t *rest);

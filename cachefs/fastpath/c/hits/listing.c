@@ -40,11 +40,10 @@ static uint64_t parent_of(struct worker *worker, uint64_t directory)
 {
     struct scan scan;
     MDB_val key, value;
-    uint64_t parent = big_endian(ROOT_INODE);
     if (directory != ROOT_INODE && scan_begin(&scan, &worker->view, LINKS, directory, NULL, 0) &&
         scan_next(&scan, &key, &value) && key.mv_size > 16)
-        memcpy(&parent, (char *)key.mv_data + 8, sizeof parent);
-    return big_endian(parent);
+        return second_number(&key);
+    return ROOT_INODE;
 }
 
 enum outcome answer_listing(struct worker *worker, const struct request *request)
@@ -53,7 +52,7 @@ enum outcome answer_listing(struct worker *worker, const struct request *request
     struct view *view = &worker->view;
     struct inode_record directory, record;
     uint64_t remaining, number = request->header->nodeid;
-    if (!mounted_with(worker, PINS_EVERYTHING) || !valid_inode(worker, number, &directory, &remaining) ||
+    if (!mounted_with(worker, PINS_EVERYTHING) || !valid_inode(worker, number, &directory) ||
         !(directory.flags & LISTED))
         return PASS;
     struct listing listing = {
@@ -75,24 +74,22 @@ enum outcome answer_listing(struct worker *worker, const struct request *request
     while (more && scan_next(&scan, &key, &value)) {
         struct dentry_record dentry;
         struct fuse_entry_out entry;
-        uint64_t position;
         if (key.mv_size != 16 || value.mv_size < 4)
             return PASS;
-        memcpy(&position, (char *)key.mv_data + 8, sizeof position);
+        uint64_t position = second_number(&key);
         const char *name = (char *)value.mv_data + 4;
         size_t length = value.mv_size - 4;
         if (!view_dentry(view, number, name, length, &dentry) || !entry_holds(view, &directory, &dentry) ||
-            !valid_inode(worker, dentry.inode, &record, &remaining)) {
+            !(remaining = valid_inode(worker, dentry.inode, &record))) {
             if (!listing.used)
                 return PASS;
-            break; /* what we have is an answer; the rest is asked for again, and passed on then */
+            break; /* the entries so far are an answer; the kernel asks for the rest again, and that is passed on */
         }
-        if (dentry.position && dentry.position != big_endian(position))
+        if (dentry.position && dentry.position != position)
             continue; /* the name is listed elsewhere */
         fill_entry(&entry, dentry.inode, &record, remaining);
-        more = list_entry(&listing, name, length, big_endian(position), dentry.inode, record.mode, &entry);
+        more = list_entry(&listing, name, length, position, dentry.inode, record.mode, &entry);
     }
     view_end(view);
-    answer(worker, request, 0, listing.out, listing.used);
-    return ANSWERED;
+    return answer(worker, request, 0, listing.out, listing.used);
 }

@@ -1,4 +1,4 @@
-/* READs: of immutable files, from the blob. What it cannot answer is a miss (misses/fill.h). */
+/* READs of immutable files, from the blob. A READ that the blob cannot answer is a miss (misses/miss.h). */
 #pragma once
 
 #include "worker/worker.h"

@@ -1,4 +1,4 @@
-/* The FUSE protocol: what a message must look like before anything believes it. */
+/* The FUSE protocol: messages are checked before anything uses them. */
 #pragma once
 
 #include <linux/fuse.h>
@@ -14,17 +14,16 @@ struct request {
     size_t name_length;
 };
 
-/* Checks lengths and terminators. False: not a message that a kernel sends; it is passed on to nobody. */
+/* Checks lengths and terminators. False: no kernel sends this message; it is answered with an error. */
 bool request_parse(void *message, size_t length, struct request *out);
 
-/* Would doing it twice be seen? Such a request is never passed on again. */
+/* Does repeating it have another effect than doing it once? Such a request is never passed on again. */
 bool request_changes(const struct request *request);
 
-/* Sets what it finds: doing it twice is doing it once, unless another request came in between. */
-bool request_overwrites(uint32_t opcode);
-
-/* Has no answer. Python counts it: twice is once too often. */
-bool request_forgets(uint32_t opcode);
-
-/* Has nothing to be undone if its caller stops waiting. */
-bool request_interruptible(uint32_t opcode);
+enum request_kind {
+    REPEATABLE = 1,    /* repeating it has no other effect than doing it once; an OPEN may be an exception */
+    OVERWRITES = 2,    /* the same, unless another request came in between */
+    FORGETS = 4,       /* it has no answer, and Python counts it: no request that may have arrived is sent again */
+    INTERRUPTIBLE = 8, /* nothing must be undone if its caller stops waiting */
+};
+bool request_is(uint32_t opcode, enum request_kind kind);

@@ -7,6 +7,8 @@
 #include <string.h>
 #include <unistd.h>
 
+#include "common/assertion.h"
+
 /* ENOENT: the caller was interrupted, or a predecessor has answered. */
 static bool refused(ssize_t written)
 {
@@ -15,6 +17,7 @@ static bool refused(ssize_t written)
 
 void reply_parts(int device, uint64_t unique, const struct iovec *parts, int count)
 {
+    ASSERT(count <= MAX_REPLY_PARTS);
     struct fuse_out_header header = {.len = sizeof header, .unique = unique};
     struct iovec all[1 + MAX_REPLY_PARTS] = {{&header, sizeof header}};
     for (int i = 0; i < count; i++) {

@@ -8,10 +8,10 @@
 #include <string.h>
 #include <sys/stat.h>
 #include <sys/syscall.h>
-#include <time.h>
 #include <unistd.h>
 
 #include "cache/blob.h"
+#include "common/assertion.h"
 #include "common/buffer.h"
 
 #define OPEN_TRIES 4
@@ -19,13 +19,8 @@
 
 static void simulate_latency(const struct shared *shared)
 {
-    if (shared->simulate_latency_ns) {
-        struct timespec pause = {
-            .tv_sec = (time_t)(shared->simulate_latency_ns / 1000000000u),
-            .tv_nsec = (long)(shared->simulate_latency_ns % 1000000000u),
-        };
-        nanosleep(&pause, NULL);
-    }
+    if (shared->simulate_latency_ns)
+        usleep((useconds_t)(shared->simulate_latency_ns / 1000));
 }
 
 static int open_at(int directory, const char *path, uint64_t flags)
@@ -34,9 +29,9 @@ static int open_at(int directory, const char *path, uint64_t flags)
         .flags = flags | O_NOFOLLOW | O_CLOEXEC, /* hazard 21 */
         .resolve = RESOLVE_BENEATH | RESOLVE_NO_SYMLINKS | RESOLVE_NO_MAGICLINKS,
     };
-    /* EAGAIN, EXDEV: a rename raced with the walk (EXDEV: what was found is outside by now), and the next try finds what
-     * is there; or another process holds a lease on the file (hazard 30). That is Python's, whose call_pool.py tries again
-     * with pauses, and without a thread that waits. */
+    /* EAGAIN, EXDEV: a rename raced with the walk (EXDEV: the object is outside by now), and the next try finds the object
+     * that is there now. Or another process has a lease on the file (hazard 30): then Python serves it, whose call_pool.py
+     * tries again after a pause, without a thread that waits. */
     int fd = -1;
     for (int tries = 0; tries < OPEN_TRIES && fd < 0; tries++) {
         fd = (int)syscall(SYS_openat2, directory, path, &how, sizeof how);
@@ -46,8 +41,8 @@ static int open_at(int directory, const char *path, uint64_t flags)
     return fd;
 }
 
-/* A system call takes PATH_MAX bytes, the final zero included. A longer path is walked in pieces: a directory that is
- * moved meanwhile keeps its children, and `same_version` compares what is found. */
+/* A system call takes PATH_MAX bytes, the final zero included. A longer path is walked in pieces: a directory that is moved
+ * meanwhile keeps its children, and `same_version` compares the file that is found. */
 static int open_beneath(int directory, const char *path)
 {
     int above = directory, fd = 0;
@@ -71,16 +66,16 @@ static int open_beneath(int directory, const char *path)
     return fd;
 }
 
-/* Clamped as the index holds times: `clamped_ns` of system/stat.py. */
+/* Clamped to the range of times in the index: `clamped_ns` of system/stat.py. */
 static int64_t nanoseconds(const struct timespec *time)
 {
     __int128 ns = (__int128)time->tv_sec * 1000000000 + time->tv_nsec;
     return ns > INT64_MAX ? INT64_MAX : ns < INT64_MIN ? INT64_MIN : (int64_t)ns;
 }
 
-/* Is this the version that the index says? identity.py has the rule: where nothing differs after the read, nothing changed
- * before or during it, and it was the right file, whatever lies under its path by now (hazard 23). The number of the
- * source's own device does not count: it changes when the source is mounted anew. */
+/* Is this the version of the index? identity.py has the rule: if nothing differs after the read, nothing changed before or
+ * during it, and it was the right file, even if its path leads elsewhere by now (hazard 23). The number of the source's own
+ * device does not count: it changes when the source is mounted anew. */
 static bool same_version(int fd, const struct inode_record *expected, struct counters *counters)
 {
     struct stat now;
@@ -90,15 +85,15 @@ static bool same_version(int fd, const struct inode_record *expected, struct cou
            now.st_ino == expected->source_inode && (!expected->device || now.st_dev == expected->device);
 }
 
-/* Large pieces do not stay in the page cache of the source: they go to the blob and to the mount's, and a copy costs
- * more than the disk. */
+/* Large pieces are read past the page cache of the source: they go to the blob and to the mount's page cache, and another
+ * copy costs more than the disk. */
 static bool go_direct(int fd, bool direct)
 {
     int flags = fcntl(fd, F_GETFL);
     return flags >= 0 && !fcntl(fd, F_SETFL, direct ? flags | O_DIRECT : flags & ~O_DIRECT);
 }
 
-/* `room`: of the buffer, whole pages. */
+/* `room`: the size of the buffer, whole pages. */
 static bool read_piece(int fd, uint8_t *buffer, size_t length, size_t room, uint64_t offset, struct counters *counters)
 {
     bool direct = length >= DIRECT_BYTES && offset % DIRECT_ALIGNMENT == 0 && go_direct(fd, true);
@@ -110,7 +105,7 @@ static bool read_piece(int fd, uint8_t *buffer, size_t length, size_t room, uint
             continue;
         size_t more = got > 0 ? (size_t)got : 0;
         if (direct && (got < 0 || more % DIRECT_ALIGNMENT)) {
-            direct = false; /* it refuses, or ended at an odd place: the rest, if there is one, as usual */
+            direct = false; /* O_DIRECT failed, or ended within a page: the rest is read without it */
             if (!go_direct(fd, false))
                 return false;
         } else if (!more) {
@@ -125,6 +120,7 @@ static bool read_piece(int fd, uint8_t *buffer, size_t length, size_t room, uint
 uint8_t *source_read(const struct shared *shared, int directory, const char *path, const struct inode_record *expected,
                      uint64_t offset, uint32_t length, struct counters *counters)
 {
+    ASSERT(length <= BUFFER_BYTES);
     size_t room = ((size_t)length + DIRECT_ALIGNMENT - 1) / DIRECT_ALIGNMENT * DIRECT_ALIGNMENT;
     uint8_t *buffer = length < DIRECT_BYTES ? malloc(length) : buffer_take();
     if (!buffer)

@@ -1,13 +1,11 @@
-/* Reading files of the source, beneath its directory handle. */
+/* Reads files of the source, beneath its directory handle. */
 #pragma once
-
-#include <stdint.h>
 
 #include "cache/index.h"
 #include "common/shared.h"
 
-/* `length` bytes of a file from `offset`, for `source_free`. NULL: they cannot be had, or the file is not,
- * after the read, the version that `expected` says. */
+/* `length` bytes of a file from `offset`; free them with `source_free`. NULL: the read failed, or after the read the file is
+ * not the version of `expected`. */
 uint8_t *source_read(const struct shared *shared, int directory, const char *path, const struct inode_record *expected,
                      uint64_t offset, uint32_t length, struct counters *counters);
 void source_free(uint8_t *payload, uint32_t length);

@@ -1,13 +1,15 @@
 #include "misses/window.h"
 
+#include "common/assertion.h"
+
 #define PAGE_BYTES 4096u
-#define MAX_STEPS 64 /* so many pieces of a run are looked at */
+#define MAX_STEPS 64 /* pieces of a run that are looked at */
 
 /* The piece that holds a byte. */
-static bool piece_at(const struct known *known, uint64_t offset, uint64_t *start, uint64_t *end)
+static bool piece_at_locked(const struct known *known, uint64_t offset, uint64_t *start, uint64_t *end) REQUIRES(miss_lock)
 {
     struct extent extent;
-    const struct fetch *fetch = table_find(known->table, known->inode, known->version, offset, offset + 1);
+    const struct fetch *fetch = find_fetch_locked(known->table, known->inode, known->version, offset, offset + 1);
     if (fetch) {
         *start = fetch->offset;
         *end = fetch->offset + fetch->length;
@@ -21,27 +23,27 @@ static bool piece_at(const struct known *known, uint64_t offset, uint64_t *start
     return true;
 }
 
-uint64_t known_until(const struct known *known, uint64_t start, uint64_t end)
+uint64_t known_until_locked(const struct known *known, uint64_t start, uint64_t end)
 {
     uint64_t begin, next;
-    while (start < end && piece_at(known, start, &begin, &next))
+    while (start < end && piece_at_locked(known, start, &begin, &next))
         start = next;
     return start < end ? start : end;
 }
 
-/* From where on everything up to `offset` is known; of a long run, somewhere in it. */
-static uint64_t run_start(const struct known *known, uint64_t offset)
+/* The start of the known run that ends at `offset`; of a run of many pieces, a place in it. */
+static uint64_t run_start_locked(const struct known *known, uint64_t offset) REQUIRES(miss_lock)
 {
     uint64_t begin, end;
-    for (int step = 0; step < MAX_STEPS && offset && piece_at(known, offset - 1, &begin, &end); step++)
+    for (int step = 0; step < MAX_STEPS && offset && piece_at_locked(known, offset - 1, &begin, &end); step++)
         offset = begin;
     return offset;
 }
 
-/* Where the next known piece begins, in [from, to]. */
-static uint64_t next_known(const struct known *known, uint64_t from, uint64_t to)
+/* The start of the next known piece, in [from, to]. */
+static uint64_t next_known_locked(const struct known *known, uint64_t from, uint64_t to) REQUIRES(miss_lock)
 {
-    uint64_t next = table_next(known->table, known->inode, known->version, from, to);
+    uint64_t next = next_fetch_start_locked(known->table, known->inode, known->version, from, to);
     return known->view ? view_next_extent(known->view, known->inode, from, next) : next;
 }
 
@@ -59,36 +61,37 @@ static uint64_t at_most(uint64_t bytes, uint64_t most)
     return bytes < most ? bytes : most;
 }
 
-static uint64_t share_of_run(const struct known *known, uint64_t offset)
+static uint64_t share_of_run_locked(const struct known *known, uint64_t offset) REQUIRES(miss_lock)
 {
-    uint64_t run = run_start(known, offset);
+    uint64_t run = run_start_locked(known, offset);
     return at_most((offset - run) / (run ? ELSEWHERE : FROM_START) / REQUEST_BYTES * REQUEST_BYTES, CHUNK_BYTES);
 }
 
-static uint64_t share_of_start(const struct known *known, uint64_t size)
+static uint64_t share_of_start_locked(const struct known *known, uint64_t size) REQUIRES(miss_lock)
 {
     uint64_t start, end;
-    return piece_at(known, size - 1, &start, &end) ? 0 : CHUNK_BYTES;
+    return piece_at_locked(known, size - 1, &start, &end) ? 0 : CHUNK_BYTES;
 }
 
-struct window window_of(const struct known *known, uint64_t size, uint64_t start, uint64_t end)
+struct window window_of_locked(const struct known *known, uint64_t size, uint64_t start, uint64_t end)
 {
+    ASSERT(start < end && end <= size);
     uint64_t chunk = start / CHUNK_BYTES * CHUNK_BYTES, after = at_most(chunk + CHUNK_BYTES, size);
     if (end <= after && is_in_pieces(known, chunk, after))
         return (struct window){chunk, after, false};
     struct window window = {start / PAGE_BYTES * PAGE_BYTES, (end + PAGE_BYTES - 1) / PAGE_BYTES * PAGE_BYTES, false};
-    uint64_t wanted = window.start + (window.start ? share_of_run(known, window.start) : share_of_start(known, size));
+    uint64_t wanted = window.start + (window.start ? share_of_run_locked(known, window.start) : share_of_start_locked(known, size));
     if (wanted > window.end) {
         window.streams = window.start && wanted - window.start == CHUNK_BYTES;
-        window.end = next_known(known, window.end, wanted); /* but nothing that is known already */
+        window.end = next_known_locked(known, window.end, wanted); /* without pieces that are known already */
     }
     window.end = at_most(window.end, size);
     return window;
 }
 
-struct window window_after(const struct known *known, uint64_t size, uint64_t end)
+struct window window_after_locked(const struct known *known, uint64_t size, uint64_t end)
 {
     uint64_t to = at_most(end + CHUNK_BYTES, size);
-    bool wanted = end < to && known_until(known, end, end + 1) == end;
-    return (struct window){end, wanted ? next_known(known, end, to) : end, true};
+    bool wanted = end < to && known_until_locked(known, end, end + 1) == end;
+    return (struct window){end, wanted ? next_known_locked(known, end, to) : end, true};
 }

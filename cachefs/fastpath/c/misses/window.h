@@ -1,28 +1,25 @@
 /* How much a READ of a large file fetches: policies/prefetch/sequential.py has the rule and the reasons. */
 #pragma once
 
-#include <stdbool.h>
-#include <stdint.h>
-
 #include "cache/index.h"
-#include "misses/fill_table.h"
+#include "misses/fetch_table.h"
 
-/* What is known of one version of a file: what the table has, and the index. The caller holds the table's lock. */
+/* What is known of one version of a file: the pieces in the table and those in the index. */
 struct known {
-    struct fill_table *table;
-    struct view *view; /* begun after the lock was taken: what has left the table is in the index. NULL: not believed */
+    struct fetch_table *table;
+    struct view *view; /* begun after the lock was taken: what has left the table is in the index. NULL: without the index */
     uint64_t inode, version;
 };
 
-/* Up to where everything from `start` on is known; `end` at most. */
-uint64_t known_until(const struct known *known, uint64_t start, uint64_t end);
+/* The end of the known range that begins at `start`; `end` at most. */
+uint64_t known_until_locked(const struct known *known, uint64_t start, uint64_t end) REQUIRES(miss_lock);
 
 struct window {
     uint64_t start, end;
-    bool streams; /* it is a whole chunk of a file that somebody reads on and on */
+    bool streams; /* a whole chunk of a file that is read sequentially */
 };
 
-/* For a READ from `start` to `end`, which is not known. No longer than CHUNK_BYTES. */
-struct window window_of(const struct known *known, uint64_t size, uint64_t start, uint64_t end);
-/* What comes after a window that streams. Empty: that is known, or the file ends. */
-struct window window_after(const struct known *known, uint64_t size, uint64_t end);
+/* For a READ from `start` to `end`, which is not known. CHUNK_BYTES at most. */
+struct window window_of_locked(const struct known *known, uint64_t size, uint64_t start, uint64_t end) REQUIRES(miss_lock);
+/* The window after one that streams. Empty: those bytes are known, or the file ends. */
+struct window window_after_locked(const struct known *known, uint64_t size, uint64_t end) REQUIRES(miss_lock);

@@ -4,26 +4,29 @@
 #include <string.h>
 #include <unistd.h>
 
+#include "common/assertion.h"
 #include "kernel/reply.h"
 #include "relay/slots.h"
 #include "relay/split.h"
 
-#define LOOK_BYTES (8u << 10) /* of the longest request of a read-only mount: two names */
+#define READ_ONLY_BYTES (8u << 10) /* of the longest request of a read-only mount: two names */
 
 static struct fuse_in_header *parked_header(const struct relay *relay, uint32_t place)
 {
+    ASSERT(place < PARKED_COUNT);
     return (struct fuse_in_header *)relay->shared->parked[place].message;
 }
 
-/* --- work: requests in slots that no thread has yet ---------------------------------------------------------------- */
+/* --- work: requests in slots that no thread serves yet -------------------------------------------------------------- */
 
 void add_work_locked(struct relay *relay, uint32_t slot)
 {
+    ASSERT(relay->work_count < SLOT_COUNT);
     relay->work[(relay->work_head + relay->work_count) % SLOT_COUNT] = slot;
     if (relay->work_count++ == 0) {
         uint64_t one = 1;
         if (write(relay->work_ready, &one, sizeof one) < 0)
-            return; /* it is readable already */
+            return; /* the eventfd is readable already */
     }
 }
 
@@ -31,7 +34,7 @@ uint32_t relay_next_work(struct relay *relay)
 {
     if (!relay->work_count)
         return NO_SLOT;
-    pthread_mutex_lock(&relay->lock);
+    lock_take(&relay_lock);
     uint32_t slot = NO_SLOT;
     if (relay->work_count) {
         slot = relay->work[relay->work_head];
@@ -39,16 +42,16 @@ uint32_t relay_next_work(struct relay *relay)
         if (--relay->work_count == 0) {
             uint64_t ready;
             if (read(relay->work_ready, &ready, sizeof ready) < 0)
-                ready = 0; /* nobody had been told */
+                ready = 0; /* the eventfd was not readable */
         }
     }
-    pthread_mutex_unlock(&relay->lock);
+    lock_release(&relay_lock);
     return slot;
 }
 
 /* --- the lot ------------------------------------------------------------------------------------------------------- */
 
-static void link_last(struct relay *relay, uint32_t place)
+static void link_last_locked(struct relay *relay, uint32_t place) REQUIRES(relay_lock)
 {
     struct lot *lot = &relay->lot;
     lot->next[place] = NO_SLOT;
@@ -59,9 +62,10 @@ static void link_last(struct relay *relay, uint32_t place)
     shares_take(&lot->shares, lot->owners[place]);
 }
 
-static void leave(struct relay *relay, uint32_t place)
+static void leave_locked(struct relay *relay, uint32_t place) REQUIRES(relay_lock)
 {
     struct lot *lot = &relay->lot;
+    ASSERT(lot->free_count < PARKED_COUNT);
     shares_give(&lot->shares, lot->owners[place]);
     *(lot->previous[place] == NO_SLOT ? &lot->first : &lot->next[lot->previous[place]]) = lot->next[place];
     *(lot->next[place] == NO_SLOT ? &lot->last : &lot->previous[lot->next[place]]) = lot->previous[place];
@@ -70,9 +74,9 @@ static void leave(struct relay *relay, uint32_t place)
 }
 
 /* The oldest request whose owner may have a slot. */
-static uint32_t next_parked(const struct relay *relay)
+static uint32_t next_parked_locked(const struct relay *relay) REQUIRES(relay_lock)
 {
-    uint32_t full[16]; /* owners; few have most of the requests */
+    uint32_t full[16]; /* owners whose shares are full; few owners have most of the requests */
     uint32_t count = 0;
     for (uint32_t place = relay->lot.first; place != NO_SLOT; place = relay->lot.next[place]) {
         uint32_t owner = relay->lot.owners[place], i = 0;
@@ -85,31 +89,32 @@ static uint32_t next_parked(const struct relay *relay)
         if (count < sizeof full / sizeof *full)
             full[count++] = owner;
         if (count == relay->lot.shares.count)
-            return NO_SLOT; /* all of them */
+            return NO_SLOT; /* the shares of all owners are full */
     }
     return NO_SLOT;
 }
 
 /* Slots have become free. */
-static void unpark_locked(struct relay *relay)
+static void unpark_locked(struct relay *relay) REQUIRES(relay_lock)
 {
     uint32_t place;
-    while (relay->lot.first != NO_SLOT && relay->free_count && (place = next_parked(relay)) != NO_SLOT) {
+    while (relay->lot.first != NO_SLOT && relay->free_count && (place = next_parked_locked(relay)) != NO_SLOT) {
         struct parked *parked = &relay->shared->parked[place];
         uint32_t slot = relay->free[--relay->free_count], length = parked->length;
         struct fuse_in_header *header = slot_data(relay, slot);
+        ASSERT(state_of(relay, slot) == SLOT_FREE && length >= sizeof *header && length <= PARKED_BYTES);
         relay_ready_slot(relay, slot);
-        renew(relay, slot, SLOT_READING);
+        renew_locked(relay, slot, SLOT_READING);
         uint64_t unique = parked_header(relay, place)->unique;
-        /* Its number last: a successor that finds it in the slot finds the rest, too. */
+        /* The unique last: a successor that finds it in the slot finds the rest of the request, too. */
         memcpy(header + 1, parked->message + sizeof *header, length - sizeof *header);
         struct fuse_in_header copy = *parked_header(relay, place);
         copy.unique = 0;
         *header = copy;
         *(volatile uint64_t *)&header->unique = unique;
         relay_fill_slot(relay, slot, length, unique);
-        leave(relay, place);
-        count_passed_locked(relay, slot); /* most are */
+        leave_locked(relay, place);
+        count_passed_locked(relay, slot); /* most requests of the lot are passed on */
         add_work_locked(relay, slot);
     }
 }
@@ -118,8 +123,9 @@ static void unpark_locked(struct relay *relay)
 
 void free_locked(struct relay *relay, uint32_t slot)
 {
-    split_drop(relay, slot);
-    renew(relay, slot, SLOT_FREE);
+    ASSERT(relay->free_count < SLOT_COUNT);
+    split_drop_locked(relay, slot);
+    renew_locked(relay, slot, SLOT_FREE);
     relay->free[relay->free_count++] = slot;
     if (relay->counted[slot]) {
         uncount_locked(relay, slot);
@@ -129,22 +135,23 @@ void free_locked(struct relay *relay, uint32_t slot)
 
 void fail_locked(struct relay *relay, uint32_t slot, int error)
 {
-    set_state(relay, slot, SLOT_IN_DOUBT); /* first: a successor would do what its caller was told had failed */
+    set_state_locked(relay, slot, SLOT_IN_DOUBT); /* first: a successor must not do what has been answered with an error */
     reply(relay->device, head_of(relay, slot)->unique, error, NULL, 0);
     free_locked(relay, slot);
 }
 
 uint32_t relay_take_slot(struct relay *relay)
 {
-    pthread_mutex_lock(&relay->lock);
+    lock_take(&relay_lock);
     uint32_t slot = relay->free_count ? relay->free[--relay->free_count] : NO_SLOT;
     if (slot != NO_SLOT) {
-        relay_ready_slot(relay, slot); /* first: a successor would take what its last life left for a request of this one */
-        renew(relay, slot, SLOT_READING);
+        ASSERT(state_of(relay, slot) == SLOT_FREE);
+        relay_ready_slot(relay, slot); /* first: a successor would take what the last generation left for a request of this one */
+        renew_locked(relay, slot, SLOT_READING);
     }
-    pthread_mutex_unlock(&relay->lock);
+    lock_release(&relay_lock);
     if (slot != NO_SLOT && !relay->mapped[slot]) {
-        memset(slot_data(relay, slot), 0, relay->shared->flags & READ_ONLY ? LOOK_BYTES : SLOT_BYTES);
+        memset(slot_data(relay, slot), 0, relay->shared->flags & READ_ONLY ? READ_ONLY_BYTES : SLOT_BYTES);
         relay->mapped[slot] = true;
     }
     return slot;
@@ -152,9 +159,9 @@ uint32_t relay_take_slot(struct relay *relay)
 
 void relay_free_slot(struct relay *relay, uint32_t slot)
 {
-    pthread_mutex_lock(&relay->lock);
+    lock_take(&relay_lock);
     free_locked(relay, slot);
-    pthread_mutex_unlock(&relay->lock);
+    lock_release(&relay_lock);
 }
 
 bool claim_locked(struct relay *relay, uint32_t slot)
@@ -167,48 +174,49 @@ bool claim_locked(struct relay *relay, uint32_t slot)
 
 bool relay_claim(struct relay *relay, uint32_t slot)
 {
-    pthread_mutex_lock(&relay->lock);
+    lock_take(&relay_lock);
     bool claimed = claim_locked(relay, slot);
-    pthread_mutex_unlock(&relay->lock);
+    lock_release(&relay_lock);
     return claimed;
 }
 
 void relay_unclaim(struct relay *relay, uint32_t slot)
 {
-    if (!relay->counted[slot]) /* the slot is the caller's own: nobody else changes this */
+    if (!relay->counted[slot]) /* the slot belongs to the caller: no other thread changes this */
         return;
-    pthread_mutex_lock(&relay->lock);
+    lock_take(&relay_lock);
     uncount_locked(relay, slot);
     unpark_locked(relay);
-    pthread_mutex_unlock(&relay->lock);
+    lock_release(&relay_lock);
 }
 
 /* --- requests enter the lot ----------------------------------------------------------------------------------------- */
 
 void park_locked(struct relay *relay, uint32_t slot)
 {
+    ASSERT(state_of(relay, slot) == SLOT_READING);
     struct lot *lot = &relay->lot;
     const struct fuse_in_header *header = slot_data(relay, slot);
     uint32_t length = head_of(relay, slot)->length;
     if (length <= PARKED_BYTES && lot->free_count && !shares_full(&lot->shares, header->uid)) {
         uint32_t place = lot->free[--lot->free_count];
         memcpy(relay->shared->parked[place].message, header, length);
-        relay->shared->parked[place].length = length; /* from here on it is owed twice, until the slot is emptied */
-        link_last(relay, place);
-    } else if (!request_forgets(header->opcode)) { /* nobody waits for those */
-        set_state(relay, slot, SLOT_IN_DOUBT); /* as in fail_locked */
+        relay->shared->parked[place].length = length; /* from here on the request is there twice, until the slot is emptied */
+        link_last_locked(relay, place);
+    } else if (!request_is(header->opcode, FORGETS)) { /* a FORGET has no answer */
+        set_state_locked(relay, slot, SLOT_IN_DOUBT); /* as in fail_locked */
         reply(relay->device, head_of(relay, slot)->unique, EAGAIN, NULL, 0);
-        set_state(relay, slot, SLOT_FREE);
+        set_state_locked(relay, slot, SLOT_FREE);
     }
     relay_ready_slot(relay, slot);
-    set_state(relay, slot, SLOT_READING);
+    set_state_locked(relay, slot, SLOT_READING);
     if (relay->counted[slot]) {
         uncount_locked(relay, slot);
         unpark_locked(relay);
     }
 }
 
-static bool is_owed(const struct relay *relay, uint64_t unique)
+static bool is_in_slot(const struct relay *relay, uint64_t unique)
 {
     for (uint32_t slot = 0; slot < SLOT_COUNT; slot++)
         if (head_of(relay, slot)->unique == unique && state_of(relay, slot) != SLOT_FREE)
@@ -216,7 +224,7 @@ static bool is_owed(const struct relay *relay, uint64_t unique)
     return false;
 }
 
-bool lot_init(struct relay *relay)
+bool lot_init_locked(struct relay *relay)
 {
     struct lot *lot = &relay->lot;
     lot->first = lot->last = NO_SLOT;
@@ -227,8 +235,8 @@ bool lot_init(struct relay *relay)
         struct parked *parked = &relay->shared->parked[place];
         const struct fuse_in_header *header = parked_header(relay, place);
         bool good = parked->length >= sizeof *header && parked->length <= PARKED_BYTES && header->len == parked->length;
-        if (good && !is_owed(relay, header->unique)) {
-            link_last(relay, place);
+        if (good && !is_in_slot(relay, header->unique)) {
+            link_last_locked(relay, place);
         } else {
             parked->length = 0;
             lot->free[lot->free_count++] = place;
@@ -240,7 +248,7 @@ bool lot_init(struct relay *relay)
 
 /* --- callers that stop waiting ------------------------------------------------------------------------------------- */
 
-static uint32_t find_parked(const struct relay *relay, uint64_t unique)
+static uint32_t find_parked_locked(const struct relay *relay, uint64_t unique) REQUIRES(relay_lock)
 {
     uint32_t place = relay->lot.first;
     while (place != NO_SLOT && parked_header(relay, place)->unique != unique)
@@ -248,35 +256,45 @@ static uint32_t find_parked(const struct relay *relay, uint64_t unique)
     return place;
 }
 
-uint32_t relay_parked_caller(struct relay *relay, uint64_t unique)
+uint32_t relay_caller(struct relay *relay, uint64_t unique)
 {
-    pthread_mutex_lock(&relay->lock);
-    uint32_t place = find_parked(relay, unique);
+    for (uint32_t slot = 0; slot < SLOT_COUNT; slot++) {
+        const struct slot_head *head = head_of(relay, slot);
+        if (head->unique != unique || state_of(relay, slot) == SLOT_FREE)
+            continue;
+        uint32_t caller = head->caller;
+        if (head->unique == unique) /* else the slot belongs to another request by now */
+            return caller;
+    }
+    lock_take(&relay_lock);
+    uint32_t place = find_parked_locked(relay, unique);
     uint32_t pid = place == NO_SLOT ? 0 : parked_header(relay, place)->pid;
-    pthread_mutex_unlock(&relay->lock);
+    lock_release(&relay_lock);
     return pid;
 }
 
 bool interrupt_parked_locked(struct relay *relay, uint64_t unique)
 {
-    uint32_t place = find_parked(relay, unique);
-    if (place == NO_SLOT || !request_interruptible(parked_header(relay, place)->opcode))
+    uint32_t place = find_parked_locked(relay, unique);
+    if (place == NO_SLOT || !request_is(parked_header(relay, place)->opcode, INTERRUPTIBLE))
         return false;
     reply(relay->device, unique, EINTR, NULL, 0);
-    leave(relay, place);
+    leave_locked(relay, place);
     return true;
 }
 
 uint32_t relay_interruptible(const struct relay *relay, uint64_t *uniques, uint32_t room)
 {
     uint32_t count = 0;
+    lock_take(&relay_lock);
     for (uint32_t slot = 0; slot < SLOT_COUNT && count < room; slot++) {
         const struct fuse_in_header *header = slot_data(relay, slot);
-        if (state_of(relay, slot) != SLOT_FREE && request_interruptible(header->opcode))
+        if (state_of(relay, slot) != SLOT_FREE && request_is(header->opcode, INTERRUPTIBLE))
             uniques[count++] = head_of(relay, slot)->unique;
     }
     for (uint32_t place = relay->lot.first; place != NO_SLOT && count < room; place = relay->lot.next[place])
-        if (request_interruptible(parked_header(relay, place)->opcode))
+        if (request_is(parked_header(relay, place)->opcode, INTERRUPTIBLE))
             uniques[count++] = parked_header(relay, place)->unique;
+    lock_release(&relay_lock);
     return count;
 }

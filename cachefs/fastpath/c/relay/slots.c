@@ -1,15 +1,20 @@
 #include "relay/slots.h"
 
-#include <stdatomic.h>
 #include <string.h>
+
+#include "common/assertion.h"
+
+struct lock relay_lock = LOCK_INIT;
 
 void *slot_data(const struct relay *relay, uint32_t slot)
 {
+    ASSERT(slot < SLOT_COUNT);
     return relay->data + (size_t)slot * SLOT_BYTES;
 }
 
 struct slot_head *head_of(const struct relay *relay, uint32_t slot)
 {
+    ASSERT(slot < SLOT_COUNT);
     return &relay->shared->slots[slot];
 }
 
@@ -18,13 +23,13 @@ enum slot_state state_of(const struct relay *relay, uint32_t slot)
     return (enum slot_state)(head_of(relay, slot)->word & 0xff);
 }
 
-void set_state(struct relay *relay, uint32_t slot, enum slot_state state)
+void set_state_locked(struct relay *relay, uint32_t slot, enum slot_state state)
 {
     struct slot_head *head = head_of(relay, slot);
     head->word = (head->word & ~(uint64_t)0xff) | state;
 }
 
-void renew(struct relay *relay, uint32_t slot, enum slot_state state)
+void renew_locked(struct relay *relay, uint32_t slot, enum slot_state state)
 {
     head_of(relay, slot)->word = ++relay->shared->generation << 8 | state;
 }
@@ -37,10 +42,10 @@ bool parse_slot(const struct relay *relay, uint32_t slot, struct request *reques
 
 void relay_ready_slot(struct relay *relay, uint32_t slot)
 {
-    /* A successor tells by the message itself whether one has arrived: nothing runs between its arrival and a kill. */
+    /* A successor sees by the message itself whether one has arrived: no code of ours runs between its arrival and a kill. */
     struct slot_head *head = head_of(relay, slot);
     memset(slot_data(relay, slot), 0, sizeof(struct fuse_in_header));
-    /* An INTERRUPT of the last request would find the process of the next one. */
+    /* Else an INTERRUPT of the last request would find the process of the next one. */
     atomic_store_explicit(&head->unique, 0, memory_order_relaxed);
     head->length = head->parts = head->attempts = 0;
 }

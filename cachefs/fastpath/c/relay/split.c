@@ -4,6 +4,7 @@
 #include <string.h>
 #include <sys/socket.h>
 
+#include "common/assertion.h"
 #include "kernel/reply.h"
 #include "relay/slots.h"
 
@@ -19,7 +20,7 @@ bool send_message(int python, const void *message, size_t length)
     return send(python, message, length, MSG_DONTWAIT | MSG_NOSIGNAL) == (ssize_t)length;
 }
 
-bool split_begin(struct relay *relay, uint32_t slot, const struct request *request)
+bool split_begin_locked(struct relay *relay, uint32_t slot, const struct request *request)
 {
     uint32_t size = ((const struct fuse_read_in *)request->body)->size;
     if (size > MAX_PARTS * PART_BYTES)
@@ -36,10 +37,11 @@ bool split_begin(struct relay *relay, uint32_t slot, const struct request *reque
     return true;
 }
 
-bool split_send(struct relay *relay, uint32_t slot, const struct request *request)
+bool split_send_locked(struct relay *relay, uint32_t slot, const struct request *request)
 {
     struct split *split = relay->splits[slot];
     const struct fuse_read_in *whole = request->body;
+    ASSERT(split && split->count <= MAX_PARTS && split->sent <= split->count);
     while (split->sent < split->count) {
         struct {
             struct fuse_in_header header;
@@ -57,12 +59,13 @@ bool split_send(struct relay *relay, uint32_t slot, const struct request *reques
     return true;
 }
 
-bool split_answer(struct relay *relay, uint32_t slot, uint32_t part, const struct fuse_out_header *answer)
+bool split_answer_locked(struct relay *relay, uint32_t slot, uint32_t part, const struct fuse_out_header *answer)
 {
     struct split *split = relay->splits[slot];
     uint32_t length = answer->len - (uint32_t)sizeof *answer;
     if (!split || part >= split->count || length > PART_BYTES)
         return false;
+    ASSERT(split->done < split->count);
     if (answer->error)
         split->error = -answer->error;
     memcpy(split->data + (size_t)part * PART_BYTES, answer + 1, length);
@@ -70,7 +73,7 @@ bool split_answer(struct relay *relay, uint32_t slot, uint32_t part, const struc
     if (++split->done < split->count)
         return false;
     size_t total = 0;
-    for (uint32_t i = 0; i < split->count; i++) { /* up to the first short one: there the file ends */
+    for (uint32_t i = 0; i < split->count; i++) { /* up to the first short part: the file ends there */
         total += split->lengths[i];
         if (split->lengths[i] < PART_BYTES)
             break;
@@ -80,7 +83,7 @@ bool split_answer(struct relay *relay, uint32_t slot, uint32_t part, const struc
     return true;
 }
 
-void split_drop(struct relay *relay, uint32_t slot)
+void split_drop_locked(struct relay *relay, uint32_t slot)
 {
     free(relay->splits[slot]);
     relay->splits[slot] = NULL;

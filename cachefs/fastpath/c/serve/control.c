@@ -7,33 +7,16 @@
 #include <string.h>
 #include <sys/socket.h>
 #include <sys/syscall.h>
-#include <sys/uio.h>
 #include <unistd.h>
 
-#include "appender/append.h"
-#include "misses/fetching.h"
-#include "misses/fill.h"
+#include "misses/miss_threads.h"
+#include "misses/miss.h"
 #include "relay/lot.h"
 #include "relay/relay.h"
 #include "relay/slots.h"
 #include "serve/interrupt.h"
-#include "worker/fastpath.h"
 
 #define TICK_MS 200
-
-void control_init(struct control_socket *control, struct fastpath *fastpath, int listener, int shared_fd, int blob_fd)
-{
-    *control = (struct control_socket){
-        .fastpath = fastpath, .listener = listener, .shared_fd = shared_fd, .blob_fd = blob_fd, .process = -1};
-    daemon_init(&fastpath->daemon);
-}
-
-static void hand_over(struct control_socket *control)
-{
-    struct fastpath *fastpath = control->fastpath;
-    int fds[] = {fastpath->device, control->shared_fd, fastpath->source, control->blob_fd, control->listener};
-    daemon_send_descriptors(&fastpath->daemon, CONTROL_HELD, (uint64_t)getpid(), fds, sizeof fds / sizeof *fds);
-}
 
 static void daemon_gone(struct control_socket *control)
 {
@@ -44,8 +27,8 @@ static void daemon_gone(struct control_socket *control)
         relay_hang_up(&control->fastpath->relay);
 }
 
-/* A connection that ends says little: it may be one that a living daemon made to our predecessor, and gave up. Its Python
- * is gone when its process is. */
+/* A connection that ends does not mean that its daemon has died: a daemon may have made it to our predecessor and given it up.
+ * Python is gone when the process is. */
 static void process_gone(struct control_socket *control)
 {
     close(control->process);
@@ -53,11 +36,11 @@ static void process_gone(struct control_socket *control)
     relay_hang_up(&control->fastpath->relay);
 }
 
-static void daemon_came(struct control_socket *control, int daemon)
+static void daemon_connected(struct control_socket *control, int daemon)
 {
     struct ucred peer = {0};
     socklen_t length = sizeof peer;
-    /* It is given every descriptor of the mount. Its directory is closed to others already; its mode may have changed. */
+    /* The daemon gets every descriptor of the mount. The socket's directory is closed to others, but its mode may have changed. */
     if (getsockopt(daemon, SOL_SOCKET, SO_PEERCRED, &peer, &length) || (peer.uid != 0 && peer.uid != geteuid())) {
         close(daemon);
         return;
@@ -73,7 +56,7 @@ static void daemon_came(struct control_socket *control, int daemon)
 
 #define MAX_DOUBT_BYTES 4096u /* the names of a request; never the bytes of a WRITE */
 
-static void tell_doubts(struct fastpath *fastpath)
+static void send_doubts(struct fastpath *fastpath)
 {
     struct relay *relay = &fastpath->relay;
     uint32_t slot;
@@ -86,7 +69,7 @@ static void tell_doubts(struct fastpath *fastpath)
     }
 }
 
-/* False: the daemon has gone. */
+/* False: the daemon is gone. */
 static bool receive(struct control_socket *control)
 {
     struct fastpath *fastpath = control->fastpath;
@@ -95,11 +78,11 @@ static bool receive(struct control_socket *control)
         struct cmsghdr align;
         char bytes[CMSG_SPACE(sizeof(int) * MAX_DESCRIPTORS)];
     } ancillary;
-    static struct wish wishes[MAX_WISHES]; /* of the one thread that comes here */
-    struct iovec parts[] = {{&head, sizeof head}, {wishes, sizeof wishes}};
+    static struct prefetch_request requests[MAX_PREFETCH_REQUESTS]; /* used by the control thread only */
+    struct iovec parts[] = {{&head, sizeof head}, {requests, sizeof requests}};
     struct msghdr message = {
         .msg_iov = parts, .msg_iovlen = 2, .msg_control = ancillary.bytes, .msg_controllen = sizeof ancillary.bytes};
-    ssize_t length = recvmsg(fastpath->daemon.socket, &message, MSG_CMSG_CLOEXEC | MSG_DONTWAIT);
+    ssize_t length = recvmsg(daemon_socket(&fastpath->daemon), &message, MSG_CMSG_CLOEXEC | MSG_DONTWAIT);
     if (length < 0)
         return errno == EAGAIN || errno == EINTR;
     if (length < (ssize_t)sizeof head)
@@ -116,26 +99,27 @@ static bool receive(struct control_socket *control)
         relay_attach(&fastpath->relay, fds[0], fds[1], head.a & ATTACH_SAME_PYTHON);
         count = 0;
         daemon_send(&fastpath->daemon, CONTROL_ATTACHED, 0, 0, NULL, 0);
-        tell_doubts(fastpath);
+        send_doubts(fastpath);
         if (fastpath->appender)
             append_attached(fastpath->appender, head.a & ATTACH_SAME_PYTHON);
     } else if (head.type == CONTROL_HANDOVER) {
-        hand_over(control);
+        int mount[] = {fastpath->device, control->shared_fd, fastpath->source, control->blob_fd, control->listener};
+        daemon_send_descriptors(&fastpath->daemon, CONTROL_HANDED_OVER, (uint64_t)getpid(), mount, sizeof mount / sizeof *mount);
     } else if (head.type == CONTROL_SOURCE && count == 1) {
         dup3(fds[0], fastpath->source, O_CLOEXEC); /* under the number that all threads use */
     } else if (head.type == CONTROL_SLAB && fastpath->appender) {
         append_slab(fastpath->appender, head.a);
     } else if (head.type == CONTROL_ROOM && fastpath->appender) {
         append_room(fastpath->appender, head.a);
-    } else if (head.type == CONTROL_WISH && fastpath->fill) {
-        fill_wish(fastpath->fill, wishes, ((size_t)length - sizeof head) / sizeof *wishes);
+    } else if (head.type == CONTROL_PREFETCH && fastpath->misses) {
+        prefetch_requested(fastpath->misses, requests, ((size_t)length - sizeof head) / sizeof *requests);
     }
     while (count)
         close(fds[--count]);
     return true;
 }
 
-/* A daemon that was killed while one of its threads waits in the kernel, for a source that hangs, keeps its sockets open. */
+/* A killed daemon keeps its sockets open while one of its threads waits in the kernel for a source that hangs. */
 bool process_is_dying(pid_t pid)
 {
     char path[32], text[256];
@@ -150,29 +134,24 @@ bool process_is_dying(pid_t pid)
     return name_end && strlen(name_end) > 2 && (name_end[2] == 'Z' || name_end[2] == 'X');
 }
 
-static bool next_waits(struct control_socket *control)
-{
-    struct pollfd wait = {control->listener, POLLIN, 0};
-    return poll(&wait, 1, 0) > 0;
-}
-
 void control_run(struct control_socket *control, int ended)
 {
     struct fastpath *fastpath = control->fastpath;
     for (;;) {
-        int daemon = fastpath->daemon.socket; /* no other thread changes it */
+        int daemon = daemon_socket(&fastpath->daemon);
         struct pollfd wait[] = {
             {ended, POLLIN, 0},
-            /* One daemon at a time: the next one waits until this one has gone. */
+            /* One daemon at a time: the next one waits until this one is gone. */
             {daemon < 0 ? control->listener : daemon, POLLIN, 0},
             {daemon < 0 ? control->process : -1, POLLIN, 0},
         };
         int ready = poll(wait, 3, TICK_MS);
         relay_tick(&fastpath->relay);
-        fill_tick(fastpath->fill);
+        miss_tick(fastpath->misses);
         interrupt_tick(fastpath);
         if (ready <= 0) {
-            if (daemon >= 0 && next_waits(control) && process_is_dying(control->pid)) {
+            struct pollfd next = {control->listener, POLLIN, 0};
+            if (daemon >= 0 && poll(&next, 1, 0) > 0 && process_is_dying(control->pid)) {
                 daemon_gone(control);
                 if (control->process >= 0)
                     process_gone(control);
@@ -188,7 +167,7 @@ void control_run(struct control_socket *control, int ended)
         if (daemon < 0) {
             daemon = accept4(control->listener, NULL, NULL, SOCK_CLOEXEC);
             if (daemon >= 0)
-                daemon_came(control, daemon);
+                daemon_connected(control, daemon);
         } else if (!receive(control)) {
             daemon_gone(control);
         }

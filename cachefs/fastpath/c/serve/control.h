@@ -1,4 +1,4 @@
-/* The fast path's side of its control socket: daemons come, attach their Python, and go or die. */
+/* The control socket: daemons connect, attach their Python, and leave or die. */
 #pragma once
 
 #include <stdbool.h>
@@ -9,10 +9,9 @@ struct fastpath;
 struct control_socket {
     struct fastpath *fastpath;
     int listener, shared_fd, blob_fd;
-    int process, pid; /* of the daemon that connected last: a pidfd, -1: dead */
+    int process, pid; /* of the daemon that connected last: a pidfd (-1: it is dead) and a pid */
 };
 
-void control_init(struct control_socket *control, struct fastpath *fastpath, int listener, int shared_fd, int blob_fd);
 /* Serves until `ended` (an eventfd) is signalled. */
 void control_run(struct control_socket *control, int ended);
 /* Has its first thread ended? */

@@ -1,36 +1,19 @@
 #include "serve/interrupt.h"
 
-#include <pthread.h>
 #include <signal.h>
-#include <stdbool.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
-#include "misses/fill.h"
+#include "misses/miss.h"
 #include "relay/lot.h"
 #include "relay/relay.h"
-#include "worker/fastpath.h"
 
-static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
-static uint64_t interrupted[MAX_INTERRUPTED];
-static uint32_t count;
+struct lock interrupt_lock = LOCK_INIT;
+static uint64_t interrupted[MAX_INTERRUPTED] GUARDED_BY(interrupt_lock); /* requests whose callers wait on */
+static uint32_t count GUARDED_BY(interrupt_lock);
 
-/* The caller of a request that has no answer yet, 0: there is none. */
-static uint32_t caller_of(struct fastpath *fastpath, uint64_t unique)
-{
-    for (uint32_t slot = 0; slot < SLOT_COUNT; slot++) {
-        const struct slot_head *head = &fastpath->shared->slots[slot];
-        if (head->unique != unique || (head->word & 0xff) == SLOT_FREE)
-            continue;
-        uint32_t caller = head->caller;
-        if (head->unique == unique) /* else it is another request's by now */
-            return caller;
-    }
-    return relay_parked_caller(&fastpath->relay, unique);
-}
-
-/* Has it been sent SIGKILL? The kernel adds that to whatever else ends a process (complete_signal). */
+/* Was it sent SIGKILL? The kernel adds SIGKILL to any other signal that ends a process (complete_signal). */
 static bool is_dying(uint32_t pid)
 {
     char path[32], line[256];
@@ -45,39 +28,41 @@ static bool is_dying(uint32_t pid)
     return dying;
 }
 
-/* False: it waits on, or is in a thread's hands at the moment. */
-static bool settle(struct fastpath *fastpath, uint64_t unique)
+/* False: the caller waits on, or a thread serves the request right now. */
+static bool try_interrupt(struct fastpath *fastpath, uint64_t unique)
 {
-    uint32_t pid = caller_of(fastpath, unique);
+    uint32_t pid = relay_caller(&fastpath->relay, unique);
     if (!pid)
         return true;
     if (!is_dying(pid))
         return false;
-    return relay_interrupt(&fastpath->relay, unique) || fill_interrupt(fastpath->fill, unique);
+    return relay_interrupt(&fastpath->relay, unique) || miss_interrupt(fastpath->misses, unique);
 }
 
 void interrupt_init(struct fastpath *fastpath)
 {
+    lock_take(&interrupt_lock);
     count = relay_interruptible(&fastpath->relay, interrupted, MAX_INTERRUPTED);
+    lock_release(&interrupt_lock);
 }
 
 void interrupt(struct fastpath *fastpath, uint64_t unique)
 {
-    if (settle(fastpath, unique))
+    if (try_interrupt(fastpath, unique))
         return;
-    pthread_mutex_lock(&lock);
+    lock_take(&interrupt_lock);
     if (count < MAX_INTERRUPTED)
         interrupted[count++] = unique;
-    pthread_mutex_unlock(&lock);
+    lock_release(&interrupt_lock);
 }
 
 void interrupt_tick(struct fastpath *fastpath)
 {
-    pthread_mutex_lock(&lock);
+    lock_take(&interrupt_lock);
     for (uint32_t i = 0; i < count;)
-        if (settle(fastpath, interrupted[i]))
+        if (try_interrupt(fastpath, interrupted[i]))
             interrupted[i] = interrupted[--count];
         else
             i++;
-    pthread_mutex_unlock(&lock);
+    lock_release(&interrupt_lock);
 }

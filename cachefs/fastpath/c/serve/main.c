@@ -1,12 +1,10 @@
-/* cachefs-fastpath: between /dev/fuse and pyfuse3. docs/FASTPATH.md says what it promises.
+/* cachefs-fastpath: between /dev/fuse and pyfuse3. docs/FASTPATH.md describes it.
  *
  * Started by the daemon, which gives it descriptors: /dev/fuse, the shared memory, the source's directory, the blob and
  * a listening socket. It outlives the daemon, and ends when the mount does. */
 #include <errno.h>
 #include <fcntl.h>
-#include <inttypes.h>
 #include <poll.h>
-#include <pthread.h>
 #include <signal.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -18,7 +16,7 @@
 
 #include "appender/append.h"
 #include "common/buffer.h"
-#include "misses/fill.h"
+#include "misses/miss.h"
 #include "relay/relay.h"
 #include "serve/control.h"
 #include "serve/interrupt.h"
@@ -33,37 +31,28 @@ static int fail(const char *what, const char *why)
     return 1;
 }
 
-struct arguments {
-    int device, shared, source, blob, listener;
-    const char *session, *durable;
-    int after; /* the pid of another one on the same memory; 0: there is none */
-};
+enum argument { DEVICE, SHARED, SOURCE, BLOB, LISTENER, SESSION_INDEX, DURABLE_INDEX, PREDECESSOR, ARGUMENTS };
 
-static bool parse_arguments(int count, char **values, struct arguments *out)
+/* PREDECESSOR: the pid of another fast path on the same memory. Only that one may be missing. */
+static bool parse_arguments(int count, char **values, const char *out[ARGUMENTS])
 {
-    *out = (struct arguments){-1, -1, -1, -1, -1, NULL, NULL, 0};
-    struct { const char *name; int *fd; const char **path; } known[] = {
-        {"--device", &out->device, NULL}, {"--shared", &out->shared, NULL},     {"--source", &out->source, NULL},
-        {"--blob", &out->blob, NULL},     {"--listener", &out->listener, NULL}, {"--session", NULL, &out->session},
-        {"--durable", NULL, &out->durable}, {"--after", &out->after, NULL},
-    };
+    static const char *const names[ARGUMENTS] = {"--device", "--shared", "--source", "--blob", "--listener", "--session",
+                                                 "--durable", "--after"};
     for (int i = 1; i + 1 < count; i += 2)
-        for (size_t k = 0; k < sizeof known / sizeof *known; k++)
-            if (!strcmp(values[i], known[k].name)) {
-                if (known[k].fd)
-                    *known[k].fd = atoi(values[i + 1]);
-                else
-                    *known[k].path = values[i + 1];
-            }
-    return out->device >= 0 && out->shared >= 0 && out->source >= 0 && out->blob >= 0 && out->listener >= 0 &&
-           out->session && out->durable;
+        for (int name = 0; name < ARGUMENTS; name++)
+            if (!strcmp(values[i], names[name]))
+                out[name] = values[i + 1];
+    for (int name = 0; name < PREDECESSOR; name++)
+        if (!out[name])
+            return false;
+    return true;
 }
 
-/* It holds what the mount is made of while we wait, and we go on with it, also if the daemon that started us is killed. */
+/* The other process has the mount while this one waits. This one goes on with it even if the daemon that started it is killed. */
 static void wait_for_end(pid_t pid)
 {
     struct pollfd wait = {(int)syscall(SYS_pidfd_open, pid, 0), POLLIN, 0};
-    while (wait.fd >= 0 && poll(&wait, 1, LOOK_MS) <= 0 && !process_is_dying(pid)) /* a thread of it may wait for the source */
+    while (wait.fd >= 0 && poll(&wait, 1, LOOK_MS) <= 0 && !process_is_dying(pid)) /* one of its threads may wait for the source */
         ;
     if (wait.fd >= 0)
         close(wait.fd);
@@ -101,26 +90,28 @@ static void *work(void *context)
 
 int main(int count, char **values)
 {
-    struct arguments arguments;
-    if (!parse_arguments(count, values, &arguments))
+    const char *arguments[ARGUMENTS] = {NULL};
+    if (!parse_arguments(count, values, arguments))
         return fail("usage", "this program is started by cachefs, not by hand");
     signal(SIGPIPE, SIG_IGN);
-    signal(SIGXFSZ, SIG_IGN); /* a blob that may not grow is a full one */
+    signal(SIGXFSZ, SIG_IGN); /* a blob that may not grow counts as full */
     signal(SIGINT, SIG_IGN);
     signal(SIGHUP, SIG_IGN);
 
-    if (arguments.after)
-        wait_for_end(arguments.after);
+    if (arguments[PREDECESSOR])
+        wait_for_end(atoi(arguments[PREDECESSOR]));
 
     static struct fastpath fastpath;
-    static struct control_socket control;
-    fastpath = (struct fastpath){.device = arguments.device, .source = arguments.source};
-    if (!(fastpath.shared = map_shared(arguments.shared)))
+    struct control_socket control = {.fastpath = &fastpath, .listener = atoi(arguments[LISTENER]), .process = -1,
+                                     .shared_fd = atoi(arguments[SHARED]), .blob_fd = atoi(arguments[BLOB])};
+    fastpath = (struct fastpath){
+        .device = atoi(arguments[DEVICE]), .source = atoi(arguments[SOURCE]), .daemon = {.socket = -1}};
+    if (!(fastpath.shared = map_shared(control.shared_fd)))
         return fail("the shared memory cannot be used", strerror(errno));
-    int error = index_open(&fastpath.index, arguments.session, arguments.durable, fastpath.shared);
+    int error = index_open(&fastpath.index, arguments[SESSION_INDEX], arguments[DURABLE_INDEX], fastpath.shared);
     if (error)
         return fail("the index cannot be opened", mdb_strerror(error));
-    if (!blob_open(&fastpath.blob, arguments.blob, fastpath.shared->seed))
+    if (!blob_open(&fastpath.blob, control.blob_fd, fastpath.shared->seed))
         return fail("the blob cannot be opened", strerror(errno));
     if ((ended = eventfd(0, EFD_CLOEXEC)) < 0)
         return fail("eventfd", strerror(errno));
@@ -129,15 +120,13 @@ int main(int count, char **values)
         return fail("/dev/fuse cannot be used", strerror(errno));
     fastpath.shared->pid = (uint64_t)getpid();
 
-    pthread_mutex_init(&fastpath.turn, NULL);
     if (!relay_init(&fastpath.relay, fastpath.shared, fastpath.device))
         return fail("requests cannot be taken over", strerror(errno));
     interrupt_init(&fastpath);
-    control_init(&control, &fastpath, arguments.listener, arguments.shared, arguments.blob);
     uint32_t threads = fastpath.shared->threads;
     if (!threads || threads > SLOTS_FOR_THREADS)
         return fail("the shared memory cannot be used", "impossible number of threads");
-    if (fill_start(&fastpath, arguments.blob))
+    if (miss_start(&fastpath, control.blob_fd))
         return fail("threads cannot be started", strerror(errno));
     if ((error = relay_start(&fastpath.relay)))
         return fail("threads cannot be started", strerror(error));
@@ -145,7 +134,9 @@ int main(int count, char **values)
     uint8_t *scratch = buffer_memory((threads + 1) * (size_t)QUICK_BYTES);
     if (!workers || !scratch)
         return fail("threads cannot be set up", strerror(ENOMEM));
-    fastpath.ahead.scratch = scratch + threads * (size_t)QUICK_BYTES;
+    lock_take(&leader_lock);
+    fastpath.speculative_read.scratch = scratch + threads * (size_t)QUICK_BYTES;
+    lock_release(&leader_lock);
     pthread_attr_t attributes;
     pthread_attr_init(&attributes);
     pthread_attr_setstacksize(&attributes, STACK_BYTES);
@@ -162,5 +153,5 @@ int main(int count, char **values)
     if (fastpath.appender)
         append_drain(fastpath.appender);
     relay_quiesce(&fastpath.relay);
-    _exit(0); /* the mount is gone, or a successor takes over whatever the other threads are at */
+    _exit(0); /* the mount is gone, or a successor takes over the requests of the other threads */
 }

@@ -14,16 +14,16 @@
 #include "relay/slots.h"
 #include "serve/interrupt.h"
 
-#define SPIN_NS 50000
-#define MAX_EAGER 8
-#define CROWD 64 /* READs; so many are alone before their reader counts as alone */
+#define BUSY_POLL_NS 50000
+#define MAX_BUSY_POLL 8
+#define SINGLE_READER_READS 64 /* consecutive READs of one process; then it counts as the only reader */
 
 static void clamp_listing(const struct request *request)
 {
     if (request->header->opcode != FUSE_READDIR && request->header->opcode != FUSE_READDIRPLUS)
         return;
     struct fuse_read_in *in = request->body;
-    if (in->size > PART_BYTES) /* a shorter listing is an answer too, and a message that fits (hazard 5) */
+    if (in->size > PART_BYTES) /* a shorter listing is allowed, and its message fits (hazard 5) */
         in->size = PART_BYTES;
 }
 
@@ -39,7 +39,7 @@ static enum latency_kind kind_of(uint32_t opcode)
     }
 }
 
-/* Answers one request, or passes it on, which takes the slot away. */
+/* Answers one request, or passes it on; then the slot no longer belongs to the worker. */
 static void serve(struct worker *worker)
 {
     struct relay *relay = &worker->fastpath->relay;
@@ -72,14 +72,14 @@ static void serve(struct worker *worker)
     worker->slot = NO_SLOT;
 }
 
-/* A request that did not come from /dev/fuse just now. It may take long: the next thread listens meanwhile. */
+/* A request that does not come from /dev/fuse. It may take long: the next thread listens meanwhile. */
 static void serve_work(struct worker *worker, uint32_t slot)
 {
     struct relay *relay = &worker->fastpath->relay;
     uint32_t own = worker->slot;
-    relay_ready_slot(relay, own); /* what it holds has been answered */
+    relay_ready_slot(relay, own); /* its last request was answered */
     worker->slot = slot;
-    give_turn(worker);
+    leader_resign(worker);
     serve(worker);
     if (worker->slot != NO_SLOT)
         relay_free_slot(relay, worker->slot);
@@ -91,33 +91,33 @@ static bool takes_time(uint32_t opcode)
     return opcode == FUSE_READ || opcode == FUSE_READDIR || opcode == FUSE_READDIRPLUS;
 }
 
-/* Do several jobs read at once? 0 is a process that the kernel does not tell us. */
-static bool in_crowd(struct fastpath *fastpath, uint32_t pid)
+/* Do several processes read at once? 0: the kernel does not know the process. */
+static bool has_concurrent_readers(struct fastpath *fastpath, uint32_t pid) REQUIRES(leader_lock)
 {
     if (pid != fastpath->reader || !pid)
-        fastpath->crowd = CROWD;
-    else if (fastpath->crowd)
-        fastpath->crowd--;
+        fastpath->concurrent_readers = SINGLE_READER_READS;
+    else if (fastpath->concurrent_readers)
+        fastpath->concurrent_readers--;
     fastpath->reader = pid;
-    return fastpath->crowd;
+    return fastpath->concurrent_readers;
 }
 
-/* The next request; EAGAIN where there is work instead. Looks for one without sleeping, for a little while after the last, as long as most come so soon: being
- * woken costs more than most answers. Whoever has work to do for a job goes first. */
-static ssize_t next_request(struct fastpath *fastpath, void *message, uint64_t since_ns)
+/* Reads the next request; EAGAIN: there is work instead. As long as most requests come soon after the last one, it polls for a
+ * while before it sleeps: a wake-up costs more than most answers. Between polls it yields to jobs that can run. */
+static ssize_t next_request(struct fastpath *fastpath, void *message, uint64_t since_ns) REQUIRES(leader_lock)
 {
     ssize_t length;
     struct pollfd wait[] = {{fastpath->device, POLLIN, 0}, {fastpath->relay.work_ready, POLLIN, 0}};
     while ((length = read(fastpath->device, message, SLOT_BYTES)) < 0 && errno == EAGAIN && !fastpath->relay.work_count) {
-        if (fastpath->eager && monotonic_ns() - since_ns < SPIN_NS)
+        if (fastpath->busy_poll && monotonic_ns() - since_ns < BUSY_POLL_NS)
             sched_yield();
         else
             poll(wait, 2, -1);
     }
-    if (monotonic_ns() - since_ns >= SPIN_NS)
-        fastpath->eager /= 2;
-    else if (fastpath->eager < MAX_EAGER)
-        fastpath->eager++;
+    if (monotonic_ns() - since_ns >= BUSY_POLL_NS)
+        fastpath->busy_poll /= 2;
+    else if (fastpath->busy_poll < MAX_BUSY_POLL)
+        fastpath->busy_poll++;
     return length;
 }
 
@@ -126,25 +126,25 @@ void *serve_run(void *context)
     struct worker *worker = context;
     struct fastpath *fastpath = worker->fastpath;
     uint64_t done_ns = 0;
-    take_turn(worker);
+    leader_become(worker);
     for (;;) {
         if (worker->slot == NO_SLOT && (worker->slot = relay_take_slot(&fastpath->relay)) == NO_SLOT) {
-            usleep(1000); /* cannot be: SLOTS_FOR_THREADS */
+            usleep(1000); /* not expected: SLOTS_FOR_THREADS */
             continue;
         }
-        /* By turns with what arrives: neither waits for the end of the other. */
+        /* Work and requests from /dev/fuse alternate: neither waits until the other is exhausted. */
         worker->worked = !worker->worked;
         uint32_t work = worker->worked ? relay_next_work(&fastpath->relay) : NO_SLOT;
         if (work != NO_SLOT) {
             serve_work(worker, work);
-            take_turn(worker);
+            leader_become(worker);
             continue;
         }
         relay_ready_slot(&fastpath->relay, worker->slot);
         struct fuse_in_header *message = slot_data(&fastpath->relay, worker->slot);
         ssize_t length = next_request(fastpath, message, done_ns);
         if (length < 0 && errno == ENODEV) {
-            give_turn(worker);
+            leader_resign(worker);
             return NULL; /* unmounted */
         }
         if (length < (ssize_t)sizeof *message) {
@@ -155,11 +155,11 @@ void *serve_run(void *context)
             continue;
         }
         relay_fill_slot(&fastpath->relay, worker->slot, (uint32_t)length, message->unique);
-        if (takes_time(message->opcode) && in_crowd(fastpath, message->pid))
-            give_turn(worker);
+        if (takes_time(message->opcode) && has_concurrent_readers(fastpath, message->pid))
+            leader_resign(worker);
         serve(worker);
-        take_turn(worker);
-        if (ahead_guess(&fastpath->ahead, &worker->view, &fastpath->blob))
+        leader_become(worker);
+        if (speculative_read_next(&fastpath->speculative_read, &worker->view, &fastpath->blob))
             worker->counters->guesses++;
         done_ns = monotonic_ns();
     }

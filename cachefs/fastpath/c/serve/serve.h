@@ -1,7 +1,7 @@
-/* Threads that take turns in listening to /dev/fuse; each serves what it has read. */
+/* The loop of a serving thread (worker/worker.h). */
 #pragma once
 
 #include "worker/worker.h"
 
-/* Until the mount is gone. */
+/* Returns when the mount is gone. */
 void *serve_run(void *worker);

@@ -1,17 +1,15 @@
 /* What the threads share. Made once, in main. */
 #pragma once
 
-#include <pthread.h>
-#include <stdint.h>
-
-#include "cache/ahead.h"
 #include "cache/blob.h"
 #include "cache/index.h"
+#include "cache/speculative_read.h"
 #include "common/daemon.h"
+#include "common/lock.h"
 #include "relay/state.h"
 
 struct appender;
-struct fill;
+struct misses;
 
 struct fastpath {
     struct shared *shared;
@@ -19,12 +17,13 @@ struct fastpath {
     struct blob blob;
     struct relay relay;
     struct daemon daemon;
-    struct fill *fill;         /* NULL: misses are Python's */
+    struct misses *misses;     /* NULL: Python serves misses */
     struct appender *appender; /* NULL: the same */
     int device, source;
-    pthread_mutex_t turn; /* to listen to /dev/fuse */
-    /* Of the thread that has the turn: */
-    uint32_t reader, crowd; /* which process read last; for so many READs of the same one the turn is still given away */
-    uint32_t eager; /* whether requests come soon after each other */
-    struct ahead ahead;
+    /* A READ or listing of the same process as the last one counts this down; one of another process sets it. 0: there
+     * is one reader. */
+    uint32_t concurrent_readers GUARDED_BY(leader_lock);
+    uint32_t reader GUARDED_BY(leader_lock);    /* the process that read last */
+    uint32_t busy_poll GUARDED_BY(leader_lock); /* grows with each request that follows the last one soon; 0: sleep at once */
+    struct speculative_read speculative_read GUARDED_BY(leader_lock);
 };

@@ -1,21 +1,24 @@
 #include "worker/worker.h"
 
+struct lock leader_lock = LOCK_INIT;
+
 int worker_init(struct worker *worker, struct fastpath *fastpath, struct counters *counters, uint8_t *scratch)
 {
+    ASSERT((uintptr_t)scratch % DIRECT_ALIGNMENT == 0);
     *worker = (struct worker){.fastpath = fastpath, .counters = counters, .slot = NO_SLOT, .scratch = scratch};
     return view_init(&worker->view, &fastpath->index);
 }
 
-void take_turn(struct worker *worker)
+UNCHECKED void leader_become(struct worker *worker)
 {
-    if (!worker->has_turn)
-        pthread_mutex_lock(&worker->fastpath->turn);
-    worker->has_turn = true;
+    if (!worker->is_leader)
+        lock_take(&leader_lock);
+    worker->is_leader = true;
 }
 
-void give_turn(struct worker *worker)
+UNCHECKED void leader_resign(struct worker *worker)
 {
-    if (worker->has_turn)
-        pthread_mutex_unlock(&worker->fastpath->turn);
-    worker->has_turn = false;
+    if (worker->is_leader)
+        lock_release(&leader_lock);
+    worker->is_leader = false;
 }

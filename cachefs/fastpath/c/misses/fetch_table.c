@@ -1,17 +1,19 @@
-#include "misses/fill_table.h"
+#include "misses/fetch_table.h"
 
 #include <stdlib.h>
 
+#include "common/assertion.h"
 #include "misses/source.h"
 
-static struct fetch **bucket_of(struct fill_table *table, uint64_t inode, uint64_t offset)
+static struct fetch **bucket_of(struct fetch_table *table, uint64_t inode, uint64_t offset)
 {
     uint64_t hash = (inode ^ offset / CHUNK_BYTES << 40) * 0x9E3779B97F4A7C15u;
     return &table->buckets[hash >> 52];
 }
 
-void fetch_release(struct fetch *fetch)
+void fetch_release_locked(struct fetch *fetch)
 {
+    ASSERT(fetch->references > 0);
     if (--fetch->references > 0)
         return;
     source_free(fetch->payload, fetch->length);
@@ -20,9 +22,9 @@ void fetch_release(struct fetch *fetch)
         free(fetch);
 }
 
-/* Assigns the fetch to the first of its waiters whose share has room; false if none has. `full`: an owner whose share is known
- * to be full. */
-static bool find_owner(struct fetch *fetch, const struct shares *shares, uint32_t *full)
+/* Assigns the fetch to its owner or to the first of its waiters whose share has room. False: none has room. `full`: an owner
+ * whose share is known to be full. */
+static bool find_owner_locked(struct fetch *fetch, const struct shares *shares, uint32_t *full) REQUIRES(miss_lock)
 {
     const struct waiter *waiter = fetch->waiters;
     for (uint32_t owner = fetch->owner;; waiter = waiter->next) {
@@ -37,12 +39,12 @@ static bool find_owner(struct fetch *fetch, const struct shares *shares, uint32_
     }
 }
 
-struct fetch *queue_pop_fair(struct fetch_queue *queue, const struct shares *shares)
+struct fetch *queue_pop_fair_locked(struct fetch_queue *queue, const struct shares *shares)
 {
     /* Most queued fetches belong to one owner with a full share: that share is looked up once. */
-    uint32_t full = DAEMON_OWNER; /* its fetches are never queued here */
+    uint32_t full = DAEMON_OWNER; /* its fetches are never queued */
     struct fetch *fetch = queue->first;
-    while (fetch && !find_owner(fetch, shares, &full))
+    while (fetch && !find_owner_locked(fetch, shares, &full))
         fetch = fetch->queue_next;
     if (fetch)
         queue_remove(queue, fetch);
@@ -54,9 +56,9 @@ static bool is_of(const struct fetch *fetch, uint64_t inode, uint64_t version)
     return fetch->cached && fetch->inode == inode && fetch->record.version == version;
 }
 
-struct fetch *table_find(struct fill_table *table, uint64_t inode, uint64_t version, uint64_t start, uint64_t end)
+struct fetch *find_fetch_locked(struct fetch_table *table, uint64_t inode, uint64_t version, uint64_t start, uint64_t end)
 {
-    /* A fetch is no longer than a chunk: it began in this one, or in the one before it. */
+    /* A fetch is no longer than a chunk: it begins in this chunk or in the one before it. */
     uint64_t first = start < CHUNK_BYTES ? start : start - CHUNK_BYTES;
     for (uint64_t offset = first; offset <= start; offset += CHUNK_BYTES)
         for (struct fetch *fetch = *bucket_of(table, inode, offset); fetch; fetch = fetch->bucket_next)
@@ -65,7 +67,7 @@ struct fetch *table_find(struct fill_table *table, uint64_t inode, uint64_t vers
     return NULL;
 }
 
-uint64_t table_next(struct fill_table *table, uint64_t inode, uint64_t version, uint64_t from, uint64_t to)
+uint64_t next_fetch_start_locked(struct fetch_table *table, uint64_t inode, uint64_t version, uint64_t from, uint64_t to)
 {
     uint64_t next = to;
     for (uint64_t chunk = from / CHUNK_BYTES; chunk <= to / CHUNK_BYTES; chunk++)
@@ -75,8 +77,9 @@ uint64_t table_next(struct fill_table *table, uint64_t inode, uint64_t version, 
     return next;
 }
 
-void table_add(struct fill_table *table, struct fetch *fetch)
+void add_to_table_locked(struct fetch_table *table, struct fetch *fetch)
 {
+    ASSERT(!fetch->in_table && fetch->length && fetch->length <= CHUNK_BYTES);
     struct fetch **bucket = bucket_of(table, fetch->inode, fetch->offset);
     fetch->bucket_next = *bucket;
     *bucket = fetch;
@@ -90,7 +93,7 @@ void table_add(struct fill_table *table, struct fetch *fetch)
     fetch->in_table = true;
 }
 
-void table_remove(struct fill_table *table, struct fetch *fetch)
+void remove_from_table_locked(struct fetch_table *table, struct fetch *fetch)
 {
     if (!fetch->in_table)
         return;
@@ -103,7 +106,7 @@ void table_remove(struct fill_table *table, struct fetch *fetch)
     fetch->in_table = false;
 }
 
-struct fetch *table_oldest_unfetched(struct fill_table *table)
+struct fetch *oldest_unfetched_locked(struct fetch_table *table)
 {
     for (struct fetch *fetch = table->oldest; fetch; fetch = fetch->newer)
         if (fetch->state == FETCH_QUEUED || fetch->state == FETCH_FETCHING)
@@ -111,7 +114,7 @@ struct fetch *table_oldest_unfetched(struct fill_table *table)
     return NULL;
 }
 
-struct waiter *table_take_waiter(struct fill_table *table, uint64_t unique)
+struct waiter *take_waiter_locked(struct fetch_table *table, uint64_t unique)
 {
     for (struct fetch *fetch = table->oldest; fetch; fetch = fetch->newer)
         for (struct waiter **at = &fetch->waiters; *at; at = &(*at)->next)
@@ -123,22 +126,23 @@ struct waiter *table_take_waiter(struct fill_table *table, uint64_t unique)
     return NULL;
 }
 
-void table_settle_later(struct fill_table *table, struct fetch *fetch)
+void add_pending_locked(struct fetch_table *table, struct fetch *fetch)
 {
-    fetch->settle_next = NULL;
-    if (table->settle_first)
-        table->settle_last->settle_next = fetch;
+    ASSERT(fetch->in_table && fetch->state == FETCH_APPENDED);
+    fetch->pending_next = NULL;
+    if (table->pending_first)
+        table->pending_last->pending_next = fetch;
     else
-        table->settle_first = fetch;
-    table->settle_last = fetch;
+        table->pending_first = fetch;
+    table->pending_last = fetch;
 }
 
-void table_settle(struct fill_table *table, uint64_t number)
+void resolve_pending_locked(struct fetch_table *table, uint64_t number)
 {
-    while (table->settle_first && table->settle_first->report <= number) {
-        struct fetch *fetch = table->settle_first;
-        table->settle_first = fetch->settle_next;
-        table_remove(table, fetch);
+    while (table->pending_first && table->pending_first->report <= number) {
+        struct fetch *fetch = table->pending_first;
+        table->pending_first = fetch->pending_next;
+        remove_from_table_locked(table, fetch);
         if (fetch->references == 0)
             free(fetch);
     }

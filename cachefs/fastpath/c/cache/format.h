@@ -1,4 +1,4 @@
-/* What the index and the blob hold as it lies on disk. The structs are in cachefs/contract; docs/FORMAT.md describes them. */
+/* Formats on disk, of the index and the blob. The structs are in cachefs/contract; docs/FORMAT.md describes them. */
 #pragma once
 
 #include "common/contract.h"
