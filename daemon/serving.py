@@ -13,13 +13,13 @@ from pathlib import Path
 import trio
 from rich.filesize import decimal
 
+from cachefs.contract.index import ROOT_INODE
 from cachefs.errors import CacheFsError
 from cachefs.fuse.loop import RequestLoop
 from cachefs.prefetch.engine import PrefetchEngine
 from cachefs.prefetch.hints import Hints
 from cachefs.prefetch.queue import OwnPrefetchQueue
 from cachefs.source.directories import ROOT
-from cachefs.store.index.records import ROOT_INODE
 from daemon import tasks
 from daemon.config import config
 from daemon.config.config import MountConfig

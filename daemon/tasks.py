@@ -9,8 +9,9 @@ from functools import partial
 
 import trio
 
+from cachefs.contract.shared import SETTLE_NS
 from cachefs.errors import IndexUnavailable
-from cachefs.options import SETTLE_NS, Revalidate
+from cachefs.options import Revalidate
 from cachefs.prefetch.hints import Hints
 from cachefs.prefetch.prefetcher import Prefetcher
 from cachefs.source import rctime

@@ -43,8 +43,8 @@ class Pending:
     def header(self) -> record.Header:
         i = self.inode
         return record.Header(
-            len(self.payload), i.number, self.offset, i.version, i.size, i.mtime_ns, i.ctime_ns, i.btime_ns, i.mode,
-            i.device, i.source_inode,
+            len(self.payload), i.number, self.offset, i.version, i.size, i.mtime_ns, i.ctime_ns, i.btime_ns, i.device,
+            i.source_inode, i.mode,
         )  # fmt: skip
 
 

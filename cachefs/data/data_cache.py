@@ -34,7 +34,6 @@ from policies.prefetch.sequential import CHUNK_BYTES
 
 log = logging.getLogger(__name__)
 
-assert CHUNK_BYTES <= record.MAX_PAYLOAD_BYTES
 BLOB_THREADS = 16
 RESERVE_BYTES = 64 << 20
 RESERVE_SHARE = 100

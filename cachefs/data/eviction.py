@@ -7,7 +7,7 @@ policy knows may be out of date (a unit may have gone for another reason); the i
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from cachefs.store.index.environment import Table
+from cachefs.contract.index import Table
 from cachefs.store.index.index import Index
 from cachefs.store.index.records import Extent, inode_of_key
 from policies.prefetch.sequential import CHUNK_BYTES

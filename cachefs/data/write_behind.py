@@ -12,6 +12,7 @@ from functools import partial
 
 import trio
 
+from cachefs.contract.index import Table
 from cachefs.data.commit import Committer, Filled, Pending, Work
 from cachefs.data.eviction import Eviction, Victim
 from cachefs.errors import IndexUnavailable
@@ -19,7 +20,6 @@ from cachefs.options import MIB
 from cachefs.stats.metrics import Metrics
 from cachefs.store.blob import record
 from cachefs.store.blob.blob import Blob
-from cachefs.store.index.environment import Table
 from cachefs.store.index.index import Index
 from cachefs.store.index.records import Inode, inode_key
 

@@ -16,9 +16,9 @@ from typing import NamedTuple, Protocol
 
 import trio
 
-from cachefs.options import SETTLE_NS
+from cachefs.contract.index import Table
+from cachefs.contract.shared import SETTLE_NS
 from cachefs.source import age
-from cachefs.store.index.environment import Table
 from cachefs.store.index.index import Index
 from cachefs.store.index.records import UNSETTLED, Inode, inode_key, inode_of_key
 from cachefs.system.clock import NANOSECONDS

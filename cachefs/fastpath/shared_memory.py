@@ -19,6 +19,7 @@ from cachefs.contract.shared import (
     MAGIC,
     MAX_THREADS,
     OPERATIONS,
+    SETTLE_NS,
     SHARED,
     SHARED_BYTES,
     SLOT_BYTES,
@@ -29,7 +30,7 @@ from cachefs.contract.shared import (
     YOUNG_FILES,
     SharedFlag,
 )
-from cachefs.options import SETTLE_NS, CacheLevel, Options
+from cachefs.options import CacheLevel, Options
 from cachefs.source.shares import UNKNOWN
 from cachefs.stats.latency import BUCKETS, KINDS, Histogram
 from cachefs.system.clock import NANOSECONDS

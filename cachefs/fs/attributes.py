@@ -13,6 +13,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+from cachefs.contract.index import Table
 from cachefs.data.data_cache import DataCache
 from cachefs.fs import permissions
 from cachefs.fs.descriptors import Descriptors, Use
@@ -20,7 +21,6 @@ from cachefs.fs.names import Entry, FileSystem, failed
 from cachefs.metadata import inode_values
 from cachefs.source.identity import Changed
 from cachefs.source.source import Object
-from cachefs.store.index.environment import Table
 from cachefs.store.index.records import LISTED, UNLINKED, Inode
 from cachefs.system.stat import Stat
 

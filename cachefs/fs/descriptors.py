@@ -24,6 +24,7 @@ import trio
 from outcome import Outcome
 
 from cachefs.client.hand_over import OpenSource
+from cachefs.contract.index import Table
 from cachefs.data.fetcher import Fetcher, OpenFile, close_quietly
 from cachefs.data.shared_files import SharedFiles, close_all
 from cachefs.fs.names import FileSystem, failed
@@ -33,7 +34,6 @@ from cachefs.source.identity import Renamed
 from cachefs.source.shares import UNKNOWN, Shares
 from cachefs.source.single_flight import SingleFlight
 from cachefs.source.source import Object, by_descriptor
-from cachefs.store.index.environment import Table
 from cachefs.store.index.records import UNLINKED, inode_key, inode_of_key
 
 T = TypeVar("T")

@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 import trio
 
+from cachefs.contract.index import ROOT_INODE
 from cachefs.fs.handles import FAST_HANDLE, RequestAt, no_request
 from cachefs.fs.listing_comparison import ListingComparisons
 from cachefs.fs.names import FileSystem
@@ -18,7 +19,7 @@ from cachefs.metadata.listings import Listings
 from cachefs.source import shares
 from cachefs.source.identity import Changed
 from cachefs.source.shares import UNKNOWN
-from cachefs.store.index.records import ROOT_INODE, Dentry, Inode
+from cachefs.store.index.records import Dentry, Inode
 
 CHUNK_NAMES = 64
 """How many records are looked at without letting other tasks run."""

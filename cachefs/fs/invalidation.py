@@ -15,6 +15,7 @@ from typing import Protocol
 
 import trio
 
+from cachefs.contract.index import ROOT_INODE
 from cachefs.data.data_cache import DataCache
 from cachefs.errors import CacheFsError
 from cachefs.metadata.inode_cache import InodeCache
@@ -23,7 +24,7 @@ from cachefs.metadata.limit import InodeLimit
 from cachefs.options import Options
 from cachefs.source.identity import Changed
 from cachefs.stats.metrics import Metrics
-from cachefs.store.index.records import IMMUTABLE, ROOT_INODE, Inode
+from cachefs.store.index.records import IMMUTABLE, Inode
 
 CHUNK = 256
 """How many inodes are dropped, or looked at, without letting other tasks run."""

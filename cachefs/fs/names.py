@@ -20,6 +20,7 @@ from typing import NamedTuple, TypeVar
 import trio
 from outcome import Outcome
 
+from cachefs.contract.index import ROOT_INODE
 from cachefs.fs import permissions
 from cachefs.fs.immutability import Immutability
 from cachefs.fs.invalidation import Invalidation, Notifier
@@ -35,7 +36,7 @@ from cachefs.source.identity import Changed, Renamed, identity_of
 from cachefs.source.single_flight import Overtaken, SingleFlight
 from cachefs.source.source import Object, Source
 from cachefs.store.index.environment import View
-from cachefs.store.index.records import ROOT_INODE, UNLINKED, UNSETTLED, Inode
+from cachefs.store.index.records import UNLINKED, UNSETTLED, Inode
 from cachefs.system.clock import NANOSECONDS
 from cachefs.system.stat import Stat
 

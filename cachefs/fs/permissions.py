@@ -29,6 +29,7 @@ from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import NamedTuple
 
+from cachefs.contract.index import Table
 from cachefs.fs.invalidation import Notifier
 from cachefs.metadata import inode_values
 from cachefs.metadata.inode_cache import InodeCache
@@ -37,7 +38,7 @@ from cachefs.source.call_pool import CallPool
 from cachefs.source.credentials import Caller
 from cachefs.source.directories import Directory
 from cachefs.source.source import Source
-from cachefs.store.index.environment import Table, View
+from cachefs.store.index.environment import View
 from cachefs.store.index.records import Inode
 from cachefs.system.stat import Stat
 

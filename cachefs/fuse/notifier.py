@@ -15,8 +15,8 @@ from pathlib import Path
 
 import trio
 
+from cachefs.contract.index import Table
 from cachefs.fuse.notifier_process import PACKET_BYTES
-from cachefs.store.index.environment import Table
 from cachefs.store.index.index import Index
 
 log = logging.getLogger(__name__)

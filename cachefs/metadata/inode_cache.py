@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable
 from functools import partial
 
-from cachefs.contract.index import FIRST_POSITION
+from cachefs.contract.index import FIRST_POSITION, ROOT_INODE, Table
 from cachefs.metadata.inode_paths import link_key, link_value, links_of, name_expires_ns
 from cachefs.metadata.inode_table import InodeTable, lookups_unpinned
 from cachefs.metadata.last_changes import LastChanges
@@ -22,7 +22,7 @@ from cachefs.metadata.limit import InodeLimit
 from cachefs.options import Options
 from cachefs.source.age import is_young
 from cachefs.source.identity import identity_of, is_same
-from cachefs.store.index.environment import Table, Update, View
+from cachefs.store.index.environment import Update, View
 from cachefs.store.index.index import Index
 from cachefs.store.index.records import (
     FLAGS_PINNED,
@@ -30,7 +30,6 @@ from cachefs.store.index.records import (
     IMMUTABLE_ON_OPEN,
     LISTED,
     PINNED,
-    ROOT_INODE,
     STALE,
     UNSETTLED,
     WRITTEN,

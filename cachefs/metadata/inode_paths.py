@@ -7,10 +7,11 @@ import time
 from collections.abc import Callable
 from itertools import islice
 
+from cachefs.contract.index import ROOT_INODE, Table
 from cachefs.source.directories import ROOT, Directory
 from cachefs.source.identity import identity_of
-from cachefs.store.index.environment import Table, View
-from cachefs.store.index.records import PINNED, ROOT_INODE, STALE, Dentry, Inode, inode_key, inode_of_key
+from cachefs.store.index.environment import View
+from cachefs.store.index.records import PINNED, STALE, Dentry, Inode, inode_key, inode_of_key
 
 REMEMBERED_DIRECTORIES = 4096
 REMEMBERED_NAMES = 4096

@@ -13,18 +13,18 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from functools import partial
 
+from cachefs.contract.index import ROOT_INODE, Table
 from cachefs.metadata.inode_paths import Paths, directory_of, has_name, link_key, link_value, links_of
 from cachefs.metadata.limit import InodeLimit
 from cachefs.metadata.mutable_names import MutableNames
 from cachefs.metadata.validity import Validity
 from cachefs.options import Options
-from cachefs.store.index.environment import Table, Update, View
+from cachefs.store.index.environment import Update, View
 from cachefs.store.index.index import Index
 from cachefs.store.index.records import (
     FLAGS_PINNED,
     LISTED,
     PINNED,
-    ROOT_INODE,
     STALE,
     UNLINKED,
     WRITTEN,

@@ -2,7 +2,8 @@
 
 import errno
 
-from cachefs.store.index.environment import Table, Update, View
+from cachefs.contract.index import Table
+from cachefs.store.index.environment import Update, View
 from cachefs.store.index.records import FLAGS_PINNED, PINNED, Inode, inode_key
 
 KNOWN, ABSENT = b"\1", b"\0"

@@ -9,7 +9,7 @@ What the kernel knows it does not ask for again: of all uses a policy hears of R
 
 from collections.abc import Callable, Iterable
 
-from cachefs.store.index.environment import Table
+from cachefs.contract.index import Table
 from cachefs.store.index.index import Index
 from cachefs.store.index.records import PINNED, Inode, inode_of_key
 from policies.retention import PolicyContext, make

@@ -15,8 +15,9 @@ keeps its position.
 from collections.abc import Container, Iterable, Mapping
 from types import MappingProxyType
 
+from cachefs.contract.index import Table
 from cachefs.metadata.inode_cache import InodeCache
-from cachefs.store.index.environment import Table, Update, View
+from cachefs.store.index.environment import Update, View
 from cachefs.store.index.records import FLAGS_NONE, FLAGS_PINNED, PINNED, Inode, inode_key, inode_of_key, pair_key
 
 

@@ -24,8 +24,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+from cachefs.contract.index import ROOT_INODE
 from cachefs.source.identity import GONE, Changed, Identity, Renamed, check, is_same
-from cachefs.store.index.records import ROOT_INODE
 from cachefs.system.clock import SYSTEM, Clock
 from cachefs.system.stat import Stat
 

@@ -19,12 +19,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from cachefs.contract.index import Table
 from cachefs.errors import CacheFsError, IndexUnavailable
 from cachefs.options import Revalidate
 from cachefs.store import recovery, runs
 from cachefs.store.blob.blob import Blob
 from cachefs.store.index import overflow
-from cachefs.store.index.environment import Environment, Table
+from cachefs.store.index.environment import Environment
 from cachefs.store.index.index import Index
 from cachefs.store.index.records import FLAGS_PINNED, PINNED
 from cachefs.store.runs import RunState

@@ -16,8 +16,9 @@ import struct
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from cachefs.contract.index import Table
 from cachefs.errors import CacheFsError
-from cachefs.store.index.environment import Environment, Table
+from cachefs.store.index.environment import Environment
 from cachefs.store.index.records import PINNED, Extent, Inode, inode_of_key
 
 RUN_BITS, TAKEOVER_BITS = 40, 28

@@ -27,10 +27,11 @@ import xxhash
 import zstandard
 from numpy.typing import NDArray
 
+from cachefs.contract.index import ROOT_INODE, Table
 from cachefs.errors import CacheFsError
 from cachefs.store.cache_directory import mutable_patterns
-from cachefs.store.index.environment import Environment, Table
-from cachefs.store.index.records import IMMUTABLE, LISTED, PINNED, ROOT_INODE, STALE, UNLINKED, UNSETTLED
+from cachefs.store.index.environment import Environment
+from cachefs.store.index.records import IMMUTABLE, LISTED, PINNED, STALE, UNLINKED, UNSETTLED
 from cachefs.store.runs import FIRST_ALIAS, RUN_BITS, RunState, ended, run_of
 from cachefs.system.private_files import open_given, opener
 

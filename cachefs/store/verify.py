@@ -9,10 +9,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from cachefs.contract.index import Table
 from cachefs.errors import CacheFsError, CorruptRecord
 from cachefs.store.blob.blob import Blob
 from cachefs.store.cache_directory import read_seed
-from cachefs.store.index.environment import Environment, Table
+from cachefs.store.index.environment import Environment
 from cachefs.store.index.records import Extent, Inode, inode_key
 
 BATCH_BYTES = 64 << 20

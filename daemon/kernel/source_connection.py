@@ -24,11 +24,11 @@ from typing import TypeVar
 import trio
 
 from cachefs.client import mount_table
+from cachefs.contract.index import Table
 from cachefs.errors import CacheFsError
 from cachefs.source.call_pool import CallPool
 from cachefs.source.calls.doubt import may_be_lost
 from cachefs.source.source import Source
-from cachefs.store.index.environment import Table
 from cachefs.store.index.index import Index
 from cachefs.system import syscalls
 from cachefs.system.threads import in_thread

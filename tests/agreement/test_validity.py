@@ -8,9 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from cachefs.contract.shared import SETTLE_NS
 from cachefs.data.young_files import YoungFiles
 from cachefs.metadata.validity import Validity
-from cachefs.options import SETTLE_NS, CacheLevel, Options
+from cachefs.options import CacheLevel, Options
 from cachefs.source import age
 from cachefs.store.index.records import (
     IMMUTABLE,

@@ -7,8 +7,8 @@ import pytest
 import trio
 import trio.testing
 
+from cachefs.contract.shared import SETTLE_NS
 from cachefs.data.young_files import YoungFiles
-from cachefs.options import SETTLE_NS
 from cachefs.source import age
 from cachefs.store.index.environment import Environment
 from cachefs.store.index.index import Index

@@ -7,12 +7,13 @@ from pathlib import Path
 
 import pytest
 
+from cachefs.contract.index import Table
 from cachefs.errors import CacheFsError
 from cachefs.options import Revalidate
 from cachefs.source import rctime
 from cachefs.store import cache_directory
 from cachefs.store.cache_directory import CacheDirectory, OpenedIndex
-from cachefs.store.index.environment import Environment, Table
+from cachefs.store.index.environment import Environment
 from cachefs.store.index.records import PINNED
 from cachefs.store.runs import RunState
 

@@ -11,8 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from cachefs.contract.index import Table
 from cachefs.store.index.dirty import Dirty
-from cachefs.store.index.environment import Environment, Table
+from cachefs.store.index.environment import Environment
 from cachefs.store.index.index import Index
 from cachefs.store.index.records import LISTED, PINNED, Dentry, Inode, inode_key, pair_key
 

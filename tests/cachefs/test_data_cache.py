@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import trio
 
+from cachefs.contract.index import Table
 from cachefs.data import write_behind
 from cachefs.data.commit import Pending
 from cachefs.data.data_cache import DataCache
@@ -16,7 +17,6 @@ from cachefs.data.write_behind import WriteBehind
 from cachefs.options import Options
 from cachefs.stats.metrics import Metrics
 from cachefs.store.blob.blob import Blob
-from cachefs.store.index.environment import Table
 from cachefs.store.index.index import Index
 from cachefs.store.index.records import PINNED, Inode, inode_key
 from policies.prefetch.sequential import CHUNK_BYTES

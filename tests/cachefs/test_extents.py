@@ -6,8 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from cachefs.contract.index import Table
 from cachefs.store.blob import record
-from cachefs.store.index.environment import Environment, Table
+from cachefs.store.index.environment import Environment
 from cachefs.store.index.index import Index
 from cachefs.store.index.records import PINNED, Extent, Inode, inode_key
 

@@ -14,12 +14,13 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
+from cachefs.contract.index import Table
 from cachefs.errors import IndexUnavailable
 from cachefs.metadata.inode_cache import InodeCache
 from cachefs.metadata.listings import Listings
 from cachefs.options import Options
 from cachefs.store.index.dirty import Batch
-from cachefs.store.index.environment import MAP_SIZE_BYTES, MAX_READERS, Environment, Table, View
+from cachefs.store.index.environment import MAP_SIZE_BYTES, MAX_READERS, Environment, View
 from cachefs.store.index.index import Index
 from cachefs.store.index.overflow import is_complete
 from cachefs.store.index.records import PINNED, Extent, Inode, inode_key

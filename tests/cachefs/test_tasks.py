@@ -11,6 +11,7 @@ import pytest
 import trio
 import trio.testing
 
+from cachefs.contract.index import Table
 from cachefs.data.data_cache import DataCache
 from cachefs.data.fetcher import Fetcher, OpenFile
 from cachefs.data.write_behind import PAUSE_S, WriteBehind
@@ -24,7 +25,7 @@ from cachefs.source.source import Object
 from cachefs.stats.metrics import Metrics
 from cachefs.store.blob import record
 from cachefs.store.blob.blob import Blob
-from cachefs.store.index.environment import Environment, Table
+from cachefs.store.index.environment import Environment
 from cachefs.store.index.index import Index
 from cachefs.store.index.records import PINNED, Inode, inode_key
 

@@ -17,11 +17,12 @@ import trio
 import trio.testing
 from outcome import Outcome, capture
 
+from cachefs.contract.index import ROOT_INODE
 from cachefs.data.shared_files import close_all
 from cachefs.options import Options
 from cachefs.source.directories import ROOT
 from cachefs.store.cache_directory import CacheDirectory, OpenedIndex
-from cachefs.store.index.records import ROOT_INODE, Inode
+from cachefs.store.index.records import Inode
 from daemon.wiring import Components, wire
 from tests.model.clocks import AgeingSource, Clocks
 from tests.model.kernel import File, Kernel

@@ -16,7 +16,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from cachefs.store.index.environment import Key, Table
+from cachefs.contract.index import Table
+from cachefs.store.index.environment import Key
 
 _NAMES = (Table.DENTRIES, Table.LISTING)
 

@@ -16,8 +16,7 @@ from typing import Any
 
 import lmdb
 
-from cachefs.contract.index import MAP_BYTES
-from cachefs.contract.index import Table as Table
+from cachefs.contract.index import MAP_BYTES, Table
 from cachefs.errors import IndexUnavailable
 from cachefs.store.index.extents import Extents
 from cachefs.store.index.overflow import MISSING, Missing, Overflow, Value

@@ -25,9 +25,10 @@ from typing import Any
 
 import lmdb
 
+from cachefs.contract.index import Table
 from cachefs.errors import IndexUnavailable
 from cachefs.store.index.dirty import Batch, Dirty
-from cachefs.store.index.environment import TOMBSTONE, Environment, Key, Table, Update, View
+from cachefs.store.index.environment import TOMBSTONE, Environment, Key, Update, View
 from cachefs.store.index.extents import Extents
 from cachefs.store.index.overflow import MISSING, Missing
 from cachefs.store.index.records import LISTED, PINNED, Extent, Inode, inode_key, inode_of_key

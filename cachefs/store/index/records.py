@@ -9,7 +9,6 @@ import struct
 from typing import NamedTuple
 
 from cachefs.contract.index import DENTRY_RECORD, EXTENT_RECORD, INODE_RECORD, Flag
-from cachefs.contract.index import ROOT_INODE as ROOT_INODE
 from cachefs.system.stat import Stat
 
 # Plain ints of the flags: IntFlag arithmetic costs a microsecond a time, and the hit path does it for each request.
