@@ -6,7 +6,6 @@ import logging
 import os
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -217,7 +216,7 @@ class FastPathHost:
     def add_to(self, status: dict[str, Any]) -> None:
         """Complete the daemon's own counts with those of the fast path."""
         shared = self._held.shared
-        counters = asdict(shared.counters())
+        counters = shared.counters()
         for name in counters.keys() & status.keys():
             status[name] += counters[name]
         operations = Counter(status["source_ops"])

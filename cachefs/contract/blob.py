@@ -1,4 +1,4 @@
-"""The blob on disk: the header of a record, and how the file is divided. docs/FORMAT.md describes it."""
+"""The blob on disk: the header of a record, and the units that the file is divided into (docs/FORMAT.md)."""
 
 from cachefs.contract.structs import Struct
 

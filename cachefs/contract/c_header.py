@@ -4,7 +4,7 @@ import enum
 from collections.abc import Iterator
 from pathlib import Path
 
-from cachefs.contract import blob, index, messages, shared
+from cachefs.contract import blob, fuse, index, messages, shared
 from cachefs.contract.structs import Struct
 from policies.prefetch import sequential
 
@@ -49,11 +49,11 @@ _CONSTANTS = {
     "MAX_PIECES": sequential.MAX_PIECES,
 }
 _COUNTS = {"SLOT_COUNT": shared.SLOT_COUNT, "PARKED_COUNT": shared.PARKED_COUNT}
-"""A test of the relay has fewer: it defines both."""
+"""A test of the relay needs fewer, and defines both itself."""
 
 
 def _suffix(name: str, value: int) -> str:
-    """Sizes and magic numbers are unsigned, and what is added to offsets in the blob has 64 bits."""
+    """Sizes and magic numbers are unsigned; a value that is added to offsets in the blob has 64 bits."""
     if value >= 1 << 32 or name == "SLAB_BYTES":
         return "ull"
     return "u" if name.endswith(("_BYTES", "_MAGIC")) else ""
@@ -85,6 +85,7 @@ def _lines() -> Iterator[str]:
     yield "enum latency_kind {"
     yield from (f"    LATENCY_{kind.upper()}," for kind in (*shared.LATENCY_KINDS, "kinds"))
     yield "};"
+    yield from _fuse()
     for each in _STRUCTS:
         yield from each.in_c()
     yield "#ifndef SLOT_COUNT"
@@ -93,6 +94,20 @@ def _lines() -> Iterator[str]:
     yield "#else"
     yield from (line for line in _shared(shared.SHARED) if not line.startswith("static_assert"))
     yield "#endif"
+
+
+def _fuse() -> Iterator[str]:
+    """Macros that call their argument for each operation and struct: protocol.c makes a table and checks of them."""
+    yield "#define FUSE_OPERATIONS(X) \\"
+    for each in fuse.FUSE_OPERATIONS:
+        yield f"    X(FUSE_{each.name}, {each.number}, {each.body_bytes}, {each.names}, {int(each.changes)}) \\"
+    yield ""
+    sizes = {each.struct: each.body_bytes for each in fuse.FUSE_OPERATIONS if each.struct}
+    yield "#define FUSE_STRUCTS(X) \\"
+    yield from (
+        f"    X({name}, {size}) \\" for name, size in ((fuse.IN_HEADER.name, fuse.IN_HEADER.size), *sizes.items())
+    )
+    yield ""
 
 
 def _shared(whole: Struct) -> Iterator[str]:
@@ -107,6 +122,6 @@ def text() -> str:
 
 
 def write(includes: Path) -> None:
-    """Where `#include "common/contract.h"` finds it, if `includes` is a directory of includes."""
+    """`includes`: a directory of includes, in which `#include "common/contract.h"` finds the header."""
     (includes / "common").mkdir(exist_ok=True)
     (includes / "common" / "contract.h").write_text(text())

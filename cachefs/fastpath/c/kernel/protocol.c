@@ -1,5 +1,7 @@
 #include "kernel/protocol.h"
 
+#include "common/contract.h"
+
 #include <fcntl.h>
 #include <string.h>
 
@@ -7,59 +9,22 @@ struct shape {
     uint16_t body;  /* bytes of the operation's struct */
     uint8_t names;  /* how many zero-terminated names follow it */
     uint8_t change; /* whether doing it twice would be seen */
+    uint8_t known;
 };
 
-#define CHANGES 1
-#define SETXATTR_BYTES 8 /* the struct without what FUSE_SETXATTR_EXT adds, which we do not negotiate */
+/* The table is in cachefs/contract/fuse.py, which the daemon uses, too. Checked here: it agrees with linux/fuse.h. */
+#define SHAPE(operation, number, body, names, changes) [number] = {body, names, changes, 1},
+#define CHECK_NUMBER(operation, number, body, names, changes) static_assert(operation == number, #operation);
+#define CHECK_SIZE(name, bytes) static_assert(sizeof(struct name) == bytes, #name);
 
-static const struct shape shapes[] = {
-    [FUSE_LOOKUP] = {0, 1, 0},
-    [FUSE_FORGET] = {sizeof(struct fuse_forget_in), 0, 0},
-    [FUSE_GETATTR] = {sizeof(struct fuse_getattr_in), 0, 0},
-    [FUSE_SETATTR] = {sizeof(struct fuse_setattr_in), 0, 0},
-    [FUSE_SYMLINK] = {0, 2, CHANGES},
-    [FUSE_MKNOD] = {sizeof(struct fuse_mknod_in), 1, CHANGES},
-    [FUSE_MKDIR] = {sizeof(struct fuse_mkdir_in), 1, CHANGES},
-    [FUSE_UNLINK] = {0, 1, CHANGES},
-    [FUSE_RMDIR] = {0, 1, CHANGES},
-    [FUSE_RENAME] = {sizeof(struct fuse_rename_in), 2, CHANGES},
-    [FUSE_LINK] = {sizeof(struct fuse_link_in), 1, CHANGES},
-    [FUSE_OPEN] = {sizeof(struct fuse_open_in), 0, 0}, /* changes if it truncates; a handle dies with its Python */
-    [FUSE_READ] = {sizeof(struct fuse_read_in), 0, 0},
-    [FUSE_WRITE] = {sizeof(struct fuse_write_in), 0, 0}, /* at a place that the kernel gives: twice is once */
-    [FUSE_RELEASE] = {sizeof(struct fuse_release_in), 0, 0},
-    [FUSE_FSYNC] = {sizeof(struct fuse_fsync_in), 0, 0},
-    [FUSE_SETXATTR] = {SETXATTR_BYTES, 1, CHANGES},
-    [FUSE_GETXATTR] = {sizeof(struct fuse_getxattr_in), 1, 0},
-    [FUSE_LISTXATTR] = {sizeof(struct fuse_getxattr_in), 0, 0},
-    [FUSE_REMOVEXATTR] = {0, 1, CHANGES},
-    [FUSE_FLUSH] = {sizeof(struct fuse_flush_in), 0, 0},
-    [FUSE_INIT] = {16, 0, 0},
-    [FUSE_OPENDIR] = {sizeof(struct fuse_open_in), 0, 0},
-    [FUSE_READDIR] = {sizeof(struct fuse_read_in), 0, 0},
-    [FUSE_RELEASEDIR] = {sizeof(struct fuse_release_in), 0, 0},
-    [FUSE_FSYNCDIR] = {sizeof(struct fuse_fsync_in), 0, 0},
-    [FUSE_ACCESS] = {sizeof(struct fuse_access_in), 0, 0},
-    [FUSE_CREATE] = {sizeof(struct fuse_create_in), 1, CHANGES},
-    [FUSE_INTERRUPT] = {sizeof(struct fuse_interrupt_in), 0, 0},
-    [FUSE_BATCH_FORGET] = {sizeof(struct fuse_batch_forget_in), 0, 0},
-    [FUSE_FALLOCATE] = {sizeof(struct fuse_fallocate_in), 0, CHANGES},
-    [FUSE_READDIRPLUS] = {sizeof(struct fuse_read_in), 0, 0},
-    [FUSE_RENAME2] = {sizeof(struct fuse_rename2_in), 2, CHANGES},
-    [FUSE_COPY_FILE_RANGE] = {sizeof(struct fuse_copy_file_range_in), 0, CHANGES},
-};
+static const struct shape shapes[] = {FUSE_OPERATIONS(SHAPE)};
+FUSE_OPERATIONS(CHECK_NUMBER)
+FUSE_STRUCTS(CHECK_SIZE)
 
 static const struct shape *shape_of(uint32_t opcode)
 {
-    static const struct shape other = {0, 0, CHANGES}; /* unknown: Python answers ENOSYS; never sent twice */
-    static const struct shape harmless = {0, 0, 0};
-    if (opcode == FUSE_READLINK || opcode == FUSE_STATFS || opcode == FUSE_DESTROY ||
-        opcode == FUSE_IOCTL || opcode == FUSE_LSEEK || opcode == FUSE_POLL)
-        return &harmless;
-    if (opcode >= sizeof shapes / sizeof *shapes)
-        return &other;
-    const struct shape *shape = &shapes[opcode];
-    return shape->body || shape->names || shape->change ? shape : &other;
+    static const struct shape other = {0, 0, 1, 0}; /* Python answers ENOSYS; never sent twice */
+    return opcode < sizeof shapes / sizeof *shapes && shapes[opcode].known ? &shapes[opcode] : &other;
 }
 
 bool request_parse(void *message, size_t length, struct request *out)
