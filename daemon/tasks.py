@@ -58,7 +58,7 @@ def start_all(
         if options.logs_accesses:
             tasks.append(host.collect)
     if limit is not None:
-        components.data.on_accessed.append(limit.accessed)
+        components.data.on_accessed.add(limit.accessed)
         tasks.append(partial(components.invalidation.limit_metadata, limit, components.metrics))
     if prefetcher is not None:
         tasks.append(prefetcher.run)

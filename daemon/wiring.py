@@ -103,7 +103,16 @@ def wire(
     policy = prefetch.make(options.prefetch, parse_graph(options.graph) if options.graph else ())
     eviction = _eviction(index, options, metadata, policy)
     writes = WriteBehind(index, blob, metrics, options.cache_size_bytes, eviction=eviction)
-    data = DataCache(index, blob, options, metrics, writes, appends=not options.fastpath, eviction=eviction)
+    data = DataCache(
+        index,
+        blob,
+        options,
+        metrics,
+        writes,
+        appends=not options.fastpath,
+        eviction=eviction,
+        unreported_bytes=lambda: 0 if shared is None else shared["held_bytes"],
+    )
     if not options.fastpath or options.cache is not CacheLevel.FULL:  # else it says when it is through with old slabs
         writes.writer_has_gone(blob.frontier)
     call_pool = CallPool(SOURCE_SLOTS, options.source_timeout_s, reserve=RESERVED_SOURCE_SLOTS)
@@ -191,7 +200,7 @@ def _metadata(opened: OpenedIndex, options: Options, limit: InodeLimit | None, c
     )
     # Later: a number is wanted in the middle of an update of the session, which would wait for itself.
     later = trio.lowlevel.current_trio_token().run_sync_soon
-    metadata.numbers.on_range = lambda takeovers: later(opened.count_takeovers, takeovers)
+    metadata.numbers.on_range.add(lambda takeovers: later(opened.count_takeovers, takeovers))
     return metadata
 
 
@@ -212,7 +221,7 @@ def make_prefetcher(components: Components, engine: PrefetchEngine) -> Prefetche
     filesystem, directories = components.filesystem, components.directories
     prefetcher = Prefetcher(components.prefetch, filesystem, directories, engine, evicts=options.evicts_ahead)
     if options.prefetch in prefetch.LISTENING:
-        components.data.on_accessed.append(prefetcher.read)
+        components.data.on_accessed.add(prefetcher.read)
     return prefetcher
 
 

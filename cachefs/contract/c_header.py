@@ -14,42 +14,19 @@ _STRUCTS = [
     *(shared.PARKED, shared.LATENCY, shared.LATENCIES),
     *(messages.CONTROL, messages.FILLED, messages.WISH),
 ]
-_CONSTANTS = {
-    "ROOT_INODE": index.ROOT_INODE,
-    "FIRST_POSITION": index.FIRST_POSITION,
-    "MAP_BYTES": index.MAP_BYTES,
-    "RECORD_MAGIC": blob.RECORD_MAGIC,
-    "RECORD_FORMAT": blob.RECORD_FORMAT,
-    "RECORD_DATA": blob.RECORD_DATA,
-    "RECORD_HEADER_BYTES": blob.RECORD_HEADER_BYTES,
-    "BLOCK_BYTES": blob.BLOCK_BYTES,
-    "CHUNK_BYTES": sequential.CHUNK_BYTES,
-    "SLAB_BYTES": blob.SLAB_BYTES,
-    "SHARED_MAGIC": shared.MAGIC,
-    "SHARED_VERSION": shared.VERSION,
-    "MAX_THREADS": shared.MAX_THREADS,
-    "SLOT_BYTES": shared.SLOT_BYTES,
-    "PARKED_BYTES": shared.PARKED_BYTES,
-    "INIT_BYTES": shared.SHARED.fields["init"].elements,
-    "OPERATIONS": shared.OPERATIONS,
-    "YOUNG_ENTRIES": shared.YOUNG_ENTRIES,
-    "ACCESS_LOGS": shared.ACCESS_LOGS,
-    "ACCESS_ENTRIES": shared.ACCESS_ENTRIES,
-    "ACCESS_UNIT_BITS": shared.ACCESS_UNIT_BITS,
-    "LATENCY_COPIES": shared.LATENCY_COPIES,
-    "LATENCY_BUCKETS": shared.LATENCY_BUCKETS,
-    "LATENCY_FIRST_BIT": shared.LATENCY_FIRST_BIT,
-    "ATTACH_SAME_PYTHON": messages.ATTACH_SAME_PYTHON,
-    "FAST_HANDLE": messages.FAST_HANDLE,
-    "OPEN_REPORT": messages.OPEN_REPORT,
-    "SETTLE_NS": shared.SETTLE_NS,
-    "REQUEST_BYTES": sequential.REQUEST_BYTES,
-    "FROM_START": sequential.FROM_START,
-    "ELSEWHERE": sequential.ELSEWHERE,
-    "MAX_PIECES": sequential.MAX_PIECES,
-}
 _COUNTS = {"SLOT_COUNT": shared.SLOT_COUNT, "PARKED_COUNT": shared.PARKED_COUNT}
 """A test of the relay needs fewer, and defines both itself."""
+
+
+_NOT_FOR_C = {*_COUNTS, "PAGE", "HEAD_BYTES", "SHARED_BYTES"}
+
+
+def _constants() -> dict[str, int]:
+    """All integer constants of the contract, and those of the readahead rule (fastpath/c/misses/window.c)."""
+    found = {}
+    for module in (index, blob, shared, messages, sequential):
+        found.update({name: value for name, value in vars(module).items() if name.isupper() and type(value) is int})
+    return {name: value for name, value in found.items() if name not in _NOT_FOR_C}
 
 
 def _suffix(name: str, value: int) -> str:
@@ -73,9 +50,9 @@ def _lines() -> Iterator[str]:
     yield "/* Written by `python -m cachefs.contract`. The definitions are in cachefs/contract. */"
     yield "#pragma once"
     yield from (f"#include <{name}.h>" for name in ("assert", "stdatomic", "stddef", "stdint"))
-    for name, value in _CONSTANTS.items():
+    for name, value in _constants().items():
         yield f"#define {name} {value}{_suffix(name, value)}"
-    yield from _enum("flag", index.Flag, last=f"KNOWN_FLAGS = {index.KNOWN_FLAGS}")
+    yield from _enum("flag", index.Flag)
     yield from _enum("table", index.Table, last="TABLES")
     names = ", ".join(f'"{table.name.lower()}"' for table in index.Table)
     yield f"#define TABLE_NAMES {names}"

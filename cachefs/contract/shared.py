@@ -2,20 +2,21 @@
 
 It contains what a successor must know: how the mount was set up, what was negotiated with the kernel, and the requests
 that have been read from /dev/fuse and not been answered (hazard 9). The requests themselves follow `SHARED`, from the
-next page boundary: SLOT_COUNT times SLOT_BYTES. A change of the layout or of a meaning needs another VERSION.
+next page boundary: SLOT_COUNT times SLOT_BYTES. A change of the layout or of a meaning needs another SHARED_VERSION.
 """
 
 import enum
 
 from cachefs.contract.structs import Struct
 
-MAGIC = 0x48505443  # "CTPH"
-VERSION = 6
+SHARED_MAGIC = 0x48505443  # "CTPH"
+SHARED_VERSION = 6
 MAX_THREADS = 192
 SLOT_COUNT = 2048
 PARKED_COUNT = 8192
 SLOT_BYTES = 140 << 10
 """Of one request: a WRITE of 128 KiB and its headers."""
+INIT_BYTES = 128
 PARKED_BYTES = 1016
 """Of one request whose user has no slot left."""
 OPERATIONS = 64
@@ -127,7 +128,7 @@ SHARED = Struct(
     # fast path that ran last. passed: requests passed on to Python, by opcode; the last element counts all others.
     # wishes_done: prefetch requests of the daemon that are fetched, or not needed any more.
     ("u32", "init_length init_passed"),
-    ("u8", "init[128]"),
+    ("u8", f"init[{INIT_BYTES}]"),
     ("atomic_u64", f"generation pending_bytes held_bytes reported stuck pid passed[{OPERATIONS}] wishes_done"),
     # Written by the daemon, in the order in which versions added them; 0: of an older daemon. wish_jobs: prefetch
     # requests that are fetched at once, 0: adaptive limit. settle_ns: set when the mount is set up (age.h).

@@ -172,7 +172,7 @@ class Fetcher:
             self._metrics.young_reads += 1
             return await self._fetch(file, offset, offset + length).wait(), False
         if under_way is None:
-            with self._data.view() as view:
+            with self._data.index.view() as view:
                 start, end, streams = self._range(view, inode, offset, offset + length)
             if not self._data.admits(end - start):
                 self._data.skipped()
@@ -200,7 +200,7 @@ class Fetcher:
             return
         if self._young.is_young(inode):
             return
-        with self._data.view() as view:
+        with self._data.index.view() as view:
             if self._data.range_at(view, inode, start) is not None:
                 return
             end = self._next_known(view, inode, start, end)
@@ -267,7 +267,7 @@ class Fetcher:
     async def fetch_ahead(self, file: OpenFile, unit: tuple[int, int]) -> None:
         """Before anybody asks for it, and only if there is room. Errors are left to whoever reads."""
         inode = file.inode
-        with self._data.view() as view:
+        with self._data.index.view() as view:
             wanted = not self._data.holds(view, inode, unit) and not self._young.is_young(inode)
         if wanted and self._data.admits(unit[1], ahead=True):
             with contextlib.suppress(OSError, Changed):

@@ -67,7 +67,7 @@ class Shared:
             raise OtherVersion from None
         with memoryview(self._map) as whole:
             self._words = {"I": whole.cast("I"), "Q": whole.cast("Q")}
-        if (self["magic"], self["version"]) != (layout.MAGIC, layout.VERSION):
+        if (self["magic"], self["version"]) != (layout.SHARED_MAGIC, layout.SHARED_VERSION):
             self._unmap()
             raise OtherVersion
 
@@ -76,7 +76,7 @@ class Shared:
         """`name`: of the mount; visible in /proc/PID/fd."""
         fd = os.memfd_create(name, os.MFD_CLOEXEC)
         os.ftruncate(fd, layout.SHARED_BYTES)
-        os.pwrite(fd, struct.pack("<4I", layout.MAGIC, layout.VERSION, SLOT_COUNT, layout.SLOT_BYTES), 0)
+        os.pwrite(fd, struct.pack("<4I", layout.SHARED_MAGIC, layout.SHARED_VERSION, SLOT_COUNT, layout.SLOT_BYTES), 0)
         return cls(fd)
 
     def __getitem__(self, field: str) -> int:

@@ -145,7 +145,7 @@ class Invalidation:
 
     async def evict(self, paths: Sequence[bytes]) -> tuple[int, int]:
         """Take the data beneath these paths out of the cache: (files, bytes). Returns when the room is free again."""
-        await self._data.writes.settle(FLUSH_TIMEOUT_S)  # what is on its way is known by its extent afterwards
+        await self._data.writes.flush_queued(FLUSH_TIMEOUT_S)  # what is on its way is known by its extent afterwards
         files = size = 0
         for path in paths:
             for part in self._beneath(path):
@@ -155,7 +155,7 @@ class Invalidation:
                         size += dropped
                         files += dropped > 0
                 await trio.lowlevel.checkpoint()
-        await self._data.writes.settle(FLUSH_TIMEOUT_S)
+        await self._data.writes.flush_queued(FLUSH_TIMEOUT_S)
         return files, size
 
     async def unpin(self, paths: Sequence[bytes]) -> int:

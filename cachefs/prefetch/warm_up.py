@@ -106,7 +106,7 @@ class WarmUp:
                 self._scan.release()
             await self._chase()
         if self._fetches:
-            await self._data.writes.settle(FLUSH_TIMEOUT_S)
+            await self._data.writes.flush_queued(FLUSH_TIMEOUT_S)
         cached = await self._in_the_end()
         return Report(
             files=self._found.files,

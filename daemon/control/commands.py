@@ -141,7 +141,7 @@ class Commands:
         return {}
 
     async def flush(self, _: Request, tell: Tell) -> Answer:
-        if not await self._parts.writes.settle(FLUSH_TIMEOUT_S):
+        if not await self._parts.writes.flush_queued(FLUSH_TIMEOUT_S):
             raise CacheFsError(f"not everything could be written within {FLUSH_TIMEOUT_S:.0f} s")
         return {}
 

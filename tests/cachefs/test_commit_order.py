@@ -170,7 +170,7 @@ def test_a_batch_that_failed_goes_first(index: Index) -> None:
     put_names(index, *NAMES[3:])
     index.restore_dirty(batch)
     assert not index.in_flight
-    assert list(index.dirty)[: len(batch)] == batch.keys
+    assert list(index.dirty)[: len(batch.keys)] == batch.keys
     commit_all(index, 2)
     assert after_a_crash(index) == (True, set(NAMES))
 

@@ -155,8 +155,8 @@ def test_what_the_disk_refused_is_never_indexed(
     monkeypatch.setattr(os, "fdatasync", refuse)
     settled: list[int] = []
     undone: list[bool] = []
-    parts.writes.settled = settled.append
-    parts.writes.undone = lambda: undone.append(True)
+    parts.writes.on_handled.add(settled.append)
+    parts.writes.on_lost_append.add(lambda: undone.append(True))
     write(parts, writer)
     trio.run(parts.flush)
     assert parts.index.totals == Totals()

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from cachefs.contract import shared as layout
-from cachefs.contract.shared import VERSION, SharedFlag
+from cachefs.contract.shared import SHARED_VERSION, SharedFlag
 from cachefs.data.commit import Filled
 from cachefs.fastpath import connection, in_doubt, processes, shared_memory
 from cachefs.options import CacheLevel, Options
@@ -50,7 +50,7 @@ def test_a_request_is_found_by_its_handle_until_its_slot_has_another_generation(
 
 def test_shared_memory_of_another_version_is_refused() -> None:
     memory = shared_memory.Shared.create()
-    os.pwrite(memory.fd, struct.pack("<I", VERSION + 1), 4)
+    os.pwrite(memory.fd, struct.pack("<I", SHARED_VERSION + 1), 4)
     with pytest.raises(shared_memory.OtherVersion):
         shared_memory.Shared(memory.fd)
     memory.close()

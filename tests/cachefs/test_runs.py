@@ -134,7 +134,7 @@ def test_a_daemon_that_used_its_numbers_up_leaves_the_next_ones_alone(tmp_path: 
     before, session = Environment(tmp_path / "index", sync=False), tmp_path / "session"
     opened = OpenedIndex(before, session, Revalidate.LAZY, b"")
     numbers = Numbers(opened.state.run, opened.takeovers)
-    numbers.on_range = opened.count_takeovers
+    numbers.on_range.add(opened.count_takeovers)
     numbers._last += (1 << 28) - 2
     given = [numbers.next() for _ in range(5)]
     assert given == list(range(given[0], given[0] + 5))
@@ -156,7 +156,7 @@ def test_a_session_that_is_not_complete_begins_another_run(tmp_path: Path, same_
 
     first = opened(same_mount=False)
     first.index.session.overflow.put(Table.META, b"more", b"than fits")
-    first.index.session.overflow.settle()
+    first.index.session.overflow.update_mark()
     first.close(flushed=False)
     second = opened(same_mount=same_mount)
     run = first.state.run + 1

@@ -435,7 +435,7 @@ def test_what_there_is_gets_settled_while_more_keeps_coming(tmp_path: Path) -> N
                 await trio.sleep(0.001)
 
         async def settle() -> None:
-            done.append(await parts.data.writes.settle(15))
+            done.append(await parts.data.writes.flush_queued(15))
 
         async with trio.open_nursery() as nursery:
             nursery.start_soon(feed)

@@ -227,7 +227,7 @@ class Node:
         await self._parts.invalidation.unpin([path.encode()])
 
     async def flush(self) -> None:
-        await self._parts.writes.settle(FLUSH_S)
+        await self._parts.writes.flush_queued(FLUSH_S)
 
     async def shrink(self, share: float) -> None:
         await self.kernel.shrink(share)
