@@ -218,8 +218,7 @@ def make_prefetcher(components: Components, engine: PrefetchEngine) -> Prefetche
     options = components.options
     if options.prefetch not in prefetch.BEYOND_FILES:
         return None
-    filesystem, directories = components.filesystem, components.directories
-    prefetcher = Prefetcher(components.prefetch, filesystem, directories, engine, evicts=options.evicts_ahead)
+    prefetcher = Prefetcher(components.prefetch, engine, evicts=options.evicts_ahead)
     if options.prefetch in prefetch.LISTENING:
         components.data.on_accessed.add(prefetcher.read)
     return prefetcher

@@ -207,18 +207,7 @@ class Commands:
         return await self._parts.attributes.info(server.path(request))
 
     def _make(self, *, jobs: int = 0, fetches: bool = True, metadata_only: bool, pins_written: bool = False) -> WarmUp:
-        parts = self._parts
-        return WarmUp(
-            parts.filesystem,
-            parts.directories,
-            parts.files,
-            parts.attributes,
-            self._engine,
-            jobs=jobs,
-            fetches=fetches,
-            metadata_only=metadata_only,
-            pins_written=pins_written,
-        )
+        return WarmUp(self._engine, jobs=jobs, fetches=fetches, metadata_only=metadata_only, pins_written=pins_written)
 
     async def _report(self, warm_up: WarmUp, paths: Sequence[bytes], tell: Tell) -> Answer:
         """Ended when the client hangs up."""

@@ -23,8 +23,7 @@ RCTIME = b"1000000000.09123"
 
 def stored(opened: OpenedIndex) -> bytes:
     """What is durable of the run."""
-    with opened._durable.lmdb.begin() as txn:
-        return bytes(txn.get(b"run", db=opened._durable.tables[Table.META]))
+    return opened.index.durable.get(Table.META, b"run") or b""
 
 
 class Runs:

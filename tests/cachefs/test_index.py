@@ -81,7 +81,7 @@ class IndexMachine(RuleBasedStateMachine):
         if fails and self.taken:
             self.index.restore_dirty(self.taken)
         else:
-            self.index.forget_committed(self.index.commit(self.taken, []).flushed)
+            self.index.forget_committed(self.index.commit(self.taken or self.index.take_dirty(0), []).flushed)
         self.taken = None
 
     @rule()
