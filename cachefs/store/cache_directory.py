@@ -31,6 +31,7 @@ from cachefs.store.index.records import FLAGGED_NUMBER, FLAGS_PINNED, PINNED
 from cachefs.store.runs import RunState
 from cachefs.system import private_files
 from cachefs.system.claims import Taken, is_locked, lock_for_good
+from cachefs.system.descriptors import closing_on_error
 
 log = logging.getLogger(__name__)
 
@@ -126,15 +127,12 @@ class CacheDirectory:
             raise CacheFsError(
                 f"the cache directory {self.path} is in use by another cachefs daemon (pid {other.pid})"
             ) from None
-        try:
+        with closing_on_error(self._lock):
             if (self.path / "cache.json").exists():
                 _check_identity(self.path, source)
             else:
                 content = json.dumps({"format": FORMAT_VERSION, "source": source}).encode()
                 private_files.write_file(self.path / "cache.json", content)
-        except BaseException:
-            os.close(self._lock)
-            raise
 
     def default_size_bytes(self) -> int:
         stat = os.statvfs(self.path)

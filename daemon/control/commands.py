@@ -103,7 +103,7 @@ class Commands:
             "source_lost": self._connection.lost is not None,
             "source_problem": self._connection.lost,
             "source_reconnects": self._connection.reconnects,
-            "source_stuck_calls": parts.call_pool.stuck,
+            "source_stuck_calls": parts.call_pool.hanging.stuck,
             "warm_ups": [asdict(warm_up.progress()) for warm_up in self._warm_ups],
             "hints_waiting": self._hints.waiting,
             "latencies": {kind: _latency(histogram) for kind, histogram in self._latencies().items()},

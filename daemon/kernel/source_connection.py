@@ -102,7 +102,7 @@ class SourceConnection:
         self.lost: str | None = None
         """Why, and what is being done. None: it is there."""
         self.reconnects = 0
-        call_pool.on_doubt = self.doubt
+        call_pool.on_doubt.add(self.doubt)
 
     def doubt(self, error: OSError | None = None) -> None:
         """Ask the root soon. `error`: why; None: a predecessor may have left a source that is lost."""

@@ -94,10 +94,10 @@ def test_20_stuck_calls_keep_their_slots_and_when_all_are_stuck_new_ones_fail_at
                 nursery.start_soon(one)
             await trio.testing.wait_all_tasks_blocked()
             call_pool.abandon_overdue()
-            assert call_pool.stuck == 0
+            assert call_pool.hanging.stuck == 0
             clock.now += 6
             call_pool.abandon_overdue()
-        assert errors == [errno.ETIMEDOUT] * 3 and call_pool.stuck == 2 and call_pool.timeouts == 3
+        assert errors == [errno.ETIMEDOUT] * 3 and call_pool.hanging.stuck == 2 and call_pool.timeouts == 3
         await one(lambda: "a probe")  # one probe a second goes through
         await one(lambda: "refused")
         assert errors[3:] == [None, errno.ETIMEDOUT]
@@ -105,7 +105,7 @@ def test_20_stuck_calls_keep_their_slots_and_when_all_are_stuck_new_ones_fail_at
         await one(lambda: "the next probe")
         assert errors[5:] == [None]
         gate.set()
-        while call_pool.stuck:
+        while call_pool.hanging.stuck:
             await trio.sleep(0.001)
         assert discarded == ["too late"] * 2  # a result that nobody waits for is given back
         await one(lambda: "normal again")

@@ -1,4 +1,4 @@
-"""System calls that go to the source: counted, and delayed where a parallel filesystem is simulated."""
+"""System calls to the source: counted, and delayed to simulate a parallel filesystem."""
 
 import threading
 import time
@@ -6,7 +6,7 @@ from collections import Counter
 
 
 class SourceCounters:
-    """How many of each system call went to the source. Incremented from many threads."""
+    """The number of system calls of each kind. Used by many threads."""
 
     def __init__(self, simulate_latency_s: float = 0.0) -> None:
         self._latency_s = simulate_latency_s
@@ -28,7 +28,7 @@ class SourceCounters:
             return dict(self._counts)
 
     def round_trip(self, operation: str) -> None:
-        """Count one system call that asks the source; wait as long as a parallel filesystem would take."""
+        """Count one system call to the source, and wait for the simulated latency."""
         self.add(operation)
         if self._latency_s:
             time.sleep(self._latency_s)

@@ -21,6 +21,7 @@ from cachefs.store.index.extents import Extents
 from cachefs.store.index.overflow import MISSING, Missing, Overflow, Value
 from cachefs.store.index.records import PINNED
 from cachefs.system import private_files
+from cachefs.system.descriptors import closing
 
 MAX_READERS = 1024
 LOCK_BYTES = (MAX_READERS + 64) * 64
@@ -39,16 +40,14 @@ def _reserve_readers(path: Path) -> None:
     It is the only part of LMDB that is written through a mapping: if a full tmpfs could not allocate a page of it,
     SIGBUS would kill the process (hazard 34). Everything else is written with pwrite, and fails with ENOSPC.
     """
-    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-    try:
+    with closing(os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)) as fd:
         size = os.fstat(fd).st_size or LOCK_BYTES  # LMDB uses the size that it finds: others may have mapped it
-        os.posix_fallocate(fd, 0, size)
-    except OSError as error:
-        if os.fstat(fd).st_blocks == 0:
-            raise IndexUnavailable(f"cannot make the index in {path.parent}: {error.strerror}") from error
-        log.warning("cannot reserve the table of readers in %s: %s", path, error.strerror)
-    finally:
-        os.close(fd)
+        try:
+            os.posix_fallocate(fd, 0, size)
+        except OSError as error:
+            if os.fstat(fd).st_blocks == 0:
+                raise IndexUnavailable(f"cannot make the index in {path.parent}: {error.strerror}") from error
+            log.warning("cannot reserve the table of readers in %s: %s", path, error.strerror)
 
 
 class Environment:
@@ -92,13 +91,11 @@ class Environment:
 
     def reserve(self, size: int) -> None:
         """Allocate the first bytes of the file, which LMDB uses as it grows."""
-        fd = os.open(self.path / "data.mdb", os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
-        try:
-            os.posix_fallocate(fd, 0, size)
-        except OSError as error:
-            log.warning("cannot reserve %d bytes for the index in %s: %s", size, self.path, error.strerror)
-        finally:
-            os.close(fd)
+        with closing(os.open(self.path / "data.mdb", os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)) as fd:
+            try:
+                os.posix_fallocate(fd, 0, size)
+            except OSError as error:
+                log.warning("cannot reserve %d bytes for the index in %s: %s", size, self.path, error.strerror)
 
     def close(self) -> None:
         self.lmdb.close()
