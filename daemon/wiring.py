@@ -117,13 +117,7 @@ def wire(
         writes.writer_has_gone(blob.frontier)
     call_pool = CallPool(SOURCE_SLOTS, options.source_timeout_s, reserve=RESERVED_SOURCE_SLOTS)
     notifier = notifier or KernelNotifier(device, None if shared is None else shared.fd)
-    young = YoungFiles(
-        notifier,
-        index if unseen_handles else None,
-        settle_ns=options.settle_ns,
-        realtime_ns=clock.realtime_ns,
-        monotonic_ns=clock.monotonic_ns,
-    )
+    young = YoungFiles(notifier, index if unseen_handles else None, settle_ns=options.settle_ns, clock=clock)
     invalidation = Invalidation(metadata, data, notifier, options)
     immutability = Immutability(metadata, options)
     filesystem = FileSystem(source, call_pool, metadata, options, notifier, invalidation, immutability)

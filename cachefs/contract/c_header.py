@@ -8,12 +8,7 @@ from cachefs.contract import blob, fuse, index, messages, shared
 from cachefs.contract.structs import Struct
 from policies.prefetch import sequential
 
-_STRUCTS = [
-    *(index.INODE_RECORD, index.DENTRY_RECORD, index.EXTENT_RECORD, blob.RECORD_HEADER),
-    *(shared.COUNTERS, shared.ACCESS, shared.ACCESS_LOG, shared.YOUNG_FILE, shared.YOUNG_FILES, shared.SLOT_HEAD),
-    *(shared.PARKED, shared.LATENCY, shared.LATENCIES),
-    *(messages.CONTROL, messages.FILLED, messages.WISH),
-]
+_MODULES = (index, blob, shared, messages)
 _COUNTS = {"SLOT_COUNT": shared.SLOT_COUNT, "PARKED_COUNT": shared.PARKED_COUNT}
 """A test of the relay needs fewer, and defines both itself."""
 
@@ -24,9 +19,15 @@ _NOT_FOR_C = {*_COUNTS, "PAGE", "HEAD_BYTES", "SHARED_BYTES"}
 def _constants() -> dict[str, int]:
     """All integer constants of the contract, and those of the readahead rule (fastpath/c/misses/window.c)."""
     found = {}
-    for module in (index, blob, shared, messages, sequential):
+    for module in (*_MODULES, sequential):
         found.update({name: value for name, value in vars(module).items() if name.isupper() and type(value) is int})
     return {name: value for name, value in found.items() if name not in _NOT_FOR_C}
+
+
+def _structs() -> Iterator[Struct]:
+    """In the order of their definitions. SHARED is written separately, because it contains _COUNTS."""
+    found = (value for module in _MODULES for value in vars(module).values() if isinstance(value, Struct))
+    return (each for each in found if each is not shared.SHARED)
 
 
 def _suffix(name: str, value: int) -> str:
@@ -63,7 +64,7 @@ def _lines() -> Iterator[str]:
     yield from (f"    LATENCY_{kind.upper()}," for kind in (*shared.LATENCY_KINDS, "kinds"))
     yield "};"
     yield from _fuse()
-    for each in _STRUCTS:
+    for each in _structs():
         yield from each.in_c()
     yield "#ifndef SLOT_COUNT"
     yield from (f"#define {name} {value}" for name, value in _COUNTS.items())

@@ -8,7 +8,6 @@ gets the data, and removed after it has dropped the pages.
 """
 
 import heapq
-import time
 from collections.abc import Callable, Iterable
 from typing import NamedTuple, Protocol
 
@@ -19,7 +18,7 @@ from cachefs.contract.shared import SETTLE_NS
 from cachefs.source import age
 from cachefs.store.index.index import Index
 from cachefs.store.index.records import FLAGGED_NUMBER, UNSETTLED, Inode, inode_key, inode_of_key
-from cachefs.system.clock import NANOSECONDS
+from cachefs.system.clock import NANOSECONDS, SYSTEM, Clock
 
 GATHER_S = 0.05
 """Pages that are due within this time are dropped together."""
@@ -48,15 +47,13 @@ class YoungFiles:
         index: Index | None = None,
         *,
         settle_ns: int = SETTLE_NS,
-        realtime_ns: Callable[[], int] = time.time_ns,
-        monotonic_ns: Callable[[], int] = time.monotonic_ns,
+        clock: Clock = SYSTEM,
     ) -> None:
         """`index`: its session outlives this daemon. None: no daemon can take this mount over."""
         # dependencies
         self._kernel = kernel
         self._index = index
-        self._realtime_ns = realtime_ns
-        self._monotonic_ns = monotonic_ns
+        self._clock = clock
         # constants
         self._settle_ns = settle_ns
         # state
@@ -66,7 +63,7 @@ class YoungFiles:
         self._wake = trio.Event()
 
     def is_young(self, inode: Inode) -> bool:
-        return age.is_young(inode, self._realtime_ns(), self._settle_ns)
+        return age.is_young(inode, self._clock.realtime_ns(), self._settle_ns)
 
     def was_read(self, inode: Inode) -> None:
         """Call before the kernel gets data of a file that was young when the read began.
@@ -74,7 +71,7 @@ class YoungFiles:
         The pages are not dropped before the record expires, so that a reader revalidates the file before it misses
         them.
         """
-        due_ns = self._monotonic_ns() + age.until_written_ns(inode, self._realtime_ns(), self._settle_ns)
+        due_ns = self._clock.monotonic_ns() + age.until_written_ns(inode, self._clock.realtime_ns(), self._settle_ns)
         due_ns = max(due_ns, inode.expires_ns if inode.flags & UNSETTLED else 0)
         self.note(inode.number, due_ns)
         if self._index is not None:
@@ -103,9 +100,9 @@ class YoungFiles:
             if not self._entries:
                 self._wake = trio.Event()
                 await self._wake.wait()
-            wait_s = (self._entries[0].due_ns - self._monotonic_ns()) / NANOSECONDS
+            wait_s = (self._entries[0].due_ns - self._clock.monotonic_ns()) / NANOSECONDS
             await trio.sleep(max(0.0, wait_s) + GATHER_S)
-            now_ns = self._monotonic_ns()
+            now_ns = self._clock.monotonic_ns()
             due: list[_Entry] = []
             while self._entries and self._entries[0].due_ns <= now_ns:
                 due.append(heapq.heappop(self._entries))

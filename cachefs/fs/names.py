@@ -4,9 +4,8 @@ Every method takes and gives inode numbers and records; errors are OSError with 
 rest of `fs/` builds on this: `attributes.py`, `handles.py` (opens and reads), `directories.py` (listings) and
 `mutations.py` (what changes the source). What names forget is in `invalidation.py`.
 
-Rules for all of it: a record is committed to the index before the kernel is told of it. State is looked up again
-after every await. No method waits for a notification of the kernel: the request it serves may be what the
-notification waits for (hazard 1).
+Rules: a record is committed to the index before the kernel is told of it. State is looked up again after every await.
+No method waits for a notification of the kernel, which may wait for the request that the method serves (hazard 1).
 """
 
 import errno

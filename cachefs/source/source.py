@@ -2,17 +2,18 @@
 
 All functions are synchronous and may hang as long as the source hangs: they run in threads of `call_pool.py`. Names are
 opened one component at a time (opening.py), and an opened object is compared with its record (identity.py). Each system
-call is counted, and delayed if a latency is simulated (calls/round_trips.py).
+call is counted, and delayed if a latency is simulated.
 """
 
 import os
+import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple, TypeVar
 
 from cachefs.errors import Busy
-from cachefs.source.calls.round_trips import SourceCounters
 from cachefs.source.directories import ROOT, Directory, SourceDirectories
 from cachefs.source.identity import GONE, Changed, Identity, check, check_version
 from cachefs.source.opening import Opener, component, reopen_directory
@@ -47,6 +48,35 @@ def as_myself(call: Callable[[], int]) -> int:
 
 def by_descriptor(fd: int) -> Object:
     return Object(ROOT, fd=fd)
+
+
+class SourceCounters:
+    """The number of system calls of each kind. Used by many threads."""
+
+    def __init__(self, simulate_latency_s: float = 0.0) -> None:
+        self._latency_s = simulate_latency_s
+        self._lock = threading.Lock()
+        self._counts: Counter[str] = Counter()
+        self.bytes_read = 0
+        """Of files, not of directories."""
+
+    def add(self, operation: str, count: int = 1) -> None:
+        with self._lock:
+            self._counts[operation] += count
+
+    def add_bytes(self, count: int) -> None:
+        with self._lock:
+            self.bytes_read += count
+
+    def snapshot(self) -> dict[str, int]:
+        with self._lock:
+            return dict(self._counts)
+
+    def round_trip(self, operation: str) -> None:
+        """Count one system call to the source, and wait for the simulated latency."""
+        self.add(operation)
+        if self._latency_s:
+            time.sleep(self._latency_s)
 
 
 class Look:
