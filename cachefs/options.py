@@ -4,7 +4,7 @@ import enum
 import math
 from dataclasses import dataclass, field
 
-from cachefs.contract.shared import SETTLE_NS as SETTLE_NS
+from cachefs.contract.shared import SETTLE_NS
 from cachefs.system.clock import NANOSECONDS
 from policies.globs import Globs
 from policies.prefetch import GRAPH, LISTENING

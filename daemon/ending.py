@@ -89,7 +89,7 @@ class Ending:
         self._lifecycle.has_ended = not self._lifecycle.leaving
         if not self._lifecycle.leaving or self._mount.is_unmounted():
             return
-        await self._components.writes.settle(HAND_OVER_S)  # the fast path may be fetching all the time
+        await self._components.writes.flush_queued(HAND_OVER_S)  # the fast path may be fetching all the time
         self._components.notifier.save(self._components.opened.index)
         while self._components.opened.index.drain():
             pass

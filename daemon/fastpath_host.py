@@ -6,7 +6,6 @@ import logging
 import os
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ from typing import Any
 import trio
 
 from cachefs.contract.messages import PREFETCH_REQUEST, Message
-from cachefs.contract.shared import ACCESS_LOGS, VERSION
+from cachefs.contract.shared import ACCESS_LOGS, SHARED_VERSION
 from cachefs.fastpath.connection import parse_filled
 from cachefs.fastpath.in_doubt import touched
 from cachefs.fastpath.launcher import FastPath
@@ -127,8 +126,8 @@ class FastPathHost:
         self._fastpath = FastPath(
             held,
             runtime / FASTPATH_SOCKET,
-            session=opened.session_path,
-            durable=opened.durable_path,
+            session=opened.index.session.path,
+            durable=opened.index.durable.path,
             log_path=log_path,
             received=self._received,
             attached=self._attached,
@@ -136,8 +135,9 @@ class FastPathHost:
             unmounted=unmounted,
         )
         self.prefetch_queue = FastPathPrefetchQueue(held.shared, self._fastpath)
-        data.writes.settled, data.writes.undone, data.writes.committed = self._settled, self._grant, self._committed
-        data.held_bytes = lambda: held.shared["buffered_bytes"]
+        data.writes.on_handled.add(self._handled)
+        data.writes.on_lost_append.add(self._grant)
+        data.writes.on_round.add(self._round_ended)
         self._seen = [0] * ACCESS_LOGS
         held.shared.accesses(self._seen)  # what was read before our time
         self.refresh()
@@ -217,7 +217,7 @@ class FastPathHost:
     def add_to(self, status: dict[str, Any]) -> None:
         """Complete the daemon's own counts with those of the fast path."""
         shared = self._held.shared
-        counters = asdict(shared.counters())
+        counters = shared.counters()
         for name in counters.keys() & status.keys():
             status[name] += counters[name]
         operations = Counter(status["source_ops"])
@@ -227,7 +227,7 @@ class FastPathHost:
         status["write_behind_bytes"] += shared["buffered_bytes"] + shared["pending_bytes"]
         status["fastpath"] = {
             "pid": self._fastpath.pid,
-            "shared_version": VERSION,
+            "shared_version": SHARED_VERSION,
             "starts": self._fastpath.starts,
             "answered": counters["answered"],
             "guesses": counters["guesses"],
@@ -267,12 +267,12 @@ class FastPathHost:
         self._held.shared["capacity_bytes"] = self._data.admission_bytes
         self._held.shared["clock_offset_ns"] = TIME_OF_DAY.offset_ns
 
-    def _committed(self) -> None:
+    def _round_ended(self) -> None:
         self.refresh()
         if self._room_wanted is not None and not self._data.writes.may_have_room_soon:
             self._fastpath.send(Message.ROOM, self._room_wanted)
             self._room_wanted = None
 
-    def _settled(self, report: int) -> None:
-        self.refresh()  # before the number: what is settled must be counted by then
+    def _handled(self, report: int) -> None:
+        self.refresh()  # before the number: records of these reports must be counted by then
         self._held.shared["resolved"] = report

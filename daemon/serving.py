@@ -13,13 +13,13 @@ from pathlib import Path
 import trio
 from rich.filesize import decimal
 
+from cachefs.contract.index import ROOT_INODE
 from cachefs.errors import CacheFsError
 from cachefs.fuse.loop import RequestLoop
 from cachefs.prefetch.engine import PrefetchEngine
 from cachefs.prefetch.hints import Hints
 from cachefs.prefetch.queue import OwnPrefetchQueue
 from cachefs.source.directories import ROOT
-from cachefs.store.index.records import ROOT_INODE
 from daemon import tasks
 from daemon.config import config
 from daemon.config.config import MountConfig
@@ -137,9 +137,16 @@ class Serving:
         """What answers requests besides pyfuse3, and works in the background."""
         components, host, is_new = self._components, self._host, self._mount.is_new
         queue = host.prefetch_queue if host is not None else OwnPrefetchQueue(components.files, self._nursery)
-        engine = PrefetchEngine(components.data, queue)
+        engine = PrefetchEngine(
+            components.data,
+            queue,
+            components.filesystem,
+            components.directories,
+            components.files,
+            components.attributes,
+        )
         prefetcher = make_prefetcher(components, engine)
-        hints = Hints(components.filesystem, components.files, engine)
+        hints = Hints(engine)
         tasks.start_all(self._nursery, self._mount, components, host, connection, hints, prefetcher)
         if host is not None:
             await host.start(new=is_new, replace=self._mount.replaces_fastpath)

@@ -22,8 +22,9 @@ import trio
 
 import cachefs
 from cachefs.client import locations
+from cachefs.contract.shared import SETTLE_NS
 from cachefs.errors import CacheFsError, IndexUnavailable
-from cachefs.options import SETTLE_NS, Options
+from cachefs.options import Options
 from cachefs.source.source import Source
 from cachefs.store.blob.blob import Blob
 from cachefs.store.cache_directory import CacheDirectory, OpenedIndex

@@ -9,8 +9,9 @@ from functools import partial
 
 import trio
 
+from cachefs.contract.shared import SETTLE_NS
 from cachefs.errors import IndexUnavailable
-from cachefs.options import SETTLE_NS, Revalidate
+from cachefs.options import Revalidate
 from cachefs.prefetch.hints import Hints
 from cachefs.prefetch.prefetcher import Prefetcher
 from cachefs.source import rctime
@@ -57,7 +58,7 @@ def start_all(
         if options.logs_accesses:
             tasks.append(host.collect)
     if limit is not None:
-        components.data.on_accessed.append(limit.accessed)
+        components.data.on_accessed.add(limit.accessed)
         tasks.append(partial(components.invalidation.limit_metadata, limit, components.metrics))
     if prefetcher is not None:
         tasks.append(prefetcher.run)

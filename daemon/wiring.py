@@ -105,17 +105,20 @@ def wire(
     policy = prefetch.make(options.prefetch, parse_graph(options.graph) if options.graph else ())
     eviction = _eviction(index, options, metadata, policy)
     writes = WriteBehind(index, blob, metrics, options.cache_size_bytes, eviction=eviction)
-    data = DataCache(index, blob, options, metrics, writes, appends=not options.fastpath, eviction=eviction)
+    data = DataCache(
+        index,
+        blob,
+        options,
+        metrics,
+        writes,
+        appends=not options.fastpath,
+        eviction=eviction,
+        unreported_bytes=lambda: 0 if shared is None else shared["buffered_bytes"],
+    )
     if not options.fastpath or options.cache is not CacheLevel.FULL:  # else it says when it is through with old slabs
         writes.writer_has_gone(blob.frontier)
     call_pool = CallPool(SOURCE_SLOTS, options.source_timeout_s, reserve=RESERVED_SOURCE_SLOTS)
-    young = YoungFiles(
-        notifier,
-        index if has_fastpath else None,
-        settle_ns=options.settle_ns,
-        realtime_ns=clock.realtime_ns,
-        monotonic_ns=clock.monotonic_ns,
-    )
+    young = YoungFiles(notifier, index if has_fastpath else None, settle_ns=options.settle_ns, clock=clock)
     invalidation = Invalidation(metadata, data, notifier, options)
     filesystem = FileSystem(source, call_pool, metadata, options, notifier, invalidation)
     fetcher = Fetcher(
@@ -200,10 +203,9 @@ def make_prefetcher(components: Components, engine: PrefetchEngine) -> Prefetche
     options = components.options
     if options.prefetch not in prefetch.BEYOND_FILES:
         return None
-    filesystem, directories = components.filesystem, components.directories
-    prefetcher = Prefetcher(components.prefetch, filesystem, directories, engine, evicts=options.evicts_ahead)
+    prefetcher = Prefetcher(components.prefetch, engine, evicts=options.evicts_ahead)
     if options.prefetch in prefetch.LISTENING:
-        components.data.on_accessed.append(prefetcher.read)
+        components.data.on_accessed.add(prefetcher.read)
     return prefetcher
 
 

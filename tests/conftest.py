@@ -19,9 +19,9 @@ import pytest
 from hypothesis import settings
 
 from cachefs.client.client import Client
+from cachefs.contract.shared import SETTLE_NS
 from cachefs.errors import CacheFsError
 from cachefs.fastpath import processes
-from cachefs.options import SETTLE_NS
 from cachefs.system import syscalls
 from cachefs.system.clock import NANOSECONDS
 from daemon.cli.main import unmount_and_wait

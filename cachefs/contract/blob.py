@@ -1,17 +1,15 @@
-"""The blob on disk: the header of a record, and how the file is divided. docs/FORMAT.md describes it."""
+"""The blob on disk: the header of a record, and the units that the file is divided into (docs/FORMAT.md)."""
 
 from cachefs.contract.structs import Struct
-from policies.prefetch.sequential import CHUNK_BYTES as CHUNK_BYTES
 
 RECORD_MAGIC = 0x53464843  # "CHFS"
 RECORD_FORMAT = 1
-RECORD_DATA = 1  # types of a record; 0 is reserved: space that was never written reads as zeros
+RECORD_DATA = 1  # a type of record; 0 is reserved, because space that was never written reads as zeros
 RECORD_HEADER_BYTES = 128
 BLOCK_BYTES = 128 << 10
-"""Each has a checksum."""
-# CHUNK_BYTES: the payload of a record, at most.
+"""Payload that one checksum covers. A record has at most CHUNK_BYTES of it (policies/prefetch/sequential.py)."""
 SLAB_BYTES = 64 << 20
-"""What one writer is granted."""
+"""The unit of space that is granted to one writer."""
 
 RECORD_HEADER = Struct(
     "record_header",

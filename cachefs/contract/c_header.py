@@ -4,56 +4,34 @@ import enum
 from collections.abc import Iterator
 from pathlib import Path
 
-from cachefs.contract import blob, index, messages, shared
+from cachefs.contract import blob, fuse, index, messages, shared
 from cachefs.contract.structs import Struct
 from policies.prefetch import sequential
 
-_STRUCTS = [
-    *(index.INODE_RECORD, index.DENTRY_RECORD, index.EXTENT_RECORD, blob.RECORD_HEADER),
-    *(shared.COUNTERS, shared.ACCESS, shared.ACCESS_LOG, shared.YOUNG_FILE, shared.YOUNG_FILES, shared.SLOT_HEAD),
-    *(shared.PARKED, shared.LATENCY, shared.LATENCIES),
-    *(messages.CONTROL, messages.FILLED, messages.PREFETCH_REQUEST),
-]
-_CONSTANTS = {
-    "ROOT_INODE": index.ROOT_INODE,
-    "FIRST_POSITION": index.FIRST_POSITION,
-    "MAP_BYTES": index.MAP_BYTES,
-    "RECORD_MAGIC": blob.RECORD_MAGIC,
-    "RECORD_FORMAT": blob.RECORD_FORMAT,
-    "RECORD_DATA": blob.RECORD_DATA,
-    "RECORD_HEADER_BYTES": blob.RECORD_HEADER_BYTES,
-    "BLOCK_BYTES": blob.BLOCK_BYTES,
-    "CHUNK_BYTES": blob.CHUNK_BYTES,
-    "SLAB_BYTES": blob.SLAB_BYTES,
-    "SHARED_MAGIC": shared.MAGIC,
-    "SHARED_VERSION": shared.VERSION,
-    "MAX_THREADS": shared.MAX_THREADS,
-    "SLOT_BYTES": shared.SLOT_BYTES,
-    "PARKED_BYTES": shared.PARKED_BYTES,
-    "INIT_BYTES": shared.SHARED.fields["init"].elements,
-    "OPERATIONS": shared.OPERATIONS,
-    "YOUNG_ENTRIES": shared.YOUNG_ENTRIES,
-    "ACCESS_LOGS": shared.ACCESS_LOGS,
-    "ACCESS_ENTRIES": shared.ACCESS_ENTRIES,
-    "ACCESS_UNIT_BITS": shared.ACCESS_UNIT_BITS,
-    "LATENCY_COPIES": shared.LATENCY_COPIES,
-    "LATENCY_BUCKETS": shared.LATENCY_BUCKETS,
-    "LATENCY_FIRST_BIT": shared.LATENCY_FIRST_BIT,
-    "ATTACH_SAME_PYTHON": messages.ATTACH_SAME_PYTHON,
-    "FAST_HANDLE": messages.FAST_HANDLE,
-    "OPEN_REPORT": messages.OPEN_REPORT,
-    "SETTLE_NS": shared.SETTLE_NS,
-    "REQUEST_BYTES": sequential.REQUEST_BYTES,
-    "FROM_START": sequential.FROM_START,
-    "ELSEWHERE": sequential.ELSEWHERE,
-    "MAX_PIECES": sequential.MAX_PIECES,
-}
+_MODULES = (index, blob, shared, messages)
 _COUNTS = {"SLOT_COUNT": shared.SLOT_COUNT, "PARKED_COUNT": shared.PARKED_COUNT}
-"""A test of the relay has fewer: it defines both."""
+"""A test of the relay needs fewer, and defines both itself."""
+
+
+_NOT_FOR_C = {*_COUNTS, "PAGE", "HEAD_BYTES", "SHARED_BYTES"}
+
+
+def _constants() -> dict[str, int]:
+    """All integer constants of the contract, and those of the readahead rule (fastpath/c/misses/window.c)."""
+    found = {}
+    for module in (*_MODULES, sequential):
+        found.update({name: value for name, value in vars(module).items() if name.isupper() and type(value) is int})
+    return {name: value for name, value in found.items() if name not in _NOT_FOR_C}
+
+
+def _structs() -> Iterator[Struct]:
+    """In the order of their definitions. SHARED is written separately, because it contains _COUNTS."""
+    found = (value for module in _MODULES for value in vars(module).values() if isinstance(value, Struct))
+    return (each for each in found if each is not shared.SHARED)
 
 
 def _suffix(name: str, value: int) -> str:
-    """Sizes and magic numbers are unsigned, and what is added to offsets in the blob has 64 bits."""
+    """Sizes and magic numbers are unsigned; a value that is added to offsets in the blob has 64 bits."""
     if value >= 1 << 32 or name == "SLAB_BYTES":
         return "ull"
     return "u" if name.endswith(("_BYTES", "_MAGIC")) else ""
@@ -73,9 +51,9 @@ def _lines() -> Iterator[str]:
     yield "/* Written by `python -m cachefs.contract`. The definitions are in cachefs/contract. */"
     yield "#pragma once"
     yield from (f"#include <{name}.h>" for name in ("assert", "stdatomic", "stddef", "stdint"))
-    for name, value in _CONSTANTS.items():
+    for name, value in _constants().items():
         yield f"#define {name} {value}{_suffix(name, value)}"
-    yield from _enum("flag", index.Flag, last=f"KNOWN_FLAGS = {index.KNOWN_FLAGS}")
+    yield from _enum("flag", index.Flag)
     yield from _enum("table", index.Table, last="TABLES")
     names = ", ".join(f'"{table.name.lower()}"' for table in index.Table)
     yield f"#define TABLE_NAMES {names}"
@@ -85,7 +63,8 @@ def _lines() -> Iterator[str]:
     yield "enum latency_kind {"
     yield from (f"    LATENCY_{kind.upper()}," for kind in (*shared.LATENCY_KINDS, "kinds"))
     yield "};"
-    for each in _STRUCTS:
+    yield from _fuse()
+    for each in _structs():
         yield from each.in_c()
     yield "#ifndef SLOT_COUNT"
     yield from (f"#define {name} {value}" for name, value in _COUNTS.items())
@@ -93,6 +72,21 @@ def _lines() -> Iterator[str]:
     yield "#else"
     yield from (line for line in _shared(shared.SHARED) if not line.startswith("static_assert"))
     yield "#endif"
+
+
+def _fuse() -> Iterator[str]:
+    """Macros that call their argument for each operation and struct: protocol.c makes a table and checks of them."""
+    yield from _enum("request_kind", fuse.RequestKind)
+    yield "#define FUSE_OPERATIONS(X) \\"
+    for each in fuse.FUSE_OPERATIONS:
+        yield f"    X(FUSE_{each.name}, {each.number}, {each.body_bytes}, {each.names}, {int(each.kind)}) \\"
+    yield ""
+    sizes = {each.struct: each.body_bytes for each in fuse.FUSE_OPERATIONS if each.struct}
+    yield "#define FUSE_STRUCTS(X) \\"
+    yield from (
+        f"    X({name}, {size}) \\" for name, size in ((fuse.IN_HEADER.name, fuse.IN_HEADER.size), *sizes.items())
+    )
+    yield ""
 
 
 def _shared(whole: Struct) -> Iterator[str]:
@@ -107,6 +101,6 @@ def text() -> str:
 
 
 def write(includes: Path) -> None:
-    """Where `#include "common/contract.h"` finds it, if `includes` is a directory of includes."""
+    """`includes`: a directory of includes, in which `#include "common/contract.h"` finds the header."""
     (includes / "common").mkdir(exist_ok=True)
     (includes / "common" / "contract.h").write_text(text())

@@ -1,4 +1,4 @@
-"""The index on disk: tables, flags, and the records that C reads as they are. docs/FORMAT.md describes them.
+"""The index on disk: tables, flags, and records, which C and Python both read. docs/FORMAT.md describes them.
 
 LMDB aligns values to two bytes only, so C copies them into these structs and never reads them in place.
 """
@@ -9,13 +9,13 @@ from cachefs.contract.structs import Struct
 
 ROOT_INODE = 1
 FIRST_POSITION = 3
-"""Of a name in a listing: 1 and 2 are "." and ".."."""
+"""The position of the first name in a listing: 1 and 2 are "." and ".."."""
 MAP_BYTES = 1 << 40
 """Address space, not disk: growing a map under live readers is unsafe (hazard 16)."""
 
 
 class Table(enum.IntEnum):
-    """The tables of both environments, in the order in which a batch writes them. docs/FORMAT.md has the rest."""
+    """The tables of both environments, in the order in which a batch writes them."""
 
     META = 0
     ALIASES = 1
@@ -29,27 +29,28 @@ class Table(enum.IntEnum):
 
 
 class Flag(enum.IntFlag):
-    """Bit 0 means the same in every table: the value is pinned and belongs in the durable index."""
+    """Flags of an inode. Bit 0 has the same meaning in every table."""
 
     PINNED = 1
+    """The value belongs in the durable index."""
     IMMUTABLE = 2
-    """A regular file that was opened read-only: its data too are fixed from now on."""
+    """A regular file that was opened read-only: its attributes and data never change again on this mount."""
     WRITTEN = 4
-    """Created or written through this mount in this run: stays mutable."""
+    """Created or written through this mount in this run: it stays mutable."""
     LISTED = 8
     """A directory whose listing is complete: a name that is not in it does not exist."""
     UNSETTLED = 16
-    """Was changed less than two seconds before it was looked at: compared with the source once more (hazard 11)."""
+    """It had changed less than `settle_ns` before it was compared: it must be compared once more (hazard 11)."""
     STALE = 32
-    """Dropped: the next look-up compares it with the source, and if it differs it gets another number."""
+    """Dropped: the next look-up compares it with the source; a different object gets another number."""
     UNLINKED = 64
-    """Has no name any more; kept until the kernel forgets it."""
+    """It has no name any more, and is kept until the kernel forgets it."""
     IMMUTABLE_ON_OPEN = 128
-    """A regular file that its first read-only open makes immutable: the fast path may answer it, and reports it."""
+    """The first read-only open makes this regular file immutable: the fast path may answer it, and reports it."""
 
 
 KNOWN_FLAGS = sum(Flag)
-"""A record with any other is of a later version: C leaves it to Python."""
+"""A record with another flag is of a later version: C passes its requests on to Python."""
 
 INODE_RECORD = Struct(
     "inode_record",

@@ -9,37 +9,37 @@ class Message(enum.IntEnum):
     """daemon → fast path (D), fast path → daemon (F); a and b are fields of the head."""
 
     ATTACH = 1
-    """D: serve me; descriptors: the fuse socket's two ends."""
+    """D: serve this daemon; descriptors: both ends of the socket for FUSE messages."""
     ATTACHED = 2
     """F"""
     HANDOVER = 3
-    """D: give me what you hold (a take-over)."""
+    """D: a take-over: send the descriptors of the mount."""
     HANDED_OVER = 4
     """F; descriptors: /dev/fuse, shared memory, source, blob, listening socket."""
     IN_DOUBT = 5
-    """F: a change that a dead daemon may or may not have made."""
+    """F: a request for a change that a dead daemon may or may not have executed."""
     SLAB = 6
-    """F: needs one. D: a = its offset in the blob."""
+    """F: it needs a slab. D: a = its offset in the blob."""
     FILLED = 7
     """F: an array of FILLED."""
     CORRUPT = 8
-    """F: of inode a, offset b, the record at the blob offset that follows."""
+    """F: the record of inode a at offset b, whose blob offset follows."""
     REFUSED = 9
     """F: the blob cannot be written, errno a."""
     ROOM = 10
-    """F: a record has none, a: number. D: what can go has gone, a: the same."""
+    """F: there is no room for a record, a: number of this request. D: room was made as far as possible, a: the same."""
     PREFETCH = 11
-    """D: an array of PREFETCH_REQUEST, to be prefetched."""
+    """D: prefetch requests, an array of PREFETCH_REQUEST."""
     ALL_REPORTED = 12
-    """F: all that an earlier daemon granted has been reported, and is not written to."""
+    """F: all records in slabs of earlier daemons have been reported, and no more will be written to them."""
     SOURCE = 13
-    """D: it was mounted anew; descriptor: its root."""
+    """D: the source was mounted anew; descriptor: its root."""
 
 
 ATTACH_SAME_PYTHON = 1
-"""a of ATTACH: the Python that has the passed requests is alive."""
+"""a of ATTACH: the Python that requests were passed on to is still alive."""
 FAST_HANDLE = 1 << 63
-"""In file handles: the fast path's; the rest is the inode, or the request's place (hazard 2)."""
+"""Marks a file handle of the fast path; the rest is the inode, or the place of the request (hazard 2)."""
 OPEN_REPORT = 1 << 30
 """In the flags of an OPEN that is passed on and answered: no O_* flag."""
 
@@ -52,4 +52,4 @@ FILLED = Struct(  # one unit that was appended to the blob; its checksums follow
 )
 PREFETCH_REQUEST = Struct(
     "prefetch_request", ("u64", "inode offset")
-)  # the unit of a file that holds the byte at `offset`
+)  # the unit of a file that contains the byte at `offset`

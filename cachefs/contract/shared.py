@@ -1,27 +1,28 @@
-"""The memory that the daemon and the fast path share: a memfd that both hold, so that it outlives either.
+"""The memory that the daemon and the fast path share: a memfd that both have open, so that it outlives either.
 
-It holds what a successor must know: how the mount was set up, what was negotiated with the kernel, and the requests
-that have been read from /dev/fuse and not been answered (hazard 9). Behind `SHARED`, from a page boundary on, are the
-requests themselves: SLOT_COUNT times SLOT_BYTES. Another layout or meaning is another VERSION.
+It contains what a successor must know: how the mount was set up, what was negotiated with the kernel, and the requests
+that have been read from /dev/fuse and not been answered (hazard 9). The requests themselves follow `SHARED`, from the
+next page boundary: SLOT_COUNT times SLOT_BYTES. A change of the layout or of a meaning needs another SHARED_VERSION.
 """
 
 import enum
 
 from cachefs.contract.structs import Struct
 
-MAGIC = 0x48505443  # "CTPH"
-VERSION = 6
+SHARED_MAGIC = 0x48505443  # "CTPH"
+SHARED_VERSION = 6
 MAX_THREADS = 192
 SLOT_COUNT = 2048
 PARKED_COUNT = 8192
 SLOT_BYTES = 140 << 10
-"""Of one request: a WRITE of 128 KiB and what surrounds it."""
+"""Of one request: a WRITE of 128 KiB and its headers."""
+INIT_BYTES = 128
 PARKED_BYTES = 1016
-"""Of one request that waits for its share of slots."""
+"""Of one request whose user has no slot left."""
 OPERATIONS = 64
 YOUNG_ENTRIES = 8192
 ACCESS_LOGS = 16
-"""Of the first serving threads."""
+"""One for each of the first serving threads."""
 ACCESS_ENTRIES = 4096
 ACCESS_UNIT_BITS = 24
 LATENCY_COPIES = 16
@@ -31,52 +32,56 @@ LATENCY_FIRST_BIT = 10
 """Shorter than 1,024 ns: bucket 0."""
 PAGE = 4096
 SETTLE_NS = 2_000_000_000
-"""How old a file must be before what is read of it is cached: no single write() lasts longer. Less is not safe."""
+"""The age that a file must have before its data are cached: no single write() lasts longer. Less is not safe."""
 
 
 class SharedFlag(enum.IntFlag):
-    """What the fast path must know of how a mount was asked for."""
+    """The options of a mount that the fast path must know."""
 
     PINS_EVERYTHING = 1
-    """A read-only mount of a dataset that is complete."""
+    """A read-only mount of a complete dataset."""
     PINS_FILES = 2
     """Not --cache=none."""
     NO_OPEN = 4
     """Nothing is mutable: OPEN, OPENDIR and FLUSH are answered ENOSYS (hazard 3)."""
     READ_ONLY = 8
     KEEPS_DATA = 16
-    """--cache=full: what is fetched is appended to the blob."""
+    """--cache=full: fetched data are appended to the blob."""
     LOGS_ACCESSES = 32
-    """The daemon wants to know what is read."""
+    """READs are logged for the daemon."""
     EVICTS = 64
-    """The daemon makes room when it is asked to."""
+    """The daemon makes room on request."""
     READS_AHEAD = 128
-    """In large files."""
+    """Readahead in large files."""
     EVICTS_FOR_PREFETCH = 256
-    """For what the daemon prefetches, too."""
+    """Also for prefetch requests."""
 
 
 class SlotState(enum.IntEnum):
-    """Of a request. `word` of its slot is generation << 8 | state."""
+    """The state of a request. `word` of its slot is generation << 8 | state."""
 
     SLOT_FREE = 0
     SLOT_READING = 1
-    """A thread's own: what it reads next, or handles now. Length 0: nothing yet."""
+    """Owned by a thread, for the request that it reads next or handles now. Length 0: it has none yet."""
     SLOT_QUEUED = 2
     """To be passed on."""
     SLOT_PASSING = 3
-    """Being sent: it may have arrived or not."""
+    """Being sent to Python: it may have arrived or not."""
     SLOT_PASSED = 4
     """Python has it."""
     SLOT_IN_DOUBT = 5
-    """Answered with an error, or about to be: a Python that died may have done it. Kept until a daemon is told."""
+    """A Python that died may have executed it. Answered with an error, or about to be; kept until a daemon knows it."""
     SLOT_ANSWERED = 6
-    """The kernel was answered (EINTR), Python's answer is still to come."""
+    """The kernel was answered (EINTR); Python's answer has not come yet."""
     SLOT_ANSWERING = 7
     """Python's answer is on its way to the kernel: it may have arrived or not."""
 
 
-COUNTERS = Struct(  # of one thread, so that counting needs no lock
+# Counters of one thread, so that counting needs no lock. answered: requests that the fast path answered. corrupt: reads
+# that were passed on because the record was not what had been written. guesses, guessed: reads of the blob for a READ
+# that is expected (ahead.h), and READs that found their bytes there. prefetched: units fetched for prefetch requests.
+# disk_bytes: of hits, what was read from the local disk.
+COUNTERS = Struct(
     "counters",
     ("u64", "hits hit_bytes misses miss_bytes answered failed corrupt source_opens source_reads source_fstats"),
     ("u64", "skipped_admissions source_timeouts guesses guessed prefetched source_bytes disk_bytes young_reads"),
@@ -84,16 +89,16 @@ COUNTERS = Struct(  # of one thread, so that counting needs no lock
     size=192,
 )
 ACCESS = Struct("access", ("u64", "inode when_and_unit"))  # microseconds << ACCESS_UNIT_BITS | chunk of the file
-ACCESS_LOG = Struct(  # READs of cached files, in a ring with one writer; the daemon looks at it now and then
+ACCESS_LOG = Struct(  # READs of cached files, in a ring with one writer, which the daemon polls
     "access_log",
     ("atomic_u64", "written"),  # entries so far
     ("u64", "reserved[7]"),
     (ACCESS, f"entries[{ACCESS_ENTRIES}]"),
 )
 YOUNG_FILE = Struct("young_file", ("u64", "inode due_ns"))  # CLOCK_MONOTONIC: when its pages are to be dropped
-YOUNG_FILES = Struct(  # READs of young files whose pages the kernel has: they leave this ring when those are dropped
+YOUNG_FILES = Struct(  # READs of young files whose pages the kernel has; an entry goes when the pages are dropped
     "young_files",
-    ("atomic_u64", "written taken"),  # entries so far, by the fast path; of those done with, by the daemon
+    ("atomic_u64", "written taken"),  # entries added, by the fast path; entries removed, by the daemon
     (YOUNG_FILE, f"entries[{YOUNG_ENTRIES}]"),
 )
 SLOT_HEAD = Struct(
@@ -102,7 +107,7 @@ SLOT_HEAD = Struct(
     ("u32", "length parts attempts"),  # bytes; pieces of a READ that was passed on; fast paths that died with it
     ("atomic_u32", "caller"),  # the process that waits for it; 0: of a version that did not say
 )
-PARKED = Struct(  # a request that waits for its owner's share of slots; length 0: none
+PARKED = Struct(  # a request that waits for a slot of its owner; length 0: none
     "parked", ("atomic_u32", "length"), ("u32", "reserved"), ("u8", f"message[{PARKED_BYTES}]"), size=1024
 )
 LATENCY = Struct("latency", ("atomic_u64", f"sum_ns counts[{LATENCY_BUCKETS}]"))
@@ -114,20 +119,19 @@ SHARED = Struct(
     ("u32", "flags threads fetch_threads reserved"),
     ("u64", "seed small_file_bytes reconnect_timeout_ns source_timeout_ns simulate_latency_ns root_device"),
     # Written by the daemon at any time. serving, 0: answer nothing from the index. capacity_bytes: of the blob.
-    # committed_bytes: records of the blob that the index has. resolved: reports up to this number are in the index, or
-    # will never be.
+    # committed_bytes: of records that the index has. resolved: the last report that is committed or refused.
     ("atomic_u64", "run floor serving capacity_bytes committed_bytes resolved"),
-    # Written by the fast path. init: of the kernel, length 0: it has not arrived; init_passed: to the Python of now.
-    # generation: of slots, never used twice. pending_bytes: records that were appended and are not resolved.
-    # buffered_bytes: payload that is being fetched or waits to be appended. reported: the last number given to a
-    # report, by this fast path or its predecessors. stuck: fetches that took too long and have not come back. pid: of
-    # the fast path that ran last. passed: requests passed on to Python, by opcode; the last: all others.
-    # prefetch_done: of the requests that the daemon sent: fetched, or no longer wanted.
+    # Written by the fast path. init: of the kernel, length 0: not arrived yet; init_passed: to the current Python.
+    # generation: of slots, never used twice. pending_bytes: records that were appended and are not committed or
+    # refused. buffered_bytes: payload that is being fetched or waits to be appended. reported: the number of the last
+    # report of this fast path or its predecessors. stuck: fetches that took too long and have not returned. pid: of the
+    # fast path that ran last. passed: requests passed on to Python, by opcode; the last element counts all others.
+    # prefetch_done: prefetch requests of the daemon that are fetched, or not needed any more.
     ("u32", "init_length init_passed"),
-    ("u8", "init[128]"),
+    ("u8", f"init[{INIT_BYTES}]"),
     ("atomic_u64", f"generation pending_bytes buffered_bytes reported stuck pid passed[{OPERATIONS}] prefetch_done"),
-    # The daemon's, in the order in which versions added them; 0: of a daemon that did not know them. prefetch_jobs: how
-    # many are fetched at once, 0: an adaptive limit. settle_ns: how the mount was set up, too (age.h).
+    # Written by the daemon, in the order in which versions added them; 0: of an older daemon. prefetch_jobs: prefetch
+    # requests that are fetched at once, 0: adaptive limit. settle_ns: set when the mount is set up (age.h).
     # clock_offset_ns: from CLOCK_BOOTTIME to the time of day (age.h). strict_floor: see validity.py.
     ("atomic_u64", "prefetch_jobs"),
     ("u64", "settle_ns"),

@@ -17,7 +17,7 @@ C_TYPES = {
     "atomic_u32": ("I", "_Atomic uint32_t"),
     "atomic_u64": ("Q", "_Atomic uint64_t"),
 }
-"""Type of a field → (code of the struct module, type in C)."""
+"""Type of a field → (format of the struct module, type in C)."""
 _NAME = re.compile(r"(\w+)(?:\[(\d+)\])?")
 
 
@@ -25,12 +25,12 @@ class Field(NamedTuple):
     name: str
     type: "str | Struct"
     elements: int
-    """Elements of an array; 0: it is none."""
+    """Elements of an array; 0: the field is no array."""
     offset: int
 
     @property
     def code(self) -> str:
-        """For the struct module. Of an array: of one element."""
+        """The format for the struct module; of an array, of one element."""
         assert isinstance(self.type, str)
         return C_TYPES[self.type][0]
 
@@ -43,9 +43,9 @@ class Struct:
     def __init__(
         self, name: str, *declarations: Declaration, size: int = 0, aligned: dict[str, int] | None = None
     ) -> None:
-        """`size`: what it must be, in bytes. `aligned`: field → its alignment, where that is not the natural one.
+        """`size`: the expected size in bytes. `aligned`: field → its alignment, where that is not the natural one.
 
-        Raises AssertionError where the size is another.
+        Raises AssertionError if the size differs.
         """
         self.name = name
         self.fields: dict[str, Field] = {}

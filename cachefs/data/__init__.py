@@ -1,4 +1,4 @@
-"""The bytes of files: what is cached, how a miss is fetched, written behind, and evicted.
+"""The bytes of files: the cache, fetches of misses, write-behind, and eviction.
 
 `cachefs.fs` decides which users may read them.
 """

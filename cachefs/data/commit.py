@@ -1,8 +1,8 @@
 """One commit: payload to the blob, then extents and pinned metadata to the durable index, in this order.
 
-All of it runs in one thread. What a crash leaves behind at each step is in docs/FORMAT.md. What the fast path has
-appended is synced and indexed. The space of records that no index row points at is given back when no reader of the
-index is older than the commit that dropped them (hazard 14): by this daemon, or by the next one.
+All of this runs in one thread. docs/FORMAT.md describes what a crash leaves behind after each step. Records that the
+fast path has appended are synced and indexed. The space of a record that the index does not refer to any more is freed
+when no reader of the index is older than the commit that dropped it (hazard 14), by this daemon or by the next one.
 """
 
 from collections import deque
@@ -24,13 +24,13 @@ from cachefs.system.threads import in_thread
 
 @dataclass(slots=True)
 class Pending:
-    """A fetched range on its way to the blob."""
+    """A fetched range that is not committed yet."""
 
     inode: Inode
     offset: int
     payload: bytes
     read: bool = False
-    """False until the read that it was fetched for: that one was a miss."""
+    """False until the read that it was fetched for, which was a miss."""
 
     @property
     def end(self) -> int:
@@ -43,8 +43,8 @@ class Pending:
     def header(self) -> record.Header:
         i = self.inode
         return record.Header(
-            len(self.payload), i.number, self.offset, i.version, i.size, i.mtime_ns, i.ctime_ns, i.btime_ns, i.mode,
-            i.device, i.source_inode,
+            len(self.payload), i.number, self.offset, i.version, i.size, i.mtime_ns, i.ctime_ns, i.btime_ns, i.device,
+            i.source_inode, i.mode,
         )  # fmt: skip
 
 
@@ -53,7 +53,7 @@ class Filled:
     """A range that the fast path fetched and appended to the blob."""
 
     report: int
-    """Reports are numbered, and settled in order."""
+    """Its number. Reports are committed or refused in this order."""
     inode: int
     offset: int
     extent: Extent
@@ -61,7 +61,7 @@ class Filled:
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What one commit writes."""
+    """The contents of one commit."""
 
     units: list[Pending]
     filled: list[Filled]
@@ -75,7 +75,7 @@ class Work:
 
 class Committer:
     def __init__(self, index: Index, blob: Blob, failed: Callable[[str, str], None]) -> None:
-        """`failed`: told the kind of a failure of the cache, and a message."""
+        """`failed`: called with the kind of a failure of the cache, and a message."""
         # dependencies
         self._index = index
         self._blob = blob
@@ -83,27 +83,28 @@ class Committer:
         # state
         self.space = Space(index, blob)
         self._freed: deque[tuple[int, Extent]] = deque()
-        """Records to give back when no reader is older than a transaction."""
+        """(transaction, record): free the record when no reader is older than the transaction."""
         self._gone: deque[tuple[int, int]] = deque()
-        """(how many reports are handled when its last one has been, the end of its slabs) of writers that have gone."""
+        """Of writers that have ended: (number of its last report, end of its slabs)."""
         self._thread = trio.CapacityLimiter(1)
 
     async def commit(self, work: Work) -> tuple[Commit, OSError | None]:
-        """The error is that of a disk that refused data: they are not in the index. Raises IndexUnavailable."""
+        """The error is that of the blob; then the data are not in the index. Raises IndexUnavailable."""
         return await in_thread(partial(self._write, work), limiter=self._thread)
 
     def free(self, commit: Commit) -> None:
-        """Give back what this commit has dropped, when no reader can see it any more."""
+        """Free what this commit has dropped as soon as no reader can see it any more."""
         self._freed.extend((commit.transaction, extent) for extent in (*commit.rejected, *commit.freed))
 
     def writer_has_gone(self, reported: int, frontier: int) -> None:
-        """When so many reports are handled nothing more will come of slabs before this offset."""
+        """After this number of reports there will be none of slabs before this offset."""
         self._gone.append((reported, frontier))
 
     async def account(self, handled: int, filled_bytes: int) -> None:
-        """Give back what can be, and account for the rest.
+        """Free what can be freed, and measure the rest.
 
-        `handled`: how many reports are. `filled_bytes`: what the fast path has appended that is not in the index.
+        `handled`: the number of reports that were committed or refused. `filled_bytes`: of records that the fast path
+        has appended and that are not in the index.
         """
         closed = 0
         while self._gone and self._gone[0][0] <= handled:
@@ -121,12 +122,12 @@ class Committer:
 
     @property
     def has_freed(self) -> bool:
-        """Space has yet to be given back."""
+        """Space has yet to be freed."""
         return bool(self._freed)
 
     @property
     def is_punchable(self) -> bool:
-        """Some of it that no reader can see any more."""
+        """Some of it can be freed now, because no reader can see it any more."""
         if not self._freed:
             return False
         oldest = self._index.durable.oldest_reader()
@@ -150,14 +151,14 @@ class Committer:
                 self._blob.sync([unit.extent for unit in filled])
                 rows += [(unit.inode, unit.offset, unit.extent) for unit in filled]
                 extents += [unit.extent for unit in filled]
-            except OSError as error:  # its pages are clean but lost: never tried again (hazard 17)
+            except OSError as error:  # its pages are clean but lost: never retried (hazard 17)
                 refused = error
                 for unit in filled:
                     self._give_back(unit.extent)
         try:
             commit = self._index.commit(work.metadata, rows, work.dropped)
         except IndexUnavailable:
-            for extent in extents:  # on disk, but nothing will ever point at them
+            for extent in extents:  # on disk, but not in the index
                 self._give_back(extent)
             raise
         return commit, refused
@@ -168,5 +169,5 @@ class Committer:
     def _quietly(self, call: Callable[[], None]) -> None:
         try:
             call()
-        except OSError as error:  # a disk that cannot: the space is lost, and counts as taken
+        except OSError as error:  # the space is lost, and is still accounted for
             self._failed("punch", f"cannot punch a hole into the blob: {error}")

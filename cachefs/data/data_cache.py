@@ -1,14 +1,14 @@
-"""Data: what is in the blob, and what is let in.
+"""The data cache: reads of cached ranges, admission of fetched ranges, and room.
 
-A *unit* is what is kept, or goes, as a whole: a small file, or a chunk of 4 MiB of a larger one (what begins in it).
-What is fetched is any *range* of a file, and becomes one record in the blob and one extent in the index.
+A *unit* is kept or evicted as a whole: a small file, or what begins in a chunk of 4 MiB of a larger file. Any *range*
+of a file can be fetched, and becomes one record in the blob and one extent in the index.
 
-`read` is the hit path: the queue first, then the index, then the blob. Bytes that are in the page cache are read and
-verified at once (RWF_NOWAIT), the rest in a thread. The LMDB transaction that found the extent lives until its bytes
-have been read, so that nobody punches a hole under it (hazard 14).
+`read` is the hit path: the queue first, then the index, then the blob. Bytes in the page cache are read and verified at
+once (RWF_NOWAIT), others in a thread. The LMDB transaction that found the extent stays open until its bytes have been
+read, so that its space is not freed meanwhile (hazard 14).
 
-`admit` queues a range that was just fetched, for `write_behind`. Its reader has been answered by then and never waits:
-a queue that is full, a cache that is full and a disk that is broken all mean that it is not cached.
+`admit` queues a range that was just fetched for write_behind.py. Its reader has been answered and never waits: if the
+queue or the cache is full, or the disk is broken, the range is not cached.
 """
 
 import logging
@@ -28,18 +28,18 @@ from cachefs.store.blob.blob import Blob
 from cachefs.store.index.environment import View
 from cachefs.store.index.index import Index
 from cachefs.store.index.records import Extent, Inode, inode_of_key
+from cachefs.system.listeners import Listeners
 from cachefs.system.threads import is_refused
 from policies.admission import Capacity
 from policies.prefetch.sequential import CHUNK_BYTES
 
 log = logging.getLogger(__name__)
 
-assert CHUNK_BYTES <= record.MAX_PAYLOAD_BYTES
 BLOB_THREADS = 16
 RESERVE_BYTES = 64 << 20
 RESERVE_SHARE = 100
 BATCH_OUT = 4096
-"""So many extents go at once where the cache has become too small."""
+"""So many extents are evicted at once after the cache has become smaller."""
 
 
 class DataCache:
@@ -53,34 +53,37 @@ class DataCache:
         *,
         appends: bool = True,
         eviction: Eviction | None = None,
+        unreported_bytes: Callable[[], int] = lambda: 0,
     ) -> None:
-        """`appends`: False where the fast path is the one that appends. `eviction`: None where nothing is replaced."""
+        """`appends`: False: the fast path appends. `eviction`: None: nothing is replaced.
+
+        `unreported_bytes`: what the fast path has fetched and not reported yet.
+        """
         # dependencies
-        self._index = index
+        self.index = index
         self._blob = blob
         self._options = options
         self._metrics = metrics
         self._eviction = eviction
+        self._unreported_bytes = unreported_bytes
         self.writes = writes
-        writes.make_room = self.make_room
+        writes.on_commit.add(self.make_room)
         # constants
         self._appends = appends and options.cache is CacheLevel.FULL
         # state
         self.size_bytes = options.cache_size_bytes
-        """What the cache may take from its disk."""
-        self.held_bytes: Callable[[], int] = lambda: 0
-        """What the fast path has fetched and not reported yet."""
-        self.on_accessed: list[Callable[[Sequence[tuple[int, int]]], None]] = []
-        """Told of what is read, too."""
+        """The disk space that the cache may use."""
+        self.on_accessed: Listeners[[Sequence[tuple[int, int]]]] = Listeners()
+        """Called with what is read: (inode, number of the chunk)."""
         self._threads = trio.CapacityLimiter(BLOB_THREADS)
 
-    # --- the shape of things ---------------------------------------------------------------------------------------
+    # --- units -----------------------------------------------------------------------------------------------------
 
     def is_small(self, inode: Inode) -> bool:
         return inode.size <= min(self._options.small_file_bytes, CHUNK_BYTES)
 
     def unit_of(self, inode: Inode, offset: int) -> tuple[int, int]:
-        """(offset, length) of the unit that holds the byte at `offset`."""
+        """(offset, length) of the unit that contains the byte at `offset`."""
         if self.is_small(inode):
             return 0, inode.size
         start = offset // CHUNK_BYTES * CHUNK_BYTES
@@ -96,15 +99,15 @@ class DataCache:
     # --- hits ------------------------------------------------------------------------------------------------------
 
     async def read(self, inode: Inode, offset: int, length: int) -> tuple[memoryview, bool] | None:
-        """Up to `length` bytes, as many as are cached in one piece, and whether that was a hit. None: not cached."""
+        """Up to `length` bytes, as many as one range contains, and whether that was a hit. None: not cached."""
         pending = self.writes.pending_at(inode, offset)
         if pending is not None:
             was_read, pending.read = pending.read, True
             start = offset - pending.offset
             return memoryview(pending.payload)[start : start + length], was_read
-        transaction = self._index.extent_reader()
+        transaction = self.index.extent_reader()
         try:
-            found = self._index.extents(transaction).at(inode.number, offset)
+            found = self.index.extents(transaction).at(inode.number, offset)
             if found is None or found[1].version != inode.version:
                 return None
             begin, extent = found
@@ -123,7 +126,7 @@ class DataCache:
             transaction.abort()
 
     def corrupt(self, inode: int, offset: int, blob_offset: int, reason: str) -> None:
-        """A record is not what was written: count it, drop it."""
+        """Count and drop a corrupt record."""
         if not self.writes.is_dropped(inode, offset, blob_offset):
             self._metrics.corrupt_records += 1
             self.writes.failed("corrupt", f"a corrupt record was dropped: {reason}")
@@ -142,12 +145,12 @@ class DataCache:
         except RuntimeError as error:
             if not is_refused(error):
                 raise
-            data = read()  # others wait for the disk of the cache as well, but nobody for a thread that may never come
+            data = read()  # blocks other tasks for one read of the local disk; a thread might not be granted for long
         self._metrics.disk_bytes += len(data)
         return data
 
     def drop(self, view: View, number: int) -> int:
-        """What the blob has of an inode goes with the next commit. How many bytes that is."""
+        """Drop all extents of an inode with the next commit. Returns the size of their payload."""
         size = 0
         for offset, extent in view.extents.of(number):
             self.writes.drop(number, offset, extent.blob_offset)
@@ -155,16 +158,13 @@ class DataCache:
         return size
 
     def mark_read(self, inode: Inode, offset: int) -> None:
-        """The read that a range was fetched for has been answered; those that follow are hits."""
+        """The read that a range was fetched for has been answered: later reads of it are hits."""
         pending = self.writes.pending_at(inode, offset)
         if pending is not None:
             pending.read = True
 
-    def view(self) -> View:
-        return self._index.view()
-
     def range_at(self, view: View, inode: Inode, offset: int) -> tuple[int, int] | None:
-        """(start, end) of what is cached, or on its way, and holds the byte at `offset`."""
+        """(start, end) of the range that is cached or queued and contains the byte at `offset`."""
         pending = self.writes.pending_at(inode, offset)
         if pending is not None:
             return pending.offset, pending.end
@@ -174,12 +174,12 @@ class DataCache:
         return found[0], found[0] + found[1].length
 
     def starts_between(self, view: View, inode: Inode, first: int, last: int) -> list[int]:
-        """Where what is cached, or on its way, begins; from `first` to before `last`."""
+        """The starts, in [first, last), of ranges that are cached or queued."""
         in_blob = (start for start, _ in view.extents.between(inode.number, first, last))
         return [*self.writes.pending_starts(inode, first, last), *in_blob]
 
     def holds(self, view: View, inode: Inode, unit: tuple[int, int]) -> bool:
-        """True if all of the unit is cached or on its way."""
+        """True if all of the unit is cached or queued."""
         offset, end = unit[0], unit[0] + unit[1]
         while offset < end:
             found = self.range_at(view, inode, offset)
@@ -189,25 +189,25 @@ class DataCache:
         return True
 
     def holds_all(self, view: View, inode: Inode) -> bool:
-        """True if every unit of the file is cached or on its way."""
+        """True if all of the file is cached or queued."""
         return self.holds(view, inode, (0, inode.size))
 
     # --- admission -------------------------------------------------------------------------------------------------
 
     def admits(self, length: int, *, ahead: bool = False) -> bool:
-        """Will a range of `length` bytes be cached? What must go for it goes now, unless it is fetched `ahead`."""
-        return self._appends and self.writes.takes(length) and self._has_room(record.record_bytes(length), ahead)
-
-    def _has_room(self, record_bytes: int, ahead: bool) -> bool:
-        if (not ahead or self._options.evicts_ahead) and not self._fits(record_bytes):
+        """Will a range of `length` bytes be cached? Evicts for it if necessary, but not if it is fetched `ahead`."""
+        if not self._appends or not self.writes.takes(length):
+            return False
+        record_bytes = record.record_bytes(length)
+        if (not ahead or self._options.evicts_ahead) and not self.fits(record_bytes):
             self.make_room(record_bytes)
-        return self._fits(record_bytes)
+        return self.fits(record_bytes)
 
-    def _fits(self, record_bytes: int) -> bool:
+    def fits(self, record_bytes: int) -> bool:
         return Capacity(self.capacity_bytes).admits(record_bytes, self.used_bytes)
 
     def admit(self, inode: Inode, offset: int, payload: bytes) -> bool:
-        """Queue a range that was fetched. False if it will not be cached."""
+        """Queue a fetched range. False: it will not be cached."""
         if not self._appends:
             return False
         admitted = bool(payload) and self.admits(len(payload)) and self.writes.queue(Pending(inode, offset, payload))
@@ -215,45 +215,45 @@ class DataCache:
         return admitted
 
     def skipped(self) -> None:
-        """Count a read that was served without being cached: there is no room, or the fast path has left it to us."""
+        """Count a read whose data are not cached: there is no room, or the fast path passed the read on."""
         if self._options.cache is CacheLevel.FULL:
             self._metrics.skipped_admissions += 1
 
     def resize(self, size_bytes: int) -> None:
-        """More may be cached from now on, or less: what is too much goes."""
+        """Change the size of the cache; evicts what does not fit any more."""
         self.size_bytes = size_bytes
         self.writes.resize(size_bytes)
         self.make_room()
 
     @property
     def capacity_bytes(self) -> int:
-        """What there may be of records: all that may be taken but for what is taken otherwise."""
+        """The space for records: the size of the cache without what other things occupy (space.py)."""
         return max(0, self.size_bytes - self.writes.space.charge_bytes)
 
     @property
     def lasting_bytes(self) -> int:
-        """What there may be of records without any of them having to go."""
+        """The space for records that can be filled without any eviction."""
         return self.capacity_bytes - (self._reserve_bytes if self._eviction is not None else 0)
 
     @property
     def _reserve_bytes(self) -> int:
-        """This much is kept free where data are evicted, so that what comes need not wait."""
+        """Kept free if data are evicted, so that new records need not wait."""
         return min(RESERVE_BYTES, self.size_bytes // RESERVE_SHARE)
 
     @property
     def admission_bytes(self) -> int:
-        """How much the blob may hold at the moment: nothing while the disk refuses to be written."""
+        """The present limit for the fast path: 0 while the disk cannot be written."""
         return self.capacity_bytes if self.writes.is_writable else 0
 
     @property
     def used_bytes(self) -> int:
-        """Records in the blob and on their way, but for those that are about to go."""
-        return self.writes.used_bytes + self.held_bytes()
+        """Of records that are stored or will be, without those that are being evicted."""
+        return self.writes.used_bytes + self._unreported_bytes()
 
     @property
     def is_under_way(self) -> bool:
-        """Something has been fetched, or has to go, and the index has not heard of it."""
-        return self.held_bytes() > 0 or not self.writes.is_settled
+        """Ranges that were fetched or dropped have yet to be added to the index or removed from it."""
+        return self._unreported_bytes() > 0 or self.writes.is_under_way
 
     # --- retention -------------------------------------------------------------------------------------------------
 
@@ -261,19 +261,18 @@ class DataCache:
         """These were read: (inode, number of the chunk)."""
         if self._eviction is not None:
             self._eviction.accessed(units)
-        for listener in self.on_accessed:
-            listener(units)
+        self.on_accessed(units)
 
     def expected(self, inode: int, offset: int) -> None:
-        """This is being fetched before anybody has asked for it."""
+        """A prefetch request for this unit was made."""
         if self._eviction is not None:
             self._eviction.expected(inode, offset)
 
     def make_room(self, wanted_bytes: int = 0, *, urgent: bool = False) -> None:
-        """Evict until so much fits, and the reserve besides, if the policy gives so much away.
+        """Evict until `wanted_bytes` and the reserve fit, as far as the policy agrees.
 
-        Where nothing is replaced only what is beyond the size of a cache that has become smaller goes. `urgent`:
-        a caller waits for the room, so evict now; else evict with the next commit.
+        If nothing is replaced, only what does not fit into a cache that has become smaller is evicted. `urgent`: a
+        caller waits for the room, so commit now and not with the next batch.
         """
         if self._eviction is None:
             self.writes.evict(self._beyond(self.writes.stored_bytes - self.capacity_bytes))
@@ -284,13 +283,13 @@ class DataCache:
             self.writes.hurry()
 
     def _beyond(self, excess_bytes: int) -> list[Victim]:
-        """Extents that take so many bytes together: those of the highest inode numbers, which are as good as any."""
+        """Extents of so many bytes together: those of the highest inode numbers, an arbitrary choice."""
         found: list[Victim] = []
         if excess_bytes <= 0:
             return found
-        with self._index.view() as view:
+        with self.index.view() as view:
             for key, value in view.last_extents():
-                inode, offset, extent = inode_of_key(key[:8]), int.from_bytes(key[8:16], "big"), Extent.unpack(value)
+                inode, offset, extent = inode_of_key(key), inode_of_key(key[8:]), Extent.unpack(value)
                 if excess_bytes <= 0 or len(found) == BATCH_OUT:
                     break
                 if not self.writes.is_dropped(inode, offset, extent.blob_offset):

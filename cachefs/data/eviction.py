@@ -1,13 +1,13 @@
-"""Making room: which cached units go, by the mount's retention policy.
+"""Making room: which cached units are evicted, by the mount's retention policy.
 
-A unit is known to the policy by one integer, so that a million of them cost no more than 200 bytes each. What the
-policy knows may be out of date (a unit may have gone for another reason); the index has the last word.
+The policy identifies a unit by one integer, so that each of a million units costs at most 200 bytes. The knowledge of
+the policy may be out of date (a unit may have been dropped for another reason); the index decides.
 """
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from cachefs.store.index.environment import Table
+from cachefs.contract.index import Table
 from cachefs.store.index.index import Index
 from cachefs.store.index.records import Extent, inode_of_key
 from policies.prefetch.sequential import CHUNK_BYTES
@@ -37,13 +37,11 @@ class Eviction:
         return inode << UNIT_BITS | offset // CHUNK_BYTES
 
     def _cached(self) -> list[int]:
-        """What is cached already, in the order in which it was written."""
+        """The cached units, in the order in which they were written."""
         found = []
         with self._index.view() as view:
             for key, value in view.scan(Table.EXTENTS, b""):
-                offset = int.from_bytes(key[8:16], "big")
-                blob_offset = Extent.unpack(value).blob_offset
-                found.append((blob_offset, self._key(inode_of_key(key[:8]), offset)))
+                found.append((Extent.unpack(value).blob_offset, self._key(inode_of_key(key), inode_of_key(key[8:]))))
         return [key for _, key in sorted(found)]
 
     def accessed(self, units: Iterable[tuple[int, int]]) -> None:
@@ -52,16 +50,16 @@ class Eviction:
             self._policy.accessed(inode << UNIT_BITS | unit)
 
     def expected(self, inode: int, offset: int) -> None:
-        """It is being fetched before anybody has asked for it."""
+        """A prefetch request for this unit was made."""
         self._policy.expected(self._key(inode, offset))
 
     def committed(self, indexed: Iterable[tuple[int, int]]) -> None:
-        """(inode, file offset) of what the index has from now on."""
+        """(inode, file offset) of new extents in the index."""
         for inode, offset in indexed:
             self._policy.inserted(self._key(inode, offset))
 
     def victims(self, needed_bytes: int) -> list[Victim]:
-        """Who goes so that `needed_bytes` are free; fewer if the policy keeps the rest. They count as gone."""
+        """The extents to evict for `needed_bytes`; fewer if the policy keeps the rest. The policy forgets them."""
         found: list[Victim] = []
         with self._index.view() as view:
             while needed_bytes > 0 and (key := self._policy.victim()) is not None:

@@ -1,11 +1,11 @@
-"""Misses: fetched once, however many readers wait, and given to them before anything is written.
+"""Misses: fetched once for all readers that wait, and answered before anything is written.
 
-A small file is fetched whole. Of a large one a miss fetches what was asked for, in whole pages, or more if it looks as
-if the rest will be read as well (policies/prefetch/sequential.py).
+A small file is fetched whole. Of a large file a miss fetches the requested range, in whole pages, or more if the rest
+will probably be read as well (policies/prefetch/sequential.py).
 
-A fetch runs in a task of its own: a reader that goes away neither cancels nor poisons it. After the read the file is
-compared with what was pinned; on a difference the readers get ESTALE and the owner is told, so that the next open
-sees the new version whole (hazard 11).
+A fetch does not belong to one reader: cancelling a reader does not affect it. After the read the file is compared with
+its pinned record. If they differ, the readers get ESTALE and `changed` is called, so that the next open sees the new
+version as a whole (hazard 11).
 """
 
 import contextlib
@@ -35,33 +35,33 @@ from policies.prefetch.sequential import CHUNK_BYTES, MAX_PIECES, window_bytes
 PAGE_BYTES = 4096
 MAX_AHEAD = 64
 MAX_STEPS = 64
-"""So many pieces of a run are looked at."""
+"""At most so many pieces of a run are looked up."""
 _NOWHERE = Object(ROOT)
-"""For a read by a descriptor that is open already."""
+"""For a read by an open descriptor."""
 
 
 @dataclass(slots=True)
 class OpenFile:
-    """What all handles of one version of an immutable file share."""
+    """One version of an immutable file, for all its handles."""
 
     inode: Inode
     fd: int | None = None
-    """Of the source: kept for large files, on its way to the fetch for small ones; closed with the last handle."""
+    """Of the source: kept for large files until the last handle is closed; for small files only until the fetch."""
     handles: int = 0
     held: bool = False
-    """The name has gone: `fd` is the only way to the data, and stays open."""
+    """The file has no name: `fd` is the only way to its data, and stays open."""
     generation: int = 0
-    """Of the source that `fd` was opened in."""
+    """The generation of the source in which `fd` was opened."""
     stale: list[int] = field(default_factory=list)
-    """Descriptors of a source that has gone: calls may still use them. Closed with the last handle."""
+    """Descriptors of earlier generations, which calls may still use. Closed with the last handle."""
     is_mutable: bool = False
-    """By a name that it was given since: who has it open reads the source from now on."""
+    """It got a mutable name: its open handles read from the source from now on."""
 
     def set_fd(self, fd: int, generation: int) -> None:
         self.fd, self.generation = fd, generation
 
     def drop_stale(self, generation: int) -> None:
-        """The source was mounted anew: what was opened before is dead."""
+        """The source was mounted anew: its earlier descriptors are dead."""
         if self.fd is not None and self.generation != generation and not self.held:
             self.stale.append(self.fd)
             self.fd = None
@@ -83,10 +83,10 @@ class Fetcher:
         young: YoungFiles,
         reads_ahead: bool = False,
     ) -> None:
-        """`object_of`: what an inode number is in the source, ESTALE if that has no name. `changed`: told of a file
-        that was replaced.
+        """`object_of`: the object of an inode number in the source; raises ESTALE if it has no name.
 
-        `own_change`: set when the change that this mount is making to an inode right now is through; None if none is.
+        `changed`: called with a file that was changed or replaced. `own_change`: an event that is set at the end of the
+        change that this mount is making to an inode; None: it makes none.
         """
         self._source = source
         self._call_pool = call_pool
@@ -98,10 +98,10 @@ class Fetcher:
         self._young = young
         self._fetches: SingleFlight[tuple[int, int, int, int], bytes] = SingleFlight()
         self._ranges: dict[tuple[int, int], dict[tuple[int, int], Flight[bytes]]] = {}
-        """What is being fetched: by (inode, version), then by (start, end)."""
+        """Ranges that are being fetched: by (inode, version), then by (start, end)."""
         self._reads_ahead = reads_ahead
         self._ahead: OrderedDict[tuple[int, int], tuple[int, int]] = OrderedDict()
-        """(inode, version) → (start, end) of what was read ahead and has not been asked for yet."""
+        """(inode, version) → (start, end) of readahead that has not been requested yet."""
         self._opens: SingleFlight[tuple[int, int], None] = SingleFlight()
 
     async def read(self, file: OpenFile, offset: int, size: int) -> bytes | memoryview:
@@ -140,7 +140,7 @@ class Fetcher:
                     if not await self.is_anew(error, generation):
                         raise
                     continue
-                # A rename or unlink by this mount moves the ctime: not a change behind our back.
+                # A rename or unlink by this mount changes the ctime: no external modification.
                 own_change = self._own_change(inode.number)
                 if own_change is not None:
                     await own_change.wait()
@@ -148,7 +148,7 @@ class Fetcher:
                     raise
 
     async def is_anew(self, error: OSError, generation: int) -> bool:
-        """After an error of a call by a descriptor: was the source mounted anew since then? Waits until it is known."""
+        """After an error of a call by a descriptor: was the source mounted anew? Waits until that is known."""
         if not may_be_lost(error):
             return False
         await self._call_pool.run(self._source.ask)
@@ -167,12 +167,12 @@ class Fetcher:
                 return cached
             if not opened:
                 await self.open_source(file)
-            under_way = self._under_way(inode, offset)  # somebody else may have been faster
+            under_way = self._under_way(inode, offset)  # another reader may have been faster
         if under_way is None and self._young.is_young(inode):
             self._metrics.young_reads += 1
             return await self._fetch(file, offset, offset + length).wait(), False
         if under_way is None:
-            with self._data.view() as view:
+            with self._data.index.view() as view:
                 start, end, streams = self._range(view, inode, offset, offset + length)
             if not self._data.admits(end - start):
                 self._data.skipped()
@@ -186,7 +186,7 @@ class Fetcher:
         return memoryview(payload)[offset - start : offset - start + length], False
 
     def _follow(self, file: OpenFile, inode: Inode, offset: int) -> None:
-        """The first read of what was read ahead: somebody reads on, and the next chunk will be wanted, too."""
+        """The first read of a range that was read ahead: read ahead the next chunk, too."""
         version = inode.number, inode.version
         start, end = self._ahead.get(version, (0, 0))
         if start <= offset < end:
@@ -200,7 +200,7 @@ class Fetcher:
             return
         if self._young.is_young(inode):
             return
-        with self._data.view() as view:
+        with self._data.index.view() as view:
             if self._data.range_at(view, inode, start) is not None:
                 return
             end = self._next_known(view, inode, start, end)
@@ -211,16 +211,16 @@ class Fetcher:
                 self._ahead.popitem(last=False)
 
     def _under_way(self, inode: Inode, offset: int) -> tuple[int, Flight[bytes]] | None:
-        """Where the range that holds the byte at `offset` and is being fetched begins, and its flight."""
+        """The range that is being fetched and contains the byte at `offset`: its start and its flight."""
         for (start, end), flight in self._ranges.get((inode.number, inode.version), {}).items():
             if start <= offset < end:
                 return start, flight
         return None
 
     def _range(self, view: View, inode: Inode, start: int, end: int) -> tuple[int, int, bool]:
-        """What to fetch for a read from `start` to `end`, of which the first byte is neither cached nor under way.
+        """The range to fetch for a read of [start, end), whose first byte is neither cached nor being fetched.
 
-        And whether somebody reads on and on.
+        The third value: is the file being read sequentially?
         """
         if self._data.is_small(inode):
             return 0, inode.size, False
@@ -233,22 +233,22 @@ class Fetcher:
         end_known = self._known_from(view, inode, inode.size) < inode.size
         wanted = start + window_bytes(self._run_start(view, inode, start), start, end_known=end_known)
         if wanted > end:
-            end = self._next_known(view, inode, end, wanted)  # but nothing that is known already
+            end = self._next_known(view, inode, end, wanted)  # but not what is cached or being fetched already
         return start, min(end, inode.size), start > 0 and wanted - start == CHUNK_BYTES
 
     def _next_known(self, view: View, inode: Inode, first: int, last: int) -> int:
-        """Where the first piece that begins in [first, last] begins, cached or being fetched; `last` if none does."""
+        """The first start in [first, last] of a range that is cached or being fetched; `last` if there is none."""
         under_way = (start for start, _ in self._ranges.get((inode.number, inode.version), ()))
         known = [*self._data.starts_between(view, inode, first, last), *under_way, last]
         return min(start for start in known if first <= start <= last)
 
     def _known_from(self, view: View, inode: Inode, offset: int) -> int:
-        """From where on a piece that is cached or being fetched holds the bytes before `offset`; that, if none does."""
+        """The start of a range that is cached or being fetched and contains `offset - 1`; `offset` if there is none."""
         found = self._under_way(inode, offset - 1) or self._data.range_at(view, inode, offset - 1)
         return offset if found is None else found[0]
 
     def _run_start(self, view: View, inode: Inode, offset: int) -> int:
-        """From where on everything up to `offset` is known; for a long run, from somewhere in it."""
+        """The start of the run of cached or fetched ranges that ends at `offset`; of a long run, some place in it."""
         for _ in range(MAX_STEPS):
             before = self._known_from(view, inode, offset) if offset else 0
             if before == offset:
@@ -257,7 +257,7 @@ class Fetcher:
         return offset
 
     def begin(self, view: View, file: OpenFile) -> None:
-        """A small file was opened: it will be read. Fetch it while the kernel makes up its mind."""
+        """A small file was opened and will be read: begin to fetch it before the READ arrives."""
         inode = file.inode
         if not inode.size or not self._data.is_small(inode) or self._young.is_young(inode):
             return
@@ -265,9 +265,9 @@ class Fetcher:
             self._fetch_range(file, 0, inode.size, view)
 
     async def fetch_ahead(self, file: OpenFile, unit: tuple[int, int]) -> None:
-        """Before anybody asks for it, and only if there is room. Errors are left to whoever reads."""
+        """Fetch a unit for a prefetch request, if there is room. Errors are ignored: a reader will get them."""
         inode = file.inode
-        with self._data.view() as view:
+        with self._data.index.view() as view:
             wanted = not self._data.holds(view, inode, unit) and not self._young.is_young(inode)
         if wanted and self._data.admits(unit[1], ahead=True):
             with contextlib.suppress(OSError, Changed):
@@ -287,7 +287,7 @@ class Fetcher:
         fetched: Callable[[bytes], object] = lambda _: None,
         view: View | None = None,
     ) -> Flight[bytes]:
-        """`fetched`: given what was fetched, unless the file is young: then it is for its readers alone."""
+        """`fetched`: called with the data, unless the file is young: then only its readers get them."""
         inode = file.inode
         version = inode.number, inode.version
         young = self._young.is_young(inode)  # before anything is read
@@ -317,16 +317,15 @@ class Fetcher:
         at = self._object_of(inode.number, view) if file.fd is None else _NOWHERE
         keep = file.held or not self._data.is_small(inode)
         call = partial(self._source.read_version, at, inode, start, end - start, file.fd, keep=keep)
-        once = file.fd is not None  # another time that descriptor is closed, or dead
+        once = file.fd is not None  # a second call would find the descriptor closed or dead
         if not keep:
-            file.fd = None  # read once, closed in the thread that read it
+            file.fd = None  # closed in the thread after the read
         flight = self._fetches.begin(key, partial(self._call_pool.start, call, once=once), finish)
         self._ranges.setdefault(version, {})[start, end] = flight
         return flight
 
     async def open_source(self, file: OpenFile) -> None:
         """Open the pinned file for as long as it has handles. Raises `Changed` if it is gone."""
-
         generation = self._source.generation
 
         def finish(answer: Outcome[int]) -> None:

@@ -1,7 +1,7 @@
-"""Immutable files that are open: all handles of one version share an `OpenFile`, which the last of them closes.
+"""Immutable files that are open: all handles of one version share an `OpenFile`, which the last one closes.
 
-A file that may be open without a handle of ours, because the fast path answers opens, and that has lost its name is
-*held*: it stays here until the kernel forgets the inode (hazard 2).
+The fast path answers opens, so that a file may be open without a handle of ours. If such a file loses its name, it is
+*held*: it stays open here until the kernel forgets the inode (hazard 2).
 """
 
 from collections.abc import Iterable, Iterator
@@ -31,7 +31,7 @@ class SharedFiles:
         return [file for (inode, _), file in self._files.items() if inode == number]
 
     def share(self, inode: Inode) -> OpenFile:
-        """One handle more, which `let_go` gives back."""
+        """Add a handle, which `let_go` removes."""
         file = self._files.get((inode.number, inode.version))
         if file is None:
             file = self._files[inode.number, inode.version] = OpenFile(inode)

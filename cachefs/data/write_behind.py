@@ -1,7 +1,7 @@
-"""Write-behind: the queue of what was fetched, and the task that commits it.
+"""Write-behind: the queue of fetched ranges, and the task that commits them.
 
-`run` takes a batch off the queue, has it committed (commit.py), and says what has come of it. Until its commit a range
-is found here (`pending_at`). What is to go, dropped or evicted, goes with the next commit.
+`run` takes a batch from the queue, has it committed (commit.py), and reports the result. Until its commit a range is
+found here (`pending_at`). Extents that are dropped or evicted are removed with the next commit.
 """
 
 import logging
@@ -12,6 +12,7 @@ from functools import partial
 
 import trio
 
+from cachefs.contract.index import Table
 from cachefs.data.commit import Committer, Filled, Pending, Work
 from cachefs.data.eviction import Eviction, Victim
 from cachefs.errors import IndexUnavailable
@@ -19,9 +20,9 @@ from cachefs.options import MIB
 from cachefs.stats.metrics import Metrics
 from cachefs.store.blob import record
 from cachefs.store.blob.blob import Blob
-from cachefs.store.index.environment import Table
 from cachefs.store.index.index import Index
 from cachefs.store.index.records import Inode, inode_key
+from cachefs.system.listeners import Listeners
 
 log = logging.getLogger(__name__)
 
@@ -32,12 +33,12 @@ BATCH_FILLED = 4096
 BATCH_FILLED_BYTES = 128 * MIB
 BATCH_SHARE = 32
 BATCH_DELAY_S = 0.5
-"""How long a batch may gather: each costs a few syncs, of the disk that readers wait for."""
+"""How long a batch is collected: each costs a few syncs of the disk that readers wait for."""
 PUNCH_RETRY_S = 0.1
 FORGET_CHUNK = 16
 REPORT_S = 60.0
 PAUSE_S = 30.0
-"""After the disk has refused a write: how long to leave it alone."""
+"""After a write error: nothing is written for so long."""
 
 
 class WriteBehind:
@@ -52,7 +53,7 @@ class WriteBehind:
         clock: Callable[[], float] = time.monotonic,
         queue_bytes: int = QUEUE_BYTES,
     ) -> None:
-        """`eviction`: None where nothing is replaced."""
+        """`eviction`: None: nothing is replaced."""
         # dependencies
         self._index = index
         self._metrics = metrics
@@ -69,51 +70,50 @@ class WriteBehind:
         """By inode, then by (offset, end)."""
         self._queue: deque[Pending] = deque()
         self.queued_bytes = 0
-        """Payload that has been read but is not in the index yet."""
+        """Payload that was fetched by this process and is not in the index yet."""
         self._queued_record_bytes = 0
         self._filled: deque[Filled] = deque()
         self._filled_bytes = 0
         self._dropped: dict[tuple[int, int, int], None] = {}
-        """(inode, offset, blob offset) of what the next commit takes out of the index."""
+        """(inode, offset, blob offset) of extents that the next commit removes from the index."""
         self._evicting: dict[tuple[int, int, int], int] = {}
-        """Those of `_dropped` that make room for others, and how much."""
+        """Those of `_dropped` that are evicted → bytes of the record."""
         self._evicting_bytes = 0
         self._hurried = False
-        """Somebody waits for those to go."""
+        """A caller waits for these evictions."""
         self._stored_bytes = index.totals.blob_bytes
-        """As of the last commit that was followed up: the index counts what is in our queue before we hear of it."""
+        """After the last commit that was followed up. Until then the index already counts records of our queue."""
         self._committing_bytes = 0
         self._reported = self._handled = 0
         """How many records the fast path has reported, and how many of those have been committed or refused."""
         self._paused_until = 0.0
         self._warned: dict[str, float] = {}
-        """Kind of failure → when it was said."""
+        """Kind of failure → time of its last log line."""
         self._wake = trio.Event()
         self._full = trio.Event()
         self._round = trio.Event()
-        """Set at the end of a round of the task; then there is another."""
+        """Set at the end of a round of the task, and replaced by a new event."""
         self._rounds = 0
         self._committing = False
-        self._urgent = 0
-        """How many wait for what there is to be written."""
-        index.on_dirty = self.wake
-        index.on_refused = partial(self.failed, "session")
-        # who wants to know
-        self.settled: Callable[[int], None] = lambda report: None
-        """Called when the reports up to this one are in the index, or never will be."""
-        self.undone: Callable[[], None] = lambda: None
-        """Called when what was appended could not be put on disk: nothing is to be built upon it."""
-        self.committed: Callable[[], None] = lambda: None
-        """Called after each round of the task, when what is to go has been chosen."""
-        self.make_room: Callable[[], None] = lambda: None
-        """Called where data are evicted, when the policy has heard of a commit."""
+        self._flushing = 0
+        """How many callers wait for a flush."""
+        index.on_dirty.add(self.wake)
+        index.on_refused.add(partial(self.failed, "session"))
+        self.on_handled: Listeners[[int]] = Listeners()
+        """Called with the number of the last report that has been committed or refused."""
+        self.on_lost_append: Listeners[[]] = Listeners()
+        """Called when appended records of the fast path could not be synced: it must go on in a new slab."""
+        self.on_commit: Listeners[[]] = Listeners()
+        """Called after a commit, when the retention policy knows the new extents."""
+        self.on_round: Listeners[[]] = Listeners()
+        """Called after each round of the task, with or without a commit, when evictions have been chosen."""
 
     def resize(self, capacity_bytes: int) -> None:
         """The size of the cache has changed."""
-        if self._eviction is not None:  # a batch is a small part of the cache: none of it can go before it is committed
+        if self._eviction is not None:  # a small part of the cache: a batch cannot be evicted before it is committed
             self._batch_filled_bytes = min(capacity_bytes // BATCH_SHARE, BATCH_FILLED_BYTES)
 
-    # --- what is on its way ----------------------------------------------------------------------------------------
+    # --- ranges that are not committed yet -------------------------------------------------------------------------
 
     def pending_at(self, inode: Inode, offset: int) -> Pending | None:
         for pending in self._pending.get(inode.number, {}).values():
@@ -125,7 +125,7 @@ class WriteBehind:
         return [p.offset for p in self._pending.get(inode.number, {}).values() if first <= p.offset < last]
 
     def takes(self, length: int) -> bool:
-        """Is there room in the queue, an index to write to, and a disk that lets itself be written?"""
+        """Is there room in the queue, and can index and blob be written?"""
         return self.queued_bytes + length <= self._queue_limit and self.is_writable
 
     @property
@@ -133,7 +133,7 @@ class WriteBehind:
         return self._index.available and self._clock() >= self._paused_until
 
     def queue(self, unit: Pending) -> bool:
-        """False: it is on its way already."""
+        """False: the range is queued already."""
         ranges = self._pending.setdefault(unit.inode.number, {})
         if unit.key in ranges:
             return False
@@ -145,7 +145,7 @@ class WriteBehind:
         return True
 
     def filled(self, units: Iterable[Filled]) -> None:
-        """The fast path appended these: sync and commit them."""
+        """Sync and commit what the fast path has appended."""
         for unit in units:
             self._filled.append(unit)
             self._reported += 1
@@ -153,27 +153,27 @@ class WriteBehind:
         self.wake()
 
     def writer_has_gone(self, frontier: int) -> None:
-        """Nothing more will be written to slabs before this offset, nor reported of them."""
+        """The fast path will neither write to slabs before this offset nor report records of them any more."""
         self._committer.writer_has_gone(self._reported, frontier)
         self.wake()
 
     @property
     def used_bytes(self) -> int:
-        """Records in the blob and on their way, but for those that are about to go."""
-        on_their_way = self._queued_record_bytes + self._filled_bytes + self._committing_bytes
-        return self._stored_bytes + on_their_way - self._evicting_bytes
+        """Of records that are stored or will be, without those that are being evicted."""
+        uncommitted = self._queued_record_bytes + self._filled_bytes + self._committing_bytes
+        return self._stored_bytes + uncommitted - self._evicting_bytes
 
     @property
     def stored_bytes(self) -> int:
-        """Records that the index has, but for those that are about to go."""
+        """Of records in the index, without those that are being evicted."""
         return self._index.totals.blob_bytes - self._evicting_bytes
 
     @property
-    def is_settled(self) -> bool:
-        """Nothing is on its way to the index, or out of it."""
-        return not (self.queued_bytes or self._filled_bytes or self._committing_bytes or self._dropped)
+    def is_under_way(self) -> bool:
+        """Extents have yet to be added to the index or removed from it."""
+        return bool(self.queued_bytes or self._filled_bytes or self._committing_bytes or self._dropped)
 
-    # --- what is to go ---------------------------------------------------------------------------------------------
+    # --- extents that are to be removed ----------------------------------------------------------------------------
 
     def drop(self, inode: int, offset: int, blob_offset: int) -> None:
         self._dropped[inode, offset, blob_offset] = None
@@ -193,23 +193,23 @@ class WriteBehind:
 
     @property
     def is_evicting(self) -> bool:
-        """Something has yet to go."""
+        """Evictions have yet to be committed."""
         return bool(self._evicting)
 
     @property
     def may_have_room_soon(self) -> bool:
-        """Something has yet to go, or the policy has yet to hear of it."""
+        """Evictions have yet to be committed, or there are new records that could be evicted."""
         return bool(self._evicting or self._filled)
 
-    # --- trouble ---------------------------------------------------------------------------------------------------
+    # --- failures --------------------------------------------------------------------------------------------------
 
     def refused(self, error: OSError) -> None:
-        """The disk does not take any more: leave it alone for a while."""
+        """The disk refused a write: pause."""
         self._paused_until = self._clock() + PAUSE_S
         self.failed("blob", f"the blob cannot be written, trying again in {PAUSE_S:.0f} s: {error}")
 
     def failed(self, kind: str, message: str) -> None:
-        """Count a failure of the cache; say so once a minute at most for each kind."""
+        """Count a failure of the cache, and log it once a minute at most for each kind."""
         self._metrics.errors += 1
         now_s = self._clock()
         if now_s - self._warned.get(kind, -REPORT_S) >= REPORT_S:
@@ -219,19 +219,19 @@ class WriteBehind:
     # --- the task --------------------------------------------------------------------------------------------------
 
     def hurry(self) -> None:
-        """Somebody waits for what is evicted."""
+        """A caller waits for the evictions."""
         self._hurried = True
         self.wake()
 
     def wake(self) -> None:
         self._wake.set()
         full = self.queued_bytes >= BATCH_BYTES or self._filled_bytes >= self._batch_filled_bytes
-        if full or self._urgent or self._hurried or len(self._index.dirty) >= BATCH_KEYS:
+        if full or self._flushing or self._hurried or len(self._index.dirty) >= BATCH_KEYS:
             self._full.set()
 
     async def run(self) -> None:
-        """The task: for ever, until cancelled. `flush` first if nothing may be lost."""
-        self.wake()  # what others left behind is given back
+        """The task: until cancelled. Call `flush` first if nothing may be lost."""
+        self.wake()  # to free what earlier daemons left
         while True:
             await self._wake.wait()
             with trio.move_on_after(BATCH_DELAY_S):
@@ -246,7 +246,7 @@ class WriteBehind:
             if self._queue or self._filled or self._index.dirty or self._dropped:
                 self.wake()
             elif self._committer.has_freed:
-                if not self._committer.is_punchable:  # a reader of the blob is under way; nobody tells when it has gone
+                if not self._committer.is_punchable:  # a reader of the blob prevents it, and no event says when it ends
                     await trio.sleep(PUNCH_RETRY_S)
                 self.wake()
             self._end_round()
@@ -257,31 +257,31 @@ class WriteBehind:
         self._round = trio.Event()
 
     async def round_ended(self) -> None:
-        """Returns when the task has ended a round: with or without a commit, something may have come or gone."""
+        """Returns when the task has ended a round, with or without a commit."""
         await self._round.wait()
 
     @property
     def is_idle(self) -> bool:
-        """There is nothing to be written, and nothing is being written.
+        """Nothing is to be written or being written.
 
-        Space that a reader of the index holds may still have to be given back: by this daemon, or by the next one.
+        Space that a reader of the index still uses may have to be freed later, by this daemon or the next one.
         """
         waiting = self._queue or self._filled or self._index.dirty or self._dropped
         return not (self._committing or waiting or self._committer.is_punchable)
 
     async def flush(self, timeout_s: float = 60.0) -> bool:
-        """Everything, on disk and in the index, when nothing more comes. False if that could not be had."""
+        """Commit everything, if nothing more is queued meanwhile. False: that was not possible in time."""
         return await self._until(lambda: self.is_idle, timeout_s)
 
-    async def settle(self, timeout_s: float = 60.0) -> bool:
-        """What there is by now, on disk and in the index, whatever comes meanwhile. False if that could not be had."""
+    async def flush_queued(self, timeout_s: float = 60.0) -> bool:
+        """Commit what is queued now, even if more is queued meanwhile. False: that was not possible in time."""
         queued, filled, keys = self.queued_bytes // BATCH_BYTES, len(self._filled), len(self._index.dirty)
-        # One round may be under way and knows of none of it, and what one drops the next gives back.
+        # One round may be under way without any of it, and space of dropped records is freed one round later.
         last = self._rounds + 3 + max(queued, filled // BATCH_FILLED, keys // BATCH_KEYS)
         return await self._until(lambda: self.is_idle or self._rounds >= last, timeout_s)
 
     async def _until(self, done: Callable[[], bool], timeout_s: float) -> bool:
-        self._urgent += 1
+        self._flushing += 1
         try:
             with trio.move_on_after(timeout_s):
                 while not done():
@@ -292,12 +292,12 @@ class WriteBehind:
                 return True
             return False
         finally:
-            self._urgent -= 1
+            self._flushing -= 1
 
     async def _commit(self) -> None:
         work = self._take()
         if not work:
-            self._index.available = True  # what comes next tries
+            self._index.available = True  # the next commit tries
             await self._follow_up()
             return
         try:
@@ -309,7 +309,7 @@ class WriteBehind:
             self._index.available = False
             self.failed("index", f"the index cannot be written, nothing new is cached until it can: {error}")
             self._retire(work.units)
-            self._settle(work.filled, refused=True)
+            self._end_reports(work.filled, refused=True)
             await self._follow_up()
             self._metrics.skipped_admissions += len(work.units)
             self._end_round()
@@ -327,13 +327,13 @@ class WriteBehind:
             self._dropped.pop(key, None)
             self._evicting_bytes -= self._evicting.pop(key, 0)
         self._retire(work.units)
-        self._settle(work.filled, refused=refused is not None)
+        self._end_reports(work.filled, refused=refused is not None)
         self._metrics.skipped_admissions += commit.unclaimed
         self._committer.free(commit)
         await self._follow_up(commit.indexed)
 
     def _take(self) -> Work:
-        """A batch off the queues, with the metadata of its files."""
+        """Take a batch from the queues, with the metadata of its files."""
         units: list[Pending] = []
         size = 0
         while self._queue and size < BATCH_BYTES:
@@ -347,23 +347,23 @@ class WriteBehind:
         return Work(units, filled, self._index.take_dirty(BATCH_KEYS, first), list(self._dropped))
 
     async def _follow_up(self, indexed: Iterable[tuple[int, int]] | None = None) -> None:
-        """`indexed`: what a commit has put into the index, (inode, file offset). None: there was no commit."""
+        """`indexed`: (inode, file offset) of extents that a commit added to the index. None: there was no commit."""
         await self._committer.account(self._handled, self._filled_bytes)
         self._stored_bytes = self._index.totals.blob_bytes
         self._committing_bytes = 0
         if indexed is not None:
             if self._eviction is not None:
                 self._eviction.committed(indexed)
-            self.make_room()
+            self.on_commit()
         self._hurried = self._hurried and bool(self._evicting)
-        self.committed()
+        self.on_round()
 
-    def _settle(self, filled: list[Filled], *, refused: bool) -> None:
+    def _end_reports(self, filled: list[Filled], *, refused: bool) -> None:
         self._handled += len(filled)
         if filled:
-            self.settled(filled[-1].report)
+            self.on_handled(filled[-1].report)
             if refused:
-                self.undone()
+                self.on_lost_append()
 
     def _retire(self, units: list[Pending]) -> None:
         for unit in units:

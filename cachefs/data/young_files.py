@@ -1,32 +1,28 @@
-"""Young files whose pages the kernel has, and the task that drops those pages when the files are old enough (age.py).
+"""Young files whose pages the kernel caches, and the task that drops these pages when they are old enough (age.py).
 
-Each read has an entry of its own, because its data may be half of a write() that had ended when the entry before it was
-handled.
+Each read has its own entry, because its data may contain half of a write() that began after an earlier entry was made.
 
-A mount with a fast path outlives its daemon, and so do the kernel's pages. So a successor finds every entry: those of
-the fast path in the shared memory, those of our own reads in the session. Both are written before the kernel gets the
-data, and removed after it has dropped the pages.
+A mount with a fast path outlives its daemon, and so do the kernel's pages. Therefore a successor finds every entry:
+those of the fast path in the shared memory, those of our own reads in the session. Both are written before the kernel
+gets the data, and removed after it has dropped the pages.
 """
 
 import heapq
-import struct
-import time
 from collections.abc import Callable, Iterable
 from typing import NamedTuple, Protocol
 
 import trio
 
-from cachefs.options import SETTLE_NS
+from cachefs.contract.index import Table
+from cachefs.contract.shared import SETTLE_NS
 from cachefs.source import age
-from cachefs.store.index.environment import Table
 from cachefs.store.index.index import Index
-from cachefs.store.index.records import UNSETTLED, Inode, inode_key, inode_of_key
-from cachefs.system.clock import NANOSECONDS
+from cachefs.store.index.records import FLAGGED_NUMBER, UNSETTLED, Inode, inode_key, inode_of_key
+from cachefs.system.clock import NANOSECONDS, SYSTEM, Clock
 
 GATHER_S = 0.05
-"""What is due within it is dropped together."""
+"""Pages that are due within this time are dropped together."""
 _KEY = b"young:"
-_SAVED = struct.Struct("<I4xQ")  # flags of the value, when the last of its pages are to be dropped
 
 
 class Pages(Protocol):
@@ -51,15 +47,13 @@ class YoungFiles:
         index: Index | None = None,
         *,
         settle_ns: int = SETTLE_NS,
-        realtime_ns: Callable[[], int] = time.time_ns,
-        monotonic_ns: Callable[[], int] = time.monotonic_ns,
+        clock: Clock = SYSTEM,
     ) -> None:
-        """`index`: its session outlives us. None: nobody takes this mount over."""
+        """`index`: its session outlives this daemon. None: no daemon can take this mount over."""
         # dependencies
         self._kernel = kernel
         self._index = index
-        self._realtime_ns = realtime_ns
-        self._monotonic_ns = monotonic_ns
+        self._clock = clock
         # constants
         self._settle_ns = settle_ns
         # state
@@ -69,14 +63,15 @@ class YoungFiles:
         self._wake = trio.Event()
 
     def is_young(self, inode: Inode) -> bool:
-        return age.is_young(inode, self._realtime_ns(), self._settle_ns)
+        return age.is_young(inode, self._clock.realtime_ns(), self._settle_ns)
 
     def was_read(self, inode: Inode) -> None:
-        """Data of a file that was young when the read began go to the kernel now.
+        """Call before the kernel gets data of a file that was young when the read began.
 
-        Its pages stay until its record expires: a reader then looks at the file before it misses them.
+        The pages are not dropped before the record expires, so that a reader revalidates the file before it misses
+        them.
         """
-        due_ns = self._monotonic_ns() + age.until_written_ns(inode, self._realtime_ns(), self._settle_ns)
+        due_ns = self._clock.monotonic_ns() + age.until_written_ns(inode, self._clock.realtime_ns(), self._settle_ns)
         due_ns = max(due_ns, inode.expires_ns if inode.flags & UNSETTLED else 0)
         self.note(inode.number, due_ns)
         if self._index is not None:
@@ -84,30 +79,30 @@ class YoungFiles:
             with self._index.update() as update:
                 saved = update.get(Table.META, key)
                 if saved is None or _due_ns(saved) < due_ns:
-                    update.put(Table.META, key, _SAVED.pack(0, due_ns))
+                    update.put(Table.META, key, FLAGGED_NUMBER.pack(0, due_ns))
 
     def restore(self) -> None:
-        """Take over what a predecessor has read."""
+        """Take over the entries of a predecessor."""
         assert self._index is not None
         with self._index.view() as view:
             for key, value in view.scan(Table.META, _KEY):
                 self.note(inode_of_key(key[len(_KEY) :]), _due_ns(value))
 
     def note(self, number: int, due_ns: int, dropped: Callable[[], None] | None = None) -> None:
-        """Drop the pages of an inode at this moment of CLOCK_MONOTONIC. `dropped`: called when they are gone."""
+        """Drop the pages of an inode at this time (CLOCK_MONOTONIC). `dropped`: called when that is done."""
         self._count += 1
         heapq.heappush(self._entries, _Entry(due_ns, number, self._count, dropped))
         self._wake.set()
 
     async def run(self) -> None:
-        """The task: for ever, until cancelled."""
+        """The task: until cancelled."""
         while True:
             if not self._entries:
                 self._wake = trio.Event()
                 await self._wake.wait()
-            wait_s = (self._entries[0].due_ns - self._monotonic_ns()) / NANOSECONDS
+            wait_s = (self._entries[0].due_ns - self._clock.monotonic_ns()) / NANOSECONDS
             await trio.sleep(max(0.0, wait_s) + GATHER_S)
-            now_ns = self._monotonic_ns()
+            now_ns = self._clock.monotonic_ns()
             due: list[_Entry] = []
             while self._entries and self._entries[0].due_ns <= now_ns:
                 due.append(heapq.heappop(self._entries))
@@ -118,7 +113,7 @@ class YoungFiles:
             self._forget({entry.inode for entry in due}, now_ns)
 
     def _forget(self, inodes: Iterable[int], now_ns: int) -> None:
-        """Pages that were due by then have been dropped."""
+        """Pages that were due at `now_ns` have been dropped: remove their saved entries."""
         if self._index is None:
             return
         with self._index.update() as update:
@@ -129,4 +124,4 @@ class YoungFiles:
 
 
 def _due_ns(saved: bytes) -> int:
-    return int(_SAVED.unpack(saved)[1])
+    return int(FLAGGED_NUMBER.unpack(saved)[1])

@@ -1,7 +1,7 @@
-"""The connection between a daemon and its fast path: how messages (cachefs/contract/messages.py) lie in a packet.
+"""The connection between a daemon and its fast path, and the format of its messages (cachefs/contract/messages.py).
 
-A socket that keeps packets apart (SOCK_SEQPACKET), on which the fast path listens. A message is a head (type, length of
-the data, two numbers a and b), its data, and perhaps descriptors (SCM_RIGHTS). `control.h` has the other end.
+The fast path listens on a socket of type SOCK_SEQPACKET, one packet for each message. A message is a head (type, length
+of the data, two numbers a and b), its data, and perhaps descriptors (SCM_RIGHTS). `control.h` has the other end.
 """
 
 import array

@@ -1,11 +1,14 @@
-"""Which inodes and names a FUSE request may have changed: for changes of which nobody knows whether they were made."""
+"""The inodes and names that a FUSE request may have changed, for a request that may or may not have been executed."""
 
-import struct
+from cachefs.contract.fuse import CHANGES, FUSE_OPERATIONS, IN_HEADER
 
-_HEADER = struct.Struct("<2I2Q4I")  # struct fuse_in_header: length, opcode, unique, nodeid, …
-_SYMLINK, _MKNOD, _MKDIR, _UNLINK, _RMDIR, _RENAME, _LINK, _CREATE, _RENAME2 = 6, 8, 9, 10, 11, 12, 13, 35, 45
-_NAMES_AT = {_SYMLINK: 0, _MKNOD: 16, _MKDIR: 8, _UNLINK: 0, _RMDIR: 0, _RENAME: 8, _LINK: 8, _CREATE: 16, _RENAME2: 16}
-"""Operation → bytes of its struct, which the names follow."""
+_HEADER = IN_HEADER.codec()
+_CHANGES_OF_NAMES = {
+    each.number: each
+    for each in FUSE_OPERATIONS
+    if each.kind is CHANGES and each.names and not each.name.endswith("XATTR")
+}
+"""By opcode. The names of the *XATTR operations are those of attributes, not of directory entries."""
 
 
 def touched(request: bytes) -> tuple[list[int], list[tuple[int, bytes]]]:
@@ -13,12 +16,13 @@ def touched(request: bytes) -> tuple[list[int], list[tuple[int, bytes]]]:
     _, opcode, _, inode, *_ = _HEADER.unpack_from(request)
     body = request[_HEADER.size :]
     inodes, entries = [inode], []
-    if opcode in _NAMES_AT:
-        names = body[_NAMES_AT[opcode] :].split(b"\0")
+    operation = _CHANGES_OF_NAMES.get(opcode)
+    if operation is not None:
+        names = body[operation.body_bytes :].split(b"\0")
         entries.append((inode, names[0]))
-        if opcode in (_RENAME, _RENAME2, _LINK):
+        if operation.name in ("RENAME", "RENAME2", "LINK"):
             other = int.from_bytes(body[:8], "little")  # the new directory; of LINK, the inode
             inodes.append(other)
-            if opcode != _LINK:
+            if operation.name != "LINK":
                 entries.append((other, names[1]))
     return inodes, entries

@@ -1,8 +1,8 @@
-"""Starting the fast path, attaching pyfuse3 to it, and starting another when it dies.
+"""Starting the fast path, attaching pyfuse3 to it, and starting another one when it dies.
 
-The daemon holds everything that a successor needs: /dev/fuse, the shared memory, both ends of the socket that carries
-the FUSE protocol between the fast path and pyfuse3. When the fast path is killed no message is lost, because the socket
-lives on. When the daemon is killed the fast path holds the same things, and hands them over to the next daemon
+The daemon has everything open that a new fast path needs: /dev/fuse, the shared memory, and both ends of the socket for
+FUSE messages between the fast path and pyfuse3. If the fast path is killed, no message is lost, because the socket
+stays open. If the daemon is killed, the fast path has the same descriptors, and hands them over to the next daemon
 (`MountDescriptors.ask`), which attaches a new pyfuse3.
 """
 
@@ -33,19 +33,19 @@ T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 SOCKET_BUFFER_BYTES = 4 << 20
-_SETTLED_S = 0.2
-"""A fast path that lived this long is started again at once; younger ones after a pause that grows."""
+_SHORT_LIFE_S = 0.2
+"""A fast path that ends sooner is started again after a growing pause; others at once."""
 _MAX_PAUSE_S = 5.0
 _FIRST_STARTS = 5
-"""So often it may end by itself before a new mount gives up: a library is missing, or the like."""
+"""After so many starts that fail, perhaps because a library is missing, a new mount gives up."""
 _SHORTAGES = frozenset({errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ETOOMANYREFS})
-"""What a machine answers that has no process, memory or descriptor to give at the moment."""
+"""Errors of a machine that has no process, memory or descriptor left at the moment."""
 _SHORTAGE_PAUSE_S = 0.1
 _PATIENCE_S = 10.0
 
 
 async def _end_of(pid: int, pidfd: int) -> None:
-    """Return when a process is dead. A thread that the source holds (FUSE, NFS) outlives it, and no event says so."""
+    """Return when a process is dead. A thread that waits for the source (FUSE, NFS) may outlive it without an event."""
     while is_running(pid):
         with trio.move_on_after(LOOK_S):
             await trio.lowlevel.wait_readable(pidfd)
@@ -56,7 +56,7 @@ class FastPath:
 
     def __init__(
         self,
-        held: MountDescriptors,
+        mount: MountDescriptors,
         path: Path,
         *,
         session: Path,
@@ -67,55 +67,51 @@ class FastPath:
         died: Callable[[], None],
         unmounted: Callable[[], None],
     ) -> None:
-        """`path`: of the listening socket. `received`: told of each message (type, a, b, data).
+        """`path`: of the listening socket. `received`: called with each message (type, a, b, data).
 
-        `attached`: the program that runs, or another one than before, is there.
-        `died`: the program has ended, in whatever it was doing. `unmounted`: the mount is gone.
+        `attached`: called after each attachment, to the first program or to another one.
+        `died`: called when the program has ended for any reason. `unmounted`: called when the mount is gone.
         """
         # dependencies
-        self._held = held
+        self._mount = mount
         self._path = path
         self._session = session
         self._durable = durable
         self._log_path = log_path
         self._received = received
-        self._on_attached = attached
+        self._when_attached = attached
         self._died = died
         self._unmounted = unmounted
         # state
-        self._pid = held.pid
+        self.pid = mount.pid
         self._process: subprocess.Popen[bytes] | None = None
         self._zombies: list[subprocess.Popen[bytes]] = []
-        """Dead, but for a thread that the source holds."""
+        """Dead, except for a thread that waits for the source."""
         self._connection: socket.socket | None = None
         self._attached = False
         self._stopping = False
         self._ended = trio.Event()
         self.starts = 0
-        """How often the program was started."""
-        # Both ends: a message that either side has not read yet outlives both.
+        """The number of starts of the program."""
+        # The daemon keeps both ends open, so that unread messages survive the death of either side.
         self._ours, self._python = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         force = getattr(socket, "SO_SNDBUFFORCE", 32)
         for end in (self._ours, self._python):
             try:
                 end.setsockopt(socket.SOL_SOCKET, force, SOCKET_BUFFER_BYTES)
-            except PermissionError:  # what there is must do: no message is larger than 160 KiB (hazard 5)
+            except PermissionError:  # any size is enough for one message, at most 160 KiB (hazard 5)
                 end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SOCKET_BUFFER_BYTES)
 
-    @property
-    def pid(self) -> int:
-        return self._pid
-
     def descriptor_for_pyfuse3(self) -> int:
-        """From which requests are read. The caller closes it."""
+        """The descriptor that pyfuse3 reads requests from. The caller closes it."""
         return os.dup(self._python.fileno())
 
     async def replace(self) -> None:
-        """End the program that runs, and start the one that is installed. Its requests go on with that.
+        """Replace the running program by the installed one, which continues with its requests.
 
-        The new one starts first and waits. If any process is killed meanwhile, another one still holds the mount.
+        The new one starts first and waits. If any process is killed meanwhile, another one still has the mount open.
         """
-        before = self._pid
+        before = self.pid
 
         async def spawn() -> None:
             self._spawn(after=before)
@@ -128,27 +124,27 @@ class FastPath:
             for number in (signal.SIGTERM, signal.SIGKILL):
                 with contextlib.suppress(ProcessLookupError):
                     signal.pidfd_send_signal(pidfd, number)
-                    signal.pidfd_send_signal(pidfd, signal.SIGCONT)  # one that was stopped hears nothing
+                    signal.pidfd_send_signal(pidfd, signal.SIGCONT)  # a stopped process does not receive the signal
                 with trio.move_on_after(STOP_TIMEOUT_S):
                     await _end_of(before, pidfd)
                     return
-            os.kill(self._pid, signal.SIGKILL)
+            os.kill(self.pid, signal.SIGKILL)
             raise CacheFsError(f"the fast path (pid {before}) cannot be ended: it waits in the kernel")
         finally:
             os.close(pidfd)
 
     async def _open_process(self) -> int | None:
-        """A pidfd of the program that runs. None: none does."""
+        """A pidfd of the running program. None: none is running."""
         try:
-            return os.pidfd_open(self._pid) if self._pid else None
-        except ProcessLookupError:  # inherited, and dead by now
-            self._pid = 0
+            return os.pidfd_open(self.pid) if self.pid else None
+        except ProcessLookupError:  # of a predecessor, and dead now
+            self.pid = 0
             return None
 
     async def run(self, *, new: bool, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
-        """Keep a fast path running until the mount is gone. Started when one is attached, or the mount gone.
+        """Keep a fast path running until the mount is gone. `task_status` starts when one is attached, or at the end.
 
-        `new`: nobody uses the mount yet. Raises CacheFsError if the first ones end as soon as they are started.
+        `new`: the mount is not in use yet. Raises CacheFsError if the first programs end immediately.
         """
         try:
             if not await self._run(task_status, _FIRST_STARTS if new else math.inf):
@@ -159,12 +155,12 @@ class FastPath:
             self._unmounted()
 
     async def _run(self, task_status: trio.TaskStatus[None], most_starts: float) -> bool:
-        """Was one attached?"""
+        """Returns whether one was attached."""
         pause_s = 0.0
-        told = False
-        while not self._stopping and not is_unmounted(self._held.device):
+        has_started = False
+        while not self._stopping and not is_unmounted(self._mount.device):
             started = trio.current_time()
-            pidfd = await self._until_granted(self._running_process, patient=told)
+            pidfd = await self._until_granted(self._running_process, patient=has_started)
             if pidfd is None:
                 break
             try:
@@ -172,34 +168,34 @@ class FastPath:
                     nursery.start_soon(self._until_death, pidfd, nursery.cancel_scope)
                     try:
                         await self._until_granted(self._attach, patient=True)
-                        if not told:
-                            told = True
+                        if not has_started:
+                            has_started = True
                             task_status.started()
                         while True:
                             self._received(*await self._next())
                     except (EOFError, OSError):
-                        pass  # it is about to die
-                    except Exception:  # a mount does not end for a bug of ours
+                        pass  # it is dying
+                    except Exception:  # a bug of ours must not end the mount
                         log.exception("bug in a report of the fast path; starting another")
-                        os.kill(self._pid, signal.SIGKILL)
+                        os.kill(self.pid, signal.SIGKILL)
                     await trio.sleep_forever()
             finally:
                 os.close(pidfd)
             status = self._bury()
             killed = status == -signal.SIGKILL
-            if self._stopping or is_unmounted(self._held.device):
+            if self._stopping or is_unmounted(self._mount.device):
                 break
-            if not told and not killed and self.starts >= most_starts:
+            if not has_started and not killed and self.starts >= most_starts:
                 raise CacheFsError(f"the fast path ends as soon as it is started, with status {status}: see the log")
             log.warning("the fast path has ended; starting another")
             lived = trio.current_time() - started
-            # Only what ends by itself is kept from doing so all the time.
-            pause_s = 0.0 if killed or lived > _SETTLED_S else min(max(0.05, 2 * pause_s), _MAX_PAUSE_S)
+            # No pause after a kill, which does not happen in a loop.
+            pause_s = 0.0 if killed or lived > _SHORT_LIFE_S else min(max(0.05, 2 * pause_s), _MAX_PAUSE_S)
             await trio.sleep(pause_s)
-        return told
+        return has_started
 
     async def _running_process(self) -> int:
-        """A pidfd of the program, which is started if none runs."""
+        """A pidfd of the program, which is started if it is not running."""
         pidfd = await self._open_process()
         if pidfd is None:
             try:
@@ -209,13 +205,13 @@ class FastPath:
                     raise
                 raise OSError(errno.EAGAIN, str(error)) from error
             self._spawn()
-            pidfd = os.pidfd_open(self._pid)  # our child: there until it is waited for
+            pidfd = os.pidfd_open(self.pid)  # our child: exists until it is waited for
         return pidfd
 
     async def _until_granted(self, attempt: Callable[[], Awaitable[T]], *, patient: bool) -> T | None:
-        """Try until the machine has what that needs: a process, descriptors, memory. None: the mount has ended before.
+        """Retry until the machine has a process, descriptors, memory for it. None: the mount has ended meanwhile.
 
-        `patient`: for as long as the mount lives, which does not end for that. Else the error is raised after a while.
+        `patient`: retry as long as the mount lives. False: raise the error after a while.
         """
         give_up_at = trio.current_time() + (math.inf if patient else _PATIENCE_S)
         said = False
@@ -229,25 +225,24 @@ class FastPath:
                     log.warning("the fast path cannot be started or reached, trying again: %s", error.strerror)
                     said = True
             await trio.sleep(_SHORTAGE_PAUSE_S)
-            if self._stopping or is_unmounted(self._held.device):
+            if self._stopping or is_unmounted(self._mount.device):
                 return None
 
     def _end_others(self) -> None:
-        """Two on the same memory would answer the same requests. One that was stopped does not end with its daemon."""
-        for other in running(memory_name(f"/proc/self/fd/{self._held.shared.fd}")):
+        """End other programs with the same memory: two would answer the same requests. A stopped one may be left."""
+        for other in running(memory_name(f"/proc/self/fd/{self._mount.shared.fd}")):
             log.warning("a fast path of this mount (pid %d) does not answer: ending it", other.pid)
             if not other.kill():
                 raise CacheFsError(f"the fast path (pid {other.pid}) cannot be ended: it waits in the kernel")
 
     def _spawn(self, *, after: int = 0) -> None:
-        """`after`: the pid of another one, for the end of which it waits."""
-        held = self._held
+        """`after`: the pid of another program, whose end it waits for."""
         fds = {
-            "--device": held.device,
-            "--shared": held.shared.fd,
-            "--source": held.source,
-            "--blob": held.blob,
-            "--listener": held.listener.fileno(),
+            "--device": self._mount.device,
+            "--shared": self._mount.shared.fd,
+            "--source": self._mount.source,
+            "--blob": self._mount.blob,
+            "--listener": self._mount.listener.fileno(),
         }
         command = [str(PROGRAM)]
         for name, fd in fds.items():
@@ -262,15 +257,15 @@ class FastPath:
                 stderr=log_file,
                 start_new_session=True,
             )
-        self._pid = self._process.pid
+        self.pid = self._process.pid
         self.starts += 1
 
     async def _until_death(self, pidfd: int, scope: trio.CancelScope) -> None:
-        await _end_of(self._pid, pidfd)
+        await _end_of(self.pid, pidfd)
         scope.cancel()
 
     async def _attach(self) -> None:
-        if self._connection is not None:  # of an attempt for which the machine had not all that it needs
+        if self._connection is not None:  # of a failed attempt
             self._connection.close()
             self._connection = None
         self._connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -280,7 +275,7 @@ class FastPath:
                 with socket_address(self._path) as address:
                     self._connection.connect(address)
                 break
-            except BlockingIOError:  # a predecessor died before it accepted: the queue is full until the next one does
+            except BlockingIOError:  # the queue is full because a predecessor died before it accepted
                 await trio.sleep(0.01)
         send(
             self._connection,
@@ -289,9 +284,9 @@ class FastPath:
             fds=(self._ours.fileno(), self._python.fileno()),
         )
         while (message := await self._next())[0] is not Message.ATTACHED:
-            self._received(*message)  # its threads were at work before it saw us
+            self._received(*message)  # its threads were working before it was attached
         self._attached = True
-        self._on_attached()
+        self._when_attached()
 
     async def _next(self) -> tuple[Message, int, int, bytes]:
         assert self._connection is not None
@@ -306,7 +301,7 @@ class FastPath:
         return parse(data)
 
     def send(self, kind: Message, a: int = 0, data: bytes = b"", fds: tuple[int, ...] = ()) -> bool:
-        """False where it has died; the next one asks again."""
+        """False: it has died; the next one asks again."""
         if self._connection is not None:
             with contextlib.suppress(OSError):
                 send(self._connection, kind, a, data=data, fds=fds)
@@ -314,18 +309,18 @@ class FastPath:
         return False
 
     def _bury(self) -> int | None:
-        """Its exit status, negative for a signal; None if it was started by another daemon."""
+        """Returns the exit status, negative for a signal; None if another daemon started it."""
         status = None
         if self._process is not None:
             status = self._process.poll()
-            if status is None:  # a thread of it waits for the source
+            if status is None:  # one of its threads waits for the source
                 self._zombies.append(self._process)
                 status = -signal.SIGKILL
         self._zombies = [process for process in self._zombies if process.poll() is None]
         self._process = None
-        self._pid = 0
+        self.pid = 0
         if self._connection is not None:
-            with contextlib.suppress(OSError):  # what it said last
+            with contextlib.suppress(OSError):  # its last messages
                 while data := self._connection.recv(MESSAGE_BYTES):
                     self._received(*parse(data))
             self._connection.close()
@@ -334,15 +329,15 @@ class FastPath:
         return status
 
     async def stop(self) -> None:
-        """Let the program finish what it has to append, and end it."""
+        """End the program, which first appends what it has fetched."""
         self._stopping = True
         for number in (signal.SIGTERM, signal.SIGKILL):
             if self._ended.is_set():
                 break
-            if self._pid:
+            if self.pid:
                 with contextlib.suppress(ProcessLookupError):
-                    os.kill(self._pid, number)
-                    os.kill(self._pid, signal.SIGCONT)  # one that was stopped hears nothing
+                    os.kill(self.pid, number)
+                    os.kill(self.pid, signal.SIGCONT)  # a stopped process does not receive the signal
             with trio.move_on_after(STOP_TIMEOUT_S):
                 await self._ended.wait()
 

@@ -1,6 +1,6 @@
-"""The descriptors that a mount is made of, besides its cache directory: they outlive each daemon and each fast path.
+"""The descriptors of a mount, which outlive each daemon and each fast path.
 
-Daemon and fast path hold the same ones, and so does the descriptor store of a service manager. When the daemon is
+Daemon and fast path have the same ones open, and so does the descriptor store of a service manager. When the daemon is
 killed, its successor asks the fast path for them (`MountDescriptors.ask`).
 """
 
@@ -16,12 +16,12 @@ from cachefs.fastpath.connection import HEAD, send
 from cachefs.fastpath.shared_memory import OtherVersion, Shared
 from cachefs.system.unix_socket import socket_address
 
-_HANDOVER_TIMEOUT_S = 2.0  # a socket that only the descriptor store holds accepts, and never answers
+_HANDOVER_TIMEOUT_S = 2.0  # a socket that only the descriptor store has open accepts connections and never answers
 
 
 @dataclass(slots=True)
 class MountDescriptors:
-    """Held by the daemon and by the fast path."""
+    """Open in the daemon and in the fast path."""
 
     device: int
     shared: Shared
@@ -29,11 +29,11 @@ class MountDescriptors:
     blob: int
     listener: socket.socket
     pid: int = 0
-    """Of the fast path that runs; 0: none does."""
+    """Of the running fast path; 0: none is running."""
 
     @classmethod
     def ask(cls, path: Path) -> "MountDescriptors | None":
-        """Of the fast path that outlived its daemon. None: none answers. Raises OtherVersion."""
+        """Ask the fast path that outlived its daemon. None: none answers. Raises OtherVersion."""
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
             connection.settimeout(_HANDOVER_TIMEOUT_S)
             try:
@@ -51,7 +51,7 @@ class MountDescriptors:
 
     @classmethod
     def of(cls, fds: Sequence[int], pid: int = 0) -> "MountDescriptors":
-        """/dev/fuse, shared memory, source, blob, listener: they belong to it. Raises OtherVersion."""
+        """`fds`: /dev/fuse, shared memory, source, blob, listener, which belong to it now. Raises OtherVersion."""
         try:
             shared = Shared(fds[1])
         except OtherVersion:

@@ -1,7 +1,7 @@
-"""Processes of fast paths: the program that is installed, and what the process table (/proc) says of those that run.
+"""Processes of fast paths: the installed program, and the running processes in /proc.
 
-A fast path is found by the name of the memory that it shares, and its descriptors can be taken without its help
-(pidfd_getfd(2)): one that was stopped answers no request.
+A fast path is found by the name of its shared memory. Its descriptors can be copied without its help
+(pidfd_getfd(2)), because a stopped process answers no request.
 """
 
 import os
@@ -18,7 +18,7 @@ from cachefs.system.syscalls import pidfd_getfd
 PROGRAM = Path(__file__).parent / "cachefs-fastpath"
 STOP_TIMEOUT_S = 15.0
 LOOK_S = 0.5
-_HELD_OPTIONS = ("--device", "--shared", "--source", "--blob", "--listener")
+_DESCRIPTOR_OPTIONS = ("--device", "--shared", "--source", "--blob", "--listener")
 
 
 def is_built() -> bool:
@@ -27,14 +27,14 @@ def is_built() -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Running:
-    """A fast path, found in the process table by the name of the memory that it shares."""
+    """A running fast path, found by the name of its shared memory."""
 
     pid: int
     fds: tuple[int, ...]
-    """There: /dev/fuse, shared memory, source, blob, listener."""
+    """Numbers in that process: /dev/fuse, shared memory, source, blob, listener."""
 
     def inherit(self) -> MountDescriptors:
-        """Take what it holds, without asking: it may be stopped. Raises OSError, OtherVersion."""
+        """Copy its descriptors without asking it: it may be stopped. Raises OSError, OtherVersion."""
         pidfd = os.pidfd_open(self.pid)
         fds: list[int] = []
         try:
@@ -49,7 +49,7 @@ class Running:
         return MountDescriptors.of(fds)
 
     def kill(self) -> bool:
-        """Returns when it has ended. False: it does not, as it waits in the kernel."""
+        """Returns when it has ended. False: it does not end, because it waits in the kernel."""
         try:
             pidfd = os.pidfd_open(self.pid)
         except ProcessLookupError:
@@ -59,7 +59,9 @@ class Running:
                 signal.pidfd_send_signal(pidfd, signal.SIGKILL)
             deadline = time.monotonic() + STOP_TIMEOUT_S
             while is_running(self.pid) and time.monotonic() < deadline:
-                if select.select([pidfd], [], [], LOOK_S)[0]:  # not while the source holds a thread of it
+                if select.select([pidfd], [], [], LOOK_S)[
+                    0
+                ]:  # not readable while one of its threads waits for the source
                     return True
             return not is_running(self.pid)
         finally:
@@ -67,17 +69,17 @@ class Running:
 
 
 def memory_name(link: str) -> str:
-    """What a memfd was called when it was made."""
+    """The name that a memfd was created with."""
     return os.readlink(link).removeprefix("/memfd:").removesuffix(" (deleted)")
 
 
 def _runs_our_program(process: Path) -> bool:
-    """`process`: its directory in /proc. Raises OSError, StopIteration where it has ended.
+    """`process`: its directory in /proc. Raises OSError or StopIteration if it has ended.
 
-    Any user can start a set-user-ID program with arguments and open files of their choice. Therefore this looks at the
-    program itself and at all user ids of the process, not only the effective one.
+    Any user can start a set-user-ID program with arguments and open files of their choice. Therefore this checks the
+    program itself and all user ids of the process, not only the effective one.
     """
-    if process.stat().st_uid != os.geteuid():  # most are sorted out by this
+    if process.stat().st_uid != os.geteuid():  # excludes most processes
         return False
     program = os.path.basename(os.readlink(process / "exe")).removesuffix(" (deleted)")  # deleted: by an upgrade
     lines = (process / "status").read_text(errors="replace").splitlines()
@@ -86,14 +88,14 @@ def _runs_our_program(process: Path) -> bool:
 
 
 def running(name: str) -> list[Running]:
-    """The fast paths of this user that share the memory of this name. More than one is a mistake."""
+    """The fast paths of this user with shared memory of this name. There should be at most one."""
     found = []
     for process in Path("/proc").glob("[0-9]*"):
         try:
             if not _runs_our_program(process):
                 continue
             command = (process / "cmdline").read_bytes().decode(errors="replace").split("\0")
-            fds = tuple(int(command[command.index(option) + 1]) for option in _HELD_OPTIONS)
+            fds = tuple(int(command[command.index(option) + 1]) for option in _DESCRIPTOR_OPTIONS)
             if memory_name(f"{process}/fd/{fds[1]}") == name:
                 found.append(Running(int(process.name), fds))
         except (OSError, ValueError, StopIteration):  # it has ended, or is another program
@@ -102,15 +104,15 @@ def running(name: str) -> list[Running]:
 
 
 def is_running(pid: int) -> bool:
-    """Zombies do not run."""
-    try:  # of its first thread: the file of the process adds up what all of them have used
+    """False for zombies."""
+    try:  # of its first thread: reading the file of the process sums up the counters of all threads
         return Path(f"/proc/{pid}/task/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in ("Z", "X")
     except OSError:
         return False
 
 
 def is_installed(pid: int) -> bool:
-    """Is what this process runs the program that is installed now? An upgrade has put another one in its place."""
+    """Does this process run the installed program? An upgrade may have replaced the file."""
     try:
         return os.path.samefile(f"/proc/{pid}/exe", PROGRAM)
     except OSError:

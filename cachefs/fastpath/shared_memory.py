@@ -1,35 +1,18 @@
 """The memory that daemon and fast path share, as cachefs/contract/shared.py lays it out.
 
-Each field has one writer, and is read and written whole: `struct` would do that byte by byte, and write zeros before.
+Each field has one writer, and is read and written as one word. The `struct` module is not used for that, because it
+writes byte by byte, and zeros first.
 """
 
 import mmap
 import os
 import struct
 from collections import Counter
-from dataclasses import dataclass, fields
 
-from cachefs.contract.shared import (
-    ACCESS_ENTRIES,
-    ACCESS_LOGS,
-    ACCESS_UNIT_BITS,
-    COUNTERS,
-    HEAD_BYTES,
-    LATENCY_COPIES,
-    MAGIC,
-    MAX_THREADS,
-    OPERATIONS,
-    SHARED,
-    SHARED_BYTES,
-    SLOT_BYTES,
-    SLOT_COUNT,
-    SLOT_HEAD,
-    VERSION,
-    YOUNG_ENTRIES,
-    YOUNG_FILES,
-    SharedFlag,
-)
-from cachefs.options import SETTLE_NS, CacheLevel, Options
+from cachefs.contract import shared as layout
+from cachefs.contract.fuse import FUSE_OPERATIONS, IN_HEADER
+from cachefs.contract.shared import ACCESS_ENTRIES, COUNTERS, SHARED, SLOT_COUNT, YOUNG_ENTRIES, SharedFlag
+from cachefs.options import CacheLevel, Options
 from cachefs.source.shares import UNKNOWN
 from cachefs.stats.latency import BUCKETS, KINDS, Histogram
 from cachefs.system.clock import NANOSECONDS
@@ -37,60 +20,23 @@ from cachefs.system.clock import NANOSECONDS
 COUNTERS_OFFSET = SHARED.offset("counters")
 ACCESSES_OFFSET = SHARED.offset("accesses")
 SLOTS_OFFSET = SHARED.offset("slots")
-LATENCIES_OFFSET = SHARED.offset("latencies")
 YOUNG_OFFSET = SHARED.offset("young")
-PASSED_OFFSET = SHARED.offset("passed")
-_REQUEST = struct.Struct("<16xQI")  # struct fuse_in_header: nodeid, uid
+_REQUEST = IN_HEADER.codec()
 _PLACE_MASK = (1 << 63) - 1
 _LOG_WORDS = 8 + 2 * ACCESS_ENTRIES
 _MARGIN = 256
-"""So many of the oldest entries of a log may be overwritten while it is read."""
+"""The fast path may overwrite so many of the oldest entries of a log while it is read."""
 
-OPERATION_NAMES = {
-    1: "lookup", 2: "forget", 3: "getattr", 4: "setattr", 5: "readlink", 6: "symlink", 8: "mknod", 9: "mkdir",
-    10: "unlink", 11: "rmdir", 12: "rename", 13: "link", 14: "open", 15: "read", 16: "write", 17: "statfs",
-    18: "release", 20: "fsync", 21: "setxattr", 22: "getxattr", 23: "listxattr", 24: "removexattr", 25: "flush",
-    28: "readdir", 30: "fsyncdir", 35: "create", 42: "forget", 44: "readdir", 45: "rename",
-}  # fmt: skip
+_COUNTED_AS = {each.number: each.counted_as for each in FUSE_OPERATIONS}
 
 FIELDS = {name: (each.offset, each.code) for name, each in SHARED.fields.items() if isinstance(each.type, str)}
 """Name → (byte offset, struct format). Of an array: of its first element."""
-FIELDS["young_written"] = YOUNG_OFFSET + YOUNG_FILES.offset("written"), "Q"
-FIELDS["young_taken"] = YOUNG_OFFSET + YOUNG_FILES.offset("taken"), "Q"
-
-
-@dataclass(slots=True)
-class Counters:
-    """What all threads of the fast path have counted together."""
-
-    hits: int = 0
-    hit_bytes: int = 0
-    misses: int = 0
-    miss_bytes: int = 0
-    answered: int = 0
-    """Requests that the fast path answered."""
-    failed: int = 0
-    corrupt: int = 0
-    """Reads that were passed on because the record was not what had been written."""
-    source_opens: int = 0
-    source_reads: int = 0
-    source_fstats: int = 0
-    skipped_admissions: int = 0
-    source_timeouts: int = 0
-    guesses: int = 0
-    """Reads of the blob for a READ that is expected (speculative_read.h)."""
-    guessed: int = 0
-    """READs that found their bytes there."""
-    prefetched: int = 0
-    """Units that were fetched because of a prefetch request of the daemon."""
-    source_bytes: int = 0
-    disk_bytes: int = 0
-    """Of the replies that were hits: read from the local disk."""
-    young_reads: int = 0
+for _name in ("written", "taken"):
+    FIELDS[f"young_{_name}"] = YOUNG_OFFSET + layout.YOUNG_FILES.offset(_name), "Q"
 
 
 def mount_flags(options: Options) -> int:
-    """What the fast path must know of how a mount was asked for. A mount keeps them for its life."""
+    """The options that the fast path must know and that stay the same as long as the mount lives."""
     asked = {
         SharedFlag.PINS_EVERYTHING: options.pins_everything,
         SharedFlag.PINS_FILES: options.pins_files,
@@ -106,7 +52,7 @@ def mount_flags(options: Options) -> int:
 
 
 class OtherVersion(Exception):
-    """Memory that another version of cachefs has laid out."""
+    """The memory has the layout of another version of cachefs."""
 
 
 class Shared:
@@ -117,20 +63,20 @@ class Shared:
         self.fd = fd
         try:
             self._map = mmap.mmap(fd, YOUNG_OFFSET + 16 + YOUNG_ENTRIES * 16)
-        except ValueError:  # it is smaller than that
+        except ValueError:  # it is smaller
             raise OtherVersion from None
         with memoryview(self._map) as whole:
             self._words = {"I": whole.cast("I"), "Q": whole.cast("Q")}
-        if (self["magic"], self["version"]) != (MAGIC, VERSION):
+        if (self["magic"], self["version"]) != (layout.SHARED_MAGIC, layout.SHARED_VERSION):
             self._unmap()
             raise OtherVersion
 
     @classmethod
     def create(cls, name: str = "cachefs") -> "Shared":
-        """`name`: of the mount; it is to be seen in /proc/PID/fd."""
+        """`name`: of the mount; visible in /proc/PID/fd."""
         fd = os.memfd_create(name, os.MFD_CLOEXEC)
-        os.ftruncate(fd, SHARED_BYTES)
-        os.pwrite(fd, struct.pack("<4I", MAGIC, VERSION, SLOT_COUNT, SLOT_BYTES), 0)
+        os.ftruncate(fd, layout.SHARED_BYTES)
+        os.pwrite(fd, struct.pack("<4I", layout.SHARED_MAGIC, layout.SHARED_VERSION, SLOT_COUNT, layout.SLOT_BYTES), 0)
         return cls(fd)
 
     def __getitem__(self, field: str) -> int:
@@ -144,7 +90,7 @@ class Shared:
         words[offset // words.itemsize] = value
 
     def configure(self, options: Options, *, seed: int, root_device: int, threads: int) -> None:
-        """Write down how the mount was set up, before the fast path starts."""
+        """Store how the mount is set up, before the fast path starts."""
         self["flags"] = mount_flags(options)
         self["threads"] = threads
         self["fetch_threads"] = options.fetch_threads
@@ -156,8 +102,8 @@ class Shared:
         self["settle_ns"] = options.settle_ns
 
     def was_set_up_for(self, options: Options) -> bool:
-        """Is this what `configure` wrote down for the same options, as far as a mount keeps them for its life?"""
-        settle_ns = self["settle_ns"] or SETTLE_NS  # a daemon that knew of no other
+        """Does this match what `configure` stores for these options, as far as a mount cannot change them?"""
+        settle_ns = self["settle_ns"] or layout.SETTLE_NS  # 0: of an older daemon, which had no other
         return self["flags"] == mount_flags(options) and settle_ns == options.settle_ns
 
     def set_timeouts(self, options: Options) -> None:
@@ -165,51 +111,55 @@ class Shared:
         self["source_timeout_ns"] = int(options.source_timeout_s * NANOSECONDS)
 
     def hurry(self, within_s: float) -> None:
-        """The mount ends: fetches that are older than this are answered ETIMEDOUT."""
+        """The mount ends: reduce the timeout of fetches."""
         self["source_timeout_ns"] = min(self["source_timeout_ns"], int(within_s * NANOSECONDS))
 
-    def counters(self) -> Counters:
-        words = self._words["Q"][COUNTERS_OFFSET // 8 :][: MAX_THREADS * COUNTERS.size // 8].tolist()
-        return Counters(*(sum(words[number :: COUNTERS.size // 8]) for number in range(len(fields(Counters)))))
+    def counters(self) -> dict[str, int]:
+        """The fields of COUNTERS, each summed over all threads."""
+        row = COUNTERS.size // 8
+        words = self._words["Q"][COUNTERS_OFFSET // 8 :][: layout.MAX_THREADS * row].tolist()
+        names = (name for name in COUNTERS.fields if name != "reserved")
+        return {name: sum(words[COUNTERS.offset(name) // 8 :: row]) for name in names}
 
     def latencies(self) -> dict[str, Histogram]:
         """Of requests that the fast path answered, from when it read them."""
         row = 1 + BUCKETS
-        words = self._words["Q"][LATENCIES_OFFSET // 8 :][: LATENCY_COPIES * len(KINDS) * row].tolist()
+        words = self._words["Q"][SHARED.offset("latencies") // 8 :][: layout.LATENCY_COPIES * len(KINDS) * row].tolist()
         size = len(KINDS) * row
         copies = [words[start : start + size] for start in range(0, len(words), size)]
         together = list(map(sum, zip(*copies, strict=True)))
         return {kind: together[number * row : (number + 1) * row] for number, kind in enumerate(KINDS)}
 
     def passed(self) -> dict[str, int]:
-        """How many requests were passed on to Python, by operation."""
+        """The number of requests that were passed on to Python, by operation."""
         counts: Counter[str] = Counter()
-        for code, count in enumerate(self._words["Q"][PASSED_OFFSET // 8 :][:OPERATIONS]):
-            counts[OPERATION_NAMES.get(code, "other")] += count
+        for opcode, count in enumerate(self._words["Q"][SHARED.offset("passed") // 8 :][: layout.OPERATIONS]):
+            counts[_COUNTED_AS.get(opcode, "other")] += count
         return dict(+counts)
 
     def request_at(self, handle: int) -> tuple[int, int]:
         """(inode, uid of the caller) of a request that was passed on with this handle (relay.c).
 
-        (0, UNKNOWN): its answer will find nobody, because it was passed on again.
+        (0, UNKNOWN): the request was passed on again, so that nothing waits for this answer.
         """
         slot = handle & 0xFFFF
         if slot >= SLOT_COUNT:
             return 0, UNKNOWN
-        word = self._words["Q"][(SLOTS_OFFSET + slot * SLOT_HEAD.size) // 8]
+        word = self._words["Q"][(SLOTS_OFFSET + slot * layout.SLOT_HEAD.size) // 8]
         if (word >> 8 << 16 | slot) & _PLACE_MASK != handle & _PLACE_MASK:
             return 0, UNKNOWN
-        inode, uid = _REQUEST.unpack(os.pread(self.fd, _REQUEST.size, HEAD_BYTES + slot * SLOT_BYTES))
+        request = os.pread(self.fd, _REQUEST.size, layout.HEAD_BYTES + slot * layout.SLOT_BYTES)
+        _, _, _, inode, uid, *_ = _REQUEST.unpack(request)
         return inode, uid
 
     def accesses(self, seen: list[int]) -> list[tuple[int, int]]:
         """(inode, number of the chunk) of READs since the last time, in order.
 
-        `seen`: how many of each log were, and are now. What was overwritten before we came is lost.
+        `seen`: for each log the number of entries that were read; updated. Entries that were overwritten are lost.
         """
         words = self._words["Q"]
         found: list[tuple[int, int]] = []
-        for number in range(ACCESS_LOGS):
+        for number in range(layout.ACCESS_LOGS):
             start = ACCESSES_OFFSET // 8 + number * _LOG_WORDS
             written = words[start]
             first, seen[number] = max(seen[number], written - ACCESS_ENTRIES + _MARGIN), written
@@ -219,10 +169,10 @@ class Shared:
             part += entries[: 2 * (end - len(part) // 2)].tolist()
             found += zip(part[1::2], part[::2], strict=True)
         found.sort()
-        return [(inode, when & (1 << ACCESS_UNIT_BITS) - 1) for when, inode in found]
+        return [(inode, when & (1 << layout.ACCESS_UNIT_BITS) - 1) for when, inode in found]
 
     def young(self, seen: int) -> list[tuple[int, int]]:
-        """(inode, when its pages are to be dropped) of reads of young files, but for the first `seen`."""
+        """(inode, when its pages are to be dropped) of reads of young files, except for the first `seen`."""
         entries = self._words["Q"][YOUNG_OFFSET // 8 + 2 :]
         places = (place % YOUNG_ENTRIES * 2 for place in range(seen, self["young_written"]))
         return [(entries[at], entries[at + 1]) for at in places]

@@ -130,7 +130,9 @@ class Invalidation:
 
     async def evict(self, paths: Sequence[bytes]) -> tuple[int, int]:
         """Drop the data beneath these paths from the cache: (files, bytes). Returns when their space is free."""
-        await self._data.writes.settle(FLUSH_TIMEOUT_S)  # data that wait to be committed have an extent afterwards
+        await self._data.writes.flush_queued(
+            FLUSH_TIMEOUT_S
+        )  # data that wait to be committed have an extent afterwards
         files = size = 0
         for path in paths:
             for part in self._beneath(path):
@@ -139,7 +141,7 @@ class Invalidation:
                 files += sum(dropped > 0 for dropped in sizes)
                 size += sum(sizes)
                 await trio.lowlevel.checkpoint()
-        await self._data.writes.settle(FLUSH_TIMEOUT_S)
+        await self._data.writes.flush_queued(FLUSH_TIMEOUT_S)
         return files, size
 
     async def unpin(self, paths: Sequence[bytes]) -> int:

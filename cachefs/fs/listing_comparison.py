@@ -121,7 +121,7 @@ class ListingComparisons:
         bare = self.bare(number)
         async with trio.open_nursery() as nursery:
             for name, error in list(bare.items()):
-                if error.errno == errno.ETIMEDOUT and self._fs.call_pool.may_risk():
+                if error.errno == errno.ETIMEDOUT and self._fs.call_pool.hanging.may_risk():
                     nursery.start_soon(ask, name)
 
     async def make(self, number: int, owner: int = ROOT_USER) -> None:
@@ -246,7 +246,7 @@ class ListingComparisons:
         release: Callable[[], object] | None = None,
     ) -> None:
         try:
-            if not self._fs.call_pool.may_risk():  # too many calls hang: list the names only
+            if not self._fs.call_pool.hanging.may_risk():  # too many calls hang: the names will do
                 found.give_up(names)
                 return
             began_ns = self._clock.realtime_ns()

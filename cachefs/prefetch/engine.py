@@ -1,63 +1,69 @@
-"""What prefetcher, hints and warm-up share: what is missing of a file, room for it, and the queue that fetches it.
+"""What prefetcher, hints and warm-up share: the units of a file that are not cached, room for them, and the queue.
 
-Room: what was fetched is *under way* until the index has it, may count twice for a moment, and can be evicted only
-afterwards. So a file that does not fit now may fit soon, and `has_room` says no only when nothing is under way. It
-looks again at the end of each round of write-behind (`progress`).
+Room: a fetched range is *under way* until it is in the index. It may be counted twice for a moment, and can be evicted
+only afterwards. So a file that does not fit now may fit soon: `has_room` returns False only when nothing is under way.
+It checks again after each round of write-behind (`progress`).
 """
 
 from collections.abc import Awaitable, Callable, Iterable
+from dataclasses import dataclass
 
 import trio
 
 from cachefs.data.data_cache import DataCache
+from cachefs.fs.attributes import Attributes
+from cachefs.fs.directories import Directories
+from cachefs.fs.handles import OpenFiles
+from cachefs.fs.names import FileSystem
 from cachefs.prefetch.queue import PrefetchQueue, PrefetchRequest
 from cachefs.store.blob import record
 from cachefs.store.index.environment import View
 from cachefs.store.index.records import Inode
 
 PROGRESS_S = 0.05
-"""The fast path changes what it holds, and does not say so."""
+"""The fast path has fetched data that it has not reported yet, and no event says when they change."""
 
 
+@dataclass(frozen=True, slots=True)
 class PrefetchEngine:
-    def __init__(self, data: DataCache, queue: PrefetchQueue) -> None:
-        self.data = data
-        self.queue = queue
+    data: DataCache
+    queue: PrefetchQueue
+    filesystem: FileSystem
+    directories: Directories
+    files: OpenFiles
+    attributes: Attributes
 
     def lacking(
         self, view: View, inode: Inode, units: Iterable[tuple[int, int]] | None = None
     ) -> list[PrefetchRequest]:
-        """What is neither cached nor on its way of a file, or of these units of it."""
+        """The units of a file, or those of `units`, that are neither cached nor queued."""
         wanted = self.data.units(inode) if units is None else units
         return [PrefetchRequest(inode.number, *unit) for unit in wanted if not self.data.holds(view, inode, unit)]
 
     def expect(self, requests: Iterable[PrefetchRequest]) -> None:
-        """Tell the retention policy of these before room is made: they must not go for each other."""
+        """Announce these to the retention policy before room is made, so that they do not replace each other."""
         for request in requests:
             self.data.expected(request.inode, request.offset)
 
-    def fits(self, needed_bytes: int) -> bool:
-        return self.data.used_bytes + needed_bytes <= self.data.capacity_bytes
-
     async def has_room(self, needed_bytes: int, *, evicts: bool) -> bool:
-        """Waits as long as there may be room soon. `evicts`: something may go for it."""
+        """Waits as long as there may be room soon. `evicts`: cached data may be evicted for it."""
         while True:
             if evicts:
                 self.data.make_room(needed_bytes)
-            if self.fits(needed_bytes):
+            if self.data.fits(needed_bytes):
                 return True
             if not self.data.is_under_way:
                 return False
             await self.progress()
 
     async def progress(self) -> None:
-        """Returns when something has been written, and after a moment at the latest."""
+        """Returns after a round of write-behind, or after PROGRESS_S."""
         with trio.move_on_after(PROGRESS_S):
             await self.data.writes.round_ended()
 
 
 def record_bytes(requests: Iterable[PrefetchRequest]) -> int:
-    """What they take of the cache."""
+    """Their size in the cache."""
     return sum(record.record_bytes(request.length) for request in requests)
 
 
@@ -76,10 +82,10 @@ async def first_of(*waits: Callable[[], Awaitable[object]]) -> None:
 async def walk(
     directories: Iterable[int], take: Callable[[int], Awaitable[list[int] | None]], *, at_once: int = 1
 ) -> None:
-    """Take these directories and all beneath them, depth first. Returns when all have been taken.
+    """Process these directories and all beneath them, depth first. Returns when all have been processed.
 
-    `take`: lists one directory, deals with what is in it, and returns the directories among that, in order; None ends
-    the walk. It raises nothing.
+    `take`: processes the entries of one directory and returns its subdirectories, in order; None ends the walk. It
+    raises nothing.
     """
     waiting = list(directories)[::-1]
     running = 0

@@ -1,4 +1,4 @@
-"""Hints: files that will be read, in the order that a client announced. Fetched ahead as long as there is room."""
+"""Hints: files that a client will read, in this order. They are prefetched as long as there is room."""
 
 from collections import deque
 from collections.abc import Iterable
@@ -6,8 +6,6 @@ from collections.abc import Iterable
 import trio
 
 from cachefs.errors import CacheFsError
-from cachefs.fs.handles import OpenFiles
-from cachefs.fs.names import FileSystem
 from cachefs.prefetch.engine import PrefetchEngine, first_of, record_bytes
 from cachefs.prefetch.queue import PrefetchRequest
 
@@ -19,22 +17,21 @@ MAX_WAITING = 1 << 20
 
 
 class Hints:
-    def __init__(self, filesystem: FileSystem, files: OpenFiles, engine: PrefetchEngine) -> None:
+    def __init__(self, engine: PrefetchEngine) -> None:
         # dependencies
-        self._fs = filesystem
-        self._files = files
         self._engine = engine
+        self._fs = engine.filesystem
         # state
         self._waiting: deque[bytes] = deque()
         self._wake = trio.Event()
 
     @property
     def waiting(self) -> int:
-        """How many have not been looked at."""
+        """The number of files that have not been looked up yet."""
         return len(self._waiting)
 
     def note(self, paths: Iterable[bytes], *, anew: bool) -> int:
-        """How many were noted. `anew`: what was noted before does not count any more. Raises CacheFsError."""
+        """Add files, and return their number. `anew`: forget the earlier ones. Raises CacheFsError."""
         if anew:
             self._waiting.clear()
         before = len(self._waiting)
@@ -47,7 +44,7 @@ class Hints:
         return len(self._waiting) - before
 
     async def run(self) -> None:
-        """The task: for ever, until cancelled."""
+        """The task: until cancelled."""
         while True:
             await self._wake.wait()
             with self._engine.queue.at_once(JOBS):
@@ -62,10 +59,10 @@ class Hints:
         async def look_up(place: int) -> None:
             try:
                 inode = await self._fs.resolve(paths[place])
-                if inode.is_regular and await self._files.make_immutable(inode.number):
+                if inode.is_regular and await self._engine.files.make_immutable(inode.number):
                     numbers[place] = inode.number
             except OSError:
-                pass  # whoever reads it will hear of it
+                pass  # its reader gets the error
 
         async with trio.open_nursery() as nursery:
             for place in range(len(paths)):
@@ -78,7 +75,7 @@ class Hints:
                 inode = self._fs.metadata.inode(view, number)
                 missing = self._engine.lacking(view, inode) if inode is not None else []
                 needed = record_bytes(missing)
-                if needed <= room:  # the others of these files may fit where this one does not
+                if needed <= room:  # smaller files of this group may fit if this one does not
                     room -= needed
                     requests += missing
         self._engine.expect(requests)

@@ -1,4 +1,4 @@
-"""Prefetching: lists what the policy names, and requests what is not cached yet (queue.py)."""
+"""Prefetching: lists the directories that the policy names, and sends prefetch requests for uncached files."""
 
 import itertools
 from collections import deque
@@ -7,8 +7,6 @@ from contextlib import suppress
 
 import trio
 
-from cachefs.fs.directories import Directories
-from cachefs.fs.names import FileSystem
 from cachefs.prefetch.engine import PrefetchEngine, record_bytes, walk
 from cachefs.prefetch.queue import PrefetchRequest
 from cachefs.store.index.environment import View
@@ -16,41 +14,33 @@ from policies.prefetch.base import Prefetch, Target
 
 ROOM_POLL_S = 1.0
 MAX_REFUSALS = 256
-"""So many files that find no room, one after the other: the cache is full, and the rest is not looked at."""
+"""After so many files in a row without room the cache counts as full, and no more files are looked at."""
 MAX_TARGETS = 1 << 16
-"""So many wait; the cache is full then, and what comes is forgotten."""
+"""More waiting targets are ignored: the cache is full then."""
 CHUNK_NAMES = 16
 """How many files are looked at without letting other tasks run."""
 
 
 class Prefetcher:
-    def __init__(
-        self,
-        policy: Prefetch,
-        filesystem: FileSystem,
-        directories: Directories,
-        engine: PrefetchEngine,
-        *,
-        evicts: bool = False,
-    ) -> None:
-        """`evicts`: what is fetched ahead may take the place of what training is through with."""
+    def __init__(self, policy: Prefetch, engine: PrefetchEngine, *, evicts: bool = False) -> None:
+        """`evicts`: prefetched data may replace data that training does not need any more."""
         # dependencies
         self._policy = policy
-        self._fs = filesystem
-        self._directories = directories
         self._engine = engine
+        self._fs = engine.filesystem
+        # constants
         self._evicts = evicts
         # state
         self._targets: deque[Target] = deque(policy.started())
         self._wake = trio.Event()
         self._last: int | None = -1
         self._refused: dict[bytes, Target] = {}
-        """Where files lie that found no room, by path."""
+        """By path: targets with files that do not fit."""
         self._refused_bytes = 0
-        """What the smallest of them needs."""
+        """The size of the smallest of these files."""
         self._refusals = 0
         self.state = "running" if self._targets else "idle"
-        """"full": there are files that do not fit; it goes on when one of them does."""
+        """"full": there are files that do not fit; the task continues when one of them does."""
 
     def read(self, units: Iterable[tuple[int, int]]) -> None:
         """These were read: (inode, number of the chunk)."""
@@ -68,7 +58,7 @@ class Prefetcher:
                 self._wake.set()
 
     async def run(self) -> None:
-        """The task: for ever, until cancelled."""
+        """The task: until cancelled."""
         while True:
             while self._targets and self._refusals < MAX_REFUSALS:
                 self.state = "running"
@@ -83,7 +73,7 @@ class Prefetcher:
                 self._wake = trio.Event()
             with trio.move_on_after(ROOM_POLL_S):
                 await self._wake.wait()
-            if self._engine.fits(self._refused_bytes):  # the cache has become larger, or something has gone
+            if self._engine.data.fits(self._refused_bytes):  # the cache was enlarged, or data were evicted
                 self._targets.extendleft(reversed(self._refused.values()))
                 self._refused.clear()
                 self._refusals = 0
@@ -91,7 +81,7 @@ class Prefetcher:
     async def _fetch(self, target: Target) -> None:
         async def take(number: int) -> list[int] | None:
             with suppress(OSError):
-                entries = await self._directories.entries(number)
+                entries = await self._engine.directories.entries(number)
                 found: list[int] = []
                 for start in range(0, len(entries), CHUNK_NAMES):
                     if not await self._request(entries[start : start + CHUNK_NAMES], target, found):
@@ -99,7 +89,7 @@ class Prefetcher:
                 return found if target.recursive else []
             return None
 
-        with suppress(OSError):  # it has gone, or the source has: a reader will hear of it
+        with suppress(OSError):  # it was removed, or the source is gone: a reader gets the error
             inode = await self._fs.resolve(target.path)
             if inode.is_directory:
                 await walk([inode.number], take)
@@ -107,7 +97,7 @@ class Prefetcher:
                 await self._request([inode.number], target)
 
     async def _request(self, numbers: Sequence[int], target: Target, directories: list[int] | None = None) -> bool:
-        """Request the files among these, and tell the directories. False: there is no room for any more."""
+        """Request the files among `numbers`; append subdirectories to `directories`. False: the cache is full."""
         files: list[list[PrefetchRequest]] = []
         numbers = await self._fs.come_of_age(numbers)
         with self._fs.metadata.index.view() as view:
@@ -136,7 +126,7 @@ class Prefetcher:
 
     def _refuse(self, target: Target, needed: int) -> None:
         """There is no room for a file. The next ones may be smaller."""
-        if not self._evicts:  # else the policy says again what it wants
+        if not self._evicts:  # otherwise the policy names its targets again
             self._refused_bytes = min(needed, self._refused_bytes) if self._refused else needed
             self._refused[target.path] = target
             self._refusals += 1

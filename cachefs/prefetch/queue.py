@@ -1,7 +1,7 @@
 """Prefetch requests: units of files that are to be cached before they are read.
 
-With a fast path its threads fetch them, else a few tasks of this process. The queue limits how many are fetched at
-once, so that readers are not disturbed. Nothing here waits for a reader, and no reader for this.
+The threads of the fast path fetch them, or a few tasks of this process if there is no fast path. The queue limits how
+many are fetched at once, so that readers are not delayed. It never waits for a reader, and no reader waits for it.
 """
 
 from abc import ABC, abstractmethod
@@ -25,25 +25,25 @@ class PrefetchRequest(NamedTuple):
 class PrefetchQueue(ABC):
     def __init__(self) -> None:
         self.sent = 0
-        """How many there were."""
+        """The number of requests so far."""
         self._limits: list[int] = []
 
     @property
     @abstractmethod
     def done(self) -> int:
-        """How many of those that were sent have been fetched, or are not to be had. Roughly in order."""
+        """The number of requests that were fetched or have failed; roughly the first ones."""
 
     @abstractmethod
     async def send(self, requests: Sequence[PrefetchRequest]) -> None:
-        """Have these fetched, some time; returns when there may be more."""
+        """Add requests to the queue; returns when there is room for more."""
 
     @abstractmethod
     async def until_idle(self) -> None:
-        """Returns when all that were sent are done."""
+        """Returns when all requests are done."""
 
     @contextmanager
     def at_once(self, jobs: int) -> Iterator[None]:
-        """While the block runs so many are fetched at once, whatever that costs readers. 0: adaptive limit."""
+        """While the block runs, fetch `jobs` requests at once, even if that delays readers. 0: adaptive limit."""
         self._limits.append(jobs)
         self._limit(max(self._limits))
         try:
@@ -73,7 +73,7 @@ class OwnPrefetchQueue(PrefetchQueue):
 
     async def send(self, requests: Sequence[PrefetchRequest]) -> None:
         for request in requests:
-            borrower = object()  # of its own: several may be sending
+            borrower = object()  # one for each request: several tasks may call send
             await self._free.acquire_on_behalf_of(borrower)
             self.sent += 1
             self._nursery.start_soon(self._fetch, request, borrower)

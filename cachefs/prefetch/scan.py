@@ -1,4 +1,4 @@
-"""The first part of a warm-up: finds the files beneath some paths, pins them, and sorts them by what is to be fetched.
+"""The first part of a warm-up: find the files beneath some paths, pin them, and decide which data must be fetched.
 
 Eight directories are listed at once. `data_files` grows while the scan goes on; `files_from` waits for the next files.
 """
@@ -12,17 +12,13 @@ from dataclasses import dataclass
 
 import trio
 
-from cachefs.fs.attributes import Attributes
-from cachefs.fs.directories import Directories
-from cachefs.fs.handles import OpenFiles
-from cachefs.fs.names import FileSystem
-from cachefs.prefetch.engine import walk
+from cachefs.prefetch.engine import PrefetchEngine, walk
 from cachefs.store.index.records import Inode
 
 WALKERS = 8
 """Directories that are listed at once."""
 ATTEMPTS = 10
-"""How often in a row a directory is looked at in which no file can be."""
+"""How many times in a row a directory is listed again without finding a new file."""
 CHUNK_NAMES = 32
 """How many files are looked at without letting other tasks run."""
 MAX_PROBLEMS = 20
@@ -39,12 +35,12 @@ class Tally:
 
 
 class Problems:
-    """What is missing and why, a line each; the first few."""
+    """One line for each file that is missing, with the reason; only the first few."""
 
     def __init__(self) -> None:
         self.lines: list[str] = []
         self.errors = 0
-        """How many names and directories could not be looked at."""
+        """The number of names and directories that could not be read."""
 
     def add(self, path: bytes, reason: str) -> None:
         if len(self.lines) < MAX_PROBLEMS:
@@ -55,46 +51,36 @@ class Problems:
         self.add(path, error.strerror or str(error))
 
     def add_last(self, line: str) -> None:
-        """Of many files together: said in any case."""
+        """A line about many files together; replaces the last line if there are too many."""
         self.lines[MAX_PROBLEMS - 1 :] = []
         self.lines.append(line)
 
 
 class Scan:
-    def __init__(
-        self,
-        filesystem: FileSystem,
-        directories: Directories,
-        files: OpenFiles,
-        attributes: Attributes,
-        *,
-        wants_data: bool,
-        fetches: bool,
-        pins_written: bool,
-    ) -> None:
+    def __init__(self, engine: PrefetchEngine, *, wants_data: bool, fetches: bool, pins_written: bool) -> None:
         """As of `WarmUp`. `wants_data`: not only metadata."""
         # dependencies
-        self._fs = filesystem
-        self._directories = directories
-        self._attributes = attributes
+        self._fs = engine.filesystem
+        self._directories = engine.directories
+        self._attributes = engine.attributes
+        self._pin = engine.files.pin if pins_written else engine.files.make_immutable
         # constants
         self._wants_data = wants_data
         self._fetches = fetches
-        self._pin = files.pin if pins_written else files.make_immutable
         # state
         self.data_files = array("Q")
         """Files whose data are to be cached."""
         self.metadata_files = array("Q")
-        """Files whose metadata alone are to be cached."""
+        """Files of which only metadata are to be cached."""
         self.found, self.cached = Tally(), Tally()
-        """`cached`: of which nothing has to be fetched."""
+        """`cached`: files of which nothing must be fetched."""
         self.mutable = self.unpinned = 0
         self.problems = Problems()
         self.is_done = False
         self._linked: set[int] = set()
-        """Files with several names, which are met several times."""
+        """Files with several names, each of which is found."""
         self._kept: list[int] = []
-        """Directories whose records must not go before the scan has ended, and those above them."""
+        """Directories whose records must stay until the scan has ended, and those above them."""
         self._more = trio.Event()
 
     async def run(self, paths: Sequence[bytes]) -> None:
@@ -108,7 +94,7 @@ class Scan:
         self._more.set()
 
     def release(self) -> None:
-        """Let the records of directories go again."""
+        """Allow the records of the directories to be dropped again."""
         self._fs.metadata.release(self._kept)
 
     async def files_from(self, start: int) -> Sequence[int]:
@@ -119,13 +105,13 @@ class Scan:
         return self.data_files[start : start + CHUNK_NAMES]
 
     async def old_enough(self, numbers: Sequence[int]) -> Sequence[int]:
-        """These files when their data may be cached. What has changed meanwhile is pinned as it is now."""
+        """Waits until the data of these files may be cached. Files that changed meanwhile are pinned again."""
         if not self._fetches:
             return numbers
         found = await self._fs.come_of_age(numbers)
         for before, now in zip(numbers, found, strict=True):
             if now != before:
-                with suppress(OSError):  # it has gone
+                with suppress(OSError):  # removed
                     await self._pin(now)
         return found
 
@@ -143,16 +129,19 @@ class Scan:
         try:
             await self._take_all(number, directories)
             for name, error in self._directories.without_attributes(number).items():
-                with suppress(OSError):  # the directory has gone
+                with suppress(OSError):  # the directory was removed
                     self.problems.failed(self._fs.path_of(number) + b"/" + name, error)
         except OSError as error:
-            with suppress(OSError):  # the directory has gone
+            with suppress(OSError):  # the directory was removed
                 self.problems.failed(self._fs.path_of(number), error)
         return directories
 
     async def _take_all(self, number: int, directories: list[int]) -> None:
-        """What is in a directory. The kernel may forget files of a read-write mount before they are pinned, and their
-        records go. Another listing tells them from those that were removed."""
+        """Process the entries of a directory.
+
+        The kernel may forget files of a read-write mount before they are pinned, and their records are dropped then.
+        Another listing distinguishes them from files that were removed.
+        """
         taken: set[int] = set()
         fruitless = 0
         found = await self._directories.revalidated_entries(number)
@@ -167,7 +156,7 @@ class Scan:
             self.problems.failed(self._fs.path_of(number), reason)
 
     async def _take(self, numbers: Sequence[int], directories: list[int]) -> set[int]:
-        """Files are pinned and noted, directories are noted, symlinks are read. Returns those without a record."""
+        """Pin files, collect directories, read symlinks. Returns inodes without a record."""
         missing: set[int] = set()
         for start in range(0, len(numbers), CHUNK_NAMES):
             with self._fs.metadata.index.view() as view:
@@ -218,8 +207,8 @@ class Scan:
             self.metadata_files.append(inode.number)
 
     def _unpinned(self, number: int) -> None:
-        """It may not be cached either."""
+        """The data of such a file may not be cached either."""
         self.unpinned += 1
-        with suppress(OSError):  # it has gone
+        with suppress(OSError):  # removed
             reason = "not pinned: beyond --metadata-limit, or the index cannot be written"
             self.problems.add(self._fs.path_of(number), reason if self._fetches else "not cached")

@@ -1,8 +1,8 @@
-"""Warm-up: the files beneath some paths are looked at, pinned and fetched; or only looked at, to say what is cached.
+"""Warm-up: pin and fetch the files beneath some paths; or only report how much of them is cached.
 
-Three tasks for each: one finds files (scan.py), one requests what is not cached of them, as far as there is room, and
-one looks into the index some time after they were fetched: what is not there in the end is missing, whatever was said
-meanwhile. What has been cached is never fetched again, so that a warm-up that was interrupted goes on where it was.
+Each warm-up has three tasks. One finds files (scan.py). One sends prefetch requests for what is not cached, as far as
+there is room. One checks in the index, some time after the requests are done, that the files are really cached. Cached
+data are never fetched again, so that an interrupted warm-up continues where it stopped.
 """
 
 import itertools
@@ -15,10 +15,6 @@ from functools import partial
 import trio
 
 from cachefs.client.client import Progress, Report
-from cachefs.fs.attributes import Attributes
-from cachefs.fs.directories import Directories
-from cachefs.fs.handles import OpenFiles
-from cachefs.fs.names import FileSystem
 from cachefs.options import CacheLevel
 from cachefs.prefetch.engine import PrefetchEngine, record_bytes
 from cachefs.prefetch.queue import PrefetchRequest
@@ -31,12 +27,12 @@ from policies.prefetch.sequential import CHUNK_BYTES
 
 CHUNK_UNITS = 256
 ROUNDS = 3
-"""How often a file is requested that is not cached when it should be."""
+"""How many times a file is requested that is not cached when it should be."""
 CONFIRM_S = 0.25
 CONFIRM_LATER = 6
-"""What was fetched so many times CONFIRM_S ago should be in the index."""
+"""A file should be in the index CONFIRM_LATER * CONFIRM_S after its requests are done."""
 PATIENCE_S = 5.0
-"""Something is said to be under way and nothing arrives: so long."""
+"""How long to wait while requests are under way without any progress."""
 FLUSH_TIMEOUT_S = 30.0
 EVICTING_TIMEOUT_S = 5.0
 
@@ -44,10 +40,6 @@ EVICTING_TIMEOUT_S = 5.0
 class WarmUp:
     def __init__(
         self,
-        filesystem: FileSystem,
-        directories: Directories,
-        files: OpenFiles,
-        attributes: Attributes,
         engine: PrefetchEngine,
         *,
         jobs: int = 0,
@@ -55,47 +47,39 @@ class WarmUp:
         fetches: bool = True,
         pins_written: bool = False,
     ) -> None:
-        """`jobs`: how many units are fetched at once; 0: adaptive limit. `fetches`: else only look.
+        """`jobs`: how many units are fetched at once; 0: adaptive limit. `fetches`: False: only report.
 
-        `pins_written`: files too that stay mutable because they were written through this mount.
+        `pins_written`: also pin files that stay mutable because they were written through this mount.
         """
         # dependencies
-        self._fs = filesystem
+        self._fs = engine.filesystem
         self._engine = engine
         self._data = engine.data
         self._queue = engine.queue
         # constants
         self._jobs = jobs
-        self._wants_data = filesystem.options.cache is CacheLevel.FULL and not metadata_only
+        self._wants_data = self._fs.options.cache is CacheLevel.FULL and not metadata_only
         self._fetches = fetches
         # state
-        self._scan = Scan(
-            filesystem,
-            directories,
-            files,
-            attributes,
-            wants_data=self._wants_data,
-            fetches=fetches,
-            pins_written=pins_written,
-        )
-        self._found, self._held, self._problems = self._scan.found, self._scan.cached, self._scan.problems
+        self._scan = Scan(engine, wants_data=self._wants_data, fetches=fetches, pins_written=pins_written)
+        self._found, self._cached, self._problems = self._scan.found, self._scan.cached, self._scan.problems
         self._fetched = Tally()
         self._expected: deque[tuple[int, int]] = deque()
-        """Files that were requested: (so many requests are done when it is there, its number)."""
+        """Requested files: (number of requests that must be done before it is cached, inode number)."""
         self._all_requested = trio.Event()
         self._late = array("Q")
         """Files that are not in the index when they should be."""
         self._claimed_bytes = 0
-        """Records of all that is to be cached in the end."""
+        """Of the records of all files that are cached or requested."""
         self._refused = array("Q")
-        """Files that there is no room for."""
+        """Files that do not fit."""
 
     def progress(self) -> Progress:
-        files, size = self._held.files + self._fetched.files, self._held.bytes + self._fetched.bytes
+        files, size = self._cached.files + self._fetched.files, self._cached.bytes + self._fetched.bytes
         return Progress(self._found.files, self._found.bytes, files, size, self._scan.is_done)
 
     async def run(self, paths: Sequence[bytes]) -> Report:
-        """Relative to the mountpoint, files or directories. Once."""
+        """`paths`: files or directories, relative to the mountpoint. Called once."""
         with self._queue.at_once(self._jobs) if self._fetches else nullcontext():
             try:
                 async with trio.open_nursery() as nursery:
@@ -106,8 +90,8 @@ class WarmUp:
                 self._scan.release()
             await self._chase()
         if self._fetches:
-            await self._data.writes.settle(FLUSH_TIMEOUT_S)
-        cached = await self._in_the_end()
+            await self._data.writes.flush_queued(FLUSH_TIMEOUT_S)
+        cached = await self._finally_cached()
         return Report(
             files=self._found.files,
             bytes=self._found.bytes,
@@ -120,7 +104,7 @@ class WarmUp:
             problems=tuple(self._problems.lines),
         )
 
-    # --- fetching them ---------------------------------------------------------------------------------------------
+    # --- requesting files ------------------------------------------------------------------------------------------
 
     async def _request_all(self) -> None:
         at = 0
@@ -131,7 +115,7 @@ class WarmUp:
                 if missing:
                     missing_of.append((inode.number, missing))
                 else:
-                    self._held.add(inode.size)
+                    self._cached.add(inode.size)
                     self._claimed_bytes += record.record_bytes(inode.size)
             if self._fetches:
                 numbers = await self._send(missing_of)
@@ -141,7 +125,7 @@ class WarmUp:
         self._all_requested.set()
 
     async def _look(self, numbers: Sequence[int]) -> list[tuple[Inode, list[PrefetchRequest]]]:
-        """What is not cached of each of these files; those that have gone are left out."""
+        """The uncached units of each of these files; removed files are left out."""
         found = []
         large = []
         with self._fs.metadata.index.view() as view:
@@ -162,9 +146,9 @@ class WarmUp:
         return found
 
     async def _send(self, missing_of: Iterable[tuple[int, list[PrefetchRequest]]], *, again: bool = False) -> list[int]:
-        """Request what is missing of these files, where there is room for it: their numbers.
+        """Request the missing units of the files that fit, and return the numbers of these files.
 
-        `again`: their room has been claimed.
+        `again`: their size is in `_claimed_bytes` already.
         """
         sent: list[int] = []
         batch: list[PrefetchRequest] = []
@@ -189,10 +173,10 @@ class WarmUp:
         await self._queue.send(batch)
         return sent
 
-    # --- what has come of it ---------------------------------------------------------------------------------------
+    # --- checking that they are cached -----------------------------------------------------------------------------
 
     async def _confirm(self) -> None:
-        """Look at what was fetched a while ago, as long as more is being fetched."""
+        """Check files whose requests were done a while ago, as long as more are being requested."""
         marks: deque[int] = deque(maxlen=CONFIRM_LATER)
         while not self._all_requested.is_set():
             with trio.move_on_after(CONFIRM_S):
@@ -205,7 +189,7 @@ class WarmUp:
         self._late.extend(number for _, number in self._expected)
 
     async def _sort_out(self, numbers: Sequence[int]) -> "array[int]":
-        """Count those that are cached. The others."""
+        """Count the files that are cached, and return the others."""
         late = array("Q")
         for start in range(0, len(numbers), CHUNK_NAMES):
             for inode, missing in await self._look(numbers[start : start + CHUNK_NAMES]):
@@ -216,7 +200,7 @@ class WarmUp:
         return late
 
     async def _chase(self) -> None:
-        """Wait for what is late, request it again, and say what is missing in the end."""
+        """Wait for late files, request them again, and report those that are still missing."""
         for again in range(ROUNDS if self._fetches else 0):
             if not self._late:
                 break
@@ -226,7 +210,7 @@ class WarmUp:
                     ((inode.number, missing) for inode, missing in await self._look(self._late)), again=True
                 )
             await self._await_late()
-        known = self._held.files + self._fetched.files + self._scan.unpinned + len(self._late) + len(self._refused)
+        known = self._cached.files + self._fetched.files + self._scan.unpinned + len(self._late) + len(self._refused)
         gone = self._found.files - known
         for numbers, is_refused in ((self._late, False), (self._refused, True)):
             for number in numbers[:MAX_PROBLEMS]:
@@ -240,9 +224,9 @@ class WarmUp:
         if gone and self._fetches:
             self._problems.add_last(f"{gone:,} files were removed or replaced while they were fetched")
 
-    async def _in_the_end(self) -> Tally:
-        """What is cached. Where something has to go for what comes, what was cached may have gone again."""
-        before = Tally(self._held.files + self._fetched.files, self._held.bytes + self._fetched.bytes)
+    async def _finally_cached(self) -> Tally:
+        """The files that are cached at the end; others may have been evicted again for later files."""
+        before = Tally(self._cached.files + self._fetched.files, self._cached.bytes + self._fetched.bytes)
         options = self._fs.options
         if not self._fetches or not (options.evicts or options.metadata_limit is not None):
             return before
@@ -261,15 +245,15 @@ class WarmUp:
         return cached
 
     async def _await_late(self) -> None:
-        """Returns when nothing is under way any more."""
+        """Returns when nothing is under way any more, or nothing has changed for PATIENCE_S."""
         last, quiet_since, before = self._queue.sent, trio.current_time(), (-1, -1)
         while self._late:
-            settled = self._queue.done >= last and not self._data.is_under_way
+            is_idle = self._queue.done >= last and not self._data.is_under_way
             self._late = await self._sort_out(self._late)
             now = len(self._late), self._queue.done
             if now != before:
                 before, quiet_since = now, trio.current_time()
-            if settled or trio.current_time() - quiet_since > PATIENCE_S:
+            if is_idle or trio.current_time() - quiet_since > PATIENCE_S:
                 return
             await self._engine.progress()
 

@@ -1,4 +1,4 @@
-"""The directory underneath: every call to it is made here, counted, bounded and given a deadline.
+"""The directory underneath. Every call to it is made here: counted, limited in number, and with a deadline.
 
 It compares what it opens with index records; it writes none.
 """

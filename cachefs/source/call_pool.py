@@ -1,18 +1,18 @@
-"""Calls to the source run in threads of their own, a bounded number at a time, each with a deadline.
+"""Calls to the source run in threads of their own, in limited number, each with a deadline.
 
-A parallel filesystem that hangs must not take the mount with it (hazard 20). A call that outlives its deadline is
-abandoned: its request is answered ETIMEDOUT, its thread goes on and keeps its slot until the call returns. One task
-looks after all deadlines. A hit never comes here.
+A parallel filesystem that hangs must not block the mount (hazard 20). A call that exceeds its deadline is abandoned:
+its request is answered ETIMEDOUT, and its thread keeps its slot until the call returns. One task checks all deadlines.
+Hits make no calls.
 
 A call that cannot be made at once waits in one of these places:
 
 - `calls/fair_queue.py`: for a slot of its user.
-- `calls/hanging.py`: for another call that asks the same and hangs. Calls of a user whose slots all hang fail there.
+- `calls/hanging.py`: for another call that asks the same and hangs. If all slots of a user hang, its calls fail.
 - `calls/pauses.py`: a file has a lease, or the machine refuses a thread. The call gives its slot back meanwhile.
-- `calls/doubt.py`: it is not known whether the source has gone. A call that fails as if it had is kept, and `on_doubt`
-  is told, until `resume` says what is true of the root; between `suspend` and `resume` new calls are kept as well. A
-  kept call runs again with what is left of its time. Calls that cannot be made twice, or that use a descriptor of their
-  own, are made `once`: they fail with the error that they got.
+- `calls/doubt.py`: it is not known whether the source is gone. A call that fails as if it were is kept, and `on_doubt`
+  called, until `resume` is called with the state of the root. Between `suspend` and `resume` new calls are kept as
+  well. A kept call runs again with the rest of its time. Calls that cannot be repeated, or that use a descriptor of
+  their own, are made `once`: they fail with their error.
 """
 
 import errno
@@ -26,7 +26,6 @@ import outcome
 import trio
 
 from cachefs.errors import Busy
-from cachefs.source import shares
 from cachefs.source.calls.call import Call
 from cachefs.source.calls.doubt import FAILURES, KeptCalls, may_be_lost
 from cachefs.source.calls.fair_queue import FairQueue
@@ -34,21 +33,22 @@ from cachefs.source.calls.hanging import Hanging
 from cachefs.source.calls.pauses import Pauses
 from cachefs.source.calls.threads import Threads
 from cachefs.source.shares import Shares
+from cachefs.system.listeners import Listeners
 
 T = TypeVar("T")
 
-_WATCH_SHARE = 20  # deadlines are looked at this often within a timeout
+_WATCH_SHARE = 20  # deadlines are checked so often within a timeout
 HURRIED_WATCH_S = 0.1
-"""Deadlines are looked at so often while the mount ends."""
+"""The interval of these checks while the mount ends."""
 
 
 class CallPool:
-    """`await call_pool.run(function)`: the result, the function's error, or OSError ETIMEDOUT."""
+    """`await call_pool.run(function)` returns the result, or raises the function's error or OSError ETIMEDOUT."""
 
     def __init__(
         self, slots: int, timeout_s: float, *, reserve: int = 0, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        """`slots`: of one owner. There are a third more, and a reserve (shares.py)."""
+        """`slots`: of one owner. There are a third more in all, and a reserve (shares.py)."""
         # constants
         self.timeout_s = timeout_s
         self._clock = clock
@@ -58,23 +58,18 @@ class CallPool:
         self._shares = Shares.for_each(slots, reserve)
         self._running: dict[Call[Any], None] = {}
         self._queue = FairQueue(self._shares, self._begin, self._deadline)
-        self._hanging = Hanging(self._shares, slots)
+        self.hanging = Hanging(self._shares, slots)
         self._pauses = Pauses()
         self._kept = KeptCalls(reserve)
         self._suspended = False
         self._last_deadline = math.inf
-        """No call is waited for beyond this."""
+        """No call has a later deadline."""
         self._look_again = trio.Event()
         self.timeouts = 0
         self.failures = 0
-        """Calls that failed for want of the source."""
-        self.on_doubt: Callable[[OSError], None] | None = None
-        """Told of errors that a source gives which has gone. None: no call is kept for that."""
-
-    @property
-    def stuck(self) -> int:
-        """How many calls were abandoned and have not returned."""
-        return self._hanging.stuck
+        """The number of calls that failed because of the source itself."""
+        self.on_doubt: Listeners[[OSError]] = Listeners()
+        """Called with errors that mean that the source may be gone. Without listeners no call is kept."""
 
     def start(
         self,
@@ -85,20 +80,20 @@ class CallPool:
         once: bool = False,
         question: Hashable = None,
     ) -> None:
-        """Call `function` in a thread, later `done` with its outcome on the trio thread. Never blocks.
+        """Call `function` in a thread, and later `done` with its outcome on the trio thread. Never blocks.
 
-        `discard` is given the result of an abandoned call, such as a descriptor to close.
+        `discard` is called with the result of an abandoned call, such as a descriptor to close.
         """
         now = self._clock()
         call = Call(function, done, discard, once, question, now, self._deadline())
-        call.owner = next((owner for owner in call.party.owners if not self._hanging.is_stuck(owner)), call.owner)
+        call.owner = next((owner for owner in call.party.owners if not self.hanging.is_stuck(owner)), call.owner)
         if self._suspended:
             self._keep(call)
         elif question is not None and not self.may_ask(question):
-            self._hanging.wait(call)
-        elif not self._hanging.is_stuck(call.owner):
+            self.hanging.wait(call)
+        elif not self.hanging.is_stuck(call.owner):
             self._queue.begin_or_wait(call)
-        elif self._hanging.begin_probe(call, now):
+        elif self.hanging.begin_probe(call, now):
             self._begin(call)
         else:
             self._refuse(call, "the source does not answer")
@@ -133,15 +128,11 @@ class CallPool:
         self._token.run_sync_soon(call.done, outcome.Error(OSError(errno.ETIMEDOUT, reason)))
 
     def may_ask(self, question: Hashable) -> bool:
-        """False while a call that asks this hangs. True now and then, for a caller that is going to ask now."""
-        return self._hanging.may_ask(question, self._clock(), self.timeout_s)
-
-    def may_risk(self) -> bool:
-        """May a call be made that can be left out? Not when many slots hang of all who wait for it."""
-        return self._hanging.may_risk(shares.party())
+        """False while a call with this question hangs. From time to time True, for a caller that asks now."""
+        return self.hanging.may_ask(question, self._clock(), self.timeout_s)
 
     def close(self) -> None:
-        """Let idle threads end. Those that are stuck end with the process."""
+        """End idle threads. Those that are stuck end with the process."""
         self._threads.close()
 
     # --- one call --------------------------------------------------------------------------------------------------
@@ -159,8 +150,8 @@ class CallPool:
         if not call.probe:
             self._shares.give(call.owner)
         if call.abandoned:
-            self._hanging.end_probe(call)
-            for waiting in self._hanging.returned(call):
+            self.hanging.end_probe(call)
+            for waiting in self.hanging.returned(call):
                 self._queue.begin_or_wait(waiting)
             if call.discard is not None and isinstance(answer, outcome.Value):
                 call.discard(answer.value)
@@ -168,7 +159,7 @@ class CallPool:
             del self._running[call]
             self._pause(call)
         else:
-            self._hanging.end_probe(call)
+            self.hanging.end_probe(call)
             del self._running[call]
             if isinstance(answer, outcome.Error) and isinstance(answer.error, OSError):
                 self._failed(call, answer, answer.error)
@@ -182,16 +173,16 @@ class CallPool:
         self._look_again.set()
 
     def retry_due(self) -> None:
-        """Make the calls again whose pause is over."""
+        """Repeat the calls whose pause is over."""
         for call in self._pauses.take_due(self._clock()):
             self._queue.begin_or_wait(call)
 
-    # --- a source that may have gone -------------------------------------------------------------------------------
+    # --- a source that may be gone ---------------------------------------------------------------------------------
 
     def _failed(self, call: Call[Any], answer: outcome.Error, error: OSError) -> None:
         doubtful = may_be_lost(error)
         self.failures += error.errno in FAILURES or doubtful
-        if not doubtful or call.checked or self.on_doubt is None:
+        if not doubtful or call.checked or not self.on_doubt:
             call.done(answer)
             return
         if call.once:
@@ -204,16 +195,16 @@ class CallPool:
     def _keep(self, call: Call[Any]) -> None:
         if not self._kept.keep(call):
             self.timeouts += 1
-            self._refuse(call, "the source has gone")
+            self._refuse(call, "the source is gone")
 
     def suspend(self) -> None:
-        """The source has gone: keep all calls until `resume`."""
+        """The source is gone: keep all calls until `resume`."""
         self._suspended = True
 
     def resume(self, *, anew: bool) -> None:
-        """Make the calls that were kept. `anew`: the source was mounted anew; else nothing was wrong with it."""
+        """Make the kept calls. `anew`: the source was mounted anew; False: it was never gone."""
         self._suspended = False
-        for call in self._hanging.forget_questions() if anew else ():
+        for call in self.hanging.forget_questions() if anew else ():
             self._queue.begin_or_wait(call)
         for call in self._kept.take_all():
             call.checked = not anew
@@ -222,13 +213,13 @@ class CallPool:
     # --- deadlines -------------------------------------------------------------------------------------------------
 
     def _deadline(self) -> float:
-        """Of a call that begins now."""
+        """The deadline of a call that begins now."""
         return min(self._clock() + self.timeout_s, self._last_deadline)
 
     def hurry(self, within_s: float) -> None:
-        """The mount ends: abandon whatever the source has not answered within this time, later calls as well.
+        """The mount ends: abandon all calls, including later ones, that are not answered within this time.
 
-        Only the first time counts.
+        Only the first call has an effect.
         """
         if self._last_deadline == math.inf:
             self._last_deadline = self._clock() + within_s
@@ -237,7 +228,7 @@ class CallPool:
             self._look_again.set()
 
     async def watch(self) -> None:
-        """The task that abandons overdue calls and repeats those that pause. For ever, until cancelled."""
+        """The task that abandons overdue calls and repeats those that pause. Until cancelled."""
         next_look = -math.inf
         while True:
             self.retry_due()
@@ -253,7 +244,7 @@ class CallPool:
 
     def _unanswered(self) -> dict[Call[Any], None]:
         """All calls whose callers wait."""
-        return dict.fromkeys((*self._running, *self._queue, *self._pauses, *self._kept, *self._hanging))
+        return dict.fromkeys((*self._running, *self._queue, *self._pauses, *self._kept, *self.hanging))
 
     def abandon_overdue(self) -> None:
         now = self._clock()
@@ -263,13 +254,13 @@ class CallPool:
             if call.running:
                 self._abandon(call)
             elif self._pauses.end(call):
-                self._hanging.end_probe(call)
+                self.hanging.end_probe(call)
             elif not (self._kept.drop(call) or self._queue.leave(call)):
-                self._hanging.leave(call)
+                self.hanging.leave(call)
             _time_out(call)
 
     def give_up(self, function: Callable[[], object], question: Hashable) -> bool:
-        """Abandon the running call of this function before its deadline: it hangs, and this is what it asks.
+        """Abandon the running call of this function before its deadline, because `question` hangs.
 
         False: it is not running any more.
         """
@@ -283,7 +274,7 @@ class CallPool:
 
     def _abandon(self, call: Call[Any]) -> None:
         del self._running[call]
-        self._hanging.abandoned(call, self._clock(), self.timeout_s)
+        self.hanging.abandoned(call, self._clock(), self.timeout_s)
 
 
 def _time_out(call: Call[Any]) -> None:

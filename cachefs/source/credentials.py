@@ -1,19 +1,19 @@
-"""Whose change: changes to the source are made with the identity of the process that asked for them (hazards 19, 29).
+"""Credentials: changes to the source are made with the identity of the requesting process (hazards 19, 29).
 
-The identity is filesystem uid and gid, supplementary groups, and the effective capabilities. Capabilities count as much
-as the uid: with CAP_FSETID a write leaves set-user-ID bits in place, with CAP_SYS_RESOURCE it takes reserved blocks and
+The identity is filesystem uid and gid, supplementary groups, and the effective capabilities. Capabilities matter as
+much as the uid: with CAP_FSETID a write keeps set-user-ID bits, with CAP_SYS_RESOURCE it takes reserved blocks and
 ignores quotas. setfsuid drops CAP_FSETID but not CAP_SYS_RESOURCE, so the effective set is replaced explicitly.
 
-What makes a file is called with the caller's umask: the source knows whether a default ACL of the directory counts
-instead (FUSE_DONT_MASK, which the fast path asks for). Everything else is called with the daemon's, which is 0.
-Identity and umask are changed for one thread by raw system calls, never for the process; a thread that cannot get its
-own identity back ends the process rather than go on as another user.
+Calls that create a file are made with the caller's umask: the source knows whether a default ACL of the directory
+applies instead (FUSE_DONT_MASK, which the fast path negotiates). All other calls are made with the daemon's umask, 0.
+Identity and umask are changed for one thread by raw system calls, never for the process. A thread that cannot restore
+its own identity aborts the process, because it must not continue as another user.
 
-A change is split: the daemon opens the directory, the caller makes the change in it. The kernel has checked the walk;
-the caller may hold a directory open whose parents it cannot search.
+A change has two parts: the daemon opens the directory, and the change in it is made as the caller. The kernel has
+checked the walk; the caller may have a directory open whose parents it cannot search.
 
-WRITE and FALLOCATE carry no identity that reaches us. They are made with the identity that opened the file, which is
-what NFS servers do.
+The WRITE and FALLOCATE requests that reach us carry no usable identity. They are made with the identity that opened the
+file, as NFS servers do.
 """
 
 import os
@@ -33,14 +33,14 @@ CAP_SYS_ADMIN = 1 << 21
 CAP_SYS_RESOURCE = 1 << 24
 CAP_SETFCAP = 1 << 31
 _FILESYSTEM_CAPABILITIES = 0x1F | 1 << 27
-"""CHOWN, DAC_OVERRIDE, DAC_READ_SEARCH, FOWNER, FSETID, MKNOD: what root has that /proc does not show."""
+"""CHOWN, DAC_OVERRIDE, DAC_READ_SEARCH, FOWNER, FSETID, MKNOD: assumed for a root process that /proc does not show."""
 _TRUSTED = b"trusted."
 _HEAD = struct.Struct("<2IQ")
 
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """What the source's permission checks look at."""
+    """Everything that permission checks of the source depend on."""
 
     uid: int
     gid: int
@@ -53,7 +53,7 @@ class Identity:
         return bool(self.capabilities & CAP_FOWNER)
 
     def pack(self) -> bytes:
-        """For the session: an open file outlives the daemon that opened it."""
+        """For the session, because an open file outlives the daemon that opened it."""
         return _HEAD.pack(self.uid, self.gid, self.capabilities) + struct.pack(f"<{len(self.groups)}I", *self.groups)
 
     @classmethod
@@ -92,24 +92,24 @@ def own_identity() -> Identity:
 
 
 def unknown_writer() -> Identity:
-    """For a file opened by a daemon that did not record who opened it: no exemption from what protects others."""
+    """For a file whose opener was not recorded: no capability that bypasses the protection of others."""
     own = own_identity()
     return Identity(own.uid, own.gid, own.groups, own.capabilities & ~(CAP_FSETID | CAP_SYS_RESOURCE))
 
 
 @dataclass(slots=True)
 class Caller:
-    """The process that a request came from, as the kernel names it."""
+    """The process that sent a request, according to the kernel."""
 
     uid: int
     gid: int
     pid: int
     umask: int = 0
-    """In requests that make a file or directory; 0 in others."""
+    """Of requests that create something; otherwise 0."""
     _identity: Identity | None = field(default=None, repr=False, compare=False)
 
     def identity(self) -> Identity:
-        """Read once: the process waits for us."""
+        """Read only once: the process waits for the answer, so that it does not change."""
         if self._identity is None:
             self._identity = self._read()
         return self._identity
@@ -119,11 +119,11 @@ class Caller:
         if effective is None:  # a process of another pid namespace
             effective = _FILESYSTEM_CAPABILITIES if self.uid == 0 else 0
         elif effective and not self._shares_our_users():
-            effective = 0  # they are capabilities over its own namespace, not over the source
+            effective = 0  # valid in its own namespace, not for the source
         return Identity(self.uid, self.gid, groups, effective & syscalls.thread_capabilities()[1])
 
     def _status(self) -> tuple[tuple[int, ...], int | None]:
-        """(supplementary groups, effective capabilities); without /proc the primary group alone, and None."""
+        """(supplementary groups, effective capabilities); if /proc does not show the process: primary group, None."""
         found: dict[bytes, list[bytes]] = {}
         try:
             with open(f"/proc/{self.pid}/status", "rb") as status:
@@ -134,12 +134,12 @@ class Caller:
             groups, effective = [int(group) for group in found[b"Groups"]], int(found[b"CapEff"][0], 16)
         except (OSError, LookupError, ValueError):
             return (self.gid,), None
-        if ids != (self.uid, self.gid):  # the caller is gone, and its number is another process's
+        if ids != (self.uid, self.gid):  # the caller has ended, and another process has its pid
             return (self.gid,), None
         return tuple(groups), effective
 
     def _shares_our_users(self) -> bool:
-        """Is it in our user namespace? Its link in /proc needs CAP_SYS_PTRACE; the map needs nothing."""
+        """Is it in our user namespace? Reading its link in /proc needs CAP_SYS_PTRACE; reading the map does not."""
         try:
             with open(f"/proc/{self.pid}/uid_map", "rb") as theirs, open("/proc/self/uid_map", "rb") as ours:
                 return theirs.read() == ours.read()
@@ -147,7 +147,7 @@ class Caller:
             return False
 
     def visible(self, names: list[bytes]) -> list[bytes]:
-        """Those of these extended attributes whose names the caller may see. The kernel leaves that to filesystems."""
+        """The names of extended attributes that the caller may see. The kernel leaves this check to filesystems."""
         if not any(name.startswith(_TRUSTED) for name in names) or self.identity().capabilities & CAP_SYS_ADMIN:
             return names
         return [name for name in names if not name.startswith(_TRUSTED)]

@@ -1,20 +1,20 @@
-"""Directories of the source, held by descriptors: names are looked up in a directory, not along a path (hazard 23).
+"""Descriptors of directories of the source: names are looked up in a directory, not along a path (hazard 23).
 
-A descriptor leads to the directory that the kernel knows by a number, whatever its name is by now: one that was
-renamed keeps its children, and one that was swapped in under its name is never mistaken for it. It saves the walk,
-too: a path of six components costs one look-up at the source instead of six.
+A descriptor leads to the directory that the kernel knows by a number, even after a rename: a renamed directory keeps
+its children, and another directory that has got its name is never mistaken for it. It also saves the walk: a path of
+six components costs one look-up at the source instead of six.
 
-About a thousand are kept, the least recently used are closed. Each is compared with its record once, when it is
-opened by its name in the directory above it; the inode behind a descriptor never changes. A directory whose name
-leads elsewhere, and whose descriptor is gone, cannot be reached any more: `Changed`.
+About a thousand descriptors are kept; the least recently used are closed. Each directory is compared with its record
+once, when it is opened by its name in the directory above it; the inode of a descriptor never changes. A directory
+whose name leads elsewhere, and whose descriptor was closed, cannot be reached any more: `Changed`.
 
-Several threads that want the same directory at the same time open it once: one opens it, the others wait for that one.
-An open that hangs delays the others by one second only; then each of them opens the directory itself.
+If several threads need the same directory at the same time, one opens it and the others wait for that one. An open that
+hangs delays the others by only one second; then each of them opens the directory itself.
 
-Where something is changed, the pinned names on the path are compared as well, once a second: the kernel believes them
-for ever, and a change that was meant for the directory of that name must not be made in another one: `Renamed`.
+For changes, the pinned names on the path are compared as well, once a second. The kernel caches them for ever, and a
+change that was meant for the directory of that name must not be made in another one: `Renamed`.
 
-Used from the threads of `call_pool.py`, all at once.
+Used from the threads of `call_pool.py`, concurrently.
 """
 
 import os
@@ -24,12 +24,13 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+from cachefs.contract.index import ROOT_INODE
 from cachefs.source.identity import GONE, Changed, Identity, Renamed, check, is_same
-from cachefs.store.index.records import ROOT_INODE
 from cachefs.system.clock import SYSTEM, Clock
+from cachefs.system.descriptors import closing_on_error
 from cachefs.system.stat import Stat
 
-MAX_HELD = 1000
+MAX_KEPT = 1000
 PATIENCE_S = 1.0
 """How long a thread waits for another thread that opens the same directory."""
 NAME_HOLDS_S = 1.0
@@ -42,18 +43,18 @@ class Directory:
 
     number: int
     identity: Identity | None = None
-    """None: the root, which is held for ever."""
+    """None: the root, whose descriptor is always open."""
     parent: "Directory | None" = None
     """None: the root, or a directory that has no name any more."""
     name: bytes = b""
     has_pinned_name: bool = False
-    """The kernel believes its name for ever."""
+    """The kernel caches its name for ever."""
 
     @property
     def path(self) -> bytes | None:
-        """From the root. None: no names lead there any more.
+        """From the root. None: no name leads there any more.
 
-        It is made anew each time: kept in every directory, paths would take memory by the square of the depth.
+        It is built each time: stored in every directory, paths would need memory quadratic in the depth.
         """
         names = []
         at = self
@@ -66,7 +67,7 @@ class Directory:
 ROOT = Directory(ROOT_INODE)
 
 
-class _Held:
+class _Descriptor:
     __slots__ = ("fd", "identity", "is_dropped", "named_until", "users")
 
     def __init__(self, fd: int, identity: Identity | None, named_until: float) -> None:
@@ -85,7 +86,7 @@ class SourceDirectories:
         stat: Callable[[int], Stat],
         lstat: Callable[[int, bytes], Stat],
         *,
-        limit: int = MAX_HELD,
+        limit: int = MAX_KEPT,
         clock: Clock = SYSTEM,
     ) -> None:
         """`open_at(directory descriptor, name, flags)` opens one component, following no symlink.
@@ -102,48 +103,48 @@ class SourceDirectories:
         self._limit = limit
         # state, behind the lock
         self._lock = threading.Lock()
-        self._held: OrderedDict[int, _Held] = OrderedDict()
+        self._kept: OrderedDict[int, _Descriptor] = OrderedDict()
         self._openings: dict[int, threading.Event] = {}
-        """Directories that a thread is opening right now; set when it has them, or has failed."""
+        """Directories that a thread is opening; set when it has succeeded or failed."""
         self._generation = 0
-        """Of the source: what is opened while it is mounted anew is not kept."""
+        """Of the source: a directory that is opened while the source is mounted anew is not kept."""
 
     @contextmanager
     def hold(self, directory: Directory, *, to_change: bool = False) -> Iterator[int]:
-        """An O_PATH descriptor of the directory, open while the block runs. Raises `Changed` if it is not there.
+        """An O_PATH descriptor of the directory, open while the block runs. Raises `Changed` if it is gone.
 
         `to_change`: for a change in it. Raises `Renamed` if pinned names do not lead there any more.
 
-        Nothing is found in a directory that was removed: then its name may lead to another one by now.
+        If the block does not find something, the directory may have been removed: then this raises `Changed`, too.
         """
         if directory.identity is None:
             yield self._root_fd
             return
-        held = self._take(directory) or self._open(directory)
+        kept = self._take(directory) or self._open(directory)
         try:
             if to_change:
                 self._compare_names(directory)
-            yield held.fd
+            yield kept.fd
         except (FileNotFoundError, Changed) as error:
             is_known = isinstance(error, Changed) and bool(error.directory)
-            if not is_known and self.is_removed(held.fd):
+            if not is_known and self.is_removed(kept.fd):
                 raise Changed.at(directory.number) from error
             raise
         finally:
-            self._release(held)
+            self._release(kept)
 
     def _compare_names(self, directory: Directory) -> None:
-        """Of the directory, and of all above it: paths may be as deep as they like."""
+        """Of the directory and of all above it. A loop, because paths may be of any depth."""
         below = directory
         while below.parent is not None:
             if below.has_pinned_name:
-                held = self._take(below) or self._open(below)
+                kept = self._take(below) or self._open(below)
                 try:
-                    if self._clock.monotonic_s() >= held.named_until:
+                    if self._clock.monotonic_s() >= kept.named_until:
                         self._compare_name(below, below.parent)
-                        held.named_until = self._clock.monotonic_s() + NAME_HOLDS_S
+                        kept.named_until = self._clock.monotonic_s() + NAME_HOLDS_S
                 finally:
-                    self._release(held)
+                    self._release(kept)
             below = below.parent
 
     def _compare_name(self, directory: Directory, parent: Directory) -> None:
@@ -162,29 +163,29 @@ class SourceDirectories:
         return self._stat(fd).nlink == 0
 
     def clear(self) -> None:
-        """The source was mounted anew: no descriptor of the old mount is of use."""
+        """The source was mounted anew: descriptors of the old mount are useless."""
         with self._lock:
             self._generation += 1
-            while self._held:
-                self._drop(self._held.popitem()[1])
+            while self._kept:
+                self._drop(self._kept.popitem()[1])
 
-    def _take(self, directory: Directory) -> _Held | None:
+    def _take(self, directory: Directory) -> _Descriptor | None:
         with self._lock:
             return self._take_locked(directory)
 
-    def _take_locked(self, directory: Directory) -> _Held | None:
-        held = self._held.get(directory.number)
-        if held is None:
+    def _take_locked(self, directory: Directory) -> _Descriptor | None:
+        kept = self._kept.get(directory.number)
+        if kept is None:
             return None
-        if held.identity != directory.identity:  # the number is another directory's now
-            self._drop(self._held.pop(directory.number))
+        if kept.identity != directory.identity:  # the number is another directory's now
+            self._drop(self._kept.pop(directory.number))
             return None
-        self._held.move_to_end(directory.number)
-        held.users += 1
-        return held
+        self._kept.move_to_end(directory.number)
+        kept.users += 1
+        return kept
 
-    def _open(self, directory: Directory) -> _Held:
-        """Open it, and all above it that are not held."""
+    def _open(self, directory: Directory) -> _Descriptor:
+        """Open it, and all above it without a descriptor."""
         generation = self._generation
         missing = []
         above: Directory | None = directory
@@ -205,11 +206,11 @@ class SourceDirectories:
         assert start is not None
         return start
 
-    def _open_once(self, parent_fd: int, directory: Directory, generation: int) -> _Held:
+    def _open_once(self, parent_fd: int, directory: Directory, generation: int) -> _Descriptor:
         """Open a directory, or wait for the thread that is opening it."""
         with self._lock:
-            if (held := self._take_locked(directory)) is not None:
-                return held
+            if (kept := self._take_locked(directory)) is not None:
+                return kept
             others = self._openings.get(directory.number)
             if others is None:
                 ours = self._openings[directory.number] = threading.Event()
@@ -223,7 +224,7 @@ class SourceDirectories:
                 del self._openings[directory.number]
             ours.set()
 
-    def _open_one(self, parent_fd: int, directory: Directory, generation: int) -> _Held:
+    def _open_one(self, parent_fd: int, directory: Directory, generation: int) -> _Descriptor:
         assert directory.identity is not None
         try:
             fd = self._open_at(parent_fd, directory.name, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW)
@@ -231,32 +232,29 @@ class SourceDirectories:
             if error.errno in GONE:
                 raise Changed.at(directory.number) from error
             raise
-        try:
-            check(directory.identity, self._stat(fd))
-        except Changed:
-            os.close(fd)
-            raise Changed.at(directory.number) from None
-        except BaseException:
-            os.close(fd)
-            raise
-        made = _Held(fd, directory.identity, self._clock.monotonic_s() + NAME_HOLDS_S)
+        with closing_on_error(fd):
+            try:
+                check(directory.identity, self._stat(fd))
+            except Changed:
+                raise Changed.at(directory.number) from None
+        made = _Descriptor(fd, directory.identity, self._clock.monotonic_s() + NAME_HOLDS_S)
         with self._lock:
-            if directory.number in self._held or generation != self._generation:  # another thread was faster
+            if directory.number in self._kept or generation != self._generation:  # another thread was faster
                 made.is_dropped = True
                 return made
-            self._held[directory.number] = made
-            while len(self._held) > self._limit:
-                self._drop(self._held.popitem(last=False)[1])
+            self._kept[directory.number] = made
+            while len(self._kept) > self._limit:
+                self._drop(self._kept.popitem(last=False)[1])
         return made
 
-    def _drop(self, held: _Held) -> None:
-        """With the lock. Whoever uses it last closes it."""
-        held.is_dropped = True
-        if not held.users:
-            os.close(held.fd)
+    def _drop(self, kept: _Descriptor) -> None:
+        """With the lock. If it is in use, its last user closes it."""
+        kept.is_dropped = True
+        if not kept.users:
+            os.close(kept.fd)
 
-    def _release(self, held: _Held) -> None:
+    def _release(self, kept: _Descriptor) -> None:
         with self._lock:
-            held.users -= 1
-            if held.is_dropped and not held.users:
-                os.close(held.fd)
+            kept.users -= 1
+            if kept.is_dropped and not kept.users:
+                os.close(kept.fd)

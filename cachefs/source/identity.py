@@ -1,13 +1,12 @@
-"""Is what was opened the object it is expected to be? (hazard 23)
+"""Is an opened object the expected one? (hazard 23)
 
-A path is a hint. Between a look-up and an open another node may rename anything over any name, so that every object
-that is opened in the source is compared with its record before a byte or an attribute of it is used. Two questions:
+A path is only a hint. Between a look-up and an open another node may rename anything over any name. Therefore every
+object of the source is compared with its record after the open, before its bytes or attributes are used:
 
-- `check`: the same object? Inode number, type, and birth time where both sides know one. The device number does not
-  count: it changes when the source is mounted anew.
-- `check_version`: the same object and unchanged? After a read this alone proves that the bytes belong to the record:
-  if nothing differs afterwards, nothing changed in between. The fast path has the same rule
-  (misses/source.c).
+- `check`: is it the same object? Compares inode number, type, and birth time if both sides have one. The device number
+  is not compared, because it changes when the source is mounted anew.
+- `check_version`: is it the same object, and unchanged? Called after a read, this proves that the bytes belong to the
+  record: if nothing differs afterwards, nothing changed before. The fast path has the same rule (misses/source.c).
 """
 
 import errno
@@ -19,19 +18,19 @@ from cachefs.store.index.records import Inode
 from cachefs.system.stat import Stat, clamped_ns
 
 GONE = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENXIO)
-"""An open by a name that led to the object a moment ago fails with one of these: the name does not any more.
+"""Errors of an open by a name that does not lead to the expected object any more.
 
 ENXIO: a FIFO without a reader, or a socket, has taken its place."""
 
 
 class Changed(OSError):
-    """An object of the source is not what its record says (errno ESTALE).
+    """An object of the source differs from its record (errno ESTALE).
 
-    The entry is dropped, and the caller gets ESTALE: on open(2) and the like the kernel then looks the name up again.
+    The entry is dropped, and the caller gets ESTALE: for calls such as open(2) the kernel looks the name up again.
     """
 
     directory = 0
-    """The inode number of the directory that is not where it was; 0: it is the object itself that was asked for."""
+    """The inode number of the directory that is not where it was; 0: the requested object itself has changed."""
 
     def __init__(self, *_: object) -> None:  # a copy is made with the arguments of the original
         super().__init__(errno.ESTALE, os.strerror(errno.ESTALE))
@@ -44,10 +43,10 @@ class Changed(OSError):
 
 
 class Renamed(Changed):
-    """A name that a change relies on leads elsewhere; the object that it led to may be as it was (errno ESTALE).
+    """A name that a change depends on leads elsewhere; its former object may be unchanged (errno ESTALE).
 
-    The name is lost. On a call with a path the kernel looks it up again, and finds where it leads. A caller that has
-    the directory open comes again with the directory, which has no name any more: the change is made there.
+    The name is dropped. For a call with a path the kernel looks it up again. For a caller that has the directory open
+    the kernel repeats the request with the directory, which has no name any more, and the change is made there.
     """
 
     parent = 0
@@ -91,7 +90,7 @@ def check(expected: Identity, now: Stat) -> None:
 def check_version(expected: Inode, now: os.stat_result) -> None:
     """Raises `Changed` unless `now` is of the expected version of a regular file.
 
-    A plain fstat will do: where inode number and change time are the same the birth time is, too.
+    A plain fstat is enough: if inode number and change time are the same, the birth time is the same, too.
     """
     if (
         clamped_ns(now.st_ctime_ns) != expected.ctime_ns

@@ -1,8 +1,8 @@
-"""Opens one name in one directory, and nothing that lies elsewhere.
+"""Opening one name in one directory, and nothing outside of it.
 
-No path is walked. A name is looked up in the descriptor of its directory (directories.py), one component at a
-time: openat2 with RESOLVE_BENEATH and RESOLVE_NO_SYMLINKS, or openat with O_NOFOLLOW where openat2 is missing, so
-that nobody who can write to the source can lead the daemon out of it. What was opened is for the caller to compare.
+No path is walked. A name is looked up in the descriptor of its directory (directories.py), one component at a time:
+with openat2, RESOLVE_BENEATH and RESOLVE_NO_SYMLINKS, or with openat and O_NOFOLLOW if openat2 is missing. So users who
+can write to the source cannot lead the daemon out of it. The caller compares what was opened.
 """
 
 import errno
@@ -11,6 +11,7 @@ import os
 from cachefs.errors import Busy
 from cachefs.source.identity import Changed
 from cachefs.system import syscalls
+from cachefs.system.descriptors import closing
 
 
 class Opener:
@@ -20,9 +21,9 @@ class Opener:
         self._has_openat2 = _has_openat2()
 
     def open_at(self, directory_fd: int, name: bytes, flags: int, mode: int = 0) -> int:
-        """Open a name in a directory, no symlink followed.
+        """Open a name in a directory, following no symlink.
 
-        `Busy`: another process holds a lease of the file, and has been asked to give it up.
+        Raises `Busy` if another process has a lease on the file; the kernel has asked it to give the lease up.
         """
         component(name)
         flags |= os.O_NOFOLLOW | os.O_CLOEXEC | (0 if flags & os.O_PATH else os.O_NOCTTY)
@@ -34,7 +35,7 @@ class Opener:
             raise Busy from error
 
     def create_at(self, directory_fd: int, name: bytes, flags: int, mode: int) -> int:
-        """Create a file, or open it where another node was faster. `Changed` for a FIFO without a reader, a socket."""
+        """Create a file, or open it if another node was faster. Raises `Changed` for a FIFO or socket."""
         try:
             return self.open_at(directory_fd, name, flags | os.O_CREAT | os.O_NONBLOCK, mode)
         except OSError as error:
@@ -44,26 +45,24 @@ class Opener:
 
 
 def _has_openat2() -> bool:
-    """Asked of the root directory of this machine, not of the source, which may hang."""
-    root = os.open("/", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.close(syscalls.openat2(root, b".", os.O_PATH | os.O_DIRECTORY))
-    except OSError as error:
-        if error.errno not in (errno.ENOSYS, errno.EPERM):  # EPERM: an old seccomp profile
-            raise
-        return False
-    finally:
-        os.close(root)
+    """Tries it on the root directory of this machine, not on the source, which may hang."""
+    with closing(os.open("/", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)) as root:
+        try:
+            os.close(syscalls.openat2(root, b".", os.O_PATH | os.O_DIRECTORY))
+        except OSError as error:
+            if error.errno not in (errno.ENOSYS, errno.EPERM):  # EPERM: an old seccomp profile
+                raise
+            return False
     return True
 
 
 def component(name: bytes) -> bytes:
-    """A name that leads to an entry of the directory it is looked up in, nowhere else. Raises ENOENT for others."""
+    """Check that a name leads to an entry of the directory that it is looked up in. Raises ENOENT for other names."""
     if name in (b"", b".", b"..") or b"/" in name:
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
     return name
 
 
 def reopen_directory(fd: int) -> int:
-    """A descriptor to read from, with a position of its own, of the directory that an O_PATH descriptor holds."""
+    """A readable descriptor, with its own position, of the directory of an O_PATH descriptor."""
     return os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)

@@ -1,18 +1,18 @@
-"""What all users need is shared by uid: calls to the source, requests under way, descriptors.
+"""Limited resources are shared by uid: calls to the source, requests under way, descriptors.
 
-After taking a place an owner has at most three times what is left free: one owner alone gets three quarters of all
-places, the next one three quarters of the rest, and so on (hazard 31). A few owners take nearly everything like that.
-So there is a reserve besides, of which an owner may take a place as long as it has fewer than `LEAST` of all: that
-leaves room for reserve / `LEAST` more owners. The fast path has the same rule (common/shares.h). The owner of a piece
-of work is the uid of the request it serves; work that the daemon does for itself (prefetch, warm-up) is `DAEMON`'s, an
-owner like any other.
+After taking a place an owner has at most three times as many as are left free: a single owner gets three quarters of
+all places, the next one three quarters of the rest, and so on (hazard 31). With this rule alone a few owners would take
+nearly everything. Therefore there is also a reserve. An owner may take a place of it as long as it has fewer than
+`LEAST` places, which leaves room for reserve / `LEAST` more owners. The fast path has the same rule (common/shares.h).
+The owner of a piece of work is the uid of the request that it serves. Work that the daemon does for itself (prefetch,
+warm-up) belongs to `DAEMON`, an owner like any other.
 
-The owner travels in a context variable: each request sets it, tasks inherit it, and whoever takes something from a
-share asks for it. That keeps a uid out of every signature between a request and the call to the source.
+The owner is in a context variable, which each request sets and tasks inherit. So no function between a request and the
+call to the source needs a uid as argument.
 
-Work that several users wait for, such as the listing of a directory, has several owners: a `Party`. Whoever joins the
-work joins its party, and what the work takes then comes from any share of the party that has room. So nobody waits in
-the queue of another user because that user asked first.
+Work that several users wait for, such as the listing of a directory, has several owners: a `Party`. A request that
+joins the work adds its owner to the party, and the work takes places from any share of the party with room. So no user
+waits in the queue of another user that asked first.
 """
 
 from collections import Counter
@@ -22,7 +22,7 @@ from contextvars import ContextVar
 
 DAEMON = -1
 UNKNOWN = -2
-"""Requests on a handle whose opener nobody knows. They share one share."""
+"""The owner of all requests on handles whose opener is not known."""
 LEAST = 2
 
 
@@ -34,7 +34,7 @@ class Party:
     def __init__(self, owner: int) -> None:
         self.owners = [owner]
         self.waiting: dict[object, Callable[[int], None]] = {}
-        """What waits for room in a share of the party, and how to tell it of another owner."""
+        """Work that waits for room in a share of the party → function to call with another owner."""
 
     def join(self, owner: int) -> None:
         if owner not in self.owners:
@@ -44,7 +44,7 @@ class Party:
 
     @contextmanager
     def waits_for(self, other: "Party") -> Iterator[None]:
-        """While the block runs our work waits for another one: all of us are owners of that one, too."""
+        """While the block runs, our work waits for another party: our owners join it."""
         for owner in self.owners:
             other.join(owner)
         self.waiting[other] = other.join
@@ -59,7 +59,7 @@ _party: ContextVar[Party] = ContextVar("party", default=_DAEMONS_PARTY)
 
 
 def act_for(uid: int) -> None:
-    """What this task does from now on, and the tasks that it starts, is done for this user."""
+    """The work of this task from now on, and of the tasks that it starts, belongs to this user."""
     _party.set(Party(uid))
 
 
@@ -73,7 +73,7 @@ def party() -> Party:
 
 @contextmanager
 def new_party() -> Iterator[Party]:
-    """What is started in the block is done for a party of its own, which others may join."""
+    """Work that is started in the block belongs to a new party, which others may join."""
     made = Party(owner())
     token = _party.set(made)
     try:
@@ -83,9 +83,9 @@ def new_party() -> Iterator[Party]:
 
 
 class Shares:
-    """How many of a bounded number of places each owner has."""
+    """The number of places that each owner has, of a limited number."""
 
-    __slots__ = ("_held", "held", "reserve", "total")
+    __slots__ = ("_taken", "reserve", "taken", "total")
 
     def __init__(self, total: int, reserve: int = 0) -> None:
         """`total` is without the reserve."""
@@ -93,33 +93,33 @@ class Shares:
         self.total = total
         self.reserve = reserve
         # state
-        self.held = 0
-        self._held: Counter[int] = Counter()
+        self.taken = 0
+        self._taken: Counter[int] = Counter()
 
     @classmethod
     def for_each(cls, most: int, reserve: int = 0) -> "Shares":
-        """So many places that one owner alone may have `most` of them."""
+        """As many places as are necessary for a single owner to get `most` of them."""
         return cls(-(-most * 4 // 3), reserve)
 
-    def held_by(self, owner: int) -> int:
-        return self._held.get(owner, 0)
+    def taken_by(self, owner: int) -> int:
+        return self._taken.get(owner, 0)
 
     def is_full(self, owner: int) -> bool:
-        """May this owner have no more?"""
-        held = self._held.get(owner, 0)
-        if held + 1 <= 3 * (self.total - self.held - 1):
+        """May this owner take no more?"""
+        own = self.taken_by(owner)
+        if own + 1 <= 3 * (self.total - self.taken - 1):
             return False
-        return held >= LEAST or self.held >= self.total - 1 + self.reserve
+        return own >= LEAST or self.taken >= self.total - 1 + self.reserve
 
     def take(self, owner: int) -> None:
-        self._held[owner] += 1
-        self.held += 1
+        self._taken[owner] += 1
+        self.taken += 1
 
     def give(self, owner: int) -> None:
-        left = self._held[owner] - 1
+        left = self._taken[owner] - 1
         assert left >= 0, "given back twice"
-        self.held -= 1
+        self.taken -= 1
         if left:
-            self._held[owner] = left
+            self._taken[owner] = left
         else:
-            del self._held[owner]
+            del self._taken[owner]

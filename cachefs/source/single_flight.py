@@ -1,10 +1,10 @@
-"""One call per key at a time; whoever asks meanwhile gets the same answer, or the same error.
+"""One call per key at a time; later requests for the key get the same answer, or the same error.
 
-A flight belongs to nobody: a waiter that goes away neither cancels nor poisons it. Its calls to the source use the
-shares of all who wait for it (shares.Party).
+A flight does not belong to one request: a waiter that is cancelled does not affect it. Its calls to the source use the
+shares of all users that wait for it (shares.Party).
 
-A change that this mount makes overtakes the flights that began before: what they bring may be of before or after. It is
-not taken down, and whoever waits asks anew.
+A change by this mount overtakes the flights that began before it: their answers may be from before or after the change.
+Such an answer is not recorded, and the waiters ask again.
 """
 
 import copy
@@ -23,11 +23,11 @@ V = TypeVar("V")
 
 Done = Callable[[outcome.Outcome[T]], None]
 Start = Callable[[Done[T]], None]
-"""Starts something that will call its argument, on the trio thread and not before this has returned."""
+"""Starts work that calls the argument with its outcome, on the trio thread and not before `Start` has returned."""
 
 
 class Overtaken(Exception):
-    """A flight was overtaken by a change."""
+    """A flight was overtaken by a change. Raised by `Flight.wait`; the caller asks again."""
 
 
 class Flight(Generic[V]):
@@ -67,7 +67,7 @@ class SingleFlight(Generic[K, V]):
         return list(self._flights)
 
     def begin(self, key: K, start: Start[Any], finish: Callable[[outcome.Outcome[Any]], V]) -> Flight[V]:
-        """Join the flight of `key`, or start it. `finish` makes the answer of what `start` reports, or raises."""
+        """Join the flight of `key`, or start one. `finish` converts the outcome of `start` to the answer, or raises."""
         flight = self._flights.get(key)
         if flight is None:
 

@@ -1,24 +1,26 @@
-"""The directory underneath: its objects, and every system call that asks it for metadata or data.
+"""The directory underneath: its objects, and all system calls that read its metadata and data.
 
-All functions are synchronous and may hang as long as the source hangs: they run in threads, behind `call_pool.py`.
-Names are opened one component at a time (opening.py), and what is opened is compared with the record that it was opened
-for (identity.py). Each system call is counted, and delayed when simulating (calls/round_trips.py).
+All functions are synchronous and may hang as long as the source hangs: they run in threads of `call_pool.py`. Names are
+opened one component at a time (opening.py), and an opened object is compared with its record (identity.py). Each system
+call is counted, and delayed if a latency is simulated.
 """
 
 import os
+import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple, TypeVar
 
 from cachefs.errors import Busy
-from cachefs.source.calls.round_trips import SourceCounters
 from cachefs.source.directories import ROOT, Directory, SourceDirectories
 from cachefs.source.identity import GONE, Changed, Identity, check, check_version
 from cachefs.source.opening import Opener, component, reopen_directory
 from cachefs.store.index.records import Inode
 from cachefs.system import syscalls
 from cachefs.system.clock import SYSTEM, Clock
+from cachefs.system.descriptors import closing, closing_on_error
 from cachefs.system.stat import Stat
 
 T = TypeVar("T")
@@ -30,11 +32,11 @@ class Object(NamedTuple):
 
     directory: Directory
     name: bytes = b""
-    """In the directory; empty: the directory itself."""
+    """Its name in the directory; empty: the directory itself."""
     identity: Identity | None = None
-    """What it must be. None: the directory itself, which is compared when it is opened."""
+    """The expected identity. None: of the directory itself, which is compared when it is opened."""
     fd: int = -1
-    """A descriptor of it, which may be the only way to it: no name is needed, and nothing compared."""
+    """An open descriptor, which may be the only way to reach it. Then name and identity are not used."""
 
 
 Run = Callable[[Callable[[], int]], int]
@@ -48,12 +50,41 @@ def by_descriptor(fd: int) -> Object:
     return Object(ROOT, fd=fd)
 
 
-class Look:
-    """lstat of several names of one directory. Called in a thread; the trio thread sees how far it is.
+class SourceCounters:
+    """The number of system calls of each kind. Used by many threads."""
 
-    A result is None for a name that is gone, and an OSError for a name that cannot be looked at while the directory
-    can, such as the mountpoint of a user's own FUSE filesystem: it must not spoil the listing for everybody. Errors of
-    the directory itself are raised.
+    def __init__(self, simulate_latency_s: float = 0.0) -> None:
+        self._latency_s = simulate_latency_s
+        self._lock = threading.Lock()
+        self._counts: Counter[str] = Counter()
+        self.bytes_read = 0
+        """Of files, not of directories."""
+
+    def add(self, operation: str, count: int = 1) -> None:
+        with self._lock:
+            self._counts[operation] += count
+
+    def add_bytes(self, count: int) -> None:
+        with self._lock:
+            self.bytes_read += count
+
+    def snapshot(self) -> dict[str, int]:
+        with self._lock:
+            return dict(self._counts)
+
+    def round_trip(self, operation: str) -> None:
+        """Count one system call to the source, and wait for the simulated latency."""
+        self.add(operation)
+        if self._latency_s:
+            time.sleep(self._latency_s)
+
+
+class Look:
+    """lstat of several names of one directory. Called in a thread; the trio thread reads its progress.
+
+    A result is None for a name that does not exist any more. It is an OSError if lstat fails for one name but not for
+    the directory, as for the mountpoint of a user's own FUSE filesystem: that must not break the listing for all users.
+    Errors of the directory itself are raised.
     """
 
     __slots__ = ("_directory", "_source", "asked_at", "given_up_at", "names", "results")
@@ -64,9 +95,9 @@ class Look:
         self.names = names
         self.results: list[Stat | OSError | None] = []
         self.asked_at: float | None = None
-        """When the source was asked for the name behind the last result."""
+        """When lstat of the name after the last result was called."""
         self.given_up_at: int | None = None
-        """Which name hangs; nothing behind it will be asked for."""
+        """The index of the name that hangs; later names are not looked at."""
 
     def __call__(self) -> list[Stat | OSError | None]:
         self.results.clear()
@@ -79,15 +110,15 @@ class Look:
         return self.results
 
     def waits_s(self) -> float:
-        """How long the source has not answered for one name."""
+        """How long lstat of the present name has taken so far."""
         return 0.0 if self.asked_at is None else time.monotonic() - self.asked_at
 
 
 class Source:
     """The source behind `root_fd`, a descriptor opened O_RDONLY | O_DIRECTORY before anything is mounted.
 
-    The number of the descriptor stays the same when the source is mounted anew (`reconnect`). To make a `Source` asks
-    the source for nothing: a successor does so while the source hangs.
+    The number of the descriptor stays the same when the source is mounted anew (`reconnect`). If `root_device` is
+    given, creating a `Source` makes no call to the source: a successor does so while the source hangs.
     """
 
     def __init__(
@@ -98,15 +129,12 @@ class Source:
         simulate_latency_s: float = 0.0,
         clock: Clock = SYSTEM,
     ) -> None:
-        """`root_device`: st_dev of `root_fd`, which is asked for where it is not given.
-
-        `clock`: what its times are compared with, by everyone who has this source.
-        """
+        """`root_device`: st_dev of `root_fd`; None: read it here. `clock`: compared with times of the source."""
         self.root_fd = root_fd
         self.root_devices: tuple[int, ...] = (os.fstat(root_fd).st_dev if root_device is None else root_device,)
-        """The one of now, and the one before, by which calls that are under way may have been answered."""
+        """The present one and the one before, which results of calls that are under way may have."""
         self.generation = 0
-        """How often the source was mounted anew. Descriptors of an earlier generation are dead."""
+        """How many times the source was mounted anew. Descriptors of an earlier generation are dead."""
         self.counters = SourceCounters(simulate_latency_s)
         self.round_trip = self.counters.round_trip
         self.clock = clock
@@ -118,9 +146,9 @@ class Source:
         return self.root_devices[0]
 
     def reconnect(self, fd: int, device: int) -> None:
-        """Go on with another root, which was compared with the one of before. Closes `fd`. From any thread.
+        """Replace the root by another one, which was compared with the old one. Closes `fd`. From any thread.
 
-        `device`: its st_dev. The source is asked for nothing: whoever calls holds a lock.
+        `device`: its st_dev. Makes no call to the source, because the caller has a lock.
         """
         self.root_devices = (device, self.root_devices[0])
         os.dup2(fd, self.root_fd, inheritable=False)
@@ -129,7 +157,7 @@ class Source:
         self.directories.clear()
 
     def ask(self) -> None:
-        """Does the root answer? Raises what it says; the kernel's memory of it does not count. Not counted."""
+        """Check that the root answers, bypassing the kernel's attribute cache. Raises OSError. Not counted."""
         syscalls.statx(self.root_fd, b"", ask=True)
 
     def stat(self, fd: int, name: bytes = b"") -> Stat:
@@ -143,7 +171,7 @@ class Source:
     # --- names -----------------------------------------------------------------------------------------------------
 
     def _open_expected(self, at: Object, flags: int, run: Run = as_myself, *, to_change: bool = False) -> int:
-        """Open what should be there; `Changed` where there is nothing of the kind."""
+        """Open an object; raises `Changed` if its name does not lead to such an object."""
         if at.fd >= 0:
             path = f"/proc/self/fd/{at.fd}"
             try:
@@ -160,20 +188,17 @@ class Source:
 
     @contextmanager
     def hold(self, at: Object) -> Iterator[int]:
-        """A descriptor of an object of any type, for calls that take one; compared with what it must be."""
+        """A descriptor of an object of any type, compared with its identity."""
         if at.fd >= 0:
             yield at.fd
         elif not at.name:
             with self.directories.hold(at.directory) as fd:
                 yield fd
         else:
-            fd = self._open_expected(at, os.O_PATH)
-            try:
+            with closing(self._open_expected(at, os.O_PATH)) as fd:
                 if at.identity is not None:
                     check(at.identity, self.fstat(fd))
                 yield fd
-            finally:
-                os.close(fd)
 
     # --- metadata --------------------------------------------------------------------------------------------------
 
@@ -184,7 +209,7 @@ class Source:
             return self.stat(fd, component(name) if name else b"")
 
     def lstat_or_error(self, directory_fd: int, name: bytes) -> Stat | OSError | None:
-        """As in a `Look`."""
+        """As in `Look`."""
         self.round_trip("lstat")
         try:
             return self.stat(directory_fd, component(name))
@@ -195,9 +220,9 @@ class Source:
             return error
 
     def lstat_directory(self, directory: Directory) -> Stat:
-        """By its name in the directory above it. Raises `Changed` where that leads to another one.
+        """lstat by its name in the directory above it. Raises `Changed` if that leads to another directory.
 
-        One that has no name is looked at by its descriptor.
+        A directory without a name is looked at by its descriptor.
         """
         self.round_trip("lstat")
         if directory.identity is None:
@@ -213,7 +238,7 @@ class Source:
             return now
 
     def ask_directory(self, directory: Directory) -> None:
-        """Does the directory itself answer? What the kernel remembers does not count."""
+        """Check that the directory itself answers, bypassing the kernel's attribute cache. Raises OSError."""
         self.round_trip("lstat")
         with self.directories.hold(directory) as fd:
             syscalls.statx(fd, b"", ask=True)
@@ -221,13 +246,10 @@ class Source:
     def readdir(self, directory: Directory) -> list[bytes]:
         """All names of a directory, without "." and ".."."""
         self.round_trip("readdir")
-        with self.directories.hold(directory) as held:
-            fd = reopen_directory(held)
-            try:
+        with self.directories.hold(directory) as path_fd:
+            with closing(reopen_directory(path_fd)) as fd:
                 names = [os.fsencode(name) for name in os.listdir(fd)]
-            finally:
-                os.close(fd)
-            if not names and self.directories.is_removed(held):
+            if not names and self.directories.is_removed(path_fd):
                 raise Changed.at(directory.number)
             return names
 
@@ -250,9 +272,9 @@ class Source:
             return [os.fsencode(name) for name in os.listxattr(f"/proc/self/fd/{fd}")]
 
     def with_stat(self, at: Object, read: Callable[[Object], T]) -> tuple[T, Stat | None]:
-        """What `read` says of an object, and what that looks like afterwards.
+        """The result of `read`, and the attributes of the object afterwards.
 
-        None: the object was reached by an open descriptor, whose owner may use it whatever it has become.
+        None: the object was reached by an open descriptor, which may be used whatever has changed.
         """
         if at.fd >= 0:
             return read(at), None
@@ -272,30 +294,27 @@ class Source:
     def open_file(
         self, at: Object, flags: int = _READ_FLAGS, run: Run = as_myself, *, to_change: bool = False
     ) -> tuple[int, Stat]:
-        """Open a regular file, and what was opened. O_NONBLOCK: a FIFO in its place blocks nobody (hazard 30).
+        """Open a regular file. Returns (descriptor, attributes). O_NONBLOCK: a FIFO in its place must not block
+        (hazard 30).
 
-        `run` opens as someone else. `to_change`: the names on the path are compared as well.
+        `run`: opens it with another identity. `to_change`: also compare the names on the path.
         """
         self.round_trip("open")
-        fd = self._open_expected(at, flags | os.O_NONBLOCK, run, to_change=to_change)
-        try:
+        with closing_on_error(self._open_expected(at, flags | os.O_NONBLOCK, run, to_change=to_change)) as fd:
             now = self.fstat(fd)
             if at.identity is not None:
                 check(at.identity, now)
             os.set_blocking(fd, True)
             return fd, now
-        except BaseException:
-            os.close(fd)
-            raise
 
     def check_version(self, fd: int, expected: Inode) -> None:
         self.counters.add("fstat")
         check_version(expected, os.fstat(fd))
 
     def open_to_keep(self, at: Object, flags: int = _READ_FLAGS) -> int:
-        """Open a file for more than one read. Raises `Changed` where its name leads to another file.
+        """Open a file for more than one read. Raises `Changed` if its name leads to another file.
 
-        That the bytes are compared after each read is not enough: attributes are read and changed by it as well.
+        The comparison after each read is not enough, because attributes are read and changed by the descriptor, too.
         """
         return self.open_file(at, flags)[0]
 
@@ -316,20 +335,16 @@ class Source:
         return b"".join(parts)
 
     def read_file(self, at: Object, length: int, offset: int) -> bytes:
-        """Open, compare, read, close: for a file that nothing is kept of."""
-        fd, _ = self.open_file(at)
-        try:
+        """Open, compare, read, close: for a file that is not cached."""
+        with closing(self.open_file(at)[0]) as fd:
             return self.pread(fd, length, offset)
-        finally:
-            os.close(fd)
 
     def read_version(
         self, at: Object, expected: Inode, offset: int, length: int, fd: int | None = None, *, keep: bool = False
     ) -> bytes:
         """Bytes of the pinned version, compared after the read. Raises `Changed` on any difference.
 
-        `fd`: a descriptor of the file, which is closed unless the caller wants to `keep` it; without one the file is
-        opened here.
+        `fd`: a descriptor of the file; None: open it here. It is closed afterwards, unless `keep` is set.
         """
         if fd is None:
             self.round_trip("open")

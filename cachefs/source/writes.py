@@ -1,7 +1,7 @@
-"""Changes to the source: what passes through a read-write mount. Synchronous; see `source.py` for the rules.
+"""Changes to the source, by read-write mounts. Synchronous, with the rules of `source.py`.
 
-Each function returns what the changed objects look like afterwards, so that one trip to a thread does all. The daemon
-opens directories and looks at results; only the change itself is made as the caller (`credentials.py`).
+Each function returns the attributes of the changed objects, so that one call in a thread is enough. The daemon opens
+directories and reads attributes; only the change itself is made with the identity of the caller (`credentials.py`).
 """
 
 import os
@@ -16,6 +16,7 @@ from cachefs.source.opening import component, reopen_directory
 from cachefs.source.source import Object, Source
 from cachefs.store.index.records import Inode
 from cachefs.system import syscalls
+from cachefs.system.descriptors import closing, closing_on_error
 from cachefs.system.stat import Stat
 
 _NOT_PASSED_ON = os.O_APPEND | os.O_CREAT | os.O_EXCL | os.O_DIRECT
@@ -35,46 +36,41 @@ class SourceWriter:
     def create(
         self, directory: Directory, name: bytes, flags: int, mode: int, caller: Caller
     ) -> tuple[int, Stat, Stat]:
-        """(descriptor, the file, its directory). `Changed` where something else than a file has the name by now."""
+        """(descriptor, the file, its directory). Raises `Changed` if the name leads to something else than a file."""
         self._source.round_trip("create")
         flags = flags & ~_NOT_PASSED_ON | flags & os.O_EXCL
-        with self._hold(directory) as parent:
-            fd = caller.run(lambda: self._source.opener.create_at(parent, name, flags, mode))
-            try:
-                now = self._stat(fd)
-                if not stat.S_ISREG(now.mode):
-                    raise Changed
-                os.set_blocking(fd, True)
-                return fd, now, self._stat(parent)
-            except BaseException:
-                os.close(fd)
-                raise
+        with (
+            self._hold(directory) as parent,
+            closing_on_error(caller.run(lambda: self._source.opener.create_at(parent, name, flags, mode))) as fd,
+        ):
+            now = self._stat(fd)
+            if not stat.S_ISREG(now.mode):
+                raise Changed
+            os.set_blocking(fd, True)
+            return fd, now, self._stat(parent)
 
     def open_file(self, at: Object, flags: int, caller: Caller) -> int:
-        """Open an existing file for writing; it is truncated when it has turned out to be the right one."""
+        """Open an existing file for writing. It is truncated after the check that it is the right one."""
         flags_at_source = flags & ~(_NOT_PASSED_ON | os.O_TRUNC)
         if flags & os.O_TRUNC and flags & os.O_ACCMODE == os.O_RDONLY:
-            flags_at_source |= os.O_RDWR  # what the kernel has checked for; the handle can only read
+            flags_at_source |= os.O_RDWR  # the kernel has checked for this; the handle can only read
         fd, _ = self._source.open_file(at, flags_at_source, run=caller.run, to_change=True)
-        try:
+        with closing_on_error(fd):
             if flags & os.O_TRUNC:
                 caller.run(lambda: os.ftruncate(fd, 0))
             return fd
-        except BaseException:
-            os.close(fd)
-            raise
 
     def add(
         self, operation: str, directory: Directory, name: bytes, make: Callable[[int], None], caller: Caller
     ) -> tuple[Stat, Stat]:
-        """mkdir, mknod, symlink: `make` is given the directory's descriptor. (the new object, its directory)"""
+        """mkdir, mknod, symlink: `make` gets the descriptor of the directory. Returns (new object, its directory)."""
         self._source.round_trip(operation)
         with self._hold(directory) as parent:
             caller.run(partial(make, parent))
             return self._stat(parent, name), self._stat(parent)
 
     def remove(self, directory: Directory, name: bytes, caller: Caller, *, is_directory: bool) -> Stat:
-        """unlink or rmdir. The directory afterwards."""
+        """unlink or rmdir. Returns the directory."""
         self._source.round_trip("rmdir" if is_directory else "unlink")
         call = os.rmdir if is_directory else os.unlink
         with self._hold(directory) as parent:
@@ -98,10 +94,10 @@ class SourceWriter:
         caller: Caller,
         expected: Sequence[tuple[Directory, bytes, Inode]] = (),
     ) -> tuple[Stat, Stat, Stat]:
-        """(the renamed object, its old directory, its new one)
+        """Returns (the renamed object, its old directory, its new one).
 
-        `expected`: names that are pinned, and what they lead to. The kernel moves its dentry, which must be of the
-        object that is renamed: else `Renamed`.
+        `expected`: pinned names and their inodes. The kernel moves its dentry, which must be that of the renamed
+        object: raises `Renamed` if it is not.
         """
         self._source.round_trip("rename")
         with self._hold(directory) as old, self._hold(new_directory) as new:
@@ -112,18 +108,15 @@ class SourceWriter:
             return self._stat(new, new_name), self._stat(old), self._stat(new)
 
     def change(self, operation: str, at: Object, make: Callable[[str], None], caller: Caller) -> Stat:
-        """chmod, chown, utimens, setxattr, removexattr: `make` is given a name of the object. The object afterwards."""
+        """chmod, chown, utimens, setxattr, removexattr: `make` gets a path of the object. Returns the object."""
         self._source.round_trip(operation)
         with self._source.hold(at) as fd:
             caller.run(partial(make, f"/proc/self/fd/{fd}"))
             return self._stat(fd)
 
     def truncate(self, at: Object, size: int, caller: Caller) -> Stat:
-        fd = self.open_file(at, os.O_WRONLY, caller)
-        try:
+        with closing(self.open_file(at, os.O_WRONLY, caller)) as fd:
             return self.ftruncate(fd, size, caller)
-        finally:
-            os.close(fd)
 
     def ftruncate(self, fd: int, size: int, caller: Caller) -> Stat:
         self._source.round_trip("truncate")
@@ -131,7 +124,7 @@ class SourceWriter:
         return self._stat(fd)
 
     def pwrite(self, fd: int, data: bytes, offset: int, writer: Identity) -> int:
-        """`writer`: who opened the file."""
+        """`writer`: the identity that opened the file."""
         self._source.round_trip("write")
 
         def write() -> int:
@@ -143,7 +136,7 @@ class SourceWriter:
                 except OSError:
                     if not done:
                         raise
-                    break  # a short write: the caller sees how far it came, as on a full disk
+                    break  # a short write, as on a full disk
             return done
 
         return writer.run(write)
@@ -154,9 +147,7 @@ class SourceWriter:
 
     def fsync_directory(self, directory: Directory) -> None:
         self._source.round_trip("open")
-        with self._source.directories.hold(directory) as held:
-            fd = reopen_directory(held)
-        try:
+        with self._source.directories.hold(directory) as path_fd:
+            fd = reopen_directory(path_fd)
+        with closing(fd):
             self.fsync(fd, data_only=False)
-        finally:
-            os.close(fd)

@@ -1,4 +1,4 @@
-"""The cache directory: whose it is, that nobody else has it open, and how far its index can be trusted.
+"""The cache directory: which source it belongs to, its lock, and which records of its index are valid.
 
 cache.json   format version and source      secret   seed of all checksums
 lock         flock of the daemon            blob     payload
@@ -17,33 +17,34 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
+from cachefs.contract.index import Table
 from cachefs.errors import CacheFsError, IndexUnavailable
 from cachefs.options import Revalidate
 from cachefs.store import recovery, runs
 from cachefs.store.blob.blob import Blob
 from cachefs.store.index import overflow
-from cachefs.store.index.environment import Environment, Table
+from cachefs.store.index.environment import Environment
 from cachefs.store.index.index import Index
-from cachefs.store.index.records import FLAGS_PINNED, PINNED
+from cachefs.store.index.records import FLAGGED_NUMBER, FLAGS_PINNED, PINNED
 from cachefs.store.runs import RunState
 from cachefs.system import private_files
 from cachefs.system.claims import Taken, is_locked, lock_for_good
+from cachefs.system.descriptors import closing_on_error
 
 log = logging.getLogger(__name__)
 
 FORMAT_VERSION = 1
 SESSION_RESERVE_BYTES = 1 << 20
-"""Allocated when a run begins: so many bytes of the session have room, whatever else fills the runtime directory."""
+"""Allocated when a run begins, so that a session of this size has room in a full runtime directory."""
 FREE_SHARE = 0.9
-"""Of the free space of the cache's disk: the default size."""
+"""The default size of a cache, as a share of the free space of its disk."""
 _DATA = "data.mdb"
 _SESSION_KEY = b"session"
 _MUTABLE_KEY = b"mutable"
 _MUTABLE_SINCE_KEY = b"mutable-since"
-_SINCE = struct.Struct("<I4xQ")
-_SESSION = struct.Struct("<2I2Q")  # flags, was something forgotten, run, how often it was taken over
+_SESSION = struct.Struct("<2I2Q")  # flags, `forgot`, run, `takeovers`
 _WRITTEN = {"cache.json", "secret"}
 _OWN_NAMES = {"lock", "blob", "index", "index.new", "index.broken", "daemon.log", "lost+found"} | _WRITTEN
 _OWN_NAMES |= {private_files.temporary_of(Path(name)).name for name in _WRITTEN}
@@ -54,16 +55,20 @@ def boot_id() -> bytes:
 
 
 def read_seed(directory: Path) -> int | None:
-    """What all checksums of a cache begin with. None: it is lost, or never was."""
+    """The seed of all checksums of a cache. None: it is lost, or was never made."""
     try:
         secret = bytes.fromhex((directory / "secret").read_text().strip())
     except (OSError, ValueError):
         return None
-    return int.from_bytes(secret[:8], "little") if len(secret) == 16 else None
+    return _seed_of(secret) if len(secret) == 16 else None
+
+
+def _seed_of(secret: bytes) -> int:
+    return int.from_bytes(secret[:8], "little")
 
 
 def _check_identity(path: Path, source: str) -> None:
-    """Raises FileNotFoundError where nobody has written down whose it is."""
+    """Raises CacheFsError if the directory belongs to another source, FileNotFoundError without `cache.json`."""
     identity = path / "cache.json"
     try:
         found = json.loads(identity.read_text())
@@ -77,7 +82,7 @@ def _check_identity(path: Path, source: str) -> None:
 
 
 def check_inheritable(path: Path, source: str) -> None:
-    """Could a successor of the daemon that has this cache directory open it? Nothing is changed.
+    """Check that a successor of the daemon could open this cache directory. Nothing is changed.
 
     Raises CacheFsError with one line that says what is wrong.
     """
@@ -101,7 +106,7 @@ class CacheDirectory:
     """An opened and locked cache directory."""
 
     def __init__(self, path: Path, source: str) -> None:
-        """Create or open, lock. Raises CacheFsError with one line that says what is wrong."""
+        """Create or open it, and lock it. Raises CacheFsError with one line that says what is wrong."""
         self.path = path
         try:
             private_files.make_directory(path)
@@ -122,18 +127,12 @@ class CacheDirectory:
             raise CacheFsError(
                 f"the cache directory {self.path} is in use by another cachefs daemon (pid {other.pid})"
             ) from None
-        try:
-            self._check_identity(source)
-        except BaseException:
-            os.close(self._lock)
-            raise
-
-    def _check_identity(self, source: str) -> None:
-        try:
-            _check_identity(self.path, source)
-        except FileNotFoundError:
-            content = json.dumps({"format": FORMAT_VERSION, "source": source}).encode()
-            private_files.write_file(self.path / "cache.json", content)
+        with closing_on_error(self._lock):
+            if (self.path / "cache.json").exists():
+                _check_identity(self.path, source)
+            else:
+                content = json.dumps({"format": FORMAT_VERSION, "source": source}).encode()
+                private_files.write_file(self.path / "cache.json", content)
 
     def default_size_bytes(self) -> int:
         stat = os.statvfs(self.path)
@@ -142,15 +141,14 @@ class CacheDirectory:
         return used + int(stat.f_bavail * stat.f_frsize * FREE_SHARE)
 
     def _seed(self) -> int:
-        """The secret of this cache. Without it the blob cannot be checked, so a lost one empties the cache."""
+        """The seed of all checksums. Without it the blob cannot be verified: if it is lost, the cache is emptied."""
         seed = read_seed(self.path)
         if seed is None:
             (self.path / "blob").unlink(missing_ok=True)
             shutil.rmtree(self.path / "index", ignore_errors=True)
-            private_files.write_file(self.path / "secret", secrets.token_bytes(16).hex().encode())
-            seed = read_seed(self.path)
-        if seed is None:
-            raise CacheFsError(f"cannot read {self.path}/secret")
+            secret = secrets.token_bytes(16)
+            private_files.write_file(self.path / "secret", secret.hex().encode())
+            seed = _seed_of(secret)
         return seed
 
     def open_blob(self) -> Blob:
@@ -160,19 +158,18 @@ class CacheDirectory:
             raise CacheFsError(f"cannot open the blob in {self.path}: {error.strerror or error}") from error
 
     def import_snapshot(self, file: Path, blob: Blob, root_inode: int, mutable: Sequence[str]) -> None:
-        """Make the index of a new cache from a metadata snapshot. Raises CacheFsError where that cannot be done.
+        """Make the index of a new cache from a metadata snapshot. Raises CacheFsError if that fails.
 
         `root_inode`: of the source's root. `mutable`: the patterns of `--mutable`.
         """
         index = self.path / "index"
-        if (index / "data.mdb").exists() or blob.size():
-            log.info("%s is not new: the snapshot %s is left alone", self.path, file)
+        if (index / _DATA).exists() or blob.size():
+            log.info("%s is not new: the snapshot %s is not imported", self.path, file)
             return
         for place in (index, index.with_name("index.new")):
             shutil.rmtree(place, ignore_errors=True)
         command = [sys.executable, "-m", "cachefs.store.snapshot", str(file), str(index), str(root_inode), *mutable]
-        # Our own package, wherever that is: a daemon's directory is the root.
-        package = Path(__file__).resolve().parents[2]
+        package = Path(__file__).resolve().parents[2]  # the working directory of a daemon is /
         done = subprocess.run(command, cwd=package, capture_output=True, text=True, check=False)
         if done.returncode:
             said = done.stderr.strip().splitlines()
@@ -182,28 +179,26 @@ class CacheDirectory:
     def open_durable(self, blob: Blob) -> Environment:
         """The durable index; rebuilt from the blob if it is lost or cannot be read."""
         path = self.path / "index"
-        is_lost = not (path / _DATA).exists()
         try:
-            return self._open_or_rebuild(path, blob)
+            if (path / _DATA).exists():
+                try:
+                    return Environment(path, sync=True)
+                except IndexUnavailable as error:
+                    aside = path.with_name("index.broken")
+                    log.warning("%s; kept as %s, rebuilding it from the blob", error, aside)
+                    shutil.rmtree(aside, ignore_errors=True)
+                    path.rename(aside)
+            if blob.size():
+                self._rebuild(path, blob)
+            return Environment(path, sync=True)
         except IndexUnavailable as error:
-            if is_lost:
-                raise CacheFsError(str(error)) from error
-            aside = path.with_name("index.broken")
-            log.warning("%s; kept as %s, rebuilding it from the blob", error, aside)
-            shutil.rmtree(aside, ignore_errors=True)
-            path.rename(aside)
-            return self._open_or_rebuild(path, blob)
+            raise CacheFsError(str(error)) from error
         except OSError as error:
             raise CacheFsError(f"cannot open the index in {path}: {error.strerror or error}") from error
 
-    def _open_or_rebuild(self, path: Path, blob: Blob) -> Environment:
-        if not (path / _DATA).exists() and blob.size():
-            self._rebuild(path, blob)
-        return Environment(path, sync=True)
-
     @staticmethod
     def _rebuild(path: Path, blob: Blob) -> None:
-        """Make the index from the blob. It gets its name when it is complete: a crash before leaves no index."""
+        """Make the index from the blob. It is renamed to `path` when it is complete: a crash before leaves no index."""
         temporary = path.with_name("index.new")
         for place in (path, temporary):
             shutil.rmtree(place, ignore_errors=True)
@@ -221,17 +216,51 @@ class CacheDirectory:
 
 def mutable_patterns(durable: Environment) -> set[str]:
     """`--mutable` of the last run."""
-    with durable.lmdb.begin() as txn:
-        value: bytes = txn.get(_MUTABLE_KEY, default=FLAGS_PINNED, db=durable.tables[Table.META])
-    patterns = value[len(FLAGS_PINNED) :]
+    patterns = (durable.get(Table.META, _MUTABLE_KEY) or FLAGS_PINNED)[len(FLAGS_PINNED) :]
     return set(map(os.fsdecode, patterns.split(b"\0"))) if patterns else set()
 
 
 def _mutable_since(durable: Environment) -> int:
-    """The run in which the patterns were other ones than before for the last time."""
-    with durable.lmdb.begin() as txn:
-        value: bytes = txn.get(_MUTABLE_SINCE_KEY, default=_SINCE.pack(0, 0), db=durable.tables[Table.META])
-    return int(_SINCE.unpack(value)[1])
+    """The run in which the patterns last changed."""
+    value = durable.get(Table.META, _MUTABLE_SINCE_KEY)
+    return int(FLAGGED_NUMBER.unpack(value)[1]) if value else 0
+
+
+class _Survivor(NamedTuple):
+    """The session of a daemon that crashed, in this boot of the machine."""
+
+    takeovers: int
+    forgot: bool
+    is_complete: bool
+
+
+def _survivor(session_path: Path, before: RunState) -> _Survivor | None:
+    """`before`: the last run. None: there is no session, or it is not of that run."""
+    if before.clean or before.boot_id != boot_id() or not (session_path / _DATA).exists():
+        return None
+    try:
+        session = Environment(session_path, sync=False)
+    except IndexUnavailable as error:
+        log.warning("the session of the last run cannot be opened: %s", error)
+        return None
+    value = session.get(Table.META, _SESSION_KEY)
+    session.close()
+    _, forgot, run, takeovers = _SESSION.unpack(value) if value else (0, 0, 0, 0)
+    is_complete = overflow.is_complete(session_path / _DATA)
+    # After an incomplete session another run begins; a daemon may have died before it wrote the run to the session.
+    return _Survivor(takeovers, bool(forgot), is_complete) if run == before.run or not is_complete else None
+
+
+def _next_run(before: RunState, rctime: bytes, *, trusted: bool, is_lax: bool) -> RunState:
+    """`trusted`: the durable index has all that the last run recorded. `is_lax`: --revalidate=never."""
+    run = before.run + 1
+    floor = before.floor if trusted and is_lax else run
+    is_unmoved = trusted and bool(rctime) and rctime == before.rctime
+    # Imported records have the number of the run that begins now, and were not compared in it.
+    unmoved_floor = before.unmoved_floor if is_unmoved else max(run, before.unmoved_floor)
+    if floor < unmoved_floor:  # a file that is opened in this run gets its number without a comparison
+        unmoved_floor = run + 1
+    return RunState(run, floor, False, boot_id(), rctime, unmoved_floor)
 
 
 class OpenedIndex:
@@ -247,144 +276,109 @@ class OpenedIndex:
         mutable: Sequence[str] = (),
         same_mount: bool = False,
     ) -> None:
-        """Begins a new run. `rctime`: of the source's root (rctime.py), empty where it says nothing.
+        """Begins a new run. `rctime`: of the source's root (rctime.py), empty if it cannot be used.
 
-        `mutable`: the patterns of `--mutable`. What was pinned with others is compared, and may be mutable now.
+        `mutable`: the patterns of `--mutable`. What was pinned with other patterns is compared, and may be mutable now.
 
-        `same_mount`: goes on with the run of a daemon that died and whose mount did not (hazard 12). Raises
-        CacheFsError where its session is not there. Where the session could not take all that this daemon knew
-        (overflow.py) another run begins for the same mount, which compares everything.
+        `same_mount`: continues the run of a daemon that died and whose mount did not (hazard 12). Raises CacheFsError
+        if its session is gone. If the session is incomplete (overflow.py), another run begins for the same mount, which
+        compares everything.
         """
-        self.session_path = session_path
-        self._forgot = 0
-        """As the session says of itself."""
-        self.durable_path = durable.path
         last = runs.last_run(durable)
         before = last or RunState()
-        now = boot_id()
-        takeovers = self._takeovers(session_path, before, now)
-        survived = takeovers is not None
-        is_complete = survived and overflow.is_complete(session_path / _DATA)
-        if same_mount and not survived:
-            raise CacheFsError(f"cannot take the mount over: its session {session_path} is gone")
-        if not survived:
+        survivor = _survivor(session_path, before)
+        is_complete = survivor is not None and survivor.is_complete
+        if survivor is None:
+            if same_mount:
+                raise CacheFsError(f"cannot take the mount over: its session {session_path} is gone")
             shutil.rmtree(session_path, ignore_errors=True)
-        # After a crash of the machine the last changes may be lost: nothing is taken on trust.
-        trusted = last is not None and (before.clean or is_complete)
         same_patterns = mutable_patterns(durable) == set(mutable)
-        run = before.run + 1
-        is_lax = revalidate is Revalidate.NEVER
-        floor = before.floor if trusted and same_patterns and is_lax else run
-        stands_still = trusted and same_patterns and bool(rctime) and rctime == before.rctime
-        # What was imported has the number of the run that begins, and was not compared in it.
-        unmoved_floor = before.unmoved_floor if stands_still else max(run, before.unmoved_floor)
-        if floor < unmoved_floor:  # what is opened in this run gets its number, and need not be compared
-            unmoved_floor = run + 1
-        self.state = RunState(run, floor, False, now, rctime, unmoved_floor)
+        # After a crash of the machine the last changes may be lost.
+        trusted = last is not None and (before.clean or is_complete) and same_patterns
+        self._is_lax = revalidate is Revalidate.NEVER
+        self.state = _next_run(before, rctime, trusted=trusted, is_lax=self._is_lax)
         if same_mount and is_complete:
             self.state = before
-        self._is_lax = is_lax
-        self.forgot = same_mount and (not is_complete or bool(self._forgot))
-        """The kernel may know of inodes and versions that a daemon before us knew, and we do not."""
-        is_known = same_patterns and (is_complete or not survived)
-        self.names_floor = _mutable_since(durable) if is_known else run
-        """The run since which the patterns are what they are, and no name is missing: a directory that has not changed
-        does not vouch for names that were recorded before."""
-        self.takeovers = takeovers + 1 if same_mount and takeovers is not None else 0
-        """How many daemons went on with this run after another one had died."""
-        self._durable = durable
+        self.forgot = same_mount and survivor is not None and (survivor.forgot or not is_complete)
+        """The kernel may know inodes and versions that an earlier daemon knew, and this one does not."""
+        is_known = same_patterns and (is_complete or survivor is None)
+        self.names_floor = _mutable_since(durable) if is_known else before.run + 1
+        """The run since which the patterns are the same, and no name is missing: a directory that has not changed
+        does not prove that names that were recorded earlier are valid."""
+        self.takeovers = survivor.takeovers + 1 if same_mount and survivor is not None else 0
+        """How many times a daemon has taken this run over."""
         self.index = Index(durable, Environment(session_path, sync=False))
         self.index.session.reserve(SESSION_RESERVE_BYTES)
-        if survived:
+        if survivor is not None:
             self._recover(rctime, same_mount=same_mount)
         self.count_takeovers(self.takeovers)
-        if self.state == last and same_patterns:
-            return  # what a full disk might not take is there
-        self._store()
-        with durable.write() as txn:  # after the floor: a crash in between makes everything doubtful once more
-            patterns = b"\0".join(os.fsencode(pattern) for pattern in sorted(set(mutable)))
-            txn.put(_MUTABLE_KEY, FLAGS_PINNED + patterns, db=durable.tables[Table.META])
-            since = _SINCE.pack(PINNED, self.names_floor)
-            txn.put(_MUTABLE_SINCE_KEY, since, db=durable.tables[Table.META])
-        self.index.note_run(self.state.run, time.time_ns())
-        self.index.session.overflow.begin()
+        if self.state != last or not same_patterns:
+            self._begin_run(mutable)
 
     def _recover(self, rctime: bytes, *, same_mount: bool) -> None:
-        """Go on with the session of a daemon that died. Where there is no room for that, and no mount needs it, a new
-        one begins: it is no more than what was on its way to the durable index."""
+        """Continue with the session of a daemon that died. If there is no room for that and no mount needs it, a new
+        session begins: the old one contains nothing but what was to be committed to the durable index."""
         try:
             self.index.recover_session(same_mount=same_mount)
         except IndexUnavailable as error:
             if same_mount:
                 raise
             log.warning("%s; everything is compared with the source", error)
+            path = self.index.session.path
             self.index.session.close()
-            shutil.rmtree(self.session_path, ignore_errors=True)
-            self.index = Index(self._durable, Environment(self.session_path, sync=False))
+            shutil.rmtree(path, ignore_errors=True)
+            self.index = Index(self.index.durable, Environment(path, sync=False))
             self.state = replace(self.state, floor=self.state.run, rctime=rctime, unmoved_floor=self.state.run)
             self.names_floor = self.state.run
 
+    def _begin_run(self, mutable: Sequence[str]) -> None:
+        durable = self.index.durable
+        self.state.store(durable)
+        with durable.write() as txn:  # after the floor: a crash in between only causes another comparison
+            patterns = b"\0".join(os.fsencode(pattern) for pattern in sorted(set(mutable)))
+            txn.put(_MUTABLE_KEY, FLAGS_PINNED + patterns, db=durable.tables[Table.META])
+            since = FLAGGED_NUMBER.pack(PINNED, self.names_floor)
+            txn.put(_MUTABLE_SINCE_KEY, since, db=durable.tables[Table.META])
+        self.index.note_run(self.state.run, time.time_ns())
+        self.index.session.overflow.begin()
+
     @property
     def strict_floor(self) -> int:
-        """Of what rctime.py cannot know of: only `never` believes earlier runs."""
+        """The floor of what rctime.py cannot vouch for: earlier runs are valid only with --revalidate=never."""
         return self.state.floor if self._is_lax else self.state.run
 
     @property
     def may_be_unmoved(self) -> bool:
-        """Would earlier runs be believed if the source's root had the same rctime for longer?"""
+        """Would earlier runs be valid if the source's root had the same rctime for longer?"""
         return bool(self.state.rctime) and self.state.unmoved_floor < self.state.floor
 
     def revalidate_earlier_runs(self, rctime: bytes) -> bool:
-        """`rctime`: a while after the run began. True if nothing has moved: the floor is that of then from now on.
+        """`rctime`: a while after the run began. True if it is unchanged: earlier runs are valid from now on.
 
-        Raises IndexUnavailable where that cannot be stored.
+        Raises IndexUnavailable if that cannot be stored.
         """
         if not self.may_be_unmoved or rctime != self.state.rctime:
             return False
         state = replace(self.state, floor=self.state.unmoved_floor)
-        state.store(self._durable)
+        state.store(self.index.durable)
         self.state = state
         return True
 
     def count_takeovers(self, takeovers: int) -> None:
-        """Store how many take-overs there were, so that the successor's numbers begin behind ours (runs.py)."""
+        """Store the number of take-overs, so that the numbers of a successor begin after ours (runs.py)."""
         self.takeovers = takeovers
         with self.index.update() as update:
             update.put(Table.META, _SESSION_KEY, _SESSION.pack(0, self.forgot, self.state.run, takeovers))
 
-    def _takeovers(self, path: Path, before: RunState, now: bytes) -> int | None:
-        """How often the session changed hands; None unless its daemon crashed, in this boot, and left it behind."""
-        if before.clean or before.boot_id != now or not (path / "data.mdb").exists():
-            return None
-        try:
-            session = Environment(path, sync=False)
-        except IndexUnavailable as error:
-            log.warning("the session of the last run cannot be opened: %s", error)
-            return None
-        with session.lmdb.begin() as txn:
-            value = txn.get(_SESSION_KEY, db=OpenedIndex._meta(session))
-        session.close()
-        _, self._forgot, run, takeovers = _SESSION.unpack(value) if value else (0, 0, 0, 0)
-        # The daemon that found this mark may have died in the middle of beginning another run.
-        is_complete = overflow.is_complete(path / _DATA)
-        return int(takeovers) if run == before.run or not is_complete else None
-
-    @staticmethod
-    def _meta(environment: Environment) -> Any:
-        return environment.tables[Table.META]
-
-    def _store(self) -> None:
-        self.state.store(self._durable)
-
     def close(self, *, flushed: bool) -> None:
-        """`flushed`: everything that is pinned is in the durable index, so that the next run may trust it."""
+        """`flushed`: all pinned values are in the durable index, so that the next run may trust it."""
         if flushed:
             self.state = replace(self.state, clean=True)
             try:
-                self._store()
+                self.state.store(self.index.durable)
             except IndexUnavailable as error:
                 log.warning("%s; the next mount compares with the source", error)
                 flushed = False
         self.index.close()
         if flushed:
-            shutil.rmtree(self.session_path, ignore_errors=True)
+            shutil.rmtree(self.index.session.path, ignore_errors=True)

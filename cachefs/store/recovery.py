@@ -1,21 +1,24 @@
 """Rebuilding a lost index from the blob alone.
 
-A scan begins at each slab, whose place is known, follows the lengths of the records, and stops at the first header
-that is not sound: it never searches for a magic number, which the payload of a dataset file could forge. Of several
-records of one inode the highest sequence number counts. Names are not in the blob: a rebuilt inode has no dentry and
-validated_run 0, and counts again when a look-up finds the very same version (docs/FORMAT.md, recovery). The run is
-above that of every record, dead ones too (runs.py).
+A scan starts at the beginning of each slab, follows the lengths of the records, and stops at the first invalid header.
+It never searches for a magic number, which the payload of a dataset file could forge. Of several records of one inode
+the highest sequence number is valid. Names are not in the blob: a rebuilt inode has no dentry and validated_run 0, and
+is valid again when a look-up finds the same version (docs/FORMAT.md, recovery). The next run has a higher number than
+the run of any record, including dead records (runs.py).
 """
 
 import logging
+import os
 from collections.abc import Iterator
 
+from cachefs.contract.blob import RECORD_DATA, RECORD_HEADER_BYTES, SLAB_BYTES
+from cachefs.contract.index import Table
 from cachefs.errors import CorruptRecord
 from cachefs.store import runs
 from cachefs.store.blob import record
-from cachefs.store.blob.blob import SLAB_BYTES, Blob
+from cachefs.store.blob.blob import Blob
 from cachefs.store.blob.space import place_of
-from cachefs.store.index.environment import Environment, Table
+from cachefs.store.index.environment import Environment
 from cachefs.store.index.extents import Extents
 from cachefs.store.index.index import Totals
 from cachefs.store.index.records import PINNED, STALE, Extent, Inode, inode_key, pair_key
@@ -27,25 +30,25 @@ BATCH = 10_000
 
 
 def scan(blob: Blob) -> Iterator[tuple[record.Header, Extent]]:
-    """Every record that is sound and not dead, in the order of the blob. Payload is not read: readers verify it."""
+    """Every valid record that is not dead, in the order of the blob. Payload is not read: readers verify it."""
     return ((header, extent) for header, extent in _headers(blob) if extent is not None)
 
 
 def _headers(blob: Blob) -> Iterator[tuple[record.Header, Extent | None]]:
-    """Every record that is sound. Dead ones and gaps have no extent; a gap's version is not below those it had."""
+    """Every valid header. Dead records and gaps have no extent; a gap's version is not below those of its records."""
     size = blob.size()
     for slab in range(0, size, SLAB_BYTES):
         offset = slab
-        while offset + record.HEADER_BYTES <= min(slab + SLAB_BYTES, size):
+        while offset + RECORD_HEADER_BYTES <= min(slab + SLAB_BYTES, size):
             try:
-                decoded = record.decode_header(blob.pread(record.HEADER_BYTES, offset), blob.seed)
+                decoded = record.decode_header(os.pread(blob.fd, RECORD_HEADER_BYTES, offset), blob.seed)
                 if decoded is None:
                     break
                 header, kind, table_checksum = decoded
-                if kind != record.TYPE_DATA:
+                if kind != RECORD_DATA:
                     yield header, None
                 else:
-                    table = blob.pread(8 * header.blocks, offset + record.HEADER_BYTES)
+                    table = os.pread(blob.fd, 8 * header.blocks, offset + RECORD_HEADER_BYTES)
                     checksums = record.decode_checksums(table, table_checksum, blob.seed)
                     start = offset + record.payload_start(header.length)
                     if start + header.length > size:
@@ -61,9 +64,9 @@ def rebuild(blob: Blob, durable: Environment) -> Totals:
     """Fill an empty durable index with what the blob holds."""
     tables = durable.tables
     newest: dict[int, int] = {}
-    """Inode → the version that counts."""
+    """Inode → its valid version."""
     owners: dict[tuple[int, int], tuple[int, int]] = {}
-    """Object of the source (device, inode number) → the last (version, number) that it had here."""
+    """Object of the source (device, inode number) → its last (version, number) in the cache."""
     highest = 0
     for header, live in _headers(blob):
         highest = max(highest, run_of(header.version), run_of_inode(header.inode))
@@ -71,7 +74,7 @@ def rebuild(blob: Blob, durable: Environment) -> Totals:
             newest[header.inode] = max(header.version, newest.get(header.inode, 0))
             place, owner = (header.device, header.source_inode), (header.version, header.inode)
             owners[place] = max(owner, owners.get(place, owner))
-    # Before any record: a rebuild that is interrupted must not give their numbers out again.
+    # Before any record: an interrupted rebuild must not give their numbers out again.
     runs.ended(highest).store(durable)
     totals = Totals()
     rows: list[tuple[record.Header, Extent]] = []
@@ -79,7 +82,7 @@ def rebuild(blob: Blob, durable: Environment) -> Totals:
     def forget(extent: Extent) -> None:
         start, end = place_of(extent)
         blob.mark_gap(start, end, highest << runs.RUN_BITS)
-        blob.punch(start + record.HEADER_BYTES, end)
+        blob.punch(start + RECORD_HEADER_BYTES, end)
 
     def write() -> None:
         unneeded: list[Extent] = []
@@ -118,7 +121,7 @@ def rebuild(blob: Blob, durable: Environment) -> Totals:
 
 
 def _inode(header: record.Header) -> Inode:
-    """What is known of an inode from one of its records; the first look-up completes it."""
+    """The inode as far as a record of its data describes it; the first look-up completes it."""
     return Inode(
         number=header.inode, flags=PINNED | STALE, mode=header.mode, nlink=1, uid=0, gid=0, rdev=0, blksize=4096,
         size=header.size, blocks=0, atime_ns=0, mtime_ns=header.mtime_ns, ctime_ns=header.ctime_ns,

@@ -1,13 +1,13 @@
-"""Runs, and the numbers that they give out: none is ever used twice, whatever was lost.
+"""Runs, and the numbers that they give out: no number is used twice, even if the index or the blob is lost.
 
-A run is one life of a daemon on a cache. All versions of inodes, and the inode numbers that are not the source's
-(*aliases*), are sequence numbers whose upper part is the run. So they are unique as long as runs are, and runs are as
-long as this rule holds: **a run is above every run whose numbers the index, the blob or a snapshot still contains.**
+A run is the life of one mount of a cache. The versions of inodes, and the inode numbers that are not the source's
+(*aliases*), are sequence numbers whose upper part is the run. They are unique if runs are, and runs are unique because
+of this rule: **a new run is higher than every run whose numbers the index, the blob or a snapshot still contains.**
 
 - An index counts its runs (META `run`).
-- A rebuilt index continues above the blob's records (recovery.py).
-- An imported snapshot begins above the exporter's aliases (snapshot.py).
-- An index that has records but no run, because it was damaged, is searched for the highest one.
+- A rebuilt index continues above the records of the blob (recovery.py).
+- An imported snapshot begins above the aliases of the exporter (snapshot.py).
+- An index that has records but no run, because it was damaged, is searched for the highest run.
 
 Sequence number: `(run << 40) + (takeovers << 28) + n`. Alias: a sequence number with bit 62 set.
 """
@@ -16,14 +16,15 @@ import struct
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from cachefs.contract.index import Table
 from cachefs.errors import CacheFsError
-from cachefs.store.index.environment import Environment, Table
+from cachefs.store.index.environment import Environment
 from cachefs.store.index.records import PINNED, Extent, Inode, inode_of_key
 
 RUN_BITS, TAKEOVER_BITS = 40, 28
 FIRST_ALIAS = 1 << 62
 MAX_RUN = (FIRST_ALIAS >> RUN_BITS) - 1
-"""Higher ones would reach the bit that marks an alias."""
+"""Higher runs would reach the bit that marks an alias."""
 _KEY = b"run"
 
 
@@ -33,22 +34,23 @@ def run_of(number: int) -> int:
 
 
 def run_of_inode(number: int) -> int:
-    """The run that gave out an inode number; 0: it is the source's."""
+    """The run that gave out an inode number; 0: the number is the source's."""
     return run_of(number) if number & FIRST_ALIAS else 0
 
 
 @dataclass(frozen=True, slots=True)
 class RunState:
-    """META `run`: the number of the run, and what the next one may believe."""
+    """META `run`: the number of the run, and which records of earlier runs are valid."""
 
     run: int = 0
     floor: int = 0
+    """Records that were validated in this run or later are valid (validity.py)."""
     clean: bool = True
     boot_id: bytes = bytes(16)
     rctime: bytes = b""
-    """Of the source's root when this run began (rctime.py); empty: it has none, or cannot tell anything."""
+    """Of the source's root when this run began (rctime.py); empty: it has none, or none that can be used."""
     unmoved_floor: int = 0
-    """The first run that began with this `rctime`, and since which nothing was recorded that was not compared."""
+    """The first run that began with this `rctime`, and since which nothing was recorded without a comparison."""
 
     _CODEC = struct.Struct("<II2Q16s40sQ")
 
@@ -58,7 +60,7 @@ class RunState:
     @classmethod
     def unpack(cls, value: bytes) -> "RunState":
         _, clean, run, floor, boot_id, rctime, unmoved_floor = cls._CODEC.unpack(value.ljust(cls._CODEC.size, b"\0"))
-        if len(value) < cls._CODEC.size:  # of a version that did not know the last field: no run is vouched for
+        if len(value) < cls._CODEC.size:  # of an older version without the last field: no earlier run is valid
             unmoved_floor = run + 1
         return cls(run, floor, bool(clean), boot_id, rctime.rstrip(b"\0"), unmoved_floor)
 
@@ -68,16 +70,15 @@ class RunState:
 
 
 def ended(highest: int) -> RunState:
-    """What a run leaves behind whose index was made of other things: its number counts, nothing else does."""
+    """The state of a run whose index was rebuilt or imported: only its number is valid."""
     if not 0 <= highest < MAX_RUN:
-        raise CacheFsError(f"run {highest} is no number of a run: remove the cache directory to start anew")
+        raise CacheFsError(f"run {highest} is not a valid run: remove the cache directory to start with an empty cache")
     return RunState(highest, highest + 1, clean=False)
 
 
 def last_run(durable: Environment) -> RunState | None:
     """The last run of this index. None: there was none."""
-    with durable.lmdb.begin() as txn:
-        value: bytes | None = txn.get(_KEY, db=durable.tables[Table.META])
+    value = durable.get(Table.META, _KEY)
     if value:
         return RunState.unpack(value)
     highest = _highest_run(durable)
@@ -85,7 +86,7 @@ def last_run(durable: Environment) -> RunState | None:
 
 
 def _highest_run(durable: Environment) -> int:
-    """The highest run whose numbers this index contains, found the hard way."""
+    """The highest run whose numbers this index contains; reads all of it."""
     highest = 0
     with durable.lmdb.begin() as txn:
         for _, value in txn.cursor(db=durable.tables[Table.ALIASES]):
@@ -100,10 +101,10 @@ def _highest_run(durable: Environment) -> int:
 
 
 class Numbers:
-    """The sequence numbers of a run. Those of each daemon that takes it over begin 2^28 higher than those of the last.
+    """The sequence numbers of a run. Each daemon that takes the run over begins 2^28 higher than its predecessor.
 
-    A daemon that uses its 2^28 up goes on with those of the next one, and says so: it must be written down where a
-    successor finds it.
+    A daemon that has used its 2^28 numbers continues with those of the next daemon. `on_range` is called then, because
+    a successor must know it.
     """
 
     def __init__(
@@ -124,9 +125,9 @@ class Numbers:
         return self._last
 
     def next_alias(self, is_free: Callable[[int], bool]) -> int:
-        """An inode number that was never given out. `is_free`: it is not in use.
+        """An inode number that was never given out. `is_free`: the number is not in use.
 
-        A cache that was made before runs were restored may contain numbers of this run: those are passed over.
+        A cache of an early version may contain numbers of this run: those are skipped.
         """
         while not is_free(number := FIRST_ALIAS | self.next()):
             pass

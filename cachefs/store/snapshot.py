@@ -1,13 +1,13 @@
-"""Snapshots: the pinned metadata of a mount as one file, from which other nodes start instead of walking the tree.
+"""Snapshots: the pinned metadata of a mount in one file, from which other nodes start instead of walking the tree.
 
-What is in it: names, attributes, listings, symlinks and extended attributes that were compared with the source and are
-believed. What is not: data, absences, objects of other devices than the root's (their numbers differ between nodes),
-and what has to be compared again. A node that starts with it takes it as seen at that moment; one whose `--mutable` is
-another compares it first, as a mount does whose patterns have changed.
+A snapshot contains valid names, attributes, listings, symlinks and extended attributes. It does not contain data,
+absences, objects of other devices than the root's (their numbers differ between nodes), or anything that must be
+compared again. A node that starts with a snapshot treats its contents as validated when it starts. If its `--mutable`
+differs, it compares them first, as a mount whose patterns have changed does.
 
-The file (docs/FORMAT.md): magic, version, a header of JSON, one zstd frame with a column after the other, XXH3-64 of
-all that. Columns are 64-bit numbers, most of them differences to something near, all first bytes before all second
-bytes and so on: what hardly varies takes no room (as in Blosc's shuffle filter).
+The file (docs/FORMAT.md): magic, version, a header of JSON, one zstd frame with one column after the other, XXH3-64 of
+all of this. Columns are 64-bit numbers, most of them differences to a neighbouring number. All first bytes come before
+all second bytes and so on, so that bytes that hardly vary take no room (as in Blosc's shuffle filter).
 """
 
 import gc
@@ -27,10 +27,12 @@ import xxhash
 import zstandard
 from numpy.typing import NDArray
 
+from cachefs.contract.index import DENTRY_RECORD, INODE_RECORD, ROOT_INODE, Table
+from cachefs.contract.structs import Struct
 from cachefs.errors import CacheFsError
 from cachefs.store.cache_directory import mutable_patterns
-from cachefs.store.index.environment import Environment, Table
-from cachefs.store.index.records import IMMUTABLE, LISTED, PINNED, ROOT_INODE, STALE, UNLINKED, UNSETTLED
+from cachefs.store.index.environment import Environment
+from cachefs.store.index.records import IMMUTABLE, LISTED, PINNED, STALE, UNLINKED, UNSETTLED, inode_of_key
 from cachefs.store.runs import FIRST_ALIAS, RUN_BITS, RunState, ended, run_of
 from cachefs.system.private_files import open_given, opener
 
@@ -41,19 +43,12 @@ _LENGTHS = struct.Struct("<II")  # format version, bytes of the header
 _DIGEST = struct.Struct("<Q")
 _KEPT_FLAGS = PINNED | IMMUTABLE | LISTED
 
-_INODE = np.dtype(
-    [(name, "<u4") for name in ("flags", "mode", "nlink", "uid", "gid", "rdev", "reserved", "blksize")]
-    + [(name, "<u8") for name in ("size", "blocks")]
-    + [(name, "<i8") for name in ("atime", "mtime", "ctime", "btime")]
-    + [
-        (name, "<u8")
-        for name in ("device", "source_inode", "version", "validated_run", "entries_valid_from", "next_position")
-    ]
-    + [(name, "<u8") for name in ("expires", "lookups")]
-)
-_DENTRY = np.dtype(
-    [("flags", "<u4"), ("reserved", "<u4"), ("inode", "<u8"), ("validated_run", "<u8"), ("position", "<u8")]
-)
+
+def _dtype(layout: Struct) -> "np.dtype[np.void]":
+    return np.dtype([(each.name, f"<{each.code}") for each in layout.fields.values()])
+
+
+_INODE, _DENTRY = _dtype(INODE_RECORD), _dtype(DENTRY_RECORD)
 _PLAIN = ("flags", "mode", "nlink", "uid", "gid", "rdev", "blksize", "size", "next_position")
 Column = NDArray[np.int64]
 
@@ -62,7 +57,7 @@ Column = NDArray[np.int64]
 
 
 class _Hashed:
-    """A file that is written, and its checksum."""
+    """A file that is being written, and its checksum."""
 
     def __init__(self, file: IO[bytes]) -> None:
         self._file = file
@@ -85,7 +80,7 @@ def _unshuffled(data: bytes) -> Column:
 
 
 def _deltas(values: Any) -> Column:
-    """Each less the one before; wraps around, as the sum of it does again."""
+    """The difference of each value to the one before. It wraps around, and so does the sum."""
     signed: Column = np.asarray(values).astype(np.uint64).view(np.int64)
     return np.diff(signed, prepend=np.int64(0))
 
@@ -95,16 +90,16 @@ def _sums(deltas: Column) -> Column:
 
 
 def _write(path: Path, header: dict[str, Any], columns: Iterable[tuple[str, bytes]]) -> None:
-    """`header` gets the name and length of each column. The file appears whole or not at all."""
+    """Adds the names and lengths of the columns to `header`. The file appears complete or not at all."""
     parts = list(columns)
     header["columns"] = [[name, len(data)] for name, data in parts]
-    said = json.dumps(header).encode()
+    encoded = json.dumps(header).encode()
     temporary = path.with_name(path.name + ".new")
     try:
         temporary.unlink(missing_ok=True)
         with open(temporary, "xb", opener=opener) as file:
             hashed = _Hashed(file)
-            hashed.write(MAGIC + _LENGTHS.pack(FORMAT_VERSION, len(said)) + said)
+            hashed.write(MAGIC + _LENGTHS.pack(FORMAT_VERSION, len(encoded)) + encoded)
             compressor: Any = zstandard.ZstdCompressor(level=LEVEL, threads=-1)
             with compressor.stream_writer(hashed, closefd=False) as frame:
                 for _, data in parts:
@@ -121,8 +116,8 @@ def _write(path: Path, header: dict[str, Any], columns: Iterable[tuple[str, byte
 def _read(path: Path) -> tuple[dict[str, Any], dict[str, bytes]]:
     """The header and the columns.
 
-    Raises CacheFsError where a byte of it is not what was written, and where another user could have written it: the
-    checksum is no signature.
+    Raises CacheFsError if a byte was changed, and if another user could have written the file, because the checksum is
+    no signature.
     """
     try:
         with open(open_given(path), "rb") as file:
@@ -133,9 +128,8 @@ def _read(path: Path) -> tuple[dict[str, Any], dict[str, bytes]]:
         raise CacheFsError(f"{path} is no metadata snapshot of cachefs")
     whole = memoryview(data)
     start = len(MAGIC) + _LENGTHS.size
-    if len(data) < start + _DIGEST.size or xxhash.xxh3_64_intdigest(whole[: -_DIGEST.size]) != _DIGEST.unpack(
-        whole[-_DIGEST.size :]
-    )[0]:  # fmt: skip
+    digest = _DIGEST.pack(xxhash.xxh3_64_intdigest(whole[: -_DIGEST.size]))
+    if len(data) < start + _DIGEST.size or whole[-_DIGEST.size :] != digest:
         raise CacheFsError(f"the snapshot {path} is damaged: its checksum is wrong")
     version, length = _LENGTHS.unpack_from(data, len(MAGIC))
     if version != FORMAT_VERSION:
@@ -150,7 +144,7 @@ def _read(path: Path) -> tuple[dict[str, Any], dict[str, bytes]]:
 
 
 def export(index: Path, path: Path, source: str) -> int:
-    """Write the snapshot of a durable index, which may be in use. The number of names in it."""
+    """Write the snapshot of a durable index, which may be in use. Returns the number of names."""
     environment = Environment(index, sync=True)
     try:
         with environment.lmdb.begin() as txn:
@@ -159,20 +153,20 @@ def export(index: Path, path: Path, source: str) -> int:
         mutable = sorted(mutable_patterns(environment))
     finally:
         environment.close()
-    inodes, dentries, names = _believed(tables[Table.INODES], tables[Table.DENTRIES], floor, strict_floor)
+    inodes, dentries, names = _valid(tables[Table.INODES], tables[Table.DENTRIES], floor, strict_floor)
     numbers = inodes["number"]
     header = {
         "source": source, "created_ns": time.time_ns(), "names": len(names), "inodes": len(numbers), "mutable": mutable,
     }  # fmt: skip
     known = dict(zip(numbers.tolist(), inodes["record"]["version"].tolist(), strict=True))
     texts = {table: list(_current(tables[table], known)) for table in (Table.SYMLINKS, Table.XATTRS)}
-    aliases = [(k, v) for k, v in tables[Table.ALIASES] if int.from_bytes(v[8:16], "big") in known]
+    aliases = [(k, v) for k, v in tables[Table.ALIASES] if inode_of_key(v[8:16]) in known]
     _write(path, header, _columns(numbers, inodes["record"], dentries, names, texts, aliases))
     return len(names)
 
 
 class _Rows(list[tuple[bytes, bytes]]):
-    """A table, read at once."""
+    """A whole table in memory."""
 
     def keys(self, start: int = 0, end: int | None = None) -> bytes:
         return b"".join(key[start:end] for key, _ in self)
@@ -181,18 +175,18 @@ class _Rows(list[tuple[bytes, bytes]]):
         return b"".join(value for _, value in self)
 
 
-def _floors(run: bytes | None) -> tuple[int, int]:
-    """What is at or above which is believed (validity.py): the floor, and the strict one."""
-    if run is None:
+def _floors(value: bytes | None) -> tuple[int, int]:
+    """The floor and the strict floor: records that were validated in that run or later are valid (validity.py)."""
+    if value is None:
         return 0, 0
-    state = RunState.unpack(run)
+    state = RunState.unpack(value)
     return state.floor, state.run if state.floor == state.unmoved_floor else state.floor
 
 
-def _believed(inodes: _Rows, dentries: _Rows, floor: int, strict_floor: int) -> tuple[Any, Any, list[bytes]]:
+def _valid(inodes: _Rows, dentries: _Rows, floor: int, strict_floor: int) -> tuple[Any, Any, list[bytes]]:
     """What needs no comparison with the source: (inodes with their numbers, dentries with their parents, names).
 
-    Raises CacheFsError where the root is not among them: nothing can be made of such a snapshot.
+    Raises CacheFsError if the root is not valid: such a snapshot would be useless.
     """
     numbers = np.frombuffer(inodes.keys(), ">u8").astype(np.uint64)
     records = np.frombuffer(inodes.values(), _INODE)
@@ -211,7 +205,7 @@ def _believed(inodes: _Rows, dentries: _Rows, floor: int, strict_floor: int) -> 
     kept = has_parent & has_child & (rows["flags"] & PINNED != 0)
     kept &= good[parent_at] & good[child_at] & (rows["validated_run"] >= records["entries_valid_from"][parent_at])
 
-    # A listing of which something is left out is not complete any more.
+    # A listing with an entry that is left out is not complete.
     torn = np.unique(parents[~kept & (rows["inode"] != 0)])
     named = np.unique(child_at[kept])
     wanted = np.zeros(len(numbers), bool)
@@ -228,7 +222,7 @@ def _believed(inodes: _Rows, dentries: _Rows, floor: int, strict_floor: int) -> 
 
 
 def _places(numbers: NDArray[np.uint64], wanted: Any) -> tuple[NDArray[np.intp], NDArray[np.bool_]]:
-    """Where each wanted number is among the sorted ones, and whether it is there."""
+    """The place of each wanted number in the sorted numbers, and whether it is there."""
     if not len(numbers):
         return np.zeros(len(wanted), np.intp), np.zeros(len(wanted), bool)
     at = np.minimum(np.searchsorted(numbers, wanted), len(numbers) - 1)
@@ -236,9 +230,9 @@ def _places(numbers: NDArray[np.uint64], wanted: Any) -> tuple[NDArray[np.intp],
 
 
 def _current(rows: _Rows, versions: dict[int, int]) -> Iterator[tuple[bytes, bytes]]:
-    """(key, value without its head) of the version that the inode has."""
+    """(key, value without its head) of the present version of the inode."""
     for key, value in rows:
-        if versions.get(int.from_bytes(key[:8], "big")) == struct.unpack_from("<Q", value, 8)[0]:
+        if versions.get(inode_of_key(key)) == struct.unpack_from("<Q", value, 8)[0]:
             yield key, value[16:]
 
 
@@ -249,9 +243,9 @@ def _columns(
     for name in _PLAIN:
         yield name, _shuffled(records[name].astype(np.int64))
     yield "blocks", _shuffled(records["blocks"].view("<i8") - _usual_blocks(records["size"]))
-    yield "mtime", _shuffled(_deltas(records["mtime"]))
+    yield "mtime", _shuffled(_deltas(records["mtime_ns"]))
     for name in ("atime", "ctime", "btime"):
-        yield name, _shuffled(records[name] - records["mtime"])
+        yield name, _shuffled(records[f"{name}_ns"] - records["mtime_ns"])
     yield "source_inode", _shuffled((records["source_inode"] - numbers).view(np.int64))
     yield "parent", _shuffled(_deltas(dentries["parent"]))
     yield "child", _shuffled(_deltas(dentries["inode"]))
@@ -269,7 +263,7 @@ def _strings(name: str, strings: list[bytes]) -> Iterator[tuple[str, bytes]]:
 
 
 def _usual_blocks(size: Any) -> Column:
-    """Of 512 bytes, for a file without holes on a filesystem with blocks of 4 KiB."""
+    """Blocks of 512 bytes of a file without holes, on a filesystem with blocks of 4 KiB."""
     blocks: Column = (size.view("<i8") + 4095) // 4096 * 8
     return blocks
 
@@ -278,10 +272,10 @@ def _usual_blocks(size: Any) -> Column:
 
 
 def load(path: Path, index: Path, root_inode: int, mutable: Iterable[str]) -> int:
-    """Make a durable index of a snapshot, where there is none. The number of names in it.
+    """Make a durable index from a snapshot. Returns the number of names.
 
     `root_inode`: of the source's root. `mutable`: the patterns of `--mutable` of the mount that starts with it.
-    Raises CacheFsError where that is another tree, or the file is not sound.
+    Raises CacheFsError if the snapshot is damaged or of another tree.
     """
     header, columns = _read(path)
     numbers = _sums(_unshuffled(columns["number"])).view(np.uint64)
@@ -289,19 +283,19 @@ def load(path: Path, index: Path, root_inode: int, mutable: Iterable[str]) -> in
     for name in _PLAIN:
         records[name] = _unshuffled(columns[name])
     records["blocks"] = _unshuffled(columns["blocks"]) + _usual_blocks(records["size"])
-    records["mtime"] = _sums(_unshuffled(columns["mtime"]))
+    records["mtime_ns"] = _sums(_unshuffled(columns["mtime"]))
     for name in ("atime", "ctime", "btime"):
-        records[name] = _unshuffled(columns[name]) + records["mtime"]
+        records[f"{name}_ns"] = _unshuffled(columns[name]) + records["mtime_ns"]
     records["source_inode"] = _unshuffled(columns["source_inode"]).view(np.uint64) + numbers
     aliases = columns["aliases"]
     last = _last_run(numbers, aliases)
     run = last.run + 1
-    """The first of the new index; what is imported was compared in it."""
+    """The first run of the new index; imported records count as validated in it."""
     version = run << RUN_BITS
-    """Never given out by the run itself, whose first is one higher."""
+    """The run itself never gives this number out: its first is one higher."""
     records["version"] = version
     validated_run = run if set(header.get("mutable", ())) == set(mutable) else last.run
-    """Of what was pinned with other patterns: below the floor of the new index, so that it is compared."""
+    """With other patterns below the floor of the new index, so that everything is compared."""
     records["validated_run"] = records["entries_valid_from"] = validated_run
     at_root = records["source_inode"][numbers == ROOT_INODE]
     if len(at_root) != 1 or int(at_root[0]) != root_inode:
@@ -317,7 +311,7 @@ def load(path: Path, index: Path, root_inode: int, mutable: Iterable[str]) -> in
         with environment.lmdb.begin(write=True) as txn:
 
             def put(table: Table, rows: Iterable[tuple[bytes, bytes]]) -> None:
-                """In the order of the keys: pages are filled one after the other."""
+                """`rows`: in the order of the keys, so that pages are filled one after the other."""
                 txn.cursor(db=environment.tables[table]).putmulti(rows, append=True)
 
             _put_all(put, numbers, records, parents, children, positions, names, validated_run)
@@ -328,7 +322,7 @@ def load(path: Path, index: Path, root_inode: int, mutable: Iterable[str]) -> in
                 put(table, ((key, head + value) for key, value in zip(keys, values, strict=True)))
             rows = (aliases[start : start + 24] for start in range(0, len(aliases), 24))
             put(Table.ALIASES, ((row[:16], pinned + bytes(4) + row[16:]) for row in rows))
-        replace(last, unmoved_floor=run + 1).store(environment)  # no rctime vouches for what others have compared
+        replace(last, unmoved_floor=run + 1).store(environment)  # our rctime does not cover what others have compared
         environment.lmdb.sync(True)
     finally:
         environment.close()
@@ -337,7 +331,7 @@ def load(path: Path, index: Path, root_inode: int, mutable: Iterable[str]) -> in
 
 
 def _last_run(numbers: NDArray[np.uint64], aliases: bytes) -> RunState:
-    """The last run whose numbers are in the snapshot: the exporter's, whose inode numbers come along."""
+    """The state after the last run of the exporter whose inode numbers are in the snapshot."""
     given = np.concatenate([numbers, np.frombuffer(aliases, ">u8")[2::3].astype(np.uint64)])
     ours = given[given >= np.uint64(FIRST_ALIAS)].tolist()
     return ended(max(map(run_of, ours), default=0))
@@ -357,7 +351,9 @@ def _put_all(
     keys = list(map(bytes.__add__, parent_keys, names))
     put(Table.DENTRIES, zip(keys, _cut(dentries, _DENTRY.itemsize), strict=True))
     child_keys = list(_cut(children.astype(">u8"), 8))
-    order = np.argsort(children, kind="stable").tolist()  # stable: those of one child stay in the order of their keys
+    order = np.argsort(
+        children, kind="stable"
+    ).tolist()  # stable: the names of one child stay in the order of their keys
     put(Table.LINKS, ((child_keys[place] + keys[place], pinned) for place in order))
     listed = np.flatnonzero(positions)
     order = listed[np.lexsort((positions[listed], parents[listed]))].tolist()
@@ -378,9 +374,9 @@ def _parts(columns: dict[str, bytes], name: str) -> Iterator[bytes]:
 
 
 def main() -> None:
-    """`python -m cachefs.store.snapshot FILE INDEX ROOT_INODE [PATTERN…]`: a process whose memory ends with it."""
+    """`python -m cachefs.store.snapshot FILE INDEX ROOT_INODE [PATTERN…]`: a process, so that its memory is freed."""
     path, index, root_inode, *mutable = sys.argv[1:]
-    gc.disable()  # millions of small objects, and no cycles
+    gc.disable()  # millions of small objects without cycles
     try:
         print(load(Path(path), Path(index), int(root_inode), mutable))
     except CacheFsError as error:

@@ -1,7 +1,7 @@
-"""Verifying a cache: every record of the index is read from the blob and compared with its checksums.
+"""Verifying a cache: read every record of the index from the blob, and compare it with its checksums.
 
-In another process than the daemon, which goes on meanwhile. A part of the index is looked at in one transaction, which
-keeps its records from being given back (hazard 14); so parts are small.
+Runs in another process than the daemon, at the same time. Each part of the index is read in one transaction, which
+keeps the space of its records from being freed (hazard 14); therefore parts are small.
 """
 
 import os
@@ -9,18 +9,19 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from cachefs.contract.index import Table
 from cachefs.errors import CacheFsError, CorruptRecord
 from cachefs.store.blob.blob import Blob
 from cachefs.store.cache_directory import read_seed
-from cachefs.store.index.environment import Environment, Table
-from cachefs.store.index.records import Extent, Inode, inode_key
+from cachefs.store.index.environment import Environment
+from cachefs.store.index.records import Extent, Inode, inode_key, inode_of_key
 
 BATCH_BYTES = 64 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class BadRecord:
-    """A record that is not what was written."""
+    """A record whose bytes are not those that were written."""
 
     inode: int
     offset: int
@@ -34,13 +35,13 @@ class Verified:
     records: int = 0
     bytes: int = 0
     orphans: int = 0
-    """Of a version, or an inode, that the index does not have: never served, room that is lost."""
+    """Records whose inode or version is not in the index: never served, and their space is lost."""
 
 
 def verify(directory: Path, done: Verified, on_progress: Callable[[], None] = lambda: None) -> Iterator[BadRecord]:
-    """Each bad record as it is found. `done` counts, and `on_progress` is called now and then.
+    """Yields each bad record when it is found. `done` is updated, and `on_progress` called after each part.
 
-    Raises CacheFsError where there is no cache.
+    Raises CacheFsError if there is no cache.
     """
     seed = read_seed(directory)
     if seed is None or not (directory / "blob").exists():
@@ -59,7 +60,7 @@ def verify(directory: Path, done: Verified, on_progress: Callable[[], None] = la
 
 
 def _part(environment: Environment, blob: Blob, start: bytes, done: Verified) -> tuple[bytes | None, list[BadRecord]]:
-    """From the key `start` on; where the next part begins, None at the end."""
+    """Verify from the key `start` on. Returns the start of the next part, or None at the end."""
     bad: list[BadRecord] = []
     size = 0
     with environment.lmdb.begin() as txn:
@@ -69,7 +70,7 @@ def _part(environment: Environment, blob: Blob, start: bytes, done: Verified) ->
         for key, value in cursor:
             if size >= BATCH_BYTES:
                 return bytes(key), bad
-            inode, offset = int.from_bytes(key[:8], "big"), int.from_bytes(key[8:16], "big")
+            inode, offset = inode_of_key(key), inode_of_key(key[8:])
             extent = Extent.unpack(value)
             record = txn.get(inode_key(inode), db=environment.tables[Table.INODES])
             if record is None or Inode.unpack(inode, record).version != extent.version:

@@ -1,4 +1,4 @@
-"""What the operating system gives and Python does not wrap: system calls, private files, locks, sockets, clocks.
+"""Operating-system services that Python does not wrap: system calls, private files, locks, sockets, clocks.
 
-The bottom layer: it knows nothing of caches.
+The bottom layer: it contains nothing about caches.
 """

@@ -1,27 +1,28 @@
-"""Claims: files with a lock on them, of which one process at a time holds each.
+"""Claims: lock files, each of which only one process at a time can have.
 
-A claim ends with its process, however that ends. Its file is removed when it is released; what a killed process left
-is removed when the next one takes any claim in the same directory.
+A claim ends with its process, however that ends. Its file is removed when the claim is released; the file of a killed
+process is removed when another process takes any claim in the same directory.
 
-Removing a locked file is safe only if everyone who takes the lock then asks whether the path still leads to the file
-that is locked.
+A locked file may be removed only because every process that takes the lock checks afterwards that the path still leads
+to the locked file.
 """
 
 import fcntl
 import os
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 
 from cachefs.system import private_files
+from cachefs.system.descriptors import closing
 
 _PREFIX = "lock-"
-_LOOK_AGAIN_S = 0.05
+_RETRY_S = 0.05
+_TO_LOCK = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW
 
 
 class Taken(Exception):
-    """Another process holds the claim."""
+    """Another process has the claim or lock. The caller reports its pid."""
 
     def __init__(self, pid: str) -> None:
         super().__init__(pid)
@@ -29,7 +30,7 @@ class Taken(Exception):
 
 
 class Claim:
-    """Held from `take` to `release`. A child that was forked in between holds it as well; either may release it."""
+    """Lasts from `take` to `release`. A child that was forked meanwhile has it as well; either may release it."""
 
     def __init__(self, path: Path, fd: int) -> None:
         self._path = path
@@ -37,7 +38,7 @@ class Claim:
 
     @classmethod
     def take(cls, directory: Path, name: str, *, patience_s: float = 0.0) -> "Claim":
-        """Wait at most so long. Raises Taken."""
+        """Waits at most `patience_s`. Raises Taken."""
         deadline = time.monotonic() + patience_s
         while True:
             try:
@@ -45,7 +46,7 @@ class Claim:
             except Taken:
                 if time.monotonic() >= deadline:
                     raise
-            time.sleep(_LOOK_AGAIN_S)
+            time.sleep(_RETRY_S)
 
     @classmethod
     def try_to_take(cls, directory: Path, name: str) -> "Claim":
@@ -64,10 +65,10 @@ class Claim:
                 claim = cls(path, fd)
                 claim.sign()
                 return claim
-            os.close(fd)  # its last holder has just removed it
+            os.close(fd)  # its last process has just removed it
 
     def sign(self) -> None:
-        """Say which process holds it: this one. Where the disk has no room for that, nothing does."""
+        """Write the pid of this process to the file; not if the disk is full."""
         with suppress(OSError):
             _write(self._fd, f"{os.getpid()}\n")
 
@@ -82,13 +83,13 @@ class Claim:
 
 
 def _write(fd: int, line: str) -> None:
-    """In place of what is there, without giving its block back before: a full disk would not let us have it again."""
+    """Overwrite the file without freeing its block first: on a full disk we would not get it again."""
     os.pwrite(fd, line.encode(), 0)
     os.ftruncate(fd, len(line))
 
 
 def is_at(fd: int, path: Path) -> bool:
-    """Is what this descriptor was opened for still what the path leads to?"""
+    """Does the path still lead to the file of this descriptor?"""
     try:
         return os.path.samestat(os.fstat(fd), path.lstat())
     except FileNotFoundError:
@@ -98,12 +99,11 @@ def is_at(fd: int, path: Path) -> bool:
 def lock_for_good(path: Path) -> int:
     """Lock a file that stays when it is unlocked, such as that of a cache directory. Raises Taken.
 
-    A holder that was killed counts as gone even if one of its threads still waits in the kernel, for a source that
-    hangs: it will never write again, and the kernel may be waiting for its successor. Its file is then replaced.
+    If the process with the lock was killed, its file is replaced, even if one of its threads still waits in the kernel
+    for a source that hangs: it will never write again, and the kernel may be waiting for its successor.
     """
-    directory = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        fcntl.flock(directory, fcntl.LOCK_EX)  # one at a time: what the file says is what its holder wrote
+    with closing(os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)) as directory:
+        fcntl.flock(directory, fcntl.LOCK_EX)  # one process at a time: the file names its present holder
         while True:
             fd = private_files.open_file(path, os.O_RDWR | os.O_CREAT)
             try:
@@ -117,13 +117,11 @@ def lock_for_good(path: Path) -> int:
                 continue
             _write(fd, f"{os.getpid()} {_started('self')}\n")
             return fd
-    finally:
-        os.close(directory)
 
 
 def is_locked(path: Path) -> bool:
-    """Does another process hold the lock? Raises OSError."""
-    with _opened(path) as fd:
+    """Does another process have the lock? Raises OSError."""
+    with closing(os.open(path, _TO_LOCK)) as fd:
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -140,7 +138,7 @@ def is_dying(pid: int) -> bool:
 
 
 def _started(pid: str) -> str:
-    """When, in the kernel's ticks: a pid is used again, this pair is not."""
+    """The start time in kernel ticks: a pid may be used again, but not with the same start time."""
     try:
         return _status(pid)[19]
     except OSError:
@@ -155,16 +153,7 @@ def _status(pid: str) -> list[str]:
 def _sweep(directory: Path) -> None:
     """Remove the files of claims whose processes were killed."""
     for path in directory.glob(f"{_PREFIX}*"):
-        with suppress(OSError), _opened(path) as fd:
+        with suppress(OSError), closing(os.open(path, _TO_LOCK)) as fd:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if is_at(fd, path):
                 path.unlink(missing_ok=True)
-
-
-@contextmanager
-def _opened(path: Path) -> Iterator[int]:
-    fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
-    try:
-        yield fd
-    finally:
-        os.close(fd)

@@ -1,11 +1,11 @@
-"""The two clocks that decide what is believed, and for how long. Whoever tests what time does brings others.
+"""The two clocks that validity depends on. Tests replace them.
 
-The time of day says how old a file is (age.py), and until when permissions are known to have held (permissions.py).
-Where it runs ahead of the source's, data that are being written seem old enough to be cached, and permissions of before
-seem to be those of now. A machine's clock may be set forward, rightly or by mistake; a source's cannot be asked. So
-`TimeOfDay` is never later than the time at which the daemon was started and what has passed since then. What that
-costs, where the new time is right: files that changed less than so long ago count as young, and are not cached. A new
-daemon (`cachefs restart`) begins with what the clock says.
+The time of day determines how old a file is (age.py), and until when permissions are known to be valid
+(permissions.py). If it is ahead of the source's clock, data that are being written seem old enough to be cached, and
+old permissions seem to be the present ones. The clock of a machine may be set forward, correctly or by mistake, and the
+clock of the source cannot be read. Therefore `TimeOfDay` is never later than the time at which the daemon started plus
+the time that has passed since then. If the new time is correct, this has a cost: files that changed less than the
+difference ago count as young, and are not cached. A new daemon (`cachefs restart`) begins with the clock's time.
 """
 
 import time
@@ -16,20 +16,20 @@ NANOSECONDS = 1_000_000_000
 
 
 def boot_time_ns() -> int:
-    """Since the machine was started, the time in which it was suspended included. Nobody can set it."""
+    """Time since the machine was started, including suspension. This clock cannot be set."""
     return time.clock_gettime_ns(time.CLOCK_BOOTTIME)
 
 
 class TimeOfDay:
     def __init__(self) -> None:
         self.offset_ns = time.time_ns() - boot_time_ns()
-        """The time of day, less the time since the machine was started: as it was at the start."""
+        """The time of day at the start of this object, minus the time since the machine was started."""
 
     def now_ns(self) -> int:
         return min(time.time_ns(), boot_time_ns() + self.offset_ns)
 
     def ahead_ns(self) -> int:
-        """How far the clock is ahead of what is believed."""
+        """How far the clock is ahead of `now_ns`."""
         return time.time_ns() - self.now_ns()
 
 

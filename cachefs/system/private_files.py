@@ -1,12 +1,12 @@
-"""The daemon's own files and directories: the only place that creates them (hazard 28).
+"""The daemon's own files and directories, which only this module creates (hazard 28).
 
 The daemon runs with umask 0, for the files of its callers, and often as root. Its own files therefore have explicit
-modes (0600, directories 0700), belong to it, and are no symlinks: a file that another user planted is an error, not
-used and not overwritten. What is checked stays true, because only root and the daemon's user can rename the directories
-on the way: none of them belongs to another user, and none may be written to by others, unless its sticky bit keeps them
-from renaming what is not theirs (/tmp).
+modes (0600, directories 0700), belong to it, and are no symlinks: a file that another user planted is an error, and is
+neither used nor overwritten. The checks stay valid, because only root and the daemon's user can rename the directories
+of the path: none of them belongs to another user or is writable for others, unless its sticky bit prevents them from
+renaming files of this user (/tmp).
 
-Errors are CacheFsError with one line, or OSError as the system said it.
+Errors are CacheFsError with one line, or the OSError of the system call.
 """
 
 import errno
@@ -17,6 +17,7 @@ from collections import deque
 from pathlib import Path
 
 from cachefs.errors import CacheFsError
+from cachefs.system.descriptors import closing, closing_on_error
 from cachefs.system.unix_socket import socket_address
 
 FILE_MODE = 0o600
@@ -27,19 +28,16 @@ _DIRECTORY = os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 def make_directory(path: Path) -> None:
-    """Create the directory, or check that it is ours; its mode is 0700 then. Missing parents are made with 0755."""
-    fd = _walk(path, makes=True)
-    try:
+    """Create the directory, or check that it is ours, and set its mode to 0700. Missing parents get 0755."""
+    with closing(_walk(path, makes=True)) as fd:
         _check_owner(path, os.fstat(fd))
         os.chmod(f"/proc/self/fd/{fd}", DIRECTORY_MODE)
-    finally:
-        os.close(fd)
 
 
 def check_directory(path: Path) -> None:
-    """Check that only this user can have put anything into it, and can do so from now on. Nothing is changed.
+    """Check that only this user could and can write to it. Nothing is changed.
 
-    Raises FileNotFoundError where it is missing.
+    Raises FileNotFoundError if it is missing.
     """
     if path.is_symlink():
         raise CacheFsError(f"{path} is a symbolic link, which cachefs does not make: remove it")
@@ -49,17 +47,14 @@ def check_directory(path: Path) -> None:
 
 
 def check_own(path: Path) -> int:
-    """Check that the directory is this user's, and that nobody else can replace it. Its mode.
+    """Check that the directory is this user's, and that no other user can replace it. Returns its mode.
 
-    Raises FileNotFoundError where it is missing.
+    Raises FileNotFoundError if it is missing.
     """
-    fd = _walk(path, makes=False)
-    try:
+    with closing(_walk(path, makes=False)) as fd:
         found = os.fstat(fd)
         _check_owner(path, found)
         return found.st_mode
-    finally:
-        os.close(fd)
 
 
 def _check_owner(path: Path, found: os.stat_result) -> None:
@@ -68,10 +63,10 @@ def _check_owner(path: Path, found: os.stat_result) -> None:
 
 
 def _walk(path: Path, *, makes: bool) -> int:
-    """An O_PATH descriptor of the directory. Each directory on the way is checked.
+    """An O_PATH descriptor of the directory. Each directory of the path is checked.
 
-    `makes`: what is missing is made; else it raises FileNotFoundError. Symlinks are followed where those who made them
-    could make them point elsewhere only with our consent.
+    `makes`: make missing directories; False: raise FileNotFoundError. Only symlinks of root and of this user are
+    followed.
     """
     waiting = deque(Path(os.path.abspath(path)).parts[1:])
     at, walked, symlinks = os.open("/", _DIRECTORY), Path("/"), 0
@@ -113,11 +108,8 @@ def _make(parent: int, name: str, mode: int) -> None:
         os.mkdir(name, mode, dir_fd=parent)
     except FileExistsError:
         return
-    fd = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=parent)
-    try:
+    with closing(os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=parent)) as fd:
         os.fchmod(fd, mode)  # whatever the umask
-    finally:
-        os.close(fd)
 
 
 def _check_parent(path: Path, found: os.stat_result) -> None:
@@ -137,7 +129,7 @@ def _owner(found: os.stat_result) -> str:
 
 
 def check_contents(path: Path) -> None:
-    """Nothing in a directory of ours is a symlink or another user's: it may have been open to others before."""
+    """Check that a directory, which may have been open to others before, has no symlink and no file of another user."""
     with os.scandir(path) as entries:
         for entry in entries:
             try:
@@ -152,18 +144,15 @@ def check_contents(path: Path) -> None:
 
 def open_file(path: Path, flags: int) -> int:
     """Open or create a file of ours, 0600, in a directory that was checked. Follows no symlink."""
-    directory = os.open(path.parent, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        # Emptied when it is known to be ours.
-        safe = flags & ~os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
-        fd = os.open(path.name, safe, FILE_MODE, dir_fd=directory)
-    except OSError as error:
-        if error.errno == errno.ELOOP:
-            raise CacheFsError(f"{path} is a symbolic link, which cachefs does not make: remove it") from None
-        raise
-    finally:
-        os.close(directory)
-    try:
+    safe = flags & ~os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK  # truncated after the checks
+    with closing(os.open(path.parent, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)) as directory:
+        try:
+            fd = os.open(path.name, safe, FILE_MODE, dir_fd=directory)
+        except OSError as error:
+            if error.errno == errno.ELOOP:
+                raise CacheFsError(f"{path} is a symbolic link, which cachefs does not make: remove it") from None
+            raise
+    with closing_on_error(fd):
         found = os.fstat(fd)
         if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid() or found.st_nlink > 1:
             raise CacheFsError(f"{path} is not a regular file of your own, with one name: remove it")
@@ -172,19 +161,16 @@ def open_file(path: Path, flags: int) -> int:
         if flags & os.O_TRUNC:
             os.ftruncate(fd, 0)
         os.set_blocking(fd, True)
-    except BaseException:
-        os.close(fd)
-        raise
     return fd
 
 
 def open_given(path: Path) -> int:
-    """Open a file that the daemon is told to believe, to read it. Symlinks are followed: the file itself counts.
+    """Open a file to read it whose content the daemon trusts. Symlinks are followed.
 
-    Raises CacheFsError unless it is a regular file of root or this user that nobody else may write to.
+    Raises CacheFsError unless it is a regular file of root or this user that no other user may write to.
     """
     fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
-    try:
+    with closing_on_error(fd):
         found = os.fstat(fd)
         if not stat.S_ISREG(found.st_mode):
             raise CacheFsError(f"{path} is not a regular file")
@@ -192,19 +178,16 @@ def open_given(path: Path) -> int:
             raise CacheFsError(f"{path} belongs to {_owner(found)}: make a copy of your own if you trust its content")
         if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):  # of the group: or by an entry of an ACL
             raise CacheFsError(f"{path} may be written to by others: chmod go-w if you trust its content")
-    except BaseException:
-        os.close(fd)
-        raise
     return fd
 
 
 def temporary_of(path: Path) -> Path:
-    """Where `write_file` puts the new content first. A crash may leave it there."""
+    """The file that `write_file` writes first. A crash may leave it behind."""
     return path.with_suffix(".new")
 
 
 def write_file(path: Path, content: bytes) -> None:
-    """Replace a file of ours; it has the old content or the new, also after a crash of the machine."""
+    """Replace a file of ours. After a crash of the machine it has the old or the new content."""
     temporary = temporary_of(path)
     temporary.unlink(missing_ok=True)
     with os.fdopen(open_file(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL), "wb") as file:
@@ -220,7 +203,7 @@ def opener(path: str, flags: int) -> int:
 
 
 def bind_socket(listener: socket.socket, path: Path, mode: int = FILE_MODE) -> None:
-    """Bind a unix socket there, in place of what is there. It has its mode from the first moment on."""
+    """Bind a unix socket to a path, replacing what is there. It has its mode from the first moment."""
     path.unlink(missing_ok=True)
     os.fchmod(listener.fileno(), mode)  # what bind() makes has this mode, less the umask
     with socket_address(path) as address:

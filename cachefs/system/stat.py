@@ -1,4 +1,4 @@
-"""What one lstat of an object said."""
+"""The result of one lstat."""
 
 from typing import NamedTuple
 
@@ -8,9 +8,9 @@ _MIN_TIME_NS, _MAX_TIME_NS = -(1 << 63), (1 << 63) - 1
 def clamped_ns(time_ns: int) -> int:
     """A time of the source as the index holds it: signed 64-bit nanoseconds, from 1677-09-21 to 2262-04-11.
 
-    Filesystems hold times beyond that (ext4: until 2446), which become the nearest one. Every time that is read from
-    the source passes through here or through `nanoseconds` of fastpath/c/misses/source.c: comparisons compare clamped
-    with clamped.
+    Filesystems have times beyond that (ext4: until 2446), which become the nearest time in this range. Every time from
+    the source passes through here or through `nanoseconds` of fastpath/c/misses/source.c, so that only clamped times
+    are compared.
     """
     return min(max(time_ns, _MIN_TIME_NS), _MAX_TIME_NS)
 
@@ -22,20 +22,20 @@ class Stat(NamedTuple):
     nlink: int
     uid: int
     gid: int
-    rdev: int
+    rdev: int  # 32 bits
     blksize: int
     size: int
     blocks: int
     atime_ns: int
     mtime_ns: int
     ctime_ns: int
-    btime_ns: int  # 0: the filesystem does not know
+    btime_ns: int  # 0: not known
     device: int  # 0: the device of the source's root; else st_dev
     inode: int
     began_ns: int = 0
-    """When the call began, on the monotonic clock. 0: not known, and later than everything."""
+    """CLOCK_MONOTONIC at the start of the call. 0: not known, and treated as later than everything."""
 
     @property
     def permissions(self) -> tuple[int, int, int]:
-        """What decides whom it is open to, but for an ACL."""
+        """What access depends on, except for ACLs."""
         return self.mode, self.uid, self.gid

@@ -1,6 +1,6 @@
-"""System calls that Python does not wrap: openat2, statx with birth times, and credentials of one thread.
+"""System calls that Python does not wrap: openat2, statx with birth times, credentials of one thread, and others.
 
-They are called through ctypes, which releases the interpreter lock. Errors are raised as OSError.
+They are called with ctypes, which releases the interpreter lock. Errors are raised as OSError.
 """
 
 import ctypes
@@ -51,7 +51,7 @@ def _fail(path: bytes | None = None) -> OSError:
 def statx(directory_fd: int, path: bytes, root_devices: Container[int] = (), *, ask: bool = False) -> Stat:
     """lstat of `path` in `directory_fd`, or of the descriptor itself for an empty path. Follows no symlink.
 
-    `root_devices`: device numbers that become 0. `ask`: what the kernel remembers does not count.
+    `root_devices`: device numbers that are replaced by 0. `ask`: ask the source, and do not use cached attributes.
     """
     began_ns = time.monotonic_ns()
     buffer = ctypes.create_string_buffer(256)
@@ -69,7 +69,7 @@ def statx(directory_fd: int, path: bytes, root_devices: Container[int] = (), *, 
         nlink,
         uid,
         gid,
-        os.makedev(rdev_major, rdev_minor),
+        os.makedev(rdev_major, rdev_minor) & 0xFFFFFFFF,
         blksize,
         size,
         blocks,
@@ -86,9 +86,8 @@ def statx(directory_fd: int, path: bytes, root_devices: Container[int] = (), *, 
 def openat2(directory_fd: int, path: bytes, flags: int, mode: int = 0) -> int:
     """Open beneath `directory_fd`: no symlink is followed, nothing outside is reached."""
     how = _HOW.pack(flags | os.O_CLOEXEC, mode, _HOW_FLAGS)
-    # EAGAIN, EXDEV: a rename raced with the walk (EXDEV: what was found is outside by now), and the next try finds what
-    # is there; or another process holds a lease on the file, which takes as long as that process likes (hazard 30).
-    # The caller pauses then.
+    # EAGAIN, EXDEV: a rename raced with the walk (EXDEV: what was found is outside now), and another try helps. Or
+    # another process has a lease on the file, and may keep it for long (hazard 30): then the caller pauses.
     for _ in range(_OPEN_TRIES):
         fd: int = _openat2(_SYS_OPENAT2, directory_fd, path, how, _HOW.size)
         if fd >= 0:
@@ -99,7 +98,7 @@ def openat2(directory_fd: int, path: bytes, flags: int, mode: int = 0) -> int:
 
 
 def set_thread_groups(groups: list[int]) -> None:
-    """setgroups of the calling thread alone; os.setgroups changes every thread of the process (hazard 19)."""
+    """setgroups of only the calling thread; os.setgroups changes every thread of the process (hazard 19)."""
     if _SYS_SETGROUPS is None:
         raise OSError(errno.ENOSYS, "setgroups: unknown architecture")
     array = (ctypes.c_uint32 * len(groups))(*groups)
@@ -108,7 +107,7 @@ def set_thread_groups(groups: list[int]) -> None:
 
 
 def set_thread_fs_ids(uid: int, gid: int) -> None:
-    """setfsgid and setfsuid of the calling thread. They report no error: a second call tells what is in force."""
+    """setfsgid and setfsuid of the calling thread. They report no error: a second call returns the present id."""
     _libc.setfsgid(ctypes.c_uint32(gid))
     _libc.setfsuid(ctypes.c_uint32(uid))
     unchanged = ctypes.c_uint32(0xFFFFFFFF)
@@ -120,10 +119,10 @@ _CLONE_FS = 0x200
 
 
 def with_umask(mask: int, function: Callable[[], T]) -> T:
-    """Call `function` with a umask of this thread alone.
+    """Call `function` with a umask of only this thread.
 
-    The threads of a process share one. A thread that leaves them (CLONE_FS) keeps a umask and a working directory of
-    its own.
+    The threads of a process share one umask, except for a thread that has called unshare(CLONE_FS): from then on it
+    has a umask and a working directory of its own.
     """
     if _libc.unshare(_CLONE_FS) != 0:
         raise _fail()
@@ -139,24 +138,24 @@ _CAPABILITY_HEAD = struct.Struct("=Ii")
 _CAPABILITY_SETS = struct.Struct("=6I")  # effective, permitted, inheritable; twice, the lower half first
 
 
-def thread_capabilities() -> tuple[int, int]:
-    """(effective, permitted) of the calling thread."""
+def _capability_sets() -> list[int]:
     sets = ctypes.create_string_buffer(_CAPABILITY_SETS.size)
     if _libc.capget(_CAPABILITY_HEAD.pack(_CAPABILITY_VERSION_3, 0), sets) != 0:
         raise _fail()
-    low = _CAPABILITY_SETS.unpack(sets.raw)
-    return low[0] | low[3] << 32, low[1] | low[4] << 32
+    return list(_CAPABILITY_SETS.unpack(sets.raw))
+
+
+def thread_capabilities() -> tuple[int, int]:
+    """(effective, permitted) of the calling thread."""
+    sets = _capability_sets()
+    return sets[0] | sets[3] << 32, sets[1] | sets[4] << 32
 
 
 def set_thread_capabilities(effective: int) -> None:
-    """Replace the effective set of the calling thread. The permitted set stays, so that the old one can come back."""
-    head = _CAPABILITY_HEAD.pack(_CAPABILITY_VERSION_3, 0)
-    buffer = ctypes.create_string_buffer(_CAPABILITY_SETS.size)
-    if _libc.capget(head, buffer) != 0:
-        raise _fail()
-    sets = list(_CAPABILITY_SETS.unpack(buffer.raw))
+    """Replace the effective set of the calling thread. The permitted set stays, so that the old one can be restored."""
+    sets = _capability_sets()
     sets[0], sets[3] = effective & 0xFFFFFFFF, effective >> 32
-    if _libc.capset(head, _CAPABILITY_SETS.pack(*sets)) != 0:
+    if _libc.capset(_CAPABILITY_HEAD.pack(_CAPABILITY_VERSION_3, 0), _CAPABILITY_SETS.pack(*sets)) != 0:
         raise _fail()
 
 
@@ -182,7 +181,7 @@ def umount2(target: str, flags: int = 0) -> None:
 
 
 def pidfd_getfd(pidfd: int, fd: int) -> int:
-    """A descriptor of another process, as if it had been sent."""
+    """A copy of a descriptor of another process."""
     got: int = _libc.syscall(_SYS_PIDFD_GETFD, pidfd, fd, 0)
     if got < 0:
         raise _fail()

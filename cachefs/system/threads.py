@@ -1,4 +1,4 @@
-"""Threads where the machine has none to give: a limit on tasks (cgroup, RLIMIT_NPROC), or no memory for a stack."""
+"""Threads on a machine that may refuse them: a limit on tasks (cgroup, RLIMIT_NPROC), or no memory for a stack."""
 
 from collections.abc import Callable
 from typing import TypeVar
@@ -11,14 +11,14 @@ _REFUSED = "can't start new thread"
 
 
 def is_refused(error: RuntimeError) -> bool:
-    """Did the machine refuse a thread? Python has no error of its own for that."""
+    """Did the machine refuse a thread? Python has no exception class for that."""
     return str(error) == _REFUSED
 
 
 async def in_thread(
     function: Callable[[], T], *, abandon_on_cancel: bool = False, limiter: trio.CapacityLimiter | None = None
 ) -> T:
-    """`trio.to_thread.run_sync`; where the machine refuses a thread, try again until it does not."""
+    """`trio.to_thread.run_sync`, repeated as long as the machine refuses a thread."""
     while True:
         try:
             return await trio.to_thread.run_sync(function, abandon_on_cancel=abandon_on_cancel, limiter=limiter)

@@ -149,7 +149,7 @@ def restart(mountpoint: str) -> None:
 
 def _check_replaceable(place: str) -> None:
     """Raises CacheFsError where the daemon cannot have a successor, before it is sent away for one."""
-    from cachefs.contract.shared import VERSION
+    from cachefs.contract.shared import SHARED_VERSION
     from cachefs.fastpath import processes
 
     status = Client(place).status()
@@ -163,7 +163,7 @@ def _check_replaceable(place: str) -> None:
         )
     if not processes.is_built():
         raise CacheFsError("the fast path of this version is not built: nothing could take the mount over")
-    if fastpath.get("shared_version", _VERSION_THAT_DID_NOT_SAY) != VERSION:
+    if fastpath.get("shared_version", _VERSION_THAT_DID_NOT_SAY) != SHARED_VERSION:
         raise CacheFsError(
             f"{place} is served by another version, whose processes share memory of another layout: "
             "umount it, and mount it again"

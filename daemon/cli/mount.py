@@ -11,9 +11,10 @@ from typing import Any, TextIO
 import click
 
 from cachefs.client import locations, mount_table
+from cachefs.contract.shared import SETTLE_NS
 from cachefs.errors import CacheFsError
 from cachefs.metadata.limit import NAMES as METADATA_RETENTION
-from cachefs.options import SETTLE_NS, CacheLevel, Options, Revalidate
+from cachefs.options import CacheLevel, Options, Revalidate
 from cachefs.system.clock import NANOSECONDS
 from daemon.cli.conflict import check_daemon_package
 from daemon.config import config, config_file, settings

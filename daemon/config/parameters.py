@@ -11,8 +11,8 @@ from typing import Any
 
 import click
 
+from cachefs.contract.shared import SETTLE_NS
 from cachefs.errors import CacheFsError
-from cachefs.options import SETTLE_NS
 from cachefs.system.clock import NANOSECONDS
 from daemon.config import config
 from daemon.output import say

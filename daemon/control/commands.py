@@ -103,7 +103,7 @@ class Commands:
             "source_lost": self._connection.lost is not None,
             "source_problem": self._connection.lost,
             "source_reconnects": self._connection.reconnects,
-            "source_stuck_calls": parts.call_pool.stuck,
+            "source_stuck_calls": parts.call_pool.hanging.stuck,
             "warm_ups": [asdict(warm_up.progress()) for warm_up in self._warm_ups],
             "hints_waiting": self._hints.waiting,
             "latencies": {kind: _latency(histogram) for kind, histogram in self._latencies().items()},
@@ -141,7 +141,7 @@ class Commands:
         return {}
 
     async def flush(self, _: Request, tell: Tell) -> Answer:
-        if not await self._parts.writes.settle(FLUSH_TIMEOUT_S):
+        if not await self._parts.writes.flush_queued(FLUSH_TIMEOUT_S):
             raise CacheFsError(f"not everything could be written within {FLUSH_TIMEOUT_S:.0f} s")
         return {}
 
@@ -207,18 +207,7 @@ class Commands:
         return await self._parts.attributes.info(server.path(request))
 
     def _make(self, *, jobs: int = 0, fetches: bool = True, metadata_only: bool, pins_written: bool = False) -> WarmUp:
-        parts = self._parts
-        return WarmUp(
-            parts.filesystem,
-            parts.directories,
-            parts.files,
-            parts.attributes,
-            self._engine,
-            jobs=jobs,
-            fetches=fetches,
-            metadata_only=metadata_only,
-            pins_written=pins_written,
-        )
+        return WarmUp(self._engine, jobs=jobs, fetches=fetches, metadata_only=metadata_only, pins_written=pins_written)
 
     async def _report(self, warm_up: WarmUp, paths: Sequence[bytes], tell: Tell) -> Answer:
         """Ended when the client hangs up."""

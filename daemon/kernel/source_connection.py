@@ -24,11 +24,11 @@ from typing import TypeVar
 import trio
 
 from cachefs.client import mount_table
+from cachefs.contract.index import Table
 from cachefs.errors import CacheFsError
 from cachefs.source.call_pool import CallPool
 from cachefs.source.calls.doubt import may_be_lost
 from cachefs.source.source import Source
-from cachefs.store.index.environment import Table
 from cachefs.store.index.index import Index
 from cachefs.system import syscalls
 from cachefs.system.threads import in_thread
@@ -102,7 +102,7 @@ class SourceConnection:
         self.lost: str | None = None
         """Why, and what is being done. None: it is there."""
         self.reconnects = 0
-        call_pool.on_doubt = self.doubt
+        call_pool.on_doubt.add(self.doubt)
 
     def doubt(self, error: OSError | None = None) -> None:
         """Ask the root soon. `error`: why; None: a predecessor may have left a source that is lost."""

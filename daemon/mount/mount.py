@@ -167,7 +167,7 @@ def follow_index(shared: Shared, opened: OpenedIndex) -> None:
     shared["strict_floor"] = opened.strict_floor
     shared["run"], shared["floor"] = opened.state.run, opened.state.floor
     overflow = opened.index.session.overflow
-    overflow.on_change = serve
+    overflow.on_change.add(serve)
     serve(bool(overflow))
 
 

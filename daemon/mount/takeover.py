@@ -16,6 +16,7 @@ from contextlib import suppress
 
 from cachefs.client.client import is_served_by
 from cachefs.client.hand_over import Handed
+from cachefs.contract.index import ROOT_INODE
 from cachefs.errors import CacheFsError
 from cachefs.fastpath.mount_descriptors import MountDescriptors, is_unmounted
 from cachefs.fastpath.processes import Running, memory_name, running
@@ -25,7 +26,6 @@ from cachefs.options import Options
 from cachefs.source.source import Source
 from cachefs.store.blob.blob import Blob
 from cachefs.store.cache_directory import OpenedIndex
-from cachefs.store.index.records import ROOT_INODE
 from daemon.config.config import MountConfig
 from daemon.kernel.instance import FASTPATH_SOCKET, MountInstance
 from daemon.kernel.probe import has_died

@@ -17,20 +17,21 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from cachefs.contract.blob import BLOCK_BYTES
+from cachefs.contract.index import ROOT_INODE, Table
 from cachefs.contract.shared import SharedFlag
 from cachefs.fastpath.shared_memory import mount_flags
 from cachefs.metadata.validity import FOREVER_NS, Run, Validity
 from cachefs.options import CacheLevel, Options
 from cachefs.source import age
-from cachefs.store.blob.record import BLOCK_BYTES, checksums_of
-from cachefs.store.index.environment import TOMBSTONE, Environment, Table, View
+from cachefs.store.blob.record import checksums_of
+from cachefs.store.index.environment import TOMBSTONE, Environment, View
 from cachefs.store.index.records import (
     FLAGS_PINNED,
     IMMUTABLE,
     IMMUTABLE_ON_OPEN,
     LISTED,
     PINNED,
-    ROOT_INODE,
     STALE,
     UNLINKED,
     UNSETTLED,

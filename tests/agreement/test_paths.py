@@ -11,9 +11,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from cachefs.contract.index import ROOT_INODE, Table
 from cachefs.metadata.inode_paths import Paths, link_key, link_value
-from cachefs.store.index.environment import TOMBSTONE, Environment, Table, View
-from cachefs.store.index.records import PINNED, ROOT_INODE, Dentry, Inode, inode_key
+from cachefs.store.index.environment import TOMBSTONE, Environment, View
+from cachefs.store.index.records import PINNED, Dentry, Inode, inode_key
 from tests.agreement.library import FastPath
 from tests.agreement.test_window import environments
 

@@ -12,15 +12,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from cachefs.contract.blob import BLOCK_BYTES, RECORD_DATA, RECORD_HEADER_BYTES
 from cachefs.errors import CorruptRecord
 from cachefs.options import Options
 from cachefs.store.blob import record
 from cachefs.store.blob.blob import Blob
 from cachefs.store.index.records import PINNED, Extent, Inode
+from policies.prefetch.sequential import CHUNK_BYTES
 from tests.agreement.library import FastPath
 
 SEED = 4711
-BLOCK, PAGE, MOST = record.BLOCK_BYTES, 4096, record.MAX_PAYLOAD_BYTES
+BLOCK, PAGE, MOST = BLOCK_BYTES, 4096, CHUNK_BYTES
 _EDGES = [
     1,
     2,
@@ -72,8 +74,8 @@ def bytes_of(length: int) -> bytes:
 
 def header_of(file: Inode, offset: int, length: int) -> record.Header:
     return record.Header(
-        length, file.number, offset, file.version, file.size, file.mtime_ns, file.ctime_ns, file.btime_ns, file.mode,
-        file.device, file.source_inode,
+        length, file.number, offset, file.version, file.size, file.mtime_ns, file.ctime_ns, file.btime_ns, file.device,
+        file.source_inode, file.mode,
     )  # fmt: skip
 
 
@@ -161,8 +163,8 @@ def test_the_largest_record_and_another_seed(fast_path: FastPath, place: Place, 
     payload = bytes_of(MOST)[:MOST]
     file = Inode(7, *[0] * 21)._replace(size=MOST, version=2)
     value = fast_path.write_record(place.fd, file, 0, payload, 0)
-    found, kind, _ = record.decode_header(os.pread(place.fd, record.HEADER_BYTES, 0), seed) or (None, 0, 0)
-    assert (found, kind) == (header_of(file, 0, MOST), record.TYPE_DATA)
+    found, kind, _ = record.decode_header(os.pread(place.fd, RECORD_HEADER_BYTES, 0), seed) or (None, 0, 0)
+    assert (found, kind) == (header_of(file, 0, MOST), RECORD_DATA)
     fast_path.set_up(Options(), seed=SEED)
     part = fast_path.read_blob(place.fd, value, 5, 1 << 20)
     assert part == (payload[5 : 5 + (1 << 20)] if seed == SEED else None)

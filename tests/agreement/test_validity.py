@@ -8,9 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from cachefs.contract.shared import SETTLE_NS
 from cachefs.data.young_files import YoungFiles
 from cachefs.metadata.validity import Run, Validity
-from cachefs.options import SETTLE_NS, CacheLevel, Options
+from cachefs.options import CacheLevel, Options
 from cachefs.source import age
 from cachefs.store.index.records import (
     IMMUTABLE,
@@ -23,6 +24,7 @@ from cachefs.store.index.records import (
     Dentry,
     Inode,
 )
+from cachefs.system.clock import Clock
 from tests.agreement.library import EXAMPLES, FastPath
 
 NOW_NS = 10**15
@@ -128,7 +130,7 @@ def test_both_find_a_file_of_the_same_age(
     left_ns = age.until_old_ns(record, now_ns, mount.settle_ns)
     assert fast_path.until_old_ns(record) == min(left_ns, (1 << 63) - 1)
     noted: list[int] = []
-    young = YoungFiles(_Kernel(), settle_ns=mount.settle_ns, realtime_ns=lambda: now_ns, monotonic_ns=lambda: NOW_NS)
+    young = YoungFiles(_Kernel(), settle_ns=mount.settle_ns, clock=Clock(lambda: NOW_NS, lambda: now_ns))
     young.note = lambda number, due_ns, dropped=None: noted.append(due_ns)  # type: ignore[method-assign, assignment]
     young.was_read(record)
     assert [fast_path.note_young(record)] == noted

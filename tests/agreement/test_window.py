@@ -10,11 +10,12 @@ import pytest
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
+from cachefs.contract.index import Table
 from cachefs.data.data_cache import DataCache
 from cachefs.data.fetcher import Fetcher
 from cachefs.options import Options
 from cachefs.store.blob.record import block_count
-from cachefs.store.index.environment import Environment, Table, View
+from cachefs.store.index.environment import Environment, View
 from cachefs.store.index.records import PINNED, Extent, Inode, pair_key
 from policies.prefetch.sequential import CHUNK_BYTES
 from tests.agreement.library import EXAMPLES, FastPath

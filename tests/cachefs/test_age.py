@@ -7,13 +7,13 @@ import pytest
 import trio
 import trio.testing
 
+from cachefs.contract.shared import SETTLE_NS
 from cachefs.data.young_files import YoungFiles
-from cachefs.options import SETTLE_NS
 from cachefs.source import age
 from cachefs.store.index.environment import Environment
 from cachefs.store.index.index import Index
 from cachefs.store.index.records import UNSETTLED, Inode
-from cachefs.system.clock import NANOSECONDS
+from cachefs.system.clock import NANOSECONDS, Clock
 
 NOW_NS = 1_000 * NANOSECONDS
 SECOND_NS = NANOSECONDS
@@ -57,7 +57,7 @@ def test_each_read_of_a_young_file_has_its_pages_dropped_when_it_is_due() -> Non
         start_s = trio.current_time()
         kernel = Kernel()
         clock = lambda: NOW_NS + int((trio.current_time() - start_s) * NANOSECONDS)  # noqa: E731
-        young = YoungFiles(kernel, realtime_ns=clock, monotonic_ns=clock)
+        young = YoungFiles(kernel, clock=Clock(clock, clock))
         handled: list[str] = []
         async with trio.open_nursery() as nursery:
             nursery.start_soon(young.run)
@@ -96,7 +96,7 @@ def test_a_successor_drops_the_pages_that_its_predecessor_has_not(tmp_path: Path
                             young.was_read(changed(3600, 0)._replace(number=9))  # again, while it drops them
                         await super().pages(numbers)
 
-                young = YoungFiles(ReadOnce(), index, realtime_ns=clock, monotonic_ns=clock)
+                young = YoungFiles(ReadOnce(), index, clock=Clock(clock, clock))
                 for read in reads:
                     young.was_read(read)
                 young.was_read(changed(-9, 0)._replace(number=8))  # a later change
@@ -104,7 +104,7 @@ def test_a_successor_drops_the_pages_that_its_predecessor_has_not(tmp_path: Path
 
     async def second() -> None:
         kernel = Kernel()
-        young = YoungFiles(kernel, index, monotonic_ns=lambda: NOW_NS + 60 * SECOND_NS)
+        young = YoungFiles(kernel, index, clock=Clock(monotonic_ns=lambda: NOW_NS + 60 * SECOND_NS))
         young.restore()
         with trio.move_on_after(1):
             await young.run()

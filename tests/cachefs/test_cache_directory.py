@@ -7,12 +7,13 @@ from pathlib import Path
 
 import pytest
 
+from cachefs.contract.index import Table
 from cachefs.errors import CacheFsError
 from cachefs.options import Revalidate
 from cachefs.source import rctime
 from cachefs.store import cache_directory
 from cachefs.store.cache_directory import CacheDirectory, OpenedIndex
-from cachefs.store.index.environment import Environment, Table
+from cachefs.store.index.environment import Environment
 from cachefs.store.index.records import PINNED
 from cachefs.store.runs import RunState
 
@@ -22,8 +23,7 @@ RCTIME = b"1000000000.09123"
 
 def stored(opened: OpenedIndex) -> bytes:
     """What is durable of the run."""
-    with opened._durable.lmdb.begin() as txn:
-        return bytes(txn.get(b"run", db=opened._durable.tables[Table.META]))
+    return opened.index.durable.get(Table.META, b"run") or b""
 
 
 class Runs:

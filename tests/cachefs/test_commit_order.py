@@ -11,8 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from cachefs.contract.index import Table
 from cachefs.store.index.dirty import Dirty
-from cachefs.store.index.environment import Environment, Table
+from cachefs.store.index.environment import Environment
 from cachefs.store.index.index import Index
 from cachefs.store.index.records import LISTED, PINNED, Dentry, Inode, inode_key, pair_key
 
@@ -169,7 +170,7 @@ def test_a_batch_that_failed_goes_first(index: Index) -> None:
     put_names(index, *NAMES[3:])
     index.restore_dirty(batch)
     assert not index.in_flight
-    assert list(index.dirty)[: len(batch)] == batch.keys
+    assert list(index.dirty)[: len(batch.keys)] == batch.keys
     commit_all(index, 2)
     assert after_a_crash(index) == (True, set(NAMES))
 

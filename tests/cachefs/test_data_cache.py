@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import trio
 
+from cachefs.contract.index import Table
 from cachefs.data import write_behind
 from cachefs.data.commit import Pending
 from cachefs.data.data_cache import DataCache
@@ -16,7 +17,6 @@ from cachefs.data.write_behind import WriteBehind
 from cachefs.options import Options
 from cachefs.stats.metrics import Metrics
 from cachefs.store.blob.blob import Blob
-from cachefs.store.index.environment import Table
 from cachefs.store.index.index import Index
 from cachefs.store.index.records import PINNED, Inode, inode_key
 from policies.prefetch.sequential import CHUNK_BYTES
@@ -32,7 +32,10 @@ class Cache:
         self.now_s = 1000.0
         self.blob = Blob(path, 5)
         self.writes = WriteBehind(index, self.blob, self.metrics, 1 << 30, clock=lambda: self.now_s)
-        self.data = DataCache(index, self.blob, Options(), self.metrics, self.writes)
+        self.unreported_bytes = 0
+        self.data = DataCache(
+            index, self.blob, Options(), self.metrics, self.writes, unreported_bytes=lambda: self.unreported_bytes
+        )
 
     async def flush(self) -> None:
         async with trio.open_nursery() as nursery:
@@ -93,9 +96,9 @@ def test_who_does_not_append_admits_nothing(cache: Cache) -> None:
 def test_what_is_under_way_is_what_the_index_has_not_heard_of(cache: Cache) -> None:
     async def main() -> None:
         assert not cache.data.is_under_way
-        cache.data.held_bytes = lambda: 1
+        cache.unreported_bytes = 1
         assert cache.data.is_under_way
-        cache.data.held_bytes = lambda: 0
+        cache.unreported_bytes = 0
         cache.data.admit(inode(200), 0, bytes(200))
         assert cache.data.is_under_way
         await cache.flush()

@@ -6,7 +6,6 @@ import os
 import shutil
 import struct
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,8 @@ from typing import Any
 import pytest
 import trio
 
+from cachefs.contract.blob import RECORD_HEADER_BYTES, SLAB_BYTES
+from cachefs.contract.index import Table
 from cachefs.data.commit import Filled, Pending
 from cachefs.data.data_cache import DataCache
 from cachefs.data.write_behind import WriteBehind
@@ -22,9 +23,9 @@ from cachefs.options import Options
 from cachefs.stats.metrics import Metrics
 from cachefs.store import recovery, snapshot
 from cachefs.store.blob import record
-from cachefs.store.blob.blob import SLAB_BYTES, Blob
+from cachefs.store.blob.blob import Blob
 from cachefs.store.blob.space import place_of
-from cachefs.store.index.environment import Environment, Table
+from cachefs.store.index.environment import Environment
 from cachefs.store.index.index import Commit, Index, Totals
 from cachefs.store.index.records import (
     IMMUTABLE,
@@ -154,8 +155,8 @@ def test_what_the_disk_refused_is_never_indexed(
     monkeypatch.setattr(os, "fdatasync", refuse)
     settled: list[int] = []
     undone: list[bool] = []
-    parts.writes.settled = settled.append
-    parts.writes.undone = lambda: undone.append(True)
+    parts.writes.on_handled.add(settled.append)
+    parts.writes.on_lost_append.add(lambda: undone.append(True))
     write(parts, writer)
     trio.run(parts.flush)
     assert parts.index.totals == Totals()
@@ -219,7 +220,7 @@ def test_a_drop_of_a_place_that_cannot_be_stops_no_commit(parts: Parts, row: tup
 
 
 def header(number: int, length: int, offset: int = 0, version: int = 1) -> record.Header:
-    return record.Header(length, number, offset, version, length, 1, 2, 3, 0o100644, 0, number)
+    return record.Header(length, number, offset, version, length, 1, 2, 3, 0, number, 0o100644)
 
 
 @pytest.fixture
@@ -284,12 +285,12 @@ def test_what_a_rebuild_does_not_need_is_given_back(blob: Blob, tmp_path: Path) 
     assert extents == {(1, 0): newer, (2, 0): whole}
     assert {extent.blob_offset for _, extent in recovery.scan(blob)} == {newer.blob_offset, whole.blob_offset}
     for each in (older, within):
-        assert not any(blob.pread(each.length, each.blob_offset)[:4096])
+        assert not any(os.pread(blob.fd, 4096, each.blob_offset))
 
 
 def test_a_rebuild_has_aliases_of_inodes_that_have_other_numbers_here(blob: Blob, tmp_path: Path) -> None:
-    renumbered = replace(header(2, 1000), source_inode=99)
-    elsewhere = replace(header(3, 1000), device=5, source_inode=3)
+    renumbered = header(2, 1000)._replace(source_inode=99)
+    elsewhere = header(3, 1000)._replace(device=5, source_inode=3)
     blob.append([(each, bytes(1000)) for each in (header(1, 1000), renumbered, elsewhere)])
     durable = Environment(tmp_path / "index", sync=False)
     recovery.rebuild(blob, durable)
@@ -337,8 +338,8 @@ def test_a_record_that_the_blob_ends_in_is_not_rebuilt(blob: Blob, tmp_path: Pat
         {
             "half of the payload": last.blob_offset + SIZE // 2,
             "all but one byte": last.blob_offset + SIZE - 1,
-            "half of the table": start + record.HEADER_BYTES + 8,
-            "the header": start + record.HEADER_BYTES,
+            "half of the table": start + RECORD_HEADER_BYTES + 8,
+            "the header": start + RECORD_HEADER_BYTES,
         }[keep],
     )
     totals, extents = rebuilt(blob, tmp_path / "index")
@@ -352,7 +353,7 @@ def test_a_record_whose_table_of_checksums_is_damaged_is_not_rebuilt(blob: Blob,
     blob._new_slab()
     sound = blob.append([(header(2, SIZE), PAYLOAD)])[0]
     table = damaged.blob_offset - 8 * len(damaged.checksums)
-    byte = blob.pread(1, table)[0]
+    byte = os.pread(blob.fd, 1, table)[0]
     os.pwrite(blob.fd, bytes([byte ^ 1]), table)
     assert table < SLAB_BYTES < sound.blob_offset
     totals, extents = rebuilt(blob, tmp_path / "index")

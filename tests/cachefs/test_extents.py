@@ -6,8 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from cachefs.contract.index import Table
 from cachefs.store.blob import record
-from cachefs.store.index.environment import Environment, Table
+from cachefs.store.index.environment import Environment
 from cachefs.store.index.index import Index
 from cachefs.store.index.records import PINNED, Extent, Inode, inode_key
 
@@ -43,12 +44,14 @@ def test_every_byte_that_was_added_is_found_and_no_extent_lies_within_another(
     index: Index, ranges: list[tuple[int, int]]
 ) -> None:
     number = pinned(index)
-    index.commit(None, [(number - 1, 0, extent(60, 1)), (number + 1, 0, extent(60, 1))])  # neighbours without an inode
+    index.commit(
+        index.take_dirty(0), [(number - 1, 0, extent(60, 1)), (number + 1, 0, extent(60, 1))]
+    )  # neighbours without an inode
     before = index.totals
     added: list[tuple[int, int]] = []
     left: set[int] = set()
     for blob_offset, (start, length) in enumerate(ranges):
-        commit = index.commit(None, [(number, start, extent(length, blob_offset))])
+        commit = index.commit(index.take_dirty(0), [(number, start, extent(length, blob_offset))])
         added.append((start, length))
         left.add(blob_offset)
         left -= {each.blob_offset for each in (*commit.freed, *commit.rejected)}
@@ -69,19 +72,19 @@ def test_every_byte_that_was_added_is_found_and_no_extent_lies_within_another(
         assert index.totals.blob_bytes - before.blob_bytes == sum(each.record_bytes for _, each in table)
         assert index.totals.cached_files - before.cached_files == 1
     for start, each in table if ranges else ():
-        index.commit(None, [], [(number, start, each.blob_offset)])
+        index.commit(index.take_dirty(0), [], [(number, start, each.blob_offset)])
     assert index.totals == before
 
 
 def test_what_is_reported_again_is_left_alone(index: Index) -> None:
     """A daemon that committed it died before it said so."""
     number = pinned(index)
-    index.commit(None, [(number, 4, extent(8, 77))])
-    commit = index.commit(None, [(number, 4, extent(8, 77))])
+    index.commit(index.take_dirty(0), [(number, 4, extent(8, 77))])
+    commit = index.commit(index.take_dirty(0), [(number, 4, extent(8, 77))])
     assert not commit.freed and not commit.rejected and not commit.indexed
 
 
 def test_of_the_same_range_the_later_one_counts(index: Index) -> None:
     number = pinned(index)
-    index.commit(None, [(number, 4, extent(8, 77))])
-    assert index.commit(None, [(number, 4, extent(8, 78))]).freed == [extent(8, 77)]
+    index.commit(index.take_dirty(0), [(number, 4, extent(8, 77))])
+    assert index.commit(index.take_dirty(0), [(number, 4, extent(8, 78))]).freed == [extent(8, 77)]

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from cachefs.contract.shared import VERSION, SharedFlag
+from cachefs.contract import shared as layout
+from cachefs.contract.shared import SHARED_VERSION, SharedFlag
 from cachefs.data.commit import Filled
 from cachefs.fastpath import connection, in_doubt, processes, shared_memory
 from cachefs.options import CacheLevel, Options
@@ -37,7 +38,7 @@ def test_a_request_is_found_by_its_handle_until_its_slot_has_another_generation(
     memory = shared_memory.Shared.create()
     slot, generation = 2047, (7 << 47) + 5
     header = struct.pack("<2I2Q2I", 80, 15, 1, (1 << 62) + 3, 4321, 1)
-    os.pwrite(memory.fd, header, shared_memory.HEAD_BYTES + slot * shared_memory.SLOT_BYTES)
+    os.pwrite(memory.fd, header, layout.HEAD_BYTES + slot * layout.SLOT_BYTES)
     os.pwrite(memory.fd, struct.pack("<Q", generation << 8 & (1 << 64) - 1 | 4), shared_memory.SLOTS_OFFSET + slot * 32)
     handle = 1 << 63 | 5 << 16 | slot
     assert memory.request_at(handle) == ((1 << 62) + 3, 4321)
@@ -49,7 +50,7 @@ def test_a_request_is_found_by_its_handle_until_its_slot_has_another_generation(
 
 def test_shared_memory_of_another_version_is_refused() -> None:
     memory = shared_memory.Shared.create()
-    os.pwrite(memory.fd, struct.pack("<I", VERSION + 1), 4)
+    os.pwrite(memory.fd, struct.pack("<I", SHARED_VERSION + 1), 4)
     with pytest.raises(shared_memory.OtherVersion):
         shared_memory.Shared(memory.fd)
     memory.close()

@@ -14,11 +14,12 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
+from cachefs.contract.index import MAP_BYTES, Table
 from cachefs.errors import IndexUnavailable
 from cachefs.metadata.listings import Listings
 from cachefs.options import Options
 from cachefs.store.index.dirty import Batch
-from cachefs.store.index.environment import MAP_SIZE_BYTES, MAX_READERS, Environment, Table, View
+from cachefs.store.index.environment import MAX_READERS, Environment, View
 from cachefs.store.index.index import Index
 from cachefs.store.index.overflow import is_complete
 from cachefs.store.index.records import PINNED, Extent, Inode, inode_key
@@ -80,7 +81,7 @@ class IndexMachine(RuleBasedStateMachine):
         if fails and self.taken:
             self.index.restore_dirty(self.taken)
         else:
-            self.index.forget_committed(self.index.commit(self.taken, []).flushed)
+            self.index.forget_committed(self.index.commit(self.taken or self.index.take_dirty(0), []).flushed)
         self.taken = None
 
     @rule()
@@ -237,8 +238,8 @@ def test_pinned_inodes_are_counted_on_their_way_to_the_disk_and_there(index: Ind
 def test_a_corrupt_extent_is_dropped_unless_it_was_replaced_meanwhile(index: Index) -> None:
     put(index, inode(7, 1))
     commit(index, (7, 0, extent(1, 1000)))
-    assert index.commit(None, [], [(7, 0, 999)]).freed == []
-    assert index.commit(None, [], [(7, 0, 1000)]).freed == [extent(1, 1000)]
+    assert index.commit(index.take_dirty(0), [], [(7, 0, 999)]).freed == []
+    assert index.commit(index.take_dirty(0), [], [(7, 0, 1000)]).freed == [extent(1, 1000)]
     assert index.totals.cached_files == 0
 
 
@@ -261,7 +262,8 @@ def test_14_a_reader_holds_back_punching(index: Index) -> None:
 def test_what_a_full_session_refuses_is_there_all_the_same(index: Index) -> None:
     said: list[str] = []
     changes: list[bool] = []
-    index.on_refused, index.session.overflow.on_change = said.append, changes.append
+    index.on_refused.add(said.append)
+    index.session.overflow.on_change.add(changes.append)
     data = index.session.path / "data.mdb"
     put(index, inode(7, 1))
     real, index.session.lmdb = index.session.lmdb, Refusing(index.session.lmdb)
@@ -282,8 +284,8 @@ def test_what_a_full_session_refuses_is_there_all_the_same(index: Index) -> None
 
 
 def test_16_a_full_index_refuses_and_the_session_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert MAP_SIZE_BYTES == 1 << 40
-    monkeypatch.setattr("cachefs.store.index.environment.MAP_SIZE_BYTES", 200 << 10)
+    assert MAP_BYTES == 1 << 40
+    monkeypatch.setattr("cachefs.store.index.environment.MAP_BYTES", 200 << 10)
     durable = Environment(tmp_path / "durable", sync=True)
     monkeypatch.undo()
     index = Index(durable, Environment(tmp_path / "session", sync=False))

@@ -2,11 +2,12 @@
 
 import pytest
 
+from cachefs.contract.index import ROOT_INODE
 from cachefs.metadata.inode_cache import InodeCache
 from cachefs.options import Options
 from cachefs.store.index.environment import Update
 from cachefs.store.index.index import Index
-from cachefs.store.index.records import ROOT_INODE, Inode
+from cachefs.store.index.records import Inode
 from cachefs.system.clock import NANOSECONDS, Clock
 from cachefs.system.stat import Stat
 from tests.cachefs.inode_caches import inode_cache

@@ -4,10 +4,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from cachefs.contract.index import Table
 from cachefs.metadata.inode_cache import InodeCache
 from cachefs.metadata.listings import Listings
 from cachefs.options import Options
-from cachefs.store.index.environment import Environment, Table
+from cachefs.store.index.environment import Environment
 from cachefs.store.index.index import Index
 from cachefs.store.index.records import Inode, pair_key
 from cachefs.system.stat import Stat

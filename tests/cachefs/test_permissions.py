@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 import trio
 
+from cachefs.contract.index import ROOT_INODE
 from cachefs.fs import permissions as permissions_module
 from cachefs.fs.permissions import Look, Permissions, PermissionsChanged
 from cachefs.options import Options
 from cachefs.source.directories import ROOT
 from cachefs.source.source import Source
 from cachefs.store.index.index import Index
-from cachefs.store.index.records import ROOT_INODE
 from cachefs.system.stat import Stat
 from tests.cachefs.inode_caches import Kernel, inode_cache
 

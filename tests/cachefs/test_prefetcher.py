@@ -18,6 +18,9 @@ class Data:
         self.writes = SimpleNamespace(round_ended=trio.sleep_forever)
         self.evictions = 0
 
+    def fits(self, record_bytes: int) -> bool:
+        return self.used_bytes + record_bytes <= self.capacity_bytes
+
     def make_room(self, wanted_bytes: int) -> None:
         self.evictions += 1
 
@@ -32,7 +35,7 @@ class Data:
 
 def has_room(data: Data, *, evicts: bool) -> bool:
     nothing: Any = None
-    engine = PrefetchEngine(data, nothing)  # type: ignore[arg-type]
+    engine = PrefetchEngine(data, *(nothing,) * 5)  # type: ignore[arg-type]
 
     async def bounded() -> bool:
         with trio.fail_after(10):

@@ -4,20 +4,20 @@ from functools import partial
 
 import pytest
 
+from cachefs.contract.index import ROOT_INODE, Table
 from cachefs.fs.immutability import may_become_immutable_on_open
 from cachefs.metadata.inode_cache import InodeCache
 from cachefs.metadata.inode_paths import links_of, name_expires_ns
 from cachefs.metadata.limit import InodeLimit
 from cachefs.metadata.validity import FOREVER_NS, Run, Validity
 from cachefs.options import Options
-from cachefs.store.index.environment import Table, Update
+from cachefs.store.index.environment import Update
 from cachefs.store.index.index import Index
 from cachefs.store.index.records import (
     IMMUTABLE,
     IMMUTABLE_ON_OPEN,
     LISTED,
     PINNED,
-    ROOT_INODE,
     STALE,
     UNLINKED,
     UNSETTLED,

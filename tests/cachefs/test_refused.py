@@ -78,9 +78,9 @@ def test_a_call_to_the_source_waits_for_a_thread_without_a_slot() -> None:
                 for _ in range(8):
                     nursery.start_soon(ask)
                 await trio.testing.wait_all_tasks_blocked(0.01)
-                assert not answers and call_pool._shares.held == 0
+                assert not answers and call_pool._shares.taken == 0
             await until(lambda: len(answers) == 8)
-            assert call_pool._shares.held == call_pool.stuck == 0
+            assert call_pool._shares.taken == call_pool.hanging.stuck == 0
             nursery.cancel_scope.cancel()
         call_pool.close()
 
@@ -109,7 +109,7 @@ def test_a_call_that_never_gets_a_thread_ends_in_a_time_out_and_holds_nothing() 
                 call_pool.abandon_overdue()
                 await trio.testing.wait_all_tasks_blocked()
             assert caught == [errno.ETIMEDOUT] and call_pool.timeouts == 1
-            assert call_pool._shares.held == call_pool.stuck == 0
+            assert call_pool._shares.taken == call_pool.hanging.stuck == 0
             assert await call_pool.run(lambda: 2) == 2
         call_pool.close()
 

@@ -5,6 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from cachefs.contract.blob import RECORD_HEADER_BYTES
+from cachefs.contract.index import Table
 from cachefs.errors import CacheFsError
 from cachefs.options import Options, Revalidate
 from cachefs.store import recovery, runs
@@ -12,7 +14,7 @@ from cachefs.store.blob import record
 from cachefs.store.blob.blob import Blob
 from cachefs.store.blob.space import place_of
 from cachefs.store.cache_directory import OpenedIndex
-from cachefs.store.index.environment import Environment, Table
+from cachefs.store.index.environment import Environment
 from cachefs.store.index.index import Index
 from cachefs.store.index.records import PINNED, Inode, inode_key, pair_key
 from cachefs.store.runs import FIRST_ALIAS, RUN_BITS, Numbers, RunState, run_of, run_of_inode
@@ -23,7 +25,7 @@ SEED = 7
 
 
 def header(inode: int, version: int, *, source_inode: int | None = None, offset: int = 0) -> record.Header:
-    return record.Header(4, inode, offset, version, 4, 1, 2, 3, 0o100644, 0, source_inode or inode)
+    return record.Header(4, inode, offset, version, 4, 1, 2, 3, 0, source_inode or inode, 0o100644)
 
 
 def in_run(run: int, n: int) -> int:
@@ -73,7 +75,7 @@ def test_after_a_rebuild_the_run_is_above_dead_records(blob: Blob, durable: Envi
     live, dead = blob.append([(header(5, in_run(1, 9)), b"abcd"), (header(6, in_run(8, 1)), b"abcd")])
     start, end = place_of(dead)
     blob.mark_gap(start, end, in_run(8, 1))
-    blob.punch(start + record.HEADER_BYTES, end)
+    blob.punch(start + RECORD_HEADER_BYTES, end)
     recovery.rebuild(blob, durable)
     assert first_run(durable, tmp_path).run == 9
     assert [extent for _, extent in recovery.scan(blob)] == [live]
@@ -153,7 +155,7 @@ def test_a_session_that_is_not_complete_begins_another_run(tmp_path: Path, same_
 
     first = opened(same_mount=False)
     first.index.session.overflow.put(Table.META, b"more", b"than fits")
-    first.index.session.overflow.settle()
+    first.index.session.overflow.update_mark()
     first.close(flushed=False)
     second = opened(same_mount=same_mount)
     run = first.state.run + 1

@@ -30,8 +30,8 @@ def test_nobody_has_more_than_three_quarters() -> None:
     for owner in range(4):  # each takes what it gets
         while not places.is_full(owner):
             places.take(owner)
-        counts.append(places.held_by(owner))
-    assert counts == [75, 18, 5, 1] and places.held == 99
+        counts.append(places.taken_by(owner))
+    assert counts == [75, 18, 5, 1] and places.taken == 99
     for _ in range(10):
         places.give(0)
     assert places.is_full(0) and not places.is_full(1) and not places.is_full(4)
@@ -46,8 +46,8 @@ def test_the_reserve_is_for_owners_that_have_next_to_nothing() -> None:
     for owner in range(20):
         while not places.is_full(owner):
             places.take(owner)
-        counts.append(places.held_by(owner))
-    assert counts == [75, 18, 5] + [LEAST] * 10 + [1] + [0] * 6 and places.held == 119
+        counts.append(places.taken_by(owner))
+    assert counts == [75, 18, 5] + [LEAST] * 10 + [1] + [0] * 6 and places.taken == 119
     places.give(1)
     assert places.is_full(0) and not places.is_full(19)
 
@@ -57,7 +57,7 @@ def test_shares_for_each_leave_a_quarter() -> None:
         places = Shares.for_each(most)
         while not places.is_full(7):
             places.take(7)
-        assert places.held == most < places.total
+        assert places.taken == most < places.total
 
 
 def test_tasks_inherit_their_owner() -> None:
@@ -103,7 +103,7 @@ def test_b5_calls_of_one_user_that_block_do_not_block_another(abandoned: bool) -
         if abandoned:
             clock.now += 6
             call_pool.abandon_overdue()
-            assert call_pool.stuck == 64 and len(answers) == 200
+            assert call_pool.hanging.stuck == 64 and len(answers) == 200
         shares.act_for(2)
         for number in range(40):
             assert await call_pool.run(lambda number=number: number) == number
@@ -111,7 +111,7 @@ def test_b5_calls_of_one_user_that_block_do_not_block_another(abandoned: bool) -
         assert await call_pool.run(lambda: "of the daemon") == "of the daemon"
         gate.set()
         with trio.fail_after(10):
-            while call_pool.stuck or len(answers) < 200:
+            while call_pool.hanging.stuck or len(answers) < 200:
                 await trio.sleep(0.001)
         call_pool.close()
 
@@ -312,7 +312,7 @@ def test_b7_a_lease_that_is_never_given_up_ends_in_a_time_out() -> None:
             with pytest.raises(OSError, match="timed out") as caught:
                 await call_pool.run(leased)
             assert caught.value.errno == errno.ETIMEDOUT
-            assert await call_pool.run(lambda: 1) == 1 and call_pool.stuck == 0
+            assert await call_pool.run(lambda: 1) == 1 and call_pool.hanging.stuck == 0
             nursery.cancel_scope.cancel()
         call_pool.close()
 
@@ -339,7 +339,7 @@ def test_a_question_that_hangs_is_asked_once_and_again_when_its_call_has_returne
         await until(lambda: asked)
         clock.now += 6
         call_pool.abandon_overdue()
-        assert call_pool.stuck == 1 and len(answers) == 1
+        assert call_pool.hanging.stuck == 1 and len(answers) == 1
         for _ in range(20):
             call_pool.start(ask, answers.append, question="name")
         assert await call_pool.run(lambda: "another", question="other") == "another"
@@ -348,10 +348,10 @@ def test_a_question_that_hangs_is_asked_once_and_again_when_its_call_has_returne
         call_pool.start(ask, answers.append, question="name")
         clock.now += 2.5
         call_pool.abandon_overdue()  # 20 of them, each at its own deadline; the last one waits on
-        assert len(answers) == 21 and call_pool.stuck == 1 and len(asked) == 1
+        assert len(answers) == 21 and call_pool.hanging.stuck == 1 and len(asked) == 1
         gate.set()
         await until(lambda: len(answers) == 22)
-        assert call_pool.stuck == 0 and len(asked) == 2
+        assert call_pool.hanging.stuck == 0 and len(asked) == 2
         assert answers[-1].unwrap() is None
         call_pool.close()
 
@@ -374,10 +374,10 @@ def test_a_question_that_hangs_is_asked_again_when_it_has_hung_twice_as_long() -
             call_pool.start(ask, answers.append, question="name")
             clock.now += 1
             call_pool.abandon_overdue()
-        await until(lambda: len(asked) == call_pool.stuck)
+        await until(lambda: len(asked) == call_pool.hanging.stuck)
         assert 5 <= len(asked) <= 11
         gate.set()
-        await until(lambda: not call_pool.stuck)
+        await until(lambda: not call_pool.hanging.stuck)
         call_pool.close()
 
     run(main)
@@ -395,9 +395,9 @@ def test_a_source_that_is_mounted_anew_is_asked_at_once_what_hung() -> None:
         call_pool.suspend()
         call_pool.resume(anew=True)
         await until(lambda: len(answers) == 2)
-        assert answers[-1].unwrap() == "anew" and call_pool.stuck == 1
+        assert answers[-1].unwrap() == "anew" and call_pool.hanging.stuck == 1
         gate.set()
-        await until(lambda: not call_pool.stuck)
+        await until(lambda: not call_pool.hanging.stuck)
         call_pool.close()
 
     run(main)
@@ -410,15 +410,15 @@ def test_calls_that_can_be_left_out_are_not_made_when_a_quarter_of_a_users_slots
         gate = threading.Event()
         shares.act_for(1)
         for number in range(4):
-            assert call_pool.may_risk()
+            assert call_pool.hanging.may_risk()
             call = partial(gate.wait, 15)
             call_pool.start(call, lambda _: None)
             assert call_pool.give_up(call, number) and not call_pool.give_up(call, number)
-        assert not call_pool.may_risk() and call_pool.stuck == 4
+        assert not call_pool.hanging.may_risk() and call_pool.hanging.stuck == 4
         shares.act_for(2)
-        assert call_pool.may_risk()
+        assert call_pool.hanging.may_risk()
         gate.set()
-        await until(lambda: not call_pool.stuck)
+        await until(lambda: not call_pool.hanging.stuck)
         call_pool.close()
 
     run(main)

@@ -7,13 +7,16 @@ from pathlib import Path
 
 import pytest
 
+from cachefs.contract.blob import RECORD_HEADER_BYTES, SLAB_BYTES
+from cachefs.contract.index import Table
 from cachefs.store import recovery
 from cachefs.store.blob import record
-from cachefs.store.blob.blob import SLAB_BYTES, Blob
+from cachefs.store.blob.blob import Blob
 from cachefs.store.blob.space import FREE_BYTES, OTHER_FREE_BYTES, Space, place_of
-from cachefs.store.index.environment import Environment, Table
+from cachefs.store.index.environment import Environment
 from cachefs.store.index.index import Index
 from cachefs.store.index.records import Extent, inode_key, pair_key
+from policies.prefetch.sequential import CHUNK_BYTES
 
 SEED = 77
 MIB = 1 << 20
@@ -194,12 +197,12 @@ def test_the_header_of_a_gap_never_crosses_the_end_of_a_slab(cache: Cache) -> No
     (first,) = cache.append([1])
     size = record.record_bytes(1)
     fill = SLAB_BYTES - size - 64
-    part = record.MAX_PAYLOAD_BYTES
+    part = CHUNK_BYTES
     sizes = []
     while fill > record.record_bytes(part) + 4096:
         sizes.append(part)
         fill -= record.record_bytes(part)
-    last = fill - record.HEADER_BYTES - 8 * record.block_count(fill)
+    last = fill - RECORD_HEADER_BYTES - 8 * record.block_count(fill)
     cache.append([*sizes, last // 8 * 8])
     (second,) = cache.append([1])
     assert place_of(cache.live[second])[0] == SLAB_BYTES

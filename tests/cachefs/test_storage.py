@@ -11,15 +11,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cachefs.contract.index import DENTRY_RECORD, EXTENT_RECORD, INODE_RECORD
+from cachefs.contract.blob import BLOCK_BYTES, RECORD_DATA, RECORD_HEADER_BYTES, SLAB_BYTES
+from cachefs.contract.index import DENTRY_RECORD, EXTENT_RECORD, INODE_RECORD, Table
 from cachefs.errors import CorruptRecord
 from cachefs.store import recovery
 from cachefs.store.blob import record
-from cachefs.store.blob.blob import SLAB_BYTES, Blob, BlobFull
+from cachefs.store.blob.blob import Blob, BlobFull
 from cachefs.store.blob.space import place_of
 from cachefs.store.index import records
-from cachefs.store.index.environment import Environment, Table
+from cachefs.store.index.environment import Environment
 from cachefs.system.unix_socket import socket_address
+from policies.prefetch.sequential import CHUNK_BYTES
 from tests.conftest import REPOSITORY
 
 SEED = 0x1234567890ABCDEF
@@ -28,22 +30,22 @@ i64 = st.integers(-(2**63), 2**63 - 1)
 
 
 def header(length: int, inode: int = 7, offset: int = 0, version: int = 1) -> record.Header:
-    return record.Header(length, inode, offset, version, length, 1, 2, 3, 0o100644, 0, inode)
+    return record.Header(length, inode, offset, version, length, 1, 2, 3, 0, inode, 0o100644)
 
 
 @given(st.binary(max_size=300_000), u64, u64, u64, i64, i64, i64, st.integers(0, 2**32 - 1))
 @settings(max_examples=50, deadline=None)
 def test_records_come_back_as_they_were(payload, inode, offset, version, mtime, ctime, btime, mode) -> None:
-    written = record.Header(len(payload), inode, offset, version, 5, mtime, ctime, btime, mode, 3, inode)
+    written = record.Header(len(payload), inode, offset, version, 5, mtime, ctime, btime, 3, inode, mode)
     checksums = record.checksums_of(payload, SEED)
     prefix = record.encode_prefix(written, checksums, SEED)
     assert len(prefix) == record.payload_start(len(payload))
     decoded = record.decode_header(prefix, SEED)
-    assert decoded is not None and decoded[:2] == (written, record.TYPE_DATA)
-    assert record.decode_checksums(prefix[record.HEADER_BYTES :], decoded[2], SEED) == checksums
+    assert decoded is not None and decoded[:2] == (written, RECORD_DATA)
+    assert record.decode_checksums(prefix[RECORD_HEADER_BYTES:], decoded[2], SEED) == checksums
 
 
-@given(st.integers(0, record.HEADER_BYTES - 1), st.integers(1, 255))
+@given(st.integers(0, RECORD_HEADER_BYTES - 1), st.integers(1, 255))
 @settings(deadline=None)
 def test_any_changed_byte_of_a_header_is_noticed(position: int, flip: int) -> None:
     prefix = bytearray(record.encode_prefix(header(10), record.checksums_of(b"x" * 10, SEED), SEED))
@@ -55,14 +57,14 @@ def test_any_changed_byte_of_a_header_is_noticed(position: int, flip: int) -> No
 def test_a_header_that_the_end_of_the_blob_cuts_off_is_corrupt() -> None:
     prefix = record.encode_prefix(header(10), record.checksums_of(b"x" * 10, SEED), SEED)
     with pytest.raises(CorruptRecord):
-        record.decode_header(prefix[: record.HEADER_BYTES - 1], SEED)
+        record.decode_header(prefix[: RECORD_HEADER_BYTES - 1], SEED)
 
 
 def test_a_record_of_another_cache_is_no_record() -> None:
     prefix = record.encode_prefix(header(10), record.checksums_of(b"x" * 10, SEED), SEED)
     with pytest.raises(CorruptRecord):
         record.decode_header(prefix, SEED + 1)
-    assert record.decode_header(bytes(record.HEADER_BYTES), SEED) is None
+    assert record.decode_header(bytes(RECORD_HEADER_BYTES), SEED) is None
 
 
 def test_the_structs_are_what_format_md_says() -> None:
@@ -104,19 +106,19 @@ def test_a_blob_gives_back_any_part(blob: Blob) -> None:
 
 
 def test_a_read_verifies_just_the_blocks_it_touches(blob: Blob, tmp_path: Path) -> None:
-    payload = os.urandom(4 * record.BLOCK_BYTES)
+    payload = os.urandom(4 * BLOCK_BYTES)
     (extent,) = blob.append([(header(len(payload)), payload)])
     with open(tmp_path / "blob", "r+b") as file:
-        file.seek(extent.blob_offset + 2 * record.BLOCK_BYTES + 5)
-        file.write(bytes([payload[2 * record.BLOCK_BYTES + 5] ^ 1]))
-    assert blob.read(extent, 0, 2 * record.BLOCK_BYTES) == payload[: 2 * record.BLOCK_BYTES]
+        file.seek(extent.blob_offset + 2 * BLOCK_BYTES + 5)
+        file.write(bytes([payload[2 * BLOCK_BYTES + 5] ^ 1]))
+    assert blob.read(extent, 0, 2 * BLOCK_BYTES) == payload[: 2 * BLOCK_BYTES]
     with pytest.raises(CorruptRecord):
-        blob.read(extent, 3 * record.BLOCK_BYTES - 1, 1)
+        blob.read(extent, 3 * BLOCK_BYTES - 1, 1)
 
 
 def test_records_never_cross_a_slab_and_a_new_run_begins_a_new_one(tmp_path: Path) -> None:
     blob = Blob(tmp_path / "blob", SEED)
-    payload = bytes(record.MAX_PAYLOAD_BYTES)
+    payload = bytes(CHUNK_BYTES)
     extents = blob.append([(header(len(payload), inode), payload) for inode in range(1, 40)])
     for extent in extents:
         start = extent.blob_offset - record.payload_start(extent.length)
@@ -150,7 +152,7 @@ def test_a_punched_record_is_dead_and_its_neighbours_live(blob: Blob) -> None:
     extents = blob.append([(header(50_000, inode), p) for inode, p in enumerate(payloads, 1)])
     start, end = place_of(extents[1])
     blob.mark_gap(start, end, 1)
-    blob.punch(start + record.HEADER_BYTES, end)
+    blob.punch(start + RECORD_HEADER_BYTES, end)
     assert blob.read(extents[0], 0, 50_000) == payloads[0]
     assert blob.read(extents[2], 0, 50_000) == payloads[2]
     with pytest.raises(CorruptRecord):

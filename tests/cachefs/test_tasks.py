@@ -11,6 +11,7 @@ import pytest
 import trio
 import trio.testing
 
+from cachefs.contract.index import Table
 from cachefs.data.data_cache import DataCache
 from cachefs.data.fetcher import Fetcher, OpenFile
 from cachefs.data.write_behind import PAUSE_S, WriteBehind
@@ -24,7 +25,7 @@ from cachefs.source.source import Object
 from cachefs.stats.metrics import Metrics
 from cachefs.store.blob import record
 from cachefs.store.blob.blob import Blob
-from cachefs.store.index.environment import Environment, Table
+from cachefs.store.index.environment import Environment
 from cachefs.store.index.index import Index
 from cachefs.store.index.records import PINNED, Inode, inode_key
 
@@ -93,10 +94,10 @@ def test_20_stuck_calls_keep_their_slots_and_when_all_are_stuck_new_ones_fail_at
                 nursery.start_soon(one)
             await trio.testing.wait_all_tasks_blocked()
             call_pool.abandon_overdue()
-            assert call_pool.stuck == 0
+            assert call_pool.hanging.stuck == 0
             clock.now += 6
             call_pool.abandon_overdue()
-        assert errors == [errno.ETIMEDOUT] * 3 and call_pool.stuck == 2 and call_pool.timeouts == 3
+        assert errors == [errno.ETIMEDOUT] * 3 and call_pool.hanging.stuck == 2 and call_pool.timeouts == 3
         await one(lambda: "a probe")  # one probe a second goes through
         await one(lambda: "refused")
         assert errors[3:] == [None, errno.ETIMEDOUT]
@@ -104,7 +105,7 @@ def test_20_stuck_calls_keep_their_slots_and_when_all_are_stuck_new_ones_fail_at
         await one(lambda: "the next probe")
         assert errors[5:] == [None]
         gate.set()
-        while call_pool.stuck:
+        while call_pool.hanging.stuck:
             await trio.sleep(0.001)
         assert discarded == ["too late"] * 2  # a result that nobody waits for is given back
         await one(lambda: "normal again")
@@ -434,7 +435,7 @@ def test_what_there_is_gets_settled_while_more_keeps_coming(tmp_path: Path) -> N
                 await trio.sleep(0.001)
 
         async def settle() -> None:
-            done.append(await parts.data.writes.settle(15))
+            done.append(await parts.data.writes.flush_queued(15))
 
         async with trio.open_nursery() as nursery:
             nursery.start_soon(feed)

@@ -10,6 +10,7 @@ import pytest
 import trio
 
 from cachefs.options import Options
+from cachefs.prefetch.engine import PrefetchEngine
 from cachefs.prefetch.scan import Scan
 from cachefs.store.index.records import PINNED, Inode
 
@@ -40,7 +41,8 @@ def looked_at(failing: dict[int, int], gone: set[int]) -> Scan:
     filesystem: Any = SimpleNamespace(options=Options(), metadata=metadata, path_of=path_of)
     nothing: Any = None
     files: Any = Files(failing)
-    scan = Scan(filesystem, nothing, files, nothing, wants_data=True, fetches=True, pins_written=False)
+    engine = PrefetchEngine(nothing, nothing, filesystem, nothing, files, nothing)
+    scan = Scan(engine, wants_data=True, fetches=True, pins_written=False)
     trio.run(scan._take, list(range(1, 101)), [])
     return scan
 

@@ -4,7 +4,6 @@ import os
 import shutil
 import subprocess
 import sys
-from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -12,9 +11,7 @@ import pytest
 from cachefs.contract import c_header
 from cachefs.contract.blob import RECORD_HEADER
 from cachefs.contract.index import DENTRY_RECORD, EXTENT_RECORD, INODE_RECORD
-from cachefs.contract.shared import COUNTERS
 from cachefs.contract.structs import Struct
-from cachefs.fastpath.shared_memory import Counters
 from cachefs.store.blob.record import Header
 from cachefs.store.index.records import Dentry, Extent, Inode
 from tests.conftest import REPOSITORY
@@ -25,12 +22,16 @@ PROGRAM = """
 int main(void)
 {
     printf("%zu %zu %d %u", offsetof(struct inode_record, mode), offsetof(struct shared, floor), STALE, BLOCK_BYTES);
+#define SHAPE(operation, number, body, names, kind) printf(" %d %d %d %d", number, body, names, kind);
+    FUSE_OPERATIONS(SHAPE)
     return 0;
 }
 """
 SAYS_THE_SAME = """
-from cachefs.contract import blob, index, shared
+from cachefs.contract import blob, fuse, index, shared
 print(index.INODE_RECORD.offset("mode"), shared.SHARED.offset("floor"), int(index.Flag.STALE), blob.BLOCK_BYTES, end="")
+for each in fuse.FUSE_OPERATIONS:
+    print("", each.number, each.body_bytes, each.names, int(each.kind), end="")
 """
 
 
@@ -53,8 +54,9 @@ def test_the_tuples_of_records_have_the_fields_of_the_structs() -> None:
     assert Inode._fields[1:] == names(INODE_RECORD)
     assert Dentry._fields == names(DENTRY_RECORD)
     assert Extent._fields[:-1] == names(EXTENT_RECORD)
-    assert tuple(each.name for each in fields(Counters)) == names(COUNTERS)
-    assert {each.name for each in fields(Header)} <= set(RECORD_HEADER.fields)
+    header = names(RECORD_HEADER)
+    first = header.index("length")
+    assert Header._fields == header[first : first + len(Header._fields)]
 
 
 def test_a_codec_packs_each_field_where_the_struct_has_it() -> None:
@@ -92,6 +94,7 @@ def test_a_mismatch_fails_the_build(tmp_path: Path, what: str) -> None:
         ("index.py", "STALE = 32", "STALE = 256"),
         ("shared.py", '"run floor serving', '"run serving floor'),
         ("blob.py", "BLOCK_BYTES = 128 << 10", "BLOCK_BYTES = 64 << 10"),
+        ("fuse.py", '"fuse_mknod_in", 16, names=1', '"fuse_mknod_in", 16, names=2'),
     ],
 )
 def test_what_is_changed_in_one_place_changes_in_both_languages(tmp_path: Path, file: str, old: str, new: str) -> None:
@@ -113,3 +116,33 @@ def test_what_is_changed_in_one_place_changes_in_both_languages(tmp_path: Path, 
     python("-m", "cachefs.contract", ".")
     assert compiled(tmp_path, (tmp_path / "common" / "contract.h").read_text()).returncode == 0
     assert in_c(tmp_path) == python("-c", SAYS_THE_SAME) != before
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "complaint"),
+    [
+        ("X(FUSE_MKNOD, 8, 16,", "X(FUSE_MKNOD, 7, 16,", "FUSE_MKNOD"),
+        ("X(fuse_rename2_in, 16)", "X(fuse_rename2_in, 8)", "fuse_rename2_in"),
+    ],
+)
+def test_an_operation_that_linux_has_otherwise_fails_the_build(
+    tmp_path: Path, old: str, new: str, complaint: str
+) -> None:
+    def build(header: str) -> subprocess.CompletedProcess[str]:
+        (tmp_path / "common").mkdir(exist_ok=True)
+        (tmp_path / "common" / "contract.h").write_text(header)
+        sources = REPOSITORY / "cachefs" / "fastpath" / "c"
+        command = [
+            "cc",
+            "-std=gnu11",
+            "-fsyntax-only",
+            f"-I{tmp_path}",
+            f"-I{sources}",
+            sources / "kernel" / "protocol.c",
+        ]
+        return subprocess.run(command, capture_output=True, text=True, check=False)
+
+    header = c_header.text()
+    assert header.count(old) == 1 and build(header).returncode == 0
+    done = build(header.replace(old, new))
+    assert done.returncode != 0 and complaint in done.stderr

@@ -15,26 +15,19 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import astuple
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from cachefs.contract import messages
+from cachefs.contract.blob import SLAB_BYTES
+from cachefs.contract.index import ROOT_INODE, Table
 from cachefs.contract.messages import Message
 from cachefs.data.commit import Filled
 from cachefs.fastpath import connection, processes
-from cachefs.fastpath.shared_memory import Counters, Shared
+from cachefs.fastpath.shared_memory import Shared
 from cachefs.options import Options
-from cachefs.store.blob.blob import SLAB_BYTES
-from cachefs.store.index.environment import Environment, Table
-from cachefs.store.index.records import (
-    FLAGS_PINNED,
-    IMMUTABLE,
-    IMMUTABLE_ON_OPEN,
-    PINNED,
-    ROOT_INODE,
-    Inode,
-    inode_key,
-    pair_key,
-)
+from cachefs.store.index.environment import Environment
+from cachefs.store.index.records import FLAGS_PINNED, IMMUTABLE, IMMUTABLE_ON_OPEN, PINNED, Inode, inode_key, pair_key
 from cachefs.system import syscalls
 from tests.agreement.library import IN, OUT, request
 
@@ -238,8 +231,8 @@ class Program:
         self.shared["committed_bytes"] += filled.extent.record_bytes
         self.shared["resolved"] = filled.report
 
-    def counters(self) -> Counters:
-        return self.shared.counters()
+    def counters(self) -> SimpleNamespace:
+        return SimpleNamespace(**self.shared.counters())
 
     def wait_until(self, holds: Callable[[], bool]) -> None:
         """Looked at when a message has come, and now and then."""

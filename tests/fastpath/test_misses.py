@@ -11,14 +11,15 @@ from pathlib import Path
 
 import pytest
 
+from cachefs.contract.blob import SLAB_BYTES
+from cachefs.contract.index import Table
 from cachefs.contract.messages import Message
 from cachefs.contract.shared import SharedFlag
 from cachefs.fastpath import processes
 from cachefs.fs.handles import FAST_HANDLE
 from cachefs.options import Options
-from cachefs.store.blob.blob import SLAB_BYTES, Blob
+from cachefs.store.blob.blob import Blob
 from cachefs.store.blob.record import record_bytes
-from cachefs.store.index.environment import Table
 from cachefs.store.index.records import IMMUTABLE, IMMUTABLE_ON_OPEN, PINNED, STALE, UNLINKED, pair_key
 from cachefs.store.recovery import scan
 from cachefs.system.clock import NANOSECONDS

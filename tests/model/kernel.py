@@ -14,10 +14,11 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TypeVar
 
+from cachefs.contract.index import ROOT_INODE
 from cachefs.fs.mutations import Changes
 from cachefs.source import shares
 from cachefs.source.credentials import Caller
-from cachefs.store.index.records import ROOT_INODE, Inode
+from cachefs.store.index.records import Inode
 from daemon.wiring import Components
 from tests.model.clocks import Clocks
 

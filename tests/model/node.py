@@ -17,11 +17,12 @@ import trio
 import trio.testing
 from outcome import Outcome, capture
 
+from cachefs.contract.index import ROOT_INODE
 from cachefs.data.shared_files import close_all
 from cachefs.options import Options
 from cachefs.source.directories import ROOT
 from cachefs.store.cache_directory import CacheDirectory, OpenedIndex
-from cachefs.store.index.records import ROOT_INODE, Inode
+from cachefs.store.index.records import Inode
 from daemon.wiring import Components, wire
 from tests.model.clocks import AgeingSource, Clocks
 from tests.model.kernel import File, Kernel
@@ -226,7 +227,7 @@ class Node:
         await self._parts.invalidation.unpin([path.encode()])
 
     async def flush(self) -> None:
-        await self._parts.writes.settle(FLUSH_S)
+        await self._parts.writes.flush_queued(FLUSH_S)
 
     async def shrink(self, share: float) -> None:
         await self.kernel.shrink(share)

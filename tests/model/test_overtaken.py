@@ -16,8 +16,8 @@ import pytest
 import trio
 import trio.testing
 
+from cachefs.contract.index import ROOT_INODE
 from cachefs.fs.names import Entry
-from cachefs.store.index.records import ROOT_INODE
 from tests.model.clocks import Clocks
 from tests.model.modes import OPTIONS
 from tests.model.node import Node, TrioThread

@@ -14,7 +14,8 @@ from typing import Any
 
 import pytest
 
-from cachefs.store.index.environment import Environment, Table
+from cachefs.contract.index import Table
+from cachefs.store.index.environment import Environment
 from cachefs.store.index.records import inode_key
 from tests.conftest import Mount, cachefs, contents, raises_errno, settle, stuck_threads, wait_for
 

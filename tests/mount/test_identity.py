@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from cachefs.source.directories import MAX_HELD
+from cachefs.source.directories import MAX_KEPT
 from tests.conftest import Mount, cachefs, raises_errno, settle, wait_for
 
 MakeMount = Callable[..., Mount]
@@ -463,7 +463,7 @@ def test_links_in_directories_that_were_exchanged(mount: MakeMount, source: Path
     for number in range(3):
         (source / f"d0/linked{number}").write_bytes(OLD)
         (source / f"d1/linked{number}").hardlink_to(source / f"d0/linked{number}")
-    for number in range(MAX_HELD + 100):
+    for number in range(MAX_KEPT + 100):
         (source / f"others/{number}").mkdir(parents=True)
         (source / f"others/{number}/file").touch()
     settle()
@@ -474,7 +474,7 @@ def test_links_in_directories_that_were_exchanged(mount: MakeMount, source: Path
             assert path.read_bytes() == OLD
         swap(source / "d0", source / "d1")
         cachefs("invalidate", m.path)
-        for number in range(MAX_HELD + 100):  # no descriptor of the two is held any more
+        for number in range(MAX_KEPT + 100):  # no descriptor of the two is held any more
             (m.path / f"others/{number}/file").stat()
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from cachefs.store.blob.blob import SLAB_BYTES
+from cachefs.contract.blob import SLAB_BYTES
 from cachefs.store.blob.record import record_bytes
 from cachefs.store.blob.space import FREE_BYTES
 from policies.simulator import Trace, simulate

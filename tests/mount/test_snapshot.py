@@ -78,7 +78,7 @@ def test_a_new_node_asks_for_nothing(mount: MakeMount, snapshot: Path, tree: Pat
     log = m.log()
     m.umount()
     m.start()  # the cache is not new any more
-    assert "is left alone" in m.log().removeprefix(log)
+    assert "is not imported" in m.log().removeprefix(log)
     before = m.status()
     assert before["cached_files"] > 300 and contents(m.path) == contents(tree)
     assert m.ops().get("read", 0) == 0

@@ -9,7 +9,7 @@ TARGETS: dict[str, frozenset[str]] = {
         "cachefs/store/blob/blob.py": "",
         "cachefs/data/commit.py": "",
         "cachefs/data/data_cache.py": (
-            "admits _has_room _fits skipped resize capacity_bytes lasting_bytes "
+            "admits fits skipped resize capacity_bytes lasting_bytes "
             "_reserve_bytes admission_bytes used_bytes accessed expected make_room _beyond"
         ),
         "cachefs/store/index/dirty.py": "",

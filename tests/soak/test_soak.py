@@ -19,7 +19,7 @@ import pytest
 from cachefs.client.client import Client
 from cachefs.errors import CacheFsError
 from cachefs.fastpath.processes import PROGRAM, is_built
-from cachefs.source.directories import MAX_HELD
+from cachefs.source.directories import MAX_KEPT
 from cachefs.stats.latency import quantile_s
 from tests import hostile
 from tests.conftest import Mount, cachefs, make_files, settle, wait_for
@@ -199,5 +199,5 @@ def check_growth(before: dict[int, Sample], after: dict[int, Sample]) -> None:
         now = after[pid]
         assert now.anonymous <= 1.25 * then.anonymous + 16 * MIB or is_sanitized()
         assert now.descriptors <= then.descriptors + 30  # some dozens are open at any moment
-        assert now.directories <= MAX_HELD + 30
+        assert now.directories <= MAX_KEPT + 30
         assert now.threads <= MOST_THREADS

@@ -1,4 +1,4 @@
-"""One call to the source, and whose it is."""
+"""One call to the source, and its owners."""
 
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
@@ -23,15 +23,15 @@ class Call(Generic[T]):
     discard: Callable[[T], object] | None
     once: bool
     question: Hashable
-    """What it asks. None: what no other call asks."""
+    """Identifies what the call asks. None: no other call asks the same."""
     began: float
     deadline: float
     party: Party = field(default_factory=shares.party)
     owner: int = field(init=False)
-    """Whose slot it has or had, or will be counted for first."""
+    """The owner of its slot; before it has one, the first owner that it will be counted for."""
     pause_s: float = FIRST_PAUSE_S
     checked: bool = False
-    """It failed as if the source were lost, and the source was not."""
+    """It failed as if the source were gone, and the source was not."""
     running: bool = False
     abandoned: bool = False
     probe: bool = False

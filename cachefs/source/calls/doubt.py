@@ -1,7 +1,7 @@
-"""Calls that are kept while it is not known whether the source has gone.
+"""Calls that are kept while it is not known whether the source is gone.
 
-A source that was mounted anew answers ENOTCONN to calls by its old root. A call that fails like that is kept until the
-root has been asked (daemon/kernel/source_connection.py). Kept calls are shared by owner, as slots are.
+After the source was mounted anew, calls by its old root fail with ENOTCONN. A call that fails like this is kept until
+the root has been checked (daemon/kernel/source_connection.py). Places for kept calls are shared by owner, as slots are.
 """
 
 import errno
@@ -13,18 +13,18 @@ from cachefs.source.identity import Changed
 from cachefs.source.shares import Shares
 
 MAX_KEPT = 512
-"""Calls that wait for a source that has gone; more fail at once."""
+"""Calls that may be kept; more fail at once."""
 LOST_ERRORS = frozenset({errno.ENOTCONN, errno.ESTALE, errno.ESHUTDOWN, errno.ECONNABORTED})
-"""What the kernel says when the mount behind a descriptor has gone; ECONNABORTED to calls that were under way."""
+"""Errors of the kernel if the mount of a descriptor is gone; ECONNABORTED for calls that were under way."""
 FAILURES = LOST_ERRORS - {errno.ESTALE} | {
     errno.ECONNRESET, errno.EHOSTDOWN, errno.EHOSTUNREACH, errno.EIO, errno.ENETDOWN, errno.ENETUNREACH,
     errno.EREMOTEIO, errno.ETIMEDOUT,
 }  # fmt: skip
-"""Errors of the source itself, not of what was asked for. ESTALE counts where no comparison said so."""
+"""Errors of the source itself, not of the requested object. ESTALE, too, unless it is the result of a comparison."""
 
 
 def may_be_lost(error: BaseException) -> bool:
-    """Does this error of a call mean that the source may have gone?"""
+    """Does this error of a call mean that the source may be gone?"""
     return isinstance(error, OSError) and error.errno in LOST_ERRORS and not isinstance(error, Changed)
 
 
@@ -37,7 +37,7 @@ class KeptCalls:
         return iter(self._kept)
 
     def keep(self, call: Call[Any]) -> bool:
-        """False: there are too many of its owner."""
+        """False: too many calls of its owner are kept."""
         if self._places.is_full(call.owner):
             return False
         self._places.take(call.owner)

@@ -1,7 +1,8 @@
 """Fairness: which call gets the next slot.
 
-Slots are shared by owner (shares.py): what one user is blocked in blocks no other. A call that several users wait for
-waits in the queue of each of them, and takes the first slot that one of them gets. Owners take turns.
+Slots are shared by owner (shares.py), so that calls of one user that block do not block other users. A call that
+several users wait for is in the queue of each of them, and takes the first slot that one of them gets. Owners take
+turns.
 """
 
 from collections import OrderedDict
@@ -16,17 +17,17 @@ from cachefs.source.shares import Shares
 
 class FairQueue:
     def __init__(self, slots: Shares, begin: Callable[[Call[Any]], None], deadline: Callable[[], float]) -> None:
-        """`begin`: makes a call, which takes a slot of its owner. `deadline`: of a call that begins now."""
+        """`begin`: begins a call, which takes a slot of its owner. `deadline`: of a call that begins now."""
         # dependencies
         self._slots = slots
         self._begin = begin
         self._deadline = deadline
         # state
         self._waiting: dict[int, OrderedDict[Call[Any], None]] = {}
-        """Owner → calls that wait for a slot. The owner whose turn it is comes first."""
+        """Owner → calls that wait for a slot. The owner that is next comes first."""
 
     def __iter__(self) -> Iterator[Call[Any]]:
-        """Calls that wait, once for each owner."""
+        """Waiting calls, once for each of their owners."""
         return chain.from_iterable(self._waiting.values())
 
     def begin_or_wait(self, call: Call[Any]) -> None:
@@ -47,7 +48,7 @@ class FairQueue:
         self._waiting.setdefault(owner, OrderedDict())[call] = None
 
     def _joined(self, call: Call[Any], owner: int) -> None:
-        """Another owner wants what waits: it need not wait for the shares of those who were first."""
+        """Another owner has joined a waiting call, and has perhaps a free slot for it."""
         call.deadline = self._deadline()
         if self._slots.is_full(owner):
             self._wait(call, owner)
@@ -60,7 +61,7 @@ class FairQueue:
         self._begin(call)
 
     def leave(self, call: Call[Any]) -> bool:
-        """False: it does not wait here."""
+        """False: it is not in the queue."""
         if call.party.waiting.pop(call, None) is None:
             return False
         for owner in call.party.owners:

@@ -1,12 +1,12 @@
-"""Calls that hang: what becomes of an owner whose calls hang, and of a question that hangs.
+"""Calls that hang: the limits for owners whose calls hang, and for questions that hang.
 
-A call that was abandoned keeps its slot until it returns. When all slots of an owner are held by such calls, its new
-ones fail at once, but for one probe a second, so that the mount notices when the source is back.
+An abandoned call keeps its slot until it returns. When such calls have all slots of an owner, its new calls fail at
+once, except for one probe a second, by which the mount notices that the source is back.
 
-A question that hangs is asked once. `question` says what a call asks, such as the attributes of one name. While a call
-that was abandoned has not returned, others that ask the same wait for its return, without a slot, and are made then. So
-a name that hangs holds one slot however often it is looked at. It is asked again when it has hung twice as long,
-because the call may never return, although the name answers again.
+A question that hangs is asked once. `question` identifies what a call asks, such as the attributes of one name. Until
+an abandoned call returns, others with the same question wait without a slot, and are made afterwards. So a name that
+hangs occupies one slot however often it is looked up. The question is asked again when it has hung twice as long,
+because the call may never return although the name answers again.
 """
 
 import math
@@ -15,11 +15,12 @@ from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+from cachefs.source import shares
 from cachefs.source.calls.call import Call
-from cachefs.source.shares import Party, Shares
+from cachefs.source.shares import Shares
 
 RISK_SHARE = 4
-"""A call that can be left out is not made for users of whose slots one in so many hangs."""
+"""A call that can be omitted is not made for users with more than 1 / RISK_SHARE of their slots hanging."""
 PROBE_INTERVAL_S = 1.0
 MAX_PROBES = 4
 
@@ -42,14 +43,14 @@ class Hanging:
     """Times are those of the pool's clock."""
 
     def __init__(self, slots: Shares, most: int) -> None:
-        """`most`: how many of the slots one owner alone may have."""
+        """`most`: how many of the slots one owner may have if it is alone."""
         # dependencies
         self._slots = slots
         # constants
         self._most_at_risk = max(1, most // RISK_SHARE)
         # state
         self.stuck = 0
-        """How many calls were abandoned and have not returned."""
+        """The number of calls that were abandoned and have not returned."""
         self._stuck: Counter[int] = Counter()
         self._questions: dict[Hashable, _Hang] = {}
         self._probes: Counter[int] = Counter()
@@ -62,7 +63,7 @@ class Hanging:
     # --- questions -------------------------------------------------------------------------------------------------
 
     def may_ask(self, question: Hashable, now: float, timeout_s: float) -> bool:
-        """False while a call that asks this hangs. True now and then, for a caller that is going to ask now."""
+        """As in CallPool."""
         hang = self._questions.get(question)
         if hang is None:
             return True
@@ -72,14 +73,14 @@ class Hanging:
         return True
 
     def wait(self, call: Call[Any]) -> None:
-        """A call that asks what hangs."""
+        """Add a call whose question hangs."""
         self._questions[call.question].waiting[call] = None
 
     def leave(self, call: Call[Any]) -> None:
         del self._questions[call.question].waiting[call]
 
     def forget_questions(self) -> list[Call[Any]]:
-        """All of them may be asked. The calls that waited."""
+        """Allow all questions again, and return the calls that waited."""
         waiting = list(self)
         self._questions = {}
         return waiting
@@ -94,23 +95,23 @@ class Hanging:
             self._questions.setdefault(call.question, _Hang(call.began)).ask_later(now, timeout_s)
 
     def returned(self, call: Call[Any]) -> list[Call[Any]]:
-        """A call that was abandoned. The calls that waited for it."""
+        """An abandoned call has returned. Returns the calls that waited for it."""
         self.stuck -= 1
         self._stuck[call.owner] -= 1
         hang = self._questions.pop(call.question, None) if call.question is not None else None
         return [] if hang is None else list(hang.waiting)
 
     def is_stuck(self, owner: int) -> bool:
-        """May this owner make no more calls, and is all that it has stuck?"""
+        """Has this owner no free slot, and are all calls in its slots stuck?"""
         full = self._slots.is_full(owner)
-        return full and self.stuck > 0 and self._stuck[owner] == self._slots.held_by(owner)
+        return full and self.stuck > 0 and self._stuck[owner] == self._slots.taken_by(owner)
 
-    def may_risk(self, party: Party) -> bool:
-        """Not when many slots hang of all who wait for it."""
-        return any(self._stuck[owner] < self._most_at_risk for owner in party.owners)
+    def may_risk(self) -> bool:
+        """May a call be made that can be omitted? Not if many slots of all its owners hang."""
+        return any(self._stuck[owner] < self._most_at_risk for owner in shares.party().owners)
 
     def begin_probe(self, call: Call[Any], now: float) -> bool:
-        """False: its owner has probes enough."""
+        """False: its owner has enough probes."""
         if now < self._next_probe.get(call.owner, -math.inf) or self._probes[call.owner] >= MAX_PROBES:
             return False
         self._next_probe[call.owner] = now + PROBE_INTERVAL_S

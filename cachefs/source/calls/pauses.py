@@ -1,6 +1,6 @@
-"""Calls that pause without a slot, and are made again until their deadline.
+"""Calls that pause without a slot, and are repeated until their deadline.
 
-A file that another process holds a lease on cannot be opened yet (`Busy`), and the machine may refuse a thread. Each
+A file cannot be opened as long as another process has a lease on it (`Busy`), and the machine may refuse a thread. Each
 pause of a call is twice as long as the one before.
 """
 
@@ -15,7 +15,7 @@ from cachefs.source.calls.call import Call
 
 MAX_PAUSE_S = 0.1
 MAX_RETRIES_PER_S = 100
-"""Of one owner: calls that pause longer the more there are, so that they leave the processor to others."""
+"""Of one owner. The more of its calls pause, the longer they pause, so that they do not load the processor."""
 
 
 class Pauses:
@@ -23,7 +23,7 @@ class Pauses:
         self._pausing: dict[Call[Any], None] = {}
         self._pausing_of: Counter[int] = Counter()
         self._retries: list[tuple[float, int, Call[Any]]] = []
-        """A heap: when calls that pause are made again. Some of them may have been abandoned meanwhile."""
+        """A heap: when calls are repeated. Some of them may have been abandoned meanwhile."""
         self._numbers = itertools.count()
 
     def __iter__(self) -> Iterator[Call[Any]]:

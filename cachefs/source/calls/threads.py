@@ -1,11 +1,11 @@
-"""The threads that make calls to the source: one call at a time each, a new thread where none is idle.
+"""The threads that make calls to the source: each one call at a time, and a new thread if none is idle.
 
-Why not `trio.to_thread`: a fetch begins in the middle of the OPEN that announces it, before that is answered, and a
-first epoch is made of such fetches. `begin` costs a queue and a wake-up where a nursery task, a limiter, a cancel
-scope and a worker of trio's cost five times as much.
+Why not `trio.to_thread`: a fetch begins during the OPEN that precedes its READ, before the OPEN is answered, and a
+first epoch consists of such fetches. `begin` only sets a variable and wakes a thread. A nursery task, a limiter, a
+cancel scope and a worker thread of trio cost five times as much.
 
-A lock serves as the wake-up of an idle thread: the thread waits to acquire it; `begin` notes the call and releases it.
-A thread whose call hangs stays in that call, and ends with the process at the latest.
+A lock is the wake-up of an idle thread: the thread waits to acquire it; `begin` stores the call and releases it. A
+thread whose call hangs stays in that call, and ends at the latest with the process.
 """
 
 import threading
@@ -29,8 +29,8 @@ class Threads:
         self._idle: list[_Worker] = []
 
     def begin(self, call: Call[Any]) -> bool:
-        """Make this call. False: the machine refuses a thread."""
-        # The one that was idle last: its stack and its memory are still in the processor's caches.
+        """Begin this call. False: the machine refuses a thread."""
+        # The thread that became idle last: its memory is still in the processor's caches.
         try:
             worker = self._idle.pop() if self._idle else _Worker(self._token, self._is_idle)
         except RuntimeError as error:
@@ -45,13 +45,13 @@ class Threads:
         self._returned(call, answer)
 
     def close(self) -> None:
-        """Let idle threads end. Those that are stuck end with the process."""
+        """End idle threads. Those that are stuck end with the process."""
         while self._idle:
             self._idle.pop().begin(None)
 
 
 class _Worker:
-    """A thread that waits for one call after the other."""
+    """A thread that makes one call after the other."""
 
     def __init__(self, token: trio.lowlevel.TrioToken, is_idle: Callable[..., None]) -> None:
         self._token = token

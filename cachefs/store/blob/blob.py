@@ -1,10 +1,10 @@
 """The blob: one append-only file that holds all cached payload.
 
-Space is granted in slabs of 64 MiB, aligned, each with one writer; a record never crosses the end of a slab, and the
-unused rest of a slab stays a hole. A new run begins a new slab, and so does whoever has seen an append fail: what
-half a write left behind is never built upon. Nothing is ever moved; space comes back by punching holes (space.py).
+Space is granted in aligned slabs of 64 MiB, each with one writer. A record never crosses the end of a slab, and the
+unused rest of a slab stays a hole. A new run begins a new slab, and so does a writer after a failed append, because
+half a record may be at the end of the old one. Nothing is ever moved; space is freed by punching holes (space.py).
 
-`append` and `punch` are called from the write-behind thread alone, `read` from anywhere.
+`append` and `punch` are called only from the write-behind thread, `read` from any thread.
 """
 
 import errno
@@ -13,7 +13,7 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from cachefs.contract.blob import SLAB_BYTES as SLAB_BYTES
+from cachefs.contract.blob import BLOCK_BYTES, RECORD_HEADER_BYTES, SLAB_BYTES
 from cachefs.errors import CorruptRecord
 from cachefs.store.blob import record
 from cachefs.store.index.records import PINNED, Extent
@@ -27,20 +27,20 @@ _MAX_OFFSET = 1 << 62
 
 
 class BlobFull(OSError):
-    """No room: the disk's, or the file's largest size (EFBIG). The batch is not cached."""
+    """No room on the disk, or the file has reached its largest size (EFBIG). The batch is not cached."""
 
 
 class Blob:
     def __init__(self, path: Path, seed: int) -> None:
-        """Opens or creates the file. `seed`: the secret that all checksums begin with."""
-        self._fd = private_files.open_file(path, os.O_RDWR | os.O_CREAT)
+        """Opens or creates the file. `seed`: of all checksums."""
+        self.fd = private_files.open_file(path, os.O_RDWR | os.O_CREAT)
         self.seed = seed
         self._frontier = 0
-        """Where the last slab ends that was granted to anybody."""
+        """The end of the last slab that this process has granted."""
         self._next = self._slab_end = 0
 
     def grant(self) -> int:
-        """The offset of a new slab, for one writer."""
+        """Grant a slab to one writer, and return its offset."""
         offset = self.frontier
         self._frontier = offset + SLAB_BYTES
         return offset
@@ -50,9 +50,9 @@ class Blob:
         self._slab_end = self._next + SLAB_BYTES
 
     def append(self, records: Sequence[tuple[record.Header, bytes]]) -> list[Extent]:
-        """Write records and sync them. On an error none of them counts, and the next append goes to a new slab.
+        """Write records and sync them. On an error none of them is valid, and the next append begins a new slab.
 
-        After a failed fdatasync the pages are clean but lost, so the batch is never tried again (hazard 17).
+        After a failed fdatasync the pages are clean but lost, so the batch is never retried (hazard 17).
         """
         extents = []
         buffers: list[bytes] = []
@@ -72,7 +72,7 @@ class Blob:
                 extents.append(Extent(PINNED, header.length, offset, header.version, size, checksums))
                 self._next += size
             self._write(buffers, start)
-            os.fdatasync(self._fd)
+            os.fdatasync(self.fd)
         except OSError as error:
             self._new_slab()
             if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
@@ -84,7 +84,7 @@ class Blob:
         for first in range(0, len(buffers), _IOV_MAX):
             part = [memoryview(b) for b in buffers[first : first + _IOV_MAX] if b]
             while part:
-                written = os.pwritev(self._fd, part, offset)
+                written = os.pwritev(self.fd, part, offset)
                 offset += written
                 while part and written >= len(part[0]):
                     written -= len(part[0])
@@ -97,72 +97,63 @@ class Blob:
 
         `nowait`: raise BlockingIOError instead of waiting for the disk.
         """
-        first = start // record.BLOCK_BYTES
-        last = -(-(start + length) // record.BLOCK_BYTES)
-        begin = first * record.BLOCK_BYTES
-        wanted = min(last * record.BLOCK_BYTES, extent.length) - begin
+        first = start // BLOCK_BYTES
+        last = -(-(start + length) // BLOCK_BYTES)
+        begin = first * BLOCK_BYTES
+        wanted = min(last * BLOCK_BYTES, extent.length) - begin
         if start + length > extent.length or not 0 <= extent.blob_offset <= _MAX_OFFSET or last > len(extent.checksums):
-            raise CorruptRecord("the extent does not hold what the index says")
+            raise CorruptRecord("the extent does not match the index")
         buffer = bytearray(wanted)
-        count = os.preadv(self._fd, [buffer], extent.blob_offset + begin, os.RWF_NOWAIT if nowait else 0)
+        count = os.preadv(self.fd, [buffer], extent.blob_offset + begin, os.RWF_NOWAIT if nowait else 0)
         if count != wanted:
             if nowait:
                 raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
             raise CorruptRecord("the blob ends within a record")
         view = memoryview(buffer)
         for block in range(first, last):
-            at = block * record.BLOCK_BYTES - begin
-            record.verify_block(view[at : at + record.BLOCK_BYTES], extent.checksums[block], self.seed)
+            at = block * BLOCK_BYTES - begin
+            record.verify_block(view[at : at + BLOCK_BYTES], extent.checksums[block], self.seed)
         return view[start - begin : start - begin + length]
 
-    # --- giving space back: space.py says what ---------------------------------------------------------------------
+    # --- freeing space: space.py decides what ----------------------------------------------------------------------
 
     def punch(self, start: int, end: int) -> None:
-        """Give the whole pages between two offsets back."""
+        """Free the whole pages between two offsets."""
         first, last = -(-start // PAGE_BYTES) * PAGE_BYTES, end // PAGE_BYTES * PAGE_BYTES
         if last > first:
-            syscalls.punch_hole(self._fd, first, last - first)
+            syscalls.punch_hole(self.fd, first, last - first)
 
     def mark_gap(self, start: int, end: int, version: int) -> None:
-        """Begin a range without records with a header that leads a rebuild to the next record.
+        """Write a header at the start of a range without records, so that a rebuild finds the next record.
 
-        `version`: not below that of any record that was there.
+        `version`: not below that of any record that was in the range.
         """
-        if end - start < record.HEADER_BYTES:  # the end of a slab
+        if end - start < RECORD_HEADER_BYTES:  # the end of a slab
             return
         try:
-            os.pwrite(self._fd, record.encode_gap(end - start, version, self.seed), start)
-        except OSError as error:  # a disk that is full: a rebuild stops here
+            os.pwrite(self.fd, record.encode_gap(end - start, version, self.seed), start)
+        except OSError as error:  # the disk is full: a rebuild stops at this gap
             log.debug("cannot mark a gap of the blob: %s", error)
 
     def allocated_bytes(self) -> int:
-        """What the file takes from its disk."""
-        return os.fstat(self._fd).st_blocks * 512
+        """The disk space that the file occupies."""
+        return os.fstat(self.fd).st_blocks * 512
 
     @property
     def frontier(self) -> int:
         """Where the next slab begins."""
-        end = max(os.fstat(self._fd).st_size, self._frontier)
+        end = max(self.size(), self._frontier)
         return -(-end // SLAB_BYTES) * SLAB_BYTES
 
-    # --- rebuild ---------------------------------------------------------------------------------------------------
-
     def size(self) -> int:
-        return os.fstat(self._fd).st_size
-
-    def pread(self, length: int, offset: int) -> bytes:
-        return os.pread(self._fd, length, offset)
+        return os.fstat(self.fd).st_size
 
     def sync(self, extents: Sequence[Extent]) -> None:
-        """Put on disk what another writer appended, and drop its pages: the mount's page cache has the one copy."""
-        os.fdatasync(self._fd)
+        """Sync what the fast path appended, and drop its pages here: the page cache of the mount has a copy."""
+        os.fdatasync(self.fd)
         start = min(e.blob_offset for e in extents)
         end = max(e.blob_offset + e.length for e in extents)
-        os.posix_fadvise(self._fd, start, end - start, os.POSIX_FADV_DONTNEED)
-
-    @property
-    def fd(self) -> int:
-        return self._fd
+        os.posix_fadvise(self.fd, start, end - start, os.POSIX_FADV_DONTNEED)
 
     def close(self) -> None:
-        os.close(self._fd)
+        os.close(self.fd)

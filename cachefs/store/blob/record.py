@@ -2,18 +2,17 @@
 
 A record is a header of 128 bytes, one checksum of 8 bytes for each 128 KiB of payload, the payload, and zeros up to
 a multiple of 8. All checksums are XXH3-64, seeded with a secret of the cache directory, so that the bytes of a
-dataset file can never pass for a record (hazard 17). Whoever reads payload verifies the blocks that he touches.
+dataset file can never pass for a record (hazard 17). Each reader of payload verifies the blocks that it uses.
 """
 
 import struct
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import xxhash
 
-from cachefs.contract.blob import BLOCK_BYTES as BLOCK_BYTES
 from cachefs.contract.blob import (
-    CHUNK_BYTES,
+    BLOCK_BYTES,
     RECORD_DATA,
     RECORD_FORMAT,
     RECORD_HEADER,
@@ -21,33 +20,33 @@ from cachefs.contract.blob import (
     RECORD_MAGIC,
 )
 from cachefs.errors import CorruptRecord
+from policies.prefetch.sequential import CHUNK_BYTES
 
-TYPE_DATA = RECORD_DATA
-TYPE_DEAD = 2  # dropped: its length leads to the next record, its payload is a hole
-TYPE_GAP = 3  # no record: its length, header included, leads to the next one
+RECORD_DEAD = 2  # dropped: its length leads to the next record, its payload is a hole
+RECORD_GAP = 3  # no record: its length, header included, leads to the next one
 ALIGNMENT = 8
-MAX_PAYLOAD_BYTES = CHUNK_BYTES
-HEADER_BYTES = RECORD_HEADER_BYTES
 _HEADER = RECORD_HEADER.codec()
 _CHECKED_BYTES = RECORD_HEADER.offset("checksum")
 
 
-@dataclass(frozen=True, slots=True)
-class Header:
-    """What a record says of itself: enough to rebuild the index from the blob alone, names excepted."""
+class Header(NamedTuple):
+    """What a record says of itself: enough to rebuild the index from the blob alone, except for names.
+
+    The fields are those of RECORD_HEADER from `length` to `mode`, in the same order.
+    """
 
     length: int
     inode: int
     file_offset: int
     version: int
-    """A sequence number: of two records of one inode and offset, the higher one counts."""
+    """A sequence number: of two records of one inode and offset, the one with the higher number counts."""
     size: int
     mtime_ns: int
     ctime_ns: int
     btime_ns: int
-    mode: int
     device: int
     source_inode: int
+    mode: int
 
     @property
     def blocks(self) -> int:
@@ -63,13 +62,13 @@ def block_count(length: int) -> int:
 
 
 def record_bytes(length: int) -> int:
-    """What a payload of `length` bytes takes in the blob."""
-    return -(-(HEADER_BYTES + 8 * block_count(length) + length) // ALIGNMENT) * ALIGNMENT
+    """The size in the blob of a record with `length` bytes of payload."""
+    return -(-(payload_start(length) + length) // ALIGNMENT) * ALIGNMENT
 
 
 def payload_start(length: int) -> int:
     """Where the payload begins within its record."""
-    return HEADER_BYTES + 8 * block_count(length)
+    return RECORD_HEADER_BYTES + 8 * block_count(length)
 
 
 def checksums_of(payload: bytes | memoryview, seed: int) -> tuple[int, ...]:
@@ -80,65 +79,45 @@ def checksums_of(payload: bytes | memoryview, seed: int) -> tuple[int, ...]:
 
 
 def encode_prefix(header: Header, checksums: Sequence[int], seed: int) -> bytes:
-    """Header and checksum table; the payload follows as it is."""
+    """Header and checksum table; the unchanged payload follows."""
     table = struct.pack(f"<{len(checksums)}Q", *checksums)
-    return _encode_header(header, TYPE_DATA, xxhash.xxh3_64_intdigest(table, seed), seed) + table
+    return _encode_header(header, RECORD_DATA, xxhash.xxh3_64_intdigest(table, seed), seed) + table
 
 
 def encode_gap(length: int, version: int, seed: int) -> bytes:
-    """The header of a range that holds no record that counts: no rebuild brings back to life what was there.
+    """The header of a range without valid records, so that a rebuild does not restore dropped records in it.
 
     `version`: not below that of any of those. Numbers are never used twice (runs.py).
     """
-    return _encode_header(Header(length, 0, 0, version, *(0,) * 7), TYPE_GAP, 0, seed)
+    return _encode_header(Header(length, 0, 0, version, *(0,) * 7), RECORD_GAP, 0, seed)
 
 
 def bytes_to_next(header: Header, kind: int) -> int:
-    """How far the next header is from the beginning of this one."""
-    return header.length if kind == TYPE_GAP else header.record_bytes
+    """The distance from the beginning of this header to the next one."""
+    return header.length if kind == RECORD_GAP else header.record_bytes
 
 
 def _encode_header(header: Header, kind: int, table_checksum: int, seed: int) -> bytes:
-    front = _HEADER.pack(
-        RECORD_MAGIC,
-        RECORD_FORMAT,
-        kind,
-        header.length,
-        header.inode,
-        header.file_offset,
-        header.version,
-        header.size,
-        header.mtime_ns,
-        header.ctime_ns,
-        header.btime_ns,
-        header.device,
-        header.source_inode,
-        header.mode,
-        header.blocks,
-        table_checksum,
-        0,
-    )[:_CHECKED_BYTES]
+    whole = _HEADER.pack(RECORD_MAGIC, RECORD_FORMAT, kind, *header, header.blocks, table_checksum, 0)
+    front = whole[:_CHECKED_BYTES]
     return front + struct.pack("<Q", xxhash.xxh3_64_intdigest(front, seed))
 
 
 def decode_header(data: bytes, seed: int) -> tuple[Header, int, int] | None:
     """The header, its type and the checksum of its table; None where nothing was ever written. Raises CorruptRecord."""
-    if len(data) < HEADER_BYTES:
+    if len(data) < RECORD_HEADER_BYTES:
         raise CorruptRecord("the blob ends within a header")
-    (magic, version, kind, length, inode, file_offset, sequence, size, mtime_ns, ctime_ns, btime_ns,
-     device, source_inode, mode, blocks, table_checksum, checksum) = _HEADER.unpack_from(data)  # fmt: skip
+    magic, version, kind, *fields, blocks, table_checksum, checksum = _HEADER.unpack_from(data)
     if kind == 0 and magic == 0:
         return None
     if checksum != xxhash.xxh3_64_intdigest(data[:_CHECKED_BYTES], seed):
         raise CorruptRecord("header checksum")
-    if magic != RECORD_MAGIC or version != RECORD_FORMAT or kind not in (TYPE_DATA, TYPE_DEAD, TYPE_GAP):
+    if magic != RECORD_MAGIC or version != RECORD_FORMAT or kind not in (RECORD_DATA, RECORD_DEAD, RECORD_GAP):
         raise CorruptRecord(f"not a record of this format: magic {magic:#x}, version {version}, type {kind}")
-    possible = length >= HEADER_BYTES if kind == TYPE_GAP else length <= MAX_PAYLOAD_BYTES
-    if not possible or blocks != block_count(length):
+    header = Header._make(fields)
+    possible = header.length >= RECORD_HEADER_BYTES if kind == RECORD_GAP else header.length <= CHUNK_BYTES
+    if not possible or blocks != header.blocks:
         raise CorruptRecord("impossible length")
-    header = Header(
-        length, inode, file_offset, sequence, size, mtime_ns, ctime_ns, btime_ns, mode, device, source_inode
-    )
     return header, kind, table_checksum
 
 

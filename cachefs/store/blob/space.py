@@ -1,21 +1,21 @@
-"""The account of disk space: what the cache directory takes from its disk, and what is given back of it.
+"""Accounting of disk space: how much of its disk the cache directory occupies, and which of it can be freed.
 
-Records are not all that takes space. Neighbours share pages; a writer that was killed leaves behind records that it
-never reported, and up to 4 MiB that it had allocated in advance; the index and the log lie on the same disk. All of it
-counts: `charge_bytes` is what is taken from the room for records, so that the directory never takes more than its size
-and 64 MiB, of which FREE_BYTES and OTHER_FREE_BYTES cost nothing.
+Not only records occupy space. Neighbouring records share pages. A writer that was killed leaves records that it never
+reported, and up to 4 MiB that it had allocated in advance. The index and the log are on the same disk. `charge_bytes`
+is what all of this takes from the room for records, so that the directory never exceeds its size by more than 64 MiB.
+FREE_BYTES and OTHER_FREE_BYTES of it are not charged.
 
-A *gap* is a range of the blob, within one slab, that no extent refers to and no writer writes to. Two gaps that meet
-become one. A gap begins with a header that tells a rebuild how long it is; all its other pages are holes. A slab that
-is nothing but a gap is a hole from end to end.
+A *gap* is a range of the blob, within one slab, that no extent refers to and no writer writes to. Two adjacent gaps are
+merged. A gap begins with a header that tells a rebuild its length; all its other pages are holes. A slab that is one
+whole gap is a hole from end to end.
 
-A slab is *closed* when no writer will write to it any more, and what was written to it has been committed or refused:
-a record of a later slab has been committed, or the writer is dead and its last reports have been committed.
+A slab is *closed* when no writer will write to it any more, and all of its records have been committed or refused: a
+record of a later slab has been committed, or the writer is dead and its last reports have been committed.
 
-Gaps of this daemon's time are known as they arise. What earlier daemons left behind is found by `_sweep`: it reads all
-extents and gives back what none of them refers to. That is done when more is allocated than the account explains.
+Gaps that this daemon makes are recorded at once. `_sweep` finds those that earlier daemons left: it reads all extents
+and frees what none of them refers to. It runs when more space is allocated than the accounting explains.
 
-All methods but the properties are called from the write-behind thread alone.
+All methods are called only from the write-behind thread.
 """
 
 import logging
@@ -26,32 +26,34 @@ from array import array
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
+from cachefs.contract.blob import RECORD_HEADER_BYTES, SLAB_BYTES
+from cachefs.contract.index import Table
 from cachefs.store.blob import record
-from cachefs.store.blob.blob import PAGE_BYTES, SLAB_BYTES, Blob
-from cachefs.store.index.environment import Table
+from cachefs.store.blob.blob import PAGE_BYTES, Blob
 from cachefs.store.index.index import Index
 from cachefs.store.index.records import Extent
 from cachefs.store.runs import RUN_BITS, last_run
+from policies.prefetch.sequential import CHUNK_BYTES
 
 log = logging.getLogger(__name__)
 
 FREE_BYTES = 16 << 20
-"""So much may be allocated that is no record, for what is being written, and for pages that are shared."""
+"""Not charged: space for records that are being written, and for shared pages."""
 OTHER_FREE_BYTES = 32 << 20
-"""So much may the index, the log and other files of the directory take."""
+"""Not charged: the index, the log and other files of the directory."""
 OTHER_S = 1.0
-"""How often those are looked at."""
+"""How often those are measured."""
 SWEEP_SHARE = 100
-"""A sweep that finds nothing may take such a part of the time."""
+"""Sweeps take at most 1 / SWEEP_SHARE of the time."""
 MIN_SWEEP_PAUSE_S = 10.0
 
 _EXTENT = struct.Struct("<4xIQ8xQ")  # length, blob offset, bytes of the record
 _SIZE_BITS = 24
-assert record.record_bytes(record.MAX_PAYLOAD_BYTES) < 1 << _SIZE_BITS
+assert record.record_bytes(CHUNK_BYTES) < 1 << _SIZE_BITS
 
 
 def place_of(extent: Extent) -> tuple[int, int]:
-    """(start, end) of a record in the blob, its header included."""
+    """(start, end) of a record in the blob, including its header."""
     start = extent.blob_offset - record.payload_start(extent.length)
     return start, start + extent.record_bytes
 
@@ -68,29 +70,29 @@ class Space:
         """Slabs before this one were granted by earlier daemons."""
         run = last_run(index.durable)
         self._version = (run.run if run else 0) << RUN_BITS | (1 << RUN_BITS) - 1
-        """Not below any that there is."""
+        """Of gaps: not below the version of any record in the blob."""
         # state
         self.charge_bytes = 0
-        """What is taken from the room for records."""
+        """What other things take from the room for records."""
         self._tails: dict[int, int] = {}
-        """Of slabs that are not closed: where the last record ends that is known."""
+        """Slab that is not closed → end of its last known record."""
         self._closed_below = 0
         self._adopted = False
-        """The slabs of earlier daemons are closed, too."""
+        """The slabs of earlier daemons are closed as well."""
         self._ends: dict[int, int] = {}
         self._starts: dict[int, int] = {}
-        """Gaps: end by start, and start by end."""
+        """Gaps: start → end, and end → start."""
         self._swept = False
         self._next_sweep = 0.0
         self._residue = 0
-        """What the last sweep could not explain."""
+        """Allocated space that the last sweep could not explain."""
         self._other_bytes = 0
         self._next_look = 0.0
 
     # --- slabs -----------------------------------------------------------------------------------------------------
 
     def written(self, extents: Iterable[Extent]) -> None:
-        """These were written and reported, and have been committed or refused by now."""
+        """These were written and reported, and have been committed or refused."""
         newest = 0
         for extent in extents:
             start, end = place_of(extent)
@@ -114,11 +116,11 @@ class Space:
     # --- gaps ------------------------------------------------------------------------------------------------------
 
     def free(self, extent: Extent) -> None:
-        """Give the space of a record back that no reader can see any more."""
+        """Free the space of a record that no reader can see any more."""
         self._release(*place_of(extent))
 
     def _release(self, start: int, end: int) -> None:
-        """This belongs to a gap from now on. Raises OSError where its pages cannot be given back."""
+        """Add this range to a gap. Raises OSError if its pages cannot be freed."""
         first, last = start, end
         if start % SLAB_BYTES and start in self._starts:
             first = self._starts.pop(start)
@@ -131,17 +133,17 @@ class Space:
         elif last > first:
             self._ends[first], self._starts[last] = last, first
             self._blob.mark_gap(first, last, self._version)
-            head = _page_up(first + record.HEADER_BYTES)
+            head = _page_up(first + RECORD_HEADER_BYTES)
             begin = max(head, start // PAGE_BYTES * PAGE_BYTES)
-            self._blob.punch(begin, min(last // PAGE_BYTES * PAGE_BYTES, _page_up(end + record.HEADER_BYTES)))
+            self._blob.punch(begin, min(last // PAGE_BYTES * PAGE_BYTES, _page_up(end + RECORD_HEADER_BYTES)))
 
-    # --- the account -----------------------------------------------------------------------------------------------
+    # --- accounting ------------------------------------------------------------------------------------------------
 
     def measure(self, written_bytes: int, waiting: Iterable[Extent]) -> None:
-        """Compare what is allocated with what is known, and give back what can be.
+        """Compare the allocated space with the known records, and free what can be freed.
 
-        `written_bytes`: of records on disk, the index's and others. `waiting`: those of them that will be freed when
-        no reader sees them any more.
+        `written_bytes`: of all records on disk, indexed or not. `waiting`: those that will be freed when no reader sees
+        them any more.
         """
         excess = self._excess(written_bytes)
         if self._adopted and excess > (self._residue + FREE_BYTES if self._swept else 0):
@@ -154,14 +156,14 @@ class Space:
                 excess = self._residue = self._excess(written_bytes)
                 self._swept = True
                 given_back = before - self._blob.allocated_bytes()
-                log.info("%d MB that no record needs were given back in %.1f s", given_back // 1_000_000, took)
+                log.info("freed %d MB that no record needs in %.1f s", given_back // 1_000_000, took)
         self.charge_bytes = (excess if self._swept else 0) + max(0, self._other() - OTHER_FREE_BYTES)
 
     def _excess(self, written_bytes: int) -> int:
         return max(0, self._blob.allocated_bytes() - written_bytes - FREE_BYTES)
 
     def _other(self) -> int:
-        """What the directory takes besides the blob."""
+        """The space that the directory occupies besides the blob."""
         now = self._clock()
         if now >= self._next_look:
             self._next_look = now + OTHER_S
@@ -169,7 +171,7 @@ class Space:
         return self._other_bytes
 
     def _sweep(self, waiting: Iterable[Extent]) -> None:
-        """Give back everything in closed slabs that no record needs, and know all gaps from now on."""
+        """Free everything in closed slabs that no record needs, and record all gaps."""
         records: dict[int, array[int]] = {}
 
         def keep(start: int, size: int) -> None:
@@ -189,7 +191,7 @@ class Space:
         self._starts.clear()
         self._ends.clear()
         empty = 0
-        """Where a row of slabs without records begins, up to the one that is looked at."""
+        """The start of the current row of closed slabs without records."""
         for number in range(-(-self._blob.size() // SLAB_BYTES)):
             slab = number * SLAB_BYTES
             closed = slab < self._closed_below
@@ -226,6 +228,6 @@ def _allocated_below(directory: Path, but: set[str]) -> int:
                     size += _allocated_below(directory / entry.name, set())
                 else:
                     size += entry.stat(follow_symlinks=False).st_blocks * 512
-    except OSError as error:  # it goes away while it is looked at
-        log.debug("cannot look at %s: %s", directory, error)
+    except OSError as error:  # removed meanwhile
+        log.debug("cannot measure %s: %s", directory, error)
     return size

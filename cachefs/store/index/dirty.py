@@ -1,58 +1,67 @@
-"""What the durable index has to hear of, and in which order.
+"""The keys that must be committed to the durable index, and their order.
 
-A directory that is marked LISTED says of every name without an entry that it does not exist. So the durable index may
-have that mark only together with all names: a crash of the machine would make of a name that is not there yet a file
-that does not exist. Two rules see to that:
+The flag LISTED of a directory means that a name without an entry does not exist. So the durable index may have this
+flag only together with all names: otherwise, after a crash of the machine, files whose names were not committed would
+seem not to exist. Two rules ensure that:
 
-- Keys are committed in the order in which they were written last, a directory's mark therefore after its names. A
-  batch that could not be committed goes first again.
-- A batch that has a name of a directory has its record too, if that was written; and the mark is left out as long as
-  other names of that directory are still to come (`Batch.incomplete`).
+- Keys are committed in the order in which they were last written, and so the flag after the names of its directory. A
+  batch whose commit failed is committed first.
+- A batch with a name of a directory also contains the directory's record, if that was written. The flag is left out as
+  long as other names of the directory are still to be committed (`Batch.incomplete`).
 """
 
 import itertools
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from cachefs.store.index.environment import Key, Table
+from cachefs.contract.index import Table
+from cachefs.store.index.environment import Key
+from cachefs.store.index.records import LISTED
 
 _NAMES = (Table.DENTRIES, Table.LISTING)
 
 
 @dataclass(slots=True)
 class Batch:
-    """What one commit writes. True if there is anything."""
+    """The metadata of one commit. True if there are any."""
 
     keys: list[Key]
     moment: Any
     """A read transaction of the session, begun when the batch was taken: later values belong to later batches."""
+    tables: Sequence[Any]
+    """Of the session."""
     above: dict[Key, bytes | None] = field(default_factory=dict)
-    """What the session's overflow had at that moment."""
+    """The values of the session's overflow at that moment."""
     incomplete: set[bytes] = field(default_factory=set)
-    """Keys of directories of which names are still to come: their records are written without LISTED."""
+    """Keys of directories with names that are still to be committed: their records are written without LISTED."""
 
-    def __len__(self) -> int:
-        return len(self.keys)
+    def __bool__(self) -> bool:
+        return bool(self.keys)
 
-    def __iter__(self) -> Iterator[Key]:
-        return iter(self.keys)
+    def value(self, table: Table, key: bytes) -> bytes | None:
+        """What is to be written under a key."""
+        value: bytes | None
+        value = self.above[table, key] if (table, key) in self.above else self.moment.get(key, db=self.tables[table])
+        if value and table is Table.INODES and value[0] & LISTED and key in self.incomplete:
+            value = bytes([value[0] & ~LISTED]) + value[1:]
+        return value
 
     def end(self) -> None:
-        """The values are not needed any more. LMDB frees a reader when its transaction object goes."""
+        """The values are not needed any more. LMDB frees a reader when its transaction object is deleted."""
         if self.moment is not None:
             self.moment.abort()
             self.moment = None
 
 
 class Dirty:
-    """Keys in the order of their last writing."""
+    """Keys in the order in which they were last written."""
 
     def __init__(self) -> None:
         self._keys: dict[Key, None] = {}
         self._names: Counter[bytes] = Counter()
-        """Directory → how many of its names are among them."""
+        """Directory → the number of its names in `_keys`."""
 
     def __len__(self) -> int:
         return len(self._keys)
@@ -71,7 +80,7 @@ class Dirty:
         self._keys[key] = None
 
     def put_first(self, keys: Iterable[Key]) -> None:
-        """A batch that was not committed: before all that was written since."""
+        """A batch whose commit failed: put its keys before those that were written since."""
         waiting = self._keys
         self._keys = {}
         self._names.clear()
@@ -80,7 +89,7 @@ class Dirty:
                 self.add(key)
 
     def take(self, limit: int, first: Iterable[Key]) -> list[Key]:
-        """Up to `limit` keys, those of `first`, and the records of the directories whose names are among them."""
+        """Remove up to `limit` keys, those of `first`, and the records of directories with names among these."""
         wanted = dict.fromkeys(key for key in first if key in self._keys)
         wanted.update(dict.fromkeys(itertools.islice(self._keys, limit)))
         directories = {(Table.INODES, key[:8]) for table, key in wanted if table in _NAMES}

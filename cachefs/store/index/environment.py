@@ -1,8 +1,8 @@
 """LMDB environments with the tables of the index, and reading two of them as one.
 
-`View` reads one moment of both: the session first, then the durable index; an empty value in the session is a
-tombstone, and hides what the durable index says. `Update` writes to the session. index.py says what the two are for,
-overflow.py what happens when the session cannot be written.
+`View` reads a snapshot of both: the session first, then the durable index. An empty value in the session is a
+tombstone, and hides the value of the durable index. `Update` writes to the session. index.py explains what the two are
+for, overflow.py what happens when the session cannot be written.
 """
 
 import logging
@@ -11,47 +11,43 @@ import struct
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from types import TracebackType
-from typing import Any
+from typing import Any, Self
 
 import lmdb
 
-from cachefs.contract.index import MAP_BYTES
-from cachefs.contract.index import Table as Table
+from cachefs.contract.index import MAP_BYTES, Table
 from cachefs.errors import IndexUnavailable
 from cachefs.store.index.extents import Extents
 from cachefs.store.index.overflow import MISSING, Missing, Overflow, Value
 from cachefs.store.index.records import PINNED
 from cachefs.system import private_files
+from cachefs.system.descriptors import closing
 
-MAP_SIZE_BYTES = MAP_BYTES
 MAX_READERS = 1024
 LOCK_BYTES = (MAX_READERS + 64) * 64
-"""Of lock.mdb: a cache line for each reader, and its header."""
+"""The size of lock.mdb: one cache line for each reader, and a header."""
 TOMBSTONE = b""
 _FLAGS = struct.Struct("<I")
 
 log = logging.getLogger(__name__)
 
-Key = tuple["Table", bytes]
+Key = tuple[Table, bytes]
 
 
 def _reserve_readers(path: Path) -> None:
     """Allocate LMDB's table of readers before it is mapped. Raises IndexUnavailable.
 
-    It is the one part of LMDB that is written through a mapping: a page that a full tmpfs cannot allocate would kill
-    the process with SIGBUS (hazard 34). Everything else is written with pwrite, and fails with ENOSPC.
+    It is the only part of LMDB that is written through a mapping: if a full tmpfs could not allocate a page of it,
+    SIGBUS would kill the process (hazard 34). Everything else is written with pwrite, and fails with ENOSPC.
     """
-    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-    try:
-        size = os.fstat(fd).st_size or LOCK_BYTES  # LMDB has as many readers as fit: others may have mapped it
-        os.posix_fallocate(fd, 0, size)
-    except OSError as error:
-        if os.fstat(fd).st_blocks == 0:
-            raise IndexUnavailable(f"cannot make the index in {path.parent}: {error.strerror}") from error
-        log.warning("cannot reserve the table of readers in %s: %s", path, error.strerror)
-    finally:
-        os.close(fd)
+    with closing(os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)) as fd:
+        size = os.fstat(fd).st_size or LOCK_BYTES  # LMDB uses the size that it finds: others may have mapped it
+        try:
+            os.posix_fallocate(fd, 0, size)
+        except OSError as error:
+            if os.fstat(fd).st_blocks == 0:
+                raise IndexUnavailable(f"cannot make the index in {path.parent}: {error.strerror}") from error
+            log.warning("cannot reserve the table of readers in %s: %s", path, error.strerror)
 
 
 class Environment:
@@ -64,7 +60,7 @@ class Environment:
         try:
             self.lmdb = lmdb.open(
                 str(path),
-                map_size=MAP_SIZE_BYTES,
+                map_size=MAP_BYTES,
                 max_dbs=len(Table),
                 max_readers=MAX_READERS,
                 sync=sync,
@@ -77,7 +73,12 @@ class Environment:
         except lmdb.Error as error:
             raise IndexUnavailable(f"cannot open the index in {path}: {error}") from error
         self.overflow = Overflow(path / "data.mdb", len(Table))
-        """Of a session: what it could not take."""
+        """Of a session: updates that could not be written to it."""
+
+    def get(self, table: Table, key: bytes) -> bytes | None:
+        with self.lmdb.begin() as txn:
+            value: bytes | None = txn.get(key, db=self.tables[table])
+            return value
 
     @contextmanager
     def write(self) -> Iterator[Any]:
@@ -90,13 +91,11 @@ class Environment:
 
     def reserve(self, size: int) -> None:
         """Allocate the first bytes of the file, which LMDB uses as it grows."""
-        fd = os.open(self.path / "data.mdb", os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
-        try:
-            os.posix_fallocate(fd, 0, size)
-        except OSError as error:
-            log.warning("cannot reserve %d bytes for the index in %s: %s", size, self.path, error.strerror)
-        finally:
-            os.close(fd)
+        with closing(os.open(self.path / "data.mdb", os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)) as fd:
+            try:
+                os.posix_fallocate(fd, 0, size)
+            except OSError as error:
+                log.warning("cannot reserve %d bytes for the index in %s: %s", size, self.path, error.strerror)
 
     def close(self) -> None:
         self.lmdb.close()
@@ -106,7 +105,7 @@ class Environment:
             return int(txn.stat(self.tables[table])["entries"])
 
     def oldest_reader(self) -> int | None:
-        """The transaction number that the oldest reader sees; None without readers. One that was killed is none."""
+        """The number of the transaction that the oldest reader sees; None: no reader is alive."""
         self.lmdb.reader_check()
         numbers = []
         for line in self.lmdb.readers().splitlines()[1:]:
@@ -120,36 +119,34 @@ class Environment:
 
 
 class View:
-    """Reads of one moment, through both environments. Short: nothing is awaited while one is open."""
+    """Reads a snapshot of both environments. Short-lived: nothing is awaited while a view is open."""
 
     __slots__ = ("_above", "_durable", "_durable_tables", "_session", "_session_tables")
 
     def __init__(self, session: Environment, durable: Environment, *, write: bool = False) -> None:
         self._above = session.overflow if session.overflow else None
-        # The session first: what leaves it is in the durable index before it leaves.
+        # The session first: a value is removed from it only after it is in the durable index.
         self._session: Any = session.lmdb.begin(write=write)
         try:
             self._durable: Any = durable.lmdb.begin()
         except lmdb.Error:
-            self._session.abort()  # or no other could ever write
+            self._session.abort()  # an open write transaction would block all others
             raise
         self._session_tables = session.tables
         self._durable_tables = durable.tables
 
-    def __enter__(self) -> "View":
+    def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
         self._session.abort()
         self._durable.abort()
         self._end()
 
     def _end(self) -> None:
-        """LMDB gets a reader's slot back when the transaction's object goes, not when it is aborted.
+        """LMDB frees the slot of a reader when the transaction object is deleted, not when it is aborted.
 
-        Whoever awaits something may keep this view in a variable meanwhile, a thousand requests at a time.
+        A thousand requests may wait at the same time, each with a closed view in a local variable.
         """
         self._session = self._durable = None
 
@@ -178,13 +175,13 @@ class View:
         durable: Any = self._durable.cursor(db=self._durable_tables[table])
         in_session = session.set_range(prefix) and session.key().startswith(prefix)
         in_durable = durable.set_range(prefix) and durable.key().startswith(prefix)
-        if in_session and (in_durable or session.value() == TOMBSTONE):  # rare, so leave it to the merge
+        if in_session and (in_durable or session.value() == TOMBSTONE):  # rare, so use the merge
             return next((key for key, _ in self.scan(table, prefix)), None)
         cursor = session if in_session else durable
         return bytes(cursor.key()) if in_session or in_durable else None
 
     def last_key(self, table: Table, prefix: bytes) -> bytes | None:
-        """The last key that begins with `prefix`, or did before it was deleted: a tombstone counts."""
+        """The last key that begins with `prefix`. Deleted keys are included as long as they have a tombstone."""
         above = self._above.last_key(table, prefix) if self._above is not None else None
         found = [above] if above is not None else []
         for txn, tables in ((self._session, self._session_tables), (self._durable, self._durable_tables)):
@@ -204,7 +201,7 @@ class View:
 
     @property
     def extents(self) -> Extents:
-        """For looking what there is. To read its bytes a transaction must be kept: see `Index.extents`."""
+        """To look up extents. To read their bytes a transaction must stay open: see `Index.extents`."""
         return Extents(self._durable, self._durable_tables[Table.EXTENTS])
 
     def last_extents(self) -> Iterator[tuple[bytes, bytes]]:
@@ -219,8 +216,10 @@ class View:
 
 
 class Update(View):
-    """A View that writes to the session. Committed, unsynced, on leaving without an error. That never fails: what the
-    session does not take goes into its overflow."""
+    """A View that writes to the session. It is committed, unsynced, when the block ends without an error.
+
+    The commit never fails: what cannot be written to the session goes into its overflow.
+    """
 
     __slots__ = ("_afterwards", "_changes", "_environment", "_in_flight", "_on_refused", "_on_written", "_written")
 
@@ -232,9 +231,8 @@ class Update(View):
         on_written: Callable[[Sequence[Key]], None],
         on_refused: Callable[[lmdb.Error], None],
     ) -> None:
-        """`on_written`: given the keys that the durable index must hear of; `in_flight`: it is just hearing of them.
-
-        `on_refused`: given the reason where the session could not be written.
+        """`on_written`: called with the keys that must be committed to the durable index. `in_flight`: keys that are
+        being committed. `on_refused`: called with the reason if the session cannot be written.
         """
         super().__init__(session, durable, write=not session.overflow)
         self._environment = session
@@ -243,19 +241,14 @@ class Update(View):
         self._on_refused = on_refused
         self._written: list[Key] = []
         self._changes: list[tuple[Table, bytes, Value | Missing]] = []
-        """What was written to the session; or, while it overflows, what that had under the keys before."""
+        """What was written to the session; or, while it overflows, the previous values of the overflow."""
         self._afterwards: list[Callable[[], object]] = []
 
     def afterwards(self, call: Callable[[], object]) -> None:
-        """Call this when it has been committed."""
+        """Call this after the commit."""
         self._afterwards.append(call)
 
-    def __enter__(self) -> "Update":
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
         self._durable.abort()
         if error is None:
             self._commit()
@@ -272,14 +265,14 @@ class Update(View):
         overflow = self._environment.overflow
         if self._above is not None:
             self._session.abort()
-            overflow.settle()
+            overflow.update_mark()
             return
         try:
             self._session.commit()
         except lmdb.Error as error:
             for change in self._changes:
                 overflow.put(*change)
-            overflow.settle()
+            overflow.update_mark()
             self._on_refused(error)
 
     def _abort(self) -> None:
@@ -289,13 +282,13 @@ class Update(View):
                 self._above.put(*change)
 
     def put(self, table: Table, key: bytes, value: bytes) -> None:
-        """Every value begins with its flags; the pinned ones are on their way to the durable index."""
+        """Every value begins with its flags; pinned values will be committed to the durable index."""
         self._write(table, key, value)
         if value[0] & PINNED or self._reaches_durable(table, key):
             self._written.append((table, key))
 
     def _reaches_durable(self, table: Table, key: bytes) -> bool:
-        """The durable index has the key, or is just about to get it."""
+        """The durable index has the key, or a commit is writing it."""
         return (table, key) in self._in_flight or self.in_durable(table, key) is not None
 
     def delete(self, table: Table, key: bytes) -> None:
@@ -306,7 +299,7 @@ class Update(View):
             self.clear(table, key)
 
     def clear(self, table: Table, key: bytes) -> None:
-        """Take a key out of the session: what the durable index has of it is to be seen."""
+        """Remove a key from the session, so that the value of the durable index is visible."""
         has = self._above is None or self._session.get(key, db=self._session_tables[table]) is not None
         self._write(table, key, None if has else MISSING)
 
@@ -334,7 +327,7 @@ def _prefixed(txn: Any, table: Any, prefix: bytes, start: bytes | None) -> Itera
 def _over(
     above: Iterator[tuple[bytes, Value]], session: Iterator[tuple[bytes, bytes]]
 ) -> Iterator[tuple[bytes, bytes]]:
-    """The session with what it could not take, in key order; tombstones are values."""
+    """The session with its overflow, in key order, including tombstones."""
     end: tuple[Any, Value] = (None, None)
     upper, lower = next(above, end), next(session, end)
     while upper[0] is not None or lower[0] is not None:
@@ -350,7 +343,7 @@ def _over(
 
 
 def _merge(upper: Iterator[tuple[bytes, bytes]], lower: Iterator[tuple[bytes, bytes]]) -> Iterator[tuple[bytes, bytes]]:
-    """Both in key order; where both have a key the upper one counts, and its tombstones are left out."""
+    """Both in key order; of a key in both, the upper value. Keys with a tombstone are left out."""
     end: tuple[Any, bytes] = (None, b"")
     above, below = next(upper, end), next(lower, end)
     while above[0] is not None or below[0] is not None:

@@ -1,11 +1,11 @@
 """The extents of the durable index: which ranges of which files are in the blob.
 
-A small file is one extent. Of a large one there may be many: chunks of 4 MiB where it is read from end to end, and
-where somebody jumps about in it just the pages that he asked for (policies/prefetch/sequential.py).
+A small file is one extent. A large file may have many: chunks of 4 MiB where it is read sequentially, and only the
+requested pages where it is read randomly (policies/prefetch/sequential.py).
 
 INVARIANT: no extent of a file lies within another. Two may overlap, because two readers fetched at the same time. So
-their beginnings and their ends are in the same order, and the extent that holds a byte, if there is one, is the last
-one that does not begin behind it: one step in a B+ tree.
+their starts and their ends are in the same order, and the extent that contains a byte, if there is one, is the last
+one that does not start after it: one step in a B+ tree.
 """
 
 from collections.abc import Iterator
@@ -15,7 +15,7 @@ from cachefs.store.index.records import Extent, inode_key, pair_key
 
 
 class Extents:
-    """A transaction's view of the table. It may write if the transaction may."""
+    """The table in one transaction, which may be a write transaction."""
 
     __slots__ = ("_table", "_txn")
 
@@ -24,20 +24,20 @@ class Extents:
         self._table = table
 
     def at(self, inode: int, offset: int) -> tuple[int, Extent] | None:
-        """The extent that holds the byte at `offset`, and where it begins."""
+        """The extent that contains the byte at `offset`, and its start."""
         key = pair_key(inode, offset)
         value = self._txn.get(key, db=self._table)
-        if value is not None:  # the usual case: a small file, or the beginning of what was fetched
+        if value is not None:  # the usual case: a small file, or the start of a fetched range
             return offset, Extent.unpack(value)
         cursor = self._txn.cursor(db=self._table)
-        cursor.set_range(key)  # at the end of the table this leaves it nowhere, and the next line on the last key
+        cursor.set_range(key)  # after the end of the table prev() moves to the last key
         if not cursor.prev() or not cursor.key().startswith(key[:8]):
             return None
         start, extent = _offset_of(cursor.key()), Extent.unpack(cursor.value())
         return (start, extent) if offset < start + extent.length else None
 
     def between(self, inode: int, first: int, last: int) -> Iterator[tuple[int, Extent]]:
-        """Those that begin at `first` or behind it, and before `last`."""
+        """Those that start in [first, last)."""
         cursor = self._txn.cursor(db=self._table)
         end = pair_key(inode, last)
         more = cursor.set_range(pair_key(inode, first))
@@ -49,7 +49,7 @@ class Extents:
         return self.between(inode, 0, (1 << 64) - 1)
 
     def add(self, inode: int, offset: int, extent: Extent) -> list[Extent] | None:
-        """The extents that go because they lie within this one. None: it lies within a longer one, and is not added."""
+        """Returns the extents that it replaces because they lie within it. None: it lies within another, not added."""
         end = offset + extent.length
         other = self.at(inode, offset)
         same = other is not None and other[0] == offset and other[1].length == extent.length
@@ -62,7 +62,7 @@ class Extents:
         return [each for _, each in within]
 
     def remove(self, inode: int, offset: int) -> None:
-        """The one that begins at `offset`."""
+        """The one that starts at `offset`."""
         self._txn.delete(pair_key(inode, offset), db=self._table)
 
     def has_any(self, inode: int) -> bool:

@@ -1,66 +1,67 @@
-"""What the session index could not take: kept in memory, above it, until it can.
+"""Updates that could not be written to the session: kept in memory, above the session, until they can be written.
 
-The runtime directory may be full. What the kernel is told must be written down all the same, or its next request leads
-nowhere; and a change that is not written down would leave the old answer in the index. So an update whose commit
-failed goes here, and so does every later one until `Index.drain` has written all of it. The one rule of a store of
-ours that cannot be written: counted in `errors`, said in the log once a minute at most, and nobody notices otherwise.
+The runtime directory may be full. What the kernel is told must be recorded nevertheless: otherwise its next request
+would refer to an unknown inode, and the index would keep the old answer after a change. Therefore an update whose
+commit failed is kept here, and so is every later one until `Index.drain` has written all of them. As with every store
+of ours that cannot be written, this is counted in `errors` and logged once a minute at most, and has no other effect.
 
 Meanwhile
 
-- `View` reads this first, then the session, then the durable index;
-- the fast path, which does not see this, answers nothing from the index (`on_change`): Python does;
-- the session on disk is marked as not complete. A daemon that finds that mark does not know all that its predecessor
-  knew, and compares everything with the source (cache_directory.py). The mark is a permission bit, because setting that
-  needs no room.
+- `View` reads the overflow first, then the session, then the durable index;
+- the fast path, which does not see the overflow, answers nothing from the index, and Python does (`on_change`);
+- the session on disk is marked as incomplete. A daemon that finds this mark does not know everything that its
+  predecessor knew, and compares everything with the source (cache_directory.py). The mark is a permission bit, because
+  setting one needs no disk space.
 """
 
 import os
 import stat
 from bisect import bisect_left, insort
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
+
+from cachefs.system.listeners import Listeners
 
 _MODE, _MODE_INCOMPLETE = 0o600, 0o700
 
 
 class Missing:
-    """Nothing is known of a key here."""
+    """The overflow has nothing for a key."""
 
 
 MISSING: Final = Missing()
 Value = bytes | None
-"""None: the session does not have the key any more."""
+"""None: the key was removed from the session."""
 
 
 def is_complete(path: Path) -> bool:
-    """Does this file of an environment hold all that its last daemon had to write?"""
+    """Does this file of an environment contain everything that its last daemon recorded?"""
     return not path.stat().st_mode & stat.S_IXUSR
 
 
 class Overflow:
     def __init__(self, path: Path, tables: int) -> None:
-        """`path`: the file that these belong into."""
+        """`path`: the file of the session."""
         # dependencies
         self._path = path
         # state
         self._values: list[dict[bytes, Value]] = [{} for _ in range(tables)]
         self._keys: list[list[bytes]] = [[] for _ in range(tables)]
-        """Of `_values`, in order."""
+        """The keys of `_values`, sorted."""
         self._count = 0
         self._is_marked = False
-        # who wants to know
-        self.on_change: Callable[[bool], None] = lambda begins: None
-        """Called when the first key has come, and when the last one has gone."""
+        self.on_change: Listeners[[bool]] = Listeners()
+        """Called with True when there is a first key, and with False when the last one has been written."""
 
     def __len__(self) -> int:
-        return self._count  # each request asks
+        return self._count  # called for each request
 
     def find(self, table: int, key: bytes) -> Value | Missing:
         return self._values[table].get(key, MISSING)
 
     def put(self, table: int, key: bytes, value: Value | Missing) -> None:
-        """MISSING takes the key out. Follow a number of these up by `settle`."""
+        """MISSING removes the key. Call `update_mark` after a number of these."""
         values, keys = self._values[table], self._keys[table]
         if isinstance(value, Missing):
             if key in values:
@@ -73,8 +74,8 @@ class Overflow:
             self._count += 1
         values[key] = value
 
-    def settle(self) -> None:
-        """Mark the file, or take the mark away."""
+    def update_mark(self) -> None:
+        """Mark the file as incomplete, or remove the mark."""
         if self._is_marked == bool(self):
             return
         self._is_marked = bool(self)
@@ -85,12 +86,12 @@ class Overflow:
             self.on_change(False)
 
     def begin(self) -> None:
-        """What a predecessor's mark says has been dealt with."""
+        """A new run begins, and does not depend on what a predecessor could not write: remove its mark."""
         self._is_marked = True
-        self.settle()
+        self.update_mark()
 
     def scan(self, table: int, prefix: bytes, start: bytes | None) -> Iterator[tuple[bytes, Value]]:
-        """As it is now, whatever is put meanwhile."""
+        """A copy of the present state: later calls of `put` do not change it."""
         keys, values = self._keys[table], self._values[table]
         found = []
         for at in range(bisect_left(keys, prefix if start is None else start), len(keys)):
@@ -105,7 +106,7 @@ class Overflow:
         return keys[behind - 1] if behind and keys[behind - 1].startswith(prefix) else None
 
     def first(self, most: int, last: int) -> list[tuple[int, bytes, Value]]:
-        """Up to so many; those of the table `last` when there are no others any more."""
+        """At most `most` values; those of the table `last` only after all others."""
         found: list[tuple[int, bytes, Value]] = []
         for table in sorted(range(len(self._keys)), key=last.__eq__):
             keys = self._keys[table]

@@ -1,7 +1,7 @@
-"""What the index keeps of an object: `Inode`, `Dentry` and `Extent`.
+"""The records of the index: `Inode`, `Dentry` and `Extent`.
 
-They are the fixed-size structs of the index, little-endian and naturally aligned, which C reads as
-they are: docs/FORMAT.md has the byte offsets. `flags` is the first field of every value in every table.
+They are fixed-size structs, little-endian and naturally aligned, which C reads without conversion (docs/FORMAT.md has
+the byte offsets). `flags` is the first field of every value in every table.
 """
 
 import stat
@@ -9,17 +9,21 @@ import struct
 from typing import NamedTuple
 
 from cachefs.contract.index import DENTRY_RECORD, EXTENT_RECORD, INODE_RECORD, Flag
-from cachefs.contract.index import ROOT_INODE as ROOT_INODE
 from cachefs.system.stat import Stat
 
-# Plain ints of the flags: IntFlag arithmetic costs a microsecond a time, and the hit path does it for each request.
+# Plain ints: arithmetic with IntFlag takes a microsecond, and the hit path does it for each request.
 PINNED, IMMUTABLE, WRITTEN, LISTED, UNSETTLED, STALE, UNLINKED, IMMUTABLE_ON_OPEN = (int(flag) for flag in Flag)
 FLAGS_PINNED = PINNED.to_bytes(4, "little")
 FLAGS_NONE = bytes(4)
+FLAGGED_NUMBER = struct.Struct("<I4xQ")
+"""Several values of the table META: flags, and one number."""
 
 
 class Inode(NamedTuple):
-    """A record of the `inodes` table. `number` is its key; the rest is the value."""
+    """A record of the `inodes` table. `number` is its key; the rest is the value.
+
+    The fields from `mode` to `source_inode` are the first ones of `Stat`, in the same order.
+    """
 
     number: int
     flags: int
@@ -38,17 +42,17 @@ class Inode(NamedTuple):
     device: int
     source_inode: int
     version: int
-    """Distinguishes what was fetched of this number; extents, xattrs and symlinks of another version do not count."""
+    """Of the content; extents, xattrs and symlinks of another version are not valid."""
     validated_run: int
     """The run that last compared it with the source."""
     entries_valid_from: int
-    """Directories: entries confirmed in an earlier run than this one must be compared again."""
+    """Directories: entries that were last compared in an earlier run than this one must be compared again."""
     next_position: int
-    """Directories: the next listing position (d_off) to give out; never used twice."""
+    """Directories: the next listing position (d_off); none is used twice."""
     expires_ns: int
-    """CLOCK_MONOTONIC until which it is believed; 0: for ever."""
+    """CLOCK_MONOTONIC until which it is valid; 0: for ever."""
     lookups: int
-    """How often the kernel was told of it; counted only while it is not pinned."""
+    """The kernel's lookup count; counted only while the inode is not pinned."""
 
     @property
     def permissions(self) -> tuple[int, int, int]:
@@ -68,7 +72,7 @@ class Inode(NamedTuple):
         return stat.S_ISLNK(self.mode)
 
     def written(self) -> "Inode":
-        """Written through this mount: what it was once it was read, and dropped, is of no account any more."""
+        """The record after a write through this mount: the inode is not immutable any more."""
         return self._replace(flags=self.flags & ~IMMUTABLE | WRITTEN)
 
     def pack(self) -> bytes:
@@ -79,11 +83,11 @@ class Inode(NamedTuple):
         return cls(number, *_INODE.unpack(value))
 
     def same_identity(self, other: Stat) -> bool:
-        """The same object of the source: device, inode number and birth time, or change time where there is none.
+        """Is it the same object of the source? Compares device, inode number and birth time.
 
-        Without birth times (a source that is a FUSE mount) the change time speaks for pinned files alone: that of a
-        directory or of a growing log moves all the time, and they would be given a new number with every change.
-        And for symlinks: the kernel keeps the target of an inode for ever.
+        Without birth times (a source that is a FUSE mount) the change time is compared instead, but only of pinned
+        files: that of a directory or of a growing log moves all the time, and they would get a new number with every
+        change. Of symlinks, too: the kernel caches the target of an inode for ever.
         """
         if self.source_inode != other.inode or self.device != other.device or (self.mode ^ other.mode) & 0o170000:
             return False
@@ -92,9 +96,9 @@ class Inode(NamedTuple):
         return self.ctime_ns == other.ctime_ns or not (self.is_symlink or (self.is_regular and self.flags & PINNED))
 
     def same_version(self, other: Stat) -> bool:
-        """The same object, and unchanged: what was pinned or fetched of it still holds.
+        """Is it the same object, and unchanged, so that what was pinned or fetched of it is still valid?
 
-        A directory's size says nothing of its names: on CephFS it is that of the whole subtree, and lags behind.
+        The size of a directory is not compared: on CephFS it is that of the whole subtree, and lags behind.
         """
         return (
             self.mtime_ns == other.mtime_ns
@@ -104,25 +108,11 @@ class Inode(NamedTuple):
         )
 
     def with_stat(self, now: Stat) -> "Inode":
-        return self._replace(
-            mode=now.mode,
-            nlink=now.nlink,
-            uid=now.uid,
-            gid=now.gid,
-            rdev=now.rdev & 0xFFFFFFFF,
-            blksize=now.blksize,
-            size=now.size,
-            blocks=now.blocks,
-            atime_ns=now.atime_ns,
-            mtime_ns=now.mtime_ns,
-            ctime_ns=now.ctime_ns,
-            btime_ns=now.btime_ns,
-            device=now.device,
-            source_inode=now.inode,
-        )
+        return Inode._make((self.number, self.flags, *now[:_STAT_FIELDS], *self[2 + _STAT_FIELDS :]))
 
 
 _INODE = INODE_RECORD.codec()
+_STAT_FIELDS = Stat._fields.index("inode") + 1
 
 
 class Dentry(NamedTuple):
@@ -146,7 +136,7 @@ _DENTRY = DENTRY_RECORD.codec()
 
 
 class Extent(NamedTuple):
-    """A value of the `extents` table, keyed by inode and file offset. The checksums follow, one per 128 KiB."""
+    """A value of the `extents` table, keyed by inode and file offset. One checksum for each 128 KiB follows."""
 
     flags: int
     length: int
@@ -155,7 +145,7 @@ class Extent(NamedTuple):
     """Of the payload, not of the record's header."""
     version: int
     record_bytes: int
-    """What the whole record takes in the blob."""
+    """The size of the whole record in the blob."""
     checksums: tuple[int, ...]
 
     def pack(self) -> bytes:
@@ -184,5 +174,5 @@ def inode_of_key(key: bytes) -> int:
 
 
 def pair_key(first: int, second: int) -> bytes:
-    """Big-endian, so that LMDB's order is the numbers' order: (inode, file offset), (directory, position)."""
+    """(inode, file offset) or (directory, position). Big-endian, so that LMDB sorts keys by these numbers."""
     return _KEY_PAIR.pack(first, second)

@@ -1,6 +1,8 @@
 /* The FUSE protocol: messages are checked before anything uses them. */
 #pragma once
 
+#include "common/contract.h"
+
 #include <linux/fuse.h>
 #include <stdbool.h>
 #include <stddef.h>
@@ -20,10 +22,4 @@ bool request_parse(void *message, size_t length, struct request *out);
 /* Does repeating it have another effect than doing it once? Such a request is never passed on again. */
 bool request_changes(const struct request *request);
 
-enum request_kind {
-    REPEATABLE = 1,    /* repeating it has no other effect than doing it once; an OPEN may be an exception */
-    OVERWRITES = 2,    /* the same, unless another request came in between */
-    FORGETS = 4,       /* it has no answer, and Python counts it: no request that may have arrived is sent again */
-    INTERRUPTIBLE = 8, /* nothing must be undone if its caller stops waiting */
-};
 bool request_is(uint32_t opcode, enum request_kind kind);
