@@ -23,6 +23,7 @@ from cachefs.store.index.records import ROOT_INODE
 from daemon import tasks
 from daemon.config import config
 from daemon.config.config import MountConfig
+from daemon.config.parameters import parse_address
 from daemon.control import server
 from daemon.control.commands import Commands
 from daemon.ending import Ending
@@ -165,7 +166,7 @@ class Serving:
         from daemon.control import exporter  # prometheus_client is of no use to those who do not ask for it
 
         try:
-            listener = await exporter.listen(exporter.parse_address(address))
+            listener = await exporter.listen(parse_address(address))
         except CacheFsError as error:
             if self._mount.is_new:
                 raise

@@ -1,5 +1,5 @@
-"""python-daemon installs an import package named `daemon` as well. Where both are installed, one has overwritten
-files of the other; this says so before anything fails in an obscure way."""
+"""python-daemon also installs an import package named `daemon`. If both are installed, one has overwritten files of the
+other. This check reports it before anything fails in an obscure way."""
 
 import importlib.metadata
 

@@ -1,4 +1,4 @@
-"""`cachefs verify` and `cachefs gc`: caches on the local disk."""
+"""`cachefs verify` and `cachefs gc`: maintenance of caches on the local disk."""
 
 import fcntl
 import json
@@ -15,19 +15,18 @@ from cachefs.client.client import Client
 from cachefs.client.locations import cache_root
 from cachefs.errors import CacheFsError
 from cachefs.printable import one_line
-from daemon.config.parameters import Place, one_line_errors
+from daemon.config.parameters import mountpoint_argument
 from daemon.output import say
 
 
 @click.command()
-@click.argument("mountpoint", type=Place())
-@click.option("--repair", is_flag=True, help="Drop the bad ones: they are fetched again when they are read.")
-@one_line_errors
+@mountpoint_argument
+@click.option("--repair", is_flag=True, help="Drop corrupt records. They are fetched again when they are read.")
 def verify(mountpoint: str, repair: bool) -> None:
-    """Read every record of a mount's cache and compare it with its checksum. The mount goes on meanwhile.
+    """Check every record of a mount's cache against its checksum, while the mount is in use.
 
-    Readers check what they read anyway; this finds a disk that is going bad before they do. The exit status is 1 if
-    there are bad records, and they were not dropped.
+    Every read checks what it reads; this command finds a failing disk earlier. The exit status is 1 if there are
+    corrupt records and --repair was not given.
 
     \b
     Example:
@@ -54,10 +53,10 @@ def verify(mountpoint: str, repair: bool) -> None:
                 highlight=False,
                 markup=False,
             )
-    say(f"{done.records:,} records, {decimal(done.bytes)}: {len(bad):,} bad, {done.orphans:,} without a file")
+    say(f"{done.records:,} records, {decimal(done.bytes)}: {len(bad):,} corrupt, {done.orphans:,} without a file")
     if bad and repair:
         client.drop([(each.inode, each.offset, each.blob_offset) for each in bad])
-        say(f"{len(bad):,} dropped; they are fetched again when they are read")
+        say(f"{len(bad):,} dropped; they will be fetched again when they are read")
     elif bad:
         sys.exit(1)
 
@@ -70,7 +69,7 @@ class Cache:
 
 
 def caches(root: Path) -> Iterator[Cache]:
-    """All beneath the usual place."""
+    """The caches beneath a directory."""
     for path in sorted(root.iterdir()) if root.is_dir() else ():
         try:
             source = str(json.loads((path / "cache.json").read_text())["source"])
@@ -95,18 +94,17 @@ def is_in_use(path: Path) -> bool:
 
 
 @click.command()
-@click.option("--delete", is_flag=True, help="Delete them. Without it they are only listed.")
+@click.option("--delete", is_flag=True, help="Delete the caches instead of listing them.")
 @click.option(
     "--root",
     type=click.Path(path_type=Path),
     metavar="DIR",
-    help="Where caches lie. [default: /var/cache/cachefs, for users $XDG_CACHE_HOME/cachefs]",
+    help="Search this directory. [default: /var/cache/cachefs for root, $XDG_CACHE_HOME/cachefs for users]",
 )
-@one_line_errors
 def gc(delete: bool, root: Path | None) -> None:
-    """Find the caches of sources that do not exist any more.
+    """List or delete caches whose source does not exist.
 
-    A source that is not mounted at the moment looks just the same: read the list before you --delete.
+    A source that is not mounted looks the same as one that was deleted: check the list before you use --delete.
 
     \b
     Example:
@@ -119,7 +117,7 @@ def gc(delete: bool, root: Path | None) -> None:
     for cache in caches(root or cache_root()):
         if os.path.isdir(cache.source) or is_in_use(cache.path):
             continue
-        say(f"{cache.path}: {decimal(cache.bytes)}, of {cache.source}, which is not there")
+        say(f"{cache.path}: {decimal(cache.bytes)}, source {cache.source} does not exist")
         if delete:
             try:
                 shutil.rmtree(cache.path)
@@ -128,4 +126,4 @@ def gc(delete: bool, root: Path | None) -> None:
         freed += cache.bytes
         count += 1
     done = "deleted" if delete else "to be deleted (--delete)"
-    say(f"{count} caches, {decimal(freed)} {done}" if count else "no cache is without its source")
+    say(f"{count} caches, {decimal(freed)} {done}" if count else "no caches without a source")

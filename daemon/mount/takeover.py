@@ -14,7 +14,7 @@ import os
 from collections.abc import Callable
 from contextlib import suppress
 
-from cachefs.client.client import is_served_by
+from cachefs.client.client import is_served
 from cachefs.client.hand_over import Handed
 from cachefs.errors import CacheFsError
 from cachefs.fastpath.mount_descriptors import MountDescriptors, is_unmounted
@@ -134,7 +134,7 @@ def take_over(
     `kept`: of a fast path that may have died since. Raises CacheFsError where it is alive, and not to be had.
     """
     place = instance.mountpoint
-    if not mount_config.options.fastpath or is_served_by(instance.directory):
+    if not mount_config.options.fastpath or is_served(place, instance.directory):
         return None
     try:
         held = _find(instance) or kept
