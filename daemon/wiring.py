@@ -1,8 +1,7 @@
-"""The filesystem's objects and what each of them is given."""
+"""Makes the objects of a mount's filesystem and connects them."""
 
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 
 import trio
@@ -46,133 +45,104 @@ SOURCE_SLOTS = 64
 """Of one user."""
 RESERVED_SOURCE_SLOTS = 64
 _FIRST_HANDLE = 1 << 62
-"""Handles of earlier versions are below. Each daemon's begin at the time of its start: that needs no record of them."""
+"""Handles of earlier versions are smaller. Those of a daemon begin at the time of its start, which
+needs no record of them."""
 
 
-@dataclass(frozen=True, slots=True)
 class Components:
-    """One mount's filesystem."""
+    """The objects of one mount's filesystem."""
 
-    options: Options
-    source: Source
-    call_pool: CallPool
-    opened: OpenedIndex
-    blob: Blob
-    metrics: Metrics
-    metadata: InodeCache
-    writes: WriteBehind
-    data: DataCache
-    invalidation: Invalidation
-    filesystem: FileSystem
-    notifier: KernelNotifier
-    young: YoungFiles
-    descriptors: Descriptors
-    files: OpenFiles
-    directories: Directories
-    mutations: Mutations
-    attributes: Attributes
-    operations: Operations
-    prefetch: Prefetch
-    limit: InodeLimit | None
-    """None where as much metadata is pinned as there are."""
+    def __init__(
+        self,
+        source: Source,
+        opened: OpenedIndex,
+        blob: Blob,
+        options: Options,
+        nursery: trio.Nursery,
+        device: int,
+        shared: Shared | None,
+        notifier: KernelNotifier | None = None,
+        statfs: os.statvfs_result | None = None,
+    ) -> None:
+        """Makes each object and gives it what it needs. Longer than other functions, because it is one flat list.
 
-
-def wire(
-    source: Source,
-    opened: OpenedIndex,
-    blob: Blob,
-    options: Options,
-    nursery: trio.Nursery,
-    device: int,
-    shared: Shared | None,
-    notifier: KernelNotifier | None = None,
-    statfs: os.statvfs_result | None = None,
-) -> Components:
-    """Makes each object and gives it what it needs. Longer than other functions, because it is one flat list.
-
-    `device`: /dev/fuse. `shared`: the memory that a fast path shares, which answers OPEN. None: there is none.
-
-    `notifier`: of another kernel than the one behind `device`. `statfs`: of the source; None: it is to be asked.
-    """
-    unseen_handles, clock = shared is not None, source.clock
-    index, metrics = opened.index, Metrics()
-    limit = None
-    if options.metadata_limit is not None:
-        limit = InodeLimit(index, options.metadata_limit, options.metadata_retention)
-    metadata = _metadata(opened, options, limit, clock)
-    policy = prefetch.make(options.prefetch, parse_graph(options.graph) if options.graph else ())
-    eviction = _eviction(index, options, metadata, policy)
-    writes = WriteBehind(index, blob, metrics, options.cache_size_bytes, eviction=eviction)
-    data = DataCache(index, blob, options, metrics, writes, appends=not options.fastpath, eviction=eviction)
-    if not options.fastpath or options.cache is not CacheLevel.FULL:  # else it says when it is through with old slabs
-        writes.writer_has_gone(blob.frontier)
-    call_pool = CallPool(SOURCE_SLOTS, options.source_timeout_s, reserve=RESERVED_SOURCE_SLOTS)
-    notifier = notifier or KernelNotifier(device, None if shared is None else shared.fd)
-    young = YoungFiles(
-        notifier,
-        index if unseen_handles else None,
-        settle_ns=options.settle_ns,
-        realtime_ns=clock.realtime_ns,
-        monotonic_ns=clock.monotonic_ns,
-    )
-    invalidation = Invalidation(metadata, data, notifier, options)
-    immutability = Immutability(metadata, options)
-    filesystem = FileSystem(source, call_pool, metadata, options, notifier, invalidation, immutability)
-    fetcher = Fetcher(
-        source,
-        call_pool,
-        data,
-        metrics,
-        object_of=filesystem.object_of,
-        changed=invalidation.changed_behind_our_back,
-        own_change=filesystem.own_change_of,
-        young=young,
-        reads_ahead=options.prefetch != "none",
-    )
-    shared_files = SharedFiles(call_pool)
-    descriptors = Descriptors(
-        filesystem, fetcher, shared_files, outlived=unseen_handles, first_handle=_FIRST_HANDLE | boot_time_ns()
-    )
-    request_at = no_request if shared is None else shared.request_at
-    files = OpenFiles(
-        filesystem,
-        descriptors,
-        shared_files,
-        fetcher,
-        data,
-        metrics,
-        young,
-        unseen_handles=unseen_handles,
-        request_at=request_at,
-    )
-    own_changes = OwnChanges(filesystem, descriptors, shared_files, fetcher, data, unseen_handles=unseen_handles)
-    comparisons = ListingComparisons(filesystem, nursery)
-    directories = Directories(filesystem, comparisons, request_at=request_at)
-    mutations = Mutations(filesystem, descriptors, comparisons, own_changes)
-    attributes = Attributes(filesystem, descriptors, data, statfs)
-    return Components(
-        options=options,
-        source=source,
-        call_pool=call_pool,
-        opened=opened,
-        blob=blob,
-        metrics=metrics,
-        metadata=metadata,
-        writes=writes,
-        data=data,
-        invalidation=invalidation,
-        filesystem=filesystem,
-        notifier=notifier,
-        young=young,
-        descriptors=descriptors,
-        files=files,
-        directories=directories,
-        mutations=mutations,
-        attributes=attributes,
-        operations=Operations(filesystem, descriptors, files, directories, mutations, attributes, metrics.latencies),
-        prefetch=policy,
-        limit=limit,
-    )
+        `device`: /dev/fuse. `shared`: the memory shared with a fast path, which answers OPEN; None: there is none.
+        `notifier`: of another kernel than the one behind `device`. `statfs`: of the source; None: ask the source.
+        """
+        index, clock, unseen_handles = opened.index, source.clock, shared is not None
+        self.source, self.opened, self.blob, self.options = source, opened, blob, options
+        self.metrics = Metrics()
+        self.limit: InodeLimit | None = None
+        """None: no limit on pinned inodes."""
+        if options.metadata_limit is not None:
+            self.limit = InodeLimit(index, options.metadata_limit, options.metadata_retention)
+        self.metadata = _metadata(opened, options, self.limit, clock)
+        self.policy = prefetch.make(options.prefetch, parse_graph(options.graph) if options.graph else ())
+        eviction = _eviction(index, options, self.metadata, self.policy)
+        self.writes = WriteBehind(index, blob, self.metrics, options.cache_size_bytes, eviction=eviction)
+        self.data = DataCache(
+            index, blob, options, self.metrics, self.writes, appends=not options.fastpath, eviction=eviction
+        )
+        if not options.fastpath or options.cache is not CacheLevel.FULL:  # else the fast path reports its old slabs
+            self.writes.writer_has_gone(blob.frontier)
+        self.call_pool = CallPool(SOURCE_SLOTS, options.source_timeout_s, reserve=RESERVED_SOURCE_SLOTS)
+        self.notifier = notifier or KernelNotifier(device, None if shared is None else shared.fd)
+        self.young = YoungFiles(
+            self.notifier,
+            index if unseen_handles else None,
+            settle_ns=options.settle_ns,
+            realtime_ns=clock.realtime_ns,
+            monotonic_ns=clock.monotonic_ns,
+        )
+        self.invalidation = Invalidation(self.metadata, self.data, self.notifier, options)
+        immutability = Immutability(self.metadata, options)
+        self.filesystem = FileSystem(
+            source, self.call_pool, self.metadata, options, self.notifier, self.invalidation, immutability
+        )
+        fetcher = Fetcher(
+            source,
+            self.call_pool,
+            self.data,
+            self.metrics,
+            object_of=self.filesystem.object_of,
+            changed=self.invalidation.changed_behind_our_back,
+            own_change=self.filesystem.own_change_of,
+            young=self.young,
+            reads_ahead=options.prefetch != "none",
+        )
+        shared_files = SharedFiles(self.call_pool)
+        first_handle = _FIRST_HANDLE | boot_time_ns()
+        self.descriptors = Descriptors(
+            self.filesystem, fetcher, shared_files, outlived=unseen_handles, first_handle=first_handle
+        )
+        request_at = no_request if shared is None else shared.request_at
+        self.files = OpenFiles(
+            self.filesystem,
+            self.descriptors,
+            shared_files,
+            fetcher,
+            self.data,
+            self.metrics,
+            self.young,
+            unseen_handles=unseen_handles,
+            request_at=request_at,
+        )
+        own_changes = OwnChanges(
+            self.filesystem, self.descriptors, shared_files, fetcher, self.data, unseen_handles=unseen_handles
+        )
+        comparisons = ListingComparisons(self.filesystem, nursery)
+        self.directories = Directories(self.filesystem, comparisons, request_at=request_at)
+        self.mutations = Mutations(self.filesystem, self.descriptors, comparisons, own_changes)
+        self.attributes = Attributes(self.filesystem, self.descriptors, self.data, statfs)
+        self.operations = Operations(
+            self.filesystem,
+            self.descriptors,
+            self.files,
+            self.directories,
+            self.mutations,
+            self.attributes,
+            self.metrics.latencies,
+        )
 
 
 def _metadata(opened: OpenedIndex, options: Options, limit: InodeLimit | None, clock: Clock) -> InodeCache:
@@ -189,7 +159,7 @@ def _metadata(opened: OpenedIndex, options: Options, limit: InodeLimit | None, c
         monotonic_ns=clock.monotonic_ns,
         realtime_ns=clock.realtime_ns,
     )
-    # Later: a number is wanted in the middle of an update of the session, which would wait for itself.
+    # Later, because a number may be needed in the middle of an update of the session, which would wait for itself.
     later = trio.lowlevel.current_trio_token().run_sync_soon
     metadata.numbers.on_range = lambda takeovers: later(opened.count_takeovers, takeovers)
     return metadata
@@ -205,12 +175,12 @@ def _eviction(index: Index, options: Options, metadata: InodeCache, policy: Pref
 
 
 def make_prefetcher(components: Components, engine: PrefetchEngine) -> Prefetcher | None:
-    """None: the policy fetches nothing but parts of files that are open."""
+    """None: the policy only fetches parts of open files."""
     options = components.options
     if options.prefetch not in prefetch.BEYOND_FILES:
         return None
     filesystem, directories = components.filesystem, components.directories
-    prefetcher = Prefetcher(components.prefetch, filesystem, directories, engine, evicts=options.evicts_ahead)
+    prefetcher = Prefetcher(components.policy, filesystem, directories, engine, evicts=options.evicts_ahead)
     if options.prefetch in prefetch.LISTENING:
         components.data.on_accessed.append(prefetcher.read)
     return prefetcher
@@ -220,5 +190,5 @@ def _partition_of(graph: DependencyGraph, metadata: InodeCache, number: int) -> 
     try:
         with metadata.index.view() as view:
             return graph.partition_of(metadata.paths.path(view, number))
-    except OSError:  # it has no name any more
+    except OSError:  # it has lost its name
         return None

@@ -1,9 +1,9 @@
 """Traces of what a job reads, for the simulator.
 
 A file has 8 bytes `CFTRACE1`, then blocks. A block has two little-endian u32 (length, number of accesses), then that
-many bytes of zlib. Unpacked, an access has 28 bytes: inode u64, directory u64, bytes u64, unit u32. The directory is any
-number that identifies it. The unit numbers the pieces of a file that are read separately, and bytes is the size of the
-piece. A writer that is killed leaves whole blocks, and perhaps part of one.
+many bytes of zlib. Unpacked, an access has 28 bytes: inode u64, directory u64, bytes u64, unit u32. The directory is
+any number that identifies it. The unit numbers the pieces of a file that are read separately, and bytes is the size of
+the piece. A writer that is killed leaves whole blocks, and perhaps part of one.
 """
 
 import os

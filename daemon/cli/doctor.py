@@ -289,8 +289,9 @@ def _is_directory(path: str) -> bool:
 @click.argument("path", required=False, type=PLACE)
 @json_option
 def doctor(path: str | None, as_json: bool) -> None:
-    """Check this machine, and PATH: a cachefs mount, or a directory that will be a source.
+    """Check this machine, a mount or a source.
 
+    PATH is a cachefs mount, or a directory that will be a source.
     The exit status is 1 if there is advice. Writes and deletes 64 MB on the cache disk.
 
     \b

@@ -47,7 +47,7 @@ class Cachefs(click.Group):
 
 @click.group(
     cls=Cachefs,
-    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100, "show_default": True},
     commands=[
         mount,
         warm_up,
@@ -140,7 +140,7 @@ def _has_ended(pid: int, pidfd: int, timeout_s: float) -> bool:
 @main.command()
 @mountpoint_argument
 def restart(mountpoint: str) -> None:
-    """Replace the processes of a mount by those of the installed version. Nothing is unmounted; jobs continue.
+    """Replace the processes of a mount. The installed version takes over; nothing is unmounted, and jobs continue.
 
     \b
     Example (an upgrade):
@@ -223,12 +223,11 @@ def _dismiss(mounted: MountInstance) -> Handed:
     "--interval",
     type=click.FloatRange(0.1),
     default=2.0,
-    show_default=True,
     metavar="S",
     help="Refresh interval of --watch.",
 )
 def status(mountpoint: str, as_json: bool, watched: bool, interval: float) -> None:
-    """Show the state of a mount: hits, misses, cached data, calls to the source.
+    """Show the state of a mount. Includes hits, misses, cached data, and calls to the source.
 
     \b
     Examples:
@@ -254,7 +253,7 @@ def status(mountpoint: str, as_json: bool, watched: bool, interval: float) -> No
 
 @main.group("config")
 def configuration() -> None:
-    """Check and show configuration files of `cachefs mount --config`.
+    """Check and show configuration files. `cachefs mount --config` reads them.
 
     \b
     Example:

@@ -23,7 +23,7 @@ from daemon.output import say
 @mountpoint_argument
 @click.option("--repair", is_flag=True, help="Drop corrupt records. They are fetched again when they are read.")
 def verify(mountpoint: str, repair: bool) -> None:
-    """Check every record of a mount's cache against its checksum, while the mount is in use.
+    """Verify the checksums of a mount's cache. The mount stays in use.
 
     Every read checks what it reads; this command finds a failing disk earlier. The exit status is 1 if there are
     corrupt records and --repair was not given.

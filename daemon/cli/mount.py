@@ -16,17 +16,7 @@ from cachefs.metadata.limit import NAMES as METADATA_RETENTION
 from cachefs.options import SETTLE_NS, CacheLevel, Options, Revalidate
 from cachefs.system.clock import NANOSECONDS
 from daemon.cli.conflict import check_daemon_package
-from daemon.config import config, config_file, settings
-from daemon.config.parameters import (
-    METRICS_ADDRESS,
-    MINIMUM_AGE,
-    PLACE,
-    POSITIVE_SECONDS,
-    SECONDS,
-    SECONDS_OR_INFINITY,
-    SIZE,
-    mountpoint_argument,
-)
+from daemon.config import config, config_file, parameters, settings
 from daemon.kernel import probe
 from daemon.output import say
 from daemon.service import background, process
@@ -145,13 +135,12 @@ def _absolute(path: Path | None) -> Path | None:
     callback=config_file.use,
     help="Read options from a TOML file, by name. The command line overrides the file.",
 )
-@click.argument("source", type=PLACE)
-@mountpoint_argument
+@click.argument("source", type=parameters.PLACE)
+@parameters.mountpoint_argument
 @click.option(
     "--profile",
     type=click.Choice(list(settings.PROFILES)),
     default="training",
-    show_default=True,
     is_eager=True,
     callback=settings.use_profile,
     help="Set defaults for a use. training: files are immutable once read. inference: files never change "
@@ -165,7 +154,9 @@ def _absolute(path: Path | None) -> Path | None:
     help="Store the cache here, on a local SSD. [default: /var/cache/cachefs/ID for root, $XDG_CACHE_HOME/cachefs/ID "
     "for users; ID names the source]",
 )
-@click.option("--cache-size", type=SIZE, help="Limit the size of the cache, e.g. 500G. [default: 90 % of free space]")
+@click.option(
+    "--cache-size", type=parameters.SIZE, help="Limit the size of the cache, e.g. 500G. [default: 90 % of free space]"
+)
 @click.option(
     "--metadata-snapshot",
     type=click.Path(dir_okay=False, path_type=Path),
@@ -177,7 +168,6 @@ def _absolute(path: Path | None) -> Path | None:
     "--cache",
     type=click.Choice([level.value for level in CacheLevel]),
     default="full",
-    show_default=True,
     help="Choose what to cache. none: nothing; metadata: names and attributes; full: metadata, and data on the local "
     "disk.",
 )
@@ -226,31 +216,28 @@ def _absolute(path: Path | None) -> Path | None:
 )
 @click.option(
     "--small-file",
-    type=SIZE,
+    type=parameters.SIZE,
     default="1M",
-    show_default=True,
     help="Fetch files up to this size whole (at most 4M). Of larger files fetch what is read, and more for sequential "
     "reads.",
 )
 @click.option(
     "--attr-timeout",
-    type=SECONDS_OR_INFINITY,
+    type=parameters.SECONDS_OR_INFINITY,
     help="Use unpinned metadata for so long without asking the source. [default: 1; with --read-only: inf]",
 )
 @click.option(
     "--revalidate",
     type=click.Choice([kind.value for kind in Revalidate]),
     default="auto",
-    show_default=True,
     help="Choose when to compare cached objects with the source after a remount. lazy: at the first use of each; "
     "never: not at all; rctime: until the recursive ctime of CephFS proves that nothing has changed, which takes a "
     "minute; auto: rctime if the source has one, else lazy.",
 )
 @click.option(
     "--source-timeout",
-    type=POSITIVE_SECONDS,
+    type=parameters.POSITIVE_SECONDS,
     default=30.0,
-    show_default=True,
     help="Fail a call that the source does not answer in this time.",
 )
 @click.option(
@@ -260,7 +247,7 @@ def _absolute(path: Path | None) -> Path | None:
 )
 @click.option(
     "--simulate-latency",
-    type=SECONDS,
+    type=parameters.SECONDS,
     default=0.0,
     metavar="MS",
     help="Delay every call to the source, for demonstrations and benchmarks.",
@@ -268,20 +255,18 @@ def _absolute(path: Path | None) -> Path | None:
 @click.option(
     "--fastpath/--no-fastpath",
     default=True,
-    help="Answer hits in C. --no-fastpath behaves the same, but is slower. [default: if it was built]",
+    help="Answer hits in C, if the fast path was built. --no-fastpath behaves the same, but is slower.",
 )
 @click.option(
     "--fetch-threads",
     type=click.IntRange(1, 128),
     default=64,
-    show_default=True,
     help="Set how many files the fast path fetches at once.",
 )
 @click.option(
     "--reconnect-timeout",
-    type=SECONDS,
+    type=parameters.SECONDS,
     default=60.0,
-    show_default=True,
     help="If the daemon dies, let requests that need it wait for the next daemon for so long.",
 )
 @click.option("--foreground", is_flag=True, help="Stay in the foreground and log to stderr.")
@@ -289,17 +274,16 @@ def _absolute(path: Path | None) -> Path | None:
     "--log-level",
     type=click.Choice(background.LOG_LEVELS),
     default="info",
-    show_default=True,
     help="Set the least severity to log. The log is daemon.log in the cache directory; in the foreground it is stderr "
     "or the journal.",
 )
 @click.option(
     "--metrics",
-    type=METRICS_ADDRESS,
+    type=parameters.METRICS_ADDRESS,
     help="Serve Prometheus metrics on a Unix socket (/run/imagenet.sock) or a loopback port (9123). [default: no]",
 )
-@click.option("--minimum-age", type=MINIMUM_AGE, default=SETTLE_NS / NANOSECONDS, hidden=True)  # for tests
-def mount(**parameters: Any) -> None:
+@click.option("--minimum-age", type=parameters.MINIMUM_AGE, default=SETTLE_NS / NANOSECONDS, hidden=True)  # for tests
+def mount(**given: Any) -> None:
     """Mount SOURCE on MOUNTPOINT, which may be SOURCE itself.
 
     \b
@@ -309,7 +293,7 @@ def mount(**parameters: Any) -> None:
       cachefs mount --config /etc/cachefs/imagenet.toml
     """
     process.leave_starter()
-    mount_config = make_mount_config(parameters)
+    mount_config = make_mount_config(given)
     check_daemon_package()
     # Imported here: pyfuse3 and trio take a third of a second, which `cachefs status` need not wait for.
     from cachefs.fastpath import processes

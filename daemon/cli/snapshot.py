@@ -14,7 +14,7 @@ from daemon.output import say
 
 @click.group()
 def snapshot() -> None:
-    """Export the metadata of a mount to one file, which other nodes read instead of asking the metadata server.
+    """Export the metadata of a mount. Other nodes read them from one file, instead of asking the metadata server.
 
     \b
     Example:

@@ -56,7 +56,7 @@ def warm_up(
     background: bool,
     as_json: bool,
 ) -> None:
-    """Fetch and pin files, and all files beneath directories, before a job reads them.
+    """Fetch and pin files before a job reads them. Directories include all files beneath them.
 
     Cached files are not fetched again, so an interrupted warm-up resumes where it stopped. The exit status is 1 if any
     file is missing at the end.
@@ -195,7 +195,7 @@ def _plain_lines(what: str) -> OnProgress:
 @click.command()
 @paths_argument
 def evict(paths: tuple[str, ...]) -> None:
-    """Remove data from the cache, and free the space on the local disk. Metadata stay pinned.
+    """Remove data from the cache. Frees space on the local disk; metadata stay pinned.
 
     \b
     Example:
@@ -211,7 +211,7 @@ def evict(paths: tuple[str, ...]) -> None:
 @click.command()
 @paths_argument
 def invalidate(paths: tuple[str, ...]) -> None:
-    """Drop cached data and metadata of files or directories, in the kernel too. The next use asks the source.
+    """Drop cached data and metadata. The kernel drops them too, and the next use asks the source.
 
     \b
     Example:
@@ -225,7 +225,7 @@ def invalidate(paths: tuple[str, ...]) -> None:
 @click.command()
 @paths_argument
 def pin(paths: tuple[str, ...]) -> None:
-    """Make files immutable as if they had been read, including files written through the mount. Fetches no data.
+    """Make files immutable without reading them. Includes files written through the mount; fetches no data.
 
     \b
     Example:
@@ -259,7 +259,7 @@ def unpin(paths: tuple[str, ...]) -> None:
 @click.argument("path", type=PLACE)
 @json_option
 def info(path: str, as_json: bool) -> None:
-    """Show the cache state of a file or directory, its extents, and when it was compared with the source.
+    """Show the cache state of a file or directory. Includes its extents, and the last comparison with the source.
 
     The same is available as extended attributes: user.cachefs.state, .cached_bytes, .validated_run, .validated_ns.
 

@@ -9,7 +9,7 @@ from daemon.output import say
 
 @click.group()
 def graph() -> None:
-    """Build the graph of a partitioned dataset, for --prefetch-graph.
+    """Build the graph of a partitioned dataset. `cachefs mount --prefetch-graph` reads it.
 
     \b
     Example:

@@ -82,7 +82,6 @@ def _capacities(value: Any) -> tuple[float | int, ...]:
     "policies",
     type=Parsed("NAMES", partial(_names, known=retention.NAMES)),
     default="no-replacement,lru,opt",
-    show_default=True,
     help=f"Compare these policies: {', '.join(retention.NAMES)}.",
 )
 @click.option(
@@ -90,7 +89,6 @@ def _capacities(value: Any) -> tuple[float | int, ...]:
     "orders",
     type=Parsed("NAMES", partial(_names, known=tuple(ORDERS))),
     default="random",
-    show_default=True,
     help=f"Compare these orders, with --random: {', '.join(ORDERS)}.",
 )
 @click.option("--count-first-epoch", is_flag=True, help="Count the first epoch as well, with --random. It only misses.")
@@ -98,7 +96,6 @@ def _capacities(value: Any) -> tuple[float | int, ...]:
     "--bundle-ratio",
     type=click.FloatRange(0, 1, min_open=True),
     default=0.1,
-    show_default=True,
     help="Set the size of the bundles of bundle-random, as a fraction of the dataset.",
 )
 @click.option(
@@ -106,7 +103,6 @@ def _capacities(value: Any) -> tuple[float | int, ...]:
     "capacities",
     type=Parsed("SIZES", _capacities),
     default="0.1..1.0",
-    show_default=True,
     help="Simulate caches of these sizes: fractions of the dataset, or sizes like 500G.",
 )
 @click.option("--plot", type=click.Path(path_type=Path), metavar="FILE", help="Plot the hit ratios as PNG or SVG.")

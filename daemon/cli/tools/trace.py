@@ -19,7 +19,7 @@ from daemon.output import say
 
 @click.group()
 def trace() -> None:
-    """Record which files jobs read, to simulate caches of other sizes and policies.
+    """Record which files jobs read. `cachefs simulate` replays them with other cache sizes and policies.
 
     \b
     Example:
@@ -33,10 +33,9 @@ def trace() -> None:
     "--output",
     type=click.Path(path_type=Path),
     default="cachefs.trace",
-    show_default=True,
-    help="Write the trace here. When it is full, it is renamed to FILE.1, and a new one begins.",
+    help="Write the trace here. When it is full, it is renamed to PATH.1, and a new one begins.",
 )
-@click.option("--max-size", type=SIZE, default="1G", show_default=True, help="Limit the size of both files together.")
+@click.option("--max-size", type=SIZE, default="1G", help="Limit the size of both files together.")
 @click.option("--seconds", type=SECONDS_OR_INFINITY, default="inf", help="Stop after S seconds.")
 def record(mountpoint: str, output: Path, max_size: int, seconds: float) -> None:
     """Record which files are opened on a mount, until Ctrl-C, SIGTERM or unmount. Needs root.
