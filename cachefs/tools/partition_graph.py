@@ -92,7 +92,7 @@ def _blocks(path: Path) -> Iterator[Array]:
             try:
                 numbers = numpy.array(block.split(), dtype=numpy.int64)
             except (ValueError, OverflowError):
-                raise CacheFsError(f"{path}: expected two numbers of at most 64 bits per line") from None
+                raise CacheFsError(f"{path}: expected two numbers per line, of at most 64 bits") from None
             if len(numbers) % 2:
                 raise CacheFsError(f"{path}: expected two numbers per line")
             yield numbers.reshape(-1, 2)

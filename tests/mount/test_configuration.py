@@ -37,7 +37,7 @@ def test_sighup_reads_the_file_again(mount: MakeMount, source: Path, tmp_path: P
     assert m.status()["cache_size_bytes"] == 64 << 20
     file.write_text("")
     os.kill(m.pid, signal.SIGHUP)
-    wait_for(m.log, lambda log: f"nothing is changed: {file}: there is no option in it" in log)
+    wait_for(m.log, lambda log: f"the configuration is unchanged: {file}: contains no options" in log)
     file.write_text('cache-size = "64M"\nsource-timeout = 0\n')
     os.kill(m.pid, signal.SIGHUP)
     wait_for(m.log, lambda log: "line 2: source-timeout: must be more than 0" in log)

@@ -171,7 +171,7 @@ def test_a_restart_that_cannot_be(mount: MakeMount, source: Path, tmp_path: Path
     assert refused.returncode == 1 and "without a fast path" in refused.stderr
     assert contents(m.path) == expected
     refused = cachefs("restart", tmp_path, check=False)
-    assert refused.returncode == 1 and "nothing is mounted" in refused.stderr
+    assert refused.returncode == 1 and "no cachefs is mounted" in refused.stderr
 
 
 @pytest.mark.promise("FA-22", "FA-23")

@@ -345,6 +345,6 @@ def test_who_reads_the_index_delays_neither_a_restart_nor_an_unmount(
             m.umount()
             m.start()
         taken_s = time.monotonic() - began
-    assert "not everything could be written" not in m.log()
+    assert "could not write everything" not in m.log()
     assert taken_s < 30
     assert contents(m.path) == expected

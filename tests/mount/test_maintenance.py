@@ -76,11 +76,11 @@ def test_gc(source: Path, mount: MakeMount, tmp_path: Path) -> None:
     (root / "other").mkdir()
     shutil.rmtree(gone)
     done = cachefs("gc", "--root", root)
-    assert done.stdout.startswith(f"{root}/lost: ") and f"of {gone}, which is not there" in done.stdout
+    assert done.stdout.startswith(f"{root}/lost: ") and f"source {gone} does not exist" in done.stdout
     assert "1 caches, " in done.stdout and (root / "lost/blob").exists()
     assert "deleted" in cachefs("gc", "--root", root, "--delete").stdout
     assert sorted(path.name for path in root.iterdir()) == ["kept", "other", "used"]
-    assert cachefs("gc", "--root", root).stdout == "no cache is without its source\n"
+    assert cachefs("gc", "--root", root).stdout == "no caches without a source\n"
     assert cachefs("gc", "--root", tmp_path / "nowhere").returncode == 0
     assert contents(used.path) == contents(source)
 
@@ -103,7 +103,7 @@ def test_doctor(mount: MakeMount, source: Path, tmp_path: Path) -> None:
     assert (
         done.returncode == 1
         and "! read-ahead: 128" in done.stdout
-        and "large reads come in small pieces" in done.stdout
+        and "large reads are split into small requests" in done.stdout
     )
     assert "source latency" in cachefs("doctor", source, check=False).stdout
     assert "kernel" in cachefs("doctor", check=False).stdout
@@ -115,7 +115,7 @@ def test_doctor(mount: MakeMount, source: Path, tmp_path: Path) -> None:
 def test_what_is_no_mount(command: tuple[str, ...], tmp_path: Path) -> None:
     more = [tmp_path / "file"] if command[0] == "snapshot" else []
     done = cachefs(*command, tmp_path, *more, check=False)
-    assert done.returncode == 1 and done.stderr.count("\n") == 1 and "nothing is mounted" in done.stderr
+    assert done.returncode == 1 and done.stderr.count("\n") == 1 and "no cachefs is mounted" in done.stderr
 
 
 @pytest.mark.parametrize("of", ["nothing", "mount", "source"])
@@ -134,7 +134,7 @@ def test_doctor_waits_for_nothing_that_hangs(mount: MakeMount, faulty: tuple[Pat
         assert (done.returncode, done.stderr) == (1, f"cachefs: {mountpoint} does not answer\n")
         return
     findings = {each["name"]: each for each in json.loads(done.stdout)}
-    assert "hangs for this node" in findings["source answers"]["advice"]
+    assert "hangs on this node" in findings["source answers"]["advice"]
     assert "cache disk speed" in findings
 
 

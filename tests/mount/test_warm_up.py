@@ -142,7 +142,7 @@ def test_in_the_background(mount: MakeMount, faulty: tuple[Path, Path]) -> None:
     m = mount(source, "--read-only", "--source-timeout", "120")
     (faults / "hang").write_text("f00001")
     done = cachefs("warmup", m.path, "--background", "--jobs", "1")
-    assert done.stdout == f"in the background: cachefs status {m.path}\n"
+    assert done.stdout == f"warming up in the background; progress: cachefs status {m.path}\n"
     assert "warm-up" in cachefs("status", m.path).stdout
     (faults / "hang").unlink()
     wait_for(m.status, lambda status: not status["warm_ups"])
@@ -284,7 +284,7 @@ def test_info_and_attributes(mount: MakeMount, source: Path) -> None:
     raises_errno(errno.ENODATA, lambda: os.getxattr(file, "user.cachefs.nothing"))
     raises_errno(errno.EPERM, lambda: os.setxattr(m.path / "d1/f00001", "user.cachefs.state", b"1"))
     assert os.getxattr(m.path / "d3/f00003", "user.cachefs.state") == b"mutable"
-    assert "mutable by --mutable" in cachefs("info", m.path / "d3").stdout
+    assert "matched by --mutable" in cachefs("info", m.path / "d3").stdout
     assert json.loads(cachefs("info", m.path, "--json").stdout)["type"] == "directory"
     report = json.loads(cachefs("warmup", m.path, "--json").stdout)
     assert report["mutable_files"] == 10 and report["cached_files"] == 31 and report["is_complete"]
@@ -294,7 +294,7 @@ def test_info_and_attributes(mount: MakeMount, source: Path) -> None:
 def test_what_is_no_mount(command: str, tmp_path: Path) -> None:
     done = cachefs(command, tmp_path, check=False)
     assert done.returncode == 1 and done.stderr.count("\n") == 1 and "Traceback" not in done.stderr
-    assert "on a cachefs mount" in done.stderr or "nothing is mounted" in done.stderr
+    assert "on a cachefs mount" in done.stderr or "no cachefs is mounted" in done.stderr
 
 
 def test_a_daemon_that_has_died(mount: MakeMount, source: Path) -> None:
