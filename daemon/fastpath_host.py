@@ -23,7 +23,7 @@ from cachefs.fastpath.processes import is_installed
 from cachefs.fastpath.shared_memory import Shared
 from cachefs.options import Options
 from cachefs.prefetch.queue import PrefetchQueue, PrefetchRequest
-from cachefs.stats.latency import Histogram
+from cachefs.store.index.index import Index
 from cachefs.system.clock import TIME_OF_DAY
 from daemon.kernel.instance import FASTPATH_SOCKET
 from daemon.service import descriptor_store
@@ -87,6 +87,12 @@ class FastPathPrefetchQueue(PrefetchQueue):
         self._shared["wish_jobs"] = jobs
 
 
+def drop_dead_readers(index: Index) -> None:
+    """A reader that was killed inside a transaction would keep old pages for ever (hazard 16)."""
+    index.durable.lmdb.reader_check()
+    index.session.lmdb.reader_check()
+
+
 class FastPathHost:
     def __init__(
         self,
@@ -96,58 +102,50 @@ class FastPathHost:
         nursery: trio.Nursery,
         *,
         log_path: Path | None,
-        died: Callable[[], None],
         unmounted: Callable[[], None],
     ) -> None:
-        opened, blob, data = components.opened, components.blob, components.data
+        index, writes = components.opened.index, components.writes
         # dependencies
         self._descriptors = descriptors
-        self._fetched_unseen = components.files.fetched_unseen
-        self._index = opened.index
-        self._blob = blob
-        self._data = data
-        self._invalidation = components.invalidation
+        self.shared = descriptors.shared
+        self._components = components
         self._nursery = nursery
-        self._young = components.young
         # state
         self._room_wanted: int | None = None
         """The number of the request for room that has not been answered."""
-        self._young_seen = descriptors.shared["young_taken"]
+        self._young_seen = self.shared["young_taken"]
         """The next entry of the table of young files."""
         self._young_dropped: set[int] = set()
         """Entries that are finished, behind one that is not."""
-        self._first_slab = blob.frontier
+        self._first_slab = components.blob.frontier
         """Slabs before it were granted by earlier daemons."""
+        self._source_has_changed = False
 
         def has_died() -> None:
-            data.writes.writer_has_gone(blob.frontier)
-            died()
+            writes.writer_has_gone(components.blob.frontier)
+            drop_dead_readers(index)
 
-        self._source_has_changed = False
-        self._fastpath = FastPath(
+        self.fastpath = FastPath(
             descriptors,
             runtime / FASTPATH_SOCKET,
-            session=opened.session_path,
-            durable=opened.durable_path,
+            session=components.opened.session_path,
+            durable=components.opened.durable_path,
             log_path=log_path,
             received=self._received,
             attached=self._attached,
             died=has_died,
             unmounted=unmounted,
         )
-        self.prefetch_queue = FastPathPrefetchQueue(descriptors.shared, self._fastpath)
-        data.writes.settled, data.writes.undone, data.writes.committed = self._handled, self._grant, self._committed
-        data.held_bytes = lambda: descriptors.shared["held_bytes"]
+        self.prefetch_queue = FastPathPrefetchQueue(self.shared, self.fastpath)
+        writes.settled, writes.undone, writes.committed = self._handled, self._grant, self._committed
+        components.data.held_bytes = lambda: self.shared["held_bytes"]
         self._seen = [0] * ACCESS_LOGS
-        descriptors.shared.accesses(self._seen)  # skip what was read before this daemon
+        self.shared.accesses(self._seen)  # skip what was read before this daemon
         self.refresh()
-
-    def descriptor_for_pyfuse3(self) -> int:
-        return self._fastpath.descriptor_for_pyfuse3()
 
     def configure(self, options: Options) -> None:
         """Apply the options that may change while mounted."""
-        self._descriptors.shared.set_timeouts(options)
+        self.shared.set_timeouts(options)
         self.refresh()
 
     async def start(self, *, new: bool, replace: bool) -> None:
@@ -156,19 +154,19 @@ class FastPathHost:
         `replace`: replace the running fast path by the installed one. A running one whose program is not installed any
         more, after an upgrade, is always replaced.
         """
-        if replace or (self._fastpath.pid and not is_installed(self._fastpath.pid)):
-            await self._fastpath.replace()
-        await self._nursery.start(partial(self._fastpath.run, new=new))
+        if replace or (self.fastpath.pid and not is_installed(self.fastpath.pid)):
+            await self.fastpath.replace()
+        await self._nursery.start(partial(self.fastpath.run, new=new))
 
     def source_changed(self, root_device: int) -> None:
         """The root descriptor of the source refers to another mount now."""
         self._source_has_changed = True
-        self._descriptors.shared["root_device"] = root_device
+        self.shared["root_device"] = root_device
         self._send_source()
         descriptor_store.put_source(self._descriptors)
 
     def _send_source(self) -> None:
-        self._fastpath.send(Message.SOURCE, fds=(self._descriptors.source,))
+        self.fastpath.send(Message.SOURCE, fds=(self._descriptors.source,))
 
     def _attached(self) -> None:
         if self._source_has_changed:  # the fast path may have been started before the change
@@ -177,33 +175,30 @@ class FastPathHost:
 
     def collect_young(self) -> None:
         """Take up what the fast path has read of young files."""
-        for number, due_ns in self._descriptors.shared.young(self._young_seen):
-            self._young.note(number, due_ns, partial(self._young_gone, self._young_seen))
+        for number, due_ns in self.shared.young(self._young_seen):
+            self._components.young.note(number, due_ns, partial(self._young_gone, self._young_seen))
             self._young_seen += 1
 
     def _young_gone(self, place: int) -> None:
         """The kernel has dropped those pages. The entry stays until then, so that a successor finds it."""
         self._young_dropped.add(place)
-        taken = self._descriptors.shared["young_taken"]
+        taken = self.shared["young_taken"]
         while taken in self._young_dropped:
             self._young_dropped.discard(taken)
             taken += 1
-        self._descriptors.shared["young_taken"] = taken
+        self.shared["young_taken"] = taken
 
     def collect_accesses(self) -> None:
         """Take up what the fast path has read from the cache."""
-        self._data.accessed(self._descriptors.shared.accesses(self._seen))
+        self._components.data.accessed(self.shared.accesses(self._seen))
 
     async def stop(self) -> None:
-        await self._fastpath.stop()
-        self._fastpath.close()
-
-    def latencies(self) -> dict[str, Histogram]:
-        return self._descriptors.shared.latencies()
+        await self.fastpath.stop()
+        self.fastpath.close()
 
     def add_to(self, status: dict[str, Any]) -> None:
         """Add the counters of the fast path to the status of the daemon."""
-        shared = self._descriptors.shared
+        shared = self.shared
         counters = asdict(shared.counters())
         for name in counters.keys() & status.keys():
             status[name] += counters[name]
@@ -213,9 +208,9 @@ class FastPathHost:
         status["source_stuck_calls"] += shared["stuck"]
         status["write_behind_bytes"] += shared["held_bytes"] + shared["pending_bytes"]
         status["fastpath"] = {
-            "pid": self._fastpath.pid,
+            "pid": self.fastpath.pid,
             "shared_version": VERSION,
-            "starts": self._fastpath.starts,
+            "starts": self.fastpath.starts,
             "answered": counters["answered"],
             "guesses": counters["guesses"],
             "guessed": counters["guessed"],
@@ -227,40 +222,40 @@ class FastPathHost:
             self._grant()
         elif message is Message.FILLED:
             filled = list(parse_filled(data))
-            self._fetched_unseen((unit.inode, unit.extent.version) for unit in filled)
-            self._data.writes.filled(filled)
+            self._components.files.fetched_unseen((unit.inode, unit.extent.version) for unit in filled)
+            self._components.writes.filled(filled)
         elif message is Message.TOLD:
-            self._data.writes.writer_has_gone(self._first_slab)
+            self._components.writes.writer_has_gone(self._first_slab)
         elif message is Message.CORRUPT:
-            self._data.corrupt(a, b, int.from_bytes(data, "little"), "payload checksum")
+            self._components.data.corrupt(a, b, int.from_bytes(data, "little"), "payload checksum")
         elif message is Message.REFUSED:
-            self._data.writes.refused(OSError(a, os.strerror(a)))
+            self._components.writes.refused(OSError(a, os.strerror(a)))
             self.refresh()
         elif message is Message.ROOM:
             self._room_wanted = a
             self.collect_accesses()
-            self._data.make_room(urgent=True)
+            self._components.data.make_room(urgent=True)
         elif message is Message.IN_DOUBT:
             numbers, entries = touched(data)
             log.warning("a daemon died while it changed inodes %s: they are compared with the source again", numbers)
-            self._nursery.start_soon(self._invalidation.doubt, numbers, entries)
+            self._nursery.start_soon(self._components.invalidation.doubt, numbers, entries)
 
     def _grant(self) -> None:
-        self._fastpath.send(Message.SLAB, self._blob.grant())
+        self.fastpath.send(Message.SLAB, self._components.blob.grant())
 
     def refresh(self) -> None:
         """Share the size and the limit of the cache, and the time of day, with the fast path."""
-        self._descriptors.shared["committed_bytes"] = self._index.totals.blob_bytes
-        self._descriptors.shared["capacity_bytes"] = self._data.admission_bytes
-        self._descriptors.shared["clock_offset_ns"] = TIME_OF_DAY.offset_ns
+        self.shared["committed_bytes"] = self._components.opened.index.totals.blob_bytes
+        self.shared["capacity_bytes"] = self._components.data.admission_bytes
+        self.shared["clock_offset_ns"] = TIME_OF_DAY.offset_ns
 
     def _committed(self) -> None:
         self.refresh()
-        if self._room_wanted is not None and not self._data.writes.may_have_room_soon:
-            self._fastpath.send(Message.ROOM, self._room_wanted)
+        if self._room_wanted is not None and not self._components.writes.may_have_room_soon:
+            self.fastpath.send(Message.ROOM, self._room_wanted)
             self._room_wanted = None
 
     def _handled(self, report: int) -> None:
         """Reports up to this one have been committed or refused: the fast path may forget them."""
         self.refresh()  # before the number: what was committed must be counted by then
-        self._descriptors.shared["settled"] = report
+        self.shared["settled"] = report

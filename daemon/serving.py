@@ -23,8 +23,10 @@ from rich.filesize import decimal
 from cachefs.client import hand_over
 from cachefs.errors import CacheFsError
 from cachefs.fuse.loop import RequestLoop
+from cachefs.options import Revalidate
 from cachefs.prefetch.engine import PrefetchEngine
 from cachefs.prefetch.hints import Hints
+from cachefs.prefetch.prefetcher import Prefetcher
 from cachefs.prefetch.queue import OwnPrefetchQueue
 from cachefs.source.directories import ROOT
 from cachefs.store.index.records import ROOT_INODE
@@ -34,7 +36,7 @@ from daemon.config.config import MountConfig
 from daemon.config.parameters import parse_address
 from daemon.control import server
 from daemon.control.commands import Commands
-from daemon.fastpath_host import FastPathHost
+from daemon.fastpath_host import FastPathHost, drop_dead_readers
 from daemon.kernel import mounts
 from daemon.kernel.source_connection import SourceConnection
 from daemon.mount.mount import Mount
@@ -53,6 +55,9 @@ LAST_CALLS_S = 3.0
 LAST_ANSWERS_S = 2.0
 """How much longer to wait for requests when a mount ends: those whose calls were abandoned must be answered."""
 CLOSE_S = 5.0
+READER_CHECK_S = 60.0
+FOLLOW_S = 1.0
+COLLECT_S = 0.1
 UNMOUNT_POLL_S = 0.5
 _ANSWER_POLL_S = 0.05
 
@@ -90,7 +95,6 @@ class Serving:
                 components,
                 nursery,
                 log_path=None if mount_config.foreground else mount_config.cache_place / background.LOG_NAME,
-                died=partial(tasks.drop_dead_readers, components.opened.index),
                 unmounted=self._stop,
             )
         path = self._runtime / config.CONFIG_NAME
@@ -106,7 +110,7 @@ class Serving:
         connection = self._connect()
         restored = self._mount.restore(components)
         await self._record_root()
-        served = os.dup(self._mount.device) if self._host is None else self._host.descriptor_for_pyfuse3()
+        served = os.dup(self._mount.device) if self._host is None else self._host.fastpath.descriptor_for_pyfuse3()
         loop = RequestLoop(components.operations, served)
         try:
             await self._start(connection)
@@ -160,7 +164,7 @@ class Serving:
         engine = PrefetchEngine(components.data, queue)
         prefetcher = make_prefetcher(components, engine)
         hints = Hints(components.filesystem, components.files, engine)
-        tasks.start_all(self._nursery, self._mount, components, host, connection, hints, prefetcher)
+        self._start_tasks(connection, hints, prefetcher)
         if host is not None:
             await host.start(new=is_new, replace=self._mount.replaces_fastpath)
         self._configuration.save(must=is_new)
@@ -179,6 +183,35 @@ class Serving:
         await self._nursery.start(server.serve, self._runtime / "control", commands.by_name(), afterwards)
         if self._configuration.now.metrics is not None:
             await self._serve_metrics(self._configuration.now.metrics, commands)
+
+    def _start_tasks(self, connection: SourceConnection, hints: Hints, prefetcher: Prefetcher | None) -> None:
+        """The fast path may be attached later: what is sent to it before is sent again."""
+        components, host = self._components, self._host
+        options, index = components.options, components.opened.index
+        started: list[tasks.Task] = [
+            connection.run,
+            components.writes.run,
+            hints.run,
+            components.young.run,
+            partial(tasks.every, READER_CHECK_S, partial(drop_dead_readers, index)),
+            partial(tasks.drain, index),
+            tasks.watch_clock,
+        ]
+        if host is not None:
+            started += [
+                partial(tasks.every, FOLLOW_S, host.refresh),
+                partial(tasks.every, COLLECT_S, host.collect_young),
+            ]
+            if options.logs_accesses:
+                started.append(partial(tasks.every, COLLECT_S, host.collect_accesses))
+        if components.limit is not None:
+            components.data.on_accessed.append(components.limit.accessed)
+            started.append(partial(components.invalidation.limit_metadata, components.limit, components.metrics))
+        if prefetcher is not None:
+            started.append(prefetcher.run)
+        if options.revalidate in (Revalidate.AUTO, Revalidate.RCTIME):
+            started.append(partial(tasks.revalidate_earlier_runs, self._mount, components))
+        tasks.start(self._nursery, started)
 
     async def _serve_metrics(self, address: str, commands: Commands) -> None:
         """Raises CacheFsError if that fails on a new mount; a mount with jobs on it continues without metrics."""

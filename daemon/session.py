@@ -22,7 +22,7 @@ import trio
 import cachefs
 from cachefs.client import locations
 from cachefs.errors import CacheFsError, IndexUnavailable
-from cachefs.options import SETTLE_NS, Options
+from cachefs.options import SETTLE_NS
 from cachefs.source.source import Source
 from cachefs.store.blob.blob import Blob
 from cachefs.store.cache_directory import CacheDirectory, OpenedIndex
@@ -91,7 +91,7 @@ class Session:
                 claimed(self.config.cache_place)
                 self._log_start(mount)
                 blob = stack.enter_context(closing(directory.open_blob()))
-                await self._open_index(mount, directory, blob, is_ready)
+                await self._open_and_serve(mount, directory, blob, is_ready)
 
     def _log_start(self, mount: Mount) -> None:
         log.info("cachefs %s: %s on %s", cachefs.__version__, self.config.source, self.config.mountpoint)
@@ -103,8 +103,10 @@ class Session:
             done = len(mount.handed.opened)
             log.warning("the hand-over of open files broke off after %d files; the others are opened by path", done)
 
-    async def _open_index(self, mount: Mount, directory: CacheDirectory, blob: Blob, ready: Callable[[], None]) -> None:
-        """Open index and source, and serve."""
+    async def _open_and_serve(
+        self, mount: Mount, directory: CacheDirectory, blob: Blob, ready: Callable[[], None]
+    ) -> None:
+        """Open index and source, mount, and serve until that ends."""
         size, snapshot = self.config.cache_size_bytes, self.config.metadata_snapshot
         patterns = self.config.options.mutable.patterns
         if snapshot is not None and mount.is_new:
@@ -127,37 +129,28 @@ class Session:
         )
         flushed = False
         try:
-            flushed = await self._mount(mount, directory, source, opened, blob, options, ready)
-        finally:
-            # A new mount that ends before it serves has neither read nor written: this run leaves no traces.
-            opened.close(flushed=flushed or (mount.is_new and not self._lifecycle.is_serving))
-
-    async def _mount(
-        self,
-        mount: Mount,
-        directory: CacheDirectory,
-        source: Source,
-        opened: OpenedIndex,
-        blob: Blob,
-        options: Options,
-        ready: Callable[[], None],
-    ) -> bool:
-        """Mount, serve, and unmount. True if everything was flushed."""
-        try:
             mount.open(source, opened, blob, options)
             shared = None if mount.descriptors is None else mount.descriptors.shared
             async with trio.open_nursery() as nursery:
                 components = Components(
                     source, opened, blob, options, nursery, mount.device, shared, statfs=mount.statfs
                 )
-                default_size = directory.default_size_bytes
-                serving = Serving(self.config, self._reread, self._lifecycle, mount, components, nursery, default_size)
+                serving = Serving(
+                    self.config,
+                    self._reread,
+                    self._lifecycle,
+                    mount,
+                    components,
+                    nursery,
+                    directory.default_size_bytes,
+                )
                 flushed = await serving.run(ready)
                 nursery.cancel_scope.cancel()
-            return flushed
         finally:
             if self._lifecycle.ends(mount):
                 mount.take_down()
+            # A new mount that ends before it serves has neither read nor written: this run leaves no traces.
+            opened.close(flushed=flushed or (mount.is_new and not self._lifecycle.is_serving))
 
 
 def reason(group: BaseExceptionGroup[BaseException]) -> BaseException:

@@ -71,77 +71,68 @@ class Components:
         """
         index, clock, unseen_handles = opened.index, source.clock, shared is not None
         self.source, self.opened, self.blob, self.options = source, opened, blob, options
-        self.metrics = Metrics()
+        metrics = self.metrics = Metrics()
         self.limit: InodeLimit | None = None
         """None: no limit on pinned inodes."""
         if options.metadata_limit is not None:
             self.limit = InodeLimit(index, options.metadata_limit, options.metadata_retention)
-        self.metadata = _metadata(opened, options, self.limit, clock)
+        metadata = self.metadata = _metadata(opened, options, self.limit, clock)
         self.policy = prefetch.make(options.prefetch, parse_graph(options.graph) if options.graph else ())
-        eviction = _eviction(index, options, self.metadata, self.policy)
-        self.writes = WriteBehind(index, blob, self.metrics, options.cache_size_bytes, eviction=eviction)
-        self.data = DataCache(
-            index, blob, options, self.metrics, self.writes, appends=not options.fastpath, eviction=eviction
-        )
-        if not options.fastpath or options.cache is not CacheLevel.FULL:  # else the fast path reports its old slabs
-            self.writes.writer_has_gone(blob.frontier)
-        self.call_pool = CallPool(SOURCE_SLOTS, options.source_timeout_s, reserve=RESERVED_SOURCE_SLOTS)
-        self.notifier = notifier or KernelNotifier(device, None if shared is None else shared.fd)
-        self.young = YoungFiles(
-            self.notifier,
+        eviction = _eviction(index, options, metadata, self.policy)
+        writes = self.writes = WriteBehind(index, blob, metrics, options.cache_size_bytes, eviction=eviction)
+        appends = not options.fastpath
+        data = self.data = DataCache(index, blob, options, metrics, writes, appends=appends, eviction=eviction)
+        if appends or options.cache is not CacheLevel.FULL:  # else the fast path reports its old slabs
+            writes.writer_has_gone(blob.frontier)
+        call_pool = self.call_pool = CallPool(SOURCE_SLOTS, options.source_timeout_s, reserve=RESERVED_SOURCE_SLOTS)
+        notifier = self.notifier = notifier or KernelNotifier(device, None if shared is None else shared.fd)
+        young = self.young = YoungFiles(
+            notifier,
             index if unseen_handles else None,
             settle_ns=options.settle_ns,
             realtime_ns=clock.realtime_ns,
             monotonic_ns=clock.monotonic_ns,
         )
-        self.invalidation = Invalidation(self.metadata, self.data, self.notifier, options)
-        immutability = Immutability(self.metadata, options)
-        self.filesystem = FileSystem(
-            source, self.call_pool, self.metadata, options, self.notifier, self.invalidation, immutability
+        invalidation = self.invalidation = Invalidation(metadata, data, notifier, options)
+        immutability = Immutability(metadata, options)
+        filesystem = self.filesystem = FileSystem(
+            source, call_pool, metadata, options, notifier, invalidation, immutability
         )
         fetcher = Fetcher(
             source,
-            self.call_pool,
-            self.data,
-            self.metrics,
-            object_of=self.filesystem.object_of,
-            changed=self.invalidation.changed_behind_our_back,
-            own_change=self.filesystem.own_change_of,
-            young=self.young,
+            call_pool,
+            data,
+            metrics,
+            object_of=filesystem.object_of,
+            changed=invalidation.changed_behind_our_back,
+            own_change=filesystem.own_change_of,
+            young=young,
             reads_ahead=options.prefetch != "none",
         )
-        shared_files = SharedFiles(self.call_pool)
+        shared_files = SharedFiles(call_pool)
         first_handle = _FIRST_HANDLE | boot_time_ns()
-        self.descriptors = Descriptors(
-            self.filesystem, fetcher, shared_files, outlived=unseen_handles, first_handle=first_handle
+        descriptors = self.descriptors = Descriptors(
+            filesystem, fetcher, shared_files, outlived=unseen_handles, first_handle=first_handle
         )
         request_at = no_request if shared is None else shared.request_at
-        self.files = OpenFiles(
-            self.filesystem,
-            self.descriptors,
+        files = self.files = OpenFiles(
+            filesystem,
+            descriptors,
             shared_files,
             fetcher,
-            self.data,
-            self.metrics,
-            self.young,
+            data,
+            metrics,
+            young,
             unseen_handles=unseen_handles,
             request_at=request_at,
         )
-        own_changes = OwnChanges(
-            self.filesystem, self.descriptors, shared_files, fetcher, self.data, unseen_handles=unseen_handles
-        )
-        comparisons = ListingComparisons(self.filesystem, nursery)
-        self.directories = Directories(self.filesystem, comparisons, request_at=request_at)
-        self.mutations = Mutations(self.filesystem, self.descriptors, comparisons, own_changes)
-        self.attributes = Attributes(self.filesystem, self.descriptors, self.data, statfs)
+        own_changes = OwnChanges(filesystem, descriptors, shared_files, fetcher, data, unseen_handles=unseen_handles)
+        comparisons = ListingComparisons(filesystem, nursery)
+        directories = self.directories = Directories(filesystem, comparisons, request_at=request_at)
+        mutations = self.mutations = Mutations(filesystem, descriptors, comparisons, own_changes)
+        attributes = self.attributes = Attributes(filesystem, descriptors, data, statfs)
         self.operations = Operations(
-            self.filesystem,
-            self.descriptors,
-            self.files,
-            self.directories,
-            self.mutations,
-            self.attributes,
-            self.metrics.latencies,
+            filesystem, descriptors, files, directories, mutations, attributes, metrics.latencies
         )
 
 

@@ -16,11 +16,10 @@ import json
 import os
 import pathlib
 import socket
-import sys
+import struct
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, fields
-from itertools import islice
 from typing import Any, BinaryIO
 
 from cachefs.client import mount_table
@@ -31,14 +30,13 @@ from cachefs.system.claims import is_dying
 from cachefs.system.unix_socket import socket_address
 
 PROTOCOL = 1
+_PEER = struct.Struct("3i")  # pid, uid, gid
 ALIVE = b"security.cachefs.alive"
 """The extended attribute of a mount that shows whether its daemon answers (daemon/kernel/probe.py)."""
 TIMEOUT_S = 120.0
 """How long to wait for the next line of the daemon."""
 BATCH_BYTES = 2 << 20
 """Of paths in one request, about."""
-HINTS_A_REQUEST = 4096
-
 Path = str | os.PathLike[str]
 
 
@@ -54,6 +52,13 @@ class Progress:
     cached_bytes: int = 0
     scanned: bool = False
     """All files have been found: `files` will not grow."""
+
+
+OnProgress = Callable[[Progress], None]
+
+
+def _ignore(_: Progress) -> None:
+    pass
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +123,7 @@ class Client:
         *,
         jobs: int | None = None,
         metadata_only: bool = False,
-        on_progress: Callable[[Progress], None] = lambda progress: None,
+        on_progress: OnProgress = _ignore,
     ) -> Report:
         """Cache and pin files, and all files beneath directories. Returns when that is done.
 
@@ -132,13 +137,7 @@ class Client:
         for part in self._batches(paths):
             self._ask("warmup", paths=part, jobs=jobs, metadata_only=metadata_only, background=True)
 
-    def check(
-        self,
-        paths: Iterable[Path],
-        *,
-        metadata_only: bool = False,
-        on_progress: Callable[[Progress], None] = lambda progress: None,
-    ) -> Report:
+    def check(self, paths: Iterable[Path], *, metadata_only: bool = False, on_progress: OnProgress = _ignore) -> Report:
         """Find out how much of these is cached. Fetches no data, but names that are not known."""
         return self._warm_up("check", paths, on_progress, metadata_only=metadata_only)
 
@@ -147,14 +146,10 @@ class Client:
 
         Returns at once, with the number of files. Replaces the files of the last call; an empty list cancels them.
         """
-        noted = 0
         with self._connected() as connection:
-            waiting = self._inside(paths)
-            first = True
-            while (batch := list(islice(waiting, HINTS_A_REQUEST))) or first:
-                noted += int(connection.ask("will_read", paths=batch, anew=first)["noted"])
-                first = False
-        return noted
+            connection.ask("will_read", paths=[], anew=True)
+            answers = [connection.ask("will_read", paths=part, anew=False) for part in self._batches(paths)]
+        return sum(int(answer["noted"]) for answer in answers)
 
     def invalidate(self, paths: Iterable[Path]) -> int:
         """Drop metadata and data, in the kernel too; the next use asks the source. Returns the number of inodes."""
@@ -165,7 +160,7 @@ class Client:
         answers = [self._ask("evict", paths=part) for part in self._batches(paths)]
         return Dropped(sum(a["files"] for a in answers), sum(a["bytes"] for a in answers))
 
-    def pin(self, paths: Iterable[Path], *, on_progress: Callable[[Progress], None] = lambda progress: None) -> Report:
+    def pin(self, paths: Iterable[Path], *, on_progress: OnProgress = _ignore) -> Report:
         """Make files immutable as if they had been read, also files written through this mount. Fetches no data."""
         return self._warm_up("pin", paths, on_progress)
 
@@ -194,9 +189,7 @@ class Client:
 
     # --- the conversation ------------------------------------------------------------------------------------------
 
-    def _warm_up(
-        self, command: str, paths: Iterable[Path], on_progress: Callable[[Progress], None], **arguments: Any
-    ) -> Report:
+    def _warm_up(self, command: str, paths: Iterable[Path], on_progress: OnProgress, **arguments: Any) -> Report:
         total = Report()
         for part in self._batches(paths):
 
@@ -240,7 +233,7 @@ class Client:
             try:
                 with socket_address((self._directory or mount_directory(self.mountpoint)) / "control") as address:
                     connection.connect(address)
-                if is_dying(_peer(connection)):
+                if is_dying(peer(connection)[0]):
                     raise ConnectionRefusedError
             except FileNotFoundError:
                 if mount_table.is_mounted(self.mountpoint):
@@ -258,18 +251,18 @@ class Client:
                 yield _Connection(self.mountpoint, connection, lines)
 
 
+@dataclass(frozen=True, slots=True)
 class _Connection:
-    def __init__(self, mountpoint: str, connection: socket.socket, lines: BinaryIO) -> None:
-        self._mountpoint = mountpoint
-        self._connection = connection
-        self._lines = lines
+    mountpoint: str
+    connection: socket.socket
+    lines: BinaryIO
 
     def ask(
         self, command: str, on_progress: Callable[[dict[str, Any]], None] = lambda progress: None, **arguments: Any
     ) -> dict[str, Any]:
         with self._failing():
             self._send(command, arguments)
-            while "progress" in (answer := json.loads(self._lines.readline())):
+            while "progress" in (answer := json.loads(self.lines.readline())):
                 on_progress(answer["progress"])
         return _checked(answer)
 
@@ -278,13 +271,13 @@ class _Connection:
         answer: dict[str, Any] = {}
         with self._failing():
             self._send(command, arguments)
-            opened = receive(self._connection, answer)
+            opened = receive(self.connection, answer)
         _checked(answer)
         return opened
 
     def _send(self, command: str, arguments: dict[str, Any]) -> None:
         request = {"protocol": PROTOCOL, "command": command, **arguments}
-        self._connection.sendall(json.dumps(request).encode() + b"\n")
+        self.connection.sendall(json.dumps(request).encode() + b"\n")
 
     @contextmanager
     def _failing(self) -> Iterator[None]:
@@ -292,7 +285,7 @@ class _Connection:
             yield
         except (OSError, ValueError) as error:
             reason = str(error) if isinstance(error, OSError) else "it has ended"
-            raise CacheFsError(f"the daemon of {self._mountpoint} does not answer: {reason}") from None
+            raise CacheFsError(f"the daemon of {self.mountpoint} does not answer: {reason}") from None
 
 
 def _checked(answer: dict[str, Any]) -> dict[str, Any]:
@@ -317,11 +310,11 @@ def server(mountpoint: str, directory: pathlib.Path | None = None) -> int | None
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection, suppress(OSError):
         with socket_address((directory or mount_directory(mountpoint)) / "control") as address:
             connection.connect(address)
-        return _peer(connection)
+        return peer(connection)[0]
     return None
 
 
-def _peer(connection: socket.socket) -> int:
-    """The pid of the other end."""
-    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
-    return int.from_bytes(credentials[:4], sys.byteorder)
+def peer(connection: Any) -> tuple[int, int]:
+    """(pid, uid) of the process at the other end of a socket, of the standard library or of trio."""
+    pid, uid, _ = _PEER.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size))
+    return pid, uid

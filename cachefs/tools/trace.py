@@ -11,6 +11,7 @@ import struct
 import zlib
 from array import array
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
@@ -99,39 +100,38 @@ def read_trace(path: Path) -> tuple[Trace, bool]:
     return Trace(accesses, sizes, parts), whole
 
 
+@contextmanager
+def _opened(path: Path) -> Iterator[BinaryIO]:
+    """A file behind its magic. Raises CacheFsError if it cannot be read, or is not a trace."""
+    try:
+        with open(path, "rb") as file:
+            if file.read(len(MAGIC)) != MAGIC:
+                raise CacheFsError(f"{path} is not a cachefs trace")
+            yield file
+    except OSError as error:
+        raise CacheFsError(f"cannot read {path}: {error.strerror}") from error
+
+
 def _count(path: Path) -> int:
     """The number of accesses according to the heads of the blocks."""
     total = 0
-    try:
-        with open(path, "rb") as file:
-            _check_magic(file, path)
-            while len(head := file.read(_BLOCK.size)) == _BLOCK.size:
-                length, count = _BLOCK.unpack(head)
-                if count > BLOCK_ACCESSES:  # damaged
-                    break
-                total += count
-                file.seek(length, os.SEEK_CUR)
-    except OSError as error:
-        raise CacheFsError(f"cannot read {path}: {error.strerror}") from error
+    with _opened(path) as file:
+        while len(head := file.read(_BLOCK.size)) == _BLOCK.size:
+            length, count = _BLOCK.unpack(head)
+            if count > BLOCK_ACCESSES:  # damaged
+                break
+            total += count
+            file.seek(length, os.SEEK_CUR)
     return total
-
-
-def _check_magic(file: BinaryIO, path: Path) -> None:
-    if file.read(len(MAGIC)) != MAGIC:
-        raise CacheFsError(f"{path} is not a cachefs trace")
 
 
 def _blocks(path: Path) -> Iterator[bytes | None]:
     """The unpacked blocks, with a final None if the file is truncated or damaged."""
-    try:
-        with open(path, "rb") as file:
-            _check_magic(file, path)
-            while head := file.read(_BLOCK.size):
-                yield (block := _unpacked(head, file))
-                if block is None:
-                    return
-    except OSError as error:
-        raise CacheFsError(f"cannot read {path}: {error.strerror}") from error
+    with _opened(path) as file:
+        while head := file.read(_BLOCK.size):
+            yield (block := _unpacked(head, file))
+            if block is None:
+                return
 
 
 def _unpacked(head: bytes, file: BinaryIO) -> bytes | None:

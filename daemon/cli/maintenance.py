@@ -6,7 +6,6 @@ import os
 import shutil
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import click
@@ -61,22 +60,15 @@ def verify(mountpoint: str, repair: bool) -> None:
         sys.exit(1)
 
 
-@dataclass(frozen=True, slots=True)
-class Cache:
-    path: Path
-    source: str
-    bytes: int
-
-
-def caches(root: Path) -> Iterator[Cache]:
-    """The caches beneath a directory."""
+def caches(root: Path) -> Iterator[tuple[Path, str, int]]:
+    """(path, source, size in bytes) of the caches beneath a directory."""
     for path in sorted(root.iterdir()) if root.is_dir() else ():
         try:
             source = str(json.loads((path / "cache.json").read_text())["source"])
             size = sum(file.lstat().st_blocks * 512 for file in path.rglob("*"))
         except (OSError, ValueError, KeyError, TypeError):
             continue
-        yield Cache(path, source, size)
+        yield path, source, size
 
 
 def is_in_use(path: Path) -> bool:
@@ -114,16 +106,16 @@ def gc(delete: bool, root: Path | None) -> None:
     from rich.filesize import decimal
 
     freed = count = 0
-    for cache in caches(root or cache_root()):
-        if os.path.isdir(cache.source) or is_in_use(cache.path):
+    for path, source, size in caches(root or cache_root()):
+        if os.path.isdir(source) or is_in_use(path):
             continue
-        say(f"{cache.path}: {decimal(cache.bytes)}, source {cache.source} does not exist")
+        say(f"{path}: {decimal(size)}, source {source} does not exist")
         if delete:
             try:
-                shutil.rmtree(cache.path)
+                shutil.rmtree(path)
             except OSError as error:
-                raise CacheFsError(f"cannot delete {cache.path}: {error.strerror or error}") from error
-        freed += cache.bytes
+                raise CacheFsError(f"cannot delete {path}: {error.strerror or error}") from error
+        freed += size
         count += 1
     done = "deleted" if delete else "to be deleted (--delete)"
     say(f"{count} caches, {decimal(freed)} {done}" if count else "no caches without a source")

@@ -49,9 +49,9 @@ def make_mount_config(given: Mapping[str, Any]) -> config.MountConfig:
         source=source,
         mountpoint=mount_table.absolute(given["mountpoint"], realpath),
         options=options,
-        cache_dir=_absolute(given["cache_dir"]),
+        cache_dir=given["cache_dir"] and given["cache_dir"].absolute(),
         cache_size_bytes=given["cache_size"],
-        metadata_snapshot=_absolute(given["metadata_snapshot"]),
+        metadata_snapshot=given["metadata_snapshot"] and given["metadata_snapshot"].absolute(),
         allow_other=allow_other,
         foreground=given["foreground"],
         log_level=given["log_level"],
@@ -119,10 +119,6 @@ def _graph(file: TextIO | None) -> tuple[str, ...]:
     except (InvalidGraph, UnicodeDecodeError) as error:
         raise click.UsageError(f"--prefetch-graph: {error}") from None
     return lines
-
-
-def _absolute(path: Path | None) -> Path | None:
-    return path.absolute() if path is not None else None
 
 
 @click.command()

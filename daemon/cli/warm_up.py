@@ -4,7 +4,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict
 from typing import Any, BinaryIO
@@ -12,19 +12,18 @@ from typing import Any, BinaryIO
 import click
 
 from cachefs.client import mount_table
-from cachefs.client.client import Client, Progress, Report, is_served
+from cachefs.client.client import Client, OnProgress, Progress, Report, is_served
 from cachefs.errors import CacheFsError
 from daemon.config.parameters import PLACE, json_option
 from daemon.output import say
 
-OnProgress = Callable[[Progress], None]
 PLAIN_LINE_S = 5.0
 """Between lines of progress if stderr is not a terminal."""
 paths_argument = click.argument("paths", nargs=-1, required=True, type=PLACE)
 
 
-def by_mount(paths: Iterable[str]) -> list[tuple[Client, list[str]]]:
-    """Group paths by mount, with symlinks resolved, and make a client for each. Raises CacheFsError."""
+def by_mount(paths: Iterable[str]) -> dict[str, list[str]]:
+    """Mountpoints, and the paths on each, with symlinks resolved. Raises CacheFsError."""
     found: dict[str, list[str]] = {}
     for path in paths:
         plain = os.path.abspath(path)
@@ -36,7 +35,7 @@ def by_mount(paths: Iterable[str]) -> list[tuple[Client, list[str]]]:
             plain = os.path.realpath(plain)
             place = mount_table.split(plain)[0]
         found.setdefault(place, []).append(plain)
-    return [(Client(place), inside) for place, inside in found.items()]
+    return found
 
 
 @click.command("warmup")
@@ -77,16 +76,13 @@ def warm_up(
             path = os.fsdecode(line.rstrip(b"\n"))  # all other bytes may be part of a name
             if not path:
                 continue
-            place = mount_table.split(os.path.abspath(path))[0]
-            known = next((inside for client, inside in wanted if client.mountpoint == place), None)
-            if known is None:
-                wanted.append((Client(place), known := []))
-            known.append(path)
+            wanted.setdefault(mount_table.split(os.path.abspath(path))[0], []).append(path)
     total = Report()
     started = time.monotonic()
     silent: AbstractContextManager[OnProgress] = nullcontext(lambda progress: None)
     with silent if as_json or background else shown("checking" if check else "warming up") as on_progress:
-        for client, inside in wanted:
+        for place, inside in wanted.items():
+            client = Client(place)
             if background:
                 client.start_warm_up(inside, jobs=jobs, metadata_only=metadata_only)
             elif check:
@@ -94,8 +90,8 @@ def warm_up(
             else:
                 total += client.warm_up(inside, jobs=jobs, metadata_only=metadata_only, on_progress=on_progress)
     if background:
-        for client, _ in wanted:
-            say(f"warming up in the background; progress: cachefs status {client.mountpoint}")
+        for place in wanted:
+            say(f"warming up in the background; progress: cachefs status {place}")
         return
     finish(total, time.monotonic() - started, as_json=as_json, metadata_only=metadata_only)
 
@@ -107,12 +103,12 @@ def finish(report: Report, seconds: float, *, as_json: bool, metadata_only: bool
     else:
         for problem in report.problems:
             say(f"cachefs: {problem}", err=True)
-        say(summary(report, seconds, metadata_only=metadata_only))
+        say(_summary(report, seconds, metadata_only=metadata_only))
     if not report.is_complete:
         sys.exit(1)
 
 
-def summary(report: Report, seconds: float, *, metadata_only: bool) -> str:
+def _summary(report: Report, seconds: float, *, metadata_only: bool) -> str:
     from rich.filesize import decimal
 
     share = 100.0
@@ -203,9 +199,9 @@ def evict(paths: tuple[str, ...]) -> None:
     """
     from rich.filesize import decimal
 
-    for client, inside in by_mount(paths):
-        dropped = client.evict(inside)
-        say(f"{client.mountpoint}: {dropped.files:,} files evicted, {decimal(dropped.bytes)}")
+    for place, inside in by_mount(paths).items():
+        dropped = Client(place).evict(inside)
+        say(f"{place}: {dropped.files:,} files evicted, {decimal(dropped.bytes)}")
 
 
 @click.command()
@@ -218,8 +214,8 @@ def invalidate(paths: tuple[str, ...]) -> None:
       cachefs invalidate /data/imagenet/train/n01440764
     """
     for path in paths:
-        for client, inside in by_mount([path]):
-            say(f"{path}: {client.invalidate(inside)} dropped")
+        for place, inside in by_mount([path]).items():
+            say(f"{path}: {Client(place).invalidate(inside)} dropped")
 
 
 @click.command()
@@ -231,13 +227,13 @@ def pin(paths: tuple[str, ...]) -> None:
     Example:
       cachefs pin /data/project/preprocessed
     """
-    for client, inside in by_mount(paths):
+    for place, inside in by_mount(paths).items():
         with shown("pinning") as on_progress:
-            report = client.pin(inside, on_progress=on_progress)
+            report = Client(place).pin(inside, on_progress=on_progress)
         for problem in report.problems:
             say(f"cachefs: {problem}", err=True)
         skipped = f"; {report.mutable_files:,} skipped: open for writing, or --mutable" if report.mutable_files else ""
-        say(f"{client.mountpoint}: {report.cached_files:,} files are immutable{skipped}")
+        say(f"{place}: {report.cached_files:,} files are immutable{skipped}")
         if not report.is_complete:
             sys.exit(1)
 
@@ -251,8 +247,8 @@ def unpin(paths: tuple[str, ...]) -> None:
     Example:
       cachefs unpin /data/project/config.json
     """
-    for client, inside in by_mount(paths):
-        say(f"{client.mountpoint}: {client.unpin(inside):,} files are writable")
+    for place, inside in by_mount(paths).items():
+        say(f"{place}: {Client(place).unpin(inside):,} files are writable")
 
 
 @click.command()
@@ -268,8 +264,8 @@ def info(path: str, as_json: bool) -> None:
       cachefs info /data/imagenet/train/n01440764/n01440764_18.JPEG
       getfattr -n user.cachefs.state /data/imagenet/train
     """
-    ((client, (inside,)),) = by_mount([path])
-    answer = client.info(inside)
+    ((place, (inside,)),) = by_mount([path]).items()
+    answer = Client(place).info(inside)
     if as_json:
         click.echo(json.dumps(answer, indent=2))
         return

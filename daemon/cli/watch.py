@@ -2,7 +2,6 @@
 
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 from rich.console import Console, Group, RenderableType
@@ -20,22 +19,14 @@ STEADY_MISS_SHARE = 0.01
 """With a smaller share of misses among the latest reads the first epoch is over."""
 
 
-@dataclass(frozen=True, slots=True)
-class Moment:
-    """A status, and its time."""
-
-    status: dict[str, Any]
-    at_s: float
-
-
 class Rates:
-    """What happened between two moments."""
+    """What happened between two statuses."""
 
-    def __init__(self, before: Moment, now: Moment) -> None:
-        self._before, self._now = before.status, now.status
-        self._seconds = max(now.at_s - before.at_s, 1e-6)
-        self._anew = self._before["pid"] != self._now["pid"]
+    def __init__(self, before: dict[str, Any], now: dict[str, Any]) -> None:
+        self._before, self._now = before, now
+        self._anew = before["pid"] != now["pid"]
         """Another daemon has begun to count from 0."""
+        self._seconds = max(float(now["uptime_s"]) - (0.0 if self._anew else float(before["uptime_s"])), 1e-6)
 
     def since(self, name: str) -> int:
         return int(self._now[name]) - (0 if self._anew else int(self._before[name]))
@@ -73,9 +64,9 @@ def phase(rates: Rates, status: dict[str, Any]) -> str:
     return "first epoch" if rates.since("misses") > STEADY_MISS_SHARE * rates.reads() else "steady state"
 
 
-def screen(before: Moment, now: Moment) -> RenderableType:
+def screen(before: dict[str, Any], status: dict[str, Any]) -> RenderableType:
     """At most 23 lines and one of errors, which is the height of a terminal."""
-    status, rates = now.status, Rates(before, now)
+    rates = Rates(before, status)
     head = Text.assemble((phase(rates, status), "bold green"), " · ", (status["mountpoint"], "bold"))
     head.append(f" ← {status['source']}")
     head.truncate(80, overflow="ellipsis")
@@ -146,12 +137,12 @@ def latency_rows(rates: Rates, status: dict[str, Any]) -> Iterator[tuple[str, ..
 
 def watch(client: Client, interval_s: float) -> None:
     """Until Ctrl-C. Waits for a daemon that is being replaced. Raises CacheFsError if there is no daemon at first."""
-    before = now = Moment(client.status(), time.monotonic())
+    before = now = client.status()
     with Live(screen(before, now), console=Console(highlight=False), screen=True, auto_refresh=False) as live:
         while True:
             time.sleep(interval_s)
             try:
-                before, now = now, Moment(client.status(), time.monotonic())
+                before, now = now, client.status()
             except CacheFsError as error:
                 live.update(Text(f"{error}\n\nwaiting; press Ctrl-C to stop"), refresh=True)
                 continue

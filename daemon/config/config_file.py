@@ -11,7 +11,6 @@ The command line overrides the file (settings.py). An unknown key, and a value t
 name the line.
 """
 
-import json
 import re
 import tomllib
 from pathlib import Path
@@ -106,11 +105,6 @@ def _check(parameter: click.Parameter, value: Any, context: click.Context) -> No
     elif isinstance(value, bool) or not isinstance(value, str | int | float):
         raise click.BadParameter("must be a string or a number")
     parameter.type_cast_value(context, value)
-
-
-def quoted(text: str) -> str:
-    """As a basic string of TOML."""
-    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
 def _line_of(text: str, key: str) -> int | None:

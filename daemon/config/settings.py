@@ -3,6 +3,7 @@
 The command line overrides the configuration file, which overrides the profile, which overrides the defaults.
 """
 
+import json
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -80,7 +81,7 @@ def _toml(value: Any) -> str:
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, str):
-        return config_file.quoted(value)
+        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")  # a basic string of TOML
     if isinstance(value, list):
         return "[" + ", ".join(map(_toml, value)) + "]"
     return "" if value is None else str(value)

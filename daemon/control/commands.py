@@ -109,7 +109,7 @@ class Commands:
 
     def _latencies(self) -> dict[str, Histogram]:
         own = self.components.metrics.latencies.by_kind
-        return added([own, self.host.latencies()]) if self.host is not None else own
+        return added([own, self.host.shared.latencies()]) if self.host is not None else own
 
     async def config(self, _: Request, tell: Tell) -> Answer:
         settings = {name: asdict(setting) for name, setting in self.configuration().settings.items()}
@@ -124,8 +124,7 @@ class Commands:
                 raise BadRequest("drop: a record must be [inode, offset, blob offset]")
             if any(not 0 <= each < 1 << 64 for each in record):
                 raise BadRequest("drop: inodes and offsets must be numbers from 0 to 2^64 - 1")
-        for record in records:
-            inode, offset, blob_offset = record
+        for inode, offset, blob_offset in records:
             self.components.data.corrupt(inode, offset, blob_offset, "found by cachefs verify")
         return {}
 

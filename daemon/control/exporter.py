@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import trio
-from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from prometheus_client.registry import Collector
@@ -117,13 +116,6 @@ def _buckets(counts: dict[int, int]) -> Iterator[tuple[str, float]]:
     yield "+Inf", seen
 
 
-def render(status: Status) -> bytes:
-    """In the text format of Prometheus."""
-    registry = CollectorRegistry()
-    registry.register(StatusCollector(status))
-    return generate_latest(registry)
-
-
 async def listen(address: Path | tuple[str, int]) -> trio.SocketListener:
     """Raises CacheFsError."""
     family = socket.AF_UNIX if isinstance(address, Path) else socket.AF_INET6 if ":" in address[0] else socket.AF_INET
@@ -167,6 +159,6 @@ def _reply(request: bytes, status: Callable[[], Status]) -> bytes:
     words = request.split(b"\r\n", 1)[0].split()
     code, kind, body = "404 Not Found", "text/plain", b"only /metrics exists\n"
     if len(words) == 3 and words[0] == b"GET" and words[1].split(b"?")[0] == b"/metrics":
-        code, kind, body = "200 OK", CONTENT_TYPE_LATEST, render(status())
+        code, kind, body = "200 OK", CONTENT_TYPE_LATEST, generate_latest(StatusCollector(status()))
     head = f"HTTP/1.1 {code}\r\nContent-Type: {kind}\r\nContent-Length: {len(body)}\r\nConnection: close\r\n\r\n"
     return head.encode() + body

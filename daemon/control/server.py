@@ -4,7 +4,6 @@ import json
 import logging
 import os
 import socket
-import struct
 from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ from typing import Any
 import trio
 
 import cachefs
-from cachefs.client.client import PROTOCOL
+from cachefs.client.client import PROTOCOL, peer
 from cachefs.errors import CacheFsError
 from cachefs.system import private_files
 
@@ -28,7 +27,6 @@ Afterwards = Mapping[str, Callable[[Answer, int], None]]
 MAX_LINE = 16 << 20
 IDLE_TIMEOUT_S = 60.0
 SEND_TIMEOUT_S = 60.0
-_PEER = struct.Struct("3i")  # pid, uid, gid
 
 
 class BadRequest(Exception):
@@ -90,7 +88,8 @@ async def serve(
 async def _converse(stream: trio.SocketStream, commands: Commands, afterwards: Afterwards) -> None:
     """Answer the requests of one client in turn, until it closes the connection or is idle for too long."""
     async with stream:
-        if not _is_welcome(stream):
+        # Root, or the user who mounted. The mode of the directory excludes others, but may have been changed.
+        if peer(stream.socket)[1] not in (0, os.geteuid()):
             return
         waiting = bytearray()
         try:
@@ -103,13 +102,6 @@ async def _converse(stream: trio.SocketStream, commands: Commands, afterwards: A
             pass  # the client is gone
         except Exception:  # the mount continues
             log.exception("bug in the control socket")
-
-
-def _is_welcome(stream: trio.SocketStream) -> bool:
-    """Is it root, or the user who mounted? The directory mode excludes others, but may have been changed."""
-    peer = stream.socket.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size)
-    _, uid, _ = _PEER.unpack(peer)
-    return uid in (0, os.geteuid())
 
 
 async def _next_line(stream: trio.SocketStream, waiting: bytearray) -> bytes | None:

@@ -119,7 +119,9 @@ class SourceConnection:
     async def _check(self) -> None:
         error = await self._ask()
         if error is not None and may_be_lost(error):
-            self._lose(error)
+            self._call_pool.suspend()
+            self.lost = f"{self._path}: {error.strerror}; waiting until it is mounted again"
+            log.error("the source is lost: %s. Cached data are still served", self.lost)
             await self._until_it_is_back()
         elif self._doubted == errno.ESHUTDOWN:
             # An evicted client may still have its root, and nothing else.
@@ -134,11 +136,6 @@ class SourceConnection:
             log.warning("the source is back: %s answers again", self._path)
         self.lost = None
         self._call_pool.resume(anew=anew)
-
-    def _lose(self, error: OSError) -> None:
-        self._call_pool.suspend()
-        self.lost = f"{self._path}: {error.strerror}; waiting until it is mounted again"
-        log.error("the source is lost: %s. Cached data are still served", self.lost)
 
     async def _until_it_is_back(self) -> None:
         logged = ""

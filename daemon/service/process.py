@@ -11,12 +11,20 @@ SWITCH_INTERVAL_S = 0.0005
 """How long the trio thread waits for the interpreter lock of write-behind. Python's 5 ms would make look-ups slow."""
 
 _FIRST_PASSED = 3
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8
 
 
 def prepare() -> None:
     """Called before anything else in the daemon."""
-    tune_malloc()
-    raise_limits()
+    # Keep freed memory: file contents are allocated and freed by the megabyte, and a page fault costs more than the
+    # copy. One arena besides the main one: the trio thread frees the payload that a fetch thread allocates.
+    libc = ctypes.CDLL(None)
+    for parameter, value in ((_M_ARENA_MAX, 2), (_M_MMAP_THRESHOLD, 2 << 20), (_M_TRIM_THRESHOLD, 64 << 20)):
+        libc.mallopt(parameter, value)
+    # Open files, and file sizes: the kernel ends a process whose files exceed the limit.
+    for limit in (resource.RLIMIT_NOFILE, resource.RLIMIT_FSIZE):
+        _, hard = resource.getrlimit(limit)
+        resource.setrlimit(limit, (hard, hard))
     sys.setswitchinterval(SWITCH_INTERVAL_S)
 
 
@@ -56,13 +64,6 @@ def _close_inherited() -> None:
                 os.close(fd)
 
 
-def raise_limits() -> None:
-    """Raise the limits of open files, and of file sizes: the kernel ends a process whose files exceed that."""
-    for limit in (resource.RLIMIT_NOFILE, resource.RLIMIT_FSIZE):
-        _, hard = resource.getrlimit(limit)
-        resource.setrlimit(limit, (hard, hard))
-
-
 def has_descriptors_of(pid: int) -> bool:
     """Raise the limit of open files to that of a daemon, which a child of this process will replace.
 
@@ -79,16 +80,3 @@ def has_descriptors_of(pid: int) -> bool:
         resource.setrlimit(resource.RLIMIT_NOFILE, theirs)
         return True
     return len(os.listdir(f"/proc/{pid}/fd")) < hard // 2
-
-
-def tune_malloc() -> None:
-    """Keep freed memory. File contents are allocated and freed by the megabyte; a page fault costs more than the copy.
-
-    One arena besides the main one: the trio thread frees the payload that a fetch thread allocates.
-    """
-    libc = ctypes.CDLL(None)
-    for parameter, value in ((_M_ARENA_MAX, 2), (_M_MMAP_THRESHOLD, 2 << 20), (_M_TRIM_THRESHOLD, 64 << 20)):
-        libc.mallopt(parameter, value)
-
-
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8
