@@ -26,7 +26,7 @@ class BundleRandom(Order[int]):
         world_size: int = 1,
         drop_last: bool = False,
     ) -> None:
-        """`bundle_ratio`: of the dataset, 0 (exclusive) to 1. `drop_last`: omit indices that would make ranks unequal."""
+        """`bundle_ratio`: of the dataset, 0 (exclusive) to 1. `drop_last`: omit what would make ranks unequal."""
         super().__init__(seed=seed, rank=rank, world_size=world_size)
         if size < 0 or not 0 < bundle_ratio <= 1:
             raise ValueError(

@@ -1,8 +1,8 @@
 """Windowed shuffle: a few groups (row groups, shards) are open at a time, and samples are drawn from them at random.
 
-A group is read as a whole, and stays in memory while it is in the window. So a shuffled epoch needs no more reads than a
-sequential one. Petastorm does the same, but its workers draw with replacement: several workers saw 63 % of the data in
-one epoch. Here groups are dealt to ranks and workers, and each sample occurs exactly once.
+A group is read as a whole, and stays in memory while it is in the window. So a shuffled epoch needs no more reads than
+a sequential one. Petastorm does the same, but its workers draw with replacement: several workers saw 63 % of the data
+in one epoch. Here groups are dealt to ranks and workers, and each sample occurs exactly once.
 """
 
 from collections.abc import Iterator, Sequence

@@ -32,17 +32,17 @@ def test_verify_finds_and_repairs(mount: MakeMount, source: Path) -> None:
     m = mount(source, "--read-only")
     cachefs("warmup", m.path)
     done = cachefs("verify", m.path)
-    assert done.stdout == f"40 records, {size(m)}: 0 bad, 0 without a file\n"
+    assert done.stdout == f"40 records, {size(m)}: 0 corrupt, 0 without a file\n"
     spoil(m, m.path / "d0/f00000")
     spoil(m, m.path / "d3/f00003")
     done = cachefs("verify", m.path, check=False)
-    assert done.returncode == 1 and ": 2 bad, 0 without a file" in done.stdout
+    assert done.returncode == 1 and ": 2 corrupt, 0 without a file" in done.stdout
     assert done.stderr.count("payload checksum") == 2
     done = cachefs("verify", m.path, "--repair")
     assert "2 dropped; they are fetched again" in done.stdout
     status = m.flush()
     assert status["cached_files"] == 38 and status["corrupt_records"] == 2
-    assert ": 0 bad, " in cachefs("verify", m.path).stdout
+    assert ": 0 corrupt, " in cachefs("verify", m.path).stdout
     assert contents(m.path) == contents(source)
     assert m.flush()["cached_files"] == 40
     assert m.ops()["read"] == 42
@@ -60,7 +60,7 @@ def test_verify_while_it_is_read_and_evicted(mount: MakeMount, tmp_path: Path) -
     m = mount(tmp_path / "source", "--read-only", "--cache-size", "3M", "--retention", "lru")
     for _ in range(3):
         assert contents(m.path) == contents(tmp_path / "source")
-        assert ": 0 bad, 0 without a file" in cachefs("verify", m.path).stdout
+        assert ": 0 corrupt, 0 without a file" in cachefs("verify", m.path).stdout
 
 
 def test_gc(source: Path, mount: MakeMount, tmp_path: Path) -> None:

@@ -136,7 +136,7 @@ def test_the_live_screen(mount: MakeMount, source: Path, tmp_path: Path, request
         "pinned",
         "p50",
         "p99",
-        "calls to the source",
+        "source calls per second",
     ):
         assert words in screen, screen
     wait_for(terminal.screen, lambda screen: "idle" in screen)

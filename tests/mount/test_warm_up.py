@@ -245,7 +245,7 @@ def test_pin_and_unpin(mount: MakeMount, source: Path) -> None:
     assert f"{m.path}: 1 files are immutable" in cachefs("pin", made).stdout
     assert os.getxattr(made, "user.cachefs.state") == b"immutable"
     raises_errno(errno.EPERM, lambda: made.write_bytes(b"two"))
-    assert cachefs("unpin", made).stdout == f"{m.path}: 1 files may be written to\n"
+    assert cachefs("unpin", made).stdout == f"{m.path}: 1 files are writable\n"
     made.write_bytes(b"three")
     assert made.read_bytes() == b"three" and (source / "made").read_bytes() == b"three"
     with open(made, "r+b"):
@@ -253,7 +253,7 @@ def test_pin_and_unpin(mount: MakeMount, source: Path) -> None:
     file = m.path / "d0/f00000"
     old = file.read_bytes()
     raises_errno(errno.EPERM, lambda: file.write_bytes(b"new"))
-    assert cachefs("unpin", m.path / "d0").stdout == f"{m.path}: 1 files may be written to\n"
+    assert cachefs("unpin", m.path / "d0").stdout == f"{m.path}: 1 files are writable\n"
     assert file.read_bytes() == old
     file.write_bytes(b"new")
     assert file.read_bytes() == b"new" == (source / "d0/f00000").read_bytes()
