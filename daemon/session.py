@@ -13,7 +13,7 @@ import os
 import signal
 from collections.abc import Callable
 from contextlib import ExitStack, closing
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
@@ -39,14 +39,14 @@ from daemon.wiring import Components
 log = logging.getLogger(__name__)
 
 
+@dataclass(eq=False)
 class Session:
-    def __init__(self, mount_config: MountConfig, *, reread: Reread, dismiss: Dismiss | None = None) -> None:
-        """`dismiss`: sends away the daemon of the existing mount, which is then taken over with a new fast path.
-        None: take over with the running fast path, or mount if there is none."""
-        self.config = mount_config
-        self._reread = reread
-        self._dismiss = dismiss
-        self._lifecycle = Lifecycle()
+    config: MountConfig
+    reread: Reread
+    dismiss: Dismiss | None = None
+    """Makes the daemon of the existing mount leave, which is then taken over with a new fast path. None: take over with
+    the running fast path, or mount if there is none."""
+    lifecycle: Lifecycle = field(default_factory=Lifecycle)
 
     def serve(self, ready: Callable[[], None], claimed: Callable[[Path], None]) -> None:
         """Mount and serve until unmounted. Raises CacheFsError with the reason if that fails before it is ready.
@@ -60,7 +60,7 @@ class Session:
         trio.run(self._until_told, ready, claimed)
 
     async def _until_told(self, ready: Callable[[], None], claimed: Callable[[Path], None]) -> None:
-        lifecycle = self._lifecycle
+        lifecycle = self.lifecycle
         try:
             with trio.open_signal_receiver(*SIGNALS) as signals, lifecycle.starting:
                 signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
@@ -78,11 +78,11 @@ class Session:
         async with ClaimedMountpoint(self.config.mountpoint) as place:
 
             def is_ready() -> None:
-                self._lifecycle.is_ready = True
+                self.lifecycle.is_ready = True
                 place.release()
                 ready()
 
-            mount: Mount | None = await TakenOverMount.prepare(self.config, place, self._dismiss)
+            mount: Mount | None = await TakenOverMount.prepare(self.config, place, self.dismiss)
             if mount is None:
                 mount = await FreshMount.prepare(self.config, place)
             with ExitStack() as stack:
@@ -137,8 +137,8 @@ class Session:
                 )
                 serving = Serving(
                     self.config,
-                    self._reread,
-                    self._lifecycle,
+                    self.reread,
+                    self.lifecycle,
                     mount,
                     components,
                     nursery,
@@ -147,10 +147,10 @@ class Session:
                 flushed = await serving.run(ready)
                 nursery.cancel_scope.cancel()
         finally:
-            if self._lifecycle.ends(mount):
+            if self.lifecycle.ends(mount):
                 mount.take_down()
             # A new mount that ends before it serves has neither read nor written: this run leaves no traces.
-            opened.close(flushed=flushed or (mount.is_new and not self._lifecycle.is_serving))
+            opened.close(flushed=flushed or (mount.is_new and not self.lifecycle.is_serving))
 
 
 def reason(group: BaseExceptionGroup[BaseException]) -> BaseException:

@@ -315,6 +315,5 @@ def mount(**given: Any) -> None:
         raise CacheFsError(f"mounted, but {mount_config.mountpoint} does not answer: {error.strerror}") from error
 
 
-def reread(running: config.MountConfig) -> tuple[config.MountConfig, list[str]]:
-    """`settings.reread` with the options of this command."""
-    return settings.reread(mount, running)
+reread = partial(settings.reread, mount)
+"""With the options of this command."""

@@ -10,6 +10,7 @@ from dataclasses import asdict
 from typing import Any, BinaryIO
 
 import click
+from rich.filesize import decimal
 
 from cachefs.client import mount_table
 from cachefs.client.client import Client, OnProgress, Progress, Report, is_served
@@ -109,8 +110,6 @@ def finish(report: Report, seconds: float, *, as_json: bool, metadata_only: bool
 
 
 def _summary(report: Report, seconds: float, *, metadata_only: bool) -> str:
-    from rich.filesize import decimal
-
     share = 100.0
     if report.cached_files < report.files:
         share = min(100 * report.cached_files / report.files, 99.9)  # never 100 % if something is missing
@@ -135,7 +134,6 @@ def shown(what: str) -> Iterator[OnProgress]:
         yield _plain_lines(what)
         return
     from rich.console import Console
-    from rich.filesize import decimal
     from rich.progress import BarColumn, TextColumn, TimeRemainingColumn
     from rich.progress import Progress as Bar
 
@@ -169,8 +167,6 @@ def shown(what: str) -> Iterator[OnProgress]:
 
 
 def _plain_lines(what: str) -> OnProgress:
-    from rich.filesize import decimal
-
     last = time.monotonic()
 
     def update(progress: Progress) -> None:
@@ -197,8 +193,6 @@ def evict(paths: tuple[str, ...]) -> None:
     Example:
       cachefs evict /data/imagenet/val
     """
-    from rich.filesize import decimal
-
     for place, inside in by_mount(paths).items():
         dropped = Client(place).evict(inside)
         say(f"{place}: {dropped.files:,} files evicted, {decimal(dropped.bytes)}")
@@ -275,8 +269,6 @@ def info(path: str, as_json: bool) -> None:
 
 
 def info_rows(answer: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    from rich.filesize import decimal
-
     yield "path", answer["path"] or "/"
     yield "inode", f"{answer['inode']} ({answer['type']})"
     yield "state", STATES.get(answer["state"], answer["state"])

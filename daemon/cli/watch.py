@@ -1,7 +1,6 @@
 """`cachefs status --watch`: the activity of a mount, now and since its start, on 80 columns and 24 lines."""
 
 import time
-from collections.abc import Iterator
 from typing import Any
 
 from rich.console import Console, Group, RenderableType
@@ -37,6 +36,9 @@ class Rates:
 
     def a_second(self, count: int) -> float:
         return max(0.0, count / self._seconds)
+
+    def in_bytes(self, count: int) -> str:
+        return f"{decimal(int(self.a_second(count)))}/s"
 
     def operations(self) -> dict[str, float]:
         before = {} if self._anew else self._before["source_ops"]
@@ -76,16 +78,10 @@ def screen(before: dict[str, Any], status: dict[str, Any]) -> RenderableType:
     figures = _table("", "now", "since the start")
     figures.add_row("hit ratio", share(rates.since("hits"), rates.reads()), share(status["hits"], asked))
     figures.add_row("reads", f"{rates.a_second(rates.reads()):,.0f}/s", f"{asked:,}")
-    bytes_since = {
-        "from memory": (
-            rates.since("hit_bytes") - rates.since("disk_bytes"),
-            status["hit_bytes"] - status["disk_bytes"],
-        ),
-        "from SSD": (rates.since("disk_bytes"), status["disk_bytes"]),
-        "from source": (rates.since("source_bytes"), status["source_bytes"]),
-    }
-    for name, (recent, total) in bytes_since.items():
-        figures.add_row(name, f"{decimal(int(rates.a_second(recent)))}/s", decimal(total))
+    from_memory = rates.since("hit_bytes") - rates.since("disk_bytes")
+    figures.add_row("from memory", rates.in_bytes(from_memory), decimal(status["hit_bytes"] - status["disk_bytes"]))
+    figures.add_row("from SSD", rates.in_bytes(rates.since("disk_bytes")), decimal(status["disk_bytes"]))
+    figures.add_row("from source", rates.in_bytes(rates.since("source_bytes")), decimal(status["source_bytes"]))
     for name, key in (("prefetched", "prefetched"), ("evicted", "evictions")):
         figures.add_row(name, f"{rates.a_second(rates.since(key)):,.0f}/s", f"{status[key]:,}")
 
@@ -105,8 +101,17 @@ def screen(before: dict[str, Any], status: dict[str, Any]) -> RenderableType:
         cache.add_row("errors", Text(errors, "bold red"))
 
     latencies = _table("requests", "per second", "p50", "p99", "since the start", "p50", "p99")
-    for row in latency_rows(rates, status):
-        latencies.add_row(*row)
+    for kind in KINDS:
+        total = status["latencies"][kind]
+        if total["count"]:
+            count, p50, p99 = rates.quantiles_s(kind)
+            latencies.add_row(
+                kind.replace("_", " "),
+                f"{rates.a_second(count):,.0f}",
+                *map(duration, (p50, p99)),
+                f"{total['count']:,}",
+                *map(duration, (total["p50_s"], total["p99_s"])),
+            )
     calls = ", ".join(f"{name} {rate:,.0f}" for name, rate in sorted(rates.operations().items())) or "none"
     return Group(head, figures, cache, latencies, Text(f"source calls per second: {calls}"))
 
@@ -117,22 +122,6 @@ def _table(first: str, *others: str) -> Table:
     for heading in others:
         table.add_column(heading, justify="right" if heading else "left", no_wrap=True)
     return table
-
-
-def latency_rows(rates: Rates, status: dict[str, Any]) -> Iterator[tuple[str, ...]]:
-    for kind in KINDS:
-        total = status["latencies"][kind]
-        if total["count"]:
-            count, p50, p99 = rates.quantiles_s(kind)
-            yield (
-                kind.replace("_", " "),
-                f"{rates.a_second(count):,.0f}",
-                duration(p50),
-                duration(p99),
-                f"{total['count']:,}",
-                duration(total["p50_s"]),
-                duration(total["p99_s"]),
-            )
 
 
 def watch(client: Client, interval_s: float) -> None:

@@ -205,7 +205,4 @@ def _draw(rows: list[tuple[str, str, int, int, Outcome]], path: Path) -> None:
     for axes in (hits, misses):
         axes.grid(alpha=0.3)
     hits.legend()
-    try:
-        figure.savefig(path)
-    except OSError as error:
-        raise CacheFsError(f"cannot write {path}: {error.strerror}") from error
+    figure.savefig(path)
