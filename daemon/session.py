@@ -113,9 +113,8 @@ class Session:
             root_inode = (await ask_source(self.config, os.fstat, mount.source_fd)).st_ino
             directory.import_snapshot(snapshot, blob, root_inode, patterns)
         durable = directory.open_durable(blob)
-        options = replace(
-            self.config.options, cache_size_bytes=directory.default_size_bytes() if size is None else size
-        )
+        default_size = directory.default_size_bytes
+        options = replace(self.config.options, cache_size_bytes=default_size() if size is None else size)
         latency_s = options.simulate_latency_s
         make = partial(Source, mount.source_fd, root_device=mount.root_device, simulate_latency_s=latency_s)
         source = await ask_source(self.config, make)
@@ -127,28 +126,25 @@ class Session:
             mutable=patterns,
             same_mount=not mount.is_new,
         )
-        flushed = False
+        flushed = written = False
         try:
-            mount.open(source, opened, blob, options)
-            shared = None if mount.descriptors is None else mount.descriptors.shared
-            async with trio.open_nursery() as nursery:
-                components = Components(
-                    source, opened, blob, options, nursery, mount.device, shared, statfs=mount.statfs
-                )
-                serving = Serving(
-                    self.config,
-                    self.reread,
-                    self.lifecycle,
-                    mount,
-                    components,
-                    nursery,
-                    directory.default_size_bytes,
-                )
-                flushed = await serving.run(ready)
-                nursery.cancel_scope.cancel()
+            try:
+                mount.open(source, opened, blob, options)
+                shared = None if mount.descriptors is None else mount.descriptors.shared
+                async with trio.open_nursery() as nursery:
+                    components = Components(
+                        source, opened, blob, options, nursery, mount.device, shared, statfs=mount.statfs
+                    )
+                    serving = Serving(
+                        self.config, self.reread, self.lifecycle, mount, components, nursery, default_size
+                    )
+                    written = await serving.run(ready)
+                    nursery.cancel_scope.cancel()
+            finally:
+                if self.lifecycle.ends(mount):
+                    mount.take_down()
+            flushed = written
         finally:
-            if self.lifecycle.ends(mount):
-                mount.take_down()
             # A new mount that ends before it serves has neither read nor written: this run leaves no traces.
             opened.close(flushed=flushed or (mount.is_new and not self.lifecycle.is_serving))
 

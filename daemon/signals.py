@@ -23,7 +23,7 @@ from daemon.config.config import MountConfig
 from daemon.control import server
 from daemon.fastpath_host import FastPathHost
 from daemon.mount.mount import Mount
-from daemon.service import background, service_manager
+from daemon.service import service_manager
 from daemon.wiring import Components
 
 log = logging.getLogger(__name__)
@@ -89,7 +89,7 @@ class Lifecycle:
         async for number in signals:
             if number == signal.SIGHUP:
                 if self.is_serving:
-                    service_manager.reloading()
+                    service_manager.notify("RELOADING=1", f"MONOTONIC_USEC={time.monotonic_ns() // 1000}")
                     self._reload()
                     service_manager.notify("READY=1")
             elif number == signal.SIGUSR1 and self._can_leave:
@@ -122,7 +122,7 @@ class Configuration:
             log.error("the configuration is unchanged: %s", error.format_message())
             return
         before, self.now = self.now, now
-        background.set_log_level(now.log_level)
+        logging.getLogger().setLevel(now.log_level.upper())
         self.components.call_pool.timeout_s = now.options.source_timeout_s
         if now.cache_size_bytes != before.cache_size_bytes:
             size = now.cache_size_bytes

@@ -35,10 +35,8 @@ from cachefs.source.source import Source
 from cachefs.stats.metrics import Metrics
 from cachefs.store.blob.blob import Blob
 from cachefs.store.cache_directory import OpenedIndex
-from cachefs.store.index.index import Index
-from cachefs.system.clock import Clock, boot_time_ns
+from cachefs.system.clock import boot_time_ns
 from policies import prefetch
-from policies.prefetch.base import Prefetch
 from policies.prefetch.dependency_graph import DependencyGraph, parse_graph
 
 SOURCE_SLOTS = 64
@@ -76,9 +74,29 @@ class Components:
         """None: no limit on pinned inodes."""
         if options.metadata_limit is not None:
             self.limit = InodeLimit(index, options.metadata_limit, options.metadata_retention)
-        metadata = self.metadata = _metadata(opened, options, self.limit, clock)
+        metadata = self.metadata = InodeCache(
+            index,
+            options,
+            run=opened.state.run,
+            floor=opened.state.floor,
+            takeovers=opened.takeovers,
+            forgot=opened.forgot,
+            names_floor=opened.names_floor,
+            strict_floor=opened.strict_floor,
+            retention=self.limit,
+            monotonic_ns=clock.monotonic_ns,
+            realtime_ns=clock.realtime_ns,
+        )
+        # Later, because a number may be needed in the middle of an update of the session, which would wait for itself.
+        later = trio.lowlevel.current_trio_token().run_sync_soon
+        metadata.numbers.on_range = lambda takeovers: later(opened.count_takeovers, takeovers)
         self.policy = prefetch.make(options.prefetch, parse_graph(options.graph) if options.graph else ())
-        eviction = _eviction(index, options, metadata, self.policy)
+        eviction = None
+        if options.evicts:
+            part_of: Callable[[int], object] = metadata.directory_of
+            if isinstance(self.policy, DependencyGraph):
+                part_of = partial(_partition_of, self.policy, metadata)
+            eviction = Eviction(index, options.retention, part_of)
         writes = self.writes = WriteBehind(index, blob, metrics, options.cache_size_bytes, eviction=eviction)
         appends = not options.fastpath
         data = self.data = DataCache(index, blob, options, metrics, writes, appends=appends, eviction=eviction)
@@ -134,35 +152,6 @@ class Components:
         self.operations = Operations(
             filesystem, descriptors, files, directories, mutations, attributes, metrics.latencies
         )
-
-
-def _metadata(opened: OpenedIndex, options: Options, limit: InodeLimit | None, clock: Clock) -> InodeCache:
-    metadata = InodeCache(
-        opened.index,
-        options,
-        run=opened.state.run,
-        floor=opened.state.floor,
-        takeovers=opened.takeovers,
-        forgot=opened.forgot,
-        names_floor=opened.names_floor,
-        strict_floor=opened.strict_floor,
-        retention=limit,
-        monotonic_ns=clock.monotonic_ns,
-        realtime_ns=clock.realtime_ns,
-    )
-    # Later, because a number may be needed in the middle of an update of the session, which would wait for itself.
-    later = trio.lowlevel.current_trio_token().run_sync_soon
-    metadata.numbers.on_range = lambda takeovers: later(opened.count_takeovers, takeovers)
-    return metadata
-
-
-def _eviction(index: Index, options: Options, metadata: InodeCache, policy: Prefetch) -> Eviction | None:
-    if not options.evicts:
-        return None
-    part_of: Callable[[int], object] = metadata.directory_of
-    if isinstance(policy, DependencyGraph):
-        part_of = partial(_partition_of, policy, metadata)
-    return Eviction(index, options.retention, part_of)
 
 
 def make_prefetcher(components: Components, engine: PrefetchEngine) -> Prefetcher | None:

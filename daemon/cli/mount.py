@@ -1,5 +1,6 @@
 """`cachefs mount`: its options, their valid combinations, and the daemon that it starts."""
 
+import importlib.metadata
 import math
 import os
 from collections.abc import Mapping
@@ -10,12 +11,12 @@ from typing import Any, TextIO
 
 import click
 
+import daemon
 from cachefs.client import locations, mount_table
 from cachefs.errors import CacheFsError
 from cachefs.metadata.limit import NAMES as METADATA_RETENTION
 from cachefs.options import SETTLE_NS, CacheLevel, Options, Revalidate
 from cachefs.system.clock import NANOSECONDS
-from daemon.cli.conflict import check_daemon_package
 from daemon.config import config, config_file, parameters, settings
 from daemon.kernel import probe
 from daemon.output import say
@@ -121,6 +122,21 @@ def _graph(file: TextIO | None) -> tuple[str, ...]:
     return lines
 
 
+def _check_package() -> None:
+    """Raises CacheFsError if another distribution has installed a package `daemon`, as python-daemon does.
+
+    One has then overwritten files of the other, and errors would be obscure.
+    """
+    owners = importlib.metadata.packages_distributions().get("daemon", [])
+    others = sorted({owner for owner in owners if owner != "cachefs"})
+    if others or getattr(daemon, "DISTRIBUTION", None) != "cachefs":
+        names = ", ".join(others) or "another distribution"
+        raise CacheFsError(
+            f"the import package 'daemon' of cachefs is shared with {names}: "
+            "install cachefs in a virtual environment of its own"
+        )
+
+
 @click.command()
 @click.option(
     "--config",
@@ -147,8 +163,7 @@ def _graph(file: TextIO | None) -> tuple[str, ...]:
     "--cache-dir",
     type=click.Path(path_type=Path),
     metavar="DIR",
-    help="Store the cache here, on a local SSD. [default: /var/cache/cachefs/ID for root, $XDG_CACHE_HOME/cachefs/ID "
-    "for users; ID names the source]",
+    help="Store the cache in DIR, on a local SSD. [default: /var/cache/cachefs/ID or $XDG_CACHE_HOME/cachefs/ID]",
 )
 @click.option(
     "--cache-size", type=parameters.SIZE, help="Limit the size of the cache, e.g. 500G. [default: 90 % of free space]"
@@ -157,15 +172,13 @@ def _graph(file: TextIO | None) -> tuple[str, ...]:
     "--metadata-snapshot",
     type=click.Path(dir_okay=False, path_type=Path),
     metavar="FILE",
-    help="Fill a new cache from a file that `cachefs snapshot export` wrote on another node, instead of walking the "
-    "tree. Needs --read-only.",
+    help="Fill a new cache from a file of `cachefs snapshot export`, without a scan. Needs --read-only.",
 )
 @click.option(
     "--cache",
     type=click.Choice([level.value for level in CacheLevel]),
     default="full",
-    help="Choose what to cache. none: nothing; metadata: names and attributes; full: metadata, and data on the local "
-    "disk.",
+    help="Choose what to cache: none, metadata (names and attributes), or full (metadata, and data on disk).",
 )
 @click.option(
     "--retention",
@@ -195,14 +208,12 @@ def _graph(file: TextIO | None) -> tuple[str, ...]:
     "--prefetch-graph",
     type=click.File(),
     metavar="FILE",
-    help="Fetch the dependents of a partition when it is opened. FILE has partitions and their dependencies, as "
-    "`cachefs graph build` prints them. Needs --read-only.",
+    help="Fetch the dependents of a partition when it is opened. `cachefs graph build` makes FILE. Needs --read-only.",
 )
 @click.option(
     "--read-only/--no-read-only",
     default=False,
-    help="Treat the dataset as complete: pin everything that is looked up, absent names included. Writes fail with "
-    "EROFS.",
+    help="Treat the dataset as complete: pin all that is looked up, absent names too. Writes fail with EROFS.",
 )
 @click.option(
     "--mutable",
@@ -214,8 +225,7 @@ def _graph(file: TextIO | None) -> tuple[str, ...]:
     "--small-file",
     type=parameters.SIZE,
     default="1M",
-    help="Fetch files up to this size whole (at most 4M). Of larger files fetch what is read, and more for sequential "
-    "reads.",
+    help="Fetch files up to this size whole (at most 4M), and larger files in windows that grow with sequential reads.",
 )
 @click.option(
     "--attr-timeout",
@@ -226,9 +236,8 @@ def _graph(file: TextIO | None) -> tuple[str, ...]:
     "--revalidate",
     type=click.Choice([kind.value for kind in Revalidate]),
     default="auto",
-    help="Choose when to compare cached objects with the source after a remount. lazy: at the first use of each; "
-    "never: not at all; rctime: until the recursive ctime of CephFS proves that nothing has changed, which takes a "
-    "minute; auto: rctime if the source has one, else lazy.",
+    help="Compare cached objects with the source after a remount. lazy: at the first use of each; rctime: only until "
+    "the recursive ctime of CephFS proves that nothing has changed; auto: rctime if there is one, else lazy.",
 )
 @click.option(
     "--source-timeout",
@@ -270,8 +279,7 @@ def _graph(file: TextIO | None) -> tuple[str, ...]:
     "--log-level",
     type=click.Choice(background.LOG_LEVELS),
     default="info",
-    help="Set the least severity to log. The log is daemon.log in the cache directory; in the foreground it is stderr "
-    "or the journal.",
+    help="Set the least severity to log, to daemon.log in the cache directory, or in the foreground to stderr.",
 )
 @click.option(
     "--metrics",
@@ -290,7 +298,7 @@ def mount(**given: Any) -> None:
     """
     process.leave_starter()
     mount_config = make_mount_config(given)
-    check_daemon_package()
+    _check_package()
     # Imported here: pyfuse3 and trio take a third of a second, which `cachefs status` need not wait for.
     from cachefs.fastpath import processes
     from daemon.session import Session

@@ -70,6 +70,9 @@ class Commands:
     def status_now(self) -> Answer:
         components, config = self.components, self.configuration()
         index, counters = components.opened.index, components.source.counters
+        latencies = components.metrics.latencies.by_kind
+        if self.host is not None:
+            latencies = added([latencies, self.host.shared.latencies()])
         status: Answer = {
             "source": config.source,
             "mountpoint": config.mountpoint,
@@ -95,7 +98,7 @@ class Commands:
             "source_stuck_calls": components.call_pool.stuck,
             "warm_ups": [asdict(warm_up.progress()) for warm_up in self.warm_ups],
             "hints_waiting": self.hints.waiting,
-            "latencies": {kind: _latency(histogram) for kind, histogram in self._latencies().items()},
+            "latencies": {kind: _latency(histogram) for kind, histogram in latencies.items()},
             "prefetch": self.prefetcher.state if self.prefetcher is not None else None,
             "fastpath": None,
             "run": components.opened.state.run,
@@ -106,10 +109,6 @@ class Commands:
             status["memory_bytes"]["fast path"] = _memory_bytes(status["fastpath"]["pid"])
         status["source_errors"] = status.pop("source_failures") + status["source_timeouts"]
         return status
-
-    def _latencies(self) -> dict[str, Histogram]:
-        own = self.components.metrics.latencies.by_kind
-        return added([own, self.host.shared.latencies()]) if self.host is not None else own
 
     async def config(self, _: Request, tell: Tell) -> Answer:
         settings = {name: asdict(setting) for name, setting in self.configuration().settings.items()}
@@ -189,8 +188,7 @@ class Commands:
 
     async def pin(self, request: Request, tell: Tell) -> Answer:
         self._check_level(metadata_only=True)
-        warm_up = self._warm_up(metadata_only=True, pins_written=True)
-        return await self._report(warm_up, server.paths(request), tell)
+        return await self._report(self._warm_up(metadata_only=True, pins_written=True), server.paths(request), tell)
 
     async def unpin(self, request: Request, tell: Tell) -> Answer:
         return {"files": await self.components.invalidation.unpin(server.paths(request))}

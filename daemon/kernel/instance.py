@@ -109,15 +109,8 @@ class MountInstance:
         with suppress(FileNotFoundError):  # the last mount of this number is gone, but its daemon still writes
             os.rename(self.directory, self.directory.with_name(f"{self.directory.name}-until-{os.getpid()}"))
         self.take_over()
-        if is_root():
-            self._bind(source_fd)
-
-    def take_over(self) -> None:
-        """Lock the runtime directory, which has no daemon."""
-        private_files.make_directory(self.directory)
-        self._runtime = RuntimeDirectory(self.directory)
-
-    def _bind(self, source_fd: int) -> None:
+        if not is_root():
+            return
         place = self.directory / _BIND
         private_files.make_directory(place)
         try:
@@ -125,6 +118,11 @@ class MountInstance:
             syscalls.mount("", str(place), "", syscalls.MS_PRIVATE)
         except OSError as error:
             log.warning("cannot bind the source in %s: %s", place, error.strerror)
+
+    def take_over(self) -> None:
+        """Lock the runtime directory, which has no daemon."""
+        private_files.make_directory(self.directory)
+        self._runtime = RuntimeDirectory(self.directory)
 
     def has_lost_daemon(self) -> bool:
         """Is there no daemon? The mountpoint is claimed."""

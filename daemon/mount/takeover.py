@@ -18,7 +18,7 @@ from cachefs.client.client import is_served
 from cachefs.client.hand_over import Handed
 from cachefs.errors import CacheFsError
 from cachefs.fastpath.mount_descriptors import MountDescriptors, is_unmounted
-from cachefs.fastpath.processes import Running, memory_name, running
+from cachefs.fastpath.processes import memory_name, running
 from cachefs.fastpath.shared_memory import OtherVersion
 from cachefs.fs.descriptors import Handle
 from cachefs.options import Options
@@ -168,17 +168,14 @@ def _find(instance: MountInstance) -> MountDescriptors | None:
     if stored is not None and not running(name):
         return stored  # the store has the listening socket, which accepts connections and never answers
     answer = MountDescriptors.ask(instance.directory / FASTPATH_SOCKET)
-    return answer or stored or _inherited(running(name), instance.mountpoint)
-
-
-def _inherited(silent: list[Running], place: str) -> MountDescriptors | None:
-    """Copies of the descriptors of a fast path that does not answer."""
-    for fastpath in silent:
+    if answer is not None or stored is not None:
+        return answer or stored
+    for fastpath in running(name):  # it does not answer
         try:
             return fastpath.inherit()
         except OSError as error:
             raise CacheFsError(
-                f"the fast path of {place} (pid {fastpath.pid}) does not answer, and its descriptors cannot be copied "
-                f"({error.strerror}): run kill -CONT {fastpath.pid}, or umount -l {place}"
+                f"the fast path of {instance.mountpoint} (pid {fastpath.pid}) does not answer, and its descriptors "
+                f"cannot be copied ({error.strerror}): run kill -CONT {fastpath.pid}, or umount -l {instance.mountpoint}"
             ) from None
     return None

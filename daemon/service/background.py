@@ -31,7 +31,9 @@ LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 def log_to_stderr(level: str) -> None:
     """Log plain lines, or lines for the journal if stderr leads there (sd-daemon(3))."""
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(_Journal() if _leads_to_journal(sys.stderr.fileno()) else _Lines(SHORT_FORMAT))
+    stderr = os.fstat(sys.stderr.fileno())
+    is_journal = os.environ.get("JOURNAL_STREAM") == f"{stderr.st_dev}:{stderr.st_ino}"
+    handler.setFormatter(_Journal() if is_journal else _Lines(SHORT_FORMAT))
     logging.basicConfig(handlers=[handler], level=level.upper(), force=True)
 
 
@@ -45,10 +47,6 @@ def log_to_file(path: Path, level: str) -> None:
 class _PrivateLog(logging.handlers.RotatingFileHandler):
     def _open(self) -> TextIOWrapper:
         return open(self.baseFilename, "a", encoding=self.encoding, opener=private_files.opener)
-
-
-def set_log_level(level: str) -> None:
-    logging.getLogger().setLevel(level.upper())
 
 
 class _Lines(logging.Formatter):
@@ -73,11 +71,6 @@ class _Journal(_Lines):
 _PRIORITIES = ((logging.CRITICAL, 2), (logging.ERROR, 3), (logging.WARNING, 4), (logging.INFO, 6), (0, 7))
 
 
-def _leads_to_journal(fd: int) -> bool:
-    found = os.fstat(fd)
-    return os.environ.get("JOURNAL_STREAM") == f"{found.st_dev}:{found.st_ino}"
-
-
 Serve = Callable[[Callable[[], None], Callable[[Path], None]], None]
 """serve(ready, claimed): calls `claimed` with the cache directory when that is locked."""
 
@@ -94,7 +87,13 @@ def run_in_background(serve: Serve, log_level: str, *, ends_with_command: bool) 
     pid = os.fork()
     if pid == 0:
         os.close(receiving)
-        _become_daemon()
+        # stderr stays until there is a log: the command may show it.
+        os.setsid()
+        for number in (signal.SIGINT, signal.SIGHUP):  # from the terminal that it has just left
+            if number in signal.sigpending():
+                signal.sigwait({number})
+        os.chdir("/")
+        _to_null(0, 1)
         os._exit(_child(serve, sending, log_level))
     os.close(sending)
 
@@ -115,16 +114,6 @@ def run_in_background(serve: Serve, log_level: str, *, ends_with_command: bool) 
         return int(said)
     os.waitpid(pid, os.WNOHANG)  # the child may wait in the kernel, for a source that hangs
     raise CacheFsError(said.decode(errors="replace") or "the daemon ended without an error message")
-
-
-def _become_daemon() -> None:
-    """Keep stderr until there is a log: the command may show it."""
-    os.setsid()
-    for number in (signal.SIGINT, signal.SIGHUP):  # from the terminal that it has just left
-        if number in signal.sigpending():
-            signal.sigwait({number})
-    os.chdir("/")
-    _to_null(0, 1)
 
 
 def _to_null(*fds: int) -> None:

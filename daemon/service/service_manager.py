@@ -5,7 +5,6 @@ import contextlib
 import logging
 import os
 import socket
-import time
 from collections.abc import Callable, Sequence
 
 import trio
@@ -34,10 +33,6 @@ def notify(*assignments: str, fds: Sequence[int] = ()) -> None:
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as manager, contextlib.suppress(OSError):
         manager.connect(address)
         manager.sendmsg(["\n".join(map(one_line, assignments)).encode()], ancillary)
-
-
-def reloading() -> None:
-    notify("RELOADING=1", f"MONOTONIC_USEC={time.monotonic_ns() // 1000}")
 
 
 def watchdog_s() -> float | None:
