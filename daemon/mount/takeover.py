@@ -161,7 +161,7 @@ def take_over(
 
 def _find(instance: MountInstance) -> MountDescriptors | None:
     """Raises CacheFsError, OtherVersion."""
-    name = memory_name_of(instance)
+    name, place = memory_name_of(instance), instance.mountpoint
     stored = descriptor_store.take()
     if stored is not None and memory_name(f"/proc/self/fd/{stored.shared.fd}") != name:
         stored = None
@@ -175,7 +175,7 @@ def _find(instance: MountInstance) -> MountDescriptors | None:
             return fastpath.inherit()
         except OSError as error:
             raise CacheFsError(
-                f"the fast path of {instance.mountpoint} (pid {fastpath.pid}) does not answer, and its descriptors "
-                f"cannot be copied ({error.strerror}): run kill -CONT {fastpath.pid}, or umount -l {instance.mountpoint}"
+                f"the fast path of {place} (pid {fastpath.pid}) does not answer, and its descriptors cannot be copied "
+                f"({error.strerror}): run kill -CONT {fastpath.pid}, or umount -l {place}"
             ) from None
     return None
