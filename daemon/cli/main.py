@@ -190,7 +190,8 @@ def _check_replaceable(place: str) -> None:
         raise CacheFsError("the fast path of this version is not built: it could not take over the mount")
     if fastpath.get("shared_version", _FIRST_SHARED_VERSION) != VERSION:
         raise CacheFsError(
-            f"{place} is served by a version whose shared memory has another layout: unmount it, and mount it again"
+            f"{place} is served by another version, whose shared memory has another layout: unmount it, and mount it "
+            "again"
         )
 
 

@@ -140,8 +140,8 @@ def take_over(
         descriptors = _find(instance) or kept
     except OtherVersion:
         raise CacheFsError(
-            f"the fast path of {place} is a version whose shared memory has another layout: unmount it, and mount it "
-            "again"
+            f"the fast path of {place} is another version, whose shared memory has another layout: unmount it, and "
+            "mount it again"
         ) from None
     if kept is not None and descriptors is not kept:
         kept.close()
