@@ -112,7 +112,7 @@ class Configuration:
     components: Components
     host: FastPathHost | None
     default_size: Callable[[], int]
-    """Of the cache, in bytes, if the configuration has none."""
+    """The size of the cache in bytes, if the configuration has none."""
 
     def reload(self) -> None:
         """Read the configuration file again."""

@@ -40,7 +40,7 @@ from policies import prefetch
 from policies.prefetch.dependency_graph import DependencyGraph, parse_graph
 
 SOURCE_SLOTS = 64
-"""Of one user."""
+"""How many calls of one user run at once."""
 RESERVED_SOURCE_SLOTS = 64
 _FIRST_HANDLE = 1 << 62
 """Handles of earlier versions are smaller. Those of a daemon begin at the time of its start, which

@@ -46,7 +46,7 @@ def print_status(status: dict[str, Any]) -> None:
 
 
 def memory(status: dict[str, Any]) -> str:
-    """Of each process."""
+    """The memory of each process."""
     return ", ".join(f"{name} {decimal(size)}" for name, size in status["memory_bytes"].items())
 
 

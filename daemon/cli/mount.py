@@ -324,4 +324,4 @@ def mount(**given: Any) -> None:
 
 
 reread = partial(settings.reread, mount)
-"""With the options of this command."""
+"""`settings.reread` with the options of this command."""

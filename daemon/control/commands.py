@@ -45,7 +45,7 @@ class Commands:
     started: float
     """time.monotonic() at the start of the daemon."""
     warm_ups: list[WarmUp] = field(default_factory=list)
-    """Those in the background."""
+    """The warm-ups in the background."""
 
     def by_name(self) -> server.Commands:
         return {

@@ -40,7 +40,7 @@ RETRY_S = 1.0
 TIMEOUT_S = 5.0
 """Or `--source-timeout`, if that is less."""
 MAX_THREADS = 4
-"""Of one mount."""
+"""How many threads may wait for one mount."""
 _KEY = b"source root"
 _SAVED = struct.Struct("<I2Q")  # flags of the value, inode number, birth time; the type of the filesystem follows
 

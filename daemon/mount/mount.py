@@ -79,7 +79,7 @@ class Mount(ABC):
     root_device: int | None = None
     """st_dev of the source's root. None: ask the source."""
     statfs: os.statvfs_result | None = None
-    """Of the source, when it was opened."""
+    """statvfs of the source, when it was opened."""
 
     def __init__(self, mount_config: MountConfig, place: ClaimedMountpoint, source_fd: int) -> None:
         # dependencies
