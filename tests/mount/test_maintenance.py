@@ -39,7 +39,7 @@ def test_verify_finds_and_repairs(mount: MakeMount, source: Path) -> None:
     assert done.returncode == 1 and ": 2 corrupt, 0 without a file" in done.stdout
     assert done.stderr.count("payload checksum") == 2
     done = cachefs("verify", m.path, "--repair")
-    assert "2 dropped; they are fetched again" in done.stdout
+    assert "2 dropped; they will be fetched again" in done.stdout
     status = m.flush()
     assert status["cached_files"] == 38 and status["corrupt_records"] == 2
     assert ": 0 corrupt, " in cachefs("verify", m.path).stdout

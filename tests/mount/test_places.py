@@ -152,7 +152,7 @@ def test_a_cache_in_the_mount_or_in_the_source_is_refused(
     done = cachefs(
         *("mount", source, place, "--cache-dir", tmp_path / "cache", "--metrics", place / "metrics", *mode), check=False
     )
-    assert done.returncode == 1 and "the socket of the metrics" in done.stderr
+    assert done.returncode == 1 and "the metrics socket" in done.stderr
     assert not mounted_on(place)
 
 
