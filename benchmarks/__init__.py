@@ -1,1 +1,1 @@
-"""Runnable benchmarks: ratios side by side in one run, never times against a fixed bound."""
+"""Benchmarks. Each measures ratios side by side in one run, never times against a fixed bound."""

@@ -1,11 +1,12 @@
-"""This checkout against another one, interleaved in one run: what does a change cost?
+"""The cost of a change: this checkout against another one, interleaved in one run.
 
     git worktree add ../before COMMIT && (cd ../before && make .venv/.run && scripts/build-fastpath)
     python -m benchmarks.against ../before [--seconds N] [--only WORD]
 
-Both mount the same source, with caches of their own. A row holds if ours is at most 3 % slower. Many short rounds: on a
-shared machine one round is off by a tenth or more, and the median of a hundred by one or two percent. Several pairs of
-mounts: between two pairs of the same programs the medians differ by some percent, however many rounds each has.
+Both mount the same source, each with its own cache. A row holds if ours is at most 3 % slower. There are many short
+rounds: on a shared machine one round is off by a tenth or more, but the median of a hundred by one or two percent.
+There are several pairs of mounts: the medians of two pairs of the same programs differ by some percent, for any number
+of rounds.
 """
 
 import os
@@ -26,17 +27,17 @@ from benchmarks.harness import CACHEFS, Comparison, make_tree, mounted, read_fil
 
 BOUND = 0.97
 DIRECTORIES, FILES, SIZES = 20, 4000, (25_000, 75_000)
-"""Small enough that the machine keeps both caches in memory."""
+"""Small enough for the machine to keep both caches in memory."""
 STATES = (("warm", 4000, ""), ("dentries dropped", 2000, "2"), ("from SSD", 1000, "3"))
 """Name, files in one round, what the kernel drops before it."""
 MISSES, MOST_MISSES, ROUNDS = 60, 480, 10
 """Files of one reader and of all in one round of first epochs, and rounds of each pair of mounts."""
 PAIRS = 6
-"""So often both are mounted anew, with empty caches."""
+"""How often both are mounted again, with empty caches."""
 
 
 class Sides:
-    """A mount of each checkout over the same source. `pair`: its number, which says who is mounted first."""
+    """A mount of each checkout over the same source. `pair`: its number, which determines the order of mounting."""
 
     def __init__(self, stack: ExitStack, base: Path, source: Path, other: Path, pair: int, *arguments: str) -> None:
         self._mounts: dict[bool, tuple[Path, Callable[[], Any]]] = {}
@@ -52,7 +53,7 @@ class Sides:
         return self._mounts[True][0], self._mounts[False][0]
 
     def read(self, paths: list[str]) -> None:
-        """Turn by turn: what is read first lies in memory where it is read more slowly, by a tenth."""
+        """Alternate: the side that reads first gets memory that is a tenth slower."""
         for number, path in enumerate(paths):
             for root in self.roots if number % 2 else reversed(self.roots):
                 read_files(str(root), [path])
@@ -60,7 +61,7 @@ class Sides:
             wait_until_cached(status)
 
     def compare(self, row: Comparison, rate: Callable[[Path], Rate], paths: list[str], seconds: float) -> None:
-        self.read(paths)  # whatever was dropped is back
+        self.read(paths)  # load what was dropped
         ours, theirs = map(rate, self.roots)
         ends_s = time.monotonic() + seconds
         while time.monotonic() < ends_s:
@@ -68,7 +69,7 @@ class Sides:
 
 
 def read_some(root: Path, paths: list[str], readers: int, count: int, *, drop: str = "") -> Rate:
-    """Files per second of `count` files in an order of its own. `drop`: what the kernel drops before."""
+    """Files per second for `count` files in random order. `drop`: what the kernel drops before."""
     draw = random.Random(readers)
 
     def run() -> float:
@@ -103,7 +104,7 @@ def hit_rows(
 
 
 def miss_rows(base: Path, other: Path) -> list[Comparison]:
-    """First epochs after a scan; the source lies in memory, each call takes 1 ms or nothing."""
+    """First epochs after a scan. The source is in memory; each call takes 1 ms or nothing."""
     rows = []
     for latency_ms in (LATENCY_MS, 0):
         for readers in (1, 8, 32):

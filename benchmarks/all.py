@@ -1,6 +1,7 @@
-"""`make bench`: every benchmark, one after the other, whatever the one before it said.
+"""`make bench`: run all benchmarks in turn, also after a failure.
 
-Each prints its bounds beside its figures. The last lines say which benchmarks missed one; the exit status is 1 then.
+Each prints its bounds beside its results. The last line lists the benchmarks that missed one; then the exit status
+is 1.
 """
 
 import subprocess
@@ -27,7 +28,7 @@ def main() -> None:
             missed.append(name)
     if missed:
         raise SystemExit(f"a bound was missed, or the benchmark failed: {', '.join(missed)}")
-    print("every bound holds")
+    print("all bounds hold")
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
-"""The least that pyfuse3 can do: a filesystem that knows every name and does nothing but fetch in threads.
+"""The least work that is possible with pyfuse3: a filesystem that knows all names, and only fetches in threads.
 
     python -m benchmarks.ceiling SOURCE MOUNTPOINT LATENCY_MS
 
-No index, no blob, no checksums, no comparison, no policy: OPEN wakes a thread that opens and reads the file, READ waits
-for it. What this reaches beside direct reads is the ceiling of any first epoch through pyfuse3 on the same machine.
+It has no index, blob, checksums, comparisons or policies: OPEN wakes a thread that opens and reads the file, and READ
+waits for it. Its rate is the upper bound of any first epoch through pyfuse3 on the same machine.
 """
 
 import errno

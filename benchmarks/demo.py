@@ -1,7 +1,7 @@
 """`make demo`: three epochs over a real tree, directly and through cachefs, with the latency of a parallel filesystem.
 
-Both sides start from the same state: the tree was listed once (`find -ls`), nothing was read. Each call that asks the
-source takes the latency: open and read on either side, and whatever else cachefs asks for. Those are the calls counted.
+Both sides start from the same state: the tree was listed once (`find -ls`), and nothing was read. Each call to the
+source takes the latency: open and read on both sides, and all other calls of cachefs. These calls are counted.
 
 DEMO_SOURCE=DIR   the tree (default: /usr/share)
 DEMO_FILES=N      how many of its files (default: 4000)
@@ -50,7 +50,7 @@ def choose(root: Path) -> list[bytes]:
 
 
 class Reader:
-    """Reads files beneath a root; each call that asks a parallel filesystem waits, and is counted."""
+    """Reads files beneath a root. Each call to the parallel filesystem waits, and is counted."""
 
     def __init__(self, root: Path, latency_s: float = 0.0) -> None:
         self._root = os.fsencode(root)
@@ -74,7 +74,7 @@ class Reader:
 
 
 def epochs(paths: list[bytes], read: Any, ops: Any, label: str, progress: Progress) -> Iterator[tuple[float, int, int]]:
-    """(files/s, bytes, calls to the source) of each epoch; a new random order each time."""
+    """(files/s, bytes, calls to the source) of each epoch, each in a new random order."""
     for epoch in range(1, EPOCHS + 1):
         order = list(paths)
         random.Random(epoch).shuffle(order)
@@ -136,7 +136,7 @@ def main() -> None:
                     after = status()
                     fetched = after["miss_bytes"] - before["miss_bytes"]
                     before = after
-                    # What neither went to the source nor to the daemon came from the kernel's page cache.
+                    # The page cache answered what reached neither the source nor the daemon.
                     hits = 1 - fetched / size
                     table.add_row(
                         str(epoch), f"{direct_rate:,.0f}", f"{direct_calls:,}", f"{rate:,.0f}", f"{made:,}",

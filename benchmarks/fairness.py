@@ -1,6 +1,6 @@
-"""What one user's worst behaviour adds to another user's hits and misses, in interleaved rounds: without and with it.
+"""How much a greedy user slows down the hits and misses of another one, in interleaved rounds without and with it.
 
-Needs root: the greedy user and the other one are threads with filesystem uids of their own.
+Needs root: both users are threads with filesystem uids of their own.
 """
 
 import contextlib
@@ -30,7 +30,7 @@ BLOCK = 4096
 
 
 class Crowd:
-    """Calls of greedy users, over and over, until told to stop."""
+    """Calls of greedy users, repeated until stopped."""
 
     def __init__(self, calls: Sequence[Callable[[], object]], users: int = 1) -> None:
         self._stop = threading.Event()
@@ -86,7 +86,7 @@ def looks_up(source: Path, mounted_fd: int, round_number: int) -> Iterator[None]
 
 @contextmanager
 def opens_fifos(source: Path, mounted_fd: int, round_number: int) -> Iterator[None]:
-    """Opens FIFOs that were made at the source under names that the mount believes absent."""
+    """Opens FIFOs that were made at the source under names that are absent on the mount."""
 
     def open_fifo(number: int) -> None:
         name = f"fifo-{round_number}-{number}-{time.monotonic_ns()}"
@@ -101,7 +101,7 @@ def opens_fifos(source: Path, mounted_fd: int, round_number: int) -> Iterator[No
 
 @contextmanager
 def reads_leased(source: Path, mounted_fd: int, round_number: int, files: int = 90, users: int = 1) -> Iterator[None]:
-    """Reads 90 files on which it holds leases. With two users: 200 files."""
+    """Reads 90 files on which it holds leases; two users read 200 files."""
     names = [f"leased/{round_number}-{number}" for number in range(files)]
     holders = []
     for name in names:
@@ -121,7 +121,7 @@ def reads_leased(source: Path, mounted_fd: int, round_number: int, files: int = 
 
 @contextmanager
 def opens_many(source: Path, mounted_fd: int, round_number: int) -> Iterator[None]:
-    """Keeps 20,000 files open for writing, or as many as it gets."""
+    """Keeps 20,000 files open for writing, or as many as possible."""
     opened: list[int] = []
     lock = threading.Lock()
 
@@ -154,7 +154,7 @@ BEHAVIOURS: dict[str, Behaviour] = {
 
 
 def measured_ms(mounted_fd: int, cached: Sequence[str], name: str) -> tuple[list[float], list[float]]:
-    """Of the other user: times of hits and of misses."""
+    """The times of hits and misses of the other user."""
     hits, misses = [], []
     set_thread_fs_ids(OTHER, OTHER)
     try:
@@ -176,7 +176,7 @@ def measured_ms(mounted_fd: int, cached: Sequence[str], name: str) -> tuple[list
 
 
 def late(times: Sequence[float]) -> float:
-    """The ninth of ten: what a user notices."""
+    """The 90th percentile, which a user notices."""
     return sorted(times)[math.ceil(0.9 * len(times)) - 1]
 
 

@@ -1,9 +1,9 @@
-"""What the fast path is worth: the same files read through cachefs and in other ways, interleaved in one run.
+"""The gain of the fast path: the same files are read through cachefs and in other ways, interleaved in one run.
 
     python -m benchmarks.fastpath [--rounds N] [--only WORD] [--plot FILE]
 
-Each row has a contender and a bound on the ratio of the files per second (or bytes) of the two. 20,000 files of 25 to
-75 KB, read as PyTorch's ImageFolder does: open, fstat, read, close, each once per epoch, in random order.
+Each row has a contender, and a bound on the ratio of the files (or bytes) per second of both. There are 20,000 files of
+25 to 75 KB, read as PyTorch's ImageFolder does: open, fstat, read, close, each once per epoch, in random order.
 """
 
 import os
@@ -62,7 +62,7 @@ def interleave(name: str, bound: float, ours: Rate, theirs: Rate, rounds: int) -
 
 
 def rate_of(readers: int, paths: list[str], read: Callable[[Sequence[str]], None]) -> Rate:
-    """Files per second of so many readers over these files."""
+    """Files per second of a number of readers of these files."""
     return lambda: len(paths) / timed_readers(readers, paths, read)
 
 
@@ -77,7 +77,7 @@ def after_drop(rate: Rate) -> Rate:
 
 
 def epoch(root: Path, paths: list[str], readers: int, *, cold: bool = False) -> Rate:
-    """Files per second of one epoch in an order of its own."""
+    """Files per second of one epoch in random order."""
     draw = random.Random(readers)
 
     def run() -> float:
@@ -168,7 +168,7 @@ def steady_state(base: Path, source: Path, paths: list[str], rounds: int) -> lis
                 (f"from SSD, read-only, {who}: pyfuse3", 3.0, cold, "ro", places["python"]),
             ]
             for name, bound, rates, ours, theirs in pairs:
-                if rates is warm:  # whatever was dropped is back
+                if rates is warm:  # load what was dropped
                     rates[places[ours]]()
                     rates[theirs]()
                 results.append(interleave(name, bound, rates[places[ours]], rates[theirs], rounds))
@@ -176,7 +176,7 @@ def steady_state(base: Path, source: Path, paths: list[str], rounds: int) -> lis
 
 
 def first_epochs(base: Path, source: Path, paths: list[str], rounds: int) -> list[Comparison]:
-    """First epochs after a scan: each round reads what was never read through the mount before."""
+    """First epochs after a scan: each round reads files that were never read through the mount."""
     results = []
     arguments = ("--read-only", "--simulate-latency", str(LATENCY_MS))
     unread = iter(random.Random(3).sample(paths, len(paths)))
@@ -238,7 +238,7 @@ def listings(base: Path, rounds: int) -> list[Comparison]:
 
 
 def hits(root: Path, paths: list[str], status: Status, *, read: bool) -> Rate:
-    """Requests per second that the fast path answers, dentries dropped. By request: directories are looked up too."""
+    """Requests per second that the fast path answers, dentries dropped. Look-ups of directories count as well."""
     draw = random.Random(1)
 
     def run() -> float:
@@ -258,7 +258,7 @@ def hits(root: Path, paths: list[str], status: Status, *, read: bool) -> Rate:
 
 
 def scale(base: Path, rounds: int) -> list[Comparison]:
-    """What a hit costs among a million pinned files, against ten thousand."""
+    """The cost of a hit among a million pinned files, against ten thousand."""
     with ExitStack() as stack:
         looks, reads = [], []
         for directories in (1000, 10):

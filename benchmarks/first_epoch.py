@@ -1,10 +1,10 @@
-"""First epoch through the mount against direct reads of the same source; scan of a cold tree against `find -ls`.
+"""First epochs through the mount against direct reads of the same source; scans of a cold tree against `find -ls`.
 
     python -m benchmarks.first_epoch [--latency MS] [--rounds N]
 
-Every call to the source takes `--latency` milliseconds on both sides. Each round reads files that were never read
-through the mount before, once directly and once through it; which comes first alternates. Between them runs what
-`ceiling.py` makes of the same files: the least that pyfuse3 can do.
+Each call to the source takes `--latency` milliseconds on both sides. Each round reads files that were never read
+through the mount, once directly and once through it, in alternating order. In between, the same files are read through
+the filesystem of `ceiling.py`, which does the least work that is possible with pyfuse3.
 """
 
 import os
@@ -29,7 +29,7 @@ FILES_PER_ROUND = 400
 
 
 def scan_source(root: str, latency_s: float) -> int:
-    """What `find -ls` asks a parallel filesystem for: each directory's names, then the attributes of each entry."""
+    """The calls of `find -ls` to a parallel filesystem: the names of a directory, then the attributes of each entry."""
     source = Source(os.open(root, os.O_RDONLY | os.O_DIRECTORY), simulate_latency_s=latency_s)
     count = 0
     waiting = [b"."]

@@ -1,11 +1,11 @@
 """Graph training, partition by partition: from the source, from a cache that has everything, and with a graph.
 
-A power-law graph of a million edges, its nodes in partitions; a reader reads all files of a partition, spends a set
-time on it, and goes on to the one that is connected to it most and was not visited yet. Each call to the source takes
-a millisecond.
+The graph has a million edges with a power-law distribution, and its nodes are in partitions. A reader reads all files
+of a partition, spends a fixed time on it, and continues with the most connected partition that it has not visited. Each
+call to the source takes a millisecond.
 
-No model is trained: the reader sleeps instead, and its order is exactly the one that the prefetch policy predicts. The
-figures are therefore an upper bound of what a real training job gains.
+No model is trained: the reader sleeps instead, in exactly the order that the prefetch policy predicts. So the results
+are an upper bound of the gain of a real training job.
 """
 
 import json
@@ -47,7 +47,7 @@ def write_graph(base: Path) -> Path:
 
 
 def training_order(graph: Path) -> list[str]:
-    """From partition to partition: the one that most edges lead to, of those that are left."""
+    """The partitions in order: next is the remaining one to which most edges lead."""
     edges: dict[str, dict[str, int]] = {}
     for line in graph.read_text().splitlines():
         each = json.loads(line)
@@ -73,7 +73,7 @@ def train(order: Sequence[str], files: dict[str, list[str]], read: Read, work_s:
 
 @click.command()
 @click.option("--rounds", default=3, show_default=True)
-@click.option("--work", "work_s", default=0.15, show_default=True, help="Seconds spent on a partition.")
+@click.option("--work", "work_s", default=0.15, show_default=True, help="Seconds of work per partition.")
 def main(rounds: int, work_s: float) -> None:
     """Run times of an epoch over all partitions."""
     with tempfile.TemporaryDirectory(dir=os.environ.get("BENCH_DIR")) as work:

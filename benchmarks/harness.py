@@ -1,4 +1,4 @@
-"""What the benchmarks share: a tree of files, a mount, readers in processes, ratios with their spread."""
+"""Shared by the benchmarks: a tree of files, a mount, readers in processes, ratios with their spread."""
 
 import json
 import math
@@ -28,7 +28,7 @@ def make_tree(root: Path, directories: int, files: int, sizes: tuple[int, int], 
             path = f"d{d:03}/f{f:05}"
             (root / path).write_bytes(draw.randbytes(draw.randint(*sizes)))
             paths.append(path)
-    time.sleep(2.1)  # younger than two seconds is looked at once more (hazard 11)
+    time.sleep(2.1)  # files younger than two seconds are compared once more (hazard 11)
     return paths
 
 
@@ -36,7 +36,7 @@ def make_tree(root: Path, directories: int, files: int, sizes: tuple[int, int], 
 def mounted(
     source: Path, mountpoint: Path, cache: Path, *arguments: str, program: Sequence[str] = CACHEFS
 ) -> Iterator[Callable[[], dict[str, Any]]]:
-    """A mount; yields a function that asks for its status. `program` may be the cachefs of another checkout."""
+    """A mount; yields a function that returns its status. `program` may be the cachefs of another checkout."""
     mountpoint.mkdir(exist_ok=True)
     command = [*program, "mount", str(source), str(mountpoint), "--cache-dir", str(cache), *arguments]
     subprocess.run(command, check=True)
@@ -131,7 +131,7 @@ class Comparison:
 
     @property
     def interval(self) -> tuple[float, float]:
-        """95 % confidence interval of the median: two order statistics, whatever the distribution."""
+        """95 % confidence interval of the median: two order statistics, for any distribution."""
         ratios = self.ratios
         rank = max(0, math.floor((len(ratios) - 1.96 * math.sqrt(len(ratios))) / 2))
         return ratios[rank], ratios[-1 - rank]
@@ -157,7 +157,7 @@ class Comparison:
 def report(
     title: str, comparisons: Sequence[Comparison], unit: str, sides: tuple[str, str] = ("mounted", "direct")
 ) -> bool:
-    """Print a table, with the interval in which the median lies at 95 %. True if every bound holds."""
+    """Print a table, with the interval in which the median lies at 95 %. True if all bounds hold."""
     from rich.console import Console
     from rich.table import Table
 

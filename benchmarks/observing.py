@@ -1,4 +1,4 @@
-"""What it costs to look: readers with `cachefs status` asked every two seconds and metrics scraped, and without."""
+"""The cost of monitoring: readers with and without `cachefs status` every two seconds and scrapes of metrics."""
 
 import multiprocessing
 import os

@@ -1,4 +1,4 @@
-"""`--prefetch all` in a first epoch: files/s against direct reads, and what a reader waits against no prefetching."""
+"""`--prefetch all` in a first epoch: files/s against direct reads, and waiting times against no prefetching."""
 
 import json
 import os

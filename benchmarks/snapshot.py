@@ -19,7 +19,7 @@ EXPORT_S, BYTES_EACH, MOUNT_S = 20.0, 40.0, 5.0
 
 
 def make_small_files(root: Path, files: int) -> None:
-    """Names and sizes as ImageNet's; what is in them is of no interest here."""
+    """Files with names and sizes like those of ImageNet, and any content."""
     draw = random.Random(1)
     for _ in range(files // FILES_A_DIRECTORY):
         directory = root / f"n{draw.randrange(10**8):08}"
@@ -40,7 +40,7 @@ def timed(function: Callable[[], object]) -> float:
 @click.option("--files", default=1_000_000, show_default=True)
 @click.option("--rounds", default=3, show_default=True)
 def main(files: int, rounds: int) -> None:
-    """Exit status 1 where a bound does not hold."""
+    """Exit with 1 if a bound does not hold."""
     with tempfile.TemporaryDirectory(dir=os.environ.get("BENCH_DIR")) as work:
         base = Path(work)
         make_small_files(base / "source", files)

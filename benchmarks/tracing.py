@@ -1,4 +1,4 @@
-"""What `cachefs trace record` costs a job that reads small files and does some work on each."""
+"""The cost of `cachefs trace record` for a job that reads small files and does some work on each."""
 
 import os
 import random
@@ -16,7 +16,7 @@ from benchmarks.harness import CACHEFS, Comparison, make_tree, mounted, read_fil
 BOUND = 0.98
 FILES = 4000
 WORK_S = 0.001
-"""On each file: less than it takes to decode a small JPEG."""
+"""Per file: less than decoding a small JPEG takes."""
 
 
 def epoch(root: str, paths: list[str]) -> float:

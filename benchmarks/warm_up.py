@@ -1,4 +1,4 @@
-"""`cachefs warmup --jobs 8` against eight direct readers; and a reader whose epoch was announced with `will_read`."""
+"""`cachefs warmup --jobs 8` against eight direct readers, and a reader with and without hints (`will_read`)."""
 
 import json
 import os
@@ -26,7 +26,7 @@ SIZES = (25_000, 75_000)
 
 
 def memory_mb(pids: list[int]) -> float:
-    """What processes have that is not page cache, in MB."""
+    """The memory of processes except page cache, in MB."""
     total = 0
     for pid in pids:
         try:
@@ -90,9 +90,9 @@ def main(latency_ms: float, rounds: int, files: int) -> None:
                     said, code = warm_up(base / "mnt", "--jobs", str(JOBS))
                     rate = files / (time.perf_counter() - started)
                 if code or said["fetched_files"] != files:
-                    raise SystemExit(f"not all of it was fetched: {said}")
+                    raise SystemExit(f"not everything was fetched: {said}")
                 if warm_up(base / "mnt", "--check")[1]:
-                    raise SystemExit("--check says that something is missing")
+                    raise SystemExit("--check reports missing files")
                 memory.append(most[0])
             warmed.add(rate, direct)
             print(f"warm-up {rate:,.0f} files/s, direct {direct:,.0f}, {most[0]:.0f} MB", flush=True)

@@ -1,4 +1,4 @@
-"""The process: command line, life cycle, control socket. The filesystem itself is in `cachefs`."""
+"""The process: command line, life cycle, control socket. The filesystem is in `cachefs`."""
 
 DISTRIBUTION = "cachefs"
-"""python-daemon installs a package named `daemon` too; `daemon.cli.conflict` tells the two apart by this."""
+"""Distinguishes this package from that of python-daemon, which has the same name (daemon/cli/mount.py)."""

@@ -1,5 +1,5 @@
-"""What the daemon does for the fast path: grants it room in the blob, commits what it reports, and tells it what the
-index and the disk say.
+"""The daemon's side of the fast path: grants it room in the blob, commits what it reports, and shares the state of the
+index and the disk with it.
 """
 
 import logging
@@ -22,7 +22,7 @@ from cachefs.fastpath.processes import is_installed
 from cachefs.fastpath.shared_memory import Shared
 from cachefs.options import Options
 from cachefs.prefetch.queue import PrefetchQueue, PrefetchRequest
-from cachefs.stats.latency import Histogram
+from cachefs.store.index.index import Index
 from cachefs.system.clock import TIME_OF_DAY
 from daemon.kernel.instance import FASTPATH_SOCKET
 from daemon.service import descriptor_store
@@ -30,10 +30,8 @@ from daemon.wiring import Components
 
 log = logging.getLogger(__name__)
 
-FOLLOW_S = 1.0
-COLLECT_S = 0.1
 MAX_REQUESTS = 1024
-"""So many prefetch requests may wait in the fast path."""
+"""How many prefetch requests may wait in the fast path."""
 REQUESTS_A_MESSAGE = 256
 ROOM_POLL_S = 0.005
 IDLE_POLL_S = 0.05
@@ -41,16 +39,16 @@ _REQUEST = PREFETCH_REQUEST.codec()
 
 
 class FastPathPrefetchQueue(PrefetchQueue):
-    """Fetched by the threads of the fast path, which count what is done in the shared memory, and send no message."""
+    """Threads of the fast path fetch, and count in the shared memory what is done. They send no message."""
 
     def __init__(self, shared: Shared, fastpath: FastPath) -> None:
         super().__init__()
         self._shared = shared
         self._fastpath = fastpath
         self._unfinished: deque[PrefetchRequest] = deque(maxlen=MAX_REQUESTS)
-        """The last that were sent."""
+        """The last requests that were sent."""
         self._done_when = shared["prefetch_done"]
-        """What the fast path will have counted when all are done."""
+        """The counter of the fast path when all are done."""
         self._limit(0)
 
     @property
@@ -77,8 +75,8 @@ class FastPathPrefetchQueue(PrefetchQueue):
         self._done_when += len(requests)
         self._fastpath.send(Message.PREFETCH, data=data)
 
-    def again(self) -> None:
-        """Another fast path is there, and knows of none."""
+    def send_again(self) -> None:
+        """A new fast path is attached, which has no requests."""
         lost = list(self._unfinished)
         self._done_when = self._shared["prefetch_done"]
         for start in range(0, len(lost), REQUESTS_A_MESSAGE):
@@ -88,135 +86,119 @@ class FastPathPrefetchQueue(PrefetchQueue):
         self._shared["prefetch_jobs"] = jobs
 
 
+def drop_dead_readers(index: Index) -> None:
+    """A reader that was killed inside a transaction would keep old pages for ever (hazard 16)."""
+    index.durable.lmdb.reader_check()
+    index.session.lmdb.reader_check()
+
+
 class FastPathHost:
     def __init__(
         self,
-        held: MountDescriptors,
+        descriptors: MountDescriptors,
         runtime: Path,
         components: Components,
         nursery: trio.Nursery,
         *,
         log_path: Path | None,
-        died: Callable[[], None],
         unmounted: Callable[[], None],
     ) -> None:
-        opened, blob, data = components.opened, components.blob, components.data
+        index, writes = components.opened.index, components.writes
         # dependencies
-        self._held = held
-        self._fetched_unseen = components.files.fetched_unseen
-        self._index = opened.index
-        self._blob = blob
-        self._data = data
-        self._invalidation = components.invalidation
+        self._descriptors = descriptors
+        self.shared = descriptors.shared
+        self._components = components
         self._nursery = nursery
-        self._young = components.young
         # state
         self._room_wanted: int | None = None
-        """The number of the request for room that waits for an answer."""
+        """The number of the request for room that has not been answered."""
+        self._young_seen = self.shared["young_taken"]
+        """The next entry of the table of young files."""
         self._young_dropped: set[int] = set()
-        """Places of entries that are done with, behind one that is not."""
-        self._first_slab = blob.frontier
-        """Those before it were granted by earlier daemons."""
+        """Entries that are finished, behind one that is not."""
+        self._first_slab = components.blob.frontier
+        """Slabs before it were granted by earlier daemons."""
+        self._source_has_changed = False
 
         def has_died() -> None:
-            data.writes.writer_has_gone(blob.frontier)
-            died()
+            writes.writer_has_gone(components.blob.frontier)
+            drop_dead_readers(index)
 
-        self._source_is_anew = False
-        self._fastpath = FastPath(
-            held,
+        self.fastpath = FastPath(
+            descriptors,
             runtime / FASTPATH_SOCKET,
-            session=opened.index.session.path,
-            durable=opened.index.durable.path,
+            session=index.session.path,
+            durable=index.durable.path,
             log_path=log_path,
             received=self._received,
             attached=self._attached,
             died=has_died,
             unmounted=unmounted,
         )
-        self.prefetch_queue = FastPathPrefetchQueue(held.shared, self._fastpath)
-        data.writes.on_handled.add(self._handled)
-        data.writes.on_lost_append.add(self._grant)
-        data.writes.on_round.add(self._round_ended)
+        self.prefetch_queue = FastPathPrefetchQueue(self.shared, self.fastpath)
+        writes.on_handled.add(self._handled)
+        writes.on_lost_append.add(self._grant)
+        writes.on_round.add(self._round_ended)
         self._seen = [0] * ACCESS_LOGS
-        held.shared.accesses(self._seen)  # what was read before our time
+        self.shared.accesses(self._seen)  # skip what was read before this daemon
         self.refresh()
 
-    def descriptor_for_pyfuse3(self) -> int:
-        return self._fastpath.descriptor_for_pyfuse3()
-
     def configure(self, options: Options) -> None:
-        """Tell the fast path what may change while mounted."""
-        self._held.shared.set_timeouts(options)
+        """Apply the options that may change while mounted."""
+        self.shared.set_timeouts(options)
         self.refresh()
 
     async def start(self, *, new: bool, replace: bool) -> None:
-        """Returns when a fast path is attached. Raises CacheFsError if none can be, on a mount that is new.
+        """Return when a fast path is attached. Raises CacheFsError if that fails on a new mount.
 
-        `replace`: not the one that runs, but the one that is installed.
-
-        One that is not installed any more, after an upgrade, is replaced as well.
+        `replace`: replace the running fast path by the installed one. A running one whose program is not installed any
+        more, after an upgrade, is always replaced.
         """
-        if replace or (self._fastpath.pid and not is_installed(self._fastpath.pid)):
-            await self._fastpath.replace()
-        await self._nursery.start(partial(self._fastpath.run, new=new))
+        if replace or (self.fastpath.pid and not is_installed(self.fastpath.pid)):
+            await self.fastpath.replace()
+        await self._nursery.start(partial(self.fastpath.run, new=new))
 
     def source_changed(self, root_device: int) -> None:
-        """The source's root descriptor leads to another mount now."""
-        self._source_is_anew = True
-        self._held.shared["root_device"] = root_device
+        """The root descriptor of the source refers to another mount now."""
+        self._source_has_changed = True
+        self.shared["root_device"] = root_device
         self._send_source()
-        descriptor_store.put_source(self._held)
+        descriptor_store.put_source(self._descriptors)
 
     def _send_source(self) -> None:
-        self._fastpath.send(Message.SOURCE, fds=(self._held.source,))
+        self.fastpath.send(Message.SOURCE, fds=(self._descriptors.source,))
 
     def _attached(self) -> None:
-        if self._source_is_anew:  # it may have been started before that
+        if self._source_has_changed:  # the fast path may have been started before the change
             self._send_source()
-        self.prefetch_queue.again()
+        self.prefetch_queue.send_again()
 
-    async def follow(self) -> None:
-        """A task, for ever."""
-        while True:
-            self.refresh()
-            await trio.sleep(FOLLOW_S)
-
-    async def watch_young(self) -> None:
-        """A task, for ever: hear of what the fast path reads of young files."""
-        shared = self._held.shared
-        seen = shared["young_taken"]
-        while True:
-            for number, due_ns in shared.young(seen):
-                self._young.note(number, due_ns, partial(self._young_gone, seen))
-                seen += 1
-            await trio.sleep(COLLECT_S)
+    def collect_young(self) -> None:
+        """Take up what the fast path has read of young files."""
+        for number, due_ns in self.shared.young(self._young_seen):
+            self._components.young.note(number, due_ns, partial(self._young_gone, self._young_seen))
+            self._young_seen += 1
 
     def _young_gone(self, place: int) -> None:
-        """The kernel has dropped those pages. An entry stays until then: a successor finds it."""
+        """The kernel has dropped those pages. The entry stays until then, so that a successor finds it."""
         self._young_dropped.add(place)
-        taken = self._held.shared["young_taken"]
+        taken = self.shared["young_taken"]
         while taken in self._young_dropped:
             self._young_dropped.discard(taken)
             taken += 1
-        self._held.shared["young_taken"] = taken
+        self.shared["young_taken"] = taken
 
-    async def collect(self) -> None:
-        """A task, for ever: hear of what the fast path reads from the cache."""
-        while True:
-            self._data.accessed(self._held.shared.accesses(self._seen))
-            await trio.sleep(COLLECT_S)
+    def collect_accesses(self) -> None:
+        """Take up what the fast path has read from the cache."""
+        self._components.data.accessed(self.shared.accesses(self._seen))
 
     async def stop(self) -> None:
-        await self._fastpath.stop()
-        self._fastpath.close()
-
-    def latencies(self) -> dict[str, Histogram]:
-        return self._held.shared.latencies()
+        await self.fastpath.stop()
+        self.fastpath.close()
 
     def add_to(self, status: dict[str, Any]) -> None:
-        """Complete the daemon's own counts with those of the fast path."""
-        shared = self._held.shared
+        """Add the counters of the fast path to the status of the daemon."""
+        shared = self.shared
         counters = shared.counters()
         for name in counters.keys() & status.keys():
             status[name] += counters[name]
@@ -226,9 +208,9 @@ class FastPathHost:
         status["source_stuck_calls"] += shared["stuck"]
         status["write_behind_bytes"] += shared["buffered_bytes"] + shared["pending_bytes"]
         status["fastpath"] = {
-            "pid": self._fastpath.pid,
+            "pid": self.fastpath.pid,
             "shared_version": SHARED_VERSION,
-            "starts": self._fastpath.starts,
+            "starts": self.fastpath.starts,
             "answered": counters["answered"],
             "guesses": counters["guesses"],
             "guessed": counters["guessed"],
@@ -240,39 +222,40 @@ class FastPathHost:
             self._grant()
         elif message is Message.FILLED:
             filled = list(parse_filled(data))
-            self._fetched_unseen((unit.inode, unit.extent.version) for unit in filled)
-            self._data.writes.filled(filled)
+            self._components.files.fetched_unseen((unit.inode, unit.extent.version) for unit in filled)
+            self._components.writes.filled(filled)
         elif message is Message.ALL_REPORTED:
-            self._data.writes.writer_has_gone(self._first_slab)
+            self._components.writes.writer_has_gone(self._first_slab)
         elif message is Message.CORRUPT:
-            self._data.corrupt(a, b, int.from_bytes(data, "little"), "payload checksum")
+            self._components.data.corrupt(a, b, int.from_bytes(data, "little"), "payload checksum")
         elif message is Message.REFUSED:
-            self._data.writes.refused(OSError(a, os.strerror(a)))
+            self._components.writes.refused(OSError(a, os.strerror(a)))
             self.refresh()
         elif message is Message.ROOM:
             self._room_wanted = a
-            self._data.accessed(self._held.shared.accesses(self._seen))
-            self._data.make_room(urgent=True)
+            self.collect_accesses()
+            self._components.data.make_room(urgent=True)
         elif message is Message.IN_DOUBT:
             numbers, entries = touched(data)
-            log.warning("a daemon died in the middle of a change to inodes %s: they are compared again", numbers)
-            self._nursery.start_soon(self._invalidation.doubt, numbers, entries)
+            log.warning("a daemon died while it changed inodes %s: they are compared with the source again", numbers)
+            self._nursery.start_soon(self._components.invalidation.doubt, numbers, entries)
 
     def _grant(self) -> None:
-        self._fastpath.send(Message.SLAB, self._blob.grant())
+        self.fastpath.send(Message.SLAB, self._components.blob.grant())
 
     def refresh(self) -> None:
-        """Tell the fast path how much is cached, how much may be, and what time it is."""
-        self._held.shared["committed_bytes"] = self._index.totals.blob_bytes
-        self._held.shared["capacity_bytes"] = self._data.admission_bytes
-        self._held.shared["clock_offset_ns"] = TIME_OF_DAY.offset_ns
+        """Share the size and the limit of the cache, and the time of day, with the fast path."""
+        self.shared["committed_bytes"] = self._components.opened.index.totals.blob_bytes
+        self.shared["capacity_bytes"] = self._components.data.admission_bytes
+        self.shared["clock_offset_ns"] = TIME_OF_DAY.offset_ns
 
     def _round_ended(self) -> None:
         self.refresh()
-        if self._room_wanted is not None and not self._data.writes.may_have_room_soon:
-            self._fastpath.send(Message.ROOM, self._room_wanted)
+        if self._room_wanted is not None and not self._components.writes.may_have_room_soon:
+            self.fastpath.send(Message.ROOM, self._room_wanted)
             self._room_wanted = None
 
     def _handled(self, report: int) -> None:
-        self.refresh()  # before the number: records of these reports must be counted by then
-        self._held.shared["resolved"] = report
+        """Reports up to this one have been committed or refused: the fast path may forget them."""
+        self.refresh()  # before the number: what was committed must be counted by then
+        self.shared["resolved"] = report

@@ -1,4 +1,4 @@
-"""What the command line says to people, one line at a time. Tables are in display.py, and JSON needs no escaping."""
+"""Lines of text that the command line prints. Tables are in display.py; JSON escapes names itself."""
 
 import click
 
@@ -6,5 +6,5 @@ from cachefs.printable import one_line
 
 
 def say(line: str, *, err: bool = False) -> None:
-    """Print one line, whatever names are in it."""
+    """Print one line, with unsafe characters in names escaped."""
     click.echo(one_line(line), err=err)

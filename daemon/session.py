@@ -1,20 +1,19 @@
 """One mount from start to end: what it needs is opened in order, and closed in the opposite order.
 
-(caller daemonizes) → claim the mountpoint → take over, or check places and open the source → lock the cache, open blob
-and index → mount → bind the source → serve, release the mountpoint → unmounted, or told to stop → flush → mark the
-index clean → remove what was put up
+(the caller daemonizes) → claim the mountpoint → take over a mount, or check places and open the source → lock the
+cache, open blob and index → mount → bind the source → serve, release the mountpoint → unmounted, or told to stop →
+flush → mark the index clean → remove the runtime directory
 
-Signals are heard from the first step on. Until requests are served SIGTERM cancels: everything goes back the same way.
-So nothing here waits for the source but in a thread that can be left behind.
+Signals are received from the first step on. Until requests are served SIGTERM cancels: all steps are undone. So nothing
+here waits for the source, except in a thread that can be abandoned.
 """
 
 import logging
 import os
 import signal
-import time
 from collections.abc import Callable
-from contextlib import ExitStack
-from dataclasses import replace
+from contextlib import ExitStack, closing
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
@@ -24,7 +23,6 @@ import cachefs
 from cachefs.client import locations
 from cachefs.contract.shared import SETTLE_NS
 from cachefs.errors import CacheFsError, IndexUnavailable
-from cachefs.options import Options
 from cachefs.source.source import Source
 from cachefs.store.blob.blob import Blob
 from cachefs.store.cache_directory import CacheDirectory, OpenedIndex
@@ -33,28 +31,25 @@ from daemon.kernel import mounts
 from daemon.mount.fresh import FreshMount
 from daemon.mount.mount import ClaimedMountpoint, Mount, ask_source
 from daemon.mount.takeover import Dismiss, TakenOverMount
-from daemon.service import background, process
+from daemon.service import process
 from daemon.serving import Serving
 from daemon.signals import SIGNALS, Lifecycle, Reread
-from daemon.wiring import wire
+from daemon.wiring import Components
 
 log = logging.getLogger(__name__)
 
 
+@dataclass(eq=False)
 class Session:
-    """A mount."""
-
-    def __init__(self, mount_config: MountConfig, *, reread: Reread, dismiss: Dismiss | None = None) -> None:
-        """`dismiss`: take over the mount that there is, with a new fast path, after its daemon has been sent away by
-        this. Else the fast path that runs is kept, and if none does it is mounted."""
-        self.config = mount_config
-        self._reread = reread
-        self._dismiss = dismiss
-        self._started = time.monotonic()
-        self._lifecycle = Lifecycle()
+    config: MountConfig
+    reread: Reread
+    dismiss: Dismiss | None = None
+    """Makes the daemon of the existing mount leave, which is then taken over with a new fast path. None: take over with
+    the running fast path, or mount if there is none."""
+    lifecycle: Lifecycle = field(default_factory=Lifecycle)
 
     def serve(self, ready: Callable[[], None], claimed: Callable[[Path], None]) -> None:
-        """Mount and serve until unmounted. Raises CacheFsError with the reason where that could not begin.
+        """Mount and serve until unmounted. Raises CacheFsError with the reason if that fails before it is ready.
 
         `claimed` is called with the cache directory when that is locked, `ready` when requests are being answered.
         """
@@ -65,7 +60,7 @@ class Session:
         trio.run(self._until_told, ready, claimed)
 
     async def _until_told(self, ready: Callable[[], None], claimed: Callable[[Path], None]) -> None:
-        lifecycle = self._lifecycle
+        lifecycle = self.lifecycle
         try:
             with trio.open_signal_receiver(*SIGNALS) as signals, lifecycle.starting:
                 signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
@@ -76,108 +71,86 @@ class Session:
         except BaseExceptionGroup as group:
             raise reason(group) from group
         if not lifecycle.is_ready and not (lifecycle.told_to_end and self.config.foreground):
-            what = "it was told to end" if lifecycle.told_to_end else f"{self.config.mountpoint} was unmounted"
+            what = "the daemon was told to end" if lifecycle.told_to_end else f"{self.config.mountpoint} was unmounted"
             raise CacheFsError(f"{what} before the mount was ready")
 
     async def _serve(self, ready: Callable[[], None], claimed: Callable[[Path], None]) -> None:
         async with ClaimedMountpoint(self.config.mountpoint) as place:
 
             def is_ready() -> None:
-                self._lifecycle.is_ready = True
+                self.lifecycle.is_ready = True
                 place.release()
                 ready()
 
-            mount: Mount | None = await TakenOverMount.prepare(self.config, place, self._dismiss)
+            mount: Mount | None = await TakenOverMount.prepare(self.config, place, self.dismiss)
             if mount is None:
                 mount = await FreshMount.prepare(self.config, place)
-            try:
-                directory = CacheDirectory(self.config.cache_place, self.config.source)
+            with ExitStack() as stack:
+                stack.callback(mount.close)
+                directory = stack.enter_context(closing(CacheDirectory(self.config.cache_place, self.config.source)))
                 claimed(self.config.cache_place)
-                self._say(mount)
-                try:
-                    await self._opened(mount, directory, is_ready)
-                finally:
-                    directory.close()
-            finally:
-                mount.let_go()
+                self._log_start(mount)
+                blob = stack.enter_context(closing(directory.open_blob()))
+                await self._open_and_serve(mount, directory, blob, is_ready)
 
-    def _say(self, mount: Mount) -> None:
+    def _log_start(self, mount: Mount) -> None:
         log.info("cachefs %s: %s on %s", cachefs.__version__, self.config.source, self.config.mountpoint)
         if self.config.options.settle_ns < SETTLE_NS:
-            log.warning("--minimum-age is for tests: what is read while it is written may be cached, and stay wrong")
+            log.warning("--minimum-age is for tests: a file that is read while it is written may be cached wrongly")
         if not mount.is_new:
             log.info("taking over the mount on %s", self.config.mountpoint)
         if mount.handed.broke_off:
             done = len(mount.handed.opened)
-            log.warning("the hand-over of open files broke off: %d have come, the others are opened by path", done)
+            log.warning("the hand-over of open files broke off after %d files; the others are opened by path", done)
 
-    async def _opened(self, mount: Mount, directory: CacheDirectory, ready: Callable[[], None]) -> None:
-        """Open blob, source and index, and serve."""
-        cache_dir, size, snapshot = self.config.cache_place, self.config.cache_size_bytes, self.config.metadata_snapshot
+    async def _open_and_serve(
+        self, mount: Mount, directory: CacheDirectory, blob: Blob, ready: Callable[[], None]
+    ) -> None:
+        """Open index and source, mount, and serve until that ends."""
+        size, snapshot = self.config.cache_size_bytes, self.config.metadata_snapshot
         patterns = self.config.options.mutable.patterns
-        with ExitStack() as stack:
-            blob = directory.open_blob()
-            stack.callback(blob.close)
-            if snapshot is not None and mount.is_new:
-                root_inode = (await ask_source(self.config, os.fstat, mount.source_fd)).st_ino
-                directory.import_snapshot(snapshot, blob, root_inode, patterns)
-            durable = directory.open_durable(blob)
-            size = directory.default_size_bytes() if size is None else size
-            options = replace(self.config.options, cache_size_bytes=size)
-            latency_s = options.simulate_latency_s
-            make = partial(Source, mount.source_fd, root_device=mount.root_device, simulate_latency_s=latency_s)
-            source = await ask_source(self.config, make)
-            opened = OpenedIndex(
-                durable,
-                locations.session_directory(cache_dir),
-                options.revalidate,
-                await mount.rctime_to_record(options),
-                mutable=patterns,
-                same_mount=not mount.is_new,
-            )
-            flushed = False
-            try:
-                flushed = await self._mounted(mount, directory, source, opened, blob, options, ready)
-            finally:
-                # It may have ended before anything could be read or written: nothing is left of this run.
-                opened.close(flushed=flushed or (mount.is_new and not self._lifecycle.is_serving))
-
-    async def _mounted(
-        self,
-        mount: Mount,
-        directory: CacheDirectory,
-        source: Source,
-        opened: OpenedIndex,
-        blob: Blob,
-        options: Options,
-        ready: Callable[[], None],
-    ) -> bool:
-        """True if everything was flushed at the end."""
+        if snapshot is not None and mount.is_new:
+            root_inode = (await ask_source(self.config, os.fstat, mount.source_fd)).st_ino
+            directory.import_snapshot(snapshot, blob, root_inode, patterns)
+        durable = directory.open_durable(blob)
+        default_size = directory.default_size_bytes
+        options = replace(self.config.options, cache_size_bytes=default_size() if size is None else size)
+        latency_s = options.simulate_latency_s
+        make = partial(Source, mount.source_fd, root_device=mount.root_device, simulate_latency_s=latency_s)
+        source = await ask_source(self.config, make)
+        opened = OpenedIndex(
+            durable,
+            locations.session_directory(self.config.cache_place),
+            options.revalidate,
+            await mount.rctime_to_record(),
+            mutable=patterns,
+            same_mount=not mount.is_new,
+        )
+        flushed = written = False
         try:
-            mount.open(source, opened, blob, options)
-            shared = None if mount.descriptors is None else mount.descriptors.shared
-            async with trio.open_nursery() as nursery:
-                serving = Serving(
-                    self.config,
-                    self._reread,
-                    self._lifecycle,
-                    mount,
-                    wire(source, opened, blob, options, nursery, mount.device, shared, statfs=mount.statfs),
-                    nursery,
-                    default_size=directory.default_size_bytes,
-                    log_path=None if self.config.foreground else self.config.cache_place / background.LOG_NAME,
-                    started=self._started,
-                )
-                flushed = await serving.run(ready)
-                nursery.cancel_scope.cancel()
-            return flushed
+            try:
+                mount.open(source, opened, blob, options)
+                shared = None if mount.descriptors is None else mount.descriptors.shared
+                async with trio.open_nursery() as nursery:
+                    components = Components(
+                        source, opened, blob, options, nursery, mount.device, shared, statfs=mount.statfs
+                    )
+                    serving = Serving(
+                        self.config, self.reread, self.lifecycle, mount, components, nursery, default_size
+                    )
+                    written = await serving.run(ready)
+                    nursery.cancel_scope.cancel()
+            finally:
+                if self.lifecycle.ends(mount):
+                    mount.take_down()
+            flushed = written
         finally:
-            if self._lifecycle.ends(mount):
-                mount.take_down()
+            # A new mount that ends before it serves has neither read nor written: this run leaves no traces.
+            opened.close(flushed=flushed or (mount.is_new and not self.lifecycle.is_serving))
 
 
 def reason(group: BaseExceptionGroup[BaseException]) -> BaseException:
-    """The one error that the user must hear about, out of the groups that nurseries make of everything."""
+    """The one error to report, out of the nested groups that nurseries raise."""
     error: BaseException = group.subgroup(CacheFsError) or group
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]

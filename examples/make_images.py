@@ -13,7 +13,7 @@ CLASSES = ("circle", "square", "triangle", "ring", "cross", "bars")
 
 
 def draw_shape(kind: str, draw: random.Random, size: int) -> Image.Image:
-    """One picture: the shape somewhere, in some colour, on some background, with noise that makes it hard."""
+    """One picture: the shape at a random place, in random colours, with noise that makes it hard to recognize."""
     colour = tuple(draw.randrange(256) for _ in range(3))
     image = Image.new("RGB", (size, size), tuple(draw.randrange(256) for _ in range(3)))
     pen = ImageDraw.Draw(image)

@@ -1,8 +1,8 @@
-"""Train a small network on images: DATA/train/CLASS/*.jpg. A script as there are many; it has never heard of cachefs.
+"""Train a small network on images: DATA/train/CLASS/*.jpg. An ordinary script that knows nothing of cachefs.
 
     python examples/train.py /data/shapes --epochs 3
 
-It writes a checkpoint beside the data after each epoch, and goes on from there when it is started again.
+It writes a checkpoint beside the data after each epoch, and continues from it when it is started again.
 """
 
 import argparse
@@ -49,7 +49,7 @@ def make_network(classes: int, pixels: int) -> nn.Module:
 
 
 def save(path: Path, state: dict) -> None:
-    """So that a job that is killed meanwhile leaves the last one whole."""
+    """Atomically: a job that is killed leaves the last checkpoint whole."""
     path.parent.mkdir(exist_ok=True)
     temporary = path.with_suffix(".new")
     with open(temporary, "wb") as file:
@@ -82,7 +82,7 @@ def main() -> None:
         network.load_state_dict(state["network"])
         optimizer.load_state_dict(state["optimizer"])
         first = state["epoch"]
-        print(f"going on after epoch {first}", flush=True)
+        print(f"continuing after epoch {first}", flush=True)
 
     for epoch in range(first, arguments.epochs):
         order = list(range(len(dataset)))

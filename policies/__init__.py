@@ -1,1 +1,1 @@
-"""Pure decisions: no I/O, no clock, no logging, no async. The filesystem asks, these answer."""
+"""Pure decisions: no I/O, no clock, no logging, no async. The filesystem calls them."""

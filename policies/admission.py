@@ -1,4 +1,4 @@
-"""Admission: may this record enter the cache? While there is room. Who makes room is a matter of retention."""
+"""Admission: may a record enter the cache? Yes, if there is room. Retention policies make room."""
 
 from dataclasses import dataclass
 
@@ -8,5 +8,5 @@ class Capacity:
     capacity_bytes: int
 
     def admits(self, record_bytes: int, used_bytes: int) -> bool:
-        """True if a record of `record_bytes` fits beside the `used_bytes` that are stored or on their way."""
+        """Does a record of `record_bytes` fit beside the `used_bytes` that are stored, or will be?"""
         return used_bytes + record_bytes <= self.capacity_bytes

@@ -1,8 +1,8 @@
-"""Globs by which users name paths: what stays mutable (`--mutable`), the partitions of a graph.
+"""Globs with which users select paths: what stays mutable (`--mutable`), the partitions of a graph.
 
 A pattern without a slash matches a name at any depth (`*.log`); one with a slash matches the path from the root of
 the mount (`runs/*/checkpoints`), where `*` and `?` stay within one component and `**` crosses any number of them.
-A pattern that matches a directory covers all that is beneath it. The rules of .gitignore, less negation.
+A pattern that matches a directory includes everything beneath it. The rules are those of .gitignore, without negation.
 """
 
 import re
@@ -14,14 +14,14 @@ class InvalidGlob(ValueError):
 
 
 _END = r"(?=/|\Z)"
-"""Of a component."""
+"""The end of a component."""
 
 
 def _component(pattern: str) -> str:
     """The regular expression of one component, without slashes.
 
-    Names are chosen by users, so that matching takes linear time: what lies between two stars has a fixed length, so
-    that its first place is as good as any other, and an atomic group never looks for a second one (as `fnmatch` does).
+    Users choose names, so matching must take linear time. The part between two stars has a fixed length, so its first
+    match is as good as any other, and an atomic group never tries a second one (as in `fnmatch`).
     """
     parts = [""]
     position = 0
@@ -37,7 +37,7 @@ def _component(pattern: str) -> str:
             position = end + 1
             negated = body[0] in "!^"
             body = re.sub(r"([\\\[&~|^])", r"\\\1", body[1:] if negated else body)
-            # A class never matches the slash, whatever it says.
+            # A class never matches a slash.
             parts[-1] += f"(?!/)[{'^' if negated else ''}{body}]"
         else:
             parts[-1] += re.escape(char)
@@ -48,15 +48,15 @@ def _component(pattern: str) -> str:
 
 
 def _components(pattern: str) -> tuple[list[str], bool]:
-    """The components of a pattern, and whether it is about a path and not a name."""
+    """The components of a pattern, and whether it matches paths instead of names."""
     found = [component for component in pattern.split("/") if component]
     if not found or any(component in (".", "..") for component in found):
-        raise InvalidGlob(f"not a pattern that can match beneath the mount: {pattern!r}")
+        raise InvalidGlob(f"{pattern!r} can match nothing beneath the mount")
     return found, "/" in pattern.rstrip("/")
 
 
 def _groups(pattern: str) -> list[list[str]]:
-    """What lies between the `**` of a pattern: expressions of components. A name may be preceded by anything."""
+    """The parts between the `**` of a pattern, as expressions of components. Anything may precede a name."""
     components, is_path = _components(pattern)
     groups: list[list[str]] = [[]] if is_path else [[], []]
     for component in components:
@@ -68,9 +68,9 @@ def _groups(pattern: str) -> list[list[str]]:
 
 
 def _translate(pattern: str) -> str:
-    """The regular expression of paths that match, and of all beneath them.
+    """The regular expression of paths that match, and of all paths beneath them.
 
-    Of what lies between two `**` the first place is as good as any other, too.
+    Between two `**`, too, the first match is as good as any other.
     """
     first, *others = _groups(pattern)
     pieces = ["/".join(first)] if first else []
@@ -80,7 +80,7 @@ def _translate(pattern: str) -> str:
 
 
 def _translate_holders(pattern: str) -> str:
-    """The regular expression of directories, with a final slash but for the root, in which a name may match."""
+    """The regular expression of directories in which a name may match, with a final slash except for the root."""
     components, is_path = _components(pattern)
     anywhere = "(?:[^/]*/)*"
     if len(components) == 1:
@@ -95,10 +95,10 @@ def _translate_holders(pattern: str) -> str:
 
 
 def _translate_above(pattern: str) -> str:
-    """The regular expression of directories beneath which names match because of where the directory lies."""
+    """The regular expression of directories beneath which names match because of the path of the directory."""
     components, is_path = _components(pattern)
     if not is_path:
-        return "(?!)"  # a name matches wherever it lies
+        return "(?!)"  # a name matches in any directory
     expression, end = "", ""
     for component in components[:-1]:
         if component == "**":
@@ -134,6 +134,6 @@ class Globs:
         return self.matches(directory) or any(expression.fullmatch(directory) for expression in self._above)
 
     def match_within(self, directory: bytes) -> bool:
-        """May a name in a directory match, whatever is there now?"""
+        """May any name in a directory match, existing or not?"""
         prefix = directory + b"/" if directory else b""
         return self.matches(directory) or any(expression.fullmatch(prefix) for expression in self._holders)

@@ -1,7 +1,7 @@
-"""Replays a trace through the objects that a mount uses: what would a cache of this size have hit?
+"""Computes the hits of a cache of a given size, by replaying a trace through the policies that a mount uses.
 
-One access after the other, no time: an object is in the cache as soon as it was read. Metadata count nothing. Of an
-object that does not fit, or that nobody makes room for, nothing is kept. Ideas: caffeine's simulator, libCacheSim.
+Accesses have an order, but no time: an object is cached as soon as it was read. Metadata take no room. An object for
+which there is no room is not cached at all. Ideas: caffeine's simulator, libCacheSim.
 """
 
 from collections.abc import Sequence
@@ -14,22 +14,22 @@ from policies.retention.opt import OPT
 
 @dataclass(frozen=True)
 class Trace:
-    """Accesses to objects that are numbered from 0 on."""
+    """Accesses to objects, which are numbered from 0."""
 
     accesses: Sequence[int]
     sizes: Sequence[int]
     """Bytes of each object."""
     parts: Sequence[object] = field(default=())
-    """The partition or directory of each object; empty: all are in one."""
+    """The partition or directory of each object; empty: all are in the same."""
 
     @cached_property
     def total_bytes(self) -> int:
-        """Of all objects together: a cache of this size holds everything."""
+        """The size of all objects, which is that of a cache that holds everything."""
         return sum(self.sizes)
 
     @cached_property
     def next_uses(self) -> list[int]:
-        """For each access: the position of the next one to the same object; len(accesses) if there is none."""
+        """For each access: the position of the next access to the same object; len(accesses) if there is none."""
         following = [len(self.accesses)] * len(self.sizes)
         uses = [0] * len(self.accesses)
         for position in range(len(self.accesses) - 1, -1, -1):
@@ -55,7 +55,7 @@ class Outcome:
 
 
 def simulate(trace: Trace, retention: str, capacity_bytes: int, *, counted_from: int = 0) -> Outcome:
-    """`retention`: a name of `policies.retention`. `counted_from`: accesses before this one warm the cache only."""
+    """`retention`: a name of `policies.retention`. `counted_from`: earlier accesses only warm the cache."""
     sizes, accesses = trace.sizes, trace.accesses
     uses = trace.next_uses if retention == "opt" else ()
     part_of = trace.parts.__getitem__ if trace.parts else lambda _: 0

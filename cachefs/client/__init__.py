@@ -1,6 +1,6 @@
-"""Talking to the daemon of a mount, and finding it. `Client` is for training scripts, too.
+"""Finds the daemon of a mount, and sends requests to it. `Client` is also for training scripts.
 
-Programs other than the daemon need this room, `cachefs.system` and `cachefs.errors` only.
+It needs only `cachefs.system` and `cachefs.errors` besides.
 """
 
 from cachefs.client.client import Client

@@ -1,4 +1,4 @@
-"""Talk to the daemon of a mount. The command line uses nothing else; a training script may use it too.
+"""A client of a mount's daemon, for the command line and for training scripts.
 
     from cachefs.client import Client
 
@@ -7,16 +7,16 @@
     client.will_read(paths_of_this_epoch)     # in the order in which they will be read
     print(client.status()["hits"])
 
-Needs no more than the standard library. Only root and the user who mounted may ask. Paths are those that the job opens,
-relative ones count from the working directory, symlinks are not followed. Whatever cannot be had raises CacheFsError,
-whose message is one line. docs/CONTROL.md has the protocol.
+Needs only the standard library. Only root and the user who mounted may connect. Paths are those that the job opens;
+relative paths start at the working directory; symlinks are not followed. All failures raise CacheFsError, with a
+message of one line. docs/CONTROL.md has the protocol.
 """
 
 import json
 import os
 import pathlib
 import socket
-import sys
+import struct
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, fields
@@ -30,48 +30,54 @@ from cachefs.system.claims import is_dying
 from cachefs.system.unix_socket import socket_address
 
 PROTOCOL = 1
+_PEER = struct.Struct("3i")  # pid, uid, gid
 ALIVE = b"security.cachefs.alive"
-"""The extended attribute of a mount by which a command sees that its daemon answers (daemon/kernel/probe.py)."""
+"""The extended attribute of a mount that shows whether its daemon answers (daemon/kernel/probe.py)."""
 TIMEOUT_S = 120.0
-"""Without a word from the daemon."""
+"""How long to wait for the next line of the daemon."""
 BATCH_BYTES = 2 << 20
-"""About so many bytes of paths go into one request."""
-HINTS_A_REQUEST = 4096
-
+"""Of paths in one request, about."""
 Path = str | os.PathLike[str]
 
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """How far a warm-up is."""
+    """The progress of a warm-up."""
 
     files: int = 0
     """Found so far."""
     bytes: int = 0
     cached_files: int = 0
-    """Of those: in the cache, or just fetched."""
+    """Of those found."""
     cached_bytes: int = 0
     scanned: bool = False
-    """Everything has been found: `files` will not grow."""
+    """All files have been found: `files` will not grow."""
+
+
+OnProgress = Callable[[Progress], None]
+
+
+def _ignore(_: Progress) -> None:
+    pass
 
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What a warm-up, or a check, came to."""
+    """The result of a warm-up or a check."""
 
     files: int = 0
     bytes: int = 0
     cached_files: int = 0
     cached_bytes: int = 0
     fetched_files: int = 0
-    """Of the cached ones: those that were not cached before."""
+    """Of the cached files: those that were not cached before."""
     fetched_bytes: int = 0
     mutable_files: int = 0
-    """Left out: they were written here, or --mutable has them."""
+    """Skipped: written through this mount, or matched by --mutable."""
     errors: int = 0
-    """Directories and names that could not be looked at."""
+    """Directories and names that could not be read."""
     problems: tuple[str, ...] = ()
-    """What is missing and why, a line each; the first few."""
+    """The first few missing files, with the reason, a line each."""
 
     @property
     def is_complete(self) -> bool:
@@ -83,32 +89,32 @@ class Report:
 
 @dataclass(frozen=True, slots=True)
 class Dropped:
-    """What left the cache."""
+    """What was evicted from the cache."""
 
     files: int = 0
     bytes: int = 0
 
 
 class Client:
-    """The daemon of one mount. Each method is a conversation of its own: nothing stays open in between."""
+    """The daemon of one mount. Each method opens and closes a connection of its own."""
 
     def __init__(
         self, mountpoint: Path, *, timeout_s: float = TIMEOUT_S, directory: pathlib.Path | None = None
     ) -> None:
-        """Nothing is asked yet: a client may be made before the mount is.
+        """Does not connect yet: a client may be made before the mount.
 
-        `directory`: the runtime directory of the mount that is meant; None: the one that is on top when it is asked.
+        `directory`: the runtime directory of the mount; None: that of the mount on top at the time of each request.
         """
         self.mountpoint = mount_table.absolute(os.fspath(mountpoint))
         self._timeout_s = timeout_s
         self._directory = directory
 
     def status(self) -> dict[str, Any]:
-        """Counters and sizes; docs/CONTROL.md lists them."""
+        """Counters and sizes, as listed in docs/CONTROL.md."""
         return self._ask("status")
 
     def settings(self) -> dict[str, dict[str, Any]]:
-        """By the names of the options: {"value": …, "origin": …}."""
+        """By option name: {"value": …, "origin": …}."""
         return dict(self._ask("config")["settings"])
 
     def warm_up(
@@ -117,103 +123,79 @@ class Client:
         *,
         jobs: int | None = None,
         metadata_only: bool = False,
-        on_progress: Callable[[Progress], None] = lambda progress: None,
+        on_progress: OnProgress = _ignore,
     ) -> Report:
-        """Have files, and all that is beneath directories, cached and pinned; returns when they are.
+        """Cache and pin files, and all files beneath directories. Returns when that is done.
 
-        `jobs`: how many files are fetched at once. An exception in `on_progress`, KeyboardInterrupt for example,
-        ends the warm-up; what it has fetched stays.
+        `jobs`: how many files are fetched at once. An exception in `on_progress`, for example KeyboardInterrupt,
+        ends the warm-up; what was fetched stays cached.
         """
         return self._warm_up("warmup", paths, on_progress, jobs=jobs, metadata_only=metadata_only)
 
     def start_warm_up(self, paths: Iterable[Path], *, jobs: int | None = None, metadata_only: bool = False) -> None:
-        """The same in the background of the daemon; `status` says how far it is."""
+        """Start a warm-up in the daemon, and return at once; `status` has its progress."""
         for part in self._batches(paths):
             self._ask("warmup", paths=part, jobs=jobs, metadata_only=metadata_only, background=True)
 
-    def check(
-        self,
-        paths: Iterable[Path],
-        *,
-        metadata_only: bool = False,
-        on_progress: Callable[[Progress], None] = lambda progress: None,
-    ) -> Report:
-        """How much of this is cached. Nothing is fetched, but names are that are not known."""
+    def check(self, paths: Iterable[Path], *, metadata_only: bool = False, on_progress: OnProgress = _ignore) -> Report:
+        """Find out how much of these is cached. Fetches no data, but names that are not known."""
         return self._warm_up("check", paths, on_progress, metadata_only=metadata_only)
 
     def will_read(self, paths: Iterable[Path]) -> int:
-        """Files that will be read, in this order: they are fetched ahead of the reader, as long as there is room.
+        """Announce files that will be read, in this order: they are fetched ahead of the reader, while there is room.
 
-        Returns at once; how many were noted. Call it again with an empty list to have what was noted forgotten.
+        Returns at once, with the number of files. Replaces the files of the last call; an empty list cancels them.
         """
-        noted = 0
         with self._connected() as connection:
-            batch: list[str] = []
-            first = True
-            for path in self._inside(paths):
-                batch.append(path)
-                if len(batch) == HINTS_A_REQUEST:
-                    noted += connection.ask("will_read", paths=batch, anew=first)["noted"]
-                    batch, first = [], False
-            noted += connection.ask("will_read", paths=batch, anew=first)["noted"]
-        return int(noted)
+            connection.ask("will_read", paths=[], anew=True)
+            answers = [connection.ask("will_read", paths=part, anew=False) for part in self._batches(paths)]
+        return sum(int(answer["noted"]) for answer in answers)
 
     def invalidate(self, paths: Iterable[Path]) -> int:
-        """Forget what is known and cached, in the kernel too; the next use asks the source. How many inodes."""
+        """Drop metadata and data, in the kernel too; the next use asks the source. Returns the number of inodes."""
         return sum(int(self._ask("invalidate", path=path)["dropped"]) for path in self._inside(paths))
 
     def evict(self, paths: Iterable[Path]) -> Dropped:
-        """Give back the room that data take on the local disk; they stay pinned, and are fetched again when read."""
+        """Free the disk space of cached data. The files stay pinned, and are fetched again when read."""
         answers = [self._ask("evict", paths=part) for part in self._batches(paths)]
         return Dropped(sum(a["files"] for a in answers), sum(a["bytes"] for a in answers))
 
-    def pin(self, paths: Iterable[Path], *, on_progress: Callable[[Progress], None] = lambda progress: None) -> Report:
-        """Make files immutable as if they had been read, those too that were written here. Data are not fetched."""
+    def pin(self, paths: Iterable[Path], *, on_progress: OnProgress = _ignore) -> Report:
+        """Make files immutable as if they had been read, also files written through this mount. Fetches no data."""
         return self._warm_up("pin", paths, on_progress)
 
     def unpin(self, paths: Iterable[Path]) -> int:
-        """Let files be written to again, and not be cached, until they are pinned or the daemon restarts. How many."""
+        """Make files writable, and uncached, until they are pinned or the daemon restarts. Returns their number."""
         return sum(int(self._ask("unpin", paths=part)["files"]) for part in self._batches(paths))
 
     def info(self, path: Path) -> dict[str, Any]:
-        """What is known of one file or directory; docs/CONTROL.md says what."""
+        """The cache state of one file or directory, as listed in docs/CONTROL.md."""
         (inside,) = self._inside([path])
         return self._ask("info", path=inside)
 
     def drop(self, records: Iterable[tuple[int, int, int]]) -> None:
-        """Take corrupt records out of the index: (inode, offset in the file, offset in the blob)."""
+        """Remove corrupt records from the index: (inode, offset in the file, offset in the blob)."""
         self._ask("drop", records=list(records))
         self.flush()
 
     def flush(self) -> None:
-        """Returns when everything that is pinned and cached by now is in the index."""
+        """Return when everything that is pinned and cached by now is in the index."""
         self._ask("flush")
 
     def leave(self) -> Handed:
-        """Have the daemon end and leave the mount to the next one: this process, which gets its open source files."""
+        """Make the daemon end and leave the mount to this process, which receives its open source files."""
         with self._connected() as connection:
             return connection.ask_for_descriptors("leave", descriptors=True)
 
     # --- the conversation ------------------------------------------------------------------------------------------
 
-    def _warm_up(
-        self, command: str, paths: Iterable[Path], on_progress: Callable[[Progress], None], **arguments: Any
-    ) -> Report:
+    def _warm_up(self, command: str, paths: Iterable[Path], on_progress: OnProgress, **arguments: Any) -> Report:
         total = Report()
         for part in self._batches(paths):
-            before = total
 
-            def report(said: dict[str, Any], before: Report = before) -> None:
-                now = Progress(**said)
-                on_progress(
-                    Progress(
-                        before.files + now.files,
-                        before.bytes + now.bytes,
-                        before.cached_files + now.cached_files,
-                        before.cached_bytes + now.cached_bytes,
-                        now.scanned,
-                    )
-                )
+            def report(said: dict[str, Any], before: Report = total) -> None:
+                sums = {name: value + getattr(before, name) for name, value in said.items() if name != "scanned"}
+                on_progress(Progress(**sums, scanned=said["scanned"]))
 
             with self._connected() as connection:
                 answer = connection.ask(command, report, paths=part, **arguments)
@@ -223,8 +205,7 @@ class Client:
     def _inside(self, paths: Iterable[Path]) -> Iterator[str]:
         """Relative to the mountpoint."""
         for path in paths:
-            plain = os.path.abspath(path)
-            inside = mount_table.beneath(self.mountpoint, plain)
+            inside = mount_table.beneath(self.mountpoint, os.path.abspath(path))
             if inside is None:
                 raise CacheFsError(f"{os.fspath(path)} is not on {self.mountpoint}")
             yield inside
@@ -252,17 +233,17 @@ class Client:
             try:
                 with socket_address((self._directory or mount_directory(self.mountpoint)) / "control") as address:
                     connection.connect(address)
-                if is_dying(_peer(connection)):
+                if is_dying(peer(connection)[0]):
                     raise ConnectionRefusedError
             except FileNotFoundError:
                 if mount_table.is_mounted(self.mountpoint):
                     raise CacheFsError(
-                        f"{self.mountpoint} was mounted by another user: only they and root may ask its daemon"
+                        f"{self.mountpoint} was mounted by another user: only they and root may use its daemon"
                     ) from None
-                raise CacheFsError(f"nothing is mounted on {self.mountpoint} by cachefs") from None
+                raise CacheFsError(f"no cachefs is mounted on {self.mountpoint}") from None
             except ConnectionRefusedError:
                 raise CacheFsError(
-                    f"the daemon of {self.mountpoint} has died: mount it again, or umount -l {self.mountpoint}"
+                    f"the daemon of {self.mountpoint} has died: mount it again, or run umount -l {self.mountpoint}"
                 ) from None
             except OSError as error:
                 raise CacheFsError(f"the daemon of {self.mountpoint} does not answer: {error}") from None
@@ -270,31 +251,33 @@ class Client:
                 yield _Connection(self.mountpoint, connection, lines)
 
 
+@dataclass(frozen=True, slots=True)
 class _Connection:
-    def __init__(self, mountpoint: str, connection: socket.socket, lines: BinaryIO) -> None:
-        self._mountpoint = mountpoint
-        self._connection = connection
-        self._lines = lines
+    mountpoint: str
+    connection: socket.socket
+    lines: BinaryIO
 
     def ask(
         self, command: str, on_progress: Callable[[dict[str, Any]], None] = lambda progress: None, **arguments: Any
     ) -> dict[str, Any]:
-        request = {"protocol": PROTOCOL, "command": command, **arguments}
         with self._failing():
-            self._connection.sendall(json.dumps(request).encode() + b"\n")
-            while "progress" in (answer := json.loads(self._lines.readline())):
+            self._send(command, arguments)
+            while "progress" in (answer := json.loads(self.lines.readline())):
                 on_progress(answer["progress"])
         return _checked(answer)
 
     def ask_for_descriptors(self, command: str, **arguments: Any) -> Handed:
-        """The last request of a connection: what comes behind its answer."""
-        request = {"protocol": PROTOCOL, "command": command, **arguments}
+        """Returns the descriptors that follow the answer. The last request of a connection."""
         answer: dict[str, Any] = {}
         with self._failing():
-            self._connection.sendall(json.dumps(request).encode() + b"\n")
-            opened = receive(self._connection, answer)
+            self._send(command, arguments)
+            opened = receive(self.connection, answer)
         _checked(answer)
         return opened
+
+    def _send(self, command: str, arguments: dict[str, Any]) -> None:
+        request = {"protocol": PROTOCOL, "command": command, **arguments}
+        self.connection.sendall(json.dumps(request).encode() + b"\n")
 
     @contextmanager
     def _failing(self) -> Iterator[None]:
@@ -302,51 +285,36 @@ class _Connection:
             yield
         except (OSError, ValueError) as error:
             reason = str(error) if isinstance(error, OSError) else "it has ended"
-            raise CacheFsError(f"the daemon of {self._mountpoint} does not answer: {reason}") from None
+            raise CacheFsError(f"the daemon of {self.mountpoint} does not answer: {reason}") from None
 
 
 def _checked(answer: dict[str, Any]) -> dict[str, Any]:
-    """Raises CacheFsError where it says that the request failed."""
+    """The answer without its status. Raises CacheFsError if the request failed."""
     if not answer.pop("ok", False):
         raise CacheFsError(str(answer.get("error", "unknown error")))
-    return dict(answer)
+    return answer
 
 
-def is_served(mountpoint: str) -> bool:
-    """Is there a daemon that takes commands for this mount?"""
-    return _takes_commands(server(mountpoint))
-
-
-def is_served_by(directory: pathlib.Path) -> bool:
-    """The same of the mount that has this runtime directory, whatever is on top of its mountpoint."""
-    return _takes_commands(_server_of(directory))
-
-
-def _takes_commands(pid: int | None) -> bool:
+def is_served(mountpoint: str, directory: pathlib.Path | None = None) -> bool:
+    """Is there a daemon that takes commands for this mount? Arguments as for `Client`."""
+    pid = server(mountpoint, directory)
     return pid is not None and not is_dying(pid)
 
 
-def server(mountpoint: str) -> int | None:
-    """The process that has this mount's control socket.
+def server(mountpoint: str, directory: pathlib.Path | None = None) -> int | None:
+    """The process that has the control socket of this mount. Arguments as for `Client`.
 
-    One that was killed still has it, and takes connections, as long as one of its threads waits in the kernel for a
-    source that hangs (`is_dying`).
+    A process that was killed keeps the socket, and accepts connections, while one of its threads waits in the kernel
+    for a source that hangs (`is_dying`).
     """
-    try:
-        return _server_of(mount_directory(mountpoint))
-    except OSError:
-        return None
-
-
-def _server_of(directory: pathlib.Path) -> int | None:
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection, suppress(OSError):
-        with socket_address(directory / "control") as address:
+        with socket_address((directory or mount_directory(mountpoint)) / "control") as address:
             connection.connect(address)
-        return _peer(connection)
+        return peer(connection)[0]
     return None
 
 
-def _peer(connection: socket.socket) -> int:
-    """The pid of the other end."""
-    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
-    return int.from_bytes(credentials[:4], sys.byteorder)
+def peer(connection: Any) -> tuple[int, int]:
+    """(pid, uid) of the process at the other end of a socket, of the standard library or of trio."""
+    pid, uid, _ = _PEER.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size))
+    return pid, uid

@@ -1,11 +1,12 @@
-"""Descriptors of open source files, on their way from a daemon to its successor.
+"""The hand-over of open source files from a daemon to its successor, as descriptors.
 
-A path does not lead back to a file that is open and has lost its name; only its descriptor does. A daemon that is told
-to `leave` sends the descriptors over the connection of that request when its last call has been answered. What does not
-arrive is opened again by its path.
+An open file that has lost its name cannot be opened again by its path. So a daemon that receives `leave` sends the
+descriptors over the connection of that request, after its last call has been answered. Files whose descriptors do not
+arrive are opened again by path.
 
-The receiver uses recvmsg(2) for every byte: a buffered reader would lose descriptors that come with what it reads
-ahead. The kernel never lets one recvmsg(2) read beyond a message with descriptors, so their order is that of the lines.
+The receiver uses recvmsg(2) for every byte: a buffered reader would lose descriptors that come with data that it reads
+ahead. The kernel never lets one recvmsg(2) read beyond a message with descriptors, so they arrive in the order of the
+lines.
 """
 
 import array
@@ -20,33 +21,33 @@ from typing import Any, NamedTuple
 log = logging.getLogger(__name__)
 
 BATCH = 253
-"""SCM_MAX_FD: more the kernel does not take in one message."""
+"""SCM_MAX_FD, the limit of the kernel for one message."""
 SEND_TIMEOUT_S = 10.0
 _INTS = array.array("i")
 
 
 class OpenSource(NamedTuple):
-    """A descriptor of the source, and what is open by it."""
+    """A descriptor of the source, and what it is open for."""
 
     handle: int
-    """What the kernel knows the open file by. 0: this is how the data of an immutable file are read."""
+    """The handle of the kernel's open file. 0: the descriptor is for reading the data of an immutable file."""
     number: int
-    """Of the inode."""
+    """The inode number."""
     version: int
-    """Of the immutable file; 0 with a handle."""
+    """Of the immutable file; 0 if there is a handle."""
     fd: int
 
 
 class Handed(NamedTuple):
-    """What a successor has received."""
+    """The open files that a successor has received."""
 
     opened: Sequence[OpenSource] = ()
     broke_off: bool = False
-    """There was more."""
+    """Not all files have arrived."""
 
 
 def send(connection: socket.socket, opened: Iterable[OpenSource]) -> int:
-    """Returns how many were sent. Raises OSError where the successor does not take them."""
+    """Returns the number of descriptors sent. Raises OSError if the successor does not take them."""
     connection.settimeout(SEND_TIMEOUT_S)
     sent = 0
     waiting = iter(opened)
@@ -61,17 +62,17 @@ def send(connection: socket.socket, opened: Iterable[OpenSource]) -> int:
 
 
 def receive(connection: socket.socket, answer: dict[str, Any]) -> Handed:
-    """Read the answer to a request, which goes into `answer`, and the descriptors behind it until all have come.
+    """Read the answer to a request into `answer`, and then the descriptors that follow.
 
-    What has come whole is returned where the sender dies in between, or this process may have no more descriptors.
-    Raises OSError, ValueError where there is no answer.
+    If the sender dies, or this process reaches its limit of descriptors, the complete entries are returned. Raises
+    OSError, ValueError if there is no answer.
     """
     fds: list[int] = []
     opened: list[OpenSource] = []
     lines = _lines(connection, fds)
     answer.update(json.loads(next(lines, b"")))
     if not answer.get("ok") or not answer.get("descriptors"):
-        return Handed()  # a daemon of an older version sends none
+        return Handed()  # an older daemon sends none
     try:
         for line in lines:
             message = json.loads(line)
@@ -86,12 +87,13 @@ def receive(connection: socket.socket, answer: dict[str, Any]) -> Handed:
     except OSError as error:
         log.debug("the connection to the predecessor failed: %s", error)
     finally:
-        close_all(fds)
+        for fd in fds:
+            os.close(fd)
     return Handed(opened, broke_off=True)
 
 
 def _lines(connection: socket.socket, fds: list[int]) -> Iterator[bytes]:
-    """Lines until the other end hangs up. Descriptors that come with them are appended to `fds`."""
+    """The lines until the connection is closed. Descriptors that come with them are appended to `fds`."""
     waiting = b""
     while True:
         data, ancillary, flags, _ = connection.recvmsg(1 << 16, socket.CMSG_SPACE(BATCH * _INTS.itemsize))
@@ -106,8 +108,3 @@ def _lines(connection: socket.socket, fds: list[int]) -> Iterator[bytes]:
 
 def _line(message: dict[str, Any]) -> bytes:
     return json.dumps(message).encode() + b"\n"
-
-
-def close_all(fds: Iterable[int]) -> None:
-    for fd in fds:
-        os.close(fd)

@@ -1,4 +1,4 @@
-"""Where things lie by default: caches, runtime directories, sockets."""
+"""Default locations of caches, runtime directories and sockets."""
 
 import contextlib
 import hashlib
@@ -12,7 +12,7 @@ from cachefs.system import private_files
 
 
 def path_id(path: str) -> str:
-    """A name for a path, readable and unique: its last component and a digest of the whole."""
+    """A readable and unique name for a path: its last component, and a digest of the whole path."""
     name = re.sub(r"[^A-Za-z0-9._-]+", "-", os.path.basename(path.rstrip("/"))).strip("-.") or "root"
     return f"{name[:24]}-{hashlib.sha256(os.fsencode(path)).hexdigest()[:12]}"
 
@@ -22,7 +22,7 @@ def is_root() -> bool:
 
 
 def cache_root() -> Path:
-    """Where caches lie that nobody put elsewhere."""
+    """The default directory of caches."""
     if is_root():
         return Path("/var/cache/cachefs")
     base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
@@ -41,11 +41,11 @@ def _place_of_runtime_root() -> Path:
 
 
 def runtime_root() -> Path:
-    """Where sockets and sessions lie: /run/cachefs, or the user's own runtime directory.
+    """The directory of sockets and sessions: /run/cachefs, or the user's own runtime directory.
 
-    It belongs to the user and is closed to others, and so is all that is in it: only then may that be believed, and
-    written to. Raises CacheFsError where it is not so, FileNotFoundError where there is none, which another user might
-    make at any moment.
+    It belongs to the user and is closed to others, and so is its content: only then may the content be trusted, and
+    written to. Raises CacheFsError if that is not so, and FileNotFoundError if there is no such directory, which
+    another user might make at any moment.
     """
     root = _place_of_runtime_root()
     try:
@@ -69,26 +69,26 @@ def make_runtime_root() -> Path:
 
 
 def instance_directory(mountpoint: str, device: str) -> Path:
-    """The runtime directory of one mount: `control` (the socket), `source` (the bind of what is underneath),
-    `mount.json` (how it was mounted), `fastpath` (where that listens for the next daemon).
+    """The runtime directory of one mount. It has `control` (the socket), `source` (a bind mount of the source),
+    `mount.json` (the configuration) and `fastpath` (the socket for the next daemon).
 
-    `device`: of the mount, major:minor. Others that lie on the same mountpoint, before or later, have another one.
-    Raises as `runtime_root`, and so do those below.
+    `device`: of the mount, major:minor. Other mounts on the same mountpoint have other numbers. Raises as
+    `runtime_root`, and so do the functions below.
     """
     return runtime_root() / f"{instance_prefix(mountpoint)}{device.rpartition(':')[2]}"
 
 
 def instance_prefix(mountpoint: str) -> str:
-    """What the names of the runtime directories of all mounts on this mountpoint begin with."""
+    """The prefix of the names of the runtime directories of all mounts on this mountpoint."""
     return f"mount-{path_id(mountpoint)}-"
 
 
 def mount_directory(mountpoint: str) -> Path:
-    """The runtime directory of the mount of ours that is on top there; of none (device 0), where there is none."""
+    """The runtime directory of the cachefs mount on top there. Without one, a path that does not exist (device 0)."""
     top = mount_table.top_mount(mountpoint)
     return instance_directory(mountpoint, top.device if top is not None and top.fstype == mount_table.FSTYPE else "0")
 
 
 def session_directory(cache_dir: Path) -> Path:
-    """The session index belongs to a cache directory, wherever that is mounted."""
+    """The directory of the session index of a cache directory, on any mountpoint."""
     return runtime_root() / f"session-{path_id(str(cache_dir.resolve()))}"

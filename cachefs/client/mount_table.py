@@ -1,4 +1,4 @@
-"""What is mounted where on this machine. Read from the mount table alone: to touch a mount could hang."""
+"""The mounts of this machine. Reads only the mount table: an access to a mount could hang."""
 
 import os
 import re
@@ -13,9 +13,9 @@ FSTYPE = "fuse.cachefs"
 @dataclass(frozen=True, slots=True)
 class Mount:
     number: int
-    """Of this place in the tree, as in /proc/PID/fdinfo (mnt_id)."""
+    """The mount ID, as in /proc/PID/fdinfo (mnt_id)."""
     device: str
-    """major:minor; no two filesystems that exist at the same time have the same."""
+    """major:minor, unique among the filesystems that exist."""
     mountpoint: str
     fstype: str
     source: str
@@ -32,51 +32,40 @@ def mounts() -> list[Mount]:
     with open("/proc/self/mountinfo", encoding="utf-8", errors="surrogateescape") as table:
         for line in table:
             fields = line.split(" ")
-            separator = fields.index("-")
-            found.append(
-                Mount(
-                    int(fields[0]),
-                    fields[2],
-                    _unescape(fields[4]),
-                    fields[separator + 1],
-                    _unescape(fields[separator + 2]),
-                )
-            )
+            number, _, device, _, mountpoint = fields[:5]
+            _, fstype, source = fields[fields.index("-") :][:3]
+            found.append(Mount(int(number), device, _unescape(mountpoint), fstype, _unescape(source)))
     return found
 
 
 def top_mount(path: str) -> Mount | None:
-    """What is mounted at exactly this path, the uppermost."""
+    """The uppermost mount at exactly this path."""
     return next((m for m in reversed(mounts()) if m.mountpoint == path), None)
 
 
 def covering(path: str) -> Mount | None:
-    """The mount that an absolute path leads to; None where it cannot be told."""
-    found = None
-    for mount in mounts():
-        if beneath(mount.mountpoint, path) is not None and (
-            found is None or len(mount.mountpoint) >= len(found.mountpoint)
-        ):
-            found = mount
-    return found
+    """The mount that an absolute path leads to; None if that is not in the table."""
+    above = [mount for mount in reversed(mounts()) if beneath(mount.mountpoint, path) is not None]
+    return max(above, key=lambda mount: len(mount.mountpoint), default=None)  # of several the uppermost
 
 
 def number_of(fd: int) -> int:
-    """Of the mount that a descriptor belongs to, without asking it; it may not be mounted anywhere any more."""
+    """The ID of a descriptor's mount, without accessing it. The mount may be detached."""
     with open(f"/proc/self/fdinfo/{fd}") as lines:
         return next(int(line.split()[1]) for line in lines if line.startswith("mnt_id:"))
 
 
 def fstype_of(fd: int) -> str:
-    """Of the mount that a descriptor belongs to, without asking it. Empty where that is not mounted anywhere."""
+    """The filesystem type of a descriptor's mount, without accessing it. Empty if the mount is detached."""
     number = number_of(fd)
     return next((mount.fstype for mount in mounts() if mount.number == number), "")
 
 
 def absolute(path: str, realpath: Callable[[str], str] = os.path.realpath) -> str:
-    """A canonical path, without touching what is mounted at the path itself, which may be dead or hung.
+    """A canonical path, without access to a mount at the path itself, which may be dead or hang.
 
-    Nor is the source of a mount of ours touched: its path in the mount table is canonical. `realpath` touches the rest.
+    The source of a cachefs mount is not accessed either: its path in the mount table is canonical. `realpath` accesses
+    all other paths.
     """
     plain = os.path.abspath(path)
     if top_mount(plain) is not None or any(mount.fstype == FSTYPE and mount.source == plain for mount in mounts()):
@@ -87,7 +76,7 @@ def absolute(path: str, realpath: Callable[[str], str] = os.path.realpath) -> st
 
 
 def is_mounted(place: str) -> bool:
-    """Is it one of ours that is mounted there?"""
+    """Is a cachefs mounted there?"""
     top = top_mount(place)
     return top is not None and top.fstype == FSTYPE
 
@@ -102,7 +91,7 @@ def split(path: str) -> tuple[str, str]:
 
 
 def beneath(place: str, path: str) -> str | None:
-    """The path relative to `place`; "" for that itself, None for what lies elsewhere."""
+    """The path relative to `place`: "" for `place` itself, None for a path elsewhere."""
     if path == place:
         return ""
     return path[len(place) :].strip("/") if path.startswith(place.rstrip("/") + "/") else None

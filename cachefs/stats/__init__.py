@@ -1,4 +1,4 @@
-"""Counters and latency histograms: their names, units and meanings.
+"""Counters and latency histograms, with names, units and meanings.
 
-They are incremented on the trio thread alone.
+They are incremented only on the trio thread.
 """

@@ -1,7 +1,7 @@
-"""How long requests take, by kind: histograms with four buckets for each doubling, from a microsecond on.
+"""Latencies of requests, by kind: histograms with four buckets per power of two, from a microsecond on.
 
-The same buckets as the fast path's (common/latency.h), so that both are added up. A quantile is within an eighth of
-what it says.
+The fast path has the same buckets (common/latency.h), so that both can be added. The error of a quantile is at most an
+eighth.
 """
 
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ from cachefs.contract.shared import LATENCY_BUCKETS, LATENCY_FIRST_BIT, LATENCY_
 KINDS, BUCKETS, FIRST_BIT = LATENCY_KINDS, LATENCY_BUCKETS, LATENCY_FIRST_BIT
 
 Histogram = list[int]
-"""Nanoseconds in all, then how many requests there were in each bucket."""
+"""The sum in nanoseconds, then the number of requests in each bucket."""
 
 
 def bucket(ns: int) -> int:
@@ -22,13 +22,13 @@ def bucket(ns: int) -> int:
 
 
 def bound_s(number: int) -> float:
-    """Where a bucket ends, in seconds."""
+    """The upper bound of a bucket, in seconds."""
     octave, quarter = divmod(number, 4)
     return (1 << FIRST_BIT + octave) * (5 + quarter) / 4 / 1e9
 
 
 class Latencies:
-    """Of one process."""
+    """The histograms of one process."""
 
     def __init__(self) -> None:
         self.by_kind: dict[str, Histogram] = {kind: [0] * (1 + BUCKETS) for kind in KINDS}
@@ -44,7 +44,7 @@ def added(histograms: Sequence[dict[str, Histogram]]) -> dict[str, Histogram]:
 
 
 def quantile_s(histogram: Sequence[int], share: float) -> float:
-    """In seconds; 0 where there was nothing."""
+    """In seconds; 0 without requests."""
     counts = histogram[1:]
     wanted = share * sum(counts)
     seen = 0

@@ -1,4 +1,4 @@
-"""Every counter of the filesystem: its name, its unit and its meaning. Incremented on the trio thread alone."""
+"""All counters of the filesystem, with unit and meaning. They are incremented only on the trio thread."""
 
 from dataclasses import dataclass, field, fields
 
@@ -12,31 +12,31 @@ class Metrics:
     misses: int = 0
     """READ requests that had to wait for the source."""
     hit_bytes: int = 0
-    """Bytes of the replies that were hits."""
+    """Bytes of hit replies."""
     disk_bytes: int = 0
-    """Of those: read from the local disk. The others were in memory."""
+    """Bytes of hit replies that were read from the local disk. The others were in memory."""
     miss_bytes: int = 0
-    """Bytes of the replies that were misses."""
+    """Bytes of miss replies."""
     skipped_admissions: int = 0
-    """Fetched units that were not cached: cache full, write-behind queue full, the disk refused them, their file is
+    """Fetched units that were not cached: the cache or the write-behind queue was full, the disk failed, their file was
     not pinned any more, or the fast path left a read to Python."""
     young_reads: int = 0
-    """READ requests that were not cached: the file had changed less than 2 s before, or has a time in the future."""
+    """READ requests that were not cached: the file had changed less than 2 s before, or has a future time."""
     evictions: int = 0
-    """Units that made room for others."""
+    """Units that were evicted to make room."""
     metadata_evictions: int = 0
-    """Inodes that are no longer pinned, because others are."""
+    """Inodes that were unpinned to pin others."""
     prefetched: int = 0
-    """Units that were fetched before anybody asked for them."""
+    """Units that were fetched before they were read."""
     errors: int = 0
-    """What went wrong in the cache itself (not in the source), and was made good from the source."""
+    """Failures of the cache itself, made good from the source."""
     corrupt_records: int = 0
-    """Records of the blob that were not what was written."""
+    """Records of the blob that differ from what was written."""
     stale_reads: int = 0
     """Reads answered ESTALE because the source had changed."""
 
     latencies: Latencies = field(default_factory=Latencies)
-    """Of requests that Python answered, from when it heard of them."""
+    """Of the requests that Python answered, from the time it received them."""
 
     def as_dict(self) -> dict[str, int]:
         """The counters."""

@@ -1,38 +1,34 @@
-"""The graph of partitions out of a graph of nodes: how many edges lead from each partition to each other.
+"""Builds the graph of partitions from a graph of nodes: the number of edges between each two partitions.
 
-Streaming: edges are read a block at a time, so that memory is that of the node map, of one block and of the counts (8
-bytes for each pair of partitions). Files are `.npy` arrays (edges: shape (E, 2); map: shape (N,), a partition's number
-for each node) or text: two node numbers a line, and a partition's name a line, the first for node 0.
+Edges are read a block at a time. Memory holds the node map, one block, and the counts (8 bytes for each pair of
+partitions). Files are `.npy` arrays (edges: shape (E, 2); map: shape (N,), the number of each node's partition) or
+text: two node numbers per line, and the name of a partition per line, the first for node 0.
 """
 
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import numpy
 
 from cachefs.errors import CacheFsError
-
-if TYPE_CHECKING:
-    import numpy
 
 BLOCK_EDGES = 1 << 22
 BLOCK_BYTES = 8 << 20
 MAX_PARTITIONS = 1 << 13
+Array = numpy.ndarray[Any, Any]
 
 
 def build_graph(edges: Path, node_map: Path, prefix: str = "") -> Iterator[str]:
-    """Lines of JSON, as `cachefs mount --prefetch-graph` takes them. Raises CacheFsError.
+    """The lines of JSON that `cachefs mount --prefetch-graph` reads. Raises CacheFsError.
 
-    `prefix`: put before each partition's name.
+    `prefix`: prepended to each partition's name.
     """
     try:
-        import numpy
-    except ImportError:
-        raise CacheFsError("this needs numpy: pip install 'cachefs[tools]'") from None
-    try:
-        names, part_of = _node_map(numpy, node_map)
+        names, part_of = _node_map(node_map)
         counts = numpy.zeros(len(names) ** 2, dtype=numpy.int64)
-        for block in _blocks(numpy, edges):
+        for block in _blocks(edges):
             for extreme in (block.min(), block.max()) if block.size else ():
                 if not 0 <= extreme < len(part_of):
                     raise CacheFsError(f"{edges}: node {extreme} is not in the map")
@@ -51,12 +47,12 @@ def build_graph(edges: Path, node_map: Path, prefix: str = "") -> Iterator[str]:
         yield json.dumps({"partition": names[number], "depends": depends})
 
 
-def _node_map(numpy: Any, path: Path) -> tuple[list[str], "numpy.ndarray[Any, Any]"]:
-    """The partitions' names, and the number of each node's partition."""
+def _node_map(path: Path) -> tuple[list[str], Array]:
+    """The names of the partitions, and the number of each node's partition."""
     if path.suffix == ".npy":
-        part_of = _load(numpy, path)
+        part_of = _load(path)
         if part_of.ndim != 1 or part_of.dtype.kind not in "iu" or not len(part_of) or int(part_of.min()) < 0:
-            raise CacheFsError(f"{path}: expected integers from 0 on, one for each node")
+            raise CacheFsError(f"{path}: expected non-negative integers, one for each node")
         _check_partitions(path, int(part_of.max()) + 1)
         names = [str(number) for number in range(int(part_of.max()) + 1)]
     else:
@@ -80,15 +76,15 @@ def _check_partitions(path: Path, count: int) -> None:
         raise CacheFsError(f"{path}: {count:,} partitions, more than {MAX_PARTITIONS:,}")
 
 
-def _blocks(numpy: Any, path: Path) -> Iterator["numpy.ndarray[Any, Any]"]:
+def _blocks(path: Path) -> Iterator[Array]:
     """Edges as arrays of shape (n, 2)."""
     if path.suffix == ".npy":
-        edges = _load(numpy, path)
+        edges = _load(path)
         if edges.ndim != 2 or edges.shape[1] != 2 or edges.dtype.kind not in "iu":
             raise CacheFsError(f"{path}: expected integers, two for each edge")
         for start in range(0, len(edges), BLOCK_EDGES):
             yield numpy.array(edges[start : start + BLOCK_EDGES])
-            edges = _load(numpy, path)  # a new mapping: the pages of the old one no longer count as ours
+            edges = _load(path)  # a new mapping: pages of the old one no longer count as memory of this process
         return
     with open(path, "rb") as file:
         while block := file.read(BLOCK_BYTES):
@@ -96,15 +92,15 @@ def _blocks(numpy: Any, path: Path) -> Iterator["numpy.ndarray[Any, Any]"]:
             try:
                 numbers = numpy.array(block.split(), dtype=numpy.int64)
             except (ValueError, OverflowError):
-                raise CacheFsError(f"{path}: expected two numbers a line, none beyond 64 bits") from None
+                raise CacheFsError(f"{path}: expected two numbers per line, of at most 64 bits") from None
             if len(numbers) % 2:
-                raise CacheFsError(f"{path}: expected two numbers a line")
+                raise CacheFsError(f"{path}: expected two numbers per line")
             yield numbers.reshape(-1, 2)
 
 
-def _load(module: Any, path: Path) -> "numpy.ndarray[Any, Any]":
+def _load(path: Path) -> Array:
     try:
-        array: numpy.ndarray[Any, Any] = module.load(path, mmap_mode="r")
+        array: Array = numpy.load(path, mmap_mode="r")
     except (ValueError, EOFError) as error:
-        raise CacheFsError(f"{path} is not an array of numpy: {error}") from error
+        raise CacheFsError(f"{path} is not a NumPy array: {error}") from error
     return array

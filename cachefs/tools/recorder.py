@@ -1,11 +1,11 @@
-"""Records which files a job opens on a mount, whoever answers: fanotify(7) hears of it in the kernel.
+"""Records which files a job opens on a mount, with fanotify(7) in the kernel.
 
-The mount itself would not do: what the kernel's page cache answers never gets there. An event brings an open descriptor
-of the file (FUSE has no file handles that fanotify could report), which is looked at and closed. Costs the job about a
-microsecond for each open. Needs root (CAP_SYS_ADMIN).
+The daemon cannot record opens: it does not see those that the kernel's page cache answers. Each event has an open
+descriptor of the file, because FUSE has no file handles that fanotify could report. The descriptor is examined and
+closed. This costs the job about a microsecond per open, and needs root (CAP_SYS_ADMIN).
 
-What is recorded is an open, and counts as a read of the whole file: right for datasets of small files, too much for
-shards that are read in part. What one process opens several times within a few milliseconds may be recorded once.
+An open counts as a read of the whole file. That is right for datasets of small files, and too much for shards that are
+read in part. If one process opens a file several times within a few milliseconds, it may be recorded once.
 """
 
 import ctypes
@@ -15,7 +15,6 @@ import select
 import stat
 import struct
 from collections.abc import Callable
-from types import TracebackType
 
 import xxhash
 
@@ -32,10 +31,8 @@ _BUFFER_BYTES = 256 << 10
 
 
 class TraceRecorder:
-    """A context manager; `run` records until told to stop."""
-
     def __init__(self, mountpoint: str, writer: TraceWriter) -> None:
-        """Raises CacheFsError where the kernel refuses."""
+        """Raises CacheFsError if the kernel refuses."""
         libc = ctypes.CDLL(None, use_errno=True)
         self._writer = writer
         self._fd: int = libc.fanotify_init(_CLOEXEC | _NONBLOCK, os.O_RDONLY | os.O_CLOEXEC | _LARGEFILE)
@@ -47,24 +44,19 @@ class TraceRecorder:
             os.close(self._fd)
             raise CacheFsError(f"cannot listen to file opens on {mountpoint}: {reason}")
         self.lost = 0
-        """How often the kernel had more to say than it keeps (16,384 opens)."""
+        """How often the kernel dropped events: its queue holds 16,384 opens."""
 
-    def __enter__(self) -> "TraceRecorder":
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def close(self) -> None:
         os.close(self._fd)
 
     def run(self, wanted: Callable[[], bool], *, poll_s: float = 0.5) -> None:
-        """Record as long as `wanted` says so; it is asked every `poll_s` seconds at least."""
+        """Record while `wanted` returns true. It is called at least every `poll_s` seconds."""
         while wanted():
             if select.select([self._fd], [], [], poll_s)[0]:
                 self.record_waiting()
 
     def record_waiting(self) -> None:
-        """Everything that has happened by now."""
+        """Record all events up to now."""
         while True:
             try:
                 events = os.read(self._fd, _BUFFER_BYTES)
@@ -86,11 +78,11 @@ class TraceRecorder:
                 directory = os.path.dirname(os.readlink(b"/proc/self/fd/%d" % fd))
                 self._writer.write(Access(found.st_ino, xxhash.xxh3_64_intdigest(directory), found.st_size))
         except OSError:
-            pass  # it has gone
+            pass  # the file is gone
         finally:
             os.close(fd)
 
 
 def _reason() -> str:
     number = ctypes.get_errno()
-    return "it needs root" if number == errno.EPERM else os.strerror(number)
+    return "root is required" if number == errno.EPERM else os.strerror(number)

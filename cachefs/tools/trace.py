@@ -1,9 +1,9 @@
 """Traces of what a job reads, for the simulator.
 
-A file: 8 bytes `CFTRACE1`, then blocks, each of two little-endian u32 (length, number of accesses) and that many bytes
-of zlib. Unpacked, an access is 28 bytes: inode u64, directory u64, bytes u64, unit u32. The directory is any number
-that stands for it; the unit counts pieces of a file that are read by themselves, and bytes are those of the piece. A
-writer that is killed leaves whole blocks and perhaps a part of one.
+A file has 8 bytes `CFTRACE1`, then blocks. A block has two little-endian u32 (length, number of accesses), then that
+many bytes of zlib. Unpacked, an access has 28 bytes: inode u64, directory u64, bytes u64, unit u32. The directory is
+any number that identifies it. The unit numbers the pieces of a file that are read separately, and bytes is the size of
+the piece. A writer that is killed leaves whole blocks, and perhaps part of one.
 """
 
 import os
@@ -11,6 +11,7 @@ import struct
 import zlib
 from array import array
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
@@ -21,7 +22,7 @@ from policies.simulator import Trace
 MAGIC = b"CFTRACE1"
 BLOCK_ACCESSES = 32_768
 MAX_ACCESSES = 1 << 27
-"""Unpacked they take a GB, and more for each file."""
+"""They need a GB unpacked, and more for each file."""
 _BLOCK = struct.Struct("<2I")
 _ACCESS = struct.Struct("<3QI")
 
@@ -34,7 +35,7 @@ class Access(NamedTuple):
 
 
 class TraceWriter:
-    """Appends accesses to files of at most `max_bytes` in all: the newest, and one that it took the place of (`.1`)."""
+    """Writes accesses to two files of at most `max_bytes` in all: the newest, and the previous one (`.1`)."""
 
     def __init__(self, path: Path, *, max_bytes: int = 1 << 30) -> None:
         self._path = path
@@ -45,7 +46,7 @@ class TraceWriter:
         self.accesses = 0
 
     def _begin(self) -> BinaryIO:
-        file = open(self._path, "wb", opener=opener)  # noqa: SIM115 - closed by `close` or when it is full
+        file = open(self._path, "wb", opener=opener)  # noqa: SIM115 - closed by `close`, or when it is full
         file.write(MAGIC)
         return file
 
@@ -73,7 +74,7 @@ class TraceWriter:
 
 
 def read_trace(path: Path) -> tuple[Trace, bool]:
-    """The trace (what was rotated away first), and whether it is whole. Raises CacheFsError where there is none."""
+    """The trace, beginning with the previous file, and whether it is whole. Raises CacheFsError if there is none."""
     numbers: dict[tuple[int, int], int] = {}
     accesses = array("q")
     sizes: list[int] = []
@@ -82,7 +83,7 @@ def read_trace(path: Path) -> tuple[Trace, bool]:
     whole = True
     files = (older, path) if older.exists() else (path,)
     if sum(map(_count, files)) > MAX_ACCESSES:
-        raise CacheFsError(f"{path} holds more than {MAX_ACCESSES:,} accesses: too many for the memory of a machine")
+        raise CacheFsError(f"{path} holds more than {MAX_ACCESSES:,} accesses: too many to load")
     for file in files:
         for block in _blocks(file):
             if block is None:
@@ -99,39 +100,38 @@ def read_trace(path: Path) -> tuple[Trace, bool]:
     return Trace(accesses, sizes, parts), whole
 
 
-def _count(path: Path) -> int:
-    """How many accesses the file says that it holds."""
-    total = 0
+@contextmanager
+def _opened(path: Path) -> Iterator[BinaryIO]:
+    """A file behind its magic. Raises CacheFsError if it cannot be read, or is not a trace."""
     try:
         with open(path, "rb") as file:
-            _check_magic(file, path)
-            while len(head := file.read(_BLOCK.size)) == _BLOCK.size:
-                length, count = _BLOCK.unpack(head)
-                if count > BLOCK_ACCESSES:  # damaged
-                    break
-                total += count
-                file.seek(length, os.SEEK_CUR)
+            if file.read(len(MAGIC)) != MAGIC:
+                raise CacheFsError(f"{path} is not a cachefs trace")
+            yield file
     except OSError as error:
         raise CacheFsError(f"cannot read {path}: {error.strerror}") from error
+
+
+def _count(path: Path) -> int:
+    """The number of accesses according to the heads of the blocks."""
+    total = 0
+    with _opened(path) as file:
+        while len(head := file.read(_BLOCK.size)) == _BLOCK.size:
+            length, count = _BLOCK.unpack(head)
+            if count > BLOCK_ACCESSES:  # damaged
+                break
+            total += count
+            file.seek(length, os.SEEK_CUR)
     return total
 
 
-def _check_magic(file: BinaryIO, path: Path) -> None:
-    if file.read(len(MAGIC)) != MAGIC:
-        raise CacheFsError(f"{path} is not a trace of cachefs")
-
-
 def _blocks(path: Path) -> Iterator[bytes | None]:
-    """Unpacked; None and the end where the file is cut off or damaged."""
-    try:
-        with open(path, "rb") as file:
-            _check_magic(file, path)
-            while head := file.read(_BLOCK.size):
-                yield (block := _unpacked(head, file))
-                if block is None:
-                    return
-    except OSError as error:
-        raise CacheFsError(f"cannot read {path}: {error.strerror}") from error
+    """The unpacked blocks, with a final None if the file is truncated or damaged."""
+    with _opened(path) as file:
+        while head := file.read(_BLOCK.size):
+            yield (block := _unpacked(head, file))
+            if block is None:
+                return
 
 
 def _unpacked(head: bytes, file: BinaryIO) -> bytes | None:

@@ -1,4 +1,4 @@
-"""Tables for people, at 80 columns."""
+"""Tables for terminals of 80 columns."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -14,7 +14,7 @@ from policies.simulator import Outcome
 
 def print_status(status: dict[str, Any]) -> None:
     asked = status["hits"] + status["misses"]
-    ratio = f"{100 * status['hits'] / asked:.1f} %" if asked else "nothing read yet"
+    ratio = f"{100 * status['hits'] / asked:.1f} %" if asked else "no reads yet"
     rows = [
         ("source", status["source"]),
         ("mountpoint", status["mountpoint"]),
@@ -25,7 +25,7 @@ def print_status(status: dict[str, Any]) -> None:
         ("blob", f"{decimal(status['blob_bytes'])} of {decimal(status['cache_size_bytes'])}"),
         ("hits", f"{status['hits']:,} ({ratio}), {decimal(status['hit_bytes'])}"),
         ("misses", f"{status['misses']:,}, {decimal(status['miss_bytes'])}"),
-        ("not cached", f"{status['skipped_admissions']:,} for want of room or time"),
+        ("not cached", f"{status['skipped_admissions']:,} (no room, or no time)"),
         ("errors", f"{status['errors']:,} in the cache, {status['stale_reads']:,} stale reads"),
         ("source calls", ", ".join(f"{k} {v:,}" for k, v in sorted(status["source_ops"].items())) or "none"),
     ]
@@ -33,8 +33,8 @@ def print_status(status: dict[str, Any]) -> None:
         rows.append(("source lost", status["source_problem"]))
     if status["source_errors"] or status["source_reconnects"]:
         times = status["source_reconnects"]
-        rows.append(("source errors", f"{status['source_errors']:,} calls; mounted anew {times:,} times"))
-    rows.append(("memory", f"{memory(status)}, without page cache"))
+        rows.append(("source errors", f"{status['source_errors']:,} calls; reconnected {times:,} times"))
+    rows.append(("memory", f"{memory(status)}, excluding page cache"))
     for kind in ("read_hit", "read_miss"):
         found = status["latencies"][kind]
         if found["count"]:
@@ -46,7 +46,7 @@ def print_status(status: dict[str, Any]) -> None:
 
 
 def memory(status: dict[str, Any]) -> str:
-    """Of each process."""
+    """The memory of each process."""
     return ", ".join(f"{name} {decimal(size)}" for name, size in status["memory_bytes"].items())
 
 
@@ -64,12 +64,12 @@ def print_rows(rows: Iterable[tuple[str, str]]) -> None:
     table.add_column(style="bold")
     table.add_column(overflow="fold")
     for name, value in rows:
-        table.add_row(Text(name), Text(one_line(value)))  # a name is no markup
+        table.add_row(Text(name), Text(one_line(value)))  # names are not markup
     Console(highlight=False).print(table)
 
 
 def print_simulation(rows: list[tuple[str, str, int, int, Outcome]]) -> None:
-    """Rows of (order or trace, retention, bytes of the cache, bytes of the dataset, outcome)."""
+    """Rows are (order or trace, retention, bytes of the cache, bytes of the dataset, outcome)."""
     table = Table()
     table.add_column("accesses")
     table.add_column("retention")

@@ -1,4 +1,4 @@
-"""`cachefs doctor`: what of this machine, or of a mount, is in the way of speed or safety; what to change, and why."""
+"""`cachefs doctor`: find problems of this machine, a mount or a source that cost speed or safety, and advise."""
 
 import json
 import os
@@ -26,7 +26,7 @@ from cachefs.client import mount_table
 from cachefs.client.client import Client
 from cachefs.client.locations import cache_root, is_root
 from cachefs.errors import CacheFsError
-from daemon.config.parameters import Place, one_line_errors
+from daemon.config.parameters import PLACE, json_option
 from daemon.kernel import probe
 from daemon.kernel.mounts import MAX_BACKGROUND, READ_AHEAD_KIB
 from daemon.output import say
@@ -42,6 +42,8 @@ ADMIN_TIMEOUT_S = 2.0
 SOURCE_TIMEOUT_S = 20.0
 MAX_ANSWER_BYTES = 1 << 20
 RESEND = (6, 9)
+"""Since this version the kernel sends requests again that a killed fast path had read."""
+REMOTE = ("nfs", "nfs4", "ceph", "lustre", "fuse", "cifs", "gpfs", "beegfs")
 _ASK_SOURCE = """
 import json, os, sys
 from dataclasses import asdict
@@ -56,7 +58,12 @@ class Finding:
     name: str
     value: str
     advice: str = ""
-    """What to change, and why. Empty: it is fine."""
+    """What to change, and why. Empty: no problem."""
+
+
+def found(name: str, value: str, problem: object, advice: str) -> Finding:
+    """With advice if there is a problem."""
+    return Finding(name, value, advice if problem else "")
 
 
 def version_of(release: str) -> tuple[int, int]:
@@ -65,66 +72,64 @@ def version_of(release: str) -> tuple[int, int]:
 
 
 def machine() -> Iterator[Finding]:
-    from cachefs.fastpath import processes  # trio takes its time to load
+    from cachefs.fastpath import processes  # trio is slow to load
 
     release = platform.release()
     old = version_of(release) < RESEND
-    yield Finding("kernel", release, "before 6.9 a killed fast path may cost a request an EIO: update" if old else "")
-    fuse = Path("/dev/fuse")
-    usable = fuse.exists() and os.access(fuse, os.R_OK | os.W_OK)
-    yield Finding("/dev/fuse", "usable" if usable else "not usable", "" if usable else "modprobe fuse; check its mode")
+    yield found("kernel", release, old, "update to 6.9: before, a killed fast path may fail a request with EIO")
+    usable = os.access("/dev/fuse", os.R_OK | os.W_OK)
+    yield found("/dev/fuse", "usable" if usable else "not usable", not usable, "run modprobe fuse; check its mode")
     built = processes.is_built()
-    advice = "install gcc, liblmdb-dev and libxxhash-dev, and cachefs again: Python alone is 4 times slower"
-    yield Finding("fast path", "built" if built else "not built", "" if built else advice)
+    advice = "install gcc, liblmdb-dev and libxxhash-dev, then reinstall cachefs: Python alone is 4 times slower"
+    yield found("fast path", "built" if built else "not built", not built, advice)
     if not is_root():
-        there = shutil.which("fusermount3") is not None
-        yield Finding("fusermount3", "there" if there else "missing", "" if there else "install fuse3")
+        missing = shutil.which("fusermount3") is None
+        yield found("fusermount3", "missing" if missing else "installed", missing, "install fuse3")
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     few = hard != resource.RLIM_INFINITY and hard < 65536
-    yield Finding("open files", f"{hard:,} at most", "raise LimitNOFILE: writers hold one each" if few else "")
+    yield found("open files", f"{hard:,} at most", few, "raise LimitNOFILE: each file open for writing needs one")
     memory = psutil.virtual_memory()
     tight = memory.available < memory.total * 0.05
-    advice = "little is left for the page cache, which answers fastest" if tight else ""
-    yield Finding("memory", f"{decimal(memory.available)} of {decimal(memory.total)} available", advice)
+    value = f"{decimal(memory.available)} of {decimal(memory.total)} available"
+    yield found("memory", value, tight, "free some: little is left for the page cache, which answers fastest")
     swap = psutil.swap_memory()
     if swap.total:
-        used = swap.used > swap.total * 0.5
-        yield Finding("swap", f"{decimal(swap.used)} used", "a daemon that is swapped out is slow" if used else "")
+        swapped = swap.used > swap.total * 0.5
+        yield found("swap", f"{decimal(swap.used)} used", swapped, "free memory: a swapped-out daemon is slow")
 
 
 def disk(directory: Path, wanted_bytes: int | None) -> Iterator[Finding]:
-    """The local disk: kind, room, speed."""
+    """The local disk: type, free space, speed."""
     place = directory
     while not place.exists():
         place = place.parent
-    kind = _kind(os.path.realpath(place))
-    remote = kind in ("nfs", "nfs4", "ceph", "lustre", "fuse", "cifs", "gpfs", "beegfs")
-    yield Finding("cache disk", f"{place}, {kind}", "not a local disk: put --cache-dir on one" if remote else "")
+    kind = _filesystem_type(os.path.realpath(place))
+    yield found("cache disk", f"{place}, {kind}", kind in REMOTE, "put --cache-dir on a local disk")
     device = os.stat(place).st_dev
     rotational = Path(f"/sys/dev/block/{os.major(device)}:{os.minor(device)}/queue/rotational")
     if rotational.exists() and rotational.read_text().strip() == "1":
-        yield Finding("cache disk turns", "yes", "random reads of small files need an SSD")
+        yield Finding("cache disk turns", "yes", "use an SSD: random reads of small files are slow")
     usage = psutil.disk_usage(str(place))
-    short = wanted_bytes is not None and usage.total < wanted_bytes
-    advice = f"--cache-size is {decimal(wanted_bytes or 0)}: more than the disk has" if short else ""
-    yield Finding("cache disk room", f"{decimal(usage.free)} of {decimal(usage.total)} free", advice)
-    yield from speed(place)
+    wanted = wanted_bytes or 0
+    advice = f"reduce --cache-size: {decimal(wanted)} is more than the disk has"
+    value = f"{decimal(usage.free)} of {decimal(usage.total)} free"
+    yield found("cache disk room", value, usage.total < wanted, advice)
+    yield speed(place)
 
 
-def _kind(path: str) -> str:
-    """The filesystem type; no mount is touched, because any may hang."""
+def _filesystem_type(path: str) -> str:
+    """Reads the mount table only: an access to a mount may hang."""
     mount = mount_table.covering(path)
     return mount.fstype if mount else "unknown"
 
 
-def speed(place: Path) -> Iterator[Finding]:
-    """Written and read past the page cache, a few tens of megabytes."""
+def speed(place: Path) -> Finding:
+    """Write and read some tens of megabytes, past the page cache."""
     path = place / f".cachefs-doctor-{os.getpid()}"
     try:
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     except OSError as error:
-        yield Finding("cache disk speed", "unknown", f"cannot write there: {error.strerror}")
-        return
+        return Finding("cache disk speed", "unknown", f"cannot write to {place}: {error.strerror}")
     try:
         block = os.urandom(BLOCK_BYTES)
         started = time.perf_counter()
@@ -138,26 +143,22 @@ def speed(place: Path) -> Iterator[Finding]:
             os.pread(fd, BLOCK_BYTES, start)
         read = TEST_BYTES / (time.perf_counter() - started)
     except OSError as error:
-        yield Finding("cache disk speed", "unknown", f"it failed: {error.strerror}")
-        return
+        return Finding("cache disk speed", "unknown", f"the test failed: {error.strerror}")
     finally:
         os.close(fd)
         path.unlink()
-    advice = "slower than most parallel filesystems: a first epoch is not cached as fast as it is read"
-    yield Finding(
-        "cache disk speed",
-        f"writes {decimal(int(written))}/s, reads {decimal(int(read))}/s",
-        advice if written < SLOW_DISK_MB * 1e6 else "",
-    )
+    advice = "use a faster disk: the first epoch is read faster than it can be cached"
+    value = f"writes {decimal(int(written))}/s, reads {decimal(int(read))}/s"
+    return found("cache disk speed", value, written < SLOW_DISK_MB * 1e6, advice)
 
 
 def source(place: str) -> Iterator[Finding]:
-    """The parallel filesystem: kind, latency, what its clients are known to do."""
-    kind = _kind(place)
+    """The parallel filesystem: type, latency, known problems of its clients."""
+    kind = _filesystem_type(place)
     yield Finding("source", f"{place}, {kind}")
     answer = probe.answer_of_child(_ASK_SOURCE, place, kind, timeout_s=SOURCE_TIMEOUT_S)
     if answer is None:
-        advice = "the parallel filesystem hangs for this node: only what is cached can be read"
+        advice = "check the parallel filesystem: it hangs on this node, and only cached data can be read"
         yield Finding("source answers", f"not within {SOURCE_TIMEOUT_S:.0f} s", advice)
         return
     yield from (Finding(**finding) for finding in json.loads(answer or b"[]"))
@@ -169,8 +170,8 @@ def ask_source(place: str, kind: str) -> Iterator[Finding]:
         stat_ms = 1e3 * statistics.median(_timed(os.stat, path) for path in samples)
         open_ms = 1e3 * statistics.median(_timed(_read_a_byte, path) for path in samples)
         slow = max(stat_ms, open_ms) > SLOW_SOURCE_MS
-        advice = "warm up before the first epoch, with more --jobs than usual" if slow else ""
-        yield Finding("source latency", f"stat {stat_ms:.2f} ms, open and read {open_ms:.2f} ms", advice)
+        value = f"stat {stat_ms:.2f} ms, open and read {open_ms:.2f} ms"
+        yield found("source latency", value, slow, "run cachefs warmup before the first epoch, with more --jobs")
     if kind == "ceph":
         yield from map(_caps, _kernel_caps())
     elif kind == "fuse.ceph-fuse":
@@ -178,12 +179,12 @@ def ask_source(place: str, kind: str) -> Iterator[Finding]:
 
 
 def _sample(place: str) -> list[str]:
-    found: list[str] = []
+    listed: list[str] = []
     for path, _, files in os.walk(place):
-        found += [os.path.join(path, name) for name in files]
-        if len(found) > MAX_LISTED:
+        listed += [os.path.join(path, name) for name in files]
+        if len(listed) > MAX_LISTED:
             break
-    return random.Random(0).sample(found, min(SAMPLE_FILES, len(found)))
+    return random.Random(0).sample(listed, min(SAMPLE_FILES, len(listed)))
 
 
 def _timed(call: Callable[[str], object], path: str) -> float:
@@ -201,22 +202,22 @@ def _read_a_byte(path: str) -> None:
         os.close(fd)
 
 
-def _caps(held: int) -> Finding:
-    advice = "near mds_max_caps_per_client (1 Mi): the MDS recalls them. Pin the metadata: --read-only"
-    return Finding("CephFS caps", f"{held:,} held", advice if held > MANY_CAPS else "")
+def _caps(count: int) -> Finding:
+    advice = "pin the metadata (--read-only): the MDS recalls caps near mds_max_caps_per_client (1 Mi)"
+    return found("CephFS caps", f"{count:,} held", count > MANY_CAPS, advice)
 
 
 def _kernel_caps() -> Iterator[int]:
-    """Capabilities that each of CephFS's kernel clients holds; needs debugfs."""
+    """The capabilities that each kernel client of CephFS holds. Needs debugfs."""
     for file in Path("/sys/kernel/debug/ceph").glob("*/caps"):
         lines = [line.split() for line in file.read_text().splitlines()]
         yield next((int(line[1]) for line in lines if len(line) > 1 and line[0] == "total"), 0)
 
 
 def fuse_caps(place: str, sockets: Path) -> Iterator[int]:
-    """Those that the ceph-fuse of this place holds; needs the right to use its admin socket.
+    """The capabilities that the ceph-fuse of this place holds. Needs permission to use its admin socket.
 
-    `sockets`: /proc/net/unix, which says where the admin sockets of this machine are.
+    `sockets`: /proc/net/unix, which lists the admin sockets of this machine.
     """
     try:
         client = int(os.getxattr(place, "ceph.client_id").removeprefix(b"client"))
@@ -224,7 +225,7 @@ def fuse_caps(place: str, sockets: Path) -> Iterator[int]:
         return
     paths = {line.split(" ")[-1] for line in sockets.read_text().splitlines() if line.endswith(".asok")}
     for path in sorted(paths):
-        with suppress(OSError, ValueError, KeyError, TypeError):  # of another daemon, or not for us
+        with suppress(OSError, ValueError, KeyError, TypeError):  # of another daemon, or not permitted
             sessions = _ask_admin_socket(path, "mds_sessions")
             if sessions["id"] == client:
                 yield sum(session["num_caps"] for session in sessions["sessions"])
@@ -232,7 +233,7 @@ def fuse_caps(place: str, sockets: Path) -> Iterator[int]:
 
 
 def _ask_admin_socket(path: str, command: str) -> Any:
-    """A Ceph daemon answers with the length of a JSON text, and that."""
+    """A Ceph daemon answers with the length of a JSON text, and the text."""
     if os.stat(path).st_uid not in (0, os.geteuid()):
         raise PermissionError(path)
     with socket.socket(socket.AF_UNIX) as admin:
@@ -245,7 +246,7 @@ def _ask_admin_socket(path: str, command: str) -> Any:
 
 
 def mounted(mountpoint: str, status: dict[str, Any]) -> Iterator[Finding]:
-    """A mount of ours: limits of the kernel, and what it counted."""
+    """A mount: limits of the kernel, and counters."""
     top = mount_table.top_mount(mountpoint)
     if top is None:
         return
@@ -254,28 +255,25 @@ def mounted(mountpoint: str, status: dict[str, Any]) -> Iterator[Finding]:
         ("read-ahead", Path(f"/sys/class/bdi/{top.device}/read_ahead_kb"), READ_AHEAD_KIB),
         ("requests at once", Path(f"/sys/fs/fuse/connections/{minor}/max_background"), MAX_BACKGROUND),
     ):
-        try:
+        with suppress(OSError, ValueError):
             value = int(path.read_text())
-        except (OSError, ValueError):
-            continue
-        advice = f"echo {wanted} > {path}, as root: large reads come in small pieces" if value < wanted else ""
-        yield Finding(name, f"{value:,}", advice)
+            advice = f"run echo {wanted} > {path} as root: large reads are split into small requests"
+            yield found(name, f"{value:,}", value < wanted, advice)
     if not status["fastpath"]:
-        yield Finding("fast path of the mount", "none", "Python answers alone: 4 times slower")
+        yield Finding("fast path of the mount", "none", "mount with the fast path: Python alone is 4 times slower")
     for key, name, advice in (
-        ("errors", "cache errors", "the log names the first of each kind: disk full, or broken"),
-        ("stale_reads", "stale reads", "the dataset changes while it is read: --mutable, or --profile changing"),
-        ("corrupt_records", "corrupt records", "the local disk gives back other bytes than were written: replace it"),
-        ("source_stuck_calls", "stuck calls", "the parallel filesystem hangs for this node"),
-        ("source_timeouts", "timeouts", "the source is slow at times: raise --source-timeout if that is usual"),
+        ("errors", "cache errors", "see the log for the first of each kind: the disk may be full or broken"),
+        ("stale_reads", "stale reads", "use --mutable or --profile changing: the dataset changes while it is read"),
+        ("corrupt_records", "corrupt records", "replace the local disk: it returns other bytes than were written"),
+        ("source_stuck_calls", "stuck calls", "check the parallel filesystem: it hangs on this node"),
+        ("source_timeouts", "timeouts", "raise --source-timeout if the source is often slow"),
     ):
-        count = status[key]
-        if count:
-            yield Finding(name, f"{count:,}", advice)
+        if status[key]:
+            yield Finding(name, f"{status[key]:,}", advice)
     size, used = status["cache_size_bytes"], status["blob_bytes"]
     full = used > 0.98 * size and status["skipped_admissions"]
-    advice = "the dataset does not fit: `cachefs simulate` says what a larger cache would hit" if full else ""
-    yield Finding("cache", f"{decimal(used)} of {decimal(size)}", advice)
+    advice = "the dataset does not fit: `cachefs simulate` computes the hits of a larger cache"
+    yield found("cache", f"{decimal(used)} of {decimal(size)}", full, advice)
 
 
 def _is_directory(path: str) -> bool:
@@ -288,13 +286,13 @@ def _is_directory(path: str) -> bool:
 
 
 @click.command()
-@click.argument("path", required=False, type=Place())
-@click.option("--json", "as_json", is_flag=True, help="One JSON object.")
-@one_line_errors
+@click.argument("path", required=False, type=PLACE)
+@json_option
 def doctor(path: str | None, as_json: bool) -> None:
-    """Look at this machine, at a mount of ours, or at a directory that is to become a source.
+    """Check this machine, a mount or a source.
 
-    The exit status is 1 if there is something to change. Writes and deletes 64 MB on the cache disk.
+    PATH is a cachefs mount, or a directory that will be a source.
+    The exit status is 1 if there is advice. Writes and deletes 64 MB on the cache disk.
 
     \b
     Examples:
@@ -318,7 +316,7 @@ def doctor(path: str | None, as_json: bool) -> None:
             findings += source(place)
             findings += disk(cache_root(), None)
         else:
-            raise CacheFsError(f"{path} is no directory")
+            raise CacheFsError(f"{path} is not a directory")
     if as_json:
         click.echo(json.dumps([asdict(finding) for finding in findings], indent=2))
     else:

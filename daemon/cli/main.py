@@ -1,4 +1,4 @@
-"""The command line. Errors are one line on stderr and exit status 1; usage errors exit with 2."""
+"""The command line. Errors are one line on stderr with exit status 1; usage errors exit with 2."""
 
 import json
 import os
@@ -7,12 +7,13 @@ import signal
 import time
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import click
 
 import cachefs
 from cachefs.client import mount_table
-from cachefs.client.client import Client, is_served, is_served_by, server
+from cachefs.client.client import Client, is_served, server
 from cachefs.client.hand_over import Handed
 from cachefs.errors import CacheFsError
 from cachefs.system.claims import is_dying
@@ -25,7 +26,7 @@ from daemon.cli.tools.simulate import simulate
 from daemon.cli.tools.trace import trace
 from daemon.cli.warm_up import evict, info, invalidate, pin, unpin, warm_up
 from daemon.config import config
-from daemon.config.parameters import Place, one_line_errors
+from daemon.config.parameters import json_option, mountpoint_argument, one_line_errors
 from daemon.config.settings import as_toml
 from daemon.kernel import mounts
 from daemon.kernel.instance import MountInstance, detach_dead, remove_remains
@@ -34,17 +35,42 @@ from daemon.service import background, process
 
 UMOUNT_TIMEOUT_S = 90.0
 END_POLL_S = 0.1
-_VERSION_THAT_DID_NOT_SAY = 3
-"""Of the memory that daemon and fast path share."""
+_FIRST_SHARED_VERSION = 3
+"""Version of the shared memory of daemons whose status does not have it."""
 
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
+class Cachefs(click.Group):
+    def invoke(self, ctx: click.Context) -> Any:
+        with one_line_errors():
+            return super().invoke(ctx)
+
+
+@click.group(
+    cls=Cachefs,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100, "show_default": True},
+    commands=[
+        mount,
+        warm_up,
+        evict,
+        invalidate,
+        pin,
+        unpin,
+        info,
+        snapshot,
+        verify,
+        gc,
+        doctor,
+        simulate,
+        graph,
+        trace,
+    ],
+)
 @click.version_option(cachefs.__version__, prog_name="cachefs")
 def main() -> None:
     """A filesystem cache for machine-learning training.
 
-    Mounts a dataset directory that lives on CephFS, Lustre or another parallel filesystem. Files that were read once
-    are immutable and are served from the local disk; from the second epoch on the source is left alone.
+    Mounts a dataset directory that lies on CephFS, Lustre or another parallel filesystem. A file becomes immutable when
+    it is first read, and is then served from the local disk. From the second epoch on the source is idle.
 
     \b
     Example:
@@ -55,16 +81,15 @@ def main() -> None:
       cachefs umount /data/imagenet
 
     \b
-    Completion (zsh and fish alike):
+    Shell completion (replace bash by zsh or fish):
       eval "$(_CACHEFS_COMPLETE=bash_source cachefs)"
     """
 
 
 @main.command()
-@click.argument("mountpoint", type=Place())
-@one_line_errors
+@mountpoint_argument
 def umount(mountpoint: str) -> None:
-    """Unmount, and wait until everything is on disk.
+    """Unmount, and wait until all data are on disk.
 
     \b
     Example:
@@ -81,9 +106,10 @@ def unmount_and_wait(place: str) -> None:
         pid = Client(place).status()["pid"]
         daemon = os.pidfd_open(pid)
     except (CacheFsError, OSError):
-        # Its fast path would have its jobs wait for a daemon that cannot come any more.
+        # Without a daemon nothing has to be written. A dead mount is also aborted: its fast path would let jobs wait
+        # for a daemon that cannot come.
         if not detach_dead(place, MountInstance.has_lost_daemon):
-            mounts.unmount(place, lazy=True)  # its daemon does not answer: nothing to wait for
+            mounts.unmount(place, lazy=True)
         remove_remains(place)
         return
     top = mount_table.top_mount(place)
@@ -92,7 +118,7 @@ def unmount_and_wait(place: str) -> None:
         others = [m.mountpoint for m in mount_table.mounts() if top is not None and m.device == top.device]
         if others:
             raise CacheFsError(
-                f"unmounted, but the mount lives on at {', '.join(others)} (mount --bind): umount that, too"
+                f"unmounted, but still mounted on {', '.join(others)} (mount --bind): unmount that as well"
             )
         if not _has_ended(pid, daemon, UMOUNT_TIMEOUT_S):
             raise CacheFsError(f"unmounted, but the daemon is still writing after {UMOUNT_TIMEOUT_S:.0f} s")
@@ -101,7 +127,7 @@ def unmount_and_wait(place: str) -> None:
 
 
 def _has_ended(pid: int, pidfd: int, timeout_s: float) -> bool:
-    """Wait for the end of a daemon. One of its threads may remain, in the kernel, for a source that hangs."""
+    """Wait for the end of a daemon. One of its threads may remain in the kernel, waiting for a source that hangs."""
     deadline = time.monotonic() + timeout_s
     while not select.select([pidfd], [], [], END_POLL_S)[0]:
         if is_dying(pid):
@@ -112,10 +138,9 @@ def _has_ended(pid: int, pidfd: int, timeout_s: float) -> bool:
 
 
 @main.command()
-@click.argument("mountpoint", type=Place())
-@one_line_errors
+@mountpoint_argument
 def restart(mountpoint: str) -> None:
-    """Replace the processes of a mount by those of the installed version. Jobs go on: nothing is unmounted.
+    """Replace the processes of a mount. The installed version takes over; nothing is unmounted, and jobs continue.
 
     \b
     Example (an upgrade):
@@ -131,16 +156,16 @@ def restart(mountpoint: str) -> None:
     except FileNotFoundError:
         raise CacheFsError(f"{place} was mounted by another user: only they may restart it") from None
     if mounted is None:
-        raise CacheFsError(f"nothing is mounted on {place} by cachefs")
+        raise CacheFsError(f"no cachefs is mounted on {place}")
     mount_config = config.load(mounted.directory / config.CONFIG_NAME)
-    if is_served(place):
+    if is_served(place, mounted.directory):
         _wake_daemon(place)
         _check_replaceable(place)
         cache_directory.check_inheritable(mount_config.cache_place, mount_config.source)
     from daemon.session import Session
 
     background.log_to_stderr(mount_config.log_level)
-    # From the fork on all depends on the successor alone: this command may be killed.
+    # After the fork the successor needs this command no more: it may be killed.
     session = Session(mount_config, reread=reread, dismiss=_dismiss)
     background.run_in_background(session.serve, mount_config.log_level, ends_with_command=False)
     if not mounted.is_mounted():
@@ -148,30 +173,30 @@ def restart(mountpoint: str) -> None:
 
 
 def _check_replaceable(place: str) -> None:
-    """Raises CacheFsError where the daemon cannot have a successor, before it is sent away for one."""
+    """Raises CacheFsError if the daemon cannot have a successor. Called before the daemon is told to leave."""
     from cachefs.contract.shared import SHARED_VERSION
     from cachefs.fastpath import processes
 
     status = Client(place).status()
     fastpath = status["fastpath"]
     if fastpath is None:
-        return  # it says so itself
+        return  # the daemon itself refuses to leave
     if not process.has_descriptors_of(status["pid"]):
         raise CacheFsError(
-            f"more files are open on {place} than this shell lets its processes have: raise ulimit -n, or "
-            "restart it as its service does"
+            f"more files are open on {place} than the limit of this shell allows: raise ulimit -n, or restart with "
+            "the limit of the service"
         )
     if not processes.is_built():
-        raise CacheFsError("the fast path of this version is not built: nothing could take the mount over")
-    if fastpath.get("shared_version", _VERSION_THAT_DID_NOT_SAY) != SHARED_VERSION:
+        raise CacheFsError("the fast path of this version is not built: it could not take over the mount")
+    if fastpath.get("shared_version", _FIRST_SHARED_VERSION) != SHARED_VERSION:
         raise CacheFsError(
-            f"{place} is served by another version, whose processes share memory of another layout: "
-            "umount it, and mount it again"
+            f"{place} is served by another version, whose shared memory has another layout: unmount it, and mount it "
+            "again"
         )
 
 
 def _wake_daemon(place: str) -> None:
-    """A daemon that was stopped (SIGSTOP) answers nobody, and hears no signal but these."""
+    """Continue a daemon that was stopped (SIGSTOP): it answers no request, and receives no other signal but SIGKILL."""
     pid = server(place)
     with suppress(OSError):
         if pid:
@@ -179,8 +204,8 @@ def _wake_daemon(place: str) -> None:
 
 
 def _dismiss(mounted: MountInstance) -> Handed:
-    """Have the daemon end, and leave the mount; what it had open. Raises CacheFsError where it does not."""
-    if not is_served_by(mounted.directory):
+    """Make the daemon leave the mount and end; return what it had open. Raises CacheFsError if it does not end."""
+    if not is_served(mounted.mountpoint, mounted.directory):
         return Handed()
     client = Client(mounted.mountpoint, directory=mounted.directory)
     pid = client.status()["pid"]
@@ -192,13 +217,18 @@ def _dismiss(mounted: MountInstance) -> Handed:
 
 
 @main.command()
-@click.argument("mountpoint", type=Place())
-@click.option("--json", "as_json", is_flag=True, help="One JSON object.")
-@click.option("--watch", "watched", is_flag=True, help="A live screen, until Ctrl-C.")
-@click.option("--interval", type=click.FloatRange(0.1), default=2.0, show_default=True, metavar="S", help="Of --watch.")
-@one_line_errors
+@mountpoint_argument
+@json_option
+@click.option("--watch", "watched", is_flag=True, help="Show a live screen until Ctrl-C.")
+@click.option(
+    "--interval",
+    type=click.FloatRange(0.1),
+    default=2.0,
+    metavar="S",
+    help="Refresh interval of --watch.",
+)
 def status(mountpoint: str, as_json: bool, watched: bool, interval: float) -> None:
-    """What a mount is doing: hits, misses, what is cached, what went to the source.
+    """Show the state of a mount. Includes hits, misses, cached data, and calls to the source.
 
     \b
     Examples:
@@ -208,24 +238,23 @@ def status(mountpoint: str, as_json: bool, watched: bool, interval: float) -> No
     client = Client(mountpoint)
     answer = client.status()
     if "latencies" not in answer:
-        raise CacheFsError(f"the daemon of {mountpoint} is of an older version: cachefs restart {mountpoint}")
+        raise CacheFsError(f"the daemon of {mountpoint} is an older version: run cachefs restart {mountpoint}")
     if watched:
         from daemon.cli.watch import watch
 
         with suppress(KeyboardInterrupt):
             watch(client, interval)
-        return
-    if as_json:
+    elif as_json:
         click.echo(json.dumps(answer, indent=2))
-        return
-    from daemon.cli.display import print_status
+    else:
+        from daemon.cli.display import print_status
 
-    print_status(answer)
+        print_status(answer)
 
 
 @main.group("config")
 def configuration() -> None:
-    """Configuration files, as `cachefs mount --config` reads them.
+    """Check and show configuration files. `cachefs mount --config` reads them.
 
     \b
     Example:
@@ -237,7 +266,7 @@ def configuration() -> None:
 @configuration.command()
 @click.argument("file", type=click.Path(path_type=Path))
 def check(file: Path) -> None:
-    """Say whether a file makes sense. Nothing is mounted.
+    """Check a configuration file. Nothing is mounted.
 
     \b
     Example:
@@ -245,15 +274,14 @@ def check(file: Path) -> None:
     """
     with mount.make_context("mount", ["--config", str(file)]) as context:
         make_mount_config(context.params)
-    say(f"{file}: good")
+    say(f"{file}: valid")
 
 
 @configuration.command()
-@click.argument("mountpoint", type=Place())
-@click.option("--json", "as_json", is_flag=True, help="One JSON object.")
-@one_line_errors
+@mountpoint_argument
+@json_option
 def show(mountpoint: str, as_json: bool) -> None:
-    """Every option of a mount, and where its value comes from: as a configuration file, defaults commented out.
+    """Print the options of a mount as a configuration file, with the origin of each. Defaults are commented out.
 
     \b
     Example:
@@ -266,22 +294,3 @@ def show(mountpoint: str, as_json: bool) -> None:
         return
     for line in as_toml({name: config.Setting(**setting) for name, setting in answer.items()}):
         say(line)
-
-
-for command in (
-    mount,
-    warm_up,
-    evict,
-    invalidate,
-    pin,
-    unpin,
-    info,
-    snapshot,
-    verify,
-    gc,
-    doctor,
-    simulate,
-    graph,
-    trace,
-):
-    main.add_command(command)

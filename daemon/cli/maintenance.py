@@ -1,4 +1,4 @@
-"""`cachefs verify` and `cachefs gc`: caches on the local disk."""
+"""`cachefs verify` and `cachefs gc`: maintenance of caches on the local disk."""
 
 import fcntl
 import json
@@ -6,35 +6,32 @@ import os
 import shutil
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import click
+from rich.filesize import decimal
 
 from cachefs.client.client import Client
 from cachefs.client.locations import cache_root
-from cachefs.errors import CacheFsError
 from cachefs.printable import one_line
-from daemon.config.parameters import Place, one_line_errors
+from daemon.config.parameters import mountpoint_argument
 from daemon.output import say
 
 
 @click.command()
-@click.argument("mountpoint", type=Place())
-@click.option("--repair", is_flag=True, help="Drop the bad ones: they are fetched again when they are read.")
-@one_line_errors
+@mountpoint_argument
+@click.option("--repair", is_flag=True, help="Drop corrupt records. They are fetched again when they are read.")
 def verify(mountpoint: str, repair: bool) -> None:
-    """Read every record of a mount's cache and compare it with its checksum. The mount goes on meanwhile.
+    """Verify the checksums of a mount's cache. The mount stays in use.
 
-    Readers check what they read anyway; this finds a disk that is going bad before they do. The exit status is 1 if
-    there are bad records, and they were not dropped.
+    Every read checks what it reads; this command finds a failing disk earlier. The exit status is 1 if there are
+    corrupt records and --repair was not given.
 
     \b
     Example:
       cachefs verify /data/imagenet --repair
     """
     from rich.console import Console
-    from rich.filesize import decimal
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
     from cachefs.store.verify import BadRecord, Verified, verify
@@ -54,30 +51,23 @@ def verify(mountpoint: str, repair: bool) -> None:
                 highlight=False,
                 markup=False,
             )
-    say(f"{done.records:,} records, {decimal(done.bytes)}: {len(bad):,} bad, {done.orphans:,} without a file")
+    say(f"{done.records:,} records, {decimal(done.bytes)}: {len(bad):,} corrupt, {done.orphans:,} without a file")
     if bad and repair:
         client.drop([(each.inode, each.offset, each.blob_offset) for each in bad])
-        say(f"{len(bad):,} dropped; they are fetched again when they are read")
+        say(f"{len(bad):,} dropped; they will be fetched again when they are read")
     elif bad:
         sys.exit(1)
 
 
-@dataclass(frozen=True, slots=True)
-class Cache:
-    path: Path
-    source: str
-    bytes: int
-
-
-def caches(root: Path) -> Iterator[Cache]:
-    """All beneath the usual place."""
+def caches(root: Path) -> Iterator[tuple[Path, str, int]]:
+    """(path, source, size in bytes) of the caches beneath a directory."""
     for path in sorted(root.iterdir()) if root.is_dir() else ():
         try:
             source = str(json.loads((path / "cache.json").read_text())["source"])
             size = sum(file.lstat().st_blocks * 512 for file in path.rglob("*"))
         except (OSError, ValueError, KeyError, TypeError):
             continue
-        yield Cache(path, source, size)
+        yield path, source, size
 
 
 def is_in_use(path: Path) -> bool:
@@ -95,37 +85,31 @@ def is_in_use(path: Path) -> bool:
 
 
 @click.command()
-@click.option("--delete", is_flag=True, help="Delete them. Without it they are only listed.")
+@click.option("--delete", is_flag=True, help="Delete the caches instead of listing them.")
 @click.option(
     "--root",
     type=click.Path(path_type=Path),
     metavar="DIR",
-    help="Where caches lie. [default: /var/cache/cachefs, for users $XDG_CACHE_HOME/cachefs]",
+    help="Search this directory. [default: /var/cache/cachefs for root, $XDG_CACHE_HOME/cachefs for users]",
 )
-@one_line_errors
 def gc(delete: bool, root: Path | None) -> None:
-    """Find the caches of sources that do not exist any more.
+    """List or delete caches whose source does not exist.
 
-    A source that is not mounted at the moment looks just the same: read the list before you --delete.
+    A source that is not mounted looks the same as one that was deleted: check the list before you use --delete.
 
     \b
     Example:
       cachefs gc
       cachefs gc --delete
     """
-    from rich.filesize import decimal
-
     freed = count = 0
-    for cache in caches(root or cache_root()):
-        if os.path.isdir(cache.source) or is_in_use(cache.path):
+    for path, source, size in caches(root or cache_root()):
+        if os.path.isdir(source) or is_in_use(path):
             continue
-        say(f"{cache.path}: {decimal(cache.bytes)}, of {cache.source}, which is not there")
+        say(f"{path}: {decimal(size)}, source {source} does not exist")
         if delete:
-            try:
-                shutil.rmtree(cache.path)
-            except OSError as error:
-                raise CacheFsError(f"cannot delete {cache.path}: {error.strerror or error}") from error
-        freed += cache.bytes
+            shutil.rmtree(path)
+        freed += size
         count += 1
     done = "deleted" if delete else "to be deleted (--delete)"
-    say(f"{count} caches, {decimal(freed)} {done}" if count else "no cache is without its source")
+    say(f"{count} caches, {decimal(freed)} {done}" if count else "no caches without a source")

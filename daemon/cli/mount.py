@@ -1,5 +1,6 @@
-"""`cachefs mount`: its options, what they mean together, and the daemon that they start."""
+"""`cachefs mount`: its options, their valid combinations, and the daemon that it starts."""
 
+import importlib.metadata
 import math
 import os
 from collections.abc import Mapping
@@ -10,15 +11,14 @@ from typing import Any, TextIO
 
 import click
 
+import daemon
 from cachefs.client import locations, mount_table
 from cachefs.contract.shared import SETTLE_NS
 from cachefs.errors import CacheFsError
 from cachefs.metadata.limit import NAMES as METADATA_RETENTION
 from cachefs.options import CacheLevel, Options, Revalidate
 from cachefs.system.clock import NANOSECONDS
-from daemon.cli.conflict import check_daemon_package
-from daemon.config import config, config_file, settings
-from daemon.config.parameters import MetricsAddress, MinimumAge, Place, Seconds, Size, one_line_errors
+from daemon.config import config, config_file, parameters, settings
 from daemon.kernel import probe
 from daemon.output import say
 from daemon.service import background, process
@@ -29,9 +29,9 @@ from policies.prefetch.dependency_graph import DependencyGraph, InvalidGraph, pa
 
 
 def make_mount_config(given: Mapping[str, Any]) -> config.MountConfig:
-    """In the context of the command, which knows where the values come from.
+    """The configuration of a mount. Runs in the context of the command, which knows where the values come from.
 
-    `given`: the command's parameters by their names. Raises click.UsageError where they contradict each other.
+    `given`: the command's parameters by name. Raises click.UsageError if they contradict each other.
     """
     context = click.get_current_context()
     _check_combination(given)
@@ -51,9 +51,9 @@ def make_mount_config(given: Mapping[str, Any]) -> config.MountConfig:
         source=source,
         mountpoint=mount_table.absolute(given["mountpoint"], realpath),
         options=options,
-        cache_dir=_absolute(given["cache_dir"]),
+        cache_dir=given["cache_dir"] and given["cache_dir"].absolute(),
         cache_size_bytes=given["cache_size"],
-        metadata_snapshot=_absolute(given["metadata_snapshot"]),
+        metadata_snapshot=given["metadata_snapshot"] and given["metadata_snapshot"].absolute(),
         allow_other=allow_other,
         foreground=given["foreground"],
         log_level=given["log_level"],
@@ -66,19 +66,19 @@ def make_mount_config(given: Mapping[str, Any]) -> config.MountConfig:
 def _check_combination(given: Mapping[str, Any]) -> None:
     read_only, cache, limit = given["read_only"], given["cache"], given["metadata_limit"]
     if math.isinf(given["attr_timeout"] or 0.0) and not read_only:
-        raise click.UsageError("--attr-timeout inf needs --read-only: other nodes' changes would never show up")
+        raise click.UsageError("--attr-timeout inf needs --read-only: changes by other nodes would never be seen")
     if given["prefetch_graph"] is not None and given["prefetch"] is not None:
-        raise click.UsageError("--prefetch-graph says what is fetched: leave out --prefetch")
+        raise click.UsageError("--prefetch-graph and --prefetch exclude each other")
     if given["metadata_snapshot"] is not None and (not read_only or cache == "none"):
-        raise click.UsageError("--metadata-snapshot needs --read-only: elsewhere names and listings are not pinned")
+        raise click.UsageError("--metadata-snapshot needs --read-only: other mounts do not pin names and listings")
     if given["metadata_snapshot"] is not None and limit is not None:
-        raise click.UsageError("--metadata-snapshot pins what is in it: leave out --metadata-limit")
+        raise click.UsageError("--metadata-snapshot and --metadata-limit exclude each other")
     if given["metadata_retention"] is not None and limit is None:
         raise click.UsageError("--metadata-retention needs --metadata-limit")
     prefetch = prefetch_policies.GRAPH if given["prefetch_graph"] is not None else given["prefetch"]
     if prefetch in prefetch_policies.BEYOND_FILES and not (read_only and cache == "full"):
         name = "--prefetch-graph" if prefetch == prefetch_policies.GRAPH else f"--prefetch {prefetch}"
-        raise click.UsageError(f"{name} needs --read-only: elsewhere only what is read is immutable")
+        raise click.UsageError(f"{name} needs --read-only and --cache full: other mounts only cache what is read")
 
 
 def _options(given: Mapping[str, Any]) -> Options:
@@ -112,17 +112,30 @@ def _options(given: Mapping[str, Any]) -> Options:
 
 
 def _graph(file: TextIO | None) -> tuple[str, ...]:
+    """The lines of a graph that is valid."""
+    if file is None:
+        return ()
     try:
-        lines = tuple(file or ())
-        if file is not None:
-            DependencyGraph(parse_graph(lines))
+        lines = tuple(file)
+        DependencyGraph(parse_graph(lines))
     except (InvalidGraph, UnicodeDecodeError) as error:
         raise click.UsageError(f"--prefetch-graph: {error}") from None
     return lines
 
 
-def _absolute(path: Path | None) -> Path | None:
-    return path.absolute() if path is not None else None
+def _check_package() -> None:
+    """Raises CacheFsError if another distribution has installed a package `daemon`, as python-daemon does.
+
+    One has then overwritten files of the other, and errors would be obscure.
+    """
+    owners = importlib.metadata.packages_distributions().get("daemon", [])
+    others = sorted({owner for owner in owners if owner != "cachefs"})
+    if others or getattr(daemon, "DISTRIBUTION", None) != "cachefs":
+        names = ", ".join(others) or "another distribution"
+        raise CacheFsError(
+            f"the import package 'daemon' of cachefs is shared with {names}: "
+            "install cachefs in a virtual environment of its own"
+        )
 
 
 @click.command()
@@ -133,163 +146,149 @@ def _absolute(path: Path | None) -> Path | None:
     is_eager=True,
     expose_value=False,
     callback=config_file.use,
-    help="Read options from a TOML file, by their names; those on the command line win.",
+    help="Read options from a TOML file, by name. The command line overrides the file.",
 )
-@click.argument("source", type=Place())
-@click.argument("mountpoint", type=Place())
+@click.argument("source", type=parameters.PLACE)
+@parameters.mountpoint_argument
 @click.option(
     "--profile",
     type=click.Choice(list(settings.PROFILES)),
     default="training",
-    show_default=True,
     is_eager=True,
     callback=settings.use_profile,
-    help="training: files are immutable once read. inference: opened once, read for ever (--read-only --revalidate "
-    "never). changing: the dataset changes, nothing is pinned (--cache none --attr-timeout 1 --prefetch none).",
+    help="Set defaults for a use. training: files are immutable once read. inference: files never change "
+    "(--read-only --revalidate never). changing: the dataset changes, nothing is pinned (--cache none --attr-timeout 1 "
+    "--prefetch none).",
 )
 @click.option(
     "--cache-dir",
     type=click.Path(path_type=Path),
     metavar="DIR",
-    help="Where blob and index lie, on a local SSD. [default: /var/cache/cachefs/ID of the source, "
-    "for users $XDG_CACHE_HOME/cachefs/ID]",
+    help="Store the cache in DIR, on a local SSD. [default: /var/cache/cachefs/ID or $XDG_CACHE_HOME/cachefs/ID]",
 )
-@click.option("--cache-size", type=Size(), help="How much may be cached, such as 500G. [default: 90 % of what is free]")
+@click.option(
+    "--cache-size", type=parameters.SIZE, help="Limit the size of the cache, e.g. 500G. [default: 90 % of free space]"
+)
 @click.option(
     "--metadata-snapshot",
     type=click.Path(dir_okay=False, path_type=Path),
     metavar="FILE",
-    help="What a new cache starts from instead of walking the tree: a file that `cachefs snapshot export` made on "
-    "another node. Needs --read-only.",
+    help="Fill a new cache from a file of `cachefs snapshot export`, without a scan. Needs --read-only.",
 )
 @click.option(
     "--cache",
     type=click.Choice([level.value for level in CacheLevel]),
     default="full",
-    show_default=True,
-    help="none: pass everything through; metadata: pin metadata; full: data on the local disk as well.",
+    help="Choose what to cache: none, metadata (names and attributes), or full (metadata, and data on disk).",
 )
 @click.option(
     "--retention",
     type=click.Choice(retention_policies.MOUNTABLE),
-    help="Which data go when the cache is full. retire: directories, or partitions of --prefetch-graph, that training "
-    "is through with. [default: no-replacement; with --prefetch-graph: retire]",
+    help="Choose which data to evict when the cache is full. retire: directories, or partitions of --prefetch-graph, "
+    "that training has finished with. [default: no-replacement; with --prefetch-graph: retire]",
 )
 @click.option(
     "--metadata-limit",
     type=click.IntRange(min=1),
     metavar="N",
-    help="How many inodes may be pinned; each takes about 700 bytes of disk. [default: no limit]",
+    help="Limit the number of pinned inodes. Each takes about 700 bytes of disk. [default: no limit]",
 )
 @click.option(
     "--metadata-retention",
     type=click.Choice(METADATA_RETENTION),
-    help="Which files' metadata go beyond the limit, and their data with them. no-replacement: what comes later is "
-    "served from the source. [default: no-replacement]",
+    help="Choose which files lose their pinned metadata, and with it their data, beyond --metadata-limit. "
+    "no-replacement: later files are not pinned. [default: no-replacement]",
 )
 @click.option(
     "--prefetch",
     type=click.Choice([name for name in prefetch_policies.NAMES if name != prefetch_policies.GRAPH]),
-    help="What is fetched before it is read. sequential: the next chunk of a large file; directory: the rest of a "
-    "directory; all: everything, in directory order. The last two need --read-only. [default: sequential]",
+    help="Choose what to fetch before it is read. sequential: the next chunk of a large file; directory: the other "
+    "files of a directory; all: everything, in directory order. The last two need --read-only. [default: sequential]",
 )
 @click.option(
     "--prefetch-graph",
     type=click.File(),
     metavar="FILE",
-    help="Partitions and what they depend on, in lines of JSON: when one is opened, what depends on it is fetched. "
-    "Needs --read-only. `cachefs graph build` makes them.",
+    help="Fetch the dependents of a partition when it is opened. `cachefs graph build` makes FILE. Needs --read-only.",
 )
 @click.option(
     "--read-only/--no-read-only",
     default=False,
-    help="The dataset is complete: pin whatever was seen, absent names included. Writes fail with EROFS.",
+    help="Treat the dataset as complete: pin all that is looked up, absent names too. Writes fail with EROFS.",
 )
 @click.option(
     "--mutable",
     multiple=True,
     metavar="GLOB",
-    help="Paths that are never immutable and never cached, such as '*.log' or 'runs/**'. Repeatable.",
+    help="Never make these paths immutable, and never cache them, e.g. '*.log' or 'runs/**'. Repeatable.",
 )
 @click.option(
     "--small-file",
-    type=Size(),
+    type=parameters.SIZE,
     default="1M",
-    show_default=True,
-    help="Up to this size files are fetched whole (at most 4M); of larger ones what is read, more for who reads on.",
+    help="Fetch files up to this size whole (at most 4M), and larger files in windows that grow with sequential reads.",
 )
 @click.option(
     "--attr-timeout",
-    type=Seconds(allow_infinity=True),
-    metavar="S",
-    help="How long what is not pinned is believed. [default: 1; with --read-only: inf]",
+    type=parameters.SECONDS_OR_INFINITY,
+    help="Use unpinned metadata for so long without asking the source. [default: 1; with --read-only: inf]",
 )
 @click.option(
     "--revalidate",
     type=click.Choice([kind.value for kind in Revalidate]),
     default="auto",
-    show_default=True,
-    help="After a restart: compare each object with the source at its first use (lazy), never, or until it is certain "
-    "that the recursive ctime of a CephFS has not moved, which takes a minute (rctime). auto: rctime where there is "
-    "one, else lazy.",
+    help="Compare cached objects with the source after a remount. lazy: at the first use of each; rctime: only until "
+    "the recursive ctime of CephFS proves that nothing has changed; auto: rctime if there is one, else lazy.",
 )
 @click.option(
     "--source-timeout",
-    type=Seconds(allow_infinity=False, allow_zero=False),
+    type=parameters.POSITIVE_SECONDS,
     default=30.0,
-    show_default=True,
-    metavar="S",
-    help="A call that the source does not answer for so long fails.",
+    help="Fail a call that the source does not answer in this time.",
 )
 @click.option(
     "--allow-other/--no-allow-other",
     default=None,
-    help="May other users see the mount? [default: yes for root, no for users]",
+    help="Let other users access the mount. [default: yes for root, no for users]",
 )
 @click.option(
     "--simulate-latency",
-    type=Seconds(allow_infinity=False),
+    type=parameters.SECONDS,
     default=0.0,
     metavar="MS",
-    help="Delay every call to the source, as a parallel filesystem would. For demonstrations and benchmarks.",
+    help="Delay every call to the source, for demonstrations and benchmarks.",
 )
 @click.option(
     "--fastpath/--no-fastpath",
     default=True,
-    help="Answer hits without Python. --no-fastpath: the same behaviour, slower. [default: if it was built]",
+    help="Answer hits in C, if the fast path was built. --no-fastpath behaves the same, but is slower.",
 )
 @click.option(
     "--fetch-threads",
     type=click.IntRange(1, 128),
     default=64,
-    show_default=True,
-    help="How many files the fast path fetches from the source at once.",
+    help="Set how many files the fast path fetches at once.",
 )
 @click.option(
     "--reconnect-timeout",
-    type=Seconds(allow_infinity=False),
+    type=parameters.SECONDS,
     default=60.0,
-    show_default=True,
-    metavar="S",
-    help="How long requests that need the daemon wait for the next one when it has died.",
+    help="If the daemon dies, let requests that need it wait for the next daemon for so long.",
 )
 @click.option("--foreground", is_flag=True, help="Stay in the foreground and log to stderr.")
 @click.option(
     "--log-level",
     type=click.Choice(background.LOG_LEVELS),
     default="info",
-    show_default=True,
-    help="What is worth a line in the log: DIR/daemon.log of the cache, stderr or the journal.",
+    help="Set the least severity to log, to daemon.log in the cache directory, or in the foreground to stderr.",
 )
 @click.option(
     "--metrics",
-    type=MetricsAddress(),
-    help="Serve metrics for Prometheus there: a Unix socket (/run/imagenet.sock) or a loopback port (9123). "
-    "[default: no]",
+    type=parameters.METRICS_ADDRESS,
+    help="Serve Prometheus metrics on a Unix socket (/run/imagenet.sock) or a loopback port (9123). [default: no]",
 )
-@click.option("--minimum-age", type=MinimumAge(), default=SETTLE_NS / NANOSECONDS, hidden=True)  # for tests
-@one_line_errors
-def mount(**parameters: Any) -> None:
+@click.option("--minimum-age", type=parameters.MINIMUM_AGE, default=SETTLE_NS / NANOSECONDS, hidden=True)  # for tests
+def mount(**given: Any) -> None:
     """Mount SOURCE on MOUNTPOINT, which may be SOURCE itself.
 
     \b
@@ -299,15 +298,17 @@ def mount(**parameters: Any) -> None:
       cachefs mount --config /etc/cachefs/imagenet.toml
     """
     process.leave_starter()
-    mount_config = make_mount_config(parameters)
-    check_daemon_package()
-    # Imported here: pyfuse3 and trio take a third of a second that `cachefs status` need not wait for.
+    mount_config = make_mount_config(given)
+    _check_package()
+    # Imported here: pyfuse3 and trio take a third of a second, which `cachefs status` need not wait for.
     from cachefs.fastpath import processes
     from daemon.session import Session
 
     background.log_to_stderr(mount_config.log_level)
     if mount_config.options.fastpath and not processes.is_built():
-        say("cachefs: the fast path is not built (compiler, liblmdb, xxhash): Python serves alone", err=True)
+        say(
+            "cachefs: the fast path is not built (it needs a C compiler, liblmdb and xxhash): running without", err=True
+        )
         mount_config = replace(mount_config, options=replace(mount_config.options, fastpath=False))
     session = Session(mount_config, reread=reread)
     if mount_config.foreground:
@@ -315,7 +316,7 @@ def mount(**parameters: Any) -> None:
         return
     was_mounted = mount_table.is_mounted(mount_config.mountpoint)
     background.run_in_background(session.serve, mount_config.log_level, ends_with_command=True)
-    if was_mounted:  # it was answering before, and its source may not
+    if was_mounted:  # a take-over: the mount answered before, and its source may not answer now
         return
     try:
         os.stat(mount_config.mountpoint)
@@ -323,6 +324,5 @@ def mount(**parameters: Any) -> None:
         raise CacheFsError(f"mounted, but {mount_config.mountpoint} does not answer: {error.strerror}") from error
 
 
-def reread(running: config.MountConfig) -> tuple[config.MountConfig, list[str]]:
-    """As `settings.reread`, with this command's options."""
-    return settings.reread(mount, running)
+reread = partial(settings.reread, mount)
+"""`settings.reread` with the options of this command."""

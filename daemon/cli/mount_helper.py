@@ -1,9 +1,9 @@
-"""`mount.fuse.cachefs SOURCE MOUNTPOINT -o …`: what mount(8) calls for the type fuse.cachefs, for /etc/fstab as well.
+"""`mount.fuse.cachefs SOURCE MOUNTPOINT -o …`: mount(8) calls it for the type fuse.cachefs, also from /etc/fstab.
 
     /ceph/imagenet  /data/imagenet  fuse.cachefs  ro,cache-size=500G,mutable=*.log,_netdev  0 0
 
-Options are those of `cachefs mount`, by name; `ro` is --read-only. What mount(8) and systemd mean for themselves is
-passed over. Exit status as mount(8) has it: 1 wrong options, 32 it could not be mounted.
+Options are those of `cachefs mount`, by name; `ro` is --read-only. Options that only mount(8) and systemd use are
+ignored. The exit status follows mount(8): 1 for wrong options, 32 if the mount failed.
 """
 
 import re
@@ -13,6 +13,7 @@ from collections.abc import Sequence
 import click
 
 from daemon.cli.mount import mount
+from daemon.config.parameters import one_line_errors
 from daemon.output import say
 
 _IGNORED = re.compile(
@@ -51,7 +52,8 @@ def arguments(given: Sequence[str]) -> list[str]:
 
 def main() -> None:
     try:
-        mount.main(arguments(sys.argv[1:]), "mount.fuse.cachefs", standalone_mode=False)
+        with one_line_errors():
+            mount.main(arguments(sys.argv[1:]), "mount.fuse.cachefs", standalone_mode=False)
     except click.ClickException as error:
         say(f"mount.fuse.cachefs: {error.format_message()}", err=True)
         sys.exit(_USAGE)

@@ -1,29 +1,30 @@
-"""`cachefs warmup`, and the other commands about what is cached of paths: evict, invalidate, pin, unpin, info."""
+"""`cachefs warmup`, evict, invalidate, pin, unpin and info: commands that take paths."""
 
 import json
 import os
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict
 from typing import Any, BinaryIO
 
 import click
+from rich.filesize import decimal
 
 from cachefs.client import mount_table
-from cachefs.client.client import Client, Progress, Report, is_served
+from cachefs.client.client import Client, OnProgress, Progress, Report, is_served
 from cachefs.errors import CacheFsError
-from daemon.config.parameters import Place, one_line_errors
+from daemon.config.parameters import PLACE, json_option
 from daemon.output import say
 
 PLAIN_LINE_S = 5.0
-"""Between lines of progress that do not go to a terminal."""
-paths_argument = click.argument("paths", nargs=-1, required=True, type=Place())
+"""Between lines of progress if stderr is not a terminal."""
+paths_argument = click.argument("paths", nargs=-1, required=True, type=PLACE)
 
 
-def by_mount(paths: Iterable[str]) -> list[tuple[Client, list[str]]]:
-    """Paths as users write them, symlinks followed, with the client of the mount they lie on. Raises CacheFsError."""
+def by_mount(paths: Iterable[str]) -> dict[str, list[str]]:
+    """Mountpoints, and the paths on each, with symlinks resolved. Raises CacheFsError."""
     found: dict[str, list[str]] = {}
     for path in paths:
         plain = os.path.abspath(path)
@@ -31,34 +32,21 @@ def by_mount(paths: Iterable[str]) -> list[tuple[Client, list[str]]]:
             place = mount_table.split(plain)[0]
         except CacheFsError:
             place = mount_table.split(os.path.realpath(plain))[0]
-        if is_served(place):  # else nothing beneath it may be touched: it would not answer
+        if is_served(place):  # else an access beneath it would hang
             plain = os.path.realpath(plain)
             place = mount_table.split(plain)[0]
         found.setdefault(place, []).append(plain)
-    return [(Client(place), inside) for place, inside in found.items()]
-
-
-def listed(file: BinaryIO) -> Iterator[str]:
-    """Paths, one a line. A line ends with a newline: all other bytes may be part of a name."""
-    return (os.fsdecode(line) for raw in file if (line := raw.rstrip(b"\n")))
+    return found
 
 
 @click.command("warmup")
-@click.argument("paths", nargs=-1, type=Place())
-@click.option("--metadata-only", is_flag=True, help="Names and attributes, no data.")
-@click.option(
-    "--from-list",
-    type=click.File("rb"),
-    metavar="FILE",
-    help="More paths, one a line; - is standard input.",
-)
-@click.option(
-    "--jobs", type=click.IntRange(1, 1024), metavar="N", help="How many files are fetched at once. [default: 16]"
-)
-@click.option("--check", is_flag=True, help="Fetch nothing: say how much is cached.")
-@click.option("--background", is_flag=True, help="Return at once; `cachefs status` says how far it is.")
-@click.option("--json", "as_json", is_flag=True, help="One JSON object at the end.")
-@one_line_errors
+@click.argument("paths", nargs=-1, type=PLACE)
+@click.option("--metadata-only", is_flag=True, help="Cache names and attributes, but no data.")
+@click.option("--from-list", type=click.File("rb"), metavar="FILE", help="Read more paths, one a line; - is stdin.")
+@click.option("--jobs", type=click.IntRange(1, 1024), metavar="N", help="Fetch N files at once. [default: 16]")
+@click.option("--check", is_flag=True, help="Print how much is cached, and fetch nothing.")
+@click.option("--background", is_flag=True, help="Return at once. `cachefs status` shows the progress.")
+@json_option
 def warm_up(
     paths: tuple[str, ...],
     metadata_only: bool,
@@ -68,10 +56,10 @@ def warm_up(
     background: bool,
     as_json: bool,
 ) -> None:
-    """Fetch files, and all that is beneath directories, before a job reads them, and pin them.
+    """Fetch and pin files before a job reads them. Directories include all files beneath them.
 
-    What is cached already is not fetched again: an interrupted warm-up goes on where it was. The exit status is 1 if
-    anything is missing at the end.
+    Cached files are not fetched again, so an interrupted warm-up resumes where it stopped. The exit status is 1 if any
+    file is missing at the end.
 
     \b
     Examples:
@@ -80,21 +68,22 @@ def warm_up(
       cachefs warmup --from-list epoch0.txt --background
     """
     if not paths and from_list is None:
-        raise click.UsageError("which PATHs? Or --from-list FILE.")
+        raise click.UsageError("give PATHS or --from-list FILE")
     if check and (background or jobs):
-        raise click.UsageError("--check fetches nothing: leave out --background and --jobs")
+        raise click.UsageError("--check excludes --background and --jobs: it fetches nothing")
     wanted = by_mount(paths)
     if from_list is not None:
-        for path in listed(from_list):
-            place = mount_table.split(os.path.abspath(path))[0]
-            known = next((inside for client, inside in wanted if client.mountpoint == place), None)
-            if known is None:
-                wanted.append((Client(place), known := []))
-            known.append(path)
+        for line in from_list:
+            path = os.fsdecode(line.rstrip(b"\n"))  # all other bytes may be part of a name
+            if not path:
+                continue
+            wanted.setdefault(mount_table.split(os.path.abspath(path))[0], []).append(path)
     total = Report()
     started = time.monotonic()
-    with silent() if as_json or background else shown("checking" if check else "warming up") as on_progress:
-        for client, inside in wanted:
+    silent: AbstractContextManager[OnProgress] = nullcontext(lambda progress: None)
+    with silent if as_json or background else shown("checking" if check else "warming up") as on_progress:
+        for place, inside in wanted.items():
+            client = Client(place)
             if background:
                 client.start_warm_up(inside, jobs=jobs, metadata_only=metadata_only)
             elif check:
@@ -102,30 +91,28 @@ def warm_up(
             else:
                 total += client.warm_up(inside, jobs=jobs, metadata_only=metadata_only, on_progress=on_progress)
     if background:
-        for client, _ in wanted:
-            say(f"in the background: cachefs status {client.mountpoint}")
+        for place in wanted:
+            say(f"warming up in the background; progress: cachefs status {place}")
         return
     finish(total, time.monotonic() - started, as_json=as_json, metadata_only=metadata_only)
 
 
 def finish(report: Report, seconds: float, *, as_json: bool, metadata_only: bool) -> None:
-    """Say what came of it; exit status 1 if anything is missing."""
+    """Print the result; exit with 1 if anything is missing."""
     if as_json:
         click.echo(json.dumps({**asdict(report), "is_complete": report.is_complete, "seconds": round(seconds, 3)}))
     else:
         for problem in report.problems:
             say(f"cachefs: {problem}", err=True)
-        say(summary(report, seconds, metadata_only=metadata_only))
+        say(_summary(report, seconds, metadata_only=metadata_only))
     if not report.is_complete:
         sys.exit(1)
 
 
-def summary(report: Report, seconds: float, *, metadata_only: bool) -> str:
-    from rich.filesize import decimal
-
-    share = 100 * report.cached_files / report.files if report.files else 100.0
-    # Never 100 % when something is missing.
-    share = min(share, 99.9) if report.cached_files < report.files else share
+def _summary(report: Report, seconds: float, *, metadata_only: bool) -> str:
+    share = 100.0
+    if report.cached_files < report.files:
+        share = min(100 * report.cached_files / report.files, 99.9)  # never 100 % if something is missing
     parts = [
         f"{report.cached_files:,} of {report.files:,} files {'pinned' if metadata_only else 'cached'} ({share:.1f} %)"
     ]
@@ -134,25 +121,19 @@ def summary(report: Report, seconds: float, *, metadata_only: bool) -> str:
     if report.fetched_files:
         parts.append(f"{report.fetched_files:,} fetched in {seconds:.1f} s")
     if report.mutable_files:
-        parts.append(f"{report.mutable_files:,} mutable ones left out")
+        parts.append(f"{report.mutable_files:,} mutable files skipped")
     if report.errors:
         parts.append(f"{report.errors:,} errors")
     return "; ".join(parts)
 
 
 @contextmanager
-def silent() -> Iterator[Callable[[Progress], None]]:
-    yield lambda progress: None
-
-
-@contextmanager
-def shown(what: str) -> Iterator[Callable[[Progress], None]]:
-    """A bar on a terminal, else a line now and then; on stderr."""
+def shown(what: str) -> Iterator[OnProgress]:
+    """Show progress on stderr: a bar on a terminal, else a line every few seconds."""
     if not sys.stderr.isatty():
         yield _plain_lines(what)
         return
     from rich.console import Console
-    from rich.filesize import decimal
     from rich.progress import BarColumn, TextColumn, TimeRemainingColumn
     from rich.progress import Progress as Bar
 
@@ -167,14 +148,15 @@ def shown(what: str) -> Iterator[Callable[[Progress], None]]:
     with Bar(*columns, console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task(what, total=0, bytes="", rate="")
         started = time.monotonic()
-        first: list[int] = []
+        first: int | None = None
 
         def update(progress: Progress) -> None:
-            first.append(progress.cached_files) if not first else None
-            rate = (progress.cached_files - first[0]) / max(0.001, time.monotonic() - started)
+            nonlocal first
+            first = progress.cached_files if first is None else first
+            rate = (progress.cached_files - first) / max(0.001, time.monotonic() - started)
             bar.update(
                 task,
-                description=what if progress.scanned else f"{what}, still finding files",
+                description=what if progress.scanned else f"{what}, still searching",
                 completed=progress.cached_files,
                 total=progress.files,
                 bytes=decimal(progress.cached_bytes),
@@ -184,9 +166,7 @@ def shown(what: str) -> Iterator[Callable[[Progress], None]]:
         yield update
 
 
-def _plain_lines(what: str) -> Callable[[Progress], None]:
-    from rich.filesize import decimal
-
+def _plain_lines(what: str) -> OnProgress:
     last = time.monotonic()
 
     def update(progress: Progress) -> None:
@@ -206,90 +186,80 @@ def _plain_lines(what: str) -> Callable[[Progress], None]:
 
 @click.command()
 @paths_argument
-@one_line_errors
 def evict(paths: tuple[str, ...]) -> None:
-    """Take data out of the cache; the room on the local disk is free again. Metadata stay pinned.
+    """Remove data from the cache. Frees space on the local disk; metadata stay pinned.
 
     \b
     Example:
       cachefs evict /data/imagenet/val
     """
-    from rich.filesize import decimal
-
-    for client, inside in by_mount(paths):
-        dropped = client.evict(inside)
-        say(f"{client.mountpoint}: {dropped.files:,} files evicted, {decimal(dropped.bytes)}")
+    for place, inside in by_mount(paths).items():
+        dropped = Client(place).evict(inside)
+        say(f"{place}: {dropped.files:,} files evicted, {decimal(dropped.bytes)}")
 
 
 @click.command()
 @paths_argument
-@one_line_errors
 def invalidate(paths: tuple[str, ...]) -> None:
-    """Forget what is cached of files or directories, in the kernel too; the next use asks the source.
+    """Drop cached data and metadata. The kernel drops them too, and the next use asks the source.
 
     \b
     Example:
       cachefs invalidate /data/imagenet/train/n01440764
     """
     for path in paths:
-        for client, inside in by_mount([path]):
-            say(f"{path}: {client.invalidate(inside)} dropped")
+        for place, inside in by_mount([path]).items():
+            say(f"{path}: {Client(place).invalidate(inside)} dropped")
 
 
 @click.command()
 @paths_argument
-@one_line_errors
 def pin(paths: tuple[str, ...]) -> None:
-    """Make files immutable as if they had been read, also those that were written through the mount. Fetches no data.
+    """Make files immutable without reading them. Includes files written through the mount; fetches no data.
 
     \b
     Example:
       cachefs pin /data/project/preprocessed
     """
-    for client, inside in by_mount(paths):
+    for place, inside in by_mount(paths).items():
         with shown("pinning") as on_progress:
-            report = client.pin(inside, on_progress=on_progress)
+            report = Client(place).pin(inside, on_progress=on_progress)
         for problem in report.problems:
             say(f"cachefs: {problem}", err=True)
-        left_out = (
-            f"; {report.mutable_files:,} left out: open for writing, or --mutable" if report.mutable_files else ""
-        )
-        say(f"{client.mountpoint}: {report.cached_files:,} files are immutable{left_out}")
+        skipped = f"; {report.mutable_files:,} skipped: open for writing, or --mutable" if report.mutable_files else ""
+        say(f"{place}: {report.cached_files:,} files are immutable{skipped}")
         if not report.is_complete:
             sys.exit(1)
 
 
 @click.command()
 @paths_argument
-@one_line_errors
 def unpin(paths: tuple[str, ...]) -> None:
-    """Let immutable files be written to again. They are not cached any more, until pinned or the next restart.
+    """Make immutable files writable again. They are not cached until they are pinned, or until the next restart.
 
     \b
     Example:
       cachefs unpin /data/project/config.json
     """
-    for client, inside in by_mount(paths):
-        say(f"{client.mountpoint}: {client.unpin(inside):,} files may be written to")
+    for place, inside in by_mount(paths).items():
+        say(f"{place}: {Client(place).unpin(inside):,} files are writable")
 
 
 @click.command()
-@click.argument("path", type=Place())
-@click.option("--json", "as_json", is_flag=True, help="One JSON object.")
-@one_line_errors
+@click.argument("path", type=PLACE)
+@json_option
 def info(path: str, as_json: bool) -> None:
-    """What cachefs knows of a file or directory: its state, where its bytes are, when it was compared with the source.
+    """Show the cache state of a file or directory. Includes its extents, and the last comparison with the source.
 
-    The same is to be had as extended attributes, by name: user.cachefs.state, .cached_bytes, .validated_run,
-    .validated_ns.
+    The same is available as extended attributes: user.cachefs.state, .cached_bytes, .validated_run, .validated_ns.
 
     \b
     Example:
       cachefs info /data/imagenet/train/n01440764/n01440764_18.JPEG
       getfattr -n user.cachefs.state /data/imagenet/train
     """
-    ((client, (inside,)),) = by_mount([path])
-    answer = client.info(inside)
+    ((place, (inside,)),) = by_mount([path]).items()
+    answer = Client(place).info(inside)
     if as_json:
         click.echo(json.dumps(answer, indent=2))
         return
@@ -299,8 +269,6 @@ def info(path: str, as_json: bool) -> None:
 
 
 def info_rows(answer: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    from rich.filesize import decimal
-
     yield "path", answer["path"] or "/"
     yield "inode", f"{answer['inode']} ({answer['type']})"
     yield "state", STATES.get(answer["state"], answer["state"])
@@ -315,15 +283,15 @@ def info_rows(answer: dict[str, Any]) -> Iterator[tuple[str, str]]:
         if answer["extent_count"] > len(answer["extents"]):
             yield "", f"and {answer['extent_count'] - len(answer['extents']):,} more"
     when = answer["validated_ns"]
-    since = time.strftime(", which began %Y-%m-%d %H:%M:%S", time.localtime(when / 1e9)) if when else ""
-    valid = "" if answer["is_valid"] else "; is compared again at its next use"
+    since = time.strftime(", which began at %Y-%m-%d %H:%M:%S", time.localtime(when / 1e9)) if when else ""
+    valid = "" if answer["is_valid"] else "; will be compared again at the next use"
     yield "compared", f"with the source in run {answer['validated_run']}{since}{valid}"
 
 
 STATES = {
-    "immutable": "immutable: served from the cache, never written to",
-    "pinned": "pinned: believed without asking the source",
-    "unpinned": "not pinned: believed for --attr-timeout",
-    "written": "written through this mount: stays mutable in this run, not cached",
-    "mutable": "mutable by --mutable: never cached",
+    "immutable": "immutable: served from the cache, not writable",
+    "pinned": "pinned: valid without asking the source",
+    "unpinned": "not pinned: valid for --attr-timeout",
+    "written": "written through this mount: mutable and not cached in this run",
+    "mutable": "matched by --mutable: mutable, never cached",
 }

@@ -1,4 +1,4 @@
-"""What a mount was told: options, the configuration file, where each value comes from.
+"""How a mount is configured: its options, the configuration file, and where each value comes from.
 
-`config` keeps them for the next daemon.
+`config` stores them for the next daemon.
 """

@@ -1,8 +1,7 @@
-"""What a mount was told: the values that users write, and the file that keeps them for the next daemon."""
+"""The configuration of a mount: values as users write them, and the file that stores them for the next daemon."""
 
 import json
 import re
-from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from enum import Enum
 from pathlib import Path
@@ -17,24 +16,22 @@ from policies.globs import Globs
 CONFIG_NAME = "mount.json"
 _UNITS = {"": 0, "K": 10, "M": 20, "G": 30, "T": 40, "P": 50}
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGTP]?)(?:i?B)?", re.IGNORECASE)
-
-
 MAX_SIZE_BYTES = 1 << 60
 
 
-def parse_size(text: str) -> int:
-    """ "10G", "1.5T", "512MiB", "4096" → bytes; units are powers of 1024. Raises ValueError."""
-    match = _SIZE.fullmatch(text.strip())
+def parse_size(value: str | float) -> int:
+    """ "10G", "1.5T", "512MiB", "4096", 4096 → bytes; units are powers of 1024. Raises ValueError."""
+    match = _SIZE.fullmatch(str(value).strip())
     if match is None:
-        raise ValueError(f"{text!r} is not a size: use a number with K, M, G, T or P, such as 500G")
+        raise ValueError(f"{value!r} is not a size: use a number with K, M, G, T or P, such as 500G")
     size = int(float(match[1]) * (1 << _UNITS[match[2].upper()]))
     if size > MAX_SIZE_BYTES:
-        raise ValueError(f"{text!r} is more than any disk has")
+        raise ValueError(f"{value!r} is larger than any disk")
     return size
 
 
 def format_size(size: int) -> str:
-    """What `parse_size` makes that number of: 536870912000 → "500G"."""
+    """The shortest text that `parse_size` reads as this size: 536870912000 → "500G"."""
     unit = max(
         (u for u, bits in _UNITS.items() if size and size % (1 << bits) == 0), key=_UNITS.__getitem__, default=""
     )
@@ -46,73 +43,66 @@ class Setting:
     """One option of a mount, and where it comes from."""
 
     value: Any
-    """As a configuration file would have it; None: there is none."""
+    """As in a configuration file; None: not set."""
     origin: str
 
 
 @dataclass(frozen=True, slots=True)
 class MountConfig:
-    """Everything `cachefs mount` was told."""
+    """Everything that `cachefs mount` was given."""
 
     source: str
     mountpoint: str
     options: Options
     cache_dir: Path | None = None
     metadata_snapshot: Path | None = None
-    """What a new cache starts from."""
+    """Fills a new cache."""
     cache_size_bytes: int | None = None
-    """None: 90 % of what is free."""
+    """None: 90 % of the free space."""
     allow_other: bool = True
     foreground: bool = False
     log_level: str = "info"
     metrics: str | None = None
-    """Where they are served: see `exporter.parse_address`."""
+    """Address that metrics are served on: see `parse_address`."""
     config_file: Path | None = None
     settings: dict[str, Setting] = field(default_factory=dict)
-    """By the names of the options."""
+    """By option name."""
 
     @property
     def cache_place(self) -> Path:
-        """The cache directory: as it was given, or where it is by default."""
+        """The cache directory: the given one, or the default."""
         return self.cache_dir or locations.default_cache_dir(self.source)
 
     @property
     def own_places(self) -> dict[str, Path]:
-        """What the daemon writes, by what it is called."""
+        """What the daemon writes, by a name for error messages."""
         found = {"cache directory": self.cache_place, "runtime directory": locations.runtime_root()}
         if self.metrics is not None and self.metrics.startswith("/"):
-            found["socket of the metrics"] = Path(self.metrics)
+            found["metrics socket"] = Path(self.metrics)
         return found
 
 
 def save(mount_config: MountConfig, path: Path) -> None:
-    """For whoever starts the mount's daemon again."""
+    """Store the configuration for the next daemon of the mount."""
     private_files.write_file(path, json.dumps(asdict(mount_config), default=_plain, indent=2).encode())
 
 
 def load(path: Path) -> MountConfig:
-    """Raises CacheFsError where there is none that this version understands."""
+    """Raises CacheFsError if there is no configuration that this version understands."""
     try:
         with open(path, encoding="utf-8", opener=private_files.opener) as file:
             fields = json.load(file)
-        options = {name: _RESTORE.get(name, _as_it_is)(value) for name, value in fields.pop("options").items()}
-        places = [fields.pop(name, None) for name in ("cache_dir", "config_file", "metadata_snapshot")]
-        cache_dir, config_file, snapshot = (Path(place) if place is not None else None for place in places)
-        settings = {name: Setting(**setting) for name, setting in fields.pop("settings", {}).items()}
-        return MountConfig(
-            **fields,
-            cache_dir=cache_dir,
-            config_file=config_file,
-            metadata_snapshot=snapshot,
-            options=Options(**options),
-            settings=settings,
-        )
+        for name, restore in {"graph": tuple, "cache": CacheLevel, "revalidate": Revalidate, "mutable": Globs}.items():
+            if name in fields["options"]:
+                fields["options"][name] = restore(fields["options"][name])
+        for name in ("cache_dir", "config_file", "metadata_snapshot"):
+            if fields.get(name) is not None:
+                fields[name] = Path(fields[name])
+        fields["options"] = Options(**fields["options"])
+        fields["settings"] = {name: Setting(**setting) for name, setting in fields.get("settings", {}).items()}
+        return MountConfig(**fields)
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise CacheFsError(f"how it was mounted is not known ({path}: {error})") from error
-
-
-def _as_it_is(value: Any) -> Any:
-    return value
+        raise CacheFsError(f"cannot read how the mount was configured ({path}: {error})") from error
 
 
 def _plain(value: object) -> object:
@@ -121,11 +111,3 @@ def _plain(value: object) -> object:
     if isinstance(value, Globs):
         return value.patterns
     return str(value)  # a path
-
-
-_RESTORE: dict[str, Callable[[Any], Any]] = {
-    "graph": tuple,
-    "cache": CacheLevel,
-    "revalidate": Revalidate,
-    "mutable": Globs,
-}

@@ -1,4 +1,4 @@
-"""The configuration file: what `cachefs mount` may be told, in TOML, by the names of its options.
+"""The configuration file: options of `cachefs mount` in TOML, by name.
 
     source = "/ceph/imagenet"
     mountpoint = "/data/imagenet"
@@ -7,11 +7,10 @@
     retention = "lru"
     mutable = ["runs/**", "*.log"]
 
-What is on the command line wins (settings.py). A key that is no option, and a value that the option would refuse, are
-errors that name the line.
+The command line overrides the file (settings.py). An unknown key, and a value that the option refuses, are errors that
+name the line.
 """
 
-import json
 import re
 import tomllib
 from pathlib import Path
@@ -21,6 +20,7 @@ import click
 
 _NOT_IN_FILES = frozenset({"config", "help"})
 _PLACE, _VALUES = f"{__name__}.place", f"{__name__}.values"
+MAX_CHARACTERS = 1 << 20
 
 
 class InvalidFile(click.UsageError):
@@ -29,7 +29,7 @@ class InvalidFile(click.UsageError):
 
 
 def use(context: click.Context, _: click.Parameter, path: Path | None) -> None:
-    """The callback of `--config`: the file's values take the place of the defaults."""
+    """The callback of `--config`: the file's values replace the defaults."""
     if path is not None:
         values = read(path, context)
         context.meta[_PLACE] = path.absolute()
@@ -38,19 +38,19 @@ def use(context: click.Context, _: click.Parameter, path: Path | None) -> None:
 
 
 def place(context: click.Context) -> Path | None:
-    """The file that was read."""
+    """The file that was read; None: there was none."""
     path: Path | None = context.meta.get(_PLACE)
     return path
 
 
 def check_not_empty(context: click.Context) -> None:
-    """Raises InvalidFile where the file that was read has no value: an editor may be about to write it."""
+    """Raises InvalidFile if the file has no options: an editor may be about to write it."""
     if not context.meta[_VALUES]:
-        raise InvalidFile(context.meta[_PLACE], None, "there is no option in it")
+        raise InvalidFile(context.meta[_PLACE], None, "contains no options")
 
 
 def origin(context: click.Context, name: str) -> str | None:
-    """Where the file has a value for a parameter. None: it has none."""
+    """The line of the file that sets a parameter. None: no line does."""
     if name not in context.meta.get(_VALUES, {}):
         return None
     path: Path = context.meta[_PLACE]
@@ -58,16 +58,13 @@ def origin(context: click.Context, name: str) -> str | None:
     return f"{path}, line {_line_of(path.read_text(encoding='utf-8'), key)}"
 
 
-MAX_CHARACTERS = 1 << 20
-
-
 def read(path: Path, context: click.Context) -> dict[str, Any]:
-    """The values of a file by the names of the command's parameters. Raises InvalidFile."""
+    """The values of a file by parameter name. Raises InvalidFile."""
     try:
         with open(path, encoding="utf-8") as file:
             text = file.read(MAX_CHARACTERS + 1)
         if len(text) > MAX_CHARACTERS:
-            raise InvalidFile(path, None, "is too long for a file of options")
+            raise InvalidFile(path, None, "is too long for a configuration file")
         values = tomllib.loads(text)
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise InvalidFile(path, None, str(error)) from None
@@ -76,9 +73,8 @@ def read(path: Path, context: click.Context) -> dict[str, Any]:
     for key, value in values.items():
         parameter = parameters.get(key)
         if parameter is None:
-            raise InvalidFile(
-                path, _line_of(text, key), f"{key!r} is no option; there are {', '.join(sorted(parameters))}"
-            )
+            known = ", ".join(sorted(parameters))
+            raise InvalidFile(path, _line_of(text, key), f"{key!r} is not an option; the options are {known}")
         try:
             _check(parameter, value, context)
         except click.BadParameter as error:
@@ -88,12 +84,12 @@ def read(path: Path, context: click.Context) -> dict[str, Any]:
 
 
 def may_be_in_file(parameter: click.Parameter) -> bool:
-    """Those that are hidden are not for users."""
+    """Hidden options are not for users."""
     return key_of(parameter) not in _NOT_IN_FILES and not getattr(parameter, "hidden", False)
 
 
 def key_of(parameter: click.Parameter) -> str:
-    """`--cache-size` is `cache-size`; an argument has its name."""
+    """The key of `--cache-size` is `cache-size`, and that of an argument is its name."""
     longest = max((name for name in parameter.opts if name.startswith("--")), key=len, default=f"--{parameter.name}")
     return longest.removeprefix("--")
 
@@ -109,11 +105,6 @@ def _check(parameter: click.Parameter, value: Any, context: click.Context) -> No
     elif isinstance(value, bool) or not isinstance(value, str | int | float):
         raise click.BadParameter("must be a string or a number")
     parameter.type_cast_value(context, value)
-
-
-def quoted(text: str) -> str:
-    """A basic string of TOML."""
-    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
 def _line_of(text: str, key: str) -> int | None:

@@ -1,111 +1,109 @@
-"""What the commands' parameters may be, and how their errors reach the user: one line, no traceback."""
+"""Types of command-line parameters, and how errors reach the user: as one line, without a traceback."""
 
 import errno
 import math
 import os
 import re
 import sys
-from collections.abc import Callable
-from functools import wraps
-from typing import Any
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
 
 import click
 
 from cachefs.contract.shared import SETTLE_NS
 from cachefs.errors import CacheFsError
 from cachefs.system.clock import NANOSECONDS
-from daemon.config import config
+from daemon.config.config import parse_size
 from daemon.output import say
 
+T = TypeVar("T")
 
-class Size(click.ParamType[int]):
-    name = "SIZE"
+MAX_PORT = (1 << 16) - 1
+MAX_SECONDS = 1e9
+"""More than 30 years. System calls accept little more."""
+_LOOPBACK = re.compile(r"(?:(127(?:\.\d+){3}|localhost|\[::1\]):)?(\d{1,5})")
+"""A port of this machine: 9123, 127.0.0.1:9123, [::1]:9123."""
 
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
-        if isinstance(value, int):
-            return value
+
+class Parsed(click.ParamType[T]):
+    """A parameter that a function parses, which raises ValueError with the reason for a value that it refuses."""
+
+    def __init__(self, name: str, parse: Callable[[Any], T]) -> None:
+        self.name = name
+        self._parse = parse
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> T:
         try:
-            return config.parse_size(value)
+            return self._parse(value)
         except ValueError as error:
             self.fail(str(error), param, ctx)
 
 
-class Place(click.ParamType[str]):
-    """A path that is not looked at: click.Path would, and a mount without a daemon does not answer."""
-
-    name = "PATH"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
-        return os.fsdecode(value)
-
-
-class MetricsAddress(click.ParamType[str]):
-    name = "ADDRESS"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
-        text = str(value)
-        port = LOOPBACK.fullmatch(text)
-        if not text.startswith("/") and (port is None or int(port[2]) > MAX_PORT):
-            self.fail(f"{text!r} is neither the path of a socket nor a port of the loopback interface", param, ctx)
-        return text
+def parse_address(text: str) -> Path | tuple[str, int]:
+    """The address of `--metrics`: the path of a socket, or (host, port). Raises ValueError."""
+    if text.startswith("/"):
+        return Path(text)
+    match = _LOOPBACK.fullmatch(text)
+    if match is None or int(match[2]) > MAX_PORT:
+        raise ValueError(f"{text!r} is neither the path of a socket nor a port of the loopback interface")
+    host = (match[1] or "localhost").strip("[]")
+    return ("127.0.0.1" if host == "localhost" else host), int(match[2])
 
 
-LOOPBACK = re.compile(r"(?:(127(?:\.\d+){3}|localhost|\[::1\]):)?(\d{1,5})")
-"""A port of this machine alone: 9123, 127.0.0.1:9123, [::1]:9123."""
+def _address(value: Any) -> str:
+    parse_address(str(value))
+    return str(value)
 
 
-MAX_PORT = (1 << 16) - 1
-MAX_SECONDS = 1e9
-"""More than 30 years; system calls take no more than some 10^9."""
+def _seconds(value: Any, *, allow_zero: bool = True, allow_infinity: bool = False) -> float:
+    try:
+        seconds = float(value)
+    except ValueError:
+        seconds = -1.0
+    if math.isnan(seconds) or seconds < 0 or (math.isinf(seconds) and not allow_infinity):
+        raise ValueError(f"{value!r} is not a number of seconds")
+    if MAX_SECONDS < seconds < math.inf:
+        raise ValueError(f"must not be more than {MAX_SECONDS:,.0f}")
+    if seconds == 0 and not allow_zero:
+        raise ValueError("must be more than 0")
+    return seconds
 
 
-class Seconds(click.ParamType[float]):
-    name = "S"
-
-    def __init__(self, *, allow_infinity: bool, allow_zero: bool = True) -> None:
-        self._allow_infinity = allow_infinity
-        self._allow_zero = allow_zero
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
-        try:
-            seconds = float(value)
-        except ValueError:
-            seconds = -1.0
-        if math.isnan(seconds) or seconds < 0 or (math.isinf(seconds) and not self._allow_infinity):
-            self.fail(f"{value!r} is not a number of seconds", param, ctx)
-        if MAX_SECONDS < seconds < math.inf:
-            self.fail(f"must not be more than {MAX_SECONDS:,.0f}", param, ctx)
-        if seconds == 0 and not self._allow_zero:
-            self.fail("must be more than 0", param, ctx)
-        return seconds
+def _minimum_age(value: Any) -> float:
+    """How old files must be to be cached: never longer than the rule of age.py, and never 0."""
+    seconds = _seconds(value)
+    if not 0.001 <= seconds <= SETTLE_NS / NANOSECONDS:
+        raise ValueError(f"must be between 0.001 and {SETTLE_NS / NANOSECONDS:g}")
+    return seconds
 
 
-class MinimumAge(Seconds):
-    """How old files must be to be cached. More than the rule of age.py has no use, and none at all is none."""
+SIZE = Parsed("SIZE", parse_size)
+PLACE = Parsed("PATH", os.fsdecode)
+"""A path that is not accessed. click.Path accesses it, and a mount without a daemon does not answer."""
+METRICS_ADDRESS = Parsed("ADDRESS", _address)
+SECONDS = Parsed("S", _seconds)
+POSITIVE_SECONDS = Parsed("S", partial(_seconds, allow_zero=False))
+SECONDS_OR_INFINITY = Parsed("S", partial(_seconds, allow_infinity=True))
+MINIMUM_AGE = Parsed("S", _minimum_age)
 
-    def __init__(self) -> None:
-        super().__init__(allow_infinity=False)
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
-        seconds = super().convert(value, param, ctx)
-        if not 0.001 <= seconds <= SETTLE_NS / NANOSECONDS:
-            self.fail(f"must be between 0.001 and {SETTLE_NS / NANOSECONDS:g}", param, ctx)
-        return seconds
+mountpoint_argument = click.argument("mountpoint", type=PLACE)
+json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 
 
-def one_line_errors(function: Callable[..., None]) -> Callable[..., None]:
-    @wraps(function)
-    def wrapped(*args: Any, **kwargs: Any) -> None:
-        try:
-            function(*args, **kwargs)
-        except CacheFsError as error:
-            say(f"cachefs: {error}", err=True)
-            sys.exit(1)
-        except OSError as error:
-            if error.errno == errno.EPIPE:  # click ends without a word
-                raise
-            what = f"{error.filename}: " if error.filename else ""
-            say(f"cachefs: {what}{error.strerror or error}", err=True)
-            sys.exit(1)
-
-    return wrapped
+@contextmanager
+def one_line_errors() -> Iterator[None]:
+    """Print an error as one line on stderr, and exit with 1."""
+    try:
+        yield
+    except CacheFsError as error:
+        say(f"cachefs: {error}", err=True)
+        sys.exit(1)
+    except OSError as error:
+        if error.errno == errno.EPIPE:  # click exits silently
+            raise
+        what = f"{error.filename}: " if error.filename else ""
+        say(f"cachefs: {what}{error.strerror or error}", err=True)
+        sys.exit(1)

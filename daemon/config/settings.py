@@ -1,8 +1,9 @@
-"""Where the values of a mount's options come from.
+"""The options of a mount, and where their values come from.
 
-What is on the command line wins over the configuration file, that over the profile, and that over the defaults.
+The command line overrides the configuration file, which overrides the profile, which overrides the defaults.
 """
 
+import json
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +14,7 @@ from click.core import ParameterSource
 
 from daemon.config import config_file
 from daemon.config.config import MountConfig, Setting, format_size
-from daemon.config.parameters import Size
+from daemon.config.parameters import SIZE
 
 COMMAND_LINE, DEFAULT = "command line", "default"
 PROFILES: dict[str, dict[str, Any]] = {
@@ -21,21 +22,23 @@ PROFILES: dict[str, dict[str, Any]] = {
     "inference": {"read_only": True, "revalidate": "never"},
     "changing": {"cache": "none", "attr_timeout": 1.0, "prefetch": "none"},
 }
-"""Options by the names of their parameters."""
-RELOADABLE = ("cache_size", "source_timeout", "reconnect_timeout", "log_level")
-"""What SIGHUP may change: parameters that are fields of a MountConfig or its Options, by another name some of them."""
+"""By parameter name."""
+RELOADABLE = {"cache-size": "cache_size_bytes", "log-level": "log_level"}
+"""Options that SIGHUP may change, and the fields of MountConfig that hold their values."""
+RELOADABLE_OPTIONS = {"source-timeout": "source_timeout_s", "reconnect-timeout": "reconnect_timeout_s"}
+"""The same for fields of Options."""
 
 
 def use_profile(context: click.Context, _: click.Parameter, name: str) -> str:
-    """The callback of `--profile`: its values take the place of the defaults, the file's take the place of those."""
+    """The callback of `--profile`: its values replace the defaults; the file's values replace those of the profile."""
     context.default_map = {**PROFILES[name], **(context.default_map or {})}
     return name
 
 
 def settings(context: click.Context, computed: dict[str, Any]) -> dict[str, Setting]:
-    """The settings of a mount by the names of its options.
+    """The settings of a mount by option name.
 
-    `computed`: what the parameters without a value come to.
+    `computed`: values for parameters that were not given.
     """
     found = {}
     for parameter in context.command.params:
@@ -48,9 +51,9 @@ def settings(context: click.Context, computed: dict[str, Any]) -> dict[str, Sett
             value = computed.get(name)
         if hasattr(value, "read"):
             value = value.name
-        if isinstance(parameter.type, Size) and isinstance(value, int):
+        elif parameter.type is SIZE and value is not None:
             value = format_size(value)
-        if isinstance(value, Path):
+        elif isinstance(value, Path):
             value = str(value)
         found[key] = Setting(list(value) if isinstance(value, tuple) else value, _origin(context, name))
     return found
@@ -66,7 +69,7 @@ def _origin(context: click.Context, name: str) -> str:
 
 
 def as_toml(settings: dict[str, Setting]) -> Iterator[str]:
-    """Lines of a configuration file, each with its origin; defaults are commented out."""
+    """The lines of a configuration file, with origins as comments. Defaults are commented out."""
     for key, setting in settings.items():
         line = f"{key} = {_toml(setting.value)}"
         if setting.origin == DEFAULT or setting.value is None:
@@ -78,17 +81,17 @@ def _toml(value: Any) -> str:
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, str):
-        return config_file.quoted(value)
+        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")  # a basic string of TOML
     if isinstance(value, list):
         return "[" + ", ".join(map(_toml, value)) + "]"
     return "" if value is None else str(value)
 
 
 def reread(mount: click.Command, running: MountConfig) -> tuple[MountConfig, list[str]]:
-    """The configuration with what its file says now, as far as that may change while mounted; the other options that
-    have changed in it.
+    """Read the configuration file again. Returns the configuration with the options that may change while mounted, and
+    the names of other options that have changed.
 
-    Raises click.UsageError where the file makes no sense, or could not be mounted.
+    Raises click.UsageError if the file is invalid.
     """
     if running.config_file is None:
         return running, []
@@ -98,34 +101,21 @@ def reread(mount: click.Command, running: MountConfig) -> tuple[MountConfig, lis
         context = mount.make_context("mount", ["--config", str(running.config_file), "--", *from_command_line])
     except click.MissingParameter as error:
         name = error.param.name if error.param is not None else "place"
-        raise config_file.InvalidFile(running.config_file, None, f"there is no {name} in it") from None
+        raise config_file.InvalidFile(running.config_file, None, f"sets no {name}") from None
     with context:
         config_file.check_not_empty(context)
         now = settings(context, {})
-    values: dict[str, Any] = {}
-    merged = dict(running.settings)
-    for name in RELOADABLE:
-        key = name.replace("_", "-")
-        if running.settings[key].origin != COMMAND_LINE:
-            values[name] = context.params[name]
-            merged[key] = now[key]
-    options = running.options
-    if "source_timeout" in values:
-        options = replace(options, source_timeout_s=values["source_timeout"])
-    if "reconnect_timeout" in values:
-        options = replace(options, reconnect_timeout_s=values["reconnect_timeout"])
-    changed = replace(
-        running,
-        options=options,
-        cache_size_bytes=values.get("cache_size", running.cache_size_bytes),
-        log_level=values.get("log_level", running.log_level),
-        settings=merged,
-    )
+    reloaded = [key for key in (*RELOADABLE, *RELOADABLE_OPTIONS) if running.settings[key].origin != COMMAND_LINE]
+    merged = running.settings | {key: now[key] for key in reloaded}
+    values = {key: context.params[key.replace("-", "_")] for key in reloaded}
+    of_mount = {field: values[key] for key, field in RELOADABLE.items() if key in values}
+    of_options = {field: values[key] for key, field in RELOADABLE_OPTIONS.items() if key in values}
+    changed = replace(running, options=replace(running.options, **of_options), settings=merged, **of_mount)
     return changed, [key for key in merged if _differs(merged[key], now[key])]
 
 
 def _differs(running: Setting, now: Setting) -> bool:
-    """Does the file say something else of an option? A value of None is computed when it is mounted."""
+    """Has the file changed an option? A value of None is computed at mount time."""
     if running.origin == COMMAND_LINE or (now.value is None and running.origin == DEFAULT):
         return False
     return bool(now.value != running.value)

@@ -1,4 +1,4 @@
 """The control socket and the metrics of a mount.
 
-docs/CONTROL.md has the requests and the answers.
+docs/CONTROL.md defines requests and answers.
 """

@@ -1,10 +1,9 @@
-"""The server of a mount's control socket. docs/CONTROL.md has the protocol, cachefs/client/client.py the other end."""
+"""The server of a mount's control socket. docs/CONTROL.md has the protocol, cachefs/client/client.py the client."""
 
 import json
 import logging
 import os
 import socket
-import struct
 from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ from typing import Any
 import trio
 
 import cachefs
-from cachefs.client.client import PROTOCOL
+from cachefs.client.client import PROTOCOL, peer
 from cachefs.errors import CacheFsError
 from cachefs.system import private_files
 
@@ -21,22 +20,21 @@ log = logging.getLogger(__name__)
 Request = dict[str, Any]
 Answer = dict[str, Any]
 Tell = Callable[[Answer], Awaitable[None]]
-"""Tell the client how far it is. Raises trio.BrokenResourceError when nobody listens any more."""
+"""Sends progress to the client. Raises trio.BrokenResourceError if the client is gone."""
 Commands = Mapping[str, Callable[[Request, Tell], Awaitable[Answer]]]
 Afterwards = Mapping[str, Callable[[Answer, int], None]]
-"""Called with the answer, and the descriptor of the connection it went out by."""
+"""Called with the answer that was sent, and the descriptor of its connection."""
 MAX_LINE = 16 << 20
 IDLE_TIMEOUT_S = 60.0
 SEND_TIMEOUT_S = 60.0
-_PEER = struct.Struct("3i")  # pid, uid, gid
 
 
 class BadRequest(Exception):
-    """What was asked makes no sense; the message says why."""
+    """An invalid request; the message has the reason."""
 
 
 def argument(request: Request, name: str, kind: type) -> Any:
-    """An argument of a request. Raises BadRequest where it is missing or of another type."""
+    """An argument of a request. Raises BadRequest if it is missing or has another type."""
     value = request.get(name)
     if not isinstance(value, kind):
         raise BadRequest(f"{request['command']}: {name!r} must be a {kind.__name__}")
@@ -44,7 +42,7 @@ def argument(request: Request, name: str, kind: type) -> Any:
 
 
 def paths(request: Request) -> list[bytes]:
-    """The argument `paths`: relative to the mountpoint. Raises BadRequest."""
+    """The argument `paths`, relative to the mountpoint. Raises BadRequest."""
     return [_path(path) for path in argument(request, "paths", list)]
 
 
@@ -54,11 +52,11 @@ def path(request: Request) -> bytes:
 
 def _path(value: object) -> bytes:
     if not isinstance(value, str) or "\0" in value:
-        raise BadRequest("a path must be a string without zeros")
+        raise BadRequest("a path must be a string without NUL")
     try:
         found = os.fsencode(value).strip(b"/")
     except UnicodeEncodeError:
-        raise BadRequest("a path must not contain half a surrogate pair") from None
+        raise BadRequest("a path must not contain a lone surrogate") from None
     if any(part in (b"", b".", b"..") for part in found.split(b"/")) and found:
         raise BadRequest(f"not a plain path: {value}")
     return found
@@ -70,7 +68,7 @@ async def serve(
     afterwards: Afterwards,
     task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED,
 ) -> None:
-    """Answer requests until cancelled. `afterwards`: what to do when the answer to a command is out."""
+    """Answer requests until cancelled. `afterwards`: called when the answer to a command has been sent."""
     bound = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     private_files.bind_socket(bound, place)
     listener = trio.socket.from_stdlib_socket(bound)
@@ -80,7 +78,7 @@ async def serve(
         while True:
             try:
                 connection, _ = await listener.accept()
-            except OSError as error:  # out of descriptors, for example: a mount does not end for that
+            except OSError as error:  # no descriptors left, for example: the mount continues
                 log.warning("cannot accept a connection: %s", error)
                 await trio.sleep(0.1)
                 continue
@@ -88,9 +86,10 @@ async def serve(
 
 
 async def _converse(stream: trio.SocketStream, commands: Commands, afterwards: Afterwards) -> None:
-    """One client: a request after the other, until it hangs up or has nothing to say for too long."""
+    """Answer the requests of one client in turn, until it closes the connection or is idle for too long."""
     async with stream:
-        if not _is_welcome(stream):
+        # Root, or the user who mounted. The mode of the directory excludes others, but may have been changed.
+        if peer(stream.socket)[1] not in (0, os.geteuid()):
             return
         waiting = bytearray()
         try:
@@ -100,16 +99,9 @@ async def _converse(stream: trio.SocketStream, commands: Commands, afterwards: A
                 if answer["ok"] and command in afterwards:
                     afterwards[command](answer, stream.socket.fileno())
         except (trio.BrokenResourceError, trio.TooSlowError):
-            pass  # the client has gone
-        except Exception:  # a mount does not end for that
+            pass  # the client is gone
+        except Exception:  # the mount continues
             log.exception("bug in the control socket")
-
-
-def _is_welcome(stream: trio.SocketStream) -> bool:
-    """Root, or whoever mounted. The directory is closed to others already; its mode may have been changed."""
-    peer = stream.socket.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size)
-    _, uid, _ = _PEER.unpack(peer)
-    return uid in (0, os.geteuid())
 
 
 async def _next_line(stream: trio.SocketStream, waiting: bytearray) -> bytes | None:
@@ -132,18 +124,18 @@ async def _send(stream: trio.SocketStream, answer: Answer) -> None:
 
 
 async def _execute(line: bytes, commands: Commands, tell: Tell) -> tuple[str, Answer]:
-    """The command's name and its answer."""
+    """The name of the command, and the answer."""
     try:
         request = json.loads(line)
         name = request["command"]
         version = request.get("protocol", PROTOCOL)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        return "", _failed("that is no request")
+        return "", _failed("invalid request")
     if not isinstance(name, str) or not isinstance(version, int):
-        return "", _failed("that is no request: 'command' must be a string, 'protocol' a number")
+        return "", _failed("invalid request: 'command' must be a string, 'protocol' a number")
     if version != PROTOCOL or name not in commands:
         what = f"{name!r}" if version == PROTOCOL else f"protocol {version}"
-        return "", _failed(f"the daemon, cachefs {cachefs.__version__}, does not know {what}: cachefs restart it")
+        return "", _failed(f"the daemon, cachefs {cachefs.__version__}, does not know {what}: run cachefs restart")
     try:
         return name, {"ok": True, **await commands[name](request, tell)}
     except OSError as error:

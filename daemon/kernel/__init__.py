@@ -1,4 +1,4 @@
-"""What the daemon asks of the kernel: /dev/fuse, mounts, mount instances, the mounted source.
+"""The daemon's interface to the kernel: /dev/fuse, mounts, mount instances, the mounted source.
 
 Nothing of the filesystem itself.
 """

@@ -1,7 +1,7 @@
-"""Mounting without libfuse: /dev/fuse is opened here, and may outlive whoever serves it.
+"""Mounting without libfuse: /dev/fuse is opened here, and may outlive the process that serves it.
 
-Root calls mount(2). Others need fusermount3, which mounts and sends the descriptor back over a socket that
-`_FUSE_COMMFD` names (the protocol of libfuse's `fuse_mount_fusermount`).
+Root calls mount(2). Other users need fusermount3, which mounts and sends the descriptor over the socket in
+`_FUSE_COMMFD` (the protocol of libfuse's `fuse_mount_fusermount`).
 """
 
 import os
@@ -17,7 +17,7 @@ _MS_RDONLY, _MS_NOSUID, _MS_NODEV = 1, 2, 4
 
 
 def mount(source: str, mountpoint: str, *, read_only: bool, allow_other: bool) -> int:
-    """Mount a fuse.cachefs on `mountpoint`. The descriptor of its /dev/fuse. Raises CacheFsError with the reason."""
+    """Mount a fuse.cachefs, and return the descriptor of its /dev/fuse. Raises CacheFsError with the reason."""
     options = ["default_permissions", f"max_read={MAX_READ_BYTES}"]
     if allow_other:
         options.append("allow_other")
@@ -56,6 +56,6 @@ def _mount_as_user(source: str, mountpoint: str, options: list[str], read_only: 
             raise CacheFsError(f"cannot mount on {mountpoint}: {said or 'fusermount3 failed'}")
         _, fds, _, _ = socket.recv_fds(ours, 1, 1)
     if not fds:
-        raise CacheFsError(f"cannot mount on {mountpoint}: fusermount3 gave no descriptor")
+        raise CacheFsError(f"cannot mount on {mountpoint}: fusermount3 sent no descriptor")
     os.set_inheritable(fds[0], False)
     return fds[0]

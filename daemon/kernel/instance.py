@@ -1,11 +1,11 @@
-"""One mount of ours, told from all others that ever lie on its mountpoint, and what belongs to it alone.
+"""One cachefs mount, as distinct from other mounts on its mountpoint, and its runtime directory.
 
-A mountpoint is a name. The mount that a daemon serves is known by its device number: `umount -l` may take it away from
-its name while files on it are open, and another mount, of the same source and by another daemon, may lie there then.
-So its runtime directory has that number in its name, and it is unmounted only where the mount table has that number.
+A mountpoint is a name. The mount that a daemon serves is identified by its device number: `umount -l` may detach it
+while files on it are open, and another daemon may then mount the same source there. So the name of its runtime
+directory has that number, and it is unmounted only if the mount table has that number.
 
-The kernel uses a device number again once a mount is gone. A daemon that is still writing then recognizes its own
-runtime directory by a descriptor; the next mount of that number has moved it aside.
+The kernel reuses a device number when a mount is gone. A daemon that is still writing then recognizes its own runtime
+directory by a descriptor; the next mount with that number has moved it aside.
 """
 
 import errno
@@ -30,25 +30,25 @@ from daemon.kernel import mounts
 log = logging.getLogger(__name__)
 
 FASTPATH_SOCKET = "fastpath"
-"""In the runtime directory: where the fast path listens for daemons."""
+"""The socket in the runtime directory on which the fast path listens for daemons."""
 _BIND = "source"
 _END_PATIENCE_S = 15.0
-"""For whoever is about to mount or to take over at the same place. Longer than that one waits for a mount to answer."""
+"""How long to wait for a process that is mounting or taking over there. It waits less long for a mount to answer."""
 
 
 def claim_mountpoint(mountpoint: str) -> Claim:
-    """For mounting there, or taking over what is: one process at a time. Raises Taken."""
+    """The right to mount there, or to take over a mount: for one process at a time. Raises Taken."""
     return Claim.try_to_take(locations.runtime_root(), f"mount-{locations.path_id(mountpoint)}")
 
 
 class RuntimeDirectory:
-    """Of one mount; locked as long as its daemon lives."""
+    """The runtime directory of one mount. Its daemon keeps it locked."""
 
     def __init__(self, path: Path) -> None:
         """Raises FileNotFoundError."""
         self._fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
         self.is_ours = True
-        """Nobody else has it locked."""
+        """No other process has locked it."""
         try:
             fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -56,14 +56,14 @@ class RuntimeDirectory:
 
     @property
     def path(self) -> Path:
-        """Where it is now."""
+        """Its current path."""
         return Path(os.readlink(f"/proc/self/fd/{self._fd}"))
 
     def is_at(self, path: Path) -> bool:
         return is_at(self._fd, path)
 
     def remove(self) -> None:
-        """With all that is in it; nothing beneath a bind is touched."""
+        """Remove it and its contents. A bind mount in it is detached first."""
         if self._fd < 0:
             return
         path = self.path
@@ -97,28 +97,20 @@ class MountInstance:
 
     @classmethod
     def on_top(cls, mountpoint: str) -> "MountInstance | None":
-        """The one that is mounted there, if that is one of ours."""
+        """The topmost mount there, if that is a cachefs. None: it is not."""
         top = mount_table.top_mount(mountpoint)
         return cls(mountpoint, top.device) if top is not None and top.fstype == FSTYPE else None
 
-    # --- its runtime directory; its mountpoint is claimed ----------------------------------------------------------
+    # --- the runtime directory; the mountpoint is claimed ------------------------------------------------------------
 
     def begin(self, source_fd: int) -> None:
-        """It has just been mounted. As root the source is bound in the directory: it may lie under the mount."""
+        """After mounting: make the runtime directory. Root binds the source in it, which the mount may cover."""
         remove_remains(self.mountpoint, just_mounted=self.device)
-        with suppress(FileNotFoundError):  # the last mount of this number has gone, its daemon is still writing
+        with suppress(FileNotFoundError):  # the last mount of this number is gone, but its daemon still writes
             os.rename(self.directory, self.directory.with_name(f"{self.directory.name}-until-{os.getpid()}"))
-        private_files.make_directory(self.directory)
-        self._runtime = RuntimeDirectory(self.directory)
-        if is_root():
-            self._bind(source_fd)
-
-    def take_over(self) -> None:
-        """Its daemon has died."""
-        private_files.make_directory(self.directory)
-        self._runtime = RuntimeDirectory(self.directory)
-
-    def _bind(self, source_fd: int) -> None:
+        self.take_over()
+        if not is_root():
+            return
         place = self.directory / _BIND
         private_files.make_directory(place)
         try:
@@ -127,30 +119,35 @@ class MountInstance:
         except OSError as error:
             log.warning("cannot bind the source in %s: %s", place, error.strerror)
 
+    def take_over(self) -> None:
+        """Lock the runtime directory, which has no daemon."""
+        private_files.make_directory(self.directory)
+        self._runtime = RuntimeDirectory(self.directory)
+
     def has_lost_daemon(self) -> bool:
-        """Its mountpoint is claimed."""
+        """Is there no daemon? The mountpoint is claimed."""
         try:
             runtime = RuntimeDirectory(self.directory)
         except OSError:
-            return False  # the mount belongs to another user, who can find out
+            return False  # the mount belongs to another user
         runtime.close()
         return runtime.is_ours
 
     def is_abandoned(self) -> bool:
-        """Its daemon has died, and nobody holds what a successor needs. Its mountpoint is claimed.
+        """Has the daemon died, and no fast path holds the descriptors for a successor? The mountpoint is claimed.
 
-        The kernel need not know: a process that was stopped may have its /dev/fuse, and requests wait for ever.
+        The kernel may not know: a stopped process may have /dev/fuse open, and requests wait for ever.
         """
         return self.has_lost_daemon() and not _is_listened_to(self.directory / FASTPATH_SOCKET)
 
-    # --- its end ---------------------------------------------------------------------------------------------------
+    # --- the end ---------------------------------------------------------------------------------------------------
 
     def is_on_top(self) -> bool:
         top = mount_table.top_mount(self.mountpoint)
         return top is not None and top.fstype == FSTYPE and top.device == self.device
 
     def mount(self) -> mount_table.Mount | None:
-        """Its row of the mount table, perhaps beneath another. None: it was detached; it lives on for who uses it."""
+        """Its row of the mount table, perhaps beneath another mount. None: it is detached, and lives while used."""
         found = (m for m in mount_table.mounts() if m.mountpoint == self.mountpoint and m.device == self.device)
         return next(found, None)
 
@@ -158,16 +155,16 @@ class MountInstance:
         return self.mount() is not None
 
     def abort(self) -> None:
-        """Abort its connection, where fusectl is mounted: waiting callers get ECONNABORTED.
+        """Abort its connection, if fusectl is mounted: waiting callers get ECONNABORTED.
 
-        For a mount that was detached and that jobs still use. The caller has its /dev/fuse open.
+        For a detached mount that jobs still use. The caller has its /dev/fuse open.
         """
         number = self.device.partition(":")[2]
         with suppress(OSError):
             Path(f"/sys/fs/fuse/connections/{number}/abort").write_text("1")
 
     def unmount(self, claim: Claim | None) -> None:
-        """Take it down if it is still there, dead or alive. `claim`: on the mountpoint, where that is held."""
+        """Unmount it if it is still on top, dead or alive. `claim`: on the mountpoint, if this process has it."""
         if not self.is_on_top():
             return
         try:
@@ -175,19 +172,19 @@ class MountInstance:
                 if self._runtime is None or self._runtime.is_at(self.directory):
                     self._unmount_if_same()
         except Taken as other:
-            log.warning("%s is left to process %s, which is about to mount there", self.mountpoint, other.pid)
+            log.warning("not unmounting %s: process %s is mounting there", self.mountpoint, other.pid)
         except (OSError, CacheFsError) as error:
             log.warning("cannot unmount %s: %s", self.mountpoint, getattr(error, "strerror", None) or error)
 
     def _unmount_if_same(self) -> None:
-        """What is compared is what is unmounted, whatever is done to the mountpoint meanwhile."""
-        fd = os.open(self.mountpoint, os.O_PATH | os.O_CLOEXEC)  # asks nothing of the mount
+        """Unmount exactly the mount that is compared, whatever happens to the mountpoint meanwhile."""
+        fd = os.open(self.mountpoint, os.O_PATH | os.O_CLOEXEC)  # does not access the mount
         try:
             number = mount_table.number_of(fd)
             if not any(m.number == number and m.device == self.device for m in mount_table.mounts()):
                 return
             if is_root():
-                # It aborts the connection: waiting callers get ECONNABORTED. It fails all the same, as `fd` is open.
+                # Aborts the connection: waiting callers get ECONNABORTED. Returns an error, because `fd` is open.
                 with suppress(OSError):
                     syscalls.umount2(f"/proc/self/fd/{fd}", syscalls.MNT_FORCE)
                 syscalls.umount2(f"/proc/self/fd/{fd}", syscalls.MNT_DETACH)
@@ -197,19 +194,19 @@ class MountInstance:
             self.abort()
             mounts.unmount(self.mountpoint, lazy=True)
 
-    def let_go(self) -> None:
-        """Of its runtime directory: who removes it may be another."""
+    def close(self) -> None:
+        """Unlock its runtime directory, so that another process can remove it."""
         if self._runtime is not None:
             self._runtime.close()
             self._runtime = None
 
     def remove(self) -> None:
-        """Its runtime directory, and those of earlier mounts there whose daemons could not end themselves."""
+        """Remove its runtime directory, and those of earlier mounts there whose daemons could not."""
         if self._runtime is None:
             return
         self._runtime.remove()
         self._runtime = None
-        with suppress(Taken, OSError, CacheFsError):  # then the next one does it
+        with suppress(Taken, OSError, CacheFsError):  # the next mount does it
             claim = claim_mountpoint(self.mountpoint)
             try:
                 remove_remains(self.mountpoint)
@@ -218,15 +215,15 @@ class MountInstance:
 
 
 def detach_dead(mountpoint: str, is_dead: Callable[[MountInstance], bool], claim: Claim | None = None) -> bool:
-    """Detach dead mounts and abort them, so that the kernel answers the jobs that wait for them. Were there any?
+    """Detach and abort dead mounts, so that the kernel answers the jobs that wait for them. Were there any?
 
-    `claim`: where it is held.
+    `claim`: on the mountpoint, if this process has it.
     """
     found = False
-    # Where the claim is taken, the process that holds it detaches the dead mount.
-    with suppress(Taken, OSError), _claimed(locations.runtime_root(), mountpoint, claim) as held:
+    # If another process has the claim, it detaches the dead mount.
+    with suppress(Taken, OSError), _claimed(locations.runtime_root(), mountpoint, claim) as ours:
         while (there := MountInstance.on_top(mountpoint)) is not None and is_dead(there):
-            there.unmount(held)
+            there.unmount(ours)
             if there.is_on_top():
                 break
             found = True
@@ -242,7 +239,7 @@ def _is_listened_to(path: Path) -> bool:
 
 
 def remove_remains(mountpoint: str, *, just_mounted: str | None = None) -> None:
-    """Remove the runtime directories of mounts on this mountpoint that are gone, and their daemons too.
+    """Remove the runtime directories of mounts on this mountpoint that are gone, if their daemons are gone as well.
 
     `just_mounted`: the device number of a mount that has no runtime directory yet.
     """
@@ -268,7 +265,7 @@ def remove_remains(mountpoint: str, *, just_mounted: str | None = None) -> None:
 
 @contextmanager
 def _claimed(root: Path, mountpoint: str, claim: Claim | None) -> Iterator[Claim]:
-    """`root`: where claims lie; what was checked when a mount began serves its end. Raises Taken."""
+    """Claim the mountpoint, unless `claim` is given. `root`: where claims lie, checked at mount time. Raises Taken."""
     if claim is not None:
         yield claim
         return

@@ -1,7 +1,7 @@
-"""Mounts of this machine: what is mounted where, and what may be mounted where.
+"""Mounts of this machine: what is mounted, and what may be mounted.
 
-SOURCE may be MOUNTPOINT (hazard 22): the handle on the source is opened before anything is mounted over it.
-Nothing here touches a mount of ours but by the mount table: that could hang.
+SOURCE may be MOUNTPOINT (hazard 22): the source is opened before the mount covers it. cachefs mounts are only looked up
+in the mount table: an access could hang.
 """
 
 import errno
@@ -26,21 +26,21 @@ log = logging.getLogger(__name__)
 
 READ_AHEAD_KIB = 1024
 MAX_BACKGROUND = 1024
-"""READs of one user that wait for the source must not keep those of others in the kernel."""
+"""READs of one user that wait for the source must not hold back those of others in the kernel."""
 CONGESTION = 48
-_IN_USE = "it is in use (a shell's directory, an open file)"
+_IN_USE = "in use (an open file, or the directory of a shell)"
 _BUSY_PATIENCE_S = 1.0
 _BUSY_POLL_S = 0.02
 
 
 def check_mounted(place: str) -> None:
-    """Raises CacheFsError where none of ours is mounted."""
+    """Raises CacheFsError if no cachefs is mounted there."""
     if not is_mounted(place):
-        raise CacheFsError(f"nothing is mounted on {place} by cachefs")
+        raise CacheFsError(f"no cachefs is mounted on {place}")
 
 
 def unmount(path: str, *, lazy: bool = False) -> None:
-    """Wait for what uses it for a moment only, as a recorder's queue does. Raises CacheFsError with the reason."""
+    """Wait a moment for brief users, such as the queue of a recorder. Raises CacheFsError with the reason."""
     ends_s = time.monotonic() + _BUSY_PATIENCE_S
     while (reason := _try_to_unmount(path, lazy=lazy)) is not None:
         if reason != _IN_USE or time.monotonic() > ends_s:
@@ -49,7 +49,7 @@ def unmount(path: str, *, lazy: bool = False) -> None:
 
 
 def _try_to_unmount(path: str, *, lazy: bool) -> str | None:
-    """Why not."""
+    """The reason if that fails."""
     if is_root():
         try:
             syscalls.umount2(path, syscalls.MNT_DETACH if lazy else 0)
@@ -65,32 +65,32 @@ def _try_to_unmount(path: str, *, lazy: bool) -> str | None:
 
 def check_fuse() -> None:
     if not os.path.exists("/dev/fuse"):
-        raise CacheFsError("/dev/fuse does not exist: load the fuse module (modprobe fuse)")
+        raise CacheFsError("/dev/fuse does not exist: run modprobe fuse")
     if not os.access("/dev/fuse", os.R_OK | os.W_OK):
         raise CacheFsError("no permission to open /dev/fuse")
     if not is_root() and shutil.which("fusermount3") is None:
-        raise CacheFsError("fusermount3 is needed to mount without root: install the package fuse3")
+        raise CacheFsError("mounting without root needs fusermount3: install the package fuse3")
 
 
 def make_room(source: str, mountpoint: str) -> None:
-    """Detach dead cachefs mounts. Refuse what else is mounted there."""
+    """Detach dead cachefs mounts. Refuse other mounts."""
     while (top := top_mount(mountpoint)) is not None and top.fstype == FSTYPE:
         pid = server(mountpoint)
         if not (pid is not None and is_dying(pid)) and not probe.has_died(mountpoint):
             raise CacheFsError(f"{mountpoint} is in use: {top.source} is mounted there by cachefs")
         unmount(mountpoint, lazy=True)
-        log.warning("detached the mount of a cachefs that has died from %s", mountpoint)
+        log.warning("detached a dead cachefs mount from %s", mountpoint)
     if top is not None and source != mountpoint:
         raise CacheFsError(f"{mountpoint} is in use: {top.source} ({top.fstype}) is mounted there")
 
 
 def check_places(source: str, mountpoint: str, own: Mapping[str, Path], *, timeout_s: float) -> None:
-    """Refuse one strictly inside the other, what is no directory, and what does not answer.
+    """Refuse places that are nested, are not directories, or do not answer.
 
-    `own`: what the daemon writes, by what it is called. None of it may lie in the source, where it would be data, or
-    beneath the mountpoint: the daemon would wait for itself.
+    `own`: what the daemon writes, by name. It must not lie in the source, where it would be data, or beneath the
+    mountpoint, where the daemon would wait for itself.
 
-    Nothing of this process ever waits for a source that hangs from the start: it could not even end.
+    This process never waits for a source that hangs from the start: it could not even end.
     """
     for path, what in ((source, "source"), (mountpoint, "mountpoint")):
         try:
@@ -106,19 +106,19 @@ def check_places(source: str, mountpoint: str, own: Mapping[str, Path], *, timeo
             if beneath(outer, inner) is not None:
                 other = "mountpoint" if what == "source" else "source"
                 raise CacheFsError(
-                    f"the {what} {inner} lies inside the {other} {outer}: a job would find the mount in itself; "
-                    "mount elsewhere, or over the source itself"
+                    f"the {what} {inner} is inside the {other} {outer}, so that the mount would contain itself: "
+                    "mount elsewhere, or on the source itself"
                 )
 
     for what, place in own.items():
         path = probe.realpath(str(place), timeout_s=timeout_s)
         for outer, where in ((mountpoint, "mountpoint"), (source, "source")):
             if beneath(outer, path) is not None:
-                raise CacheFsError(f"the {what} {place} lies in the {where} {outer}: choose another place for it")
+                raise CacheFsError(f"the {what} {place} is inside the {where} {outer}: choose another place")
 
 
 def open_source(source: str) -> int:
-    """The handle by which everything is reached. Refuses what is a cachefs mount itself."""
+    """The descriptor through which the source is accessed. Refuses a cachefs mount."""
     try:
         fd = os.open(source, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     except OSError as error:
@@ -127,12 +127,12 @@ def open_source(source: str) -> int:
     name = f"{os.major(device)}:{os.minor(device)}"
     if any(m.device == name and m.fstype == FSTYPE for m in mounts()):
         os.close(fd)
-        raise CacheFsError(f"the source {source} is on a cachefs mount: a cache of a cache helps nobody")
+        raise CacheFsError(f"the source {source} is on a cachefs mount: caching a cache is useless")
     return fd
 
 
 def tune_kernel(device: str) -> None:
-    """Read-ahead of 1 MiB, so that requests are that large (hazard 7), and more requests at once. Root only.
+    """Set a readahead of 1 MiB, for requests of that size (hazard 7), and allow more requests at once. Root only.
 
     `device`: of the mount, major:minor.
     """

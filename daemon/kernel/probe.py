@@ -1,9 +1,10 @@
-"""Does a mount answer, does a source? Asked by a child process: whoever touches one that hangs, hangs (hazard 20).
+"""Probes whether a mount or a source answers, in a child process: a process that accesses one that hangs, hangs as well
+(hazard 20).
 
-An extended attribute that the daemon itself answers is read: a way through the kernel, the fast path and Python, which
-the kernel does not cache and which asks nothing of the source. Its name is in the namespace "security", of which the
-kernel does not ask who may read it: for one of "user" it would look at the root's mode, which it asks for, and on a
-read-write mount the source may have to say that.
+A mount is probed by an extended attribute that the daemon itself answers. The request goes through the kernel, the fast
+path and Python; the kernel does not cache it, and the source is not asked. The name is in the namespace "security", for
+which the kernel checks no permissions. For a name in "user" it would check the mode of the root, which on a read-write
+mount may need an answer of the source.
 """
 
 import errno
@@ -38,10 +39,10 @@ _ASK_ONCE = ASK + "os.write(1, b'%d' % ask())"
 
 
 def answer_of_child(code: str, *arguments: str, timeout_s: float) -> bytes | None:
-    """What a child writes to standard output that runs this code. None: it takes too long, and is left behind.
+    """Run code in a child, and return what it writes to standard output. None: it takes too long, and is abandoned.
 
-    It is killed then and not waited for: it ends when what it waits for does. It is forked, and starts no program: the
-    interpreter may lie where the user who runs us cannot read.
+    An abandoned child is killed and not waited for: it ends when its system call does. The child is forked, and
+    executes no program, because the user may not be able to read the interpreter.
     """
     reader, writer = os.pipe()
     child = os.fork()
@@ -50,7 +51,7 @@ def answer_of_child(code: str, *arguments: str, timeout_s: float) -> bytes | Non
             null = os.open(os.devnull, os.O_RDWR)
             for source, target in ((null, 0), (writer, 1), (null, 2)):
                 os.dup2(source, target)
-            os.closerange(3, 1 << 20)  # nobody is to wait for us, nor any lock or pipe of the parent
+            os.closerange(3, 1 << 20)  # keep no lock or pipe of the parent open
             sys.argv = ["-c", *arguments]
             exec(code, {})
         finally:
@@ -70,7 +71,7 @@ def answer_of_child(code: str, *arguments: str, timeout_s: float) -> bytes | Non
 
 
 def realpath(path: str, *, timeout_s: float) -> str:
-    """The canonical path. Raises CacheFsError where one on the way does not answer."""
+    """The canonical path. Raises CacheFsError if a directory on the way does not answer."""
     answer = answer_of_child(_REALPATH, path, timeout_s=timeout_s)
     if not answer:
         raise CacheFsError(f"{path} does not answer")
@@ -78,7 +79,7 @@ def realpath(path: str, *, timeout_s: float) -> str:
 
 
 def mode_of(path: str, *, timeout_s: float) -> int:
-    """st_mode of what lies there. Raises OSError; TimeoutError also where it does not answer."""
+    """st_mode of a path. Raises OSError, and TimeoutError if it does not answer."""
     answer = int(answer_of_child(_MODE, path, timeout_s=timeout_s) or -errno.ETIMEDOUT)
     if answer < 0:
         raise OSError(-answer, os.strerror(-answer))
@@ -86,6 +87,6 @@ def mode_of(path: str, *, timeout_s: float) -> int:
 
 
 def has_died(mountpoint: str) -> bool:
-    """Has the daemon behind this mountpoint gone, and its fast path? Only the kernel says ENOTCONN to this question."""
+    """Are the daemon of this mountpoint and its fast path gone? Only the kernel answers this request with ENOTCONN."""
     answer = answer_of_child(_ASK_ONCE, mountpoint, os.fsdecode(ALIVE), timeout_s=DIED_TIMEOUT_S)
     return answer is not None and answer in (b"%d" % errno.ENOTCONN, b"%d" % errno.ECONNABORTED)

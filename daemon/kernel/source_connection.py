@@ -1,15 +1,15 @@
-"""The source that is mounted anew: its old root descriptor is dead for ever, and its path leads to the new one.
+"""Detects that the source was lost, and opens it again when it is mounted again. The old root descriptor stays dead.
 
-ENOTCONN, ESTALE or ESHUTDOWN of any call is a doubt, and the root descriptor decides. If it fails in the same way the
-source is lost: calls wait in the slots, for as long as `--source-timeout` lets them, hits go on, and the path is opened
-once a second. What is found there must be the directory that was mounted (inode number, birth time where there is one,
-type of the filesystem). It takes the number of the old descriptor, so that every user of that has it, and the fast path
-and the descriptor store get it as well.
+A call that fails with ENOTCONN, ESTALE or ESHUTDOWN raises a doubt, and the root descriptor decides. If it fails in the
+same way, the source is lost: calls wait for at most `--source-timeout`, hits are served, and the path is opened once a
+second. What is found there must be the directory that was mounted (inode number, birth time if there is one, type of
+the filesystem). It gets the number of the old descriptor, so that all users of that number have it. The fast path and
+the descriptor store get it as well.
 
-Everything that touches the source happens in threads with a time-out: it may hang instead of failing. A source that
-was lost is back only when its root has answered, or was opened anew: silence is no answer. A thread that hangs, hangs
-in one mount; the next mount at the same path is asked by other threads. Where SOURCE is
-MOUNTPOINT its path leads to this mount, which must not be touched; then only a person can help, and is told how.
+Every access to the source runs in a thread with a time-out: it may hang instead of failing. A lost source is back only
+when its root has answered, or was opened again; a time-out is not an answer. A thread that hangs, hangs in one mount;
+the next mount at the same path is asked by other threads. If SOURCE is MOUNTPOINT, the path leads to this mount, which
+must not be accessed. Then only the user can help, and the error says how.
 """
 
 import errno
@@ -38,26 +38,26 @@ T = TypeVar("T")
 
 RETRY_S = 1.0
 TIMEOUT_S = 5.0
-"""Or `--source-timeout`, where that is less."""
+"""Or `--source-timeout`, if that is less."""
 MAX_THREADS = 4
-"""That wait for one mount."""
+"""How many threads may wait for one mount."""
 _KEY = b"source root"
 _SAVED = struct.Struct("<I2Q")  # flags of the value, inode number, birth time; the type of the filesystem follows
 
 
 @dataclass(frozen=True, slots=True)
 class Root:
-    """What distinguishes the root of a source from others, and stays the same when it is mounted anew."""
+    """What identifies the root of a source, also after it is mounted again."""
 
     inode: int
     birth_ns: int
-    """0 where the source does not know."""
+    """0: unknown."""
     fstype: str
-    """As the mount table has it; empty where it is not in there."""
+    """As in the mount table; empty if it is not there."""
 
     @classmethod
     def of(cls, fd: int) -> "Root":
-        """Asks the source."""
+        """The root of an open source. Accesses the source."""
         now = syscalls.statx(fd, b"", ask=True)
         return cls(now.inode, now.btime_ns, mount_table.fstype_of(fd))
 
@@ -67,7 +67,7 @@ class Root:
         return self.inode == other.inode and (len(births) == 1 or 0 in births) and (len(types) == 1 or "" in types)
 
     def save(self, index: Index) -> None:
-        """For a successor, which may find the source gone."""
+        """Store it for a successor, which may find the source lost."""
         with index.update() as update:
             update.put(Table.META, _KEY, _SAVED.pack(0, self.inode, self.birth_ns) + self.fstype.encode())
 
@@ -83,7 +83,7 @@ class Root:
 
 class SourceConnection:
     def __init__(self, path: str, root: Root, source: Source, call_pool: CallPool, changed: Callable[[], None]) -> None:
-        """`changed`: told when the source's root descriptor leads to the new mount."""
+        """`changed`: called when the root descriptor of the source refers to a new mount."""
         # dependencies
         self._path = path
         self._root = root
@@ -92,25 +92,25 @@ class SourceConnection:
         self._changed = changed
         # state
         self._limiters: dict[int, trio.CapacityLimiter] = {}
-        """By the number of the mount that is asked."""
+        """By mount number."""
         self._switching = threading.Lock()
         self._generation = source.generation
-        """The one that others have been told of."""
+        """The last one that was announced."""
         self._doubt = trio.Event()
         self._doubted = 0
         """errno of the call that failed."""
         self.lost: str | None = None
-        """Why, and what is being done. None: it is there."""
+        """Why the source is lost. None: it is not."""
         self.reconnects = 0
         call_pool.on_doubt.add(self.doubt)
 
     def doubt(self, error: OSError | None = None) -> None:
-        """Ask the root soon. `error`: why; None: a predecessor may have left a source that is lost."""
+        """Check the root soon. `error`: the reason; None: the source may have been lost before this daemon."""
         self._doubted = 0 if error is None else error.errno or 0
         self._doubt.set()
 
     async def run(self) -> None:
-        """A task, for ever."""
+        """A task: check the root after each doubt, for ever."""
         while True:
             await self._doubt.wait()
             self._doubt = trio.Event()
@@ -119,10 +119,12 @@ class SourceConnection:
     async def _check(self) -> None:
         error = await self._ask()
         if error is not None and may_be_lost(error):
-            self._lose(error)
+            self._call_pool.suspend()
+            self.lost = f"{self._path}: {error.strerror}; waiting until it is mounted again"
+            log.error("the source is lost: %s. Cached data are still served", self.lost)
             await self._until_it_is_back()
         elif self._doubted == errno.ESHUTDOWN:
-            # An evicted client may remember its root, and nothing else.
+            # An evicted client may still have its root, and nothing else.
             await self._reopen(only_if_moved=True)
         anew = self._source.generation != self._generation
         if anew:
@@ -135,26 +137,21 @@ class SourceConnection:
         self.lost = None
         self._call_pool.resume(anew=anew)
 
-    def _lose(self, error: OSError) -> None:
-        self._call_pool.suspend()
-        self.lost = f"{self._path}: {error.strerror}; waiting until it is mounted again"
-        log.error("the source is lost: %s. What is cached is served", self.lost)
-
     async def _until_it_is_back(self) -> None:
-        told = ""
+        logged = ""
         while True:
             reason = await self._reopen()
             if self._source.generation != self._generation:
                 return
-            if reason != told:
+            if reason != logged:
                 log.warning("the source is still lost: %s", reason)
-            self.lost = told = reason
+            self.lost = logged = reason
             await trio.sleep(RETRY_S)
             if await self._ask() is None:
                 return
 
     async def _ask(self) -> OSError | None:
-        """The error that says that the root is gone, or TimeoutError. None: it answers, or is broken in another way."""
+        """An error that means that the root is lost, or TimeoutError. None: it answers, or fails in another way."""
 
         def ask() -> OSError | None:
             try:
@@ -169,7 +166,7 @@ class SourceConnection:
             return error
 
     async def _reopen(self, *, only_if_moved: bool = False) -> str:
-        """Open the path and go on with what is there. Why that cannot be; empty if it was done."""
+        """Open the path, and use what is there. The reason if that fails, else an empty string."""
         generation = self._generation
 
         def reopen() -> str:
@@ -177,7 +174,7 @@ class SourceConnection:
                 fd, device = self._open()
             except (OSError, CacheFsError) as error:
                 return str(error) if isinstance(error, CacheFsError) else f"{self._path}: {error.strerror}"
-            with self._switching:  # one that was abandoned may come back late
+            with self._switching:  # an abandoned thread may return late
                 unmoved = only_if_moved and device == self._source.root_device
                 if self._source.generation != generation or unmoved:
                     os.close(fd)
@@ -192,15 +189,15 @@ class SourceConnection:
             return f"{self._path} does not answer"
 
     def _open(self) -> tuple[int, int]:
-        """A descriptor of the root, and its st_dev; nothing else is asked of the source. In a thread.
+        """A descriptor of the root, and its st_dev; nothing else is asked of the source. Runs in a thread.
 
-        Raises CacheFsError where it is not the source, with the reason.
+        Raises CacheFsError with the reason if it is not the source.
         """
         top = mount_table.covering(self._path)
         if top is not None and top.fstype == mount_table.FSTYPE:
             raise CacheFsError(
                 f"{self._path} leads to the cachefs mount on {top.mountpoint}, which covers its own source: unmount it "
-                f"(cachefs umount {top.mountpoint}), mount the source again, and then cachefs"
+                f"(cachefs umount {top.mountpoint}), mount the source again, then mount cachefs again"
             )
         fd = os.open(self._path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
@@ -216,7 +213,7 @@ class SourceConnection:
             raise
 
     async def _in_thread(self, function: Callable[[], T], mount: int) -> T:
-        """Ask a mount, by its number. Raises TimeoutError; what the thread does then, it does unheard."""
+        """Access a mount, by its number. Raises TimeoutError; the result of a late thread is ignored."""
         self._limiters = {number: limiter for number, limiter in self._limiters.items() if limiter.borrowed_tokens}
         limiter = self._limiters.setdefault(mount, trio.CapacityLimiter(MAX_THREADS))
         with trio.move_on_after(min(TIMEOUT_S, self._call_pool.timeout_s)):

@@ -1,1 +1,1 @@
-"""What one daemon serves: a mount that it makes (fresh.py), or one that it takes over from another (takeover.py)."""
+"""The mount that a daemon serves: one that it makes (fresh.py), or takes over from another daemon (takeover.py)."""

@@ -1,7 +1,7 @@
-"""A mount that this daemon makes: it ends with this daemon, unless a successor has come before.
+"""A mount that this daemon makes. It ends with this daemon, unless a successor takes it over.
 
-Dead mounts of ours on the mountpoint are detached, places checked, and the source opened, before anything is mounted
-over it. A source that hangs keeps the start no longer than `--source-timeout`.
+Before it is mounted, dead cachefs mounts on the mountpoint are detached, places are checked, and the source is opened,
+because the mount may cover it. A source that hangs delays the start no longer than `--source-timeout`.
 """
 
 import logging
@@ -31,7 +31,7 @@ from daemon.wiring import Components
 log = logging.getLogger(__name__)
 
 SERVING_THREADS = 16
-"""Of the fast path: how many requests it answers at once, those that wait for the local disk included."""
+"""How many requests the fast path answers at once, including those that wait for the local disk."""
 
 
 class FreshMount(Mount):
@@ -43,7 +43,7 @@ class FreshMount(Mount):
 
     @classmethod
     async def prepare(cls, mount_config: MountConfig, place: ClaimedMountpoint) -> "FreshMount":
-        """Raises CacheFsError, OSError where it cannot be."""
+        """Raises CacheFsError, OSError if it cannot be mounted."""
         source, timeout_s = mount_config.source, mount_config.options.source_timeout_s
         await abandonable(detach_dead, place.path, MountInstance.is_abandoned, place.claim)
         await abandonable(mounts.make_room, source, place.path)
@@ -52,13 +52,13 @@ class FreshMount(Mount):
         )
         source_fd = await ask_source(mount_config, mounts.open_source, source)
         mount = cls(mount_config, place, source_fd, await ask_source(mount_config, Root.of, source_fd))
-        with suppress(OSError):  # a source may not know
+        with suppress(OSError):  # a source may not have it
             mount.statfs = await ask_source(mount_config, os.fstatvfs, source_fd)
         return mount
 
-    async def rctime_to_record(self, options: Options) -> bytes:
-        """Asked for whatever `--revalidate` says, so that the next mount can tell."""
-        return await ask_source(self._config, _rctime_to_record, self.source_fd, options)
+    async def rctime_to_record(self) -> bytes:
+        """Recorded with any `--revalidate`, because the next mount may have another."""
+        return await ask_source(self._config, _rctime_to_record, self.source_fd, self._config.options)
 
     def open(self, source: Source, opened: OpenedIndex, blob: Blob, options: Options) -> None:
         place = self._place.path
@@ -93,8 +93,8 @@ def _rctime_to_record(source_fd: int, options: Options) -> bytes:
     try:
         value = rctime.ask(partial(os.getxattr, f"/proc/self/fd/{source_fd}"))
     except OSError as error:
-        log.warning("the source does not say when it was changed last (%s): everything is compared", error.strerror)
+        log.warning("cannot read the rctime of the source (%s): each cached object is compared with it", error.strerror)
         return b""
     if not value and options.revalidate is Revalidate.RCTIME:
-        log.warning("the source has no ceph.dir.rctime: everything is compared, as with --revalidate lazy")
+        log.warning("the source has no ceph.dir.rctime: using --revalidate lazy")
     return rctime.recordable(value, time.time(), options.rctime_grace_s)

@@ -1,7 +1,7 @@
-"""What a fresh mount and one that is taken over have in common, and the claim on the mountpoint.
+"""What fresh mounts and mounts that are taken over have in common, and the claim on the mountpoint.
 
-A `Mount` is prepared, opened, served and taken down. What is refused is refused while it is prepared, before anything
-has been changed. `open` puts it up, or adopts it. Where it is over at the end, `take_down` leaves nothing of it.
+A `Mount` is prepared, opened, served and taken down. Problems are detected while it is prepared, before anything has
+changed. `open` mounts it, or adopts it. `take_down` removes everything that belongs to a mount that ends.
 """
 
 import os
@@ -38,7 +38,7 @@ CLAIM_POLL_S = 0.05
 
 
 class ClaimedMountpoint:
-    """A mountpoint, on which only this process mounts or takes over a mount, until requests are answered."""
+    """A claimed mountpoint: until requests are answered, only this process mounts here, or takes over a mount."""
 
     def __init__(self, path: str) -> None:
         self.path = path
@@ -57,9 +57,9 @@ class ClaimedMountpoint:
         raise CacheFsError(f"{self.path} is being mounted by another cachefs (pid {taken.pid})")
 
     async def __aexit__(self, *_: object) -> None:
-        """Still claimed: it ended before it was ready. A mount that is gone, whenever that happened, leaves nothing."""
+        """If it is still claimed, the mount has ended before it was ready, and its runtime directory may be left."""
         if self.claim is not None:
-            with suppress(OSError, CacheFsError):  # then the next one does it
+            with suppress(OSError, CacheFsError):  # the next mount does it
                 remove_remains(self.path)
         self.release()
 
@@ -71,15 +71,15 @@ class ClaimedMountpoint:
 
 class Mount(ABC):
     is_new: ClassVar[bool]
-    """It has no users yet, so that it ends when something fails at the start."""
+    """No job uses it yet: it ends if the start fails."""
     handed = Handed()
-    """What its last daemon had open at the source."""
+    """The open source files of the last daemon."""
     replaces_fastpath = False
-    """The fast path that runs is to be replaced by the one that is installed."""
+    """Replace the running fast path by the installed one."""
     root_device: int | None = None
-    """st_dev of the source's root. None: the source is to be asked."""
+    """st_dev of the source's root. None: ask the source."""
     statfs: os.statvfs_result | None = None
-    """Of the source, when it was opened."""
+    """statvfs of the source, when it was opened."""
 
     def __init__(self, mount_config: MountConfig, place: ClaimedMountpoint, source_fd: int) -> None:
         # dependencies
@@ -90,35 +90,34 @@ class Mount(ABC):
         self.device = -1
         """/dev/fuse, once it is open."""
         self.descriptors: MountDescriptors | None = None
-        """What outlives the daemon. None before it is open, and without a fast path."""
+        """The descriptors that outlive the daemon. None before it is open, and without a fast path."""
         self._instance: MountInstance | None = None
-        """What is mounted. None: nothing yet."""
+        """The mount in the kernel. None before it is open."""
 
     @property
     def instance(self) -> MountInstance:
-        assert self._instance is not None, "it is not open"
+        assert self._instance is not None, "the mount is not open"
         return self._instance
 
     @abstractmethod
-    async def rctime_to_record(self, options: Options) -> bytes:
-        """When the source was changed last, as the next mount is to know it; empty where that is not recorded."""
+    async def rctime_to_record(self) -> bytes:
+        """The time of the last change of the source, to be recorded for the next mount. Empty: record nothing."""
 
     @abstractmethod
     def open(self, source: Source, opened: OpenedIndex, blob: Blob, options: Options) -> None:
-        """Put it up, or adopt it: from here on there are `device`, `instance` and `descriptors`."""
+        """Mount it, or adopt it. Sets `device`, `instance` and `descriptors`."""
 
     @abstractmethod
     def source_root(self, components: Components) -> Root:
-        """What the source's root was when it was mounted."""
+        """The root of the source at the time of the mount."""
 
     @abstractmethod
     def restore(self, components: Components) -> list[Handle]:
-        """Bring the index, and what was under way, to where the last daemon left them. Returns what is to be reopened;
-        nothing is asked of the source here."""
+        """Restore the state of the last daemon. Returns the handles to be reopened; asks nothing of the source."""
 
     @abstractmethod
     def ends_with_daemon(self) -> bool:
-        """Does it end when this daemon fails?"""
+        """Does it end if this daemon fails?"""
 
     def is_unmounted(self) -> bool:
         """Has the kernel closed its connection?"""
@@ -128,7 +127,7 @@ class Mount(ABC):
         self.instance.unmount(self._place.claim)
 
     def take_down(self) -> None:
-        """It is over: unmount it, and remove what belongs to it. It may not have been opened, or only in part."""
+        """Unmount it, and remove what belongs to it. It may not have been opened, or only in part."""
         if self._instance is not None:
             self.unmount()
             wake_fastpath(self._instance)
@@ -140,26 +139,26 @@ class Mount(ABC):
         if self._instance is not None:
             self._instance.remove()
 
-    def let_go(self) -> None:
-        """Of its runtime directory, which another process may have to remove."""
+    def close(self) -> None:
+        """Unlock its runtime directory, which another process may have to remove."""
         if self._instance is not None:
-            self._instance.let_go()
+            self._instance.close()
 
 
 def memory_name_of(instance: MountInstance) -> str:
-    """What the memory is called that its processes share."""
+    """The name of the memory that the processes of a mount share."""
     return f"cachefs-{instance.directory.name}"
 
 
 def wake_fastpath(instance: MountInstance) -> None:
-    """One that was stopped hears of the end of its mount when it goes on."""
+    """Continue a fast path that was stopped, so that it notices the end of its mount."""
     for fastpath in running(memory_name_of(instance)):
         with suppress(OSError):
             os.kill(fastpath.pid, signal.SIGCONT)
 
 
 def follow_index(shared: Shared, opened: OpenedIndex) -> None:
-    """Tell the fast path which records count; and, from now on, whether all of them are where it can see them."""
+    """Share with the fast path which records are valid, and from now on, whether it can see all of them."""
 
     def serve(overflows: bool) -> None:
         shared["serving"] = not overflows
@@ -172,12 +171,12 @@ def follow_index(shared: Shared, opened: OpenedIndex) -> None:
 
 
 async def abandonable(function: Callable[..., T], *arguments: Any) -> T:
-    """Call, in a thread, what may hang as long as the source does. It is left behind when the start is cancelled."""
+    """Call a function that may hang, in a thread. The thread is abandoned when the start is cancelled."""
     return await trio.to_thread.run_sync(partial(function, *arguments), abandon_on_cancel=True)
 
 
 async def ask_source(mount_config: MountConfig, function: Callable[..., T], *arguments: Any) -> T:
-    """Raises CacheFsError where it takes too long."""
+    """Call a function that accesses the source. Raises CacheFsError if it takes too long."""
     with trio.move_on_after(mount_config.options.source_timeout_s):
         return await abandonable(function, *arguments)
     raise CacheFsError(f"the source {mount_config.source} does not answer")

@@ -1,6 +1,6 @@
-"""Going to the background: the caller waits until the mount answers, or hears why it does not.
+"""Running in the background: the command waits until the mount answers, or receives the error.
 
-The process forks before any thread is started and before LMDB is opened, which must not be carried across a fork.
+The process forks before it starts threads and opens LMDB, which must not be carried across a fork.
 """
 
 import contextlib
@@ -29,9 +29,11 @@ LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
 
 def log_to_stderr(level: str) -> None:
-    """Lines for people, or for the journal where stderr leads there (sd-daemon(3))."""
+    """Log plain lines, or lines for the journal if stderr leads there (sd-daemon(3))."""
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(_Journal() if _leads_to_journal(sys.stderr.fileno()) else _Lines(SHORT_FORMAT))
+    stderr = os.fstat(sys.stderr.fileno())
+    is_journal = os.environ.get("JOURNAL_STREAM") == f"{stderr.st_dev}:{stderr.st_ino}"
+    handler.setFormatter(_Journal() if is_journal else _Lines(SHORT_FORMAT))
     logging.basicConfig(handlers=[handler], level=level.upper(), force=True)
 
 
@@ -47,12 +49,8 @@ class _PrivateLog(logging.handlers.RotatingFileHandler):
         return open(self.baseFilename, "a", encoding=self.encoding, opener=private_files.opener)
 
 
-def set_log_level(level: str) -> None:
-    logging.getLogger().setLevel(level.upper())
-
-
 class _Lines(logging.Formatter):
-    """A message is one line, whatever names are in it; a traceback has its own."""
+    """A message is one line, with unsafe characters in names escaped. A traceback has its own lines."""
 
     def formatMessage(self, record: logging.LogRecord) -> str:
         record.message = one_line(record.message)
@@ -63,7 +61,7 @@ class _Lines(logging.Formatter):
 
 
 class _Journal(_Lines):
-    """Each line begins with its priority; the journal has the time and the name."""
+    """Each line begins with its priority; the journal adds time and name."""
 
     def format(self, record: logging.LogRecord) -> str:
         priority = next(p for level, p in _PRIORITIES if record.levelno >= level)
@@ -73,37 +71,38 @@ class _Journal(_Lines):
 _PRIORITIES = ((logging.CRITICAL, 2), (logging.ERROR, 3), (logging.WARNING, 4), (logging.INFO, 6), (0, 7))
 
 
-def _leads_to_journal(fd: int) -> bool:
-    found = os.fstat(fd)
-    return os.environ.get("JOURNAL_STREAM") == f"{found.st_dev}:{found.st_ino}"
-
-
 Serve = Callable[[Callable[[], None], Callable[[Path], None]], None]
-"""serve(ready, claimed): `claimed` is told the cache directory as soon as that is known to be ours."""
+"""serve(ready, claimed): calls `claimed` with the cache directory when that is locked."""
 
 
 def run_in_background(serve: Serve, log_level: str, *, ends_with_command: bool) -> int:
     """Run `serve` in a daemon process that logs to its cache directory. Returns its pid once it has called `ready`.
 
-    Raises CacheFsError with the reason where it ends before that. `ends_with_command`: SIGINT or SIGTERM to this
-    command ends the daemon, as long as it is not ready. Else it goes on.
+    Raises CacheFsError with the reason if it ends before that. `ends_with_command`: SIGINT or SIGTERM to this command
+    ends a daemon that is not ready. Otherwise the daemon continues.
     """
     receiving, sending = os.pipe()
-    # Those that arrive in between are the business of `serve`.
+    # `serve` handles signals that arrive before it is ready for them.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
     pid = os.fork()
     if pid == 0:
         os.close(receiving)
-        _become_daemon()
+        # stderr stays until there is a log: the command may show it.
+        os.setsid()
+        for number in (signal.SIGINT, signal.SIGHUP):  # from the terminal that it has just left
+            if number in signal.sigpending():
+                signal.sigwait({number})
+        os.chdir("/")
+        _to_null(0, 1)
         os._exit(_child(serve, sending, log_level))
     os.close(sending)
 
     def pass_on(number: int, _: object) -> None:
         if ends_with_command:
             os.kill(pid, signal.SIGTERM)
-            os.kill(pid, signal.SIGCONT)  # one that was stopped hears nothing
+            os.kill(pid, signal.SIGCONT)  # a stopped daemon receives no signal
         else:
-            raise CacheFsError("interrupted; the new daemon goes on in the background")
+            raise CacheFsError("interrupted; the new daemon continues in the background")
 
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) is not signal.SIG_IGN:
@@ -113,18 +112,8 @@ def run_in_background(serve: Serve, log_level: str, *, ends_with_command: bool) 
         said = pipe.read()
     if said.endswith(_READY):
         return int(said)
-    os.waitpid(pid, os.WNOHANG)  # it may wait in the kernel, for a source that hangs
-    raise CacheFsError(said.decode(errors="replace") or "the daemon ended without a word")
-
-
-def _become_daemon() -> None:
-    """All but standard error: until it has a log, it tells whoever waits for it."""
-    os.setsid()
-    for number in (signal.SIGINT, signal.SIGHUP):  # to the terminal that it has just left
-        if number in signal.sigpending():
-            signal.sigwait({number})
-    os.chdir("/")
-    _to_null(0, 1)
+    os.waitpid(pid, os.WNOHANG)  # the child may wait in the kernel, for a source that hangs
+    raise CacheFsError(said.decode(errors="replace") or "the daemon ended without an error message")
 
 
 def _to_null(*fds: int) -> None:
@@ -144,7 +133,7 @@ def _child(serve: Serve, sending: int, log_level: str) -> int:
         os.close(sending)
 
     def tell(what: bytes) -> None:
-        with contextlib.suppress(BrokenPipeError):  # the command was killed: the mount is there all the same
+        with contextlib.suppress(BrokenPipeError):  # the command was killed; the mount stays
             os.write(sending, what)
 
     has_log = False
@@ -161,7 +150,7 @@ def _child(serve: Serve, sending: int, log_level: str) -> int:
     except CacheFsError as error:
         reason = str(error)
     except BaseException as error:
-        logging.getLogger(__name__).exception("the daemon ends")
+        logging.getLogger(__name__).exception("the daemon has failed")
         reason = f"{type(error).__name__}: {error}"
     if not told:
         tell(one_line(reason).encode())

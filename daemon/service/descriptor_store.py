@@ -1,7 +1,7 @@
-"""The service manager's descriptor store: what a mount is made of survives even the death of both processes.
+"""The descriptor store of the service manager: the descriptors of a mount survive even the death of both processes.
 
-sd_notify(3): FDSTORE=1 hands descriptors over, with FDPOLL=0: they are not to be dropped when they poll as hung up.
-They come back to the next start as LISTEN_FDS, with their names.
+sd_notify(3): FDSTORE=1 stores descriptors; FDPOLL=0 keeps them when they poll as hung up. The next start receives them
+as LISTEN_FDS, with their names.
 """
 
 import os
@@ -15,26 +15,27 @@ _FIRST = 3
 _NAMES = ("device", "shared", "source", "listener")
 
 
-def put(held: MountDescriptors) -> None:
-    """Store everything but the blob, which is a file."""
-    for name, fd in zip(_NAMES, (held.device, held.shared.fd, held.source, held.listener.fileno()), strict=True):
+def put(descriptors: MountDescriptors) -> None:
+    """Store all descriptors except the blob, which is a file."""
+    fds = (descriptors.device, descriptors.shared.fd, descriptors.source, descriptors.listener.fileno())
+    for name, fd in zip(_NAMES, fds, strict=True):
         notify("FDSTORE=1", "FDPOLL=0", f"FDNAME=cachefs-{name}", fds=(fd,))
 
 
-def put_source(held: MountDescriptors) -> None:
-    """It is another one now."""
+def put_source(descriptors: MountDescriptors) -> None:
+    """Replace the stored source."""
     notify("FDSTOREREMOVE=1", "FDNAME=cachefs-source")
-    notify("FDSTORE=1", "FDPOLL=0", "FDNAME=cachefs-source", fds=(held.source,))
+    notify("FDSTORE=1", "FDPOLL=0", "FDNAME=cachefs-source", fds=(descriptors.source,))
 
 
 def remove() -> None:
-    """The mount is gone."""
+    """Remove the descriptors of a mount that is gone."""
     for name in _NAMES:
         notify("FDSTOREREMOVE=1", f"FDNAME=cachefs-{name}")
 
 
-def take(blob: int = -1) -> MountDescriptors | None:
-    """What a predecessor stored. None if there is nothing, or not all of it. Raises OtherVersion."""
+def take() -> MountDescriptors | None:
+    """The descriptors of a predecessor, without the blob. None if any is missing. Raises OtherVersion."""
     if os.environ.get("LISTEN_PID") != str(os.getpid()):
         return None
     names = os.environ.get("LISTEN_FDNAMES", "").split(":")
@@ -43,5 +44,5 @@ def take(blob: int = -1) -> MountDescriptors | None:
         return None
     for fd in fds.values():
         os.set_inheritable(fd, False)
-    shared = Shared(fds["shared"])
-    return MountDescriptors(fds["device"], shared, fds["source"], blob, socket.socket(fileno=fds["listener"]))
+    shared, listener = Shared(fds["shared"]), socket.socket(fileno=fds["listener"])
+    return MountDescriptors(fds["device"], shared, fds["source"], -1, listener)

@@ -1,4 +1,4 @@
-"""What the daemon asks of its own process."""
+"""Settings of the daemon's process."""
 
 import contextlib
 import ctypes
@@ -8,27 +8,35 @@ import signal
 import sys
 
 SWITCH_INTERVAL_S = 0.0005
-"""How long the trio thread waits for the interpreter that write-behind has; Python's own 5 ms are a slow look-up."""
+"""How long the trio thread waits for the interpreter lock of write-behind. Python's 5 ms would make look-ups slow."""
 
 _FIRST_PASSED = 3
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8
 
 
 def prepare() -> None:
-    """Before anything runs that needs it."""
-    tune_malloc()
-    raise_limits()
+    """Called before anything else in the daemon."""
+    # Keep freed memory: file contents are allocated and freed by the megabyte, and a page fault costs more than the
+    # copy. One arena besides the main one: the trio thread frees the payload that a fetch thread allocates.
+    libc = ctypes.CDLL(None)
+    for parameter, value in ((_M_ARENA_MAX, 2), (_M_MMAP_THRESHOLD, 2 << 20), (_M_TRIM_THRESHOLD, 64 << 20)):
+        libc.mallopt(parameter, value)
+    # Open files, and file sizes: the kernel ends a process whose files exceed the limit.
+    for limit in (resource.RLIMIT_NOFILE, resource.RLIMIT_FSIZE):
+        _, hard = resource.getrlimit(limit)
+        resource.setrlimit(limit, (hard, hard))
     sys.setswitchinterval(SWITCH_INTERVAL_S)
 
 
 def leave_starter() -> None:
-    """Undo inherited settings that do not suit a daemon. `mount` and `restart` begin with it."""
+    """Undo inherited settings that do not suit a daemon. `mount` and `restart` begin with this."""
     _open_standard_streams()
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # if ignored, nobody hears how a child has ended
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # if ignored, the exit status of a child is lost
     _close_inherited()
 
 
 def _open_standard_streams() -> None:
-    """Where one is closed, the next file to be opened would be taken for it."""
+    """Open those that are closed: otherwise the next file to be opened would be used as a standard stream."""
     for fd, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
         try:
             os.fstat(fd)
@@ -39,10 +47,10 @@ def _open_standard_streams() -> None:
 
 
 def _close_inherited() -> None:
-    """Close what the starter left open: a lock that it holds would be held as long as the mount lasts.
+    """Close files that the starter left open: a lock on one would last as long as the mount.
 
-    Kept are the standard streams and what the service manager passes (LISTEN_FDS). What this process has opened
-    itself is close-on-exec, and so cannot have been inherited.
+    Keeps the standard streams and what the service manager passes (LISTEN_FDS). Files that this process has opened are
+    close-on-exec, and so cannot be inherited ones.
     """
     passed = 0
     if os.environ.get("LISTEN_PID") == str(os.getpid()):
@@ -56,39 +64,19 @@ def _close_inherited() -> None:
                 os.close(fd)
 
 
-def raise_limits() -> None:
-    """Of open files, and of the size of files: the kernel ends a process whose files grow beyond that."""
-    for limit in (resource.RLIMIT_NOFILE, resource.RLIMIT_FSIZE):
-        _, hard = resource.getrlimit(limit)
-        resource.setrlimit(limit, (hard, hard))
-
-
 def has_descriptors_of(pid: int) -> bool:
-    """May this process have as many descriptors as that one, which it is to follow? If not, and if it can, it may then.
+    """Raise the limit of open files to that of a daemon, which a child of this process will replace.
 
-    False: it could not, and that one needs more than it may have.
+    False: the limit is too low for the files that are open there, and cannot be raised.
     """
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     try:
         theirs = resource.prlimit(pid, resource.RLIMIT_NOFILE)
-    except OSError:  # it cannot be seen from here
+    except OSError:  # not visible to this process
         return True
     if hard >= theirs[1]:
         return True
-    with contextlib.suppress(OSError, ValueError):  # not without CAP_SYS_RESOURCE
+    with contextlib.suppress(OSError, ValueError):  # needs CAP_SYS_RESOURCE
         resource.setrlimit(resource.RLIMIT_NOFILE, theirs)
         return True
     return len(os.listdir(f"/proc/{pid}/fd")) < hard // 2
-
-
-def tune_malloc() -> None:
-    """Keep freed memory. File contents come and go by the megabyte, and touching new pages costs more than the copy.
-
-    One arena more than the main one: the payload that a fetch thread allocates is freed by the trio thread.
-    """
-    libc = ctypes.CDLL(None)
-    for parameter, value in ((_M_ARENA_MAX, 2), (_M_MMAP_THRESHOLD, 2 << 20), (_M_TRIM_THRESHOLD, 64 << 20)):
-        libc.mallopt(parameter, value)
-
-
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8

@@ -1,11 +1,10 @@
-"""The service manager, as far as a mount talks to it: sd_notify(3), sd_watchdog_enabled(3). Silent without one."""
+"""The protocol of the service manager: sd_notify(3), sd_watchdog_enabled(3). Without one, nothing is sent."""
 
 import array
 import contextlib
 import logging
 import os
 import socket
-import time
 from collections.abc import Callable, Sequence
 
 import trio
@@ -24,7 +23,7 @@ def is_there() -> bool:
 
 
 def notify(*assignments: str, fds: Sequence[int] = ()) -> None:
-    """Send VARIABLE=value lines, with descriptors for the store."""
+    """Send lines VARIABLE=value, and descriptors for the store."""
     address = os.environ.get("NOTIFY_SOCKET")
     if not address:
         return
@@ -36,12 +35,8 @@ def notify(*assignments: str, fds: Sequence[int] = ()) -> None:
         manager.sendmsg(["\n".join(map(one_line, assignments)).encode()], ancillary)
 
 
-def reloading() -> None:
-    notify("RELOADING=1", f"MONOTONIC_USEC={time.monotonic_ns() // 1000}")
-
-
 def watchdog_s() -> float | None:
-    """How often WATCHDOG=1 must be said at least. None: nobody waits for it."""
+    """The longest interval between two WATCHDOG=1. None: there is no watchdog."""
     if os.environ.get("WATCHDOG_PID", str(os.getpid())) != str(os.getpid()):
         return None
     microseconds = os.environ.get("WATCHDOG_USEC", "")
@@ -49,7 +44,7 @@ def watchdog_s() -> float | None:
 
 
 async def announce(probe: Probe, status_line: Callable[[], str], ready: Callable[[], None]) -> None:
-    """Say that the mount is ready when it answers, then that it still does. For ever, until cancelled."""
+    """Report that the mount is ready when it answers, then that it still does, until cancelled."""
     while not await probe.answers(ANSWER_TIMEOUT_S):
         log.warning("the mount does not answer yet")
         await trio.sleep(1)

@@ -1,6 +1,6 @@
-"""What the service manager's watchdog wants to know: does the mount still answer? A child asks, again and again.
+"""Probes for the watchdog of the service manager whether the mount still answers. One child does all probes.
 
-Apart from probe.py because commands need that, and trio takes a third of the time that they need to start.
+Not in probe.py, because commands need that, and loading trio takes a third of their start-up time.
 """
 
 import os
@@ -22,7 +22,7 @@ class Probe:
         self._asked = False
 
     async def answers(self, timeout_s: float) -> bool:
-        """Within so many seconds. A question that was not answered is not asked again while it waits."""
+        """Does the mount answer in time? A probe that is not answered is not repeated while it waits."""
         with trio.move_on_after(timeout_s):
             try:
                 if self._process is None or self._process.poll() is not None:
@@ -32,14 +32,14 @@ class Probe:
                     self._asked = True
                     await self._process.stdin.send_all(b"?")
                 answer = await self._process.stdout.receive_some(1)
-            except (OSError, trio.BrokenResourceError):  # no room for another process; or it was killed
+            except (OSError, trio.BrokenResourceError):  # no memory for a child, or it was killed
                 answer = b""
             self._asked = False
             return bytes(answer) == b"1"
         return False
 
     async def _start(self) -> trio.Process:
-        """It ends when our end of its input is closed: with us."""
+        """The child ends when its input is closed, which happens when this process ends."""
         command = [sys.executable, "-I", "-S", "-c", _ASK_OFTEN, self._mountpoint, os.fsdecode(ALIVE)]
         return await trio.lowlevel.open_process(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, cwd="/"

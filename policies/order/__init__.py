@@ -1,4 +1,4 @@
-"""Order: what to read next. Samplers for jobs that may change one line to help the cache.
+"""Order: what to read next. Samplers with which a job helps the cache, by a change of one line.
 
 DataLoader(dataset, sampler=BundleRandom(len(dataset), rank=rank, world_size=world_size))
 DataLoader(dataset, batch_sampler=LengthBucket(lengths, budget=16_384))

@@ -1,8 +1,8 @@
 """Bundle-random reading: shuffled within bundles, bundles in a fixed order, reversed every other epoch.
 
-With alternation each epoch begins with what the last one ended with, which an LRU cache (the page cache, for example)
-still has. Its authors report 16 % fewer LRU misses on average over cache sizes and 33 % at most, and unchanged accuracy
-down to bundles of 0.1 of the dataset; 0.01 hurts. docs/POLICIES.md has our curves.
+With alternation each epoch begins with what the last one ended with, which an LRU cache, such as the page cache, still
+has. The authors report 16 % fewer LRU misses on average over cache sizes, 33 % at most, and unchanged accuracy for
+bundles of at least 0.1 of the dataset; bundles of 0.01 reduce it. docs/POLICIES.md has our curves.
 """
 
 from collections.abc import Iterator
@@ -13,7 +13,7 @@ from policies.order.epoch import Order
 
 
 class BundleRandom(Order[int]):
-    """Indices 0 to `size` - 1, each once an epoch; rank r gets every `world_size`-th one. For `sampler=`."""
+    """Indices 0 to `size` - 1, each once per epoch; rank r gets every `world_size`-th one. For `sampler=`."""
 
     def __init__(
         self,
@@ -26,10 +26,12 @@ class BundleRandom(Order[int]):
         world_size: int = 1,
         drop_last: bool = False,
     ) -> None:
-        """`bundle_ratio`: of the dataset, 0 (exclusive) to 1. `drop_last`: leave out what would make ranks unequal."""
+        """`bundle_ratio`: of the dataset, 0 (exclusive) to 1. `drop_last`: omit what would make ranks unequal."""
         super().__init__(seed=seed, rank=rank, world_size=world_size)
         if size < 0 or not 0 < bundle_ratio <= 1:
-            raise ValueError(f"a size of {size} and a bundle ratio of {bundle_ratio}: not negative, and within (0, 1]")
+            raise ValueError(
+                f"the size ({size}) must not be negative, and the bundle ratio ({bundle_ratio}) must be within (0, 1]"
+            )
         self._size = size // world_size * world_size if drop_last else size
         self._total = size
         self._bundle = max(1, ceil(size * bundle_ratio))

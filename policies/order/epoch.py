@@ -1,11 +1,11 @@
-"""What all orders share: epochs, seeds, and where one was interrupted. No torch: any iterable is a sampler.
+"""The base of all orders: epochs, seeds, and resuming. Does not need torch: any iterable is a sampler.
 
-An order is made once, with the same arguments on all ranks, and iterated once an epoch. `set_epoch(n)` before each
-epoch, as with torch's DistributedSampler; without it every epoch is the same. The same seed and epoch give the same
+An order is made once, with the same arguments on all ranks, and iterated once per epoch. Call `set_epoch(n)` before
+each epoch, as for torch's DistributedSampler; without it every epoch is the same. The same seed and epoch give the same
 order everywhere.
 
-`state_dict` counts what was drawn from the iterator. A DataLoader with workers draws ahead of training: whoever must
-resume exactly uses a loader that keeps its samplers' states itself (torchdata's StatefulDataLoader does).
+`state_dict` counts the items drawn from the iterator. A DataLoader with workers draws ahead of training: to resume
+exactly, use a loader that keeps the states of its samplers, such as torchdata's StatefulDataLoader.
 """
 
 from abc import ABC, abstractmethod
@@ -18,9 +18,9 @@ Item = TypeVar("Item")
 
 class Order(ABC, Generic[Item]):
     def __init__(self, *, seed: int = 0, rank: int = 0, world_size: int = 1) -> None:
-        """Raises ValueError for a rank that the world has not got."""
+        """Raises ValueError for a rank outside the world."""
         if not 0 <= rank < world_size:
-            raise ValueError(f"rank {rank} of a world of {world_size}: ranks count from 0")
+            raise ValueError(f"rank {rank} is not between 0 and {world_size - 1}")
         self.seed = seed
         self.rank = rank
         self.world_size = world_size
@@ -29,16 +29,16 @@ class Order(ABC, Generic[Item]):
         self._resumes = False
 
     def set_epoch(self, epoch: int) -> None:
-        """Begin another epoch: its order is another one, and it begins at its beginning."""
+        """Begin another epoch, with another order, from its first item."""
         if epoch != self.epoch or not self._resumes:
             self.epoch, self._drawn, self._resumes = epoch, 0, False
 
     def state_dict(self) -> dict[str, Any]:
-        """Where in which epoch the last iterator is."""
+        """The epoch and the position of the last iterator."""
         return {"seed": self.seed, "epoch": self.epoch, "drawn": self._drawn}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """The next iterator goes on where that state was taken."""
+        """The next iterator continues at that position."""
         self.seed, self.epoch, self._drawn = state["seed"], state["epoch"], state["drawn"]
         self._resumes = True
 
@@ -58,8 +58,8 @@ class Order(ABC, Generic[Item]):
 
     @abstractmethod
     def __len__(self) -> int:
-        """Items of a whole epoch, of this rank."""
+        """The number of items of this rank in a whole epoch."""
 
     @abstractmethod
     def _items(self, random: Random) -> Iterator[Item]:
-        """A whole epoch, of this rank."""
+        """The items of this rank in a whole epoch."""

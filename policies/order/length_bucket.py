@@ -1,9 +1,9 @@
-"""Length buckets: batches by tokens, not by samples, of sequences that are about as long as each other.
+"""Length buckets: batches by tokens, not by samples, of sequences of similar length.
 
-Padding is what a batch wastes: each of its sequences is padded to the longest. Sequences whose lengths lie in the same
-interval (8, say) share a bucket, and a bucket becomes a batch when one more would exceed the budget of tokens. Its
-authors report a tenth of the time of sequential batches, with the stored file size as the length: that costs no I/O.
-Here the index of cachefs has the sizes: `os.stat` on the mount reads nothing.
+Padding wastes work: each sequence of a batch is padded to the longest. Sequences whose lengths are in the same interval
+(of 8, for example) share a bucket. A bucket becomes a batch when one more sequence would exceed the budget of tokens.
+The authors report a tenth of the time of sequential batches, with the file size as the length, which costs no I/O. With
+cachefs the index has the sizes: `os.stat` on the mount does not access the source.
 """
 
 from collections.abc import Iterator, Sequence
@@ -13,11 +13,11 @@ from policies.order.epoch import Order
 
 
 class LengthBucket(Order[list[int]]):
-    """Batches of indices, for `batch_sampler=`; each index comes once an epoch, over all ranks.
+    """Batches of indices, for `batch_sampler=`. Each index occurs once per epoch, over all ranks.
 
-    All ranks fill the same buckets, and take every `world_size`-th item of a bucket that is full for all of them: at
-    each step they work on batches of like length. What is left at the end of an epoch is dealt out as it is, in
-    smaller batches, in turns; ranks may then differ by a batch, unless `drop_last` leaves it out.
+    All ranks fill the same buckets. When a bucket is full for all ranks, each takes every `world_size`-th item: at each
+    step the ranks work on batches of similar length. The remaining items of an epoch are dealt in turns, in smaller
+    batches. Ranks may then differ by a batch; `drop_last` omits these.
     """
 
     def __init__(
@@ -31,13 +31,13 @@ class LengthBucket(Order[list[int]]):
         world_size: int = 1,
         drop_last: bool = False,
     ) -> None:
-        """`budget`: tokens of a batch at most, padding included. Raises ValueError for a sample that exceeds it."""
+        """`budget`: the most tokens of a batch, with padding. Raises ValueError for a sample that exceeds it."""
         super().__init__(seed=seed, rank=rank, world_size=world_size)
         if interval < 1:
-            raise ValueError(f"an interval of {interval}: at least 1")
+            raise ValueError(f"the interval ({interval}) must be at least 1")
         for index, length in enumerate(lengths):
             if not 0 <= length <= budget:
-                raise ValueError(f"sample {index} has a length of {length}: a batch holds 0 to {budget}")
+                raise ValueError(f"sample {index} has length {length}, which is not between 0 and {budget}")
         self._lengths = list(lengths)
         self._budget = budget
         self._interval = interval
@@ -45,14 +45,14 @@ class LengthBucket(Order[list[int]]):
         self._counted: tuple[tuple[int, int], int] | None = None
 
     def __len__(self) -> int:
-        """Counted by running through the epoch once."""
+        """Iterates through the epoch once to count."""
         key = (self.seed, self.epoch)
         if self._counted is None or self._counted[0] != key:
             self._counted = key, sum(1 for _ in self._items(self._random()))
         return self._counted[1]
 
     def _capacity(self, bucket: int) -> int:
-        """How many sequences of a bucket fit into a batch, whatever their lengths within the interval."""
+        """How many sequences of a bucket fit into a batch, for any lengths within the interval."""
         longest = min((bucket + 1) * self._interval - 1, self._budget)
         return max(1, self._budget // max(1, longest))
 

@@ -1,8 +1,8 @@
-"""Windowed shuffle: a few groups (row groups, shards) open at a time, samples drawn at random among them.
+"""Windowed shuffle: a few groups (row groups, shards) are open at a time, and samples are drawn from them at random.
 
-A group is read as a whole and stays in memory for as long as it is in the window, so that a shuffled epoch costs no
-more reads than a sequential one. Petastorm does it, but its workers draw with replacement: several of them saw 63 % of
-the data in one epoch. Here groups are dealt to ranks and workers, and each sample comes exactly once.
+A group is read as a whole, and stays in memory while it is in the window. So a shuffled epoch needs no more reads than
+a sequential one. Petastorm does the same, but its workers draw with replacement: several workers saw 63 % of the data
+in one epoch. Here groups are dealt to ranks and workers, and each sample occurs exactly once.
 """
 
 from collections.abc import Iterator, Sequence
@@ -15,17 +15,17 @@ from policies.order.epoch import Order
 class WindowShuffle(Order[int]):
     """Indices of samples, numbered through all groups: sample j of group i is `sum(groups[:i]) + j`.
 
-    A share is a rank, or a worker of a rank (`rank * workers + worker` of `world_size * workers`); a DataLoader that
-    takes this as `sampler=` shares it out among its workers itself. Shares differ by whole groups.
+    A share belongs to a rank, or to a worker of a rank (`rank * workers + worker` of `world_size * workers`). A
+    DataLoader with this as `sampler=` divides it among its workers itself. Shares differ by whole groups.
     """
 
     def __init__(
         self, groups: Sequence[int], *, window: int = 4, seed: int = 0, rank: int = 0, world_size: int = 1
     ) -> None:
-        """`groups`: how many samples each has. `window`: how many are open at once."""
+        """`groups`: the number of samples of each. `window`: the number of groups that are open at once."""
         super().__init__(seed=seed, rank=rank, world_size=world_size)
         if window < 1 or any(size < 0 for size in groups):
-            raise ValueError(f"a window of {window} groups: at least 1, and no group has less than 0 samples")
+            raise ValueError(f"the window ({window}) must be at least 1, and no group may have less than 0 samples")
         self._groups = list(groups)
         self._starts = [0, *accumulate(self._groups)]
         self._window = window
@@ -49,7 +49,7 @@ class WindowShuffle(Order[int]):
                     window.append(samples)
             if not window:
                 return
-            # Each sample in the window is as likely as any other.
+            # All samples in the window are equally likely.
             number = random.randrange(sum(map(len, window)))
             at = 0
             while number >= len(window[at]):

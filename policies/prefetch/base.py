@@ -1,8 +1,7 @@
-"""What a prefetch policy is asked. Paths are bytes, from the root of the mount, without a slash at either end."""
+"""The interface of prefetch policies. Paths are bytes, from the root of the mount, without a slash at either end."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Protocol
 
 from policies.globs import Globs
 
@@ -14,19 +13,23 @@ class Target:
     path: bytes
     """A directory, or a file."""
     recursive: bool = False
-    """With all that is beneath it."""
+    """Include all files beneath the directory."""
     globs: Globs | None = None
-    """Only the files that match."""
+    """Only files that match."""
 
 
-class Prefetch(Protocol):
-    """What to fetch before anybody asks for it. The caller lists, looks at what is cached, and fetches."""
+class Prefetch:
+    """What to fetch before it is read. The caller lists, finds out what is cached, and fetches. This policy fetches
+    nothing.
+    """
 
-    per_file: bool
+    per_file = False
     """Does it matter which file of a directory is read?"""
 
     def started(self) -> Iterable[Target]:
-        """The mount is there."""
+        """The mount has started."""
+        return ()
 
     def read(self, path: bytes) -> Iterable[Target]:
-        """A file was read. Not `per_file`: of several in a row in one directory the first one only."""
+        """A file was read. Without `per_file`: of several reads in a row in one directory only the first."""
+        return ()

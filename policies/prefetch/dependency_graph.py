@@ -1,17 +1,17 @@
-"""A graph of partitions: when one is opened, those that depend on it are fetched, most connected first.
+"""A graph of partitions: when one is opened, its dependents are fetched, the most connected first.
 
-Graph training reads a partition after the other: which one is next is given by the edges of the graph. P_j depends on
-P_i when edges lead from nodes of P_i to nodes of P_j. While P_i is trained on, its dependents are fetched, and what
-training is through with makes room for them (retention/retire.py). Its authors report training 2.28 times shorter than
-from the parallel filesystem, and within 8.25 % of everything on NVMe.
+Graph training reads one partition after the other, and the edges of the graph determine the next one. P_j depends on
+P_i if edges lead from nodes of P_i to nodes of P_j. While P_i is trained on, its dependents are fetched, and partitions
+that are done make room for them (retention/retire.py). The authors report training 2.28 times shorter than from the
+parallel filesystem, and within 8.25 % of everything on NVMe.
 
 A graph is a list of partitions in JSON lines:
 
     {"partition": "parts/p0", "depends": ["parts/p3", "parts/p1"]}
     {"partition": "parts/p1/*.bin", "depends": {"parts/p0": 118233, "parts/p3": 5120}}
 
-`partition`: a path from the root of the mount, which covers all beneath it, or a glob. `depends`: the partitions that
-it depends on, with the number of edges where that is known.
+`partition`: a path from the root of the mount, which includes all files beneath it, or a glob. `depends`: the
+partitions that it depends on, with the number of edges if that is known.
 """
 
 import json
@@ -21,23 +21,23 @@ from dataclasses import dataclass
 from typing import Any
 
 from policies.globs import Globs, InvalidGlob
-from policies.prefetch.base import Target
+from policies.prefetch.base import Prefetch, Target
 
 MAX_RECENT = 16
-"""So many partitions may be read at the same time, by several readers, without being opened again each time: half of
-them at most, so that each is opened again in the next epoch."""
+"""How many partitions several readers may read in turn without opening them again each time. At most half of all
+partitions, so that each is opened again in the next epoch."""
 _WILDCARDS = frozenset(b"*?[")
 
 
 class InvalidGraph(ValueError):
-    """The graph makes no sense; says which line, and why. The command line reports it as a usage error."""
+    """An invalid graph; the message has line and reason. The command line reports it as a usage error."""
 
 
 @dataclass(frozen=True, slots=True)
 class Partition:
     name: str
     depends: dict[str, int]
-    """Name of another one → edges that lead from it to this one."""
+    """Name of another partition → number of edges from it to this one."""
 
 
 def parse_graph(lines: Iterable[str]) -> list[Partition]:
@@ -59,23 +59,23 @@ def parse_graph(lines: Iterable[str]) -> list[Partition]:
         if not valid:
             raise InvalidGraph(f'line {number}: expected {{"partition": PATH, "depends": [PATH, …]}}')
         if name in names:
-            raise InvalidGraph(f"line {number}: {name!r} was described before")
+            raise InvalidGraph(f"line {number}: {name!r} occurs twice")
         names.add(name)
         partitions.append(Partition(name, edges))
     if not partitions:
-        raise InvalidGraph("there are no partitions")
+        raise InvalidGraph("the graph has no partitions")
     for partition in partitions:
         for other in partition.depends:
             if other not in names:
-                raise InvalidGraph(f"{partition.name!r} depends on {other!r}, which is not described")
+                raise InvalidGraph(f"{partition.name!r} depends on {other!r}, which is not in the graph")
     return partitions
 
 
-class DependencyGraph:
+class DependencyGraph(Prefetch):
     per_file = True
 
     def __init__(self, partitions: Iterable[Partition]) -> None:
-        """Raises InvalidGraph where a partition's glob can match nothing."""
+        """Raises InvalidGraph if the glob of a partition can match nothing."""
         self._targets: dict[str, Target] = {}
         self._paths: dict[bytes, str] = {}
         self._globs: list[tuple[str, Globs]] = []
@@ -90,7 +90,7 @@ class DependencyGraph:
         }
         self._recent: OrderedDict[str, None] = OrderedDict()
         self._visited: set[str] = set()
-        """In this epoch."""
+        """The partitions that were opened in this epoch."""
         self._most_recent = max(1, min(MAX_RECENT, len(self._targets) // 2))
 
     def _add(self, name: str) -> None:
@@ -108,7 +108,7 @@ class DependencyGraph:
         self._targets[name] = Target(fixed.rpartition(b"/")[0], recursive=True, globs=globs)
 
     def partition_of(self, path: bytes) -> str | None:
-        """The partition that a file belongs to; the longest path counts, before any glob."""
+        """The partition of a file: that with the longest path, else the first whose glob matches."""
         beneath = path
         while beneath:
             if beneath in self._paths:
@@ -116,13 +116,10 @@ class DependencyGraph:
             beneath = beneath.rpartition(b"/")[0]
         return next((name for name, globs in self._globs if globs.matches(path)), None)
 
-    def started(self) -> tuple[Target, ...]:
-        return ()
-
     def read(self, path: bytes) -> tuple[Target, ...]:
-        """Of a partition that was not among those read last: the rest of it, then what depends on it.
+        """The first read of a partition that was not read recently fetches the rest of it, then its dependents.
 
-        But for those that training has been through: in each epoch a partition is read once.
+        Dependents that were opened in this epoch are left out: each partition is read once per epoch.
         """
         name = self.partition_of(path)
         if name is None:

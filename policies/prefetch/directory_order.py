@@ -1,20 +1,19 @@
-"""Directory order: what lies beside the file that was read, or the whole tree from its beginning.
+"""Directory order: the other files of the directory of a file that was read, or the whole tree.
 
-Datasets are laid out by class, by day or by shard, and whoever stores them does so in that order: neighbours in a
-directory are neighbours on the disks, too.
+Datasets are laid out by class, by day or by shard, and are stored in that order: neighbours in a directory are
+neighbours on the disks.
 """
 
-from policies.prefetch.base import Target
-from policies.prefetch.sequential import NoPrefetch
+from policies.prefetch.base import Prefetch, Target
 
 
-class WholeTree(NoPrefetch):
+class WholeTree(Prefetch):
     def started(self) -> tuple[Target, ...]:
         return (Target(b"", recursive=True),)
 
 
-class Directory(NoPrefetch):
-    """The rest of a directory, as soon as one of its files is read; once."""
+class Directory(Prefetch):
+    """Fetches the other files of a directory when one of its files is first read."""
 
     def __init__(self) -> None:
         self._known: set[bytes] = set()

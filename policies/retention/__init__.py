@@ -1,4 +1,4 @@
-"""Retention: who goes when room is needed. One file a policy, one line here; docs/POLICIES.md has the steps."""
+"""Retention: what to evict to make room. A policy is one file, and one line here; docs/POLICIES.md has the steps."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -14,12 +14,12 @@ from policies.retention.retire import RetireWhenDone
 
 @dataclass(frozen=True, slots=True)
 class PolicyContext:
-    """What some policies are made from."""
+    """Arguments of some policies."""
 
     part_of: Callable[[Any], object] = lambda key: key
     """The partition or directory of an object."""
     next_uses: Sequence[int] = ()
-    """Of each access of the trace; a mount has none."""
+    """For each access of a trace, the next one to the same object; empty on a mount."""
 
 
 _MAKERS: dict[str, Callable[[PolicyContext], Retention[Any]]] = {
@@ -32,9 +32,9 @@ _MAKERS: dict[str, Callable[[PolicyContext], Retention[Any]]] = {
 
 NAMES = tuple(_MAKERS)
 MOUNTABLE = tuple(name for name in NAMES if name != "opt")
-"""Those that need not know the future."""
+"""Policies that do not need to know the future."""
 
 
-def make(name: str, circumstances: PolicyContext | None = None) -> Retention[Any]:
+def make(name: str, context: PolicyContext | None = None) -> Retention[Any]:
     """Raises KeyError for a name that is not in NAMES."""
-    return _MAKERS[name](circumstances or PolicyContext())
+    return _MAKERS[name](context or PolicyContext())

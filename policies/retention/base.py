@@ -1,4 +1,4 @@
-"""What a retention policy is asked. Keys are whatever the caller caches: units of files, or files."""
+"""The interface of retention policies. Keys are what the caller caches: units of files, or files."""
 
 from collections.abc import Hashable
 from typing import Generic, TypeVar
@@ -7,24 +7,24 @@ Key = TypeVar("Key", bound=Hashable)
 
 
 class Retention(Generic[Key]):
-    """Which cached objects make room for new ones. This one keeps no order and gives nothing away.
+    """Chooses which cached objects make room for new ones. This one keeps no order, and evicts nothing.
 
-    The caller keeps the bytes, the capacity and the clock; a policy keeps an order. It is told of every object that
-    comes (`inserted`), is used (`accessed`) and goes (`removed`), and asked who goes next (`victim`).
+    The caller keeps the bytes, the capacity and the clock; a policy keeps an order. It receives each object that is
+    `inserted`, `accessed` and `removed`, and names the next `victim`.
     """
 
     def inserted(self, key: Key) -> None:
-        """An object that was not cached is from now on. A key that is known already counts as accessed."""
+        """An object is cached from now on. If the key is known, this counts as an access."""
 
     def accessed(self, key: Key) -> None:
-        """A read, hit or miss; of a miss it is told before `inserted`. Reported late, perhaps after a removal."""
+        """A read, hit or miss; a miss comes before `inserted`. Reported late, perhaps after a removal."""
 
     def expected(self, key: Key) -> None:
-        """It is being fetched before anybody has asked for it, and will be read."""
+        """It is being prefetched, and will be read."""
 
     def removed(self, key: Key) -> None:
-        """The object has gone, for whatever reason. Unknown keys are ignored."""
+        """The object is gone, for any reason. Unknown keys are ignored."""
 
     def victim(self) -> Key | None:
-        """Who goes to make room for a newcomer. None: nobody does, and that stays outside. Changes nothing."""
+        """The object to evict for a new one. None: evict nothing, and do not cache the new one. Changes nothing."""
         return None

@@ -1,4 +1,4 @@
-"""First in, first out: for comparison. On random permutations it hits about as often as LRU, with less work a hit."""
+"""First in, first out, for comparison. On random permutations it hits about as often as LRU, with less work per hit."""
 
 from collections import OrderedDict
 
@@ -7,7 +7,7 @@ from policies.retention.base import Key, Retention
 
 class FIFO(Retention[Key]):
     def __init__(self) -> None:
-        # Not a dict: that is slow to find its first key when many before it have gone.
+        # Not a dict, which is slow to find its first key after many removals at the front.
         self._order: OrderedDict[Key, None] = OrderedDict()
 
     def inserted(self, key: Key) -> None:

@@ -1,8 +1,8 @@
-"""Belady's OPT: whoever is used again furthest in the future goes, the newcomer included. It must know the future.
+"""Belady's OPT: evicts the object whose next use is furthest in the future, which may be the new one.
 
-An upper bound for the simulator, not a policy for a mount. Optimal for objects of one size (L. A. Belady, A study of
-replacement algorithms for a virtual-storage computer, 1966); with different sizes the optimum is NP-hard, and this is
-the usual approximation.
+It must know the future: an upper bound for the simulator, not a policy for a mount. Optimal for objects of one size
+(L. A. Belady, A study of replacement algorithms for a virtual-storage computer, 1966). With different sizes the optimum
+is NP-hard, and this is the usual approximation.
 """
 
 from collections.abc import Sequence
@@ -15,10 +15,10 @@ class OPT(Retention[Key]):
     def __init__(self, next_uses: Sequence[int]) -> None:
         """`next_uses[i]`: the position of the next access to the object of access i; large if there is none."""
         self.now = 0
-        """The position of the access that is being made: set by whoever replays the trace."""
+        """The position of the current access, which the simulator sets."""
         self._next_uses = next_uses
         self._next_use: dict[Key, int] = {}
-        self._furthest: list[tuple[int, Key]] = []  # a heap, largest first; entries that are out of date are skipped
+        self._furthest: list[tuple[int, Key]] = []  # a heap, largest first; outdated entries are skipped
 
     def inserted(self, key: Key) -> None:
         self._next_use[key] = self._next_uses[self.now]

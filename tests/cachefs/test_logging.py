@@ -13,7 +13,7 @@ from daemon.service import background
 background.log_to_stderr("info")
 log = logging.getLogger("x")
 log.debug("no"); log.info("what"); log.warning("two\\nlines"); log.error("bad")
-background.set_log_level("error")
+logging.getLogger().setLevel("ERROR")
 log.info("no"); log.error("worse")
 """
 

@@ -53,11 +53,11 @@ def test_edges_are_counted_between_partitions(
     [
         ("0 1\n1 5\n", "a\nb\n", "node 5 is not in the map"),
         ("0 -1\n", "a\nb\n", "node -1 is not in the map"),
-        ("0 1 1\n", "a\nb\n", "expected two numbers a line"),
-        ("a b\n", "a\nb\n", "expected two numbers a line"),
+        ("0 1 1\n", "a\nb\n", "expected two numbers per line"),
+        ("a b\n", "a\nb\n", "expected two numbers per line"),
         ("0 1\n", "", "expected the name of a partition"),
-        (f"0 {2**63}\n", "a\nb\n", "none beyond 64 bits"),
-        (f"0 -{2**200}\n", "a\nb\n", "none beyond 64 bits"),
+        (f"0 {2**63}\n", "a\nb\n", "of at most 64 bits"),
+        (f"0 -{2**200}\n", "a\nb\n", "of at most 64 bits"),
         ("0 1\n", b"a\n\xff\n", "must be UTF-8"),
         (None, "a\n", "cannot read"),
         ("0 1\n", None, "cannot read"),
@@ -80,13 +80,13 @@ def assert_one_clear_line(done: Result, message: str) -> None:
 @pytest.mark.parametrize(
     ("edges", "node_map", "message"),
     [
-        (numpy.array([[0, 1]]), numpy.array([0, -1]), "expected integers from 0 on"),
+        (numpy.array([[0, 1]]), numpy.array([0, -1]), "expected non-negative integers"),
         (numpy.array([[0, 1]]), numpy.array([0, 2**40]), "partitions, more than"),
         (numpy.array([[0, 1]]), numpy.array([0, 2**64 - 1], dtype=numpy.uint64), "partitions, more than"),
         (numpy.array([[0, 2**64 - 1]], dtype=numpy.uint64), numpy.array([0, 1]), "is not in the map"),
-        (numpy.array([[0, 1]]), numpy.array([], dtype=int), "expected integers from 0 on"),
-        (numpy.array([[0, 1]]), None, "is not an array of numpy"),
-        (None, numpy.array([0, 1]), "is not an array of numpy"),
+        (numpy.array([[0, 1]]), numpy.array([], dtype=int), "expected non-negative integers"),
+        (numpy.array([[0, 1]]), None, "is not a NumPy array"),
+        (None, numpy.array([0, 1]), "is not a NumPy array"),
     ],
 )
 def test_bad_arrays_are_one_clear_line(

@@ -103,7 +103,7 @@ def test_a_trace_that_is_cut_off_or_damaged_gives_what_is_whole(
     try:
         trace, _ = read_trace(path)
     except CacheFsError as error:
-        assert "holds no accesses" in str(error) or "not a trace" in str(error)
+        assert "holds no accesses" in str(error) or "not a cachefs trace" in str(error)
         return
     assert list(trace.accesses) == [number % 7 for number in range(len(trace.accesses))]
 
@@ -122,7 +122,7 @@ def test_a_truncated_trace_is_said_to_be_one(tmp_path: Path) -> None:
     content = (tmp_path / "t").read_bytes()
     (tmp_path / "t").write_bytes(content + content[8:40])
     done = simulate(tmp_path / "t")
-    assert done.exit_code == 0 and "is cut off: its first 100 accesses count" in done.stderr
+    assert done.exit_code == 0 and "is truncated: using its first 100 accesses" in done.stderr
 
 
 @pytest.mark.parametrize("kind", ["png", "svg"])
@@ -136,16 +136,16 @@ def test_a_plot_is_drawn(tmp_path: Path, kind: str) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--random", "10,1K,2", "--retention", "mru"], "'mru' is unknown: there are no-replacement, lru"),
+        (["--random", "10,1K,2", "--retention", "mru"], "'mru' is unknown; choose from no-replacement, lru"),
         (["--random", "10,1K,2", "--order", "backwards"], "'backwards' is unknown"),
         (["--random", "10,1K"], "is not FILES,SIZE,EPOCHS"),
-        (["--random", "10,1K,0"], "count from 1"),
+        (["--random", "10,1K,0"], "must be at least 1"),
         (["--random", "10,1K,2", "--cache", "1.5"], "between 0 and 1"),
-        (["--random", "10,1K,2", "--cache", "some"], "neither a fraction"),
+        (["--random", "10,1K,2", "--cache", "some"], "is not a fraction"),
         (["--random", "10,1K,2", "--plot", "x.pdf"], ".png and .svg"),
-        ([], "either a TRACE or --random"),
+        ([], "either TRACE or --random"),
         (["absent.trace"], "cannot read absent.trace: No such file"),
-        (["README.md"], "is not a trace of cachefs"),
+        (["README.md"], "is not a cachefs trace"),
     ],
 )
 def test_bad_input_gets_one_clear_line(arguments: list[str], message: str) -> None:

@@ -23,7 +23,7 @@ from cachefs.options import Options
 from cachefs.source.directories import ROOT
 from cachefs.store.cache_directory import CacheDirectory, OpenedIndex
 from cachefs.store.index.records import Inode
-from daemon.wiring import Components, wire
+from daemon.wiring import Components
 from tests.model.clocks import AgeingSource, Clocks
 from tests.model.kernel import File, Kernel
 
@@ -112,7 +112,7 @@ class Node:
         try:
             async with trio.open_nursery() as nursery:
                 self.kernel = Kernel(self._clocks, self._draw)
-                parts = wire(source, opened, blob, self._options, nursery, -1, None, self.kernel)  # type: ignore[arg-type]
+                parts = Components(source, opened, blob, self._options, nursery, -1, None, self.kernel)  # type: ignore[arg-type]
                 self._parts = parts
                 self.kernel.attach(parts, await self._look_at_root(parts))
                 nursery.start_soon(parts.writes.run)

@@ -37,7 +37,7 @@ def test_sighup_reads_the_file_again(mount: MakeMount, source: Path, tmp_path: P
     assert m.status()["cache_size_bytes"] == 64 << 20
     file.write_text("")
     os.kill(m.pid, signal.SIGHUP)
-    wait_for(m.log, lambda log: f"nothing is changed: {file}: there is no option in it" in log)
+    wait_for(m.log, lambda log: f"the configuration is unchanged: {file}: contains no options" in log)
     file.write_text('cache-size = "64M"\nsource-timeout = 0\n')
     os.kill(m.pid, signal.SIGHUP)
     wait_for(m.log, lambda log: "line 2: source-timeout: must be more than 0" in log)
@@ -45,7 +45,7 @@ def test_sighup_reads_the_file_again(mount: MakeMount, source: Path, tmp_path: P
     file.write_text('cache-size = "0"\nlog-level = "warning"\nretention = "lru"\n')
     os.kill(m.pid, signal.SIGHUP)
     wait_for(m.status, lambda status: status["cache_size_bytes"] == 0)
-    wait_for(m.log, lambda log: "only a new mount takes up retention\n" in log)
+    wait_for(m.log, lambda log: "these options need a new mount: retention\n" in log)
     shown = json.loads(cachefs("config", "show", m.path, "--json").stdout)
     assert shown["log-level"] == {"value": "warning", "origin": f"{file}, line 2"}
     assert shown["retention"]["value"] == "no-replacement"

@@ -211,7 +211,7 @@ def test_09_what_a_dead_daemon_was_at_is_not_done_twice(mount: MakeMount, source
     assert outcomes == {"mkdir": errno.EIO, "lookup": (source / "d0/f00000").stat().st_size}
     assert passed(m, "mkdir") == 1
     assert (m.path / "made").exists() == (source / "made").exists()
-    wait_for(m.log, lambda log: "in the middle of a change" in log)
+    wait_for(m.log, lambda log: "while it changed inodes" in log)
 
 
 def test_14_no_hole_is_punched_under_a_reader(mount: MakeMount, source: Path) -> None:

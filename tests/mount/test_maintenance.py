@@ -32,17 +32,17 @@ def test_verify_finds_and_repairs(mount: MakeMount, source: Path) -> None:
     m = mount(source, "--read-only")
     cachefs("warmup", m.path)
     done = cachefs("verify", m.path)
-    assert done.stdout == f"40 records, {size(m)}: 0 bad, 0 without a file\n"
+    assert done.stdout == f"40 records, {size(m)}: 0 corrupt, 0 without a file\n"
     spoil(m, m.path / "d0/f00000")
     spoil(m, m.path / "d3/f00003")
     done = cachefs("verify", m.path, check=False)
-    assert done.returncode == 1 and ": 2 bad, 0 without a file" in done.stdout
+    assert done.returncode == 1 and ": 2 corrupt, 0 without a file" in done.stdout
     assert done.stderr.count("payload checksum") == 2
     done = cachefs("verify", m.path, "--repair")
-    assert "2 dropped; they are fetched again" in done.stdout
+    assert "2 dropped; they will be fetched again" in done.stdout
     status = m.flush()
     assert status["cached_files"] == 38 and status["corrupt_records"] == 2
-    assert ": 0 bad, " in cachefs("verify", m.path).stdout
+    assert ": 0 corrupt, " in cachefs("verify", m.path).stdout
     assert contents(m.path) == contents(source)
     assert m.flush()["cached_files"] == 40
     assert m.ops()["read"] == 42
@@ -60,7 +60,7 @@ def test_verify_while_it_is_read_and_evicted(mount: MakeMount, tmp_path: Path) -
     m = mount(tmp_path / "source", "--read-only", "--cache-size", "3M", "--retention", "lru")
     for _ in range(3):
         assert contents(m.path) == contents(tmp_path / "source")
-        assert ": 0 bad, 0 without a file" in cachefs("verify", m.path).stdout
+        assert ": 0 corrupt, 0 without a file" in cachefs("verify", m.path).stdout
 
 
 def test_gc(source: Path, mount: MakeMount, tmp_path: Path) -> None:
@@ -76,11 +76,11 @@ def test_gc(source: Path, mount: MakeMount, tmp_path: Path) -> None:
     (root / "other").mkdir()
     shutil.rmtree(gone)
     done = cachefs("gc", "--root", root)
-    assert done.stdout.startswith(f"{root}/lost: ") and f"of {gone}, which is not there" in done.stdout
+    assert done.stdout.startswith(f"{root}/lost: ") and f"source {gone} does not exist" in done.stdout
     assert "1 caches, " in done.stdout and (root / "lost/blob").exists()
     assert "deleted" in cachefs("gc", "--root", root, "--delete").stdout
     assert sorted(path.name for path in root.iterdir()) == ["kept", "other", "used"]
-    assert cachefs("gc", "--root", root).stdout == "no cache is without its source\n"
+    assert cachefs("gc", "--root", root).stdout == "no caches without a source\n"
     assert cachefs("gc", "--root", tmp_path / "nowhere").returncode == 0
     assert contents(used.path) == contents(source)
 
@@ -103,7 +103,7 @@ def test_doctor(mount: MakeMount, source: Path, tmp_path: Path) -> None:
     assert (
         done.returncode == 1
         and "! read-ahead: 128" in done.stdout
-        and "large reads come in small pieces" in done.stdout
+        and "large reads are split into small requests" in done.stdout
     )
     assert "source latency" in cachefs("doctor", source, check=False).stdout
     assert "kernel" in cachefs("doctor", check=False).stdout
@@ -115,7 +115,7 @@ def test_doctor(mount: MakeMount, source: Path, tmp_path: Path) -> None:
 def test_what_is_no_mount(command: tuple[str, ...], tmp_path: Path) -> None:
     more = [tmp_path / "file"] if command[0] == "snapshot" else []
     done = cachefs(*command, tmp_path, *more, check=False)
-    assert done.returncode == 1 and done.stderr.count("\n") == 1 and "nothing is mounted" in done.stderr
+    assert done.returncode == 1 and done.stderr.count("\n") == 1 and "no cachefs is mounted" in done.stderr
 
 
 @pytest.mark.parametrize("of", ["nothing", "mount", "source"])
@@ -134,7 +134,7 @@ def test_doctor_waits_for_nothing_that_hangs(mount: MakeMount, faulty: tuple[Pat
         assert (done.returncode, done.stderr) == (1, f"cachefs: {mountpoint} does not answer\n")
         return
     findings = {each["name"]: each for each in json.loads(done.stdout)}
-    assert "hangs for this node" in findings["source answers"]["advice"]
+    assert "hangs on this node" in findings["source answers"]["advice"]
     assert "cache disk speed" in findings
 
 

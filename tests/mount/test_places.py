@@ -147,19 +147,19 @@ def test_a_cache_in_the_mount_or_in_the_source_is_refused(
     (tmp_path / "link").symlink_to("mnt")
     done = cachefs("mount", source, place, "--cache-dir", tmp_path / where, *mode, check=False)
     assert done.returncode == 1 and done.stderr.count("\n") == 1, done.stderr
-    assert "the cache directory" in done.stderr and "lies in the" in done.stderr
+    assert "the cache directory" in done.stderr and "is inside the" in done.stderr
     assert not mounted_on(place) and not list(place.iterdir())
     done = cachefs(
         *("mount", source, place, "--cache-dir", tmp_path / "cache", "--metrics", place / "metrics", *mode), check=False
     )
-    assert done.returncode == 1 and "the socket of the metrics" in done.stderr
+    assert done.returncode == 1 and "the metrics socket" in done.stderr
     assert not mounted_on(place)
 
 
 def test_over_the_source_its_default_cache_may_not_lie_in_it(source: Path) -> None:
     """As with a home directory that is mounted over itself."""
     done = cachefs("mount", source, source, "--cache-dir", source / ".cache/cachefs", check=False)
-    assert done.returncode == 1 and "lies in the mountpoint" in done.stderr
+    assert done.returncode == 1 and "is inside the mountpoint" in done.stderr
     assert not (source / ".cache").exists() and not mounted_on(source)
 
 

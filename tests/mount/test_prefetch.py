@@ -218,8 +218,8 @@ def test_a_cache_of_half_the_partitions_retires_those_that_are_done(
 @pytest.mark.parametrize(
     ("lines", "message"),
     [
-        ("", "there are no partitions"),
-        ('{"partition": "a", "depends": ["b"]}', "'a' depends on 'b', which is not described"),
+        ("", "the graph has no partitions"),
+        ('{"partition": "a", "depends": ["b"]}', "'a' depends on 'b', which is not in the graph"),
         ("nonsense", "line 1: expected"),
     ],
 )

@@ -94,7 +94,7 @@ def test_a_source_that_does_not_answer_is_asked_again(
     restarted(m, *arguments)
     hang = faulty[1] / "hang-all"
     hang.touch()
-    wait_for(m.log, lambda log: "asking again" in log)
+    wait_for(m.log, lambda log: "trying again" in log)
     hang.unlink()
     wait_for(m.log, lambda log: BELIEVED in log)
     assert contents(m.path) == contents(source)

@@ -221,7 +221,7 @@ def test_another_tree_and_bad_places(mount: MakeMount, snapshot: Path, source: P
     assert "No such file" in refused("--read-only", "--metadata-snapshot", tmp_path / "nobody")
     assert "needs --read-only" in refused("--metadata-snapshot", snapshot)
     done = cachefs("snapshot", "export", tmp_path / "place", tmp_path / "x", check=False)
-    assert done.returncode == 1 and "nothing is mounted" in done.stderr
+    assert done.returncode == 1 and "no cachefs is mounted" in done.stderr
     done = cachefs("snapshot", "export", tmp_path / "first", tmp_path / "no/where", check=False)
     assert done.returncode == 1 and done.stderr.count("\n") == 1 and "cannot write" in done.stderr
     shutil.rmtree(tmp_path / "new", ignore_errors=True)

@@ -79,7 +79,7 @@ def test_what_the_recorder_has_not_read_yet_does_not_keep_the_mount(
 
 def test_what_cannot_be_recorded_is_one_clear_line(mount: MakeMount, source: Path, tmp_path: Path) -> None:
     done = cachefs("trace", "record", tmp_path, check=False)
-    assert done.returncode == 1 and done.stderr == f"cachefs: nothing is mounted on {tmp_path} by cachefs\n"
+    assert done.returncode == 1 and done.stderr == f"cachefs: no cachefs is mounted on {tmp_path}\n"
     m = mount(source)
     done = cachefs("trace", "record", m.path, "--output", tmp_path / "absent" / "t", check=False)
     assert done.returncode == 1 and "cannot write" in done.stderr and "Traceback" not in done.stderr

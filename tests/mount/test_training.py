@@ -39,7 +39,7 @@ def test_the_same_losses_and_no_call_from_the_second_epoch_on(mount: MakeMount, 
     before = m.flush()
     assert before["cached_files"] == IMAGES and before["misses"] >= IMAGES
     rest = run("train.py", m.path, "--epochs", 3)  # goes on from its checkpoint
-    assert rest.startswith("going on after epoch 1\n")
+    assert rest.startswith("continuing after epoch 1\n")
     assert losses(first) + losses(rest) == losses(on_source) and len(losses(on_source)) == 3
     after = m.status()
     checkpoint = (source / "checkpoints/last.pt").stat().st_size

@@ -79,8 +79,8 @@ def test_cycles_are_fine() -> None:
         (["[]"], "line 1: expected"),
         (['{"partition": 3}'], "line 1: expected"),
         (['{"partition": "a"}', '{"partition": "b", "depends": {"a": "many"}}'], "line 2: expected"),
-        (['{"partition": "a"}', '{"partition": "a"}'], "line 2: 'a' was described before"),
-        (['{"partition": "a", "depends": ["b"]}'], "'a' depends on 'b', which is not described"),
+        (['{"partition": "a"}', '{"partition": "a"}'], "line 2: 'a' occurs twice"),
+        (['{"partition": "a", "depends": ["b"]}'], "'a' depends on 'b', which is not in the graph"),
         (['{"partition": "../*"}'], "beneath the mount"),
     ],
 )

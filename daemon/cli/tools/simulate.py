@@ -1,7 +1,8 @@
-"""`cachefs simulate`: what would a cache of this size have hit? A trace, or random epochs, through the policies."""
+"""`cachefs simulate`: replay a trace, or random epochs, through the policies, with caches of several sizes."""
 
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import click
 from cachefs.errors import CacheFsError
 from cachefs.tools.trace import read_trace
 from daemon.config.config import parse_size
-from daemon.config.parameters import one_line_errors
+from daemon.config.parameters import Parsed
 from daemon.output import say
 from policies import retention
 from policies.order import BundleRandom
@@ -26,101 +27,86 @@ FILES_PER_DIRECTORY = 1000
 MAX_ACCESSES = 1 << 28
 
 
-class Names(click.ParamType[tuple[str, ...]]):
-    """Names with commas in between."""
-
-    def __init__(self, metavar: str, known: tuple[str, ...]) -> None:
-        self.name = metavar
-        self._known = known
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[str, ...]:
-        names = tuple(name.strip() for name in str(value).split(","))
-        for name in names:
-            if name not in self._known:
-                self.fail(f"{name!r} is unknown: there are {', '.join(self._known)}", param, ctx)
-        return names
+def _names(value: Any, known: tuple[str, ...]) -> tuple[str, ...]:
+    """Names separated by commas."""
+    names = tuple(name.strip() for name in str(value).split(","))
+    for name in names:
+        if name not in known:
+            raise ValueError(f"{name!r} is unknown; choose from {', '.join(known)}")
+    return names
 
 
-class RandomEpochs(click.ParamType[tuple[int, int, int]]):
-    name = "FILES,SIZE,EPOCHS"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, int, int]:
-        try:
-            files, size, epochs = str(value).split(",")
-            numbers = int(files), parse_size(size), int(epochs)
-        except ValueError:
-            self.fail(f"{value!r} is not FILES,SIZE,EPOCHS, such as 100000,50K,5", param, ctx)
-        if min(numbers) < 1:
-            self.fail("files, sizes and epochs count from 1", param, ctx)
-        if numbers[0] * numbers[2] > MAX_ACCESSES:
-            self.fail(f"more than {MAX_ACCESSES:,} accesses", param, ctx)
-        return numbers
+def _random_epochs(value: Any) -> tuple[int, int, int]:
+    try:
+        files, size, epochs = str(value).split(",")
+        numbers = int(files), parse_size(size), int(epochs)
+    except ValueError:
+        raise ValueError(f"{value!r} is not FILES,SIZE,EPOCHS, such as 100000,50K,5") from None
+    if min(numbers) < 1:
+        raise ValueError("files, sizes and epochs must be at least 1")
+    if numbers[0] * numbers[2] > MAX_ACCESSES:
+        raise ValueError(f"more than {MAX_ACCESSES:,} accesses")
+    return numbers
 
 
-class Capacities(click.ParamType[tuple[float | int, ...]]):
+def _capacities(value: Any) -> tuple[float | int, ...]:
     """Fractions of the dataset (floats up to 1) or sizes (integers, bytes)."""
-
-    name = "SIZES"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[float | int, ...]:
-        found: list[float | int] = []
-        for text in str(value).split(","):
-            first, dots, last = text.strip().partition("..")
-            try:
-                if dots:
-                    steps = range(round(float(first) * 10), round(float(last) * 10) + 1)
-                    found += [step / 10 for step in steps]
-                elif "." in first or first in ("0", "1"):
-                    found.append(float(first))
-                else:
-                    found.append(parse_size(first))
-            except ValueError:
-                self.fail(
-                    f"{text!r} is neither a fraction, a range such as 0.1..1.0, nor a size such as 500G", param, ctx
-                )
-        if not found or any(size < 0 or (isinstance(size, float) and size > 1) for size in found):
-            self.fail("fractions of the dataset lie between 0 and 1", param, ctx)
-        return tuple(found)
+    found: list[float | int] = []
+    for text in str(value).split(","):
+        first, dots, last = text.strip().partition("..")
+        try:
+            if dots:
+                steps = range(round(float(first) * 10), round(float(last) * 10) + 1)
+                found += [step / 10 for step in steps]
+            elif "." in first or first in ("0", "1"):
+                found.append(float(first))
+            else:
+                found.append(parse_size(first))
+        except ValueError:
+            raise ValueError(f"{text!r} is not a fraction, a range like 0.1..1.0, or a size like 500G") from None
+    if not found or any(size < 0 or (isinstance(size, float) and size > 1) for size in found):
+        raise ValueError("fractions of the dataset must be between 0 and 1")
+    return tuple(found)
 
 
 @click.command()
 @click.argument("trace", required=False, type=click.Path(path_type=Path))
-@click.option("--random", "random_epochs", type=RandomEpochs(), help="Instead of a trace: epochs over that many files.")
+@click.option(
+    "--random",
+    "random_epochs",
+    type=Parsed("FILES,SIZE,EPOCHS", _random_epochs),
+    help="Simulate random epochs over FILES files of SIZE, instead of a trace.",
+)
 @click.option(
     "--retention",
     "policies",
-    type=Names("NAMES", retention.NAMES),
+    type=Parsed("NAMES", partial(_names, known=retention.NAMES)),
     default="no-replacement,lru,opt",
-    show_default=True,
-    help=f"Policies to compare: {', '.join(retention.NAMES)}.",
+    help=f"Compare these policies: {', '.join(retention.NAMES)}.",
 )
 @click.option(
     "--order",
     "orders",
-    type=Names("NAMES", tuple(ORDERS)),
+    type=Parsed("NAMES", partial(_names, known=tuple(ORDERS))),
     default="random",
-    show_default=True,
-    help=f"With --random: {', '.join(ORDERS)}.",
+    help=f"Compare these orders, with --random: {', '.join(ORDERS)}.",
 )
-@click.option("--count-first-epoch", is_flag=True, help="With --random: count the first epoch, which only misses, too.")
+@click.option("--count-first-epoch", is_flag=True, help="Count the first epoch as well, with --random. It only misses.")
 @click.option(
     "--bundle-ratio",
     type=click.FloatRange(0, 1, min_open=True),
     default=0.1,
-    show_default=True,
-    help="Of bundle-random.",
+    help="Set the size of the bundles of bundle-random, as a fraction of the dataset.",
 )
 @click.option(
     "--cache",
     "capacities",
-    type=Capacities(),
+    type=Parsed("SIZES", _capacities),
     default="0.1..1.0",
-    show_default=True,
-    help="Sizes of the cache: fractions of the dataset, or such as 500G.",
+    help="Simulate caches of these sizes: fractions of the dataset, or sizes like 500G.",
 )
-@click.option("--plot", type=click.Path(path_type=Path), metavar="FILE", help="Draw hit ratios into a PNG or SVG.")
-@click.option("--json", "as_json", is_flag=True, help="One JSON object a line.")
-@one_line_errors
+@click.option("--plot", type=click.Path(path_type=Path), metavar="FILE", help="Plot the hit ratios as PNG or SVG.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object per line.")
 def simulate(
     trace: Path | None,
     random_epochs: tuple[int, int, int] | None,
@@ -132,9 +118,10 @@ def simulate(
     plot: Path | None,
     as_json: bool,
 ) -> None:
-    """What would a cache of this size have hit? Replays TRACE, or random epochs, through the policies of a mount.
+    """Compute the hit ratios of caches. Replays TRACE, or random epochs, through the policies of a mount.
 
-    With --random the first epoch only warms the cache, unless --count-first-epoch; of a trace every access counts.
+    With --random the first epoch only warms the cache, unless --count-first-epoch is given. All accesses of a trace
+    count.
 
     \b
     Examples:
@@ -142,14 +129,14 @@ def simulate(
       cachefs simulate job.trace --cache 100G,200G,500G
     """
     if (trace is None) == (random_epochs is None):
-        raise click.UsageError("give either a TRACE or --random")
+        raise click.UsageError("give either TRACE or --random")
     if plot is not None and plot.suffix.lower() not in (".png", ".svg"):
-        raise click.UsageError("--plot draws .png and .svg files")
+        raise click.UsageError("--plot writes .png and .svg files")
     traces: dict[str, tuple[Trace, int]] = {}
     if trace is not None:
         read, whole = read_trace(trace)
         if not whole:
-            say(f"cachefs: {trace} is cut off: its first {len(read.accesses):,} accesses count", err=True)
+            say(f"cachefs: {trace} is truncated: using its first {len(read.accesses):,} accesses", err=True)
         traces[trace.name] = read, 0
     else:
         assert random_epochs is not None
@@ -211,12 +198,11 @@ def _draw(rows: list[tuple[str, str, int, int, Outcome]], path: Path) -> None:
         relative = [(x, (1 - y) / first[x]) for x, y in points if first[x]]
         for axes, drawn in ((hits, points), (misses, relative)):
             axes.plot(*zip(*drawn, strict=True), marker="o", markersize=3, label=f"{policy}, {name}")
-    hits.set(xlabel="cache, of the dataset", ylabel="hit ratio", xlim=(0, None), ylim=(0, 1))
-    misses.set(xlabel="cache, of the dataset", ylabel="misses, of those of the first", xlim=(0, None), ylim=(0, None))
+    hits.set(xlabel="cache size / dataset size", ylabel="hit ratio", xlim=(0, None), ylim=(0, 1))
+    misses.set(
+        xlabel="cache size / dataset size", ylabel="misses / misses of the first policy", xlim=(0, None), ylim=(0, None)
+    )
     for axes in (hits, misses):
         axes.grid(alpha=0.3)
     hits.legend()
-    try:
-        figure.savefig(path)
-    except OSError as error:
-        raise CacheFsError(f"cannot write {path}: {error.strerror}") from error
+    figure.savefig(path)

@@ -1,9 +1,10 @@
-"""`cachefs trace`: what a job reads, for `cachefs simulate`."""
+"""`cachefs trace`: record what a job reads, for `cachefs simulate`."""
 
 import signal
 import time
+from contextlib import closing
 from pathlib import Path
-from types import FrameType
+from threading import Event
 
 import click
 
@@ -11,14 +12,14 @@ from cachefs.client import mount_table
 from cachefs.errors import CacheFsError
 from cachefs.tools.recorder import TraceRecorder
 from cachefs.tools.trace import TraceWriter
-from daemon.config.parameters import Place, Seconds, Size, one_line_errors
+from daemon.config.parameters import SECONDS_OR_INFINITY, SIZE, mountpoint_argument
 from daemon.kernel import mounts
 from daemon.output import say
 
 
 @click.group()
 def trace() -> None:
-    """Traces of what jobs read: what would a cache of another size, or another policy, have done for them?
+    """Record which files jobs read. `cachefs simulate` replays them with other cache sizes and policies.
 
     \b
     Example:
@@ -27,19 +28,17 @@ def trace() -> None:
 
 
 @trace.command()
-@click.argument("mountpoint", type=Place())
+@mountpoint_argument
 @click.option(
     "--output",
     type=click.Path(path_type=Path),
     default="cachefs.trace",
-    show_default=True,
-    help="The trace; when it is full it goes on anew, and the one before is kept beside it.",
+    help="Write the trace here. When it is full, it is renamed to PATH.1, and a new one begins.",
 )
-@click.option("--max-size", type=Size(), default="1G", show_default=True, help="Of both together.")
-@click.option("--seconds", type=Seconds(allow_infinity=True), default="inf", metavar="S", help="Stop after so long.")
-@one_line_errors
+@click.option("--max-size", type=SIZE, default="1G", help="Limit the size of both files together.")
+@click.option("--seconds", type=SECONDS_OR_INFINITY, default="inf", help="Stop after S seconds.")
 def record(mountpoint: str, output: Path, max_size: int, seconds: float) -> None:
-    """Record which files are opened on a mount, until Ctrl-C, SIGTERM or the unmount. Needs root.
+    """Record which files are opened on a mount, until Ctrl-C, SIGTERM or unmount. Needs root.
 
     \b
     Example:
@@ -48,23 +47,18 @@ def record(mountpoint: str, output: Path, max_size: int, seconds: float) -> None
     """
     place = mount_table.absolute(mountpoint)
     mounts.check_mounted(place)
-    stopped = False
-
-    def stop(number: int, frame: FrameType | None) -> None:
-        nonlocal stopped
-        stopped = True
-
+    stopped = Event()
     for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, stop)
+        signal.signal(number, lambda *_: stopped.set())
     until = time.monotonic() + seconds
     try:
         writer = TraceWriter(output, max_bytes=max_size)
-        with TraceRecorder(place, writer) as recorder:
+        with closing(TraceRecorder(place, writer)) as recorder:
             say(f"recording {place}", err=True)
-            recorder.run(lambda: not stopped and time.monotonic() < until and mount_table.is_mounted(place))
+            recorder.run(lambda: not stopped.is_set() and time.monotonic() < until and mount_table.is_mounted(place))
             recorder.record_waiting()
             writer.close()
     except OSError as error:
         raise CacheFsError(f"cannot write {output}: {error.strerror}") from error
-    lost = f"; {recorder.lost} times the kernel had more than could be recorded" if recorder.lost else ""
+    lost = f"; the kernel dropped events {recorder.lost} times" if recorder.lost else ""
     say(f"{writer.accesses:,} files opened, in {output}{lost}")
