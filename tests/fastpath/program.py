@@ -12,7 +12,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import astuple
 from pathlib import Path
 from types import SimpleNamespace
@@ -276,6 +276,10 @@ class Program:
             message = end.recv(MESSAGE_BYTES)
         except ConnectionResetError:
             message = b""
+        with suppress(BrokenPipeError):  # the program has ended since: the end of its messages comes next
+            self._handle(end, message)
+
+    def _handle(self, end: socket.socket, message: bytes) -> None:
         if not message:
             self._daemon = None if end is self._daemon else self._daemon
             self._python = None if end is self._python else self._python
