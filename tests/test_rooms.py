@@ -18,7 +18,9 @@ MOST_LINES = 400
 MOST_FILES = 12
 MOST_LINES_OF_FUNCTION = 70
 MOST_ARGUMENTS = 12
-LONG_FUNCTIONS = {"daemon/wiring.py __init__": "constructs each object once, in the order in which they need each other"}
+LONG_FUNCTIONS = {
+    "daemon/wiring.py __init__": "constructs each object once, in the order in which they need each other"
+}
 
 
 def files() -> list[Path]:

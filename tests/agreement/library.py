@@ -9,6 +9,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
+from hypothesis import settings
+
 from cachefs.contract import c_header
 from cachefs.fastpath.shared_memory import Shared
 from cachefs.metadata.validity import FOREVER_NS
@@ -20,11 +22,14 @@ SOURCES = Path(__file__).parents[2] / "cachefs" / "fastpath" / "c"
 _C_FOREVER_NS = (1 << 64) - 1
 _PATH_BYTES = 32 << 10
 MAX_VALUE_BYTES = 1024
-EXAMPLES = int(os.environ.get("AGREEMENT_EXAMPLES", "1000"))
-"""Of what is cheap to compare."""
 OWN_SOURCE = Path(__file__).with_name("library.c")
 LINK = ["-shared", "-pthread", "-Wl,-Bsymbolic"]
 """Its own clock_gettime, pread and fcntl are meant."""
+
+
+def examples(usual: int) -> settings:
+    """How many examples a comparison of a rule draws: AGREEMENT_EXAMPLES, if that is set."""
+    return settings(max_examples=int(os.environ.get("AGREEMENT_EXAMPLES", usual)))
 
 
 def build(directory: Path) -> ctypes.CDLL:

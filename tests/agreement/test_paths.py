@@ -15,7 +15,7 @@ from cachefs.contract.index import ROOT_INODE, Table
 from cachefs.metadata.inode_paths import Paths, link_key, link_value
 from cachefs.store.index.environment import TOMBSTONE, Environment, View
 from cachefs.store.index.records import PINNED, Dentry, Inode, inode_key
-from tests.agreement.library import FastPath
+from tests.agreement.library import FastPath, examples
 from tests.agreement.test_window import environments
 
 _names = st.binary(min_size=1, max_size=12).filter(lambda name: not {b"/", b"\0"} & {bytes([c]) for c in name})
@@ -62,6 +62,7 @@ def python_path(session: Environment, durable: Environment, number: int) -> byte
             return None
 
 
+@examples(100)
 @given(tree=trees(), data=st.data())
 def test_both_find_the_same_path(
     fast_path: FastPath,

@@ -19,7 +19,7 @@ from cachefs.store.blob import record
 from cachefs.store.blob.blob import Blob
 from cachefs.store.index.records import PINNED, Extent, Inode
 from policies.prefetch.sequential import CHUNK_BYTES
-from tests.agreement.library import FastPath
+from tests.agreement.library import FastPath, examples
 
 SEED = 4711
 BLOCK, PAGE, MOST = BLOCK_BYTES, 4096, CHUNK_BYTES
@@ -79,11 +79,13 @@ def header_of(file: Inode, offset: int, length: int) -> record.Header:
     )  # fmt: skip
 
 
+@examples(100)
 @given(length=st.integers(0, (1 << 32) - 1) | lengths)
 def test_both_take_the_same_space(fast_path: FastPath, length: int) -> None:
     assert fast_path.record_bytes(length) == record.record_bytes(length)
 
 
+@examples(100)
 @given(file=records, offset=_U64, length=lengths, page=st.integers(0, 3))
 def test_both_write_the_same_bytes(
     fast_path: FastPath, place: Place, file: Inode, offset: int, length: int, page: int
@@ -99,6 +101,7 @@ def test_both_write_the_same_bytes(
     assert value == Extent(PINNED, length, at + len(prefix), file.version, size, checksums).pack()
 
 
+@examples(100)
 @given(data=st.data(), length=lengths, before=st.integers(0, PAGE) | st.sampled_from([0, 1, PAGE - 136]))
 def test_both_read_the_same_bytes(
     fast_path: FastPath, place: Place, data: st.DataObject, length: int, before: int

@@ -5,7 +5,7 @@ import stat
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from cachefs.contract.shared import SETTLE_NS
@@ -25,7 +25,7 @@ from cachefs.store.index.records import (
     Inode,
 )
 from cachefs.system.clock import Clock
-from tests.agreement.library import EXAMPLES, FastPath
+from tests.agreement.library import FastPath, examples
 
 NOW_NS = 10**15
 _RUNS = st.integers(0, 4)
@@ -67,7 +67,7 @@ class _Kernel:
         raise AssertionError
 
 
-@settings(max_examples=EXAMPLES)
+@examples(1000)
 @given(mount=mounts, floors=floors, record=inodes(), dentry=st.none() | dentries)
 def test_both_believe_the_same(
     fast_path: FastPath, mount: Options, floors: dict[str, int], record: Inode, dentry: Dentry | None
@@ -98,7 +98,7 @@ def test_both_count_the_same_from_the_strict_floor(
     assert fast_path.remaining_ns(record) == validity.remaining_ns(record)
 
 
-@settings(max_examples=EXAMPLES)
+@examples(1000)
 @given(mount=mounts, record=inodes())
 def test_what_is_immutable_to_the_fast_path(fast_path: FastPath, mount: Options, record: Inode) -> None:
     """Python's rule is that of the flags: see Immutability."""
@@ -112,7 +112,7 @@ def test_what_is_immutable_to_the_fast_path(fast_path: FastPath, mount: Options,
     )
 
 
-@settings(max_examples=EXAMPLES)
+@examples(1000)
 @given(
     mount=mounts,
     record=inodes(),

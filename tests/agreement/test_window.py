@@ -7,7 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from hypothesis import assume, example, given, settings
+from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
 from cachefs.contract.index import Table
@@ -18,7 +18,7 @@ from cachefs.store.blob.record import block_count
 from cachefs.store.index.environment import Environment, View
 from cachefs.store.index.records import PINNED, Extent, Inode, pair_key
 from policies.prefetch.sequential import CHUNK_BYTES
-from tests.agreement.library import EXAMPLES, FastPath
+from tests.agreement.library import FastPath, examples
 
 KIB, MIB = 1 << 10, 1 << 20
 NUMBER, VERSION = 7, 3
@@ -146,7 +146,7 @@ def files(draw: st.DrawFn) -> tuple[Inode, list[Piece], list[Piece], list[Piece]
     return record, cached, others, under_way, start, end
 
 
-@settings(max_examples=EXAMPLES // 2)
+@examples(500)
 @given(file=files())
 def test_both_fetch_the_same(sides: Sides, file: tuple[Inode, list[Piece], list[Piece], list[Piece], int, int]) -> None:
     record, cached, others, under_way, start, end = file
@@ -185,6 +185,7 @@ def test_a_long_run(sides: Sides, steps: int, first: int) -> None:
     assert c == python
 
 
+@examples(100)
 @given(size=_places, offset=_places, small=st.sampled_from([0, 1, MIB, CHUNK_BYTES, CHUNK_BYTES + 1, 1 << 40]))
 def test_both_have_the_same_units(fast_path: FastPath, size: int, offset: int, small: int) -> None:
     assume(offset < size)
