@@ -60,7 +60,7 @@ async def revalidate_earlier_runs(mount: Mount, components: Components) -> None:
         try:
             getxattr = partial(components.source.getxattr, Object(ROOT))
             now = await components.call_pool.run(partial(rctime.ask, getxattr))
-            confirmed = opened.revalidate_earlier_runs(now)
+            confirmed = await trio.to_thread.run_sync(opened.revalidate_earlier_runs, now)
         except OSError as error:
             log.info("cannot read the rctime of the source, trying again: %s", error.strerror)
             continue

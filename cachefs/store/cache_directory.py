@@ -355,7 +355,7 @@ class OpenedIndex:
     def revalidate_earlier_runs(self, rctime: bytes) -> bool:
         """`rctime`: a while after the run began. True if it is unchanged: earlier runs are valid from now on.
 
-        Raises IndexUnavailable if that cannot be stored.
+        Raises IndexUnavailable if that cannot be stored. In a thread: it waits for the disk and for other commits.
         """
         if not self.may_be_unmoved or rctime != self.state.rctime:
             return False
