@@ -26,6 +26,7 @@ from cachefs.errors import CacheFsError
 from cachefs.fastpath.connection import MESSAGE_BYTES, parse, send
 from cachefs.fastpath.mount_descriptors import MountDescriptors, is_unmounted
 from cachefs.fastpath.processes import LOOK_S, PROGRAM, STOP_TIMEOUT_S, is_running, memory_name, running
+from cachefs.system.descriptors import closing
 from cachefs.system.private_files import opener
 from cachefs.system.threads import is_refused
 from cachefs.system.unix_socket import socket_address
@@ -111,7 +112,7 @@ class FastPath:
         pidfd = await self._until_granted(self._open_process, patient=False)
         if pidfd is None:
             return
-        try:
+        with closing(pidfd):
             await self._until_granted(spawn, patient=False)
             for number in (signal.SIGTERM, signal.SIGKILL):
                 with contextlib.suppress(ProcessLookupError):
@@ -122,8 +123,6 @@ class FastPath:
                     return
             os.kill(self.pid, signal.SIGKILL)
             raise CacheFsError(f"the fast path (pid {before}) cannot be ended: it waits in the kernel")
-        finally:
-            os.close(pidfd)
 
     async def _open_process(self) -> int | None:
         """A pidfd of the running program. None: none is running."""
@@ -155,7 +154,7 @@ class FastPath:
             pidfd = await self._until_granted(self._running_process, patient=has_started)
             if pidfd is None:
                 break
-            try:
+            with closing(pidfd):
                 async with trio.open_nursery() as nursery:
                     nursery.start_soon(self._until_death, pidfd, nursery.cancel_scope)
                     try:
@@ -171,8 +170,6 @@ class FastPath:
                         log.exception("bug in a report of the fast path; starting another")
                         os.kill(self.pid, signal.SIGKILL)
                     await trio.sleep_forever()
-            finally:
-                os.close(pidfd)
             status = self._bury()
             killed = status == -signal.SIGKILL
             if self._stopping or is_unmounted(self.mount.device):

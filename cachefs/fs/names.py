@@ -99,12 +99,10 @@ class FileSystem:
             with self.metadata.index.view() as view:
                 return self.object_of(number, view)
         inode = self.metadata.inode(view, number)
-        if inode is None:
-            raise failed(errno.ESTALE)
-        if inode.is_directory:
+        if inode is not None and inode.is_directory:
             return Object(self.metadata.paths.directory(view, number))
         link = self.metadata.paths.name(view, number)
-        if link is None:
+        if inode is None or link is None:
             raise failed(errno.ESTALE)
         return Object(self.metadata.paths.directory(view, link[0]), link[1], identity_of(inode))
 
