@@ -133,7 +133,7 @@ class Components:
             SharedFiles(call_pool),
             data,
             has_fastpath=has_fastpath,
-            first_handle=_FIRST_HANDLE | boot_time_ns(),
+            next_handle=_FIRST_HANDLE | boot_time_ns(),
         )
         request_at = no_request if shared is None else shared.request_at
         files = self.files = OpenFiles(filesystem, descriptors, data, metrics, young, request_at)

@@ -13,6 +13,7 @@ queue or the cache is full, or the disk is broken, the range is not cached.
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import KW_ONLY, dataclass
 from functools import partial
 
 import trio
@@ -42,36 +43,28 @@ BATCH_OUT = 4096
 """So many extents are evicted at once after the cache has become smaller."""
 
 
+@dataclass(eq=False)
 class DataCache:
-    def __init__(
-        self,
-        index: Index,
-        blob: Blob,
-        options: Options,
-        metrics: Metrics,
-        writes: WriteBehind,
-        *,
-        appends: bool = True,
-        eviction: Eviction | None = None,
-        unreported_bytes: Callable[[], int] = lambda: 0,
-    ) -> None:
-        """`appends`: False: the fast path appends. `eviction`: None: nothing is replaced.
+    # dependencies
+    index: Index
+    blob: Blob
+    options: Options
+    metrics: Metrics
+    writes: WriteBehind
+    _: KW_ONLY
+    eviction: Eviction | None = None
+    """None: nothing is replaced."""
+    unreported_bytes: Callable[[], int] = lambda: 0
+    """What the fast path has fetched and not reported yet."""
+    # constants
+    appends: bool = True
+    """False: the fast path appends."""
 
-        `unreported_bytes`: what the fast path has fetched and not reported yet.
-        """
-        # dependencies
-        self.index = index
-        self._blob = blob
-        self._options = options
-        self._metrics = metrics
-        self._eviction = eviction
-        self._unreported_bytes = unreported_bytes
-        self.writes = writes
-        writes.on_commit.add(self.make_room)
-        # constants
-        self._appends = appends and options.cache is CacheLevel.FULL
+    def __post_init__(self) -> None:
+        self.writes.on_commit.add(self.make_room)
+        self._appends = self.appends and self.options.cache is CacheLevel.FULL
         # state
-        self.size_bytes = options.cache_size_bytes
+        self.size_bytes = self.options.cache_size_bytes
         """The disk space that the cache may use."""
         self.on_accessed: Listeners[[Sequence[tuple[int, int]]]] = Listeners()
         """Called with what is read: (inode, number of the chunk)."""
@@ -80,7 +73,7 @@ class DataCache:
     # --- units -----------------------------------------------------------------------------------------------------
 
     def is_small(self, inode: Inode) -> bool:
-        return inode.size <= min(self._options.small_file_bytes, CHUNK_BYTES)
+        return inode.size <= min(self.options.small_file_bytes, CHUNK_BYTES)
 
     def unit_of(self, inode: Inode, offset: int) -> tuple[int, int]:
         """(offset, length) of the unit that contains the byte at `offset`."""
@@ -128,25 +121,25 @@ class DataCache:
     def corrupt(self, inode: int, offset: int, blob_offset: int, reason: str) -> None:
         """Count and drop a corrupt record."""
         if not self.writes.is_dropped(inode, offset, blob_offset):
-            self._metrics.corrupt_records += 1
+            self.metrics.corrupt_records += 1
             self.writes.failed("corrupt", f"a corrupt record was dropped: {reason}")
             self.writes.drop(inode, offset, blob_offset)
 
     async def _read_blob(self, extent: Extent, start: int, length: int) -> memoryview:
         try:
-            return self._blob.read(extent, start, length, nowait=True)
+            return self.blob.read(extent, start, length, nowait=True)
         except BlockingIOError:
             pass
         except OSError as error:
             log.debug("no RWF_NOWAIT here: %s", error)
-        read = partial(self._blob.read, extent, start, length)
+        read = partial(self.blob.read, extent, start, length)
         try:
             data = await trio.to_thread.run_sync(read, limiter=self._threads)
         except RuntimeError as error:
             if not is_refused(error):
                 raise
             data = read()  # blocks other tasks for one read of the local disk; a thread might not be granted for long
-        self._metrics.disk_bytes += len(data)
+        self.metrics.disk_bytes += len(data)
         return data
 
     def drop(self, view: View, number: int) -> int:
@@ -199,7 +192,7 @@ class DataCache:
         if not self._appends or not self.writes.takes(length):
             return False
         record_bytes = record.record_bytes(length)
-        if (not ahead or self._options.evicts_ahead) and not self.fits(record_bytes):
+        if (not ahead or self.options.evicts_ahead) and not self.fits(record_bytes):
             self.make_room(record_bytes)
         return self.fits(record_bytes)
 
@@ -211,13 +204,13 @@ class DataCache:
         if not self._appends:
             return False
         admitted = bool(payload) and self.admits(len(payload)) and self.writes.queue(Pending(inode, offset, payload))
-        self._metrics.skipped_admissions += not admitted
+        self.metrics.skipped_admissions += not admitted
         return admitted
 
     def skipped(self) -> None:
         """Count a read whose data are not cached: there is no room, or the fast path passed the read on."""
-        if self._options.cache is CacheLevel.FULL:
-            self._metrics.skipped_admissions += 1
+        if self.options.cache is CacheLevel.FULL:
+            self.metrics.skipped_admissions += 1
 
     def resize(self, size_bytes: int) -> None:
         """Change the size of the cache; evicts what does not fit any more."""
@@ -233,7 +226,7 @@ class DataCache:
     @property
     def lasting_bytes(self) -> int:
         """The space for records that can be filled without any eviction."""
-        return self.capacity_bytes - (self._reserve_bytes if self._eviction is not None else 0)
+        return self.capacity_bytes - (self._reserve_bytes if self.eviction is not None else 0)
 
     @property
     def _reserve_bytes(self) -> int:
@@ -248,25 +241,25 @@ class DataCache:
     @property
     def used_bytes(self) -> int:
         """Of records that are stored or will be, without those that are being evicted."""
-        return self.writes.used_bytes + self._unreported_bytes()
+        return self.writes.used_bytes + self.unreported_bytes()
 
     @property
     def is_under_way(self) -> bool:
         """Ranges that were fetched or dropped have yet to be added to the index or removed from it."""
-        return self._unreported_bytes() > 0 or self.writes.is_under_way
+        return self.unreported_bytes() > 0 or self.writes.is_under_way
 
     # --- retention -------------------------------------------------------------------------------------------------
 
     def accessed(self, units: Sequence[tuple[int, int]]) -> None:
         """These were read: (inode, number of the chunk)."""
-        if self._eviction is not None:
-            self._eviction.accessed(units)
+        if self.eviction is not None:
+            self.eviction.accessed(units)
         self.on_accessed(units)
 
     def expected(self, inode: int, offset: int) -> None:
         """A prefetch request for this unit was made."""
-        if self._eviction is not None:
-            self._eviction.expected(inode, offset)
+        if self.eviction is not None:
+            self.eviction.expected(inode, offset)
 
     def make_room(self, wanted_bytes: int = 0, *, urgent: bool = False) -> None:
         """Evict until `wanted_bytes` and the reserve fit, as far as the policy agrees.
@@ -274,11 +267,11 @@ class DataCache:
         If nothing is replaced, only what does not fit into a cache that has become smaller is evicted. `urgent`: a
         caller waits for the room, so commit now and not with the next batch.
         """
-        if self._eviction is None:
+        if self.eviction is None:
             self.writes.evict(self._beyond(self.writes.stored_bytes - self.capacity_bytes))
             return
         needed = self.used_bytes + wanted_bytes + self._reserve_bytes - self.capacity_bytes
-        self.writes.evict(self._eviction.victims(needed))
+        self.writes.evict(self.eviction.victims(needed))
         if urgent:
             self.writes.hurry()
 

@@ -30,19 +30,16 @@ class Eviction:
         self._index = index
         # state
         self._policy = make(retention, PolicyContext(lambda key: part_of(key >> UNIT_BITS)))
-        for key in self._cached():
-            self._policy.inserted(key)
+        with index.view() as view:
+            cached = [
+                (Extent.unpack(value).blob_offset, self._key(inode_of_key(key), inode_of_key(key[8:])))
+                for key, value in view.scan(Table.EXTENTS, b"")
+            ]
+        for _, unit in sorted(cached):  # in the order in which they were written
+            self._policy.inserted(unit)
 
     def _key(self, inode: int, offset: int) -> int:
         return inode << UNIT_BITS | offset // CHUNK_BYTES
-
-    def _cached(self) -> list[int]:
-        """The cached units, in the order in which they were written."""
-        found = []
-        with self._index.view() as view:
-            for key, value in view.scan(Table.EXTENTS, b""):
-                found.append((Extent.unpack(value).blob_offset, self._key(inode_of_key(key), inode_of_key(key[8:]))))
-        return [key for _, key in sorted(found)]
 
     def accessed(self, units: Iterable[tuple[int, int]]) -> None:
         """Reads: (inode, number of the chunk)."""

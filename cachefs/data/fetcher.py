@@ -13,7 +13,7 @@ import os
 import time
 from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from functools import partial
 
 import trio
@@ -67,39 +67,30 @@ class OpenFile:
             self.fd = None
 
 
+@dataclass(eq=False)
 class Fetcher:
     """Reads of immutable files: from the cache, else from the source."""
 
-    def __init__(
-        self,
-        source: Source,
-        call_pool: CallPool,
-        data: DataCache,
-        metrics: Metrics,
-        *,
-        object_of: Callable[[int, View | None], Object],
-        changed: Callable[[Inode, Changed], None],
-        own_change: Callable[[int], trio.Event | None],
-        young: YoungFiles,
-        reads_ahead: bool = False,
-    ) -> None:
-        """`object_of`: the object of an inode number in the source; raises ESTALE if it has no name.
+    # dependencies
+    source: Source
+    call_pool: CallPool
+    data: DataCache
+    metrics: Metrics
+    _: KW_ONLY
+    object_of: Callable[[int, View | None], Object]
+    """The object of an inode number in the source. Raises ESTALE if it has no name."""
+    changed: Callable[[Inode, Changed], None]
+    """Called with a file that was changed or replaced."""
+    own_change: Callable[[int], trio.Event | None]
+    """An event that is set at the end of the change that this mount is making to an inode. None: it makes none."""
+    young: YoungFiles
+    # constants
+    reads_ahead: bool = False
 
-        `changed`: called with a file that was changed or replaced. `own_change`: an event that is set at the end of the
-        change that this mount is making to an inode; None: it makes none.
-        """
-        self._source = source
-        self._call_pool = call_pool
-        self._data = data
-        self._metrics = metrics
-        self._object_of = object_of
-        self._changed = changed
-        self._own_change = own_change
-        self._young = young
+    def __post_init__(self) -> None:
         self._fetches: SingleFlight[tuple[int, int, int, int], bytes] = SingleFlight()
         self._ranges: dict[tuple[int, int], dict[tuple[int, int], Flight[bytes]]] = {}
         """Ranges that are being fetched: by (inode, version), then by (start, end)."""
-        self._reads_ahead = reads_ahead
         self._ahead: OrderedDict[tuple[int, int], tuple[int, int]] = OrderedDict()
         """(inode, version) → (start, end) of readahead that has not been requested yet."""
         self._opens: SingleFlight[tuple[int, int], None] = SingleFlight()
@@ -120,18 +111,18 @@ class Fetcher:
             parts.append(part)
             offset += len(part)
         if hit:
-            self._metrics.hits += 1
-            self._metrics.hit_bytes += size
+            self.metrics.hits += 1
+            self.metrics.hit_bytes += size
         else:
-            self._metrics.misses += 1
-            self._metrics.miss_bytes += size
-        self._metrics.latencies.note("read_hit" if hit else "read_miss", time.monotonic_ns() - began_ns)
+            self.metrics.misses += 1
+            self.metrics.miss_bytes += size
+        self.metrics.latencies.note("read_hit" if hit else "read_miss", time.monotonic_ns() - began_ns)
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
     async def _read_part(self, file: OpenFile, offset: int, length: int) -> tuple[bytes | memoryview, bool]:
         """Up to `length` bytes, at least one, and whether that was a hit."""
         while True:
-            inode, generation = file.inode, self._source.generation
+            inode, generation = file.inode, self.source.generation
             file.drop_stale(generation)
             try:
                 return await self._read_version(file, inode, offset, length)
@@ -141,7 +132,7 @@ class Fetcher:
                         raise
                     continue
                 # A rename or unlink by this mount changes the ctime: no external modification.
-                own_change = self._own_change(inode.number)
+                own_change = self.own_change(inode.number)
                 if own_change is not None:
                     await own_change.wait()
                 if file.inode is inode:
@@ -151,38 +142,38 @@ class Fetcher:
         """After an error of a call by a descriptor: was the source mounted anew? Waits until that is known."""
         if not may_be_lost(error):
             return False
-        await self._call_pool.run(self._source.ask)
-        return self._source.generation != generation
+        await self.call_pool.run(self.source.ask)
+        return self.source.generation != generation
 
     async def _read_version(
         self, file: OpenFile, inode: Inode, offset: int, length: int
     ) -> tuple[bytes | memoryview, bool]:
-        self._data.accessed([(inode.number, self._data.unit_of(inode, offset)[0] // CHUNK_BYTES)])
+        self.data.accessed([(inode.number, self.data.unit_of(inode, offset)[0] // CHUNK_BYTES)])
         self._follow(file, inode, offset)
-        opened = file.fd is not None or self._data.is_small(inode)
+        opened = file.fd is not None or self.data.is_small(inode)
         under_way = self._under_way(inode, offset)
         if under_way is None:
-            cached = await self._data.read(inode, offset, length)
+            cached = await self.data.read(inode, offset, length)
             if cached is not None:
                 return cached
             if not opened:
                 await self.open_source(file)
             under_way = self._under_way(inode, offset)  # another reader may have been faster
-        if under_way is None and self._young.is_young(inode):
-            self._metrics.young_reads += 1
+        if under_way is None and self.young.is_young(inode):
+            self.metrics.young_reads += 1
             return await self._fetch(file, offset, offset + length).wait(), False
         if under_way is None:
-            with self._data.index.view() as view:
+            with self.data.index.view() as view:
                 start, end, streams = self._range(view, inode, offset, offset + length)
-            if not self._data.admits(end - start):
-                self._data.skipped()
+            if not self.data.admits(end - start):
+                self.data.skipped()
                 return await self._fetch(file, offset, offset + length).wait(), False
             under_way = start, self._fetch_range(file, start, end)
             if streams:
                 self._read_ahead(file, end)
         start, flight = under_way
         payload = await flight.wait()
-        self._data.mark_read(inode, offset)
+        self.data.mark_read(inode, offset)
         return memoryview(payload)[offset - start : offset - start + length], False
 
     def _follow(self, file: OpenFile, inode: Inode, offset: int) -> None:
@@ -196,15 +187,15 @@ class Fetcher:
     def _read_ahead(self, file: OpenFile, start: int) -> None:
         inode = file.inode
         end = min(start + CHUNK_BYTES, inode.size)
-        if not self._reads_ahead or start >= end or file.fd is None or self._under_way(inode, start):
+        if not self.reads_ahead or start >= end or file.fd is None or self._under_way(inode, start):
             return
-        if self._young.is_young(inode):
+        if self.young.is_young(inode):
             return
-        with self._data.index.view() as view:
-            if self._data.range_at(view, inode, start) is not None:
+        with self.data.index.view() as view:
+            if self.data.range_at(view, inode, start) is not None:
                 return
             end = self._next_known(view, inode, start, end)
-        if self._data.admits(end - start, ahead=True):
+        if self.data.admits(end - start, ahead=True):
             self._fetch_range(file, start, end)
             self._ahead[inode.number, inode.version] = start, end
             if len(self._ahead) > MAX_AHEAD:
@@ -222,10 +213,10 @@ class Fetcher:
 
         The third value: is the file being read sequentially?
         """
-        if self._data.is_small(inode):
+        if self.data.is_small(inode):
             return 0, inode.size, False
-        unit, length = self._data.unit_of(inode, start)
-        pieces = self._data.starts_between(view, inode, unit, unit + length)
+        unit, length = self.data.unit_of(inode, start)
+        pieces = self.data.starts_between(view, inode, unit, unit + length)
         if len(pieces) >= MAX_PIECES and end <= unit + length:
             return unit, unit + length, False
         start = start // PAGE_BYTES * PAGE_BYTES
@@ -239,12 +230,12 @@ class Fetcher:
     def _next_known(self, view: View, inode: Inode, first: int, last: int) -> int:
         """The first start in [first, last] of a range that is cached or being fetched; `last` if there is none."""
         under_way = (start for start, _ in self._ranges.get((inode.number, inode.version), ()))
-        known = [*self._data.starts_between(view, inode, first, last), *under_way, last]
+        known = [*self.data.starts_between(view, inode, first, last), *under_way, last]
         return min(start for start in known if first <= start <= last)
 
     def _known_from(self, view: View, inode: Inode, offset: int) -> int:
         """The start of a range that is cached or being fetched and contains `offset - 1`; `offset` if there is none."""
-        found = self._under_way(inode, offset - 1) or self._data.range_at(view, inode, offset - 1)
+        found = self._under_way(inode, offset - 1) or self.data.range_at(view, inode, offset - 1)
         return offset if found is None else found[0]
 
     def _run_start(self, view: View, inode: Inode, offset: int) -> int:
@@ -259,25 +250,25 @@ class Fetcher:
     def begin(self, view: View, file: OpenFile) -> None:
         """A small file was opened and will be read: begin to fetch it before the READ arrives."""
         inode = file.inode
-        if not inode.size or not self._data.is_small(inode) or self._young.is_young(inode):
+        if not inode.size or not self.data.is_small(inode) or self.young.is_young(inode):
             return
-        if not self._data.holds_all(view, inode) and self._data.admits(inode.size):
+        if not self.data.holds_all(view, inode) and self.data.admits(inode.size):
             self._fetch_range(file, 0, inode.size, view)
 
     async def fetch_ahead(self, file: OpenFile, unit: tuple[int, int]) -> None:
         """Fetch a unit for a prefetch request, if there is room. Errors are ignored: a reader will get them."""
         inode = file.inode
-        with self._data.index.view() as view:
-            wanted = not self._data.holds(view, inode, unit) and not self._young.is_young(inode)
-        if wanted and self._data.admits(unit[1], ahead=True):
+        with self.data.index.view() as view:
+            wanted = not self.data.holds(view, inode, unit) and not self.young.is_young(inode)
+        if wanted and self.data.admits(unit[1], ahead=True):
             with contextlib.suppress(OSError, Changed):
-                if file.fd is None and not self._data.is_small(inode):
+                if file.fd is None and not self.data.is_small(inode):
                     await self.open_source(file)
                 await self._fetch_range(file, unit[0], sum(unit)).wait()
-                self._metrics.prefetched += 1
+                self.metrics.prefetched += 1
 
     def _fetch_range(self, file: OpenFile, start: int, end: int, view: View | None = None) -> Flight[bytes]:
-        return self._fetch(file, start, end, lambda payload: self._data.admit(file.inode, start, payload), view)
+        return self._fetch(file, start, end, lambda payload: self.data.admit(file.inode, start, payload), view)
 
     def _fetch(
         self,
@@ -290,7 +281,7 @@ class Fetcher:
         """`fetched`: called with the data, unless the file is young: then only its readers get them."""
         inode = file.inode
         version = inode.number, inode.version
-        young = self._young.is_young(inode)  # before anything is read
+        young = self.young.is_young(inode)  # before anything is read
 
         def finish(answer: Outcome[bytes]) -> bytes:
             ranges = self._ranges[version]
@@ -300,12 +291,12 @@ class Fetcher:
             try:
                 payload = answer.unwrap()
             except Changed as error:
-                if file.inode is inode and self._own_change(inode.number) is None:
-                    self._metrics.stale_reads += 1
-                    self._changed(inode, error)
+                if file.inode is inode and self.own_change(inode.number) is None:
+                    self.metrics.stale_reads += 1
+                    self.changed(inode, error)
                 raise
             if young:
-                self._young.was_read(inode)
+                self.young.was_read(inode)
             else:
                 fetched(payload)
             return payload
@@ -314,31 +305,31 @@ class Fetcher:
         flight = self._fetches.flying(key)
         if flight is not None:
             return flight
-        at = self._object_of(inode.number, view) if file.fd is None else _NOWHERE
-        keep = file.held or not self._data.is_small(inode)
-        call = partial(self._source.read_version, at, inode, start, end - start, file.fd, keep=keep)
+        at = self.object_of(inode.number, view) if file.fd is None else _NOWHERE
+        keep = file.held or not self.data.is_small(inode)
+        call = partial(self.source.read_version, at, inode, start, end - start, file.fd, keep=keep)
         once = file.fd is not None  # a second call would find the descriptor closed or dead
         if not keep:
             file.fd = None  # closed in the thread after the read
-        flight = self._fetches.begin(key, partial(self._call_pool.start, call, once=once), finish)
+        flight = self._fetches.begin(key, partial(self.call_pool.start, call, once=once), finish)
         self._ranges.setdefault(version, {})[start, end] = flight
         return flight
 
     async def open_source(self, file: OpenFile) -> None:
         """Open the pinned file for as long as it has handles. Raises `Changed` if it is gone."""
-        generation = self._source.generation
+        generation = self.source.generation
 
         def finish(answer: Outcome[int]) -> None:
             try:
                 file.set_fd(answer.unwrap(), generation)
             except Changed as error:
-                self._metrics.stale_reads += 1
-                self._changed(file.inode, error)
+                self.metrics.stale_reads += 1
+                self.changed(file.inode, error)
                 raise
 
         if file.fd is None:
-            call = partial(self._source.open_to_keep, self._object_of(file.inode.number, None))
-            start = partial(self._call_pool.start, call, discard=close_quietly)
+            call = partial(self.source.open_to_keep, self.object_of(file.inode.number, None))
+            start = partial(self.call_pool.start, call, discard=close_quietly)
             await self._opens.begin((file.inode.number, file.inode.version), start, finish).wait()
 
 

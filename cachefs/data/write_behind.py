@@ -8,6 +8,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
+from dataclasses import KW_ONLY, InitVar, dataclass
 from functools import partial
 
 import trio
@@ -41,28 +42,23 @@ PAUSE_S = 30.0
 """After a write error: nothing is written for so long."""
 
 
+@dataclass(eq=False)
 class WriteBehind:
-    def __init__(
-        self,
-        index: Index,
-        blob: Blob,
-        metrics: Metrics,
-        capacity_bytes: int,
-        *,
-        eviction: Eviction | None = None,
-        clock: Callable[[], float] = time.monotonic,
-        queue_bytes: int = QUEUE_BYTES,
-    ) -> None:
-        """`eviction`: None: nothing is replaced."""
-        # dependencies
-        self._index = index
-        self._metrics = metrics
-        self._eviction = eviction
-        self._clock = clock
-        self._committer = Committer(index, blob, self.failed)
+    # dependencies
+    index: Index
+    blob: InitVar[Blob]
+    metrics: Metrics
+    capacity_bytes: InitVar[int]
+    _: KW_ONLY
+    eviction: Eviction | None = None
+    """None: nothing is replaced."""
+    clock: Callable[[], float] = time.monotonic
+    # constants
+    queue_bytes: int = QUEUE_BYTES
+
+    def __post_init__(self, blob: Blob, capacity_bytes: int) -> None:
+        self._committer = Committer(self.index, blob, self.failed)
         self.space = self._committer.space
-        # constants
-        self._queue_limit = queue_bytes
         self._batch_filled_bytes = BATCH_FILLED_BYTES
         self.resize(capacity_bytes)
         # state
@@ -81,7 +77,7 @@ class WriteBehind:
         self._evicting_bytes = 0
         self._hurried = False
         """A caller waits for these evictions."""
-        self._stored_bytes = index.totals.blob_bytes
+        self._stored_bytes = self.index.totals.blob_bytes
         """After the last commit that was followed up. Until then the index already counts records of our queue."""
         self._committing_bytes = 0
         self._reported = self._handled = 0
@@ -97,8 +93,8 @@ class WriteBehind:
         self._committing = False
         self._flushing = 0
         """How many callers wait for a flush."""
-        index.on_dirty.add(self.wake)
-        index.on_refused.add(partial(self.failed, "session"))
+        self.index.on_dirty.add(self.wake)
+        self.index.on_refused.add(partial(self.failed, "session"))
         self.on_handled: Listeners[[int]] = Listeners()
         """Called with the number of the last report that has been committed or refused."""
         self.on_lost_append: Listeners[[]] = Listeners()
@@ -110,7 +106,7 @@ class WriteBehind:
 
     def resize(self, capacity_bytes: int) -> None:
         """The size of the cache has changed."""
-        if self._eviction is not None:  # a small part of the cache: a batch cannot be evicted before it is committed
+        if self.eviction is not None:  # a small part of the cache: a batch cannot be evicted before it is committed
             self._batch_filled_bytes = min(capacity_bytes // BATCH_SHARE, BATCH_FILLED_BYTES)
 
     # --- ranges that are not committed yet -------------------------------------------------------------------------
@@ -126,11 +122,11 @@ class WriteBehind:
 
     def takes(self, length: int) -> bool:
         """Is there room in the queue, and can index and blob be written?"""
-        return self.queued_bytes + length <= self._queue_limit and self.is_writable
+        return self.queued_bytes + length <= self.queue_bytes and self.is_writable
 
     @property
     def is_writable(self) -> bool:
-        return self._index.available and self._clock() >= self._paused_until
+        return self.index.available and self.clock() >= self._paused_until
 
     def queue(self, unit: Pending) -> bool:
         """False: the range is queued already."""
@@ -166,7 +162,7 @@ class WriteBehind:
     @property
     def stored_bytes(self) -> int:
         """Of records in the index, without those that are being evicted."""
-        return self._index.totals.blob_bytes - self._evicting_bytes
+        return self.index.totals.blob_bytes - self._evicting_bytes
 
     @property
     def is_under_way(self) -> bool:
@@ -188,7 +184,7 @@ class WriteBehind:
             if key not in self._dropped:
                 self._evicting[key] = victim.extent.record_bytes
                 self._evicting_bytes += victim.extent.record_bytes
-                self._metrics.evictions += 1
+                self.metrics.evictions += 1
                 self.drop(*key)
 
     @property
@@ -205,13 +201,13 @@ class WriteBehind:
 
     def refused(self, error: OSError) -> None:
         """The disk refused a write: pause."""
-        self._paused_until = self._clock() + PAUSE_S
+        self._paused_until = self.clock() + PAUSE_S
         self.failed("blob", f"the blob cannot be written, trying again in {PAUSE_S:.0f} s: {error}")
 
     def failed(self, kind: str, message: str) -> None:
         """Count a failure of the cache, and log it once a minute at most for each kind."""
-        self._metrics.errors += 1
-        now_s = self._clock()
+        self.metrics.errors += 1
+        now_s = self.clock()
         if now_s - self._warned.get(kind, -REPORT_S) >= REPORT_S:
             self._warned[kind] = now_s
             log.warning("%s (counted in `errors`, reported once a minute at most)", message)
@@ -226,7 +222,7 @@ class WriteBehind:
     def wake(self) -> None:
         self._wake.set()
         full = self.queued_bytes >= BATCH_BYTES or self._filled_bytes >= self._batch_filled_bytes
-        if full or self._flushing or self._hurried or len(self._index.dirty) >= BATCH_KEYS:
+        if full or self._flushing or self._hurried or len(self.index.dirty) >= BATCH_KEYS:
             self._full.set()
 
     async def run(self) -> None:
@@ -243,7 +239,7 @@ class WriteBehind:
                 await self._commit()
             finally:
                 self._committing = False
-            if self._queue or self._filled or self._index.dirty or self._dropped:
+            if self._queue or self._filled or self.index.dirty or self._dropped:
                 self.wake()
             elif self._committer.has_freed:
                 if not self._committer.is_punchable:  # a reader of the blob prevents it, and no event says when it ends
@@ -266,7 +262,7 @@ class WriteBehind:
 
         Space that a reader of the index still uses may have to be freed later, by this daemon or the next one.
         """
-        waiting = self._queue or self._filled or self._index.dirty or self._dropped
+        waiting = self._queue or self._filled or self.index.dirty or self._dropped
         return not (self._committing or waiting or self._committer.is_punchable)
 
     async def flush(self, timeout_s: float = 60.0) -> bool:
@@ -275,7 +271,7 @@ class WriteBehind:
 
     async def flush_queued(self, timeout_s: float = 60.0) -> bool:
         """Commit what is queued now, even if more is queued meanwhile. False: that was not possible in time."""
-        queued, filled, keys = self.queued_bytes // BATCH_BYTES, len(self._filled), len(self._index.dirty)
+        queued, filled, keys = self.queued_bytes // BATCH_BYTES, len(self._filled), len(self.index.dirty)
         # One round may be under way without any of it, and space of dropped records is freed one round later.
         last = self._rounds + 3 + max(queued, filled // BATCH_FILLED, keys // BATCH_KEYS)
         return await self._until(lambda: self.is_idle or self._rounds >= last, timeout_s)
@@ -285,7 +281,7 @@ class WriteBehind:
         try:
             with trio.move_on_after(timeout_s):
                 while not done():
-                    if not self._index.available:
+                    if not self.index.available:
                         return False
                     self.wake()
                     await self.round_ended()
@@ -297,7 +293,7 @@ class WriteBehind:
     async def _commit(self) -> None:
         work = self._take()
         if not work:
-            self._index.available = True  # the next commit tries
+            self.index.available = True  # the next commit tries
             await self._follow_up()
             return
         try:
@@ -305,30 +301,30 @@ class WriteBehind:
         except Exception as error:
             if not isinstance(error, IndexUnavailable):
                 log.exception("bug in write-behind; the batch is not cached")
-            self._index.restore_dirty(work.metadata)
-            self._index.available = False
+            self.index.restore_dirty(work.metadata)
+            self.index.available = False
             self.failed("index", f"the index cannot be written, nothing new is cached until it can: {error}")
             self._retire(work.units)
             self._end_reports(work.filled, refused=True)
             await self._follow_up()
-            self._metrics.skipped_admissions += len(work.units)
+            self.metrics.skipped_admissions += len(work.units)
             self._end_round()
             await trio.sleep(1.0)
             self.wake()
             return
-        self._index.available = True
+        self.index.available = True
         if refused is not None:
-            self._metrics.skipped_admissions += len(work.units) + len(work.filled)
+            self.metrics.skipped_admissions += len(work.units) + len(work.filled)
             self.refused(refused)
         for start in range(0, len(commit.flushed), FORGET_CHUNK):
-            self._index.forget_committed(commit.flushed[start : start + FORGET_CHUNK])
+            self.index.forget_committed(commit.flushed[start : start + FORGET_CHUNK])
             await trio.lowlevel.checkpoint()
         for key in work.dropped:
             self._dropped.pop(key, None)
             self._evicting_bytes -= self._evicting.pop(key, 0)
         self._retire(work.units)
         self._end_reports(work.filled, refused=refused is not None)
-        self._metrics.skipped_admissions += commit.unclaimed
+        self.metrics.skipped_admissions += commit.unclaimed
         self._committer.free(commit)
         await self._follow_up(commit.indexed)
 
@@ -344,16 +340,16 @@ class WriteBehind:
         self._filled_bytes -= self._committing_bytes
         first = [(Table.INODES, inode_key(unit.inode.number)) for unit in units]
         first += [(Table.INODES, inode_key(unit.inode)) for unit in filled]
-        return Work(units, filled, self._index.take_dirty(BATCH_KEYS, first), list(self._dropped))
+        return Work(units, filled, self.index.take_dirty(BATCH_KEYS, first), list(self._dropped))
 
     async def _follow_up(self, indexed: Iterable[tuple[int, int]] | None = None) -> None:
         """`indexed`: (inode, file offset) of extents that a commit added to the index. None: there was no commit."""
         await self._committer.account(self._handled, self._filled_bytes)
-        self._stored_bytes = self._index.totals.blob_bytes
+        self._stored_bytes = self.index.totals.blob_bytes
         self._committing_bytes = 0
         if indexed is not None:
-            if self._eviction is not None:
-                self._eviction.committed(indexed)
+            if self.eviction is not None:
+                self.eviction.committed(indexed)
             self.on_commit()
         self._hurried = self._hurried and bool(self._evicting)
         self.on_round()

@@ -9,6 +9,7 @@ gets the data, and removed after it has dropped the pages.
 
 import heapq
 from collections.abc import Callable, Iterable
+from dataclasses import KW_ONLY, dataclass
 from typing import NamedTuple, Protocol
 
 import trio
@@ -40,22 +41,18 @@ class _Entry(NamedTuple):
     dropped: Callable[[], None] | None
 
 
+@dataclass(eq=False)
 class YoungFiles:
-    def __init__(
-        self,
-        kernel: Pages,
-        index: Index | None = None,
-        *,
-        settle_ns: int = SETTLE_NS,
-        clock: Clock = SYSTEM,
-    ) -> None:
-        """`index`: its session outlives this daemon. None: no daemon can take this mount over."""
-        # dependencies
-        self._kernel = kernel
-        self._index = index
-        self._clock = clock
-        # constants
-        self._settle_ns = settle_ns
+    # dependencies
+    kernel: Pages
+    index: Index | None = None
+    """Its session outlives this daemon. None: no daemon can take this mount over."""
+    _: KW_ONLY
+    clock: Clock = SYSTEM
+    # constants
+    settle_ns: int = SETTLE_NS
+
+    def __post_init__(self) -> None:
         # state
         self._entries: list[_Entry] = []
         """A heap."""
@@ -63,7 +60,7 @@ class YoungFiles:
         self._wake = trio.Event()
 
     def is_young(self, inode: Inode) -> bool:
-        return age.is_young(inode, self._clock.realtime_ns(), self._settle_ns)
+        return age.is_young(inode, self.clock.realtime_ns(), self.settle_ns)
 
     def was_read(self, inode: Inode) -> None:
         """Call before the kernel gets data of a file that was young when the read began.
@@ -71,20 +68,20 @@ class YoungFiles:
         The pages are not dropped before the record expires, so that a reader revalidates the file before it misses
         them.
         """
-        due_ns = self._clock.monotonic_ns() + age.until_written_ns(inode, self._clock.realtime_ns(), self._settle_ns)
+        due_ns = self.clock.monotonic_ns() + age.until_written_ns(inode, self.clock.realtime_ns(), self.settle_ns)
         due_ns = max(due_ns, inode.expires_ns if inode.flags & UNSETTLED else 0)
         self.note(inode.number, due_ns)
-        if self._index is not None:
+        if self.index is not None:
             key = _KEY + inode_key(inode.number)
-            with self._index.update() as update:
+            with self.index.update() as update:
                 saved = update.get(Table.META, key)
                 if saved is None or _due_ns(saved) < due_ns:
                     update.put(Table.META, key, FLAGGED_NUMBER.pack(0, due_ns))
 
     def restore(self) -> None:
         """Take over the entries of a predecessor."""
-        assert self._index is not None
-        with self._index.view() as view:
+        assert self.index is not None
+        with self.index.view() as view:
             for key, value in view.scan(Table.META, _KEY):
                 self.note(inode_of_key(key[len(_KEY) :]), _due_ns(value))
 
@@ -100,13 +97,13 @@ class YoungFiles:
             if not self._entries:
                 self._wake = trio.Event()
                 await self._wake.wait()
-            wait_s = (self._entries[0].due_ns - self._clock.monotonic_ns()) / NANOSECONDS
+            wait_s = (self._entries[0].due_ns - self.clock.monotonic_ns()) / NANOSECONDS
             await trio.sleep(max(0.0, wait_s) + GATHER_S)
-            now_ns = self._clock.monotonic_ns()
+            now_ns = self.clock.monotonic_ns()
             due: list[_Entry] = []
             while self._entries and self._entries[0].due_ns <= now_ns:
                 due.append(heapq.heappop(self._entries))
-            await self._kernel.pages(dict.fromkeys(entry.inode for entry in due))
+            await self.kernel.pages(dict.fromkeys(entry.inode for entry in due))
             for entry in due:
                 if entry.dropped is not None:
                     entry.dropped()
@@ -114,9 +111,9 @@ class YoungFiles:
 
     def _forget(self, inodes: Iterable[int], now_ns: int) -> None:
         """Pages that were due at `now_ns` have been dropped: remove their saved entries."""
-        if self._index is None:
+        if self.index is None:
             return
-        with self._index.update() as update:
+        with self.index.update() as update:
             for key in (_KEY + inode_key(inode) for inode in inodes):
                 saved = update.get(Table.META, key)
                 if saved is not None and _due_ns(saved) <= now_ns:

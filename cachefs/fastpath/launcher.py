@@ -15,6 +15,7 @@ import signal
 import socket
 import subprocess
 from collections.abc import Awaitable, Callable
+from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import TypeVar
 
@@ -25,6 +26,7 @@ from cachefs.errors import CacheFsError
 from cachefs.fastpath.connection import MESSAGE_BYTES, parse, send
 from cachefs.fastpath.mount_descriptors import MountDescriptors, is_unmounted
 from cachefs.fastpath.processes import LOOK_S, PROGRAM, STOP_TIMEOUT_S, is_running, memory_name, running
+from cachefs.system.descriptors import closing
 from cachefs.system.private_files import opener
 from cachefs.system.threads import is_refused
 from cachefs.system.unix_socket import socket_address
@@ -51,44 +53,35 @@ async def _end_of(pid: int, pidfd: int) -> None:
             await trio.lowlevel.wait_readable(pidfd)
 
 
+@dataclass(eq=False)
 class FastPath:
     """The running program of one mount."""
 
-    def __init__(
-        self,
-        mount: MountDescriptors,
-        path: Path,
-        *,
-        session: Path,
-        durable: Path,
-        log_path: Path | None,
-        received: Callable[[Message, int, int, bytes], None],
-        attached: Callable[[], None],
-        died: Callable[[], None],
-        unmounted: Callable[[], None],
-    ) -> None:
-        """`path`: of the listening socket. `received`: called with each message (type, a, b, data).
+    # dependencies
+    mount: MountDescriptors
+    path: Path
+    """Of the listening socket."""
+    _: KW_ONLY
+    session: Path
+    durable: Path
+    log_path: Path | None
+    received: Callable[[Message, int, int, bytes], None]
+    """Called with each message (type, a, b, data)."""
+    attached: Callable[[], None]
+    """Called after each attachment, to the first program or to another one."""
+    died: Callable[[], None]
+    """Called when the program has ended for any reason."""
+    unmounted: Callable[[], None]
+    """Called when the mount is gone."""
 
-        `attached`: called after each attachment, to the first program or to another one.
-        `died`: called when the program has ended for any reason. `unmounted`: called when the mount is gone.
-        """
-        # dependencies
-        self._mount = mount
-        self._path = path
-        self._session = session
-        self._durable = durable
-        self._log_path = log_path
-        self._received = received
-        self._when_attached = attached
-        self._died = died
-        self._unmounted = unmounted
+    def __post_init__(self) -> None:
         # state
-        self.pid = mount.pid
+        self.pid = self.mount.pid
         self._process: subprocess.Popen[bytes] | None = None
         self._zombies: list[subprocess.Popen[bytes]] = []
         """Dead, except for a thread that waits for the source."""
         self._connection: socket.socket | None = None
-        self._attached = False
+        self._was_attached = False
         self._stopping = False
         self._ended = trio.Event()
         self.starts = 0
@@ -119,7 +112,7 @@ class FastPath:
         pidfd = await self._until_granted(self._open_process, patient=False)
         if pidfd is None:
             return
-        try:
+        with closing(pidfd):
             await self._until_granted(spawn, patient=False)
             for number in (signal.SIGTERM, signal.SIGKILL):
                 with contextlib.suppress(ProcessLookupError):
@@ -130,8 +123,6 @@ class FastPath:
                     return
             os.kill(self.pid, signal.SIGKILL)
             raise CacheFsError(f"the fast path (pid {before}) cannot be ended: it waits in the kernel")
-        finally:
-            os.close(pidfd)
 
     async def _open_process(self) -> int | None:
         """A pidfd of the running program. None: none is running."""
@@ -152,18 +143,18 @@ class FastPath:
         finally:
             self._ended.set()
         if not self._stopping:
-            self._unmounted()
+            self.unmounted()
 
     async def _run(self, task_status: trio.TaskStatus[None], most_starts: float) -> bool:
         """Returns whether one was attached."""
         pause_s = 0.0
         has_started = False
-        while not self._stopping and not is_unmounted(self._mount.device):
+        while not self._stopping and not is_unmounted(self.mount.device):
             started = trio.current_time()
             pidfd = await self._until_granted(self._running_process, patient=has_started)
             if pidfd is None:
                 break
-            try:
+            with closing(pidfd):
                 async with trio.open_nursery() as nursery:
                     nursery.start_soon(self._until_death, pidfd, nursery.cancel_scope)
                     try:
@@ -172,18 +163,16 @@ class FastPath:
                             has_started = True
                             task_status.started()
                         while True:
-                            self._received(*await self._next())
+                            self.received(*await self._next())
                     except (EOFError, OSError):
                         pass  # it is dying
                     except Exception:  # a bug of ours must not end the mount
                         log.exception("bug in a report of the fast path; starting another")
                         os.kill(self.pid, signal.SIGKILL)
                     await trio.sleep_forever()
-            finally:
-                os.close(pidfd)
             status = self._bury()
             killed = status == -signal.SIGKILL
-            if self._stopping or is_unmounted(self._mount.device):
+            if self._stopping or is_unmounted(self.mount.device):
                 break
             if not has_started and not killed and self.starts >= most_starts:
                 raise CacheFsError(f"the fast path ends as soon as it is started, with status {status}: see the log")
@@ -225,12 +214,12 @@ class FastPath:
                     log.warning("the fast path cannot be started or reached, trying again: %s", error.strerror)
                     said = True
             await trio.sleep(_SHORTAGE_PAUSE_S)
-            if self._stopping or is_unmounted(self._mount.device):
+            if self._stopping or is_unmounted(self.mount.device):
                 return None
 
     def _end_others(self) -> None:
         """End other programs with the same memory: two would answer the same requests. A stopped one may be left."""
-        for other in running(memory_name(f"/proc/self/fd/{self._mount.shared.fd}")):
+        for other in running(memory_name(f"/proc/self/fd/{self.mount.shared.fd}")):
             log.warning("a fast path of this mount (pid %d) does not answer: ending it", other.pid)
             if not other.kill():
                 raise CacheFsError(f"the fast path (pid {other.pid}) cannot be ended: it waits in the kernel")
@@ -238,17 +227,17 @@ class FastPath:
     def _spawn(self, *, after: int = 0) -> None:
         """`after`: the pid of another program, whose end it waits for."""
         fds = {
-            "--device": self._mount.device,
-            "--shared": self._mount.shared.fd,
-            "--source": self._mount.source,
-            "--blob": self._mount.blob,
-            "--listener": self._mount.listener.fileno(),
+            "--device": self.mount.device,
+            "--shared": self.mount.shared.fd,
+            "--source": self.mount.source,
+            "--blob": self.mount.blob,
+            "--listener": self.mount.listener.fileno(),
         }
         command = [str(PROGRAM)]
         for name, fd in fds.items():
             command += (name, str(fd))
-        command += ("--session", str(self._session), "--durable", str(self._durable), "--after", str(after))
-        with open(self._log_path, "ab", opener=opener) if self._log_path else contextlib.nullcontext() as log_file:
+        command += ("--session", str(self.session), "--durable", str(self.durable), "--after", str(after))
+        with open(self.log_path, "ab", opener=opener) if self.log_path else contextlib.nullcontext() as log_file:
             self._process = subprocess.Popen(
                 command,
                 pass_fds=tuple(fds.values()),
@@ -272,7 +261,7 @@ class FastPath:
         self._connection.setblocking(False)
         while True:
             try:
-                with socket_address(self._path) as address:
+                with socket_address(self.path) as address:
                     self._connection.connect(address)
                 break
             except BlockingIOError:  # the queue is full because a predecessor died before it accepted
@@ -280,13 +269,13 @@ class FastPath:
         send(
             self._connection,
             Message.ATTACH,
-            a=ATTACH_SAME_PYTHON if self._attached else 0,
+            a=ATTACH_SAME_PYTHON if self._was_attached else 0,
             fds=(self._ours.fileno(), self._python.fileno()),
         )
         while (message := await self._next())[0] is not Message.ATTACHED:
-            self._received(*message)  # its threads were working before it was attached
-        self._attached = True
-        self._when_attached()
+            self.received(*message)  # its threads were working before it was attached
+        self._was_attached = True
+        self.attached()
 
     async def _next(self) -> tuple[Message, int, int, bytes]:
         assert self._connection is not None
@@ -322,10 +311,10 @@ class FastPath:
         if self._connection is not None:
             with contextlib.suppress(OSError):  # its last messages
                 while data := self._connection.recv(MESSAGE_BYTES):
-                    self._received(*parse(data))
+                    self.received(*parse(data))
             self._connection.close()
             self._connection = None
-        self._died()
+        self.died()
         return status
 
     async def stop(self) -> None:

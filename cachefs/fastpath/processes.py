@@ -8,11 +8,12 @@ import os
 import select
 import signal
 import time
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from cachefs.fastpath.mount_descriptors import MountDescriptors
+from cachefs.system.descriptors import closing
 from cachefs.system.syscalls import pidfd_getfd
 
 PROGRAM = Path(__file__).parent / "cachefs-fastpath"
@@ -35,17 +36,12 @@ class Running:
 
     def inherit(self) -> MountDescriptors:
         """Copy its descriptors without asking it: it may be stopped. Raises OSError, OtherVersion."""
-        pidfd = os.pidfd_open(self.pid)
         fds: list[int] = []
-        try:
+        with closing(os.pidfd_open(self.pid)) as pidfd, ExitStack() as on_error:
             for fd in self.fds:
                 fds.append(pidfd_getfd(pidfd, fd))
-        except OSError:
-            for fd in fds:
-                os.close(fd)
-            raise
-        finally:
-            os.close(pidfd)
+                on_error.callback(os.close, fds[-1])
+            on_error.pop_all()
         return MountDescriptors.of(fds)
 
     def kill(self) -> bool:
@@ -54,18 +50,15 @@ class Running:
             pidfd = os.pidfd_open(self.pid)
         except ProcessLookupError:
             return True
-        try:
+        with closing(pidfd):
             with suppress(ProcessLookupError):
                 signal.pidfd_send_signal(pidfd, signal.SIGKILL)
             deadline = time.monotonic() + STOP_TIMEOUT_S
             while is_running(self.pid) and time.monotonic() < deadline:
-                if select.select([pidfd], [], [], LOOK_S)[
-                    0
-                ]:  # not readable while one of its threads waits for the source
+                # The descriptor is not readable while a thread of the program waits for the source.
+                if select.select([pidfd], [], [], LOOK_S)[0]:
                     return True
             return not is_running(self.pid)
-        finally:
-            os.close(pidfd)
 
 
 def memory_name(link: str) -> str:

@@ -10,6 +10,7 @@ The source does not have the attributes `user.cachefs.*`. They and `info` show w
 import errno
 import os
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -31,54 +32,48 @@ VIRTUAL = b"user.cachefs."
 _USUAL_NAMESPACES = (b"security.", b"system.", b"trusted.", b"user.")
 
 
+@dataclass(eq=False)
 class Attributes:
-    def __init__(
-        self,
-        filesystem: FileSystem,
-        descriptors: Descriptors,
-        data: DataCache,
-        statfs: os.statvfs_result | None = None,
-    ) -> None:
-        """`statfs`: of the source, if it is known already. A mount that pins everything keeps it."""
-        # dependencies
-        self._fs = filesystem
-        self._metadata = filesystem.metadata
-        self._descriptors = descriptors
-        self._data = data
-        # state
-        self._pinned_statfs = statfs if filesystem.options.pins_everything else None
+    # dependencies
+    fs: FileSystem
+    descriptors: Descriptors
+    data: DataCache
+    # state
+    known_statfs: os.statvfs_result | None
+    """Of the source. None: not known. Only a mount that pins everything uses it."""
+
+    def __post_init__(self) -> None:
+        self._metadata = self.fs.metadata
 
     async def getattr(self, number: int) -> Entry:
-        async with self._descriptors.descriptor(number, bool(self._fs.inode(number).flags & UNLINKED)) as use:
+        async with self.descriptors.descriptor(number, bool(self.fs.inode(number).flags & UNLINKED)) as use:
             if use is not None:
                 return await self._getattr_open(number, use)
         try:
-            inode = await self._fs.revalidated(number)
+            inode = await self.fs.revalidated(number)
         except OSError as error:
-            async with self._descriptors.without_name(number, error) as use:
+            async with self.descriptors.without_name(number, error) as use:
                 return await self._getattr_open(number, use)
-        return Entry(inode, self._fs.timeout_s(inode))
+        return Entry(inode, self.fs.timeout_s(inode))
 
     async def _getattr_open(self, number: int, use: Use) -> Entry:
         """By a descriptor: the name may be gone, or lead to another file by now."""
-        now = await use(self._fs.source.fstat)
-        inode = self._fs.inode(number).with_stat(now)
+        now = await use(self.fs.source.fstat)
+        inode = self.fs.inode(number).with_stat(now)
         with self._metadata.index.update() as update:
             self._metadata.put_inode(update, inode)
-        return Entry(inode, 0.0 if inode.flags & UNLINKED else min(1.0, self._fs.options.unpinned_timeout_s))
+        return Entry(inode, 0.0 if inode.flags & UNLINKED else min(1.0, self.fs.options.unpinned_timeout_s))
 
     async def statfs(self) -> os.statvfs_result:
         """Pinned on mounts that pin everything: they are read-only, and each `find` begins with a statfs."""
-        found = self._pinned_statfs
-        if found is None:
-            found = await self._fs.call_pool.run(self._fs.source.statfs)
-            self._pinned_statfs = found if self._fs.options.pins_everything else None
-        return found
+        if self.known_statfs is None or not self.fs.options.pins_everything:
+            self.known_statfs = await self.fs.call_pool.run(self.fs.source.statfs)
+        return self.known_statfs
 
     # --- symlinks and extended attributes --------------------------------------------------------------------------
 
     async def readlink(self, number: int) -> bytes:
-        return await self._value(Table.SYMLINKS, await self._fs.revalidated(number), b"", self._fs.source.readlink)
+        return await self._value(Table.SYMLINKS, await self.fs.revalidated(number), b"", self.fs.source.readlink)
 
     async def _value(self, table: Table, inode: Inode, name: bytes, read: Callable[[Object], bytes]) -> bytes:
         """A value of an inode: the cached one, or else fetched. Extended attributes are cached if it is pinned."""
@@ -95,17 +90,17 @@ class Attributes:
         version admits.
         """
         while True:
-            before = self._fs.inode(number)
-            value, now = await self._descriptors.ask_object(number, lambda at: self._fs.source.with_stat(at, read))
-            inode = self._fs.inode(number)
+            before = self.fs.inode(number)
+            value, now = await self.descriptors.ask_object(number, lambda at: self.fs.source.with_stat(at, read))
+            inode = self.fs.inode(number)
             if now is None or now.ctime_ns == inode.ctime_ns:
                 break
-            own_change = self._fs.own_change_of(number)
+            own_change = self.fs.own_change_of(number)
             if own_change is not None:
                 await own_change.wait()
             elif before.ctime_ns == inode.ctime_ns:
                 await self._other_version(inode, now, whole=name != permissions.ACL)
-                if now.ctime_ns < self._fs.inode(number).ctime_ns:
+                if now.ctime_ns < self.fs.inode(number).ctime_ns:
                     return value  # it is of before a change by this mount: later requests must not get it
                 break
         with self._metadata.index.update() as update:
@@ -120,23 +115,23 @@ class Attributes:
         `whole`: the value does not depend on others. Otherwise the kernel combines it with the mode.
         """
         if inode.is_directory and self._metadata.is_pinned(inode):  # its times move with each name in it
-            await self._fs.learnt_in(self._fs.directory(inode.number), now.ctime_ns)
+            await self.fs.learnt_in(self.fs.directory(inode.number), now.ctime_ns)
         elif self._metadata.is_pinned(inode):
             error = Changed()
-            self._fs.invalidation.modified_externally(inode, error)
+            self.fs.invalidation.modified_externally(inode, error)
             raise error
         elif not whole and inode.permissions != now.permissions:
             self._metadata.apply_fstat(inode.number, now)
-            self._fs.notifier.attributes(inode.number)
+            self.fs.notifier.attributes(inode.number)
             raise failed(errno.ESTALE)
 
     async def _revalidated_or_open(self, number: int) -> Inode:
         """A valid inode; the last known one, if its name is gone and the file is open."""
         try:
-            return await self._fs.revalidated(number)
+            return await self.fs.revalidated(number)
         except OSError as error:
-            async with self._descriptors.without_name(number, error):
-                return self._fs.inode(number)
+            async with self.descriptors.without_name(number, error):
+                return self.fs.inode(number)
 
     async def getxattr(self, number: int, name: bytes) -> bytes:
         """Raises ENODATA where there is no value: also if the source has no extended attributes at all (hazard 18).
@@ -152,7 +147,7 @@ class Attributes:
     def _read_xattr(self, name: bytes, at: Object) -> bytes:
         """As `inode_values` keeps it. In a thread."""
         try:
-            return inode_values.KNOWN + self._fs.source.getxattr(at, name)
+            return inode_values.KNOWN + self.fs.source.getxattr(at, name)
         except OSError as error:
             is_unusual = error.errno == errno.EOPNOTSUPP and not name.startswith(_USUAL_NAMESPACES)
             if is_unusual or error.errno not in inode_values.NO_VALUE:
@@ -162,7 +157,7 @@ class Attributes:
     def _list_xattrs(self, at: Object) -> bytes:
         """As `inode_values` keeps them. In a thread."""
         try:
-            return inode_values.KNOWN + b"\0".join(self._fs.source.listxattr(at))
+            return inode_values.KNOWN + b"\0".join(self.fs.source.listxattr(at))
         except OSError as error:
             if error.errno not in (errno.EOPNOTSUPP, errno.ENOSYS):
                 raise
@@ -176,14 +171,14 @@ class Attributes:
 
     async def info(self, path: bytes) -> dict[str, Any]:
         """docs/CONTROL.md has the fields."""
-        inode = await self._fs.resolve(path)
+        inode = await self.fs.resolve(path)
         answer: dict[str, Any] = {
             "path": path.decode(errors="surrogateescape"),
             "inode": inode.number,
             "type": "directory" if inode.is_directory else "file" if inode.is_regular else "other",
             "size": inode.size,
             "mtime_ns": inode.mtime_ns,
-            "state": self._fs.immutability.state(inode),
+            "state": self.fs.immutability.state(inode),
             "validated_run": inode.validated_run,
             "validated_ns": self._metadata.index.run_started_ns(inode.validated_run),
             "is_valid": bool(self._metadata.remaining_ns(inode)),
@@ -205,9 +200,9 @@ class Attributes:
         """How many bytes of a file are in the blob, or wait to be written there."""
         cached, offset = 0, 0
         with self._metadata.index.view() as view:
-            starts = sorted({0, *self._data.starts_between(view, inode, 0, inode.size)})
+            starts = sorted({0, *self.data.starts_between(view, inode, 0, inode.size)})
             for start in starts:
-                found = self._data.range_at(view, inode, max(start, offset)) if start < inode.size else None
+                found = self.data.range_at(view, inode, max(start, offset)) if start < inode.size else None
                 if found is not None and found[1] > offset:
                     cached += found[1] - max(found[0], offset)
                     offset = found[1]
@@ -215,9 +210,9 @@ class Attributes:
 
     def virtual(self, number: int, name: bytes) -> bytes:
         """An extended attribute of cachefs itself. Raises ENODATA if there is none of that name."""
-        inode = self._fs.inode(number)
+        inode = self.fs.inode(number)
         if name == VIRTUAL + b"state":
-            return self._fs.immutability.state(inode).encode()
+            return self.fs.immutability.state(inode).encode()
         if name == VIRTUAL + b"cached_bytes" and inode.is_regular:
             return str(self.cached_bytes(inode)).encode()
         if name == VIRTUAL + b"validated_run":

@@ -15,7 +15,7 @@ import resource
 import struct
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
 from contextlib import asynccontextmanager, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from functools import partial
 from typing import Protocol, TypeVar
 
@@ -96,33 +96,26 @@ class Handle:
         close_all([fd for fd in (self.fd, *self.stale) if fd >= 0])
 
 
+@dataclass(eq=False)
 class Descriptors:
-    def __init__(
-        self,
-        filesystem: FileSystem,
-        fetcher: Fetcher,
-        shared: SharedFiles,
-        data: DataCache,
-        *,
-        has_fastpath: bool,
-        first_handle: int,
-    ) -> None:
-        """`has_fastpath`: a fast path keeps the mount when this daemon ends, so that a successor must know the handles.
-        It answers OPENs, so that any file may be open without a handle of the daemon (hazard 2).
+    # dependencies
+    fs: FileSystem
+    fetcher: Fetcher
+    shared: SharedFiles
+    data: DataCache
+    _: KW_ONLY
+    # constants
+    has_fastpath: bool
+    """A fast path keeps the mount when this daemon ends, so that a successor must know the handles. It answers OPENs,
+    so that any file may be open without a handle of the daemon (hazard 2)."""
+    # state
+    next_handle: int
+    """Below FAST_HANDLE."""
 
-        `first_handle`: below FAST_HANDLE.
-        """
-        # dependencies
-        self._fs = filesystem
-        self._metadata = filesystem.metadata
-        self.fetcher = fetcher
-        self.shared = shared
-        self._data = data
-        # constants
-        self.has_fastpath = has_fastpath
+    def __post_init__(self) -> None:
+        self._metadata = self.fs.metadata
         # state
         self.handles: dict[int, Handle] = {}
-        self._next_handle = first_handle
         self._reopens: SingleFlight[int, None] = SingleFlight()
         """By id() of the `Handle`."""
         limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
@@ -151,8 +144,8 @@ class Descriptors:
         return self.handles[number]
 
     def add(self, handle: Handle) -> int:
-        handle.handle = self._next_handle
-        self._next_handle += 1
+        handle.handle = self.next_handle
+        self.next_handle += 1
         self.handles[handle.handle] = handle
         self.save(handle)
         return handle.handle
@@ -171,7 +164,7 @@ class Descriptors:
         flags &= os.O_ACCMODE
         writable = flags != os.O_RDONLY
         if writable:
-            self._fs.immutability.add_writer(number)
+            self.fs.immutability.add_writer(number)
         return self.add(Handle(number, fd=fd, writable=writable, flags=flags, writer=writer, generation=generation))
 
     def remove(self, handle: int) -> Handle | None:
@@ -188,7 +181,7 @@ class Descriptors:
     async def close(self, opened: Handle) -> None:
         """Close a removed handle, unless calls borrow its descriptor: the last of them closes it."""
         if not opened.borrowers and opened.fd >= 0:
-            await self._fs.call_pool.run(opened.close, once=True)
+            await self.fs.call_pool.run(opened.close, once=True)
 
     # --- descriptors of the source ---------------------------------------------------------------------------------
 
@@ -205,22 +198,22 @@ class Descriptors:
                 raise failed(errno.EIO)
             generation = opened.generation
             try:
-                return await self._fs.call_pool.run(partial(function, fd), once=True)
+                return await self.fs.call_pool.run(partial(function, fd), once=True)
             except OSError as error:
                 if not await self.fetcher.is_anew(error, generation):
                     raise
 
     async def _descriptor(self, opened: Handle) -> int:
-        if opened.generation != self._fs.source.generation and opened.unsynced:
+        if opened.generation != self.fs.source.generation and opened.unsynced:
             opened.unsynced, opened.damaged = False, True
             self.save(opened)
-        if opened.fd < 0 or opened.generation != self._fs.source.generation:
+        if opened.fd < 0 or opened.generation != self.fs.source.generation:
             await self._reopen(opened)
         return opened.fd
 
     async def _reopen(self, opened: Handle) -> None:
         """Reopen what a predecessor had open, or what was open before the source was remounted."""
-        generation = self._fs.source.generation
+        generation = self.fs.source.generation
 
         def finish(answer: Outcome[int]) -> None:
             fd = answer.unwrap()
@@ -228,12 +221,12 @@ class Descriptors:
                 opened.stale.append(opened.fd)
             opened.fd, opened.generation = fd, generation
             if opened.released and not opened.borrowers:
-                self._fs.call_pool.start(opened.close, lambda _: None, once=True)
+                self.fs.call_pool.start(opened.close, lambda _: None, once=True)
 
         if opened.released:  # a lent duplicate has no handle of the kernel, and cannot be opened again
             raise failed(errno.EBADF if opened.handle else errno.ESTALE)
-        call = partial(self._fs.source.open_to_keep, self._fs.object_of(opened.number), opened.flags)
-        start = partial(self._fs.call_pool.start, call, discard=close_quietly)
+        call = partial(self.fs.source.open_to_keep, self.fs.object_of(opened.number), opened.flags)
+        start = partial(self.fs.call_pool.start, call, discard=close_quietly)
         await self._reopens.begin(id(opened), start, finish).wait()
 
     @asynccontextmanager
@@ -243,7 +236,7 @@ class Descriptors:
         The descriptor of a writer; if `every`, because no name leads to the file, also that of a reader or of the
         cache.
         """
-        opened = self._lend(number, every) if every or self._fs.immutability.has_writers(number) else None
+        opened = self._lend(number, every) if every or self.fs.immutability.has_writers(number) else None
         if opened is None:
             yield None
             return
@@ -259,7 +252,7 @@ class Descriptors:
         mine = [h for h in self.handles.values() if h.number == number and not h.is_cached and (h.writable or every)]
         if mine or not every:
             return max(mine, key=lambda h: h.writable, default=None)
-        generation = self._fs.source.generation
+        generation = self.fs.source.generation
         for file in self.shared.of(number):
             if file.fd is not None and file.generation == generation:
                 return Handle(number, fd=os.dup(file.fd), released=True, generation=generation)
@@ -290,7 +283,7 @@ class Descriptors:
             if use is not None:
                 return await use(lambda fd: call(by_descriptor(fd)))
         try:
-            return await self._fs.ask(number, partial(call, self._fs.object_of(number)), discard=discard, once=once)
+            return await self.fs.ask(number, partial(call, self.fs.object_of(number)), discard=discard, once=once)
         except Renamed:
             raise  # the path may lead elsewhere: the change must not be made by a descriptor either
         except OSError as error:
@@ -304,15 +297,15 @@ class Descriptors:
         """
         with self._metadata.index.view() as view:
             inode = self._metadata.inode(view, number)
-            immutable = inode is not None and self._fs.immutability.is_immutable(inode)
-            cached = inode is not None and self._data.holds_all(view, inode)
+            immutable = inode is not None and self.fs.immutability.is_immutable(inode)
+            cached = inode is not None and self.data.holds_all(view, inode)
         if self.has_fastpath and inode is not None and immutable:
             self.shared.hold(inode)
         await self.reopen([h for h in self.handles.values() if h.number == number and not h.is_cached and h.fd < 0])
         for file in self.shared.of(number):
             if not file.is_mutable:
                 try:
-                    file.drop_stale(self._fs.source.generation)
+                    file.drop_stale(self.fs.source.generation)
                     await self.fetcher.open_source(file)
                     file.held = True
                 except Changed:
@@ -325,7 +318,7 @@ class Descriptors:
 
     def opened_at_source(self) -> Iterator[OpenSource]:
         """For a successor: the descriptors by which files are open, except those of before the source was remounted."""
-        generation = self._fs.source.generation
+        generation = self.fs.source.generation
         for handle, opened in self.handles.items():
             if not opened.is_cached and opened.fd >= 0 and opened.generation == generation:
                 yield OpenSource(handle, opened.number, 0, opened.fd)
@@ -356,17 +349,17 @@ class Descriptors:
             if inode is None:
                 log.warning("a handle of inode %d is lost with the daemon that had it", number)
                 continue
-            immutable = self._fs.immutability.is_immutable(inode) or self._fs.immutability.outlives_its_name(inode)
+            immutable = self.fs.immutability.is_immutable(inode) or self.fs.immutability.outlives_its_name(inode)
             if immutable and not writable:
                 opened.file = self.shared.share(inode)
             elif handle in files and files[handle].number == number:
-                opened.fd, opened.generation = files.pop(handle).fd, self._fs.source.generation
+                opened.fd, opened.generation = files.pop(handle).fd, self.fs.source.generation
             else:
                 found.append(opened)
             self.handles[handle] = opened
             self._places.take(owner)
             if writable:
-                self._fs.immutability.add_writer(number)
+                self.fs.immutability.add_writer(number)
         close_all([each.fd for each in files.values()])
         self._adopt(data)
         return found
@@ -382,7 +375,7 @@ class Descriptors:
             if file is None or file.fd is not None:
                 close_quietly(each.fd)
             else:
-                file.set_fd(each.fd, self._fs.source.generation)
+                file.set_fd(each.fd, self.fs.source.generation)
                 file.held = lost_name
 
     async def reopen(self, restored: Iterable[Handle]) -> None:

@@ -11,6 +11,7 @@ import os
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from functools import partial
 
 from cachefs.contract.messages import FAST_HANDLE
@@ -42,27 +43,21 @@ def no_request(_: int) -> tuple[int, int]:
     return 0, UNKNOWN
 
 
+@dataclass(eq=False)
 class OpenFiles:
-    def __init__(
-        self,
-        filesystem: FileSystem,
-        descriptors: Descriptors,
-        data: DataCache,
-        metrics: Metrics,
-        young: YoungFiles,
-        request_at: RequestAt,
-    ) -> None:
-        # dependencies
-        self._request_at = request_at
-        self._fs = filesystem
-        self._metadata = filesystem.metadata
-        self._immutability = filesystem.immutability
-        self._descriptors = descriptors
-        self._shared = descriptors.shared
-        self._fetcher = descriptors.fetcher
-        self._data = data
-        self._metrics = metrics
-        self._young = young
+    # dependencies
+    fs: FileSystem
+    descriptors: Descriptors
+    data: DataCache
+    metrics: Metrics
+    young: YoungFiles
+    request_at: RequestAt
+
+    def __post_init__(self) -> None:
+        self._metadata = self.fs.metadata
+        self._immutability = self.fs.immutability
+        self._shared = self.descriptors.shared
+        self._fetcher = self.descriptors.fetcher
         # state
         self._recent: OrderedDict[int, OpenFile] = OrderedDict()
         """Inode → the file that READs without a handle of the daemon share, for a while."""
@@ -70,15 +65,15 @@ class OpenFiles:
     def owner_of(self, handle: int) -> int:
         """The user who opened a handle, or reads by it now; UNKNOWN where the daemon cannot know."""
         if handle & FAST_HANDLE:
-            return self._request_at(handle)[1]
-        opened = self._descriptors.handles.get(handle)
+            return self.request_at(handle)[1]
+        opened = self.descriptors.handles.get(handle)
         return UNKNOWN if opened is None else opened.owner
 
     # --- opening ---------------------------------------------------------------------------------------------------
 
     async def open_for_reading(self, number: int, caller: Caller, *, executes: bool = False) -> tuple[int, bool]:
         """A handle, and whether the kernel may keep the pages it has. Makes the file immutable if possible."""
-        fetch_at_once = self._fs.options.cache is CacheLevel.FULL and not self._descriptors.has_fastpath
+        fetch_at_once = self.fs.options.cache is CacheLevel.FULL and not self.descriptors.has_fastpath
         with self._metadata.index.view() as view:
             inode = self._metadata.inode(view, number)
             if inode is None:
@@ -90,14 +85,14 @@ class OpenFiles:
                     self._fetcher.begin(view, file)
                 return self._add(file)
         if self._metadata.is_pinned(inode):
-            inode = await self._fs.revalidated(number, inode)
+            inode = await self.fs.revalidated(number, inode)
         if self._immutability.outlives_its_name(inode):
             # By /proc/PID/fd/N: reads as the handle that is open already (`Descriptors.keep_readable`).
             return self._add(self._shared.share(inode))
         if not self._immutability.may_be_immutable(inode):
-            generation = self._fs.source.generation
+            generation = self.fs.source.generation
             fd = await self._open_mutable(number, caller, executes=executes)
-            return self._descriptors.add(Handle(number, fd=fd, generation=generation)), False
+            return self.descriptors.add(Handle(number, fd=fd, generation=generation)), False
         immutable = self._immutability.is_immutable(inode)
         file = self._shared.share(inode) if immutable else await self._pin(inode)
         if fetch_at_once:
@@ -109,7 +104,7 @@ class OpenFiles:
 
     def _add(self, file: OpenFile) -> tuple[int, bool]:
         """A handle of an immutable file, and whether the kernel may keep its pages."""
-        return self._descriptors.add(Handle(file.inode.number, file=file)), not self._young.is_young(file.inode)
+        return self.descriptors.add(Handle(file.inode.number, file=file)), not self.young.is_young(file.inode)
 
     async def make_immutable(self, number: int) -> bool:
         """Make a file immutable that is about to be read without a handle of the daemon. Returns whether it is.
@@ -117,9 +112,9 @@ class OpenFiles:
         It is not if a writer came first. While the record is valid nothing is awaited before the decision, because the
         next request may be an open for writing.
         """
-        inode = self._fs.inode(number)
+        inode = self.fs.inode(number)
         if not self._metadata.remaining_ns(inode):
-            inode = await self._fs.revalidated(number, inode)
+            inode = await self.fs.revalidated(number, inode)
         if self._immutability.is_immutable(inode):
             return True
         if not self._immutability.may_be_immutable(inode):
@@ -131,7 +126,7 @@ class OpenFiles:
 
     def is_young(self, number: int) -> bool:
         """Must the kernel drop the pages of this file at each open?"""
-        return self._young.is_young(self._fs.inode(number))
+        return self.young.is_young(self.fs.inode(number))
 
     def fetched_unseen(self, fetched: Iterable[tuple[int, int]]) -> None:
         """The fast path has fetched data of these files, (inode, version), because it had answered an OPEN.
@@ -140,7 +135,7 @@ class OpenFiles:
         are not cached. An expired record still counts: the fast path has compared the source with it. If an open for
         writing came first, it has withdrawn IMMUTABLE_ON_OPEN.
         """
-        if self._fs.options.read_only:  # nothing is IMMUTABLE_ON_OPEN there
+        if self.fs.options.read_only:  # nothing is IMMUTABLE_ON_OPEN there
             return
         with self._metadata.index.view() as view:
             found = [(self._metadata.inode(view, number), version) for number, version in fetched]
@@ -158,17 +153,17 @@ class OpenFiles:
 
     async def _compare_above(self, number: int) -> None:
         """A file has become immutable: compare expired directories above it now, rather than in the second epoch."""
-        for number_above in self._fs.above(number):
+        for number_above in self.fs.above(number):
             with suppress(OSError):  # its name leads elsewhere by now
-                await self._fs.revalidated(number_above)
+                await self.fs.revalidated(number_above)
 
     async def pin(self, number: int) -> bool:
         """Make a file immutable even if it was written by this mount. Returns whether it is."""
-        inode = self._fs.inode(number)
+        inode = self.fs.inode(number)
         if inode.flags & WRITTEN and not self._immutability.has_writers(number):
             with self._metadata.index.update() as update:
                 self._metadata.put_inode(update, inode._replace(flags=inode.flags & ~WRITTEN, expires_ns=0))
-            await self._fs.revalidated(number)
+            await self.fs.revalidated(number)
         return await self.make_immutable(number)
 
     async def _open_mutable(self, number: int, caller: Caller, *, executes: bool) -> int:
@@ -177,17 +172,17 @@ class OpenFiles:
         The same is true of permissions: the source is asked as the caller. It cannot be asked whether the caller may
         execute a file; so an open to execute fails if the kernel does not know the present permissions.
         """
-        inode = self._fs.inode(number)
-        call = partial(self._fs.source.open_file, run=as_myself if executes else caller.run)
+        inode = self.fs.inode(number)
+        call = partial(self.fs.source.open_file, run=as_myself if executes else caller.run)
         try:
-            fd, now = await self._descriptors.ask_object(number, call, discard=close_opened)
+            fd, now = await self.descriptors.ask_object(number, call, discard=close_opened)
         except PermissionError:
-            self._fs.notifier.attributes(number)
+            self.fs.notifier.attributes(number)
             raise
         with closed_on_error(fd):
-            await self._fs.learnt(number, now)
+            await self.fs.learnt(number, now)
             if not self._immutability.has_writers(number) and self._metadata.apply_fstat(number, now):
-                self._fs.notifier.attributes(number)
+                self.fs.notifier.attributes(number)
             if executes and inode.permissions != now.permissions:
                 raise failed(errno.ESTALE)
         return fd
@@ -199,13 +194,13 @@ class OpenFiles:
         again.
         """
         number = inode.number
-        if self._descriptors.has_fastpath and self._metadata.remaining_ns(inode):
+        if self.descriptors.has_fastpath and self._metadata.remaining_ns(inode):
             # The fast path compares what it fetches: a valid record needs no other look.
             with self._metadata.index.update() as update:
                 return self._shared.share(self._metadata.pin_file(update, inode))
-        generation = self._fs.source.generation
-        at = self._fs.object_of(number)
-        fd, now = await self._fs.ask(number, partial(self._fs.source.open_file, at), discard=close_opened)
+        generation = self.fs.source.generation
+        at = self.fs.object_of(number)
+        fd, now = await self.fs.ask(number, partial(self.fs.source.open_file, at), discard=close_opened)
         with closed_on_error(fd), self._metadata.index.update() as update:
             current = self._metadata.inode(update, number)
             if current is None or not current.same_version(now) or self._immutability.is_written(current):
@@ -223,23 +218,23 @@ class OpenFiles:
 
     async def read(self, handle: int, offset: int, size: int) -> bytes | memoryview:
         if handle & FAST_HANDLE:
-            return await self._read_inode(self._request_at(handle)[0], offset, size)
-        opened = self._descriptors.handle(handle)
+            return await self._read_inode(self.request_at(handle)[0], offset, size)
+        opened = self.descriptors.handle(handle)
         if opened.file is not None and opened.is_cached:
             return await self._fetcher.read(opened.file, offset, size)
         return await self._read_uncached(
-            opened.number, self._descriptors.use(opened, lambda fd: self._fs.source.pread(fd, size, offset))
+            opened.number, self.descriptors.use(opened, lambda fd: self.fs.source.pread(fd, size, offset))
         )
 
     async def _read_uncached(self, number: int, read: Awaitable[bytes]) -> bytes:
         """A read of a mutable file. The kernel keeps the pages as long as the times of the file stay the same."""
         inode = self._metadata.current(number)
-        young = inode is not None and self._young.is_young(inode)
+        young = inode is not None and self.young.is_young(inode)
         data = await read
         if inode is not None and young:
-            self._young.was_read(inode)
-        self._metrics.misses += 1
-        self._metrics.miss_bytes += len(data)
+            self.young.was_read(inode)
+        self.metrics.misses += 1
+        self.metrics.miss_bytes += len(data)
         return data
 
     async def _read_inode(self, number: int, offset: int, size: int) -> bytes | memoryview:
@@ -247,7 +242,7 @@ class OpenFiles:
         nameless = self._shared.held(number)
         if nameless is not None and not nameless.is_mutable:
             return await self._fetcher.read(nameless, offset, size)
-        inode = await self._fs.revalidated(number)
+        inode = await self.fs.revalidated(number)
         immutable = self._immutability.is_immutable(inode)
         if not immutable and self._immutability.is_immutable_on_open(inode):  # the report of its OPEN may come later
             with self._metadata.index.update() as update:
@@ -255,7 +250,7 @@ class OpenFiles:
             immutable = self._immutability.is_immutable(inode)
         if not immutable:
             return await self._read_uncached(
-                number, self._descriptors.ask_object(number, lambda at: self._fs.source.read_file(at, size, offset))
+                number, self.descriptors.ask_object(number, lambda at: self.fs.source.read_file(at, size, offset))
             )
         file = self._recent.pop(number, None)
         if file is None or file.inode.version != inode.version:
@@ -270,7 +265,7 @@ class OpenFiles:
             return await self._fetcher.read(file, offset, size)
         except Changed as error:
             # The kernel sends no OPEN that could fail: the next open must not find the old inode by the old name.
-            await self._fs.invalidation.forget_names(error.directory or number)
+            await self.fs.invalidation.forget_names(error.directory or number)
             raise
         finally:
             await self._shared.let_go(file)
@@ -282,27 +277,27 @@ class OpenFiles:
             return
         file = self._shared.share(inode)
         try:
-            await self._fetcher.fetch_ahead(file, self._data.unit_of(inode, offset))
+            await self._fetcher.fetch_ahead(file, self.data.unit_of(inode, offset))
         finally:
             await self._shared.let_go(file)
 
     async def flush(self, handle: int) -> None:
         """close() of a descriptor. NFS and Ceph report write errors then, so a dup is closed (hazard 4)."""
-        opened = self._descriptors.handle(handle)
+        opened = self.descriptors.handle(handle)
         if opened.writable:
-            self._fs.source.counters.add("close")
-            await self._descriptors.use(opened, lambda fd: os.close(os.dup(fd)), reports_loss=True)
-            self._fs.expire(opened.number)
+            self.fs.source.counters.add("close")
+            await self.descriptors.use(opened, lambda fd: os.close(os.dup(fd)), reports_loss=True)
+            self.fs.expire(opened.number)
 
     async def release(self, handle: int) -> None:
-        opened = self._descriptors.remove(handle)
+        opened = self.descriptors.remove(handle)
         if opened is None:
             return
         if opened.writable and self._immutability.remove_writer(opened.number):
-            self._fs.expire(opened.number)
+            self.fs.expire(opened.number)
         if opened.file is not None:
             await self._shared.let_go(opened.file)
-        await self._descriptors.close(opened)
+        await self.descriptors.close(opened)
 
     async def forget(self, forgotten: Sequence[tuple[int, int]]) -> None:
         """The kernel has forgotten inodes: (number, count).
@@ -317,15 +312,15 @@ class OpenFiles:
         for number in dict.fromkeys(number for number, _ in forgotten):
             with self._metadata.index.view() as view:
                 inode = self._metadata.inode(view, number)
-                if inode is not None and (not inode.flags & UNLINKED or self._fs.notifier.attributes(number)):
+                if inode is not None and (not inode.flags & UNLINKED or self.fs.notifier.attributes(number)):
                     continue
                 if inode is not None:
-                    self._data.drop(view, number)
+                    self.data.drop(view, number)
             await self._shared.release(number)
 
     async def close(self) -> None:
         """Close every descriptor that is still open."""
-        for handle in list(self._descriptors.handles):
+        for handle in list(self.descriptors.handles):
             await self.release(handle)
         for file in self._recent.values():
             await self._shared.let_go(file)

@@ -130,9 +130,7 @@ class Invalidation:
 
     async def evict(self, paths: Sequence[bytes]) -> tuple[int, int]:
         """Drop the data beneath these paths from the cache: (files, bytes). Returns when their space is free."""
-        await self._data.writes.flush_queued(
-            FLUSH_TIMEOUT_S
-        )  # data that wait to be committed have an extent afterwards
+        await self._data.writes.flush_queued(FLUSH_TIMEOUT_S)  # afterwards all data have an extent
         files = size = 0
         for path in paths:
             for part in self._beneath(path):

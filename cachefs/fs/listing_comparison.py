@@ -15,6 +15,7 @@ request wants the same listing.
 import errno
 from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TypeVar
 
@@ -45,26 +46,23 @@ T = TypeVar("T")
 ROOT_USER = 0
 
 
+@dataclass(slots=True)
 class _Comparison:
     """The comparison of one listing: what is known so far of the names that must be compared."""
 
-    __slots__ = ("bare", "errors", "gone", "limiter", "looks", "overtaken")
-
-    def __init__(self, batches: int) -> None:
-        self.limiter = trio.CapacityLimiter(batches)
-        self.looks: set[Look] = set()
-        """Calls that are under way."""
-        self.errors: list[OSError] = []
-        self.gone: set[bytes] = set()
-        """Names that were gone when they were looked at."""
-        self.bare: dict[bytes, OSError] = {}
-        """Names that cannot be looked at, and why. A look-up of such a name asks the source, and gets its error."""
-        self.overtaken: set[bytes] = set()
-        """Names that this mount has changed meanwhile. The answers of the source are outdated."""
+    limiter: trio.CapacityLimiter
+    looks: set[Look] = field(default_factory=set)
+    """Calls that are under way."""
+    errors: list[OSError] = field(default_factory=list)
+    gone: set[bytes] = field(default_factory=set)
+    """Names that were gone when they were looked at."""
+    bare: dict[bytes, OSError] = field(default_factory=dict)
+    """Names that cannot be looked at, and why. A look-up of such a name asks the source, and gets its error."""
+    overtaken: set[bytes] = field(default_factory=set)
+    """Names that this mount has changed meanwhile. The answers of the source are outdated."""
 
     def give_up(self, names: Iterable[bytes]) -> None:
-        for name in names:
-            self.bare[name] = failed(errno.ETIMEDOUT)
+        self.bare.update((name, failed(errno.ETIMEDOUT)) for name in names)
 
 
 class ListingComparisons:
@@ -160,7 +158,8 @@ class ListingComparisons:
             await trio.sleep(PAUSE_S)
 
     async def _list_once(self, number: int) -> None:
-        found = _Comparison(POLITE_BATCHES if number in self._polite else PARALLEL_BATCHES)
+        batches = POLITE_BATCHES if number in self._polite else PARALLEL_BATCHES
+        found = _Comparison(trio.CapacityLimiter(batches))
         self._under_way[number] = found
         try:
             await self._list(number, found)

@@ -175,14 +175,11 @@ class Mutations:
             fd = await self._descriptors.ask_object(number, call, discard=close_quietly)
         with closed_on_error(fd):
             self._check_writable(number)
-        self._mark_written(number)
-        return self._descriptors.add_source_handle(number, fd, flags, caller.identity(), generation)
-
-    def _mark_written(self, number: int) -> None:
         with self._metadata.index.update() as update:
             inode = self._metadata.inode(update, number)
             if inode is not None:
                 self._metadata.put_inode(update, inode.written()._replace(expires_ns=0))
+        return self._descriptors.add_source_handle(number, fd, flags, caller.identity(), generation)
 
     async def write(self, handle: int, offset: int, data: bytes) -> int:
         opened = self._descriptors.handle(handle)

@@ -14,6 +14,7 @@ import math
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple, TypeVar
 
@@ -56,25 +57,19 @@ def failed(number: int) -> OSError:
     return OSError(number, os.strerror(number))
 
 
+@dataclass(eq=False)
 class FileSystem:
-    def __init__(
-        self,
-        source: Source,
-        call_pool: CallPool,
-        metadata: InodeCache,
-        options: Options,
-        notifier: Notifier,
-        invalidation: Invalidation,
-    ) -> None:
-        # dependencies
-        self.source = source
-        self.call_pool = call_pool
-        self.metadata = metadata
-        self.options = options
-        self.notifier = notifier
-        self.invalidation = invalidation
-        self.immutability = Immutability(metadata, options)
-        self.permissions = Permissions(metadata, source, call_pool, notifier, options)
+    # dependencies
+    source: Source
+    call_pool: CallPool
+    metadata: InodeCache
+    options: Options
+    notifier: Notifier
+    invalidation: Invalidation
+
+    def __post_init__(self) -> None:
+        self.immutability = Immutability(self.metadata, self.options)
+        self.permissions = Permissions(self.metadata, self.source, self.call_pool, self.notifier, self.options)
         # state
         self.lookups = 0
         """How many there were: shows background work that requests wait."""
@@ -104,12 +99,10 @@ class FileSystem:
             with self.metadata.index.view() as view:
                 return self.object_of(number, view)
         inode = self.metadata.inode(view, number)
-        if inode is None:
-            raise failed(errno.ESTALE)
-        if inode.is_directory:
+        if inode is not None and inode.is_directory:
             return Object(self.metadata.paths.directory(view, number))
         link = self.metadata.paths.name(view, number)
-        if link is None:
+        if inode is None or link is None:
             raise failed(errno.ESTALE)
         return Object(self.metadata.paths.directory(view, link[0]), link[1], identity_of(inode))
 

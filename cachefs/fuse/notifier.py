@@ -19,6 +19,7 @@ import trio
 from cachefs.contract.index import Table
 from cachefs.fuse.notifier_process import PACKET_BYTES
 from cachefs.store.index.index import Index
+from cachefs.system.descriptors import closing_on_error
 
 log = logging.getLogger(__name__)
 
@@ -239,12 +240,8 @@ def _packets(messages: Iterable[bytes]) -> Iterator[bytes]:
 
 def _clone(device: int) -> int:
     """Another descriptor of the same connection. Requests that were read by the one do not end with the other."""
-    clone = os.open("/dev/fuse", os.O_RDWR | os.O_CLOEXEC)
-    try:
+    with closing_on_error(os.open("/dev/fuse", os.O_RDWR | os.O_CLOEXEC)) as clone:
         fcntl.ioctl(clone, _FUSE_DEV_IOC_CLONE, device.to_bytes(4, sys.byteorder))
-    except OSError:
-        os.close(clone)
-        raise
     return clone
 
 

@@ -10,6 +10,7 @@ import logging
 import os
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from dataclasses import dataclass
 from typing import Any, ParamSpec, TypeVar
 
 import pyfuse3
@@ -131,29 +132,22 @@ def _caller(context: pyfuse3.RequestContext) -> Caller:
     return Caller(context.uid, context.gid, context.pid, context.umask)
 
 
+@dataclass(eq=False)
 class Operations(pyfuse3.Operations):
     supports_dot_lookup = False
     enable_acl = True  # hazard 18
     enable_writeback_cache = False
 
-    def __init__(
-        self,
-        filesystem: FileSystem,
-        descriptors: Descriptors,
-        files: OpenFiles,
-        directories: Directories,
-        mutations: Mutations,
-        attributes: Attributes,
-        latencies: Latencies,
-    ) -> None:
-        super().__init__()
-        self._fs = filesystem
-        self._descriptors = descriptors
-        self.files = files
-        self.directories = directories
-        self._mutations = mutations
-        self._attributes = attributes
-        self.latencies = latencies
+    # dependencies
+    fs: FileSystem
+    descriptors: Descriptors
+    files: OpenFiles
+    directories: Directories
+    mutations: Mutations
+    attributes: Attributes
+    latencies: Latencies
+
+    def __post_init__(self) -> None:
         # state
         self.requests = Shares(MAX_REQUESTS - 2 * RESERVED_REQUESTS, RESERVED_REQUESTS)
         self.initialized = trio.Event()
@@ -163,17 +157,17 @@ class Operations(pyfuse3.Operations):
         self.initialized.set()
 
     def _made(self, inode: Inode) -> pyfuse3.EntryAttributes:
-        return _attributes(inode, self._fs.timeout_s(inode))
+        return _attributes(inode, self.fs.timeout_s(inode))
 
     # --- reading ---------------------------------------------------------------------------------------------------
 
     @_handler
     async def lookup(self, parent_inode, name, ctx):  # type: ignore[no-untyped-def]
-        return _entry(await self._fs.lookup(parent_inode, name, _caller(ctx)))
+        return _entry(await self.fs.lookup(parent_inode, name, _caller(ctx)))
 
     @_handler
     async def getattr(self, inode, ctx):  # type: ignore[no-untyped-def]
-        return _entry(await self._attributes.getattr(inode))
+        return _entry(await self.attributes.getattr(inode))
 
     async def forget(self, inode_list: Sequence[tuple[int, int]]) -> None:
         try:
@@ -183,18 +177,18 @@ class Operations(pyfuse3.Operations):
 
     @_handler
     async def readlink(self, inode, ctx):  # type: ignore[no-untyped-def]
-        return await self._attributes.readlink(inode)
+        return await self.attributes.readlink(inode)
 
     @_handler
     async def open(self, inode, flags, ctx):  # type: ignore[no-untyped-def]
         if flags & (os.O_ACCMODE | os.O_TRUNC):
-            with self._descriptors.opening():
-                handle = await self._mutations.open_for_writing(inode, flags, _caller(ctx))
+            with self.descriptors.opening():
+                handle = await self.mutations.open_for_writing(inode, flags, _caller(ctx))
             return pyfuse3.FileInfo(fh=handle, keep_cache=False)
         if flags & OPEN_REPORT:
             keep_cache = await self.files.make_immutable(inode) and not self.files.is_young(inode)
             return pyfuse3.FileInfo(fh=FAST_HANDLE | inode, keep_cache=keep_cache)
-        with self._descriptors.opening():
+        with self.descriptors.opening():
             handle, keep_cache = await self.files.open_for_reading(inode, _caller(ctx), executes=bool(flags & _EXECUTE))
         return pyfuse3.FileInfo(fh=handle, keep_cache=keep_cache)
 
@@ -204,7 +198,7 @@ class Operations(pyfuse3.Operations):
 
     @_handler
     async def flush(self, fh):  # type: ignore[no-untyped-def]
-        if self._fs.options.read_only:
+        if self.fs.options.read_only:
             raise OSError(errno.ENOSYS, "nothing to flush")  # the kernel sends no other FLUSH (hazard 4)
         await self.files.flush(fh)
 
@@ -230,7 +224,7 @@ class Operations(pyfuse3.Operations):
 
     @_handler
     async def statfs(self, ctx):  # type: ignore[no-untyped-def]
-        found = await self._attributes.statfs()
+        found = await self.attributes.statfs()
         data = pyfuse3.StatvfsData()
         for field in _STATFS_FIELDS:
             setattr(data, field, getattr(found, field))
@@ -241,12 +235,12 @@ class Operations(pyfuse3.Operations):
         if name == ALIVE:
             return b"1"
         if name.startswith(VIRTUAL):
-            return self._attributes.virtual(inode, name)
-        return await self._attributes.getxattr(inode, name)
+            return self.attributes.virtual(inode, name)
+        return await self.attributes.getxattr(inode, name)
 
     @_handler
     async def listxattr(self, inode, ctx):  # type: ignore[no-untyped-def]
-        return _caller(ctx).visible(await self._attributes.listxattr(inode))
+        return _caller(ctx).visible(await self.attributes.listxattr(inode))
 
     @_handler
     async def access(self, inode, mode, ctx):  # type: ignore[no-untyped-def]
@@ -256,21 +250,21 @@ class Operations(pyfuse3.Operations):
 
     @_handler
     async def create(self, parent_inode, name, mode, flags, ctx):  # type: ignore[no-untyped-def]
-        with self._descriptors.opening():
-            handle, inode = await self._mutations.create(parent_inode, name, mode, flags, _caller(ctx))
+        with self.descriptors.opening():
+            handle, inode = await self.mutations.create(parent_inode, name, mode, flags, _caller(ctx))
         return pyfuse3.FileInfo(fh=handle, keep_cache=False), self._made(inode)
 
     @_handler
     async def write(self, fh, off, buf):  # type: ignore[no-untyped-def]
-        return await self._mutations.write(fh, off, buf)
+        return await self.mutations.write(fh, off, buf)
 
     @_handler
     async def fsync(self, fh, datasync):  # type: ignore[no-untyped-def]
-        await self._mutations.fsync(fh, datasync)
+        await self.mutations.fsync(fh, datasync)
 
     @_handler
     async def fsyncdir(self, fh, datasync):  # type: ignore[no-untyped-def]
-        await self._mutations.fsync_directory(self.directories.number_of(fh))
+        await self.mutations.fsync_directory(self.directories.number_of(fh))
 
     @_handler
     async def setattr(self, inode, attr, fields, fh, ctx):  # type: ignore[no-untyped-def]
@@ -283,45 +277,45 @@ class Operations(pyfuse3.Operations):
             mtime_ns=attr.st_mtime_ns if fields.update_mtime else None,
             now=_now(attr.st_ctime_ns) if fields.update_ctime else None,
         )
-        return self._made(await self._mutations.setattr(inode, changes, fh, _caller(ctx)))
+        return self._made(await self.mutations.setattr(inode, changes, fh, _caller(ctx)))
 
     @_handler
     async def mkdir(self, parent_inode, name, mode, ctx):  # type: ignore[no-untyped-def]
-        return self._made(await self._mutations.mkdir(parent_inode, name, mode, _caller(ctx)))
+        return self._made(await self.mutations.mkdir(parent_inode, name, mode, _caller(ctx)))
 
     @_handler
     async def mknod(self, parent_inode, name, mode, rdev, ctx):  # type: ignore[no-untyped-def]
-        return self._made(await self._mutations.mknod(parent_inode, name, mode, rdev, _caller(ctx)))
+        return self._made(await self.mutations.mknod(parent_inode, name, mode, rdev, _caller(ctx)))
 
     @_handler
     async def symlink(self, parent_inode, name, target, ctx):  # type: ignore[no-untyped-def]
-        return self._made(await self._mutations.symlink(parent_inode, name, target, _caller(ctx)))
+        return self._made(await self.mutations.symlink(parent_inode, name, target, _caller(ctx)))
 
     @_handler
     async def link(self, inode, new_parent_inode, new_name, ctx):  # type: ignore[no-untyped-def]
-        return self._made(await self._mutations.link(inode, new_parent_inode, new_name, _caller(ctx)))
+        return self._made(await self.mutations.link(inode, new_parent_inode, new_name, _caller(ctx)))
 
     @_handler
     async def unlink(self, parent_inode, name, ctx):  # type: ignore[no-untyped-def]
-        await self._mutations.remove(parent_inode, name, _caller(ctx), is_directory=False)
+        await self.mutations.remove(parent_inode, name, _caller(ctx), is_directory=False)
 
     @_handler
     async def rmdir(self, parent_inode, name, ctx):  # type: ignore[no-untyped-def]
-        await self._mutations.remove(parent_inode, name, _caller(ctx), is_directory=True)
+        await self.mutations.remove(parent_inode, name, _caller(ctx), is_directory=True)
 
     @_handler
     async def rename(self, parent_inode_old, name_old, parent_inode_new, name_new, flags, ctx):  # type: ignore[no-untyped-def]
-        await self._mutations.rename(parent_inode_old, name_old, parent_inode_new, name_new, flags, _caller(ctx))
+        await self.mutations.rename(parent_inode_old, name_old, parent_inode_new, name_new, flags, _caller(ctx))
 
     @_handler
     async def setxattr(self, inode, name, value, ctx):  # type: ignore[no-untyped-def]
         if name.startswith(VIRTUAL):
             raise OSError(errno.EPERM, "it is no attribute of the source")
-        await self._mutations.setxattr(inode, name, value, _caller(ctx))
+        await self.mutations.setxattr(inode, name, value, _caller(ctx))
 
     @_handler
     async def removexattr(self, inode, name, ctx):  # type: ignore[no-untyped-def]
-        await self._mutations.removexattr(inode, name, _caller(ctx))
+        await self.mutations.removexattr(inode, name, _caller(ctx))
 
 
 def _now(mark_ns: int) -> tuple[bool, bool]:

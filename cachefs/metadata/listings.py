@@ -93,12 +93,8 @@ class Listings:
             if dentry is None or dentry.position != position:  # a row without a name
                 update.delete(Table.LISTING, pair_key(directory, position))
             inode = self._metadata.inode(update, dentry.inode) if dentry is not None else None
-            if (
-                dentry is not None
-                and inode is not None
-                and self._metadata.is_pinned(inode)
-                and self._metadata.remaining_ns(inode)
-            ):
+            served = inode is not None and self._metadata.is_pinned(inode) and self._metadata.remaining_ns(inode)
+            if dentry is not None and served:
                 update.delete(Table.LISTING, pair_key(directory, position))
                 self._metadata.put_dentry(update, directory, name, dentry._replace(position=0))
             else:

@@ -34,7 +34,7 @@ class Sides:
         writes = SimpleNamespace(pending_at=lambda *_: None, pending_starts=lambda *_: [])
         options, nothing = Options(), SimpleNamespace()
         data: Any = DataCache.__new__(DataCache)
-        data._options, data.writes = options, writes
+        data.options, data.writes = options, writes
         young: Any = SimpleNamespace(is_young=lambda _: False)
         self._fetcher = Fetcher(
             *(nothing, nothing, data, nothing),  # type: ignore[arg-type]
@@ -192,5 +192,5 @@ def test_both_have_the_same_units(fast_path: FastPath, size: int, offset: int, s
     options = Options(small_file_bytes=small)
     fast_path.set_up(options)
     data: Any = DataCache.__new__(DataCache)
-    data._options = options
+    data.options = options
     assert fast_path.unit_of(size, offset) == data.unit_of(Inode(NUMBER, *[0] * 21)._replace(size=size), offset)

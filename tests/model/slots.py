@@ -106,7 +106,7 @@ class Daemon:
     __slots__ = ("answers", "attached", "executing", "messages")
 
     def __init__(self) -> None:
-        self.attached = False  # launcher.py: FastPath._attached
+        self.attached = False  # launcher.py: FastPath._was_attached
         self.messages: list[Owed] = []
         self.answers: list[Owed] = []
         self.executing: tuple[Owed, ...] = ()
