@@ -319,18 +319,15 @@ class Source:
     def pread(self, fd: int, length: int, offset: int) -> bytes:
         """`length` bytes, fewer only at the end of the file."""
         self.round_trip("read")
-        data = os.pread(fd, length, offset)
-        self.counters.add_bytes(len(data))
-        if len(data) == length or not data:
-            return data
-        parts = [data]
-        missing = length - len(data)
+        parts: list[bytes] = []
+        missing = length
         while missing and (data := os.pread(fd, missing, offset + length - missing)):
-            self.counters.add("read")
+            if parts:  # `round_trip` has counted the first one
+                self.counters.add("read")
             self.counters.add_bytes(len(data))
             parts.append(data)
             missing -= len(data)
-        return b"".join(parts)
+        return b"".join(parts)  # no copy of a single part
 
     def read_file(self, at: Object, length: int, offset: int) -> bytes:
         """Open, compare, read, close: for a file that is not cached."""

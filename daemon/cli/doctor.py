@@ -10,6 +10,7 @@ import socket
 import stat
 import statistics
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -125,28 +126,22 @@ def _filesystem_type(path: str) -> str:
 
 def speed(place: Path) -> Finding:
     """Write and read some tens of megabytes, past the page cache."""
-    path = place / f".cachefs-doctor-{os.getpid()}"
     try:
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        with tempfile.TemporaryFile(dir=place) as file:
+            fd = file.fileno()
+            block = os.urandom(BLOCK_BYTES)
+            started = time.perf_counter()
+            for _ in range(TEST_BYTES // BLOCK_BYTES):
+                os.write(fd, block)
+            os.fdatasync(fd)
+            written = TEST_BYTES / (time.perf_counter() - started)
+            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+            started = time.perf_counter()
+            for start in range(0, TEST_BYTES, BLOCK_BYTES):
+                os.pread(fd, BLOCK_BYTES, start)
+            read = TEST_BYTES / (time.perf_counter() - started)
     except OSError as error:
-        return Finding("cache disk speed", "unknown", f"cannot write to {place}: {error.strerror}")
-    try:
-        block = os.urandom(BLOCK_BYTES)
-        started = time.perf_counter()
-        for _ in range(TEST_BYTES // BLOCK_BYTES):
-            os.write(fd, block)
-        os.fdatasync(fd)
-        written = TEST_BYTES / (time.perf_counter() - started)
-        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-        started = time.perf_counter()
-        for start in range(0, TEST_BYTES, BLOCK_BYTES):
-            os.pread(fd, BLOCK_BYTES, start)
-        read = TEST_BYTES / (time.perf_counter() - started)
-    except OSError as error:
-        return Finding("cache disk speed", "unknown", f"the test failed: {error.strerror}")
-    finally:
-        os.close(fd)
-        path.unlink()
+        return Finding("cache disk speed", "unknown", f"cannot write to {place} and read it: {error.strerror}")
     advice = "use a faster disk: the first epoch is read faster than it can be cached"
     value = f"writes {decimal(int(written))}/s, reads {decimal(int(read))}/s"
     return found("cache disk speed", value, written < SLOW_DISK_MB * 1e6, advice)
