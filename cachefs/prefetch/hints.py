@@ -1,7 +1,8 @@
 """Hints: files that a client will read, in this order. They are prefetched as long as there is room."""
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Sequence
+from contextlib import suppress
 
 import trio
 
@@ -30,18 +31,15 @@ class Hints:
         """The number of files that have not been looked up yet."""
         return len(self._waiting)
 
-    def note(self, paths: Iterable[bytes], *, anew: bool) -> int:
+    def note(self, paths: Sequence[bytes], *, anew: bool) -> int:
         """Add files, and return their number. `anew`: forget the earlier ones. Raises CacheFsError."""
         if anew:
             self._waiting.clear()
-        before = len(self._waiting)
+        if self.waiting + len(paths) > MAX_WAITING:
+            raise CacheFsError(f"{self.waiting:,} files wait to be fetched: not more than {MAX_WAITING:,} may")
         self._waiting.extend(paths)
-        if len(self._waiting) > MAX_WAITING:
-            while len(self._waiting) > before:
-                self._waiting.pop()
-            raise CacheFsError(f"{before:,} files wait to be fetched: not more than {MAX_WAITING:,} may")
         self._wake.set()
-        return len(self._waiting) - before
+        return len(paths)
 
     async def run(self) -> None:
         """The task: until cancelled."""
@@ -57,12 +55,10 @@ class Hints:
         numbers = [0] * len(paths)
 
         async def look_up(place: int) -> None:
-            try:
+            with suppress(OSError):  # its reader gets the error
                 inode = await self._fs.resolve(paths[place])
                 if inode.is_regular and await self._engine.files.make_immutable(inode.number):
                     numbers[place] = inode.number
-            except OSError:
-                pass  # its reader gets the error
 
         async with trio.open_nursery() as nursery:
             for place in range(len(paths)):

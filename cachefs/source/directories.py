@@ -22,7 +22,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from cachefs.contract.index import ROOT_INODE
 from cachefs.source.identity import GONE, Changed, Identity, Renamed, check, is_same
@@ -67,47 +67,35 @@ class Directory:
 ROOT = Directory(ROOT_INODE)
 
 
+@dataclass(slots=True, eq=False)
 class _Descriptor:
-    __slots__ = ("fd", "identity", "is_dropped", "named_until", "users")
-
-    def __init__(self, fd: int, identity: Identity | None, named_until: float) -> None:
-        self.fd = fd
-        self.identity = identity
-        self.users = 1  # who has opened it
-        self.is_dropped = False
-        self.named_until = named_until
+    fd: int
+    identity: Identity | None
+    named_until: float
+    users: int = 1
+    """The thread that has opened it is the first."""
+    is_dropped: bool = False
 
 
+@dataclass(slots=True, eq=False)
 class SourceDirectories:
-    def __init__(
-        self,
-        root_fd: int,
-        open_at: Callable[[int, bytes, int], int],
-        stat: Callable[[int], Stat],
-        lstat: Callable[[int, bytes], Stat],
-        *,
-        limit: int = MAX_KEPT,
-        clock: Clock = SYSTEM,
-    ) -> None:
-        """`open_at(directory descriptor, name, flags)` opens one component, following no symlink.
-
-        `lstat(directory descriptor, name)`.
-        """
-        # dependencies
-        self._root_fd = root_fd
-        self._open_at = open_at
-        self._stat = stat
-        self._lstat = lstat
-        self._clock = clock
-        # constants
-        self._limit = limit
-        # state, behind the lock
-        self._lock = threading.Lock()
-        self._kept: OrderedDict[int, _Descriptor] = OrderedDict()
-        self._openings: dict[int, threading.Event] = {}
-        """Directories that a thread is opening; set when it has succeeded or failed."""
-        self._generation = 0
-        """Of the source: a directory that is opened while the source is mounted anew is not kept."""
+    # dependencies
+    root_fd: int
+    open_at: Callable[[int, bytes, int], int]
+    """`open_at(directory descriptor, name, flags)` opens one component, following no symlink."""
+    stat: Callable[[int], Stat]
+    lstat: Callable[[int, bytes], Stat]
+    """`lstat(directory descriptor, name)`."""
+    clock: Clock = SYSTEM
+    # constants
+    limit: int = MAX_KEPT
+    # state, behind the lock
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+    _kept: OrderedDict[int, _Descriptor] = field(default_factory=OrderedDict)
+    _openings: dict[int, threading.Event] = field(default_factory=dict)
+    """Directories that a thread is opening; set when it has succeeded or failed."""
+    _generation: int = 0
+    """Of the source: a directory that is opened while the source is mounted anew is not kept."""
 
     @contextmanager
     def hold(self, directory: Directory, *, to_change: bool = False) -> Iterator[int]:
@@ -118,7 +106,7 @@ class SourceDirectories:
         If the block does not find something, the directory may have been removed: then this raises `Changed`, too.
         """
         if directory.identity is None:
-            yield self._root_fd
+            yield self.root_fd
             return
         kept = self._take(directory) or self._open(directory)
         try:
@@ -140,9 +128,9 @@ class SourceDirectories:
             if below.has_pinned_name:
                 kept = self._take(below) or self._open(below)
                 try:
-                    if self._clock.monotonic_s() >= kept.named_until:
+                    if self.clock.monotonic_s() >= kept.named_until:
                         self._compare_name(below, below.parent)
-                        kept.named_until = self._clock.monotonic_s() + NAME_HOLDS_S
+                        kept.named_until = self.clock.monotonic_s() + NAME_HOLDS_S
                 finally:
                     self._release(kept)
             below = below.parent
@@ -151,7 +139,7 @@ class SourceDirectories:
         assert directory.identity is not None
         with self.hold(parent) as fd:
             try:
-                leads_here = is_same(directory.identity, self._lstat(fd, directory.name))
+                leads_here = is_same(directory.identity, self.lstat(fd, directory.name))
             except OSError as error:
                 if error.errno not in GONE:
                     raise
@@ -160,7 +148,7 @@ class SourceDirectories:
             raise Renamed.away(parent.number, directory.name, directory.number)
 
     def is_removed(self, fd: int) -> bool:
-        return self._stat(fd).nlink == 0
+        return self.stat(fd).nlink == 0
 
     def clear(self) -> None:
         """The source was mounted anew: descriptors of the old mount are useless."""
@@ -196,7 +184,7 @@ class SourceDirectories:
         if above is None:
             raise Changed.at(missing[-1].number)  # it has no name
         for below in reversed(missing):
-            fd = self._root_fd if start is None else start.fd
+            fd = self.root_fd if start is None else start.fd
             try:
                 following = self._open_once(fd, below, generation)
             finally:
@@ -227,23 +215,23 @@ class SourceDirectories:
     def _open_one(self, parent_fd: int, directory: Directory, generation: int) -> _Descriptor:
         assert directory.identity is not None
         try:
-            fd = self._open_at(parent_fd, directory.name, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW)
+            fd = self.open_at(parent_fd, directory.name, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW)
         except OSError as error:
             if error.errno in GONE:
                 raise Changed.at(directory.number) from error
             raise
         with closing_on_error(fd):
             try:
-                check(directory.identity, self._stat(fd))
+                check(directory.identity, self.stat(fd))
             except Changed:
                 raise Changed.at(directory.number) from None
-        made = _Descriptor(fd, directory.identity, self._clock.monotonic_s() + NAME_HOLDS_S)
+        made = _Descriptor(fd, directory.identity, self.clock.monotonic_s() + NAME_HOLDS_S)
         with self._lock:
             if directory.number in self._kept or generation != self._generation:  # another thread was faster
                 made.is_dropped = True
                 return made
             self._kept[directory.number] = made
-            while len(self._kept) > self._limit:
+            while len(self._kept) > self.limit:
                 self._drop(self._kept.popitem(last=False)[1])
         return made
 

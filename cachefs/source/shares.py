@@ -116,10 +116,8 @@ class Shares:
         self.taken += 1
 
     def give(self, owner: int) -> None:
-        left = self._taken[owner] - 1
-        assert left >= 0, "given back twice"
+        assert self._taken[owner] > 0, "given back twice"
         self.taken -= 1
-        if left:
-            self._taken[owner] = left
-        else:
+        self._taken[owner] -= 1
+        if not self._taken[owner]:
             del self._taken[owner]

@@ -11,6 +11,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import NamedTuple, TypeVar
 
 from cachefs.errors import Busy
@@ -79,6 +80,7 @@ class SourceCounters:
             time.sleep(self._latency_s)
 
 
+@dataclass(slots=True, eq=False)
 class Look:
     """lstat of several names of one directory. Called in a thread; the trio thread reads its progress.
 
@@ -87,26 +89,23 @@ class Look:
     Errors of the directory itself are raised.
     """
 
-    __slots__ = ("_directory", "_source", "asked_at", "given_up_at", "names", "results")
-
-    def __init__(self, source: "Source", directory: Directory, names: Sequence[bytes]) -> None:
-        self._source = source
-        self._directory = directory
-        self.names = names
-        self.results: list[Stat | OSError | None] = []
-        self.asked_at: float | None = None
-        """When lstat of the name after the last result was called."""
-        self.given_up_at: int | None = None
-        """The index of the name that hangs; later names are not looked at."""
+    source: "Source"
+    directory: Directory
+    names: Sequence[bytes]
+    results: list[Stat | OSError | None] = field(default_factory=list)
+    asked_at: float | None = None
+    """When lstat of the name after the last result was called."""
+    given_up_at: int | None = None
+    """The index of the name that hangs; later names are not looked at."""
 
     def __call__(self) -> list[Stat | OSError | None]:
         self.results.clear()
-        with self._source.directories.hold(self._directory) as fd:
+        with self.source.directories.hold(self.directory) as fd:
             for name in self.names:
                 if self.given_up_at is not None:
                     break
                 self.asked_at = time.monotonic()
-                self.results.append(self._source.lstat_or_error(fd, name))
+                self.results.append(self.source.lstat_or_error(fd, name))
         return self.results
 
     def waits_s(self) -> float:
@@ -139,7 +138,7 @@ class Source:
         self.round_trip = self.counters.round_trip
         self.clock = clock
         self.opener = Opener()
-        self.directories = SourceDirectories(root_fd, self.opener.open_at, self.fstat, self._lstat_at, clock=clock)
+        self.directories = SourceDirectories(root_fd, self.opener.open_at, self.fstat, self._lstat_at, clock)
 
     @property
     def root_device(self) -> int:
@@ -210,9 +209,8 @@ class Source:
 
     def lstat_or_error(self, directory_fd: int, name: bytes) -> Stat | OSError | None:
         """As in `Look`."""
-        self.round_trip("lstat")
         try:
-            return self.stat(directory_fd, component(name))
+            return self._lstat_at(directory_fd, name)
         except FileNotFoundError:
             return None
         except OSError as error:
@@ -321,18 +319,15 @@ class Source:
     def pread(self, fd: int, length: int, offset: int) -> bytes:
         """`length` bytes, fewer only at the end of the file."""
         self.round_trip("read")
-        data = os.pread(fd, length, offset)
-        self.counters.add_bytes(len(data))
-        if len(data) == length or not data:
-            return data
-        parts = [data]
-        missing = length - len(data)
+        parts: list[bytes] = []
+        missing = length
         while missing and (data := os.pread(fd, missing, offset + length - missing)):
-            self.counters.add("read")
+            if parts:  # `round_trip` has counted the first one
+                self.counters.add("read")
             self.counters.add_bytes(len(data))
             parts.append(data)
             missing -= len(data)
-        return b"".join(parts)
+        return b"".join(parts)  # no copy of a single part
 
     def read_file(self, at: Object, length: int, offset: int) -> bytes:
         """Open, compare, read, close: for a file that is not cached."""

@@ -15,6 +15,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
@@ -202,11 +203,8 @@ class CacheDirectory:
         temporary = path.with_name("index.new")
         for place in (path, temporary):
             shutil.rmtree(place, ignore_errors=True)
-        durable = Environment(temporary, sync=True)
-        try:
+        with closing(Environment(temporary, sync=True)) as durable:
             totals = recovery.rebuild(blob, durable)
-        finally:
-            durable.close()
         temporary.rename(path)
         log.warning("index rebuilt from the blob: %d files, %d bytes", totals.cached_files, totals.cached_bytes)
 
@@ -239,12 +237,11 @@ def _survivor(session_path: Path, before: RunState) -> _Survivor | None:
     if before.clean or before.boot_id != boot_id() or not (session_path / _DATA).exists():
         return None
     try:
-        session = Environment(session_path, sync=False)
+        with closing(Environment(session_path, sync=False)) as session:
+            value = session.get(Table.META, _SESSION_KEY)
     except IndexUnavailable as error:
         log.warning("the session of the last run cannot be opened: %s", error)
         return None
-    value = session.get(Table.META, _SESSION_KEY)
-    session.close()
     _, forgot, run, takeovers = _SESSION.unpack(value) if value else (0, 0, 0, 0)
     is_complete = overflow.is_complete(session_path / _DATA)
     # After an incomplete session another run begins; a daemon may have died before it wrote the run to the session.

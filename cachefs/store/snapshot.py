@@ -18,6 +18,7 @@ import struct
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import IO, Any
@@ -145,14 +146,11 @@ def _read(path: Path) -> tuple[dict[str, Any], dict[str, bytes]]:
 
 def export(index: Path, path: Path, source: str) -> int:
     """Write the snapshot of a durable index, which may be in use. Returns the number of names."""
-    environment = Environment(index, sync=True)
-    try:
+    with closing(Environment(index, sync=True)) as environment:
         with environment.lmdb.begin() as txn:
             tables = {table: _Rows(txn.cursor(db=environment.tables[table])) for table in Table}
             floor, strict_floor = _floors(txn.get(b"run", db=environment.tables[Table.META]))
         mutable = sorted(mutable_patterns(environment))
-    finally:
-        environment.close()
     inodes, dentries, names = _valid(tables[Table.INODES], tables[Table.DENTRIES], floor, strict_floor)
     numbers = inodes["number"]
     header = {
@@ -306,8 +304,7 @@ def load(path: Path, index: Path, root_inode: int, mutable: Iterable[str]) -> in
     names = list(_parts(columns, "names"))
 
     temporary = index.with_name("index.new")
-    environment = Environment(temporary, sync=False)
-    try:
+    with closing(Environment(temporary, sync=False)) as environment:
         with environment.lmdb.begin(write=True) as txn:
 
             def put(table: Table, rows: Iterable[tuple[bytes, bytes]]) -> None:
@@ -324,8 +321,6 @@ def load(path: Path, index: Path, root_inode: int, mutable: Iterable[str]) -> in
             put(Table.ALIASES, ((row[:16], pinned + bytes(4) + row[16:]) for row in rows))
         replace(last, unmoved_floor=run + 1).store(environment)  # our rctime does not cover what others have compared
         environment.lmdb.sync(True)
-    finally:
-        environment.close()
     temporary.rename(index)
     return len(names)
 
@@ -351,9 +346,8 @@ def _put_all(
     keys = list(map(bytes.__add__, parent_keys, names))
     put(Table.DENTRIES, zip(keys, _cut(dentries, _DENTRY.itemsize), strict=True))
     child_keys = list(_cut(children.astype(">u8"), 8))
-    order = np.argsort(
-        children, kind="stable"
-    ).tolist()  # stable: the names of one child stay in the order of their keys
+    # Stable: the names of one child stay in the order of their keys.
+    order = np.argsort(children, kind="stable").tolist()
     put(Table.LINKS, ((child_keys[place] + keys[place], pinned) for place in order))
     listed = np.flatnonzero(positions)
     order = listed[np.lexsort((positions[listed], parents[listed]))].tolist()

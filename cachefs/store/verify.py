@@ -6,6 +6,7 @@ keeps the space of its records from being freed (hazard 14); therefore parts are
 
 import os
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -46,17 +47,15 @@ def verify(directory: Path, done: Verified, on_progress: Callable[[], None] = la
     seed = read_seed(directory)
     if seed is None or not (directory / "blob").exists():
         raise CacheFsError(f"{directory} is no cache directory, or cannot be read")
-    environment = Environment(directory / "index", sync=True)
-    blob = Blob(directory / "blob", seed)
     start: bytes | None = b""
-    try:
+    with (
+        closing(Environment(directory / "index", sync=True)) as environment,
+        closing(Blob(directory / "blob", seed)) as blob,
+    ):
         while start is not None:
             start, bad = _part(environment, blob, start, done)
             yield from bad
             on_progress()
-    finally:
-        blob.close()
-        environment.close()
 
 
 def _part(environment: Environment, blob: Blob, start: bytes, done: Verified) -> tuple[bytes | None, list[BadRecord]]:

@@ -55,12 +55,10 @@ class Claim:
         path = directory / f"{_PREFIX}{name}"
         while True:
             fd = private_files.open_file(path, os.O_RDWR | os.O_CREAT)
-            try:
-                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
+            if not try_to_lock(fd):
                 pid = os.pread(fd, 32, 0).decode(errors="replace").strip() or "unknown"
                 os.close(fd)
-                raise Taken(pid) from None
+                raise Taken(pid)
             if is_at(fd, path):
                 claim = cls(path, fd)
                 claim.sign()
@@ -80,6 +78,15 @@ class Claim:
         fcntl.flock(self._fd, fcntl.LOCK_UN)  # a child may have it open as well
         os.close(self._fd)
         self._fd = -1
+
+
+def try_to_lock(fd: int) -> bool:
+    """Lock an open file or directory until the descriptor is closed. False: another process has the lock."""
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 def _write(fd: int, line: str) -> None:
@@ -106,13 +113,11 @@ def lock_for_good(path: Path) -> int:
         fcntl.flock(directory, fcntl.LOCK_EX)  # one process at a time: the file names its present holder
         while True:
             fd = private_files.open_file(path, os.O_RDWR | os.O_CREAT)
-            try:
-                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
+            if not try_to_lock(fd):
                 pid, _, started = os.pread(fd, 64, 0).decode(errors="replace").strip().partition(" ")
                 os.close(fd)
                 if not pid.isdigit() or not is_dying(int(pid)) or _started(pid) != started:
-                    raise Taken(pid or "unknown") from None
+                    raise Taken(pid or "unknown")
                 path.unlink(missing_ok=True)
                 continue
             _write(fd, f"{os.getpid()} {_started('self')}\n")
@@ -122,11 +127,7 @@ def lock_for_good(path: Path) -> int:
 def is_locked(path: Path) -> bool:
     """Does another process have the lock? Raises OSError."""
     with closing(os.open(path, _TO_LOCK)) as fd:
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return True
-        return False
+        return not try_to_lock(fd)
 
 
 def is_dying(pid: int) -> bool:
@@ -154,6 +155,5 @@ def _sweep(directory: Path) -> None:
     """Remove the files of claims whose processes were killed."""
     for path in directory.glob(f"{_PREFIX}*"):
         with suppress(OSError), closing(os.open(path, _TO_LOCK)) as fd:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if is_at(fd, path):
+            if try_to_lock(fd) and is_at(fd, path):
                 path.unlink(missing_ok=True)

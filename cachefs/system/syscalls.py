@@ -48,6 +48,13 @@ def _fail(path: bytes | None = None) -> OSError:
     return OSError(number, os.strerror(number), os.fsdecode(path) if path is not None else None)
 
 
+def _checked(result: int, path: bytes | None = None) -> int:
+    """The result of a call. Raises OSError if it failed. `path`: for the message."""
+    if result < 0:
+        raise _fail(path)
+    return result
+
+
 def statx(directory_fd: int, path: bytes, root_devices: Container[int] = (), *, ask: bool = False) -> Stat:
     """lstat of `path` in `directory_fd`, or of the descriptor itself for an empty path. Follows no symlink.
 
@@ -56,8 +63,7 @@ def statx(directory_fd: int, path: bytes, root_devices: Container[int] = (), *, 
     began_ns = time.monotonic_ns()
     buffer = ctypes.create_string_buffer(256)
     flags = AT_SYMLINK_NOFOLLOW | (0 if path else AT_EMPTY_PATH) | (_AT_STATX_FORCE_SYNC if ask else 0)
-    if _libc.statx(directory_fd, path, flags, _STATX_BASIC_AND_BTIME, buffer) != 0:
-        raise _fail(path)
+    _checked(_libc.statx(directory_fd, path, flags, _STATX_BASIC_AND_BTIME, buffer), path)
     (
         mask, blksize, _, nlink, uid, gid, mode, inode, size, blocks, _,
         atime, atime_ns, btime, btime_ns, ctime, ctime_ns, mtime, mtime_ns,
@@ -102,8 +108,7 @@ def set_thread_groups(groups: list[int]) -> None:
     if _SYS_SETGROUPS is None:
         raise OSError(errno.ENOSYS, "setgroups: unknown architecture")
     array = (ctypes.c_uint32 * len(groups))(*groups)
-    if _libc.syscall(_SYS_SETGROUPS, ctypes.c_size_t(len(groups)), array) != 0:
-        raise _fail()
+    _checked(_libc.syscall(_SYS_SETGROUPS, ctypes.c_size_t(len(groups)), array))
 
 
 def set_thread_fs_ids(uid: int, gid: int) -> None:
@@ -124,8 +129,7 @@ def with_umask(mask: int, function: Callable[[], T]) -> T:
     The threads of a process share one umask, except for a thread that has called unshare(CLONE_FS): from then on it
     has a umask and a working directory of its own.
     """
-    if _libc.unshare(_CLONE_FS) != 0:
-        raise _fail()
+    _checked(_libc.unshare(_CLONE_FS))
     before = os.umask(mask)
     try:
         return function()
@@ -140,8 +144,7 @@ _CAPABILITY_SETS = struct.Struct("=6I")  # effective, permitted, inheritable; tw
 
 def _capability_sets() -> list[int]:
     sets = ctypes.create_string_buffer(_CAPABILITY_SETS.size)
-    if _libc.capget(_CAPABILITY_HEAD.pack(_CAPABILITY_VERSION_3, 0), sets) != 0:
-        raise _fail()
+    _checked(_libc.capget(_CAPABILITY_HEAD.pack(_CAPABILITY_VERSION_3, 0), sets))
     return list(_CAPABILITY_SETS.unpack(sets.raw))
 
 
@@ -155,8 +158,7 @@ def set_thread_capabilities(effective: int) -> None:
     """Replace the effective set of the calling thread. The permitted set stays, so that the old one can be restored."""
     sets = _capability_sets()
     sets[0], sets[3] = effective & 0xFFFFFFFF, effective >> 32
-    if _libc.capset(_CAPABILITY_HEAD.pack(_CAPABILITY_VERSION_3, 0), _CAPABILITY_SETS.pack(*sets)) != 0:
-        raise _fail()
+    _checked(_libc.capset(_CAPABILITY_HEAD.pack(_CAPABILITY_VERSION_3, 0), _CAPABILITY_SETS.pack(*sets)))
 
 
 UTIME_NOW = (1 << 30) - 1
@@ -166,31 +168,25 @@ _TIMES = struct.Struct("=4q")
 
 def utimensat(path: bytes, atime: tuple[int, int], mtime: tuple[int, int]) -> None:
     """Times as (seconds, nanoseconds); nanoseconds may be UTIME_NOW or UTIME_OMIT. Follows symlinks."""
-    if _libc.utimensat(-100, path, _TIMES.pack(*atime, *mtime), 0) != 0:
-        raise _fail(path)
+    _checked(_libc.utimensat(-100, path, _TIMES.pack(*atime, *mtime), 0), path)
 
 
 def mount(source: str, target: str, filesystem: str, flags: int, data: str = "") -> None:
-    if _libc.mount(os.fsencode(source), os.fsencode(target), filesystem.encode(), ctypes.c_ulong(flags), data.encode()):
-        raise _fail(os.fsencode(target))
+    place = os.fsencode(target)
+    _checked(_libc.mount(os.fsencode(source), place, filesystem.encode(), ctypes.c_ulong(flags), data.encode()), place)
 
 
 def umount2(target: str, flags: int = 0) -> None:
-    if _libc.umount2(os.fsencode(target), flags) != 0:
-        raise _fail(os.fsencode(target))
+    _checked(_libc.umount2(os.fsencode(target), flags), os.fsencode(target))
 
 
 def pidfd_getfd(pidfd: int, fd: int) -> int:
     """A copy of a descriptor of another process."""
-    got: int = _libc.syscall(_SYS_PIDFD_GETFD, pidfd, fd, 0)
-    if got < 0:
-        raise _fail()
-    return got
+    return _checked(_libc.syscall(_SYS_PIDFD_GETFD, pidfd, fd, 0))
 
 
 def renameat2(old_fd: int, old: bytes, new_fd: int, new: bytes, flags: int) -> None:
-    if _libc.renameat2(old_fd, old, new_fd, new, ctypes.c_uint(flags)) != 0:
-        raise _fail(old)
+    _checked(_libc.renameat2(old_fd, old, new_fd, new, ctypes.c_uint(flags)), old)
 
 
 MS_BIND = 4096
@@ -204,5 +200,4 @@ _FALLOC_FL_PUNCH_HOLE = 2
 
 
 def punch_hole(fd: int, offset: int, length: int) -> None:
-    if _libc.fallocate(fd, _FALLOC_FL_KEEP_SIZE | _FALLOC_FL_PUNCH_HOLE, offset, length) != 0:
-        raise _fail()
+    _checked(_libc.fallocate(fd, _FALLOC_FL_KEEP_SIZE | _FALLOC_FL_PUNCH_HOLE, offset, length))

@@ -15,10 +15,12 @@ import select
 import stat
 import struct
 from collections.abc import Callable
+from contextlib import suppress
 
 import xxhash
 
 from cachefs.errors import CacheFsError
+from cachefs.system.descriptors import closing
 from cachefs.tools.trace import Access, TraceWriter
 
 _CLOEXEC, _NONBLOCK = 1, 2
@@ -72,15 +74,11 @@ class TraceRecorder:
                     self._record(fd)
 
     def _record(self, fd: int) -> None:
-        try:
+        with closing(fd), suppress(OSError):  # the file is gone
             found = os.fstat(fd)
             if stat.S_ISREG(found.st_mode):
                 directory = os.path.dirname(os.readlink(b"/proc/self/fd/%d" % fd))
                 self._writer.write(Access(found.st_ino, xxhash.xxh3_64_intdigest(directory), found.st_size))
-        except OSError:
-            pass  # the file is gone
-        finally:
-            os.close(fd)
 
 
 def _reason() -> str:

@@ -10,6 +10,7 @@ import socket
 import stat
 import statistics
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -26,6 +27,7 @@ from cachefs.client import mount_table
 from cachefs.client.client import Client
 from cachefs.client.locations import cache_root, is_root
 from cachefs.errors import CacheFsError
+from cachefs.system.descriptors import closing
 from daemon.config.parameters import PLACE, json_option
 from daemon.kernel import probe
 from daemon.kernel.mounts import MAX_BACKGROUND, READ_AHEAD_KIB
@@ -98,7 +100,7 @@ def machine() -> Iterator[Finding]:
         yield found("swap", f"{decimal(swap.used)} used", swapped, "free memory: a swapped-out daemon is slow")
 
 
-def disk(directory: Path, wanted_bytes: int | None) -> Iterator[Finding]:
+def disk(directory: Path, wanted_bytes: int = 0) -> Iterator[Finding]:
     """The local disk: type, free space, speed."""
     place = directory
     while not place.exists():
@@ -110,10 +112,9 @@ def disk(directory: Path, wanted_bytes: int | None) -> Iterator[Finding]:
     if rotational.exists() and rotational.read_text().strip() == "1":
         yield Finding("cache disk turns", "yes", "use an SSD: random reads of small files are slow")
     usage = psutil.disk_usage(str(place))
-    wanted = wanted_bytes or 0
-    advice = f"reduce --cache-size: {decimal(wanted)} is more than the disk has"
+    advice = f"reduce --cache-size: {decimal(wanted_bytes)} is more than the disk has"
     value = f"{decimal(usage.free)} of {decimal(usage.total)} free"
-    yield found("cache disk room", value, usage.total < wanted, advice)
+    yield found("cache disk room", value, usage.total < wanted_bytes, advice)
     yield speed(place)
 
 
@@ -125,28 +126,22 @@ def _filesystem_type(path: str) -> str:
 
 def speed(place: Path) -> Finding:
     """Write and read some tens of megabytes, past the page cache."""
-    path = place / f".cachefs-doctor-{os.getpid()}"
     try:
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        with tempfile.TemporaryFile(dir=place) as file:
+            fd = file.fileno()
+            block = os.urandom(BLOCK_BYTES)
+            started = time.perf_counter()
+            for _ in range(TEST_BYTES // BLOCK_BYTES):
+                os.write(fd, block)
+            os.fdatasync(fd)
+            written = TEST_BYTES / (time.perf_counter() - started)
+            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+            started = time.perf_counter()
+            for start in range(0, TEST_BYTES, BLOCK_BYTES):
+                os.pread(fd, BLOCK_BYTES, start)
+            read = TEST_BYTES / (time.perf_counter() - started)
     except OSError as error:
-        return Finding("cache disk speed", "unknown", f"cannot write to {place}: {error.strerror}")
-    try:
-        block = os.urandom(BLOCK_BYTES)
-        started = time.perf_counter()
-        for _ in range(TEST_BYTES // BLOCK_BYTES):
-            os.write(fd, block)
-        os.fdatasync(fd)
-        written = TEST_BYTES / (time.perf_counter() - started)
-        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-        started = time.perf_counter()
-        for start in range(0, TEST_BYTES, BLOCK_BYTES):
-            os.pread(fd, BLOCK_BYTES, start)
-        read = TEST_BYTES / (time.perf_counter() - started)
-    except OSError as error:
-        return Finding("cache disk speed", "unknown", f"the test failed: {error.strerror}")
-    finally:
-        os.close(fd)
-        path.unlink()
+        return Finding("cache disk speed", "unknown", f"cannot write to {place} and read it: {error.strerror}")
     advice = "use a faster disk: the first epoch is read faster than it can be cached"
     value = f"writes {decimal(int(written))}/s, reads {decimal(int(read))}/s"
     return found("cache disk speed", value, written < SLOW_DISK_MB * 1e6, advice)
@@ -195,11 +190,8 @@ def _timed(call: Callable[[str], object], path: str) -> float:
 
 
 def _read_a_byte(path: str) -> None:
-    fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
-    try:
+    with closing(os.open(path, os.O_RDONLY | os.O_NONBLOCK)) as fd:
         os.read(fd, 1)
-    finally:
-        os.close(fd)
 
 
 def _caps(count: int) -> Finding:
@@ -302,7 +294,7 @@ def doctor(path: str | None, as_json: bool) -> None:
     """
     findings = list(machine())
     if path is None:
-        findings += disk(cache_root(), None)
+        findings += disk(cache_root())
     else:
         place = mount_table.absolute(path, partial(probe.realpath, timeout_s=SOURCE_TIMEOUT_S))
         if mount_table.is_mounted(place):
@@ -314,7 +306,7 @@ def doctor(path: str | None, as_json: bool) -> None:
                 findings += source(settings["source"]["value"])
         elif _is_directory(place):
             findings += source(place)
-            findings += disk(cache_root(), None)
+            findings += disk(cache_root())
         else:
             raise CacheFsError(f"{path} is not a directory")
     if as_json:

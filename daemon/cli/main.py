@@ -17,6 +17,7 @@ from cachefs.client.client import Client, is_served, server
 from cachefs.client.hand_over import Handed
 from cachefs.errors import CacheFsError
 from cachefs.system.claims import is_dying
+from cachefs.system.descriptors import closing
 from daemon.cli.doctor import doctor
 from daemon.cli.maintenance import gc, verify
 from daemon.cli.mount import make_mount_config, mount, reread
@@ -113,7 +114,7 @@ def unmount_and_wait(place: str) -> None:
         remove_remains(place)
         return
     top = mount_table.top_mount(place)
-    try:
+    with closing(daemon):
         mounts.unmount(place)
         others = [m.mountpoint for m in mount_table.mounts() if top is not None and m.device == top.device]
         if others:
@@ -122,8 +123,6 @@ def unmount_and_wait(place: str) -> None:
             )
         if not _has_ended(pid, daemon, UMOUNT_TIMEOUT_S):
             raise CacheFsError(f"unmounted, but the daemon is still writing after {UMOUNT_TIMEOUT_S:.0f} s")
-    finally:
-        os.close(daemon)
 
 
 def _has_ended(pid: int, pidfd: int, timeout_s: float) -> bool:

@@ -1,6 +1,5 @@
 """`cachefs verify` and `cachefs gc`: maintenance of caches on the local disk."""
 
-import fcntl
 import json
 import os
 import shutil
@@ -14,6 +13,7 @@ from rich.filesize import decimal
 from cachefs.client.client import Client
 from cachefs.client.locations import cache_root
 from cachefs.printable import one_line
+from cachefs.system.claims import is_locked
 from daemon.config.parameters import mountpoint_argument
 from daemon.output import say
 
@@ -72,16 +72,9 @@ def caches(root: Path) -> Iterator[tuple[Path, str, int]]:
 
 def is_in_use(path: Path) -> bool:
     try:
-        lock = os.open(path / "lock", os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+        return is_locked(path / "lock")
     except FileNotFoundError:
         return False
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    finally:
-        os.close(lock)
-    return False
 
 
 @click.command()

@@ -162,7 +162,7 @@ class Commands:
             raise BadRequest(f"warmup: 'jobs' must be a number from 1 to {MAX_JOBS}")
         metadata_only = argument(request, "metadata_only", bool)
         self._check_level(metadata_only)
-        warm_up = self._warm_up(jobs=jobs, metadata_only=metadata_only)
+        warm_up = WarmUp(self.engine, jobs=jobs, metadata_only=metadata_only)
         paths = server.paths(request)
         if not request.get("background"):
             return await self._report(warm_up, paths, tell)
@@ -172,9 +172,8 @@ class Commands:
     async def check(self, request: Request, tell: Tell) -> Answer:
         metadata_only = argument(request, "metadata_only", bool)
         self._check_level(metadata_only)
-        return await self._report(
-            self._warm_up(fetches=False, metadata_only=metadata_only), server.paths(request), tell
-        )
+        warm_up = WarmUp(self.engine, fetches=False, metadata_only=metadata_only)
+        return await self._report(warm_up, server.paths(request), tell)
 
     def _check_level(self, metadata_only: bool) -> None:
         level = self.components.options.cache
@@ -188,18 +187,14 @@ class Commands:
 
     async def pin(self, request: Request, tell: Tell) -> Answer:
         self._check_level(metadata_only=True)
-        return await self._report(self._warm_up(metadata_only=True, pins_written=True), server.paths(request), tell)
+        warm_up = WarmUp(self.engine, metadata_only=True, pins_written=True)
+        return await self._report(warm_up, server.paths(request), tell)
 
     async def unpin(self, request: Request, tell: Tell) -> Answer:
         return {"files": await self.components.invalidation.unpin(server.paths(request))}
 
     async def info(self, request: Request, tell: Tell) -> Answer:
         return await self.components.attributes.info(server.path(request))
-
-    def _warm_up(
-        self, *, jobs: int = 0, fetches: bool = True, metadata_only: bool, pins_written: bool = False
-    ) -> WarmUp:
-        return WarmUp(self.engine, jobs=jobs, fetches=fetches, metadata_only=metadata_only, pins_written=pins_written)
 
     async def _report(self, warm_up: WarmUp, paths: Sequence[bytes], tell: Tell) -> Answer:
         """Run a warm-up, and report its progress. Ends when the client closes the connection."""

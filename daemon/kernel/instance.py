@@ -9,7 +9,6 @@ directory by a descriptor; the next mount with that number has moved it aside.
 """
 
 import errno
-import fcntl
 import logging
 import os
 import socket
@@ -23,7 +22,8 @@ from cachefs.client.locations import is_root
 from cachefs.client.mount_table import FSTYPE
 from cachefs.errors import CacheFsError
 from cachefs.system import private_files, syscalls
-from cachefs.system.claims import Claim, Taken, is_at
+from cachefs.system.claims import Claim, Taken, is_at, try_to_lock
+from cachefs.system.descriptors import closing
 from cachefs.system.unix_socket import socket_address
 from daemon.kernel import mounts
 
@@ -47,12 +47,8 @@ class RuntimeDirectory:
     def __init__(self, path: Path) -> None:
         """Raises FileNotFoundError."""
         self._fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-        self.is_ours = True
+        self.is_ours = try_to_lock(self._fd)
         """No other process has locked it."""
-        try:
-            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            self.is_ours = False
 
     @property
     def path(self) -> Path:
@@ -178,8 +174,7 @@ class MountInstance:
 
     def _unmount_if_same(self) -> None:
         """Unmount exactly the mount that is compared, whatever happens to the mountpoint meanwhile."""
-        fd = os.open(self.mountpoint, os.O_PATH | os.O_CLOEXEC)  # does not access the mount
-        try:
+        with closing(os.open(self.mountpoint, os.O_PATH | os.O_CLOEXEC)) as fd:  # does not access the mount
             number = mount_table.number_of(fd)
             if not any(m.number == number and m.device == self.device for m in mount_table.mounts()):
                 return
@@ -188,8 +183,6 @@ class MountInstance:
                 with suppress(OSError):
                     syscalls.umount2(f"/proc/self/fd/{fd}", syscalls.MNT_FORCE)
                 syscalls.umount2(f"/proc/self/fd/{fd}", syscalls.MNT_DETACH)
-        finally:
-            os.close(fd)
         if not is_root():
             self.abort()
             mounts.unmount(self.mountpoint, lazy=True)
@@ -206,12 +199,9 @@ class MountInstance:
             return
         self._runtime.remove()
         self._runtime = None
-        with suppress(Taken, OSError, CacheFsError):  # the next mount does it
-            claim = claim_mountpoint(self.mountpoint)
-            try:
-                remove_remains(self.mountpoint)
-            finally:
-                claim.release()
+        # If another process has the claim, the next mount does it.
+        with suppress(Taken, OSError, CacheFsError), _claimed(locations.runtime_root(), self.mountpoint, patience_s=0):
+            remove_remains(self.mountpoint)
 
 
 def detach_dead(mountpoint: str, is_dead: Callable[[MountInstance], bool], claim: Claim | None = None) -> bool:
@@ -264,12 +254,14 @@ def remove_remains(mountpoint: str, *, just_mounted: str | None = None) -> None:
 
 
 @contextmanager
-def _claimed(root: Path, mountpoint: str, claim: Claim | None) -> Iterator[Claim]:
+def _claimed(
+    root: Path, mountpoint: str, claim: Claim | None = None, patience_s: float = _END_PATIENCE_S
+) -> Iterator[Claim]:
     """Claim the mountpoint, unless `claim` is given. `root`: where claims lie, checked at mount time. Raises Taken."""
     if claim is not None:
         yield claim
         return
-    taken = Claim.take(root, f"mount-{locations.path_id(mountpoint)}", patience_s=_END_PATIENCE_S)
+    taken = Claim.take(root, f"mount-{locations.path_id(mountpoint)}", patience_s=patience_s)
     try:
         yield taken
     finally:

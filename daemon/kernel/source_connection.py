@@ -31,6 +31,7 @@ from cachefs.source.calls.doubt import may_be_lost
 from cachefs.source.source import Source
 from cachefs.store.index.index import Index
 from cachefs.system import syscalls
+from cachefs.system.descriptors import closing_on_error
 from cachefs.system.threads import in_thread
 
 log = logging.getLogger(__name__)
@@ -200,7 +201,7 @@ class SourceConnection:
                 f"(cachefs umount {top.mountpoint}), mount the source again, then mount cachefs again"
             )
         fd = os.open(self._path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        try:
+        with closing_on_error(fd):
             found = Root.of(fd)
             if not found.is_same(self._root):
                 raise CacheFsError(
@@ -208,9 +209,6 @@ class SourceConnection:
                     f"not {self._root.inode} ({self._root.fstype})"
                 )
             return fd, os.fstat(fd).st_dev
-        except BaseException:
-            os.close(fd)
-            raise
 
     async def _in_thread(self, function: Callable[[], T], mount: int) -> T:
         """Access a mount, by its number. Raises TimeoutError; the result of a late thread is ignored."""

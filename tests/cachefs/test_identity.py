@@ -75,7 +75,7 @@ def test_a_number_that_is_another_directorys_now_is_opened_again(source: Source,
 def test_descriptors_are_limited_and_never_closed_while_in_use(tmp_path: Path) -> None:
     fd = os.open(tmp_path, os.O_RDONLY | os.O_DIRECTORY)
     source = Source(fd)
-    source.directories._limit = 3
+    source.directories.limit = 3
     directories = []
     for index in range(10):
         (tmp_path / f"d{index}").mkdir()
@@ -107,7 +107,7 @@ def test_descriptors_are_limited_and_never_closed_while_in_use(tmp_path: Path) -
 
 
 def test_names_are_compared_before_a_change_however_few_directories_are_held(source: Source, tmp_path: Path) -> None:
-    source.directories._limit = 1
+    source.directories.limit = 1
     (tmp_path / "a/b/c").mkdir(parents=True)
     path, directory = tmp_path, ROOT
     for name in ("a", "b", "c"):

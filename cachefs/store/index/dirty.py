@@ -94,17 +94,13 @@ class Dirty:
         wanted.update(dict.fromkeys(itertools.islice(self._keys, limit)))
         directories = {(Table.INODES, key[:8]) for table, key in wanted if table in _NAMES}
         wanted.update(dict.fromkeys(key for key in directories if key in self._keys))
-        for key in wanted:
-            self._remove(key)
+        for table, key in wanted:
+            del self._keys[table, key]
+            if table in _NAMES:
+                self._names[key[:8]] -= 1
+                if not self._names[key[:8]]:
+                    del self._names[key[:8]]
         return list(wanted)
-
-    def _remove(self, key: Key) -> None:
-        del self._keys[key]
-        if key[0] in _NAMES:
-            directory = key[1][:8]
-            self._names[directory] -= 1
-            if not self._names[directory]:
-                del self._names[directory]
 
     def has_names_of(self, directory: bytes) -> bool:
         """`directory`: its key."""

@@ -5,11 +5,13 @@ tombstone, and hides the value of the durable index. `Update` writes to the sess
 for, overflow.py what happens when the session cannot be written.
 """
 
+import heapq
 import logging
 import os
 import struct
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, Self
 
@@ -107,15 +109,8 @@ class Environment:
     def oldest_reader(self) -> int | None:
         """The number of the transaction that the oldest reader sees; None: no reader is alive."""
         self.lmdb.reader_check()
-        numbers = []
-        for line in self.lmdb.readers().splitlines()[1:]:
-            fields = line.split()
-            if len(fields) == 3 and fields[2].isdigit():
-                numbers.append(int(fields[2]))
-        return min(numbers, default=None)
-
-    def last_transaction(self) -> int:
-        return int(self.lmdb.info()["last_txnid"])
+        rows = map(str.split, self.lmdb.readers().splitlines()[1:])
+        return min((int(row[2]) for row in rows if len(row) == 3 and row[2].isdigit()), default=None)
 
 
 class View:
@@ -150,19 +145,10 @@ class View:
         """
         self._session = self._durable = None
 
-    def _in_session(self, table: Table, key: bytes) -> bytes | None:
-        if self._above is not None:
-            above = self._above.find(table, key)
-            if not isinstance(above, Missing):
-                return above
-        value: bytes | None = self._session.get(key, db=self._session_tables[table])
-        return value
-
     def get(self, table: Table, key: bytes) -> bytes | None:
-        if self._above is None:
+        value = MISSING if self._above is None else self._above.find(table, key)
+        if isinstance(value, Missing):
             value = self._session.get(key, db=self._session_tables[table])
-        else:
-            value = self._in_session(table, key)
         if value is None:
             value = self._durable.get(key, db=self._durable_tables[table])
         return value or None
@@ -196,8 +182,9 @@ class View:
         """All (key, value) whose key begins with `prefix`, in order, from the key `start` on."""
         session = _prefixed(self._session, self._session_tables[table], prefix, start)
         if self._above is not None:
-            session = _over(self._above.scan(table, prefix, start), session)
-        return _merge(session, _prefixed(self._durable, self._durable_tables[table], prefix, start))
+            session = _merge(self._above.scan(table, prefix, start), session, hidden=None)
+        durable = _prefixed(self._durable, self._durable_tables[table], prefix, start)
+        return _merge(session, durable, hidden=TOMBSTONE)
 
     @property
     def extents(self) -> Extents:
@@ -324,35 +311,12 @@ def _prefixed(txn: Any, table: Any, prefix: bytes, start: bytes | None) -> Itera
             yield key, value
 
 
-def _over(
-    above: Iterator[tuple[bytes, Value]], session: Iterator[tuple[bytes, bytes]]
-) -> Iterator[tuple[bytes, bytes]]:
-    """The session with its overflow, in key order, including tombstones."""
-    end: tuple[Any, Value] = (None, None)
-    upper, lower = next(above, end), next(session, end)
-    while upper[0] is not None or lower[0] is not None:
-        if upper[0] is None or (lower[0] is not None and lower[0] < upper[0]):
-            yield lower[0], lower[1] or TOMBSTONE
-            lower = next(session, end)
-            continue
-        if upper[0] == lower[0]:
-            lower = next(session, end)
-        if upper[1] is not None:
-            yield upper[0], upper[1]
-        upper = next(above, end)
-
-
-def _merge(upper: Iterator[tuple[bytes, bytes]], lower: Iterator[tuple[bytes, bytes]]) -> Iterator[tuple[bytes, bytes]]:
-    """Both in key order; of a key in both, the upper value. Keys with a tombstone are left out."""
-    end: tuple[Any, bytes] = (None, b"")
-    above, below = next(upper, end), next(lower, end)
-    while above[0] is not None or below[0] is not None:
-        if below[0] is None or (above[0] is not None and above[0] <= below[0]):
-            if above[0] == below[0]:
-                below = next(lower, end)
-            if above[1] != TOMBSTONE:
-                yield above
-            above = next(upper, end)
-        else:
-            yield below
-            below = next(lower, end)
+def _merge(
+    upper: Iterator[tuple[bytes, Value]], lower: Iterator[tuple[bytes, Value]], *, hidden: Value
+) -> Iterator[tuple[bytes, Any]]:
+    """Both in key order; of a key in both, the upper value. Keys whose value is `hidden` are left out."""
+    last = None
+    for key, value in heapq.merge(upper, lower, key=itemgetter(0)):  # of equal keys, that of `upper` comes first
+        if key != last and value != hidden:
+            yield key, value
+        last = key

@@ -278,7 +278,7 @@ class Index:
             for inode, offset, extent in extents:
                 self._add_extent(txn, inode, offset, extent, result)
             txn.put(_TOTALS, totals.pack(), db=tables[Table.META])
-        result.transaction = self.durable.last_transaction()
+        result.transaction = int(self.durable.lmdb.info()["last_txnid"])
         self.totals = totals
         return result
 
