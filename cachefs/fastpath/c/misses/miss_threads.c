@@ -298,7 +298,7 @@ static void report_again(void *context)
     do {
         uint32_t used = 0;
         lock_take(&miss_lock);
-        for (rest = misses->table.pending_first; rest && used + MAX_REPORT_BYTES <= sizeof message; rest = rest->pending_next)
+        for (rest = misses->table.pending.first; rest && used + MAX_REPORT_BYTES <= sizeof message; rest = rest->queue_next)
             if (rest->report > last) {
                 used += encode_report(message + used, rest, &rest->extent, rest->report);
                 last = rest->report;
