@@ -60,7 +60,7 @@ static void serve(struct worker *worker)
     if (outcome == ANSWERED) {
         relay_unclaim(relay, worker->slot);
         worker->counters->answered++;
-        latency_note(latencies_of(worker->fastpath->shared, worker->counters), kind_of(request.header->opcode),
+        latency_note(worker->fastpath->shared, worker->counters, kind_of(request.header->opcode),
                      monotonic_ns() - worker->begun_ns);
         return;
     }
