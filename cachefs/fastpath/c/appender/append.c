@@ -296,14 +296,6 @@ static void wait_for_work(struct appender *appender)
     lock_release(&appender_lock);
 }
 
-static struct fetch *next_fetch(struct appender *appender)
-{
-    lock_take(&appender_lock);
-    struct fetch *fetch = queue_pop(&appender->queue);
-    lock_release(&appender_lock);
-    return fetch;
-}
-
 /* Does all the work that there is. False: none has come meanwhile. */
 static bool work(struct appender *appender)
 {
@@ -316,8 +308,13 @@ static bool work(struct appender *appender)
         append_send(appender, CONTROL_ALL_REPORTED, NULL, 0);
     }
     struct fetch *fetch;
-    while ((fetch = next_fetch(appender)))
+    lock_take(&appender_lock);
+    while ((fetch = queue_pop(&appender->queue))) {
+        lock_release(&appender_lock);
         append_one(appender, fetch);
+        lock_take(&appender_lock);
+    }
+    lock_release(&appender_lock);
     flush(appender);
     struct timespec deadline = after_ns(GATHER_NS);
     lock_take(&appender_lock);
