@@ -200,21 +200,18 @@ static void flush(struct appender *appender)
     flush_reports(appender);
 }
 
-static bool has_room(struct appender *appender, uint64_t bytes)
-{
-    lock_take(&appender_lock);
-    bool room = space_has_locked(&appender->space, bytes, appender->batch_bytes);
-    lock_release(&appender_lock);
-    return room;
-}
-
-/* Asks the daemon to evict. False: that was not enough, or took too long. */
+/* If there is no room, asks the daemon to evict. False: that was not enough, or took too long. */
 static bool wait_for_room(struct appender *appender, uint64_t bytes)
 {
+    lock_take(&appender_lock);
+    bool room = space_has_locked(&appender->space, bytes, appender->batch_bytes), waited = false;
+    lock_release(&appender_lock);
+    if (room)
+        return true;
     flush(appender); /* the daemon cannot evict what was not reported to it */
     struct timespec deadline = after_ns(GRANT_TIMEOUT_S * SECOND_NS);
     lock_take(&appender_lock);
-    bool room = space_has_locked(&appender->space, bytes, 0), waited = false;
+    room = space_has_locked(&appender->space, bytes, 0);
     if (!room && !appender->daemon_gone)
         daemon_send(appender->daemon, CONTROL_ROOM, ++appender->room_asked, 0, NULL, 0);
     while (!room && !waited && !appender->daemon_gone && appender->room_answered != appender->room_asked &&
@@ -230,7 +227,7 @@ static bool wait_for_room(struct appender *appender, uint64_t bytes)
 static bool place(struct appender *appender, uint64_t bytes, uint64_t *at)
 {
     struct timespec deadline = after_ns(GRANT_TIMEOUT_S * SECOND_NS);
-    if ((appender->shared->flags & EVICTS) && !has_room(appender, bytes) && !wait_for_room(appender, bytes))
+    if ((appender->shared->flags & EVICTS) && !wait_for_room(appender, bytes))
         return false; /* nothing is being written: the batch was flushed */
     lock_take(&appender_lock);
     bool placed = place_locked(appender, bytes, at);
@@ -299,14 +296,6 @@ static void wait_for_work(struct appender *appender)
     lock_release(&appender_lock);
 }
 
-static struct fetch *next_fetch(struct appender *appender)
-{
-    lock_take(&appender_lock);
-    struct fetch *fetch = queue_pop(&appender->queue);
-    lock_release(&appender_lock);
-    return fetch;
-}
-
 /* Does all the work that there is. False: none has come meanwhile. */
 static bool work(struct appender *appender)
 {
@@ -319,8 +308,13 @@ static bool work(struct appender *appender)
         append_send(appender, CONTROL_ALL_REPORTED, NULL, 0);
     }
     struct fetch *fetch;
-    while ((fetch = next_fetch(appender)))
+    lock_take(&appender_lock);
+    while ((fetch = queue_pop(&appender->queue))) {
+        lock_release(&appender_lock);
         append_one(appender, fetch);
+        lock_take(&appender_lock);
+    }
+    lock_release(&appender_lock);
     flush(appender);
     struct timespec deadline = after_ns(GATHER_NS);
     lock_take(&appender_lock);

@@ -31,7 +31,6 @@ struct fetch {
 
     struct fetch *bucket_next GUARDED_BY(miss_lock);
     struct fetch *older GUARDED_BY(miss_lock), *newer GUARDED_BY(miss_lock);
-    struct fetch *pending_next GUARDED_BY(miss_lock);
     struct waiter *waiters GUARDED_BY(miss_lock);
     uint32_t owner GUARDED_BY(miss_lock); /* it takes a place of this owner's share (shares.h): a reader that waits */
     enum fetch_state state GUARDED_BY(miss_lock);

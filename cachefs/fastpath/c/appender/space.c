@@ -44,12 +44,11 @@ bool space_place_locked(struct space *space, uint64_t bytes, uint64_t *at)
         space->granted = UINT64_MAX;
     }
     ASSERT(space->next <= space->end && bytes <= SLAB_BYTES);
-    bool room = space->end && space->next + bytes <= space->end;
-    if (room) {
-        *at = space->next;
-        space->next += bytes;
-    }
-    return room;
+    if (!space->end || space->next + bytes > space->end)
+        return false;
+    *at = space->next;
+    space->next += bytes;
+    return true;
 }
 
 bool space_is_short_locked(const struct space *space)

@@ -5,7 +5,6 @@
 #include <stdbool.h>
 
 #include "common/clock.h"
-#include "cache/format.h"
 #include "common/shared.h"
 
 static inline int64_t settle_ns(const struct shared *shared)

@@ -25,23 +25,19 @@ bool blob_open(struct blob *blob, int fd, uint64_t seed)
     return blob->fd >= 0;
 }
 
-/* Bytes read, which is less than `length` only at the end of the blob; -1 on an error. */
-static ssize_t read_all(int fd, char *buffer, size_t length, uint64_t offset)
+/* Bytes read, which is less than `length` only after an error or at the end of the blob. */
+static size_t read_all(int fd, char *buffer, size_t length, uint64_t offset)
 {
     size_t done = 0;
-    while (done < length) {
+    while (done < length && done % DIRECT_ALIGNMENT == 0) { /* the blob ends where a read ends within a page */
         ssize_t got = pread(fd, buffer + done, length - done, (off_t)(offset + done));
         if (got < 0 && errno == EINTR)
             continue;
-        if (got < 0)
-            return -1;
-        if (got == 0)
+        if (got <= 0)
             break;
         done += (size_t)got;
-        if (done % DIRECT_ALIGNMENT) /* the end of the blob */
-            break;
     }
-    return (ssize_t)done;
+    return done;
 }
 
 const void *blob_read(const struct blob *blob, const struct extent *extent, uint32_t start, uint32_t length, void *scratch)
@@ -57,10 +53,10 @@ const void *blob_read(const struct blob *blob, const struct extent *extent, uint
     uint64_t aligned = begin / DIRECT_ALIGNMENT * DIRECT_ALIGNMENT;
     size_t skip = (size_t)(begin - aligned), wanted = skip + (size_t)(to - from);
     size_t rounded = (wanted + DIRECT_ALIGNMENT - 1) / DIRECT_ALIGNMENT * DIRECT_ALIGNMENT;
-    ssize_t got = read_all(blob->fd, scratch, rounded, aligned);
+    size_t got = read_all(blob->fd, scratch, rounded, aligned);
     if (!blob->direct)
         posix_fadvise(blob->fd, (off_t)aligned, (off_t)rounded, POSIX_FADV_DONTNEED);
-    if (got < (ssize_t)wanted)
+    if (got < wanted)
         return NULL;
     const char *data = (char *)scratch + skip;
     for (uint32_t block = first; block <= last; block++) {

@@ -275,9 +275,9 @@ bool is_immutable_on_open(const struct inode_record *record)
 /* Was it compared with the source recently enough? validity.py has the same rule. */
 static bool counts(const struct view *view, const struct inode_record *record)
 {
-    if (record->validated_run < view->floor)
-        return false;
-    return record->validated_run >= view->strict_floor || (!record->device && (record->nlink <= 1 || S_ISDIR(record->mode)));
+    return record->validated_run >= view->floor &&
+           (record->validated_run >= view->strict_floor ||
+            (!record->device && (record->nlink <= 1 || S_ISDIR(record->mode))));
 }
 
 uint64_t remaining_ns(const struct view *view, const struct inode_record *record)

@@ -9,7 +9,6 @@
 #include <stdbool.h>
 #include <string.h>
 
-#include "cache/format.h"
 #include "common/shared.h"
 
 #define MAX_KEY 511 /* LMDB's */
@@ -88,6 +87,12 @@ bool is_immutable_on_open(const struct inode_record *record);
 bool is_small(const struct shared *shared, uint64_t size);
 /* The unit that holds the byte at `offset`: (offset, length). A whole small file, or a chunk. */
 void unit_of(const struct shared *shared, uint64_t size, uint64_t offset, uint64_t *start, uint32_t *length);
+
+/* Blocks of so many bytes of payload: each has a checksum. */
+static inline uint32_t block_count(uint32_t length)
+{
+    return (uint32_t)((length + (uint64_t)BLOCK_BYTES - 1) / BLOCK_BYTES);
+}
 
 static inline uint64_t big_endian(uint64_t number)
 {

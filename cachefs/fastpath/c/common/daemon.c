@@ -1,7 +1,6 @@
 #include "common/daemon.h"
 
 #include <string.h>
-#include <sys/socket.h>
 #include <unistd.h>
 
 #include "common/assertion.h"
@@ -20,10 +19,7 @@ void daemon_connect(struct daemon *daemon, int socket)
 static bool send_message(struct daemon *daemon, struct control *head, const void *data, size_t length, const int *fds, size_t count)
 {
     ASSERT(count <= MAX_DESCRIPTORS);
-    union {
-        struct cmsghdr align;
-        char bytes[CMSG_SPACE(sizeof(int) * MAX_DESCRIPTORS)];
-    } ancillary = {0};
+    union ancillary ancillary = {0};
     struct iovec parts[2] = {{head, sizeof *head}, {(void *)data, length}};
     struct msghdr message = {.msg_iov = parts, .msg_iovlen = length ? 2 : 1};
     if (count) {

@@ -2,10 +2,17 @@
  * connections and reads from this one. */
 #pragma once
 
+#include <sys/socket.h>
+
 #include "common/lock.h"
 #include "common/shared.h"
 
 #define MAX_DESCRIPTORS 8 /* in one message */
+
+union ancillary { /* memory for the descriptors of one message, as sendmsg and recvmsg have it */
+    struct cmsghdr align;
+    char bytes[CMSG_SPACE(sizeof(int) * MAX_DESCRIPTORS)];
+};
 
 struct daemon {
     int socket GUARDED_BY(daemon_lock); /* -1: there is no daemon; changed by the control thread only */

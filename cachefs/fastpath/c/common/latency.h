@@ -13,8 +13,10 @@ static inline uint32_t latency_bucket(uint64_t ns)
     return bucket < LATENCY_BUCKETS ? bucket : LATENCY_BUCKETS - 1;
 }
 
-static inline void latency_note(struct latencies *latencies, enum latency_kind kind, uint64_t ns)
+/* `counters`: those of the calling thread. */
+static inline void latency_note(struct shared *shared, const struct counters *counters, enum latency_kind kind, uint64_t ns)
 {
-    atomic_fetch_add_explicit(&latencies->kinds[kind].sum_ns, ns, memory_order_relaxed);
-    atomic_fetch_add_explicit(&latencies->kinds[kind].counts[latency_bucket(ns)], 1, memory_order_relaxed);
+    struct latency *latency = &shared->latencies[(size_t)(counters - shared->counters) % LATENCY_COPIES].kinds[kind];
+    atomic_fetch_add_explicit(&latency->sum_ns, ns, memory_order_relaxed);
+    atomic_fetch_add_explicit(&latency->counts[latency_bucket(ns)], 1, memory_order_relaxed);
 }

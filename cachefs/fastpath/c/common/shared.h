@@ -5,12 +5,6 @@
 
 #define ACCESS_UNIT_MASK ((1u << ACCESS_UNIT_BITS) - 1)
 
-/* The histograms of the thread that counts in `counters`. */
-static inline struct latencies *latencies_of(struct shared *shared, const struct counters *counters)
-{
-    return &shared->latencies[(size_t)(counters - shared->counters) % LATENCY_COPIES];
-}
-
 #define SHARED_HEAD_BYTES ((sizeof(struct shared) + 4095) & ~(size_t)4095)
 #define SHARED_BYTES (SHARED_HEAD_BYTES + (size_t)SLOT_COUNT * SLOT_BYTES)
 

@@ -92,9 +92,7 @@ static bool value_of(struct worker *worker, enum table table, const struct reque
 static enum outcome serve_readlink(struct worker *worker, const struct request *request)
 {
     MDB_val target;
-    if (!value_of(worker, SYMLINKS, request, &target))
-        return PASS;
-    return answer(worker, request, 0, target.mv_data, target.mv_size);
+    return value_of(worker, SYMLINKS, request, &target) ? answer(worker, request, 0, target.mv_data, target.mv_size) : PASS;
 }
 
 static enum outcome serve_xattr(struct worker *worker, const struct request *request)
@@ -152,20 +150,15 @@ static enum outcome serve_open(struct worker *worker, const struct request *requ
     }
     if (!remaining_ns(&worker->view, &record) || !is_immutable(&worker->view, &record) || (record.flags & UNLINKED))
         return PASS;
-    if (!opens_for_reading(in)) {
-        if (mounted_with(worker, READ_ONLY))
-            return PASS;
-        return answer(worker, request, EPERM, NULL, 0);
-    }
-    return answer(worker, request, 0, &out, sizeof out);
+    if (opens_for_reading(in))
+        return answer(worker, request, 0, &out, sizeof out);
+    return mounted_with(worker, READ_ONLY) ? PASS : answer(worker, request, EPERM, NULL, 0);
 }
 
 static enum outcome serve_opendir(struct worker *worker, const struct request *request)
 {
     struct fuse_open_out out = {.fh = FAST_HANDLE | request->header->nodeid};
-    if (mounted_with(worker, NO_OPEN))
-        return answer(worker, request, ENOSYS, NULL, 0);
-    return answer(worker, request, 0, &out, sizeof out);
+    return answer(worker, request, mounted_with(worker, NO_OPEN) ? ENOSYS : 0, &out, sizeof out);
 }
 
 /* --- the rest ----------------------------------------------------------------------------------------------------- */
@@ -205,11 +198,9 @@ static enum outcome serve_init(struct worker *worker, const struct request *requ
         .time_gran = 1,
         .max_pages = MAX_READ_BYTES / 4096,
     };
-    size_t length = request->header->len - sizeof *request->header;
-    if (length > INIT_BYTES)
-        length = INIT_BYTES;
+    uint32_t body = request->header->len - (uint32_t)sizeof *request->header, length = body < INIT_BYTES ? body : INIT_BYTES;
     memcpy(shared->init, request->body, length);
-    shared->init_length = (uint32_t)length;
+    shared->init_length = length;
     answer(worker, request, 0, &out, sizeof out);
     relay_pass_init(&worker->fastpath->relay);
     return ANSWERED;
@@ -229,8 +220,6 @@ enum outcome answer_request(struct worker *worker, const struct request *request
         if (!(*(const uint64_t *)request->body & FAST_HANDLE))
             return PASS;
         return answer(worker, request, 0, NULL, 0); /* a handle of ours has no state */
-    case FUSE_FSYNCDIR:
-        return PASS;
     case FUSE_IOCTL: /* Python's open() asks each file whether it is a terminal */
     case FUSE_LSEEK:
     case FUSE_POLL:

@@ -19,12 +19,8 @@ static bool list_entry(struct listing *listing, const char *name, size_t length,
     if (listing->used + size > listing->room)
         return false;
     uint8_t *at = listing->out + listing->used;
-    if (listing->plus) {
-        if (entry)
-            memcpy(at, entry, sizeof *entry);
-        else
-            memset(at, 0, sizeof *entry); /* nodeid 0: the kernel takes the name alone */
-    }
+    if (listing->plus)
+        memcpy(at, entry, sizeof *entry);
     struct fuse_dirent *dirent = (void *)(at + head - FUSE_NAME_OFFSET);
     dirent->ino = number;
     dirent->off = position;
@@ -60,12 +56,10 @@ enum outcome answer_listing(struct worker *worker, const struct request *request
         .room = in->size < QUICK_BYTES ? in->size : QUICK_BYTES,
         .plus = request->header->opcode == FUSE_READDIRPLUS,
     };
+    static const struct fuse_entry_out none; /* nodeid 0: the kernel takes the name alone */
     uint64_t after = in->offset;
-    bool more = true;
-    if (after < 1)
-        more = list_entry(&listing, ".", 1, 1, number, S_IFDIR, NULL);
-    if (more && after < 2)
-        more = list_entry(&listing, "..", 2, 2, parent_of(worker, number), S_IFDIR, NULL);
+    bool more = after >= 1 || list_entry(&listing, ".", 1, 1, number, S_IFDIR, &none);
+    more = more && (after >= 2 || list_entry(&listing, "..", 2, 2, parent_of(worker, number), S_IFDIR, &none));
     uint64_t start[2] = {big_endian(number), big_endian(after < 2 ? FIRST_POSITION : after + 1)};
     struct scan scan;
     MDB_val key, value;

@@ -26,10 +26,8 @@ static struct shape shape_of(uint32_t opcode)
 
 bool request_parse(void *message, size_t length, struct request *out)
 {
-    if (length < sizeof(struct fuse_in_header))
-        return false;
     struct fuse_in_header *header = message;
-    if (header->len != length)
+    if (length < sizeof *header || header->len != length)
         return false;
     struct shape shape = shape_of(header->opcode);
     char *at = (char *)(header + 1), *end = (char *)message + length;
@@ -49,10 +47,8 @@ bool request_parse(void *message, size_t length, struct request *out)
         }
         at = zero + 1;
     }
-    if (header->opcode == FUSE_BATCH_FORGET) {
-        const struct fuse_batch_forget_in *batch = out->body;
-        return batch->count <= (size_t)(end - at) / sizeof(struct fuse_forget_one);
-    }
+    if (header->opcode == FUSE_BATCH_FORGET)
+        return ((const struct fuse_batch_forget_in *)out->body)->count <= (size_t)(end - at) / sizeof(struct fuse_forget_one);
     if (header->opcode == FUSE_WRITE)
         return ((const struct fuse_write_in *)out->body)->size <= (size_t)(end - at);
     return true;

@@ -85,10 +85,7 @@ void add_to_table_locked(struct fetch_table *table, struct fetch *fetch)
     *bucket = fetch;
     fetch->older = table->newest;
     fetch->newer = NULL;
-    if (table->newest)
-        table->newest->newer = fetch;
-    else
-        table->oldest = fetch;
+    *(table->newest ? &table->newest->newer : &table->oldest) = fetch;
     table->newest = fetch;
     fetch->in_table = true;
 }
@@ -129,19 +126,13 @@ struct waiter *take_waiter_locked(struct fetch_table *table, uint64_t unique)
 void add_pending_locked(struct fetch_table *table, struct fetch *fetch)
 {
     ASSERT(fetch->in_table && fetch->state == FETCH_APPENDED);
-    fetch->pending_next = NULL;
-    if (table->pending_first)
-        table->pending_last->pending_next = fetch;
-    else
-        table->pending_first = fetch;
-    table->pending_last = fetch;
+    queue_push(&table->pending, fetch);
 }
 
 void resolve_pending_locked(struct fetch_table *table, uint64_t number)
 {
-    while (table->pending_first && table->pending_first->report <= number) {
-        struct fetch *fetch = table->pending_first;
-        table->pending_first = fetch->pending_next;
+    while (table->pending.first && table->pending.first->report <= number) {
+        struct fetch *fetch = queue_pop(&table->pending);
         remove_from_table_locked(table, fetch);
         if (fetch->references == 0)
             free(fetch);

@@ -10,7 +10,7 @@
 struct fetch_table { /* under miss_lock */
     struct fetch *buckets[TABLE_BUCKETS];
     struct fetch *oldest, *newest;
-    struct fetch *pending_first, *pending_last; /* FETCH_APPENDED, in the order of their reports */
+    struct fetch_queue pending; /* FETCH_APPENDED, in the order of their reports */
 };
 
 /* Drops a reference; the last one frees the payload. */

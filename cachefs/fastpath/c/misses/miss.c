@@ -93,9 +93,8 @@ static struct fetch *begin_fetch_locked(struct worker *worker, struct miss *miss
     const struct shared *shared = misses->fastpath->shared;
     const struct inode_record *record = miss->record;
     uint64_t start = miss->reader.offset;
-    struct window window = {0, record->size, false};
-    if (!is_small(shared, record->size))
-        window = window_of_locked(known, record->size, start, miss->end);
+    struct window window = is_small(shared, record->size) ? (struct window){0, record->size, false}
+                                                          : window_of_locked(known, record->size, start, miss->end);
     bool young = is_young(shared, record);
     bool cached = !young && may_cache_locked(misses, (uint32_t)(window.end - window.start), false);
     worker->counters->skipped_admissions += !cached && !young;
@@ -278,7 +277,7 @@ void miss_tick(struct misses *misses)
         relay_free_slot(&misses->fastpath->relay, waiter->slot);
         free(waiter);
     }
-    uint64_t resolved = append_tick(misses->appender);
+    uint64_t resolved = append_tick(misses->fastpath->appender);
     lock_take(&miss_lock);
     resolve_pending_locked(&misses->table, resolved);
     lock_release(&miss_lock);
@@ -305,13 +304,9 @@ int miss_start(struct fastpath *fastpath, int blob_fd)
     if (!shares_init(&misses->shares, most, reserve, places) || !shares_init(&misses->stuck_shares, most, reserve, places))
         return ENOMEM;
     prefetch_init(&misses->prefetch, shared);
-    misses->appender = append_start(shared, &fastpath->daemon, blob_fd, &miss_append_events, misses);
-    if (!misses->appender)
+    fastpath->appender = append_start(shared, &fastpath->daemon, blob_fd, &miss_append_events, misses);
+    if (!fastpath->appender)
         return ENOMEM;
-    int error = miss_threads_start(misses, shared);
-    if (error)
-        return error;
     fastpath->misses = misses;
-    fastpath->appender = misses->appender;
-    return 0;
+    return miss_threads_start(misses, shared);
 }

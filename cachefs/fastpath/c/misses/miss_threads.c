@@ -51,7 +51,7 @@ static uint64_t max_buffered_bytes(const struct misses *misses)
 bool may_cache_locked(struct misses *misses, uint32_t length, bool prefetch)
 {
     bool fits = misses->buffered_bytes + length <= max_buffered_bytes(misses) || !misses->buffered_bytes;
-    return fits && append_admits(misses->appender, length, prefetch);
+    return fits && append_admits(misses->fastpath->appender, length, prefetch);
 }
 
 /* A prefetch request is begun while there is room for its payload and for what readers need meanwhile. */
@@ -131,7 +131,7 @@ static void finish_waiters(struct misses *misses, struct waiter *waiters, const 
             counters->misses++;
             counters->miss_bytes += waiter->length;
             answer_waiter(misses, waiter, fetch);
-            latency_note(latencies_of(misses->fastpath->shared, counters), LATENCY_READ_MISS, monotonic_ns() - waiter->since_ns);
+            latency_note(misses->fastpath->shared, counters, LATENCY_READ_MISS, monotonic_ns() - waiter->since_ns);
             relay_free_slot(&misses->fastpath->relay, waiter->slot);
         } else if (!relay_pass(&misses->fastpath->relay, waiter->slot)) { /* Python finds out what is wrong */
             relay_free_slot(&misses->fastpath->relay, waiter->slot);
@@ -176,7 +176,7 @@ void run_fetch(struct misses *misses, struct fetch *fetch, struct counters *coun
     miss_thread_wake(next);
 
     finish_waiters(misses, waiters, fetch, good, counters);
-    if (append && append_queue(misses->appender, fetch))
+    if (append && append_queue(fastpath->appender, fetch))
         return; /* the appender calls `appended` next */
     lock_take(&miss_lock);
     if (append) {
@@ -202,8 +202,7 @@ static struct fetch *begin_prefetch(struct miss_thread *thread, const struct pre
         return NULL;
     bool wanted = view_inode(view, request->inode, &record) && !(record.flags & (STALE | UNLINKED)) &&
                   remaining_ns(view, &record) && is_immutable(view, &record) && request->offset < record.size &&
-                  !is_young(misses->fastpath->shared, &record);
-    wanted = wanted && view_path(view, request->inode, path, sizeof path);
+                  !is_young(misses->fastpath->shared, &record) && view_path(view, request->inode, path, sizeof path);
     view_end(view);
     if (!wanted)
         return NULL;
@@ -249,8 +248,7 @@ static void *run_miss_thread(void *context)
                 run_fetch(misses, thread->job, thread->counters);
             lock_take(&miss_lock);
             thread->job = queue_pop_fair_locked(&misses->queue, &misses->shares);
-            bool may_prefetch = !thread->job && !shares_full(&misses->shares, DAEMON_OWNER);
-            bool prefetches = may_prefetch && has_room_locked(misses) &&
+            bool prefetches = !thread->job && !shares_full(&misses->shares, DAEMON_OWNER) && has_room_locked(misses) &&
                               prefetch_next_locked(&misses->prefetch, monotonic_ns(), &request);
             idle = !thread->job && !prefetches;
             if (thread->job)
@@ -298,13 +296,13 @@ static void report_again(void *context)
     do {
         uint32_t used = 0;
         lock_take(&miss_lock);
-        for (rest = misses->table.pending_first; rest && used + MAX_REPORT_BYTES <= sizeof message; rest = rest->pending_next)
+        for (rest = misses->table.pending.first; rest && used + MAX_REPORT_BYTES <= sizeof message; rest = rest->queue_next)
             if (rest->report > last) {
                 used += encode_report(message + used, rest, &rest->extent, rest->report);
                 last = rest->report;
             }
         lock_release(&miss_lock);
-        if (used && !append_send(misses->appender, CONTROL_FILLED, message, used))
+        if (used && !append_send(misses->fastpath->appender, CONTROL_FILLED, message, used))
             return;
     } while (rest);
 }

@@ -28,7 +28,6 @@ struct miss_thread {
 
 struct misses {
     struct fastpath *fastpath;
-    struct appender *appender;
     uint32_t thread_count;
     struct fetch_table table GUARDED_BY(miss_lock);
     struct fetch_queue queue GUARDED_BY(miss_lock); /* fetches that wait for a thread */

@@ -128,13 +128,12 @@ uint8_t *source_read(const struct shared *shared, int directory, const char *pat
     counters->source_opens++;
     simulate_latency(shared);
     int fd = open_beneath(directory, path);
-    bool good = fd >= 0;
-    if (good) {
+    bool good = false;
+    if (fd >= 0) {
         simulate_latency(shared);
         good = read_piece(fd, buffer, length, room, offset, counters) && same_version(fd, expected, counters);
-    }
-    if (fd >= 0)
         close(fd);
+    }
     if (good)
         return buffer;
     source_free(buffer, length);

@@ -61,16 +61,14 @@ static uint64_t at_most(uint64_t bytes, uint64_t most)
     return bytes < most ? bytes : most;
 }
 
-static uint64_t share_of_run_locked(const struct known *known, uint64_t offset) REQUIRES(miss_lock)
-{
-    uint64_t run = run_start_locked(known, offset);
-    return at_most((offset - run) / (run ? ELSEWHERE : FROM_START) / REQUEST_BYTES * REQUEST_BYTES, CHUNK_BYTES);
-}
-
-static uint64_t share_of_start_locked(const struct known *known, uint64_t size) REQUIRES(miss_lock)
+/* How much a READ at `offset` fetches: at the start of the file all or nothing, elsewhere a share of the run before it. */
+static uint64_t share_locked(const struct known *known, uint64_t size, uint64_t offset) REQUIRES(miss_lock)
 {
     uint64_t start, end;
-    return piece_at_locked(known, size - 1, &start, &end) ? 0 : CHUNK_BYTES;
+    if (!offset)
+        return piece_at_locked(known, size - 1, &start, &end) ? 0 : CHUNK_BYTES;
+    uint64_t run = run_start_locked(known, offset);
+    return at_most((offset - run) / (run ? ELSEWHERE : FROM_START) / REQUEST_BYTES * REQUEST_BYTES, CHUNK_BYTES);
 }
 
 struct window window_of_locked(const struct known *known, uint64_t size, uint64_t start, uint64_t end)
@@ -80,7 +78,7 @@ struct window window_of_locked(const struct known *known, uint64_t size, uint64_
     if (end <= after && is_in_pieces(known, chunk, after))
         return (struct window){chunk, after, false};
     struct window window = {start / PAGE_BYTES * PAGE_BYTES, (end + PAGE_BYTES - 1) / PAGE_BYTES * PAGE_BYTES, false};
-    uint64_t wanted = window.start + (window.start ? share_of_run_locked(known, window.start) : share_of_start_locked(known, size));
+    uint64_t wanted = window.start + share_locked(known, size, window.start);
     if (wanted > window.end) {
         window.streams = window.start && wanted - window.start == CHUNK_BYTES;
         window.end = next_known_locked(known, window.end, wanted); /* without pieces that are known already */

@@ -127,10 +127,8 @@ void free_locked(struct relay *relay, uint32_t slot)
     split_drop_locked(relay, slot);
     renew_locked(relay, slot, SLOT_FREE);
     relay->free[relay->free_count++] = slot;
-    if (relay->counted[slot]) {
-        uncount_locked(relay, slot);
+    if (uncount_locked(relay, slot))
         unpark_locked(relay);
-    }
 }
 
 void fail_locked(struct relay *relay, uint32_t slot, int error)
@@ -210,10 +208,8 @@ void park_locked(struct relay *relay, uint32_t slot)
     }
     relay_ready_slot(relay, slot);
     set_state_locked(relay, slot, SLOT_READING);
-    if (relay->counted[slot]) {
-        uncount_locked(relay, slot);
+    if (uncount_locked(relay, slot))
         unpark_locked(relay);
-    }
 }
 
 static bool is_in_slot(const struct relay *relay, uint64_t unique)
@@ -227,8 +223,6 @@ static bool is_in_slot(const struct relay *relay, uint64_t unique)
 bool lot_init_locked(struct relay *relay)
 {
     struct lot *lot = &relay->lot;
-    lot->first = lot->last = NO_SLOT;
-    lot->free_count = 0;
     if (!shares_init(&lot->shares, PARKED_COUNT - RESERVED_PARKED, RESERVED_PARKED, PARKED_COUNT))
         return false;
     for (uint32_t place = PARKED_COUNT; place-- > 0;) {

@@ -113,12 +113,12 @@ void repeat_locked(struct relay *relay, uint32_t slot, bool unseen)
     struct request request;
     if (!parse_slot(relay, slot, &request)) {
         fail_locked(relay, slot, EIO);
-    } else if (!unseen && request_changes(&request)) {
+    } else if ((!unseen && request_changes(&request)) ||
+               /* its caller may have overwritten the result since */
+               (state_of(relay, slot) == SLOT_ANSWERING && request_is(request.header->opcode, OVERWRITES))) {
         doubt_locked(relay, slot);
     } else if (!unseen && request_is(request.header->opcode, FORGETS)) {
         free_locked(relay, slot); /* counting one look-up too many is better than one too few */
-    } else if (state_of(relay, slot) == SLOT_ANSWERING && request_is(request.header->opcode, OVERWRITES)) {
-        doubt_locked(relay, slot); /* its caller may have overwritten the result since */
     } else {
         request.header->unique = head_of(relay, slot)->unique; /* a killed predecessor may have left our unique in it */
         split_drop_locked(relay, slot);
@@ -139,9 +139,8 @@ static void hand_locked(struct relay *relay, uint32_t slot) REQUIRES(relay_lock)
  * on nevertheless, up to the share of slots. */
 static bool has_enough_locked(const struct relay *relay, uint32_t slot) REQUIRES(relay_lock)
 {
-    const struct fuse_in_header *header = slot_data(relay, slot);
     return !relay->counted_passed[slot] && head_of(relay, slot)->length <= PARKED_BYTES &&
-           shares_full(&relay->passed_shares, header->uid);
+           shares_full(&relay->passed_shares, owner_of(relay, slot));
 }
 
 bool relay_claim_passed(struct relay *relay, uint32_t slot)

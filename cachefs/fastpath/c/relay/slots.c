@@ -79,15 +79,16 @@ void count_locked(struct relay *relay, uint32_t slot)
     shares_take(&relay->slot_shares, relay->owners[slot]);
 }
 
-void uncount_locked(struct relay *relay, uint32_t slot)
+bool uncount_locked(struct relay *relay, uint32_t slot)
 {
     if (!relay->counted[slot])
-        return;
+        return false;
     relay->counted[slot] = false;
     shares_give(&relay->slot_shares, relay->owners[slot]);
     if (relay->counted_passed[slot])
         shares_give(&relay->passed_shares, relay->owners[slot]);
     relay->counted_passed[slot] = false;
+    return true;
 }
 
 void count_passed_locked(struct relay *relay, uint32_t slot)

@@ -21,4 +21,5 @@ void renew_locked(struct relay *relay, uint32_t slot, enum slot_state state) REQ
 void count_locked(struct relay *relay, uint32_t slot) REQUIRES(relay_lock);
 /* Python has the request, or is about to get it. */
 void count_passed_locked(struct relay *relay, uint32_t slot) REQUIRES(relay_lock);
-void uncount_locked(struct relay *relay, uint32_t slot) REQUIRES(relay_lock);
+/* False: it did not count. */
+bool uncount_locked(struct relay *relay, uint32_t slot) REQUIRES(relay_lock);

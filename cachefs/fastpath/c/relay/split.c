@@ -25,15 +25,11 @@ bool split_begin_locked(struct relay *relay, uint32_t slot, const struct request
     uint32_t size = ((const struct fuse_read_in *)request->body)->size;
     if (size > MAX_PARTS * PART_BYTES)
         return false;
-    uint32_t count = (size + PART_BYTES - 1) / PART_BYTES;
-    if (!relay->splits[slot]) {
-        struct split *split = calloc(1, sizeof *split + size);
-        if (!split)
-            return false;
-        split->count = count;
-        relay->splits[slot] = split;
-    }
-    head_of(relay, slot)->parts = count;
+    if (!relay->splits[slot])
+        relay->splits[slot] = calloc(1, sizeof(struct split) + size);
+    if (!relay->splits[slot])
+        return false;
+    relay->splits[slot]->count = head_of(relay, slot)->parts = (size + PART_BYTES - 1) / PART_BYTES;
     return true;
 }
 
@@ -79,7 +75,7 @@ bool split_answer_locked(struct relay *relay, uint32_t slot, uint32_t part, cons
             break;
     }
     if (state_of(relay, slot) == SLOT_PASSED)
-        reply(relay->device, head_of(relay, slot)->unique, split->error, split->data, split->error ? 0 : total);
+        reply(relay->device, head_of(relay, slot)->unique, split->error, split->data, total);
     return true;
 }
 

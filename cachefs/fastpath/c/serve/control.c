@@ -74,10 +74,7 @@ static bool receive(struct control_socket *control)
 {
     struct fastpath *fastpath = control->fastpath;
     struct control head;
-    union {
-        struct cmsghdr align;
-        char bytes[CMSG_SPACE(sizeof(int) * MAX_DESCRIPTORS)];
-    } ancillary;
+    union ancillary ancillary;
     static struct prefetch_request requests[MAX_PREFETCH_REQUESTS]; /* used by the control thread only */
     struct iovec parts[] = {{&head, sizeof head}, {requests, sizeof requests}};
     struct msghdr message = {

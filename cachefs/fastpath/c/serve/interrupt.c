@@ -32,11 +32,7 @@ static bool is_dying(uint32_t pid)
 static bool try_interrupt(struct fastpath *fastpath, uint64_t unique)
 {
     uint32_t pid = relay_caller(&fastpath->relay, unique);
-    if (!pid)
-        return true;
-    if (!is_dying(pid))
-        return false;
-    return relay_interrupt(&fastpath->relay, unique) || miss_interrupt(fastpath->misses, unique);
+    return !pid || (is_dying(pid) && (relay_interrupt(&fastpath->relay, unique) || miss_interrupt(fastpath->misses, unique)));
 }
 
 void interrupt_init(struct fastpath *fastpath)

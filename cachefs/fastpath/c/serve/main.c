@@ -126,9 +126,7 @@ int main(int count, char **values)
     uint32_t threads = fastpath.shared->threads;
     if (!threads || threads > SLOTS_FOR_THREADS)
         return fail("the shared memory cannot be used", "impossible number of threads");
-    if (miss_start(&fastpath, control.blob_fd))
-        return fail("threads cannot be started", strerror(errno));
-    if ((error = relay_start(&fastpath.relay)))
+    if ((error = miss_start(&fastpath, control.blob_fd)) || (error = relay_start(&fastpath.relay)))
         return fail("threads cannot be started", strerror(error));
     struct worker *workers = calloc(threads, sizeof *workers);
     uint8_t *scratch = buffer_memory((threads + 1) * (size_t)QUICK_BYTES);

@@ -20,10 +20,9 @@
 
 static void clamp_listing(const struct request *request)
 {
-    if (request->header->opcode != FUSE_READDIR && request->header->opcode != FUSE_READDIRPLUS)
-        return;
+    bool lists = request->header->opcode == FUSE_READDIR || request->header->opcode == FUSE_READDIRPLUS;
     struct fuse_read_in *in = request->body;
-    if (in->size > PART_BYTES) /* a shorter listing is allowed, and its message fits (hazard 5) */
+    if (lists && in->size > PART_BYTES) /* a shorter listing is allowed, and its message fits (hazard 5) */
         in->size = PART_BYTES;
 }
 
@@ -60,7 +59,7 @@ static void serve(struct worker *worker)
     if (outcome == ANSWERED) {
         relay_unclaim(relay, worker->slot);
         worker->counters->answered++;
-        latency_note(latencies_of(worker->fastpath->shared, worker->counters), kind_of(request.header->opcode),
+        latency_note(worker->fastpath->shared, worker->counters, kind_of(request.header->opcode),
                      monotonic_ns() - worker->begun_ns);
         return;
     }
