@@ -17,8 +17,9 @@ from typing import Any
 import pytest
 
 from cachefs.client.client import Client
+from cachefs.contract.shared import SLOT_BYTES
 from cachefs.errors import CacheFsError
-from cachefs.fastpath import processes, shared_memory
+from cachefs.fastpath import processes
 from tests.conftest import Mount, cachefs, contents, make_files, settle, wait_for
 from tests.load import KILLS, Load, fork, sums_of
 from tests.service_manager import ServiceManager
@@ -168,7 +169,7 @@ def test_a_restart_that_cannot_be(mount: MakeMount, source: Path, tmp_path: Path
     m = mount(source, "--no-fastpath")
     expected = contents(m.path)
     refused = cachefs("restart", m.path, check=False)
-    assert refused.returncode == 1 and "without a fast path" in refused.stderr
+    assert refused.returncode == 1 and "without the fast path" in refused.stderr
     assert contents(m.path) == expected
     refused = cachefs("restart", tmp_path, check=False)
     assert refused.returncode == 1 and "no cachefs is mounted" in refused.stderr
@@ -261,7 +262,7 @@ def test_a_kill_finds_no_page_fault_under_a_request(mount: MakeMount, source: Pa
     os.stat(m.path)
     mapping = Path(f"/proc/{fastpath_pid(m)}/smaps").read_text().partition("memfd:cachefs")[2]
     resident = re.search(r"^Rss:\s+(\d+) kB", mapping, re.MULTILINE)
-    assert resident and int(resident[1]) * 1024 >= shared_memory.SLOT_BYTES
+    assert resident and int(resident[1]) * 1024 >= SLOT_BYTES
 
 
 @pytest.mark.promise("IM-2")
