@@ -34,6 +34,8 @@ demo: $(VENV)/.run
 # The quick tests find about half of 12 mutants; at least one must be found.
 test: $(VENV)/.dev
 	scripts/build-fastpath
+	scripts/system-packages --locks
+	PYTHON=$(BIN)/python scripts/check-locks
 	$(call tests)
 	$(call tests, and not slow,$(PROMISES) --no-fastpath)
 	scripts/build-fastpath $(SANITIZE)
