@@ -121,6 +121,9 @@ class Configuration:
         except click.ClickException as error:
             log.error("the configuration is unchanged: %s", error.format_message())
             return
+        except Exception:
+            log.exception("bug in the configuration, which is unchanged")  # the mount does not end for that
+            return
         before, self.now = self.now, now
         logging.getLogger().setLevel(now.log_level.upper())
         self.components.call_pool.timeout_s = now.options.source_timeout_s

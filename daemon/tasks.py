@@ -13,6 +13,7 @@ from cachefs.source.directories import ROOT
 from cachefs.source.source import Object
 from cachefs.store.index.index import Index
 from cachefs.system.clock import NANOSECONDS, TIME_OF_DAY
+from cachefs.system.threads import in_thread
 from daemon.mount.mount import Mount
 from daemon.wiring import Components
 
@@ -60,7 +61,7 @@ async def revalidate_earlier_runs(mount: Mount, components: Components) -> None:
         try:
             getxattr = partial(components.source.getxattr, Object(ROOT))
             now = await components.call_pool.run(partial(rctime.ask, getxattr))
-            confirmed = await trio.to_thread.run_sync(opened.revalidate_earlier_runs, now)
+            confirmed = await in_thread(partial(opened.revalidate_earlier_runs, now))
         except OSError as error:
             log.info("cannot read the rctime of the source, trying again: %s", error.strerror)
             continue

@@ -20,6 +20,7 @@ import struct
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, fields
+from itertools import islice
 from typing import Any, BinaryIO
 
 from cachefs.client import mount_table
@@ -37,6 +38,8 @@ TIMEOUT_S = 120.0
 """How long to wait for the next line of the daemon."""
 BATCH_BYTES = 2 << 20
 """Of paths in one request, about."""
+HINTS_A_REQUEST = 4096
+"""Paths: the daemon parses a request between two answers to the kernel."""
 Path = str | os.PathLike[str]
 
 
@@ -146,10 +149,13 @@ class Client:
 
         Returns at once, with the number of files. Replaces the files of the last call; an empty list cancels them.
         """
+        inside = self._inside(paths)
+        batch = list(islice(inside, HINTS_A_REQUEST))
         with self._connected() as connection:
-            connection.ask("will_read", paths=[], anew=True)
-            answers = [connection.ask("will_read", paths=part, anew=False) for part in self._batches(paths)]
-        return sum(int(answer["noted"]) for answer in answers)
+            noted = connection.ask("will_read", paths=batch, anew=True)["noted"]
+            while batch := list(islice(inside, HINTS_A_REQUEST)):
+                noted += connection.ask("will_read", paths=batch, anew=False)["noted"]
+        return int(noted)
 
     def invalidate(self, paths: Iterable[Path]) -> int:
         """Drop metadata and data, in the kernel too; the next use asks the source. Returns the number of inodes."""

@@ -91,9 +91,10 @@ class Handle:
         """Is it served from the cache, not by `fd`?"""
         return self.file is not None and not self.file.is_mutable
 
-    def close(self) -> None:
-        """In a thread."""
-        close_all([fd for fd in (self.fd, *self.stale) if fd >= 0])
+    def take_descriptors(self) -> list[int]:
+        """Those that must be closed: who takes them closes them, and nothing else can any more."""
+        taken, self.fd, self.stale = [fd for fd in (self.fd, *self.stale) if fd >= 0], -1, []
+        return taken
 
 
 @dataclass(eq=False)
@@ -181,7 +182,7 @@ class Descriptors:
     async def close(self, opened: Handle) -> None:
         """Close a removed handle, unless calls borrow its descriptor: the last of them closes it."""
         if not opened.borrowers and opened.fd >= 0:
-            await self.fs.call_pool.run(opened.close, once=True)
+            await self.fs.call_pool.run(partial(close_all, opened.take_descriptors()), once=True)
 
     # --- descriptors of the source ---------------------------------------------------------------------------------
 
@@ -221,7 +222,7 @@ class Descriptors:
                 opened.stale.append(opened.fd)
             opened.fd, opened.generation = fd, generation
             if opened.released and not opened.borrowers:
-                self.fs.call_pool.start(opened.close, lambda _: None, once=True)
+                self.fs.call_pool.start(partial(close_all, opened.take_descriptors()), lambda _: None, once=True)
 
         if opened.released:  # a lent duplicate has no handle of the kernel, and cannot be opened again
             raise failed(errno.EBADF if opened.handle else errno.ESTALE)

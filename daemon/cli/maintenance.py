@@ -12,6 +12,7 @@ from rich.filesize import decimal
 
 from cachefs.client.client import Client
 from cachefs.client.locations import cache_root
+from cachefs.errors import CacheFsError
 from cachefs.printable import one_line
 from cachefs.system.claims import is_locked
 from daemon.config.parameters import mountpoint_argument
@@ -101,7 +102,10 @@ def gc(delete: bool, root: Path | None) -> None:
             continue
         say(f"{path}: {decimal(size)}, source {source} does not exist")
         if delete:
-            shutil.rmtree(path)
+            try:
+                shutil.rmtree(path)
+            except OSError as error:
+                raise CacheFsError(f"cannot delete {path}: {error.strerror or error}") from error
         freed += size
         count += 1
     done = "deleted" if delete else "to be deleted (--delete)"

@@ -104,7 +104,10 @@ def _check(parameter: click.Parameter, value: Any, context: click.Context) -> No
             raise click.BadParameter('must be a list of strings, such as ["*.log"]')
     elif isinstance(value, bool) or not isinstance(value, str | int | float):
         raise click.BadParameter("must be a string or a number")
-    parameter.type_cast_value(context, value)
+    try:
+        parameter.type_cast_value(context, value)
+    except (TypeError, ValueError, OverflowError):  # a number where click expects a path; an infinite one
+        raise click.BadParameter(f"{value!r} is not valid here") from None
 
 
 def _line_of(text: str, key: str) -> int | None:

@@ -13,7 +13,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import astuple
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -239,7 +238,7 @@ class Program:
         deadline = time.monotonic() + TIMEOUT_S
         with self._changed:
             while not holds():
-                assert time.monotonic() < deadline, f"{self.told[-3:]} {self.passed[-3:]} {astuple(self.counters())}"
+                assert time.monotonic() < deadline, f"{self.told[-3:]} {self.passed[-3:]} {vars(self.counters())}"
                 self._changed.wait(0.01)
 
     def until_idle(self) -> None:

@@ -296,6 +296,33 @@ def test_a_file_becomes_immutable_by_an_open_of_ours_alone(program: Program) -> 
     program.until_appended(4)
 
 
+@pytest.mark.parametrize("excess", [0, 1, 50 * KIB])
+def test_an_answer_in_parts_is_no_longer_than_what_was_asked_for(program: Program, excess: int) -> None:
+    """Of the last part, which is shorter than the others: what is too much would lie behind the buffer."""
+    asked = program.ask(99, 0, 200 * KIB)
+    program.wait_until(lambda: len(program.passed) == 2)
+    for (_, unique, _), length in zip(program.passed, (128 * KIB, 72 * KIB + excess), strict=True):
+        program.answer_for_python(unique, 0, b"x" * length)
+    assert program.answer(asked) == ((errno.EIO, b"") if excess else (0, b"x" * 200 * KIB))
+
+
+@pytest.mark.parametrize(
+    "offset", [4096, SLAB_BYTES + 1, (1 << 63) - SLAB_BYTES, (1 << 63) - 1, (1 << 64) - SLAB_BYTES + 8]
+)
+def test_a_slab_that_cannot_be_one_is_not_used(program: Program, offset: int) -> None:
+    """Granted by a daemon that is wrong: the fast path asks for another one, and lives."""
+    program.grants = False
+    contents = files(program, [5000, 6000])
+    program.tell(Message.SLAB, offset)
+    assert program.read(10, 0, 9000) == contents[10]
+    program.grants = True
+    program.grant()
+    assert program.read(11, 0, 9000) == contents[11]
+    program.until_appended(11_000)
+    assert {filled.extent.blob_offset // SLAB_BYTES for filled in program.filled} <= set(range(program._slabs))
+    check_blob(program)
+
+
 @pytest.mark.parametrize(("asked", "passed"), [(4096, 4096), (128 * KIB, 128 * KIB), (MIB, 128 * KIB)])
 def test_a_listing_that_is_passed_on_is_no_longer_than_a_message(program: Program, asked: int, passed: int) -> None:
     program.python_says = errno.EIO

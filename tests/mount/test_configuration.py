@@ -41,7 +41,11 @@ def test_sighup_reads_the_file_again(mount: MakeMount, source: Path, tmp_path: P
     file.write_text('cache-size = "64M"\nsource-timeout = 0\n')
     os.kill(m.pid, signal.SIGHUP)
     wait_for(m.log, lambda log: "line 2: source-timeout: must be more than 0" in log)
-    assert m.status()["cache_size_bytes"] == 64 << 20
+    for name, value in (("cache-dir", "5"), ("fetch-threads", "inf"), ("metadata-limit", "inf")):
+        file.write_text(f'cache-size = "64M"\n{name} = {value}\n')
+        os.kill(m.pid, signal.SIGHUP)
+        wait_for(m.log, lambda log, name=name: f"line 2: {name}: " in log)
+    assert m.status()["cache_size_bytes"] == 64 << 20 and "Traceback" not in m.log()
     file.write_text('cache-size = "0"\nlog-level = "warning"\nretention = "lru"\n')
     os.kill(m.pid, signal.SIGHUP)
     wait_for(m.status, lambda status: status["cache_size_bytes"] == 0)

@@ -20,7 +20,7 @@ def graph() -> None:
 @graph.command()
 @click.argument("edges", type=click.Path(path_type=Path))
 @click.argument("node_map", metavar="MAP", type=click.Path(path_type=Path))
-@click.option("--prefix", default="", metavar="PATH", help="Prepend PATH to each partition's name.")
+@click.option("--prefix", default="", show_default=False, metavar="PATH", help="Prepend PATH to each partition's name.")
 def build(edges: Path, node_map: Path, prefix: str) -> None:
     """Count the edges between partitions, and print the dependencies as lines of JSON.
 

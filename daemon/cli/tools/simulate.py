@@ -205,4 +205,7 @@ def _draw(rows: list[tuple[str, str, int, int, Outcome]], path: Path) -> None:
     for axes in (hits, misses):
         axes.grid(alpha=0.3)
     hits.legend()
-    figure.savefig(path)
+    try:
+        figure.savefig(path)
+    except OSError as error:
+        raise CacheFsError(f"cannot write {path}: {error.strerror}") from error

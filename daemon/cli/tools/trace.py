@@ -4,7 +4,6 @@ import signal
 import time
 from contextlib import closing
 from pathlib import Path
-from threading import Event
 
 import click
 
@@ -47,15 +46,15 @@ def record(mountpoint: str, output: Path, max_size: int, seconds: float) -> None
     """
     place = mount_table.absolute(mountpoint)
     mounts.check_mounted(place)
-    stopped = Event()
+    stopped = []  # by a signal, which may arrive in the handler of another one: an Event has a lock
     for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda *_: stopped.set())
+        signal.signal(number, lambda number, _: stopped.append(number))
     until = time.monotonic() + seconds
     try:
         writer = TraceWriter(output, max_bytes=max_size)
         with closing(TraceRecorder(place, writer)) as recorder:
             say(f"recording {place}", err=True)
-            recorder.run(lambda: not stopped.is_set() and time.monotonic() < until and mount_table.is_mounted(place))
+            recorder.run(lambda: not stopped and time.monotonic() < until and mount_table.is_mounted(place))
             recorder.record_waiting()
             writer.close()
     except OSError as error:

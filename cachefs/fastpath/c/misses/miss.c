@@ -288,7 +288,8 @@ int miss_start(struct fastpath *fastpath, int blob_fd)
     struct shared *shared = fastpath->shared;
     if (!(shared->flags & KEEPS_DATA))
         return 0;
-    if (!shared->fetch_threads || shared->threads + FETCH_THREADS(shared) > MAX_THREADS)
+    if (!shared->fetch_threads || shared->threads < THREADS_FOR_HITS ||
+        shared->threads + FETCH_THREADS(shared) > MAX_THREADS)
         return EINVAL;
     /* Payload is allocated and freed by the megabyte: keep the memory, and few arenas. New pages cost more than the copy. */
     mallopt(M_ARENA_MAX, 2);

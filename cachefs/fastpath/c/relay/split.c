@@ -1,5 +1,6 @@
 #include "relay/split.h"
 
+#include <errno.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/socket.h>
@@ -9,7 +10,7 @@
 #include "relay/slots.h"
 
 struct split { /* a READ that was passed on in parts */
-    uint32_t count, sent, done;
+    uint32_t size, count, sent, done;
     int error;
     uint32_t lengths[MAX_PARTS];
     uint8_t data[];
@@ -29,6 +30,7 @@ bool split_begin_locked(struct relay *relay, uint32_t slot, const struct request
         relay->splits[slot] = calloc(1, sizeof(struct split) + size);
     if (!relay->splits[slot])
         return false;
+    relay->splits[slot]->size = size;
     relay->splits[slot]->count = head_of(relay, slot)->parts = (size + PART_BYTES - 1) / PART_BYTES;
     return true;
 }
@@ -59,11 +61,13 @@ bool split_answer_locked(struct relay *relay, uint32_t slot, uint32_t part, cons
 {
     struct split *split = relay->splits[slot];
     uint32_t length = answer->len - (uint32_t)sizeof *answer;
-    if (!split || part >= split->count || length > PART_BYTES)
+    if (!split || part >= split->count || split->done == split->count)
         return false;
-    ASSERT(split->done < split->count);
-    if (answer->error)
-        split->error = -answer->error;
+    uint32_t rest = split->size - part * PART_BYTES, most = rest < PART_BYTES ? rest : PART_BYTES;
+    if (answer->error || length > most) {
+        split->error = answer->error ? -answer->error : EIO;
+        length = 0;
+    }
     memcpy(split->data + (size_t)part * PART_BYTES, answer + 1, length);
     split->lengths[part] = length;
     if (++split->done < split->count)

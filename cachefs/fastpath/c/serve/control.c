@@ -105,7 +105,8 @@ static bool receive(struct control_socket *control)
     } else if (head.type == CONTROL_SOURCE && count == 1) {
         dup3(fds[0], fastpath->source, O_CLOEXEC); /* under the number that all threads use */
     } else if (head.type == CONTROL_SLAB && fastpath->appender) {
-        append_slab(fastpath->appender, head.a);
+        bool is_slab = head.a % SLAB_BYTES == 0 && head.a <= INT64_MAX - SLAB_BYTES;
+        append_slab(fastpath->appender, is_slab ? head.a : UINT64_MAX);
     } else if (head.type == CONTROL_ROOM && fastpath->appender) {
         append_room(fastpath->appender, head.a);
     } else if (head.type == CONTROL_PREFETCH && fastpath->misses) {
