@@ -5,13 +5,11 @@ tombstone, and hides the value of the durable index. `Update` writes to the sess
 for, overflow.py what happens when the session cannot be written.
 """
 
-import heapq
 import logging
 import os
 import struct
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from operator import itemgetter
 from pathlib import Path
 from typing import Any, Self
 
@@ -145,10 +143,19 @@ class View:
         """
         self._session = self._durable = None
 
+    def _in_session(self, table: Table, key: bytes) -> bytes | None:
+        if self._above is not None:
+            above = self._above.find(table, key)
+            if not isinstance(above, Missing):
+                return above
+        value: bytes | None = self._session.get(key, db=self._session_tables[table])
+        return value
+
     def get(self, table: Table, key: bytes) -> bytes | None:
-        value = MISSING if self._above is None else self._above.find(table, key)
-        if isinstance(value, Missing):
+        if self._above is None:  # the usual case, without another call
             value = self._session.get(key, db=self._session_tables[table])
+        else:
+            value = self._in_session(table, key)
         if value is None:
             value = self._durable.get(key, db=self._durable_tables[table])
         return value or None
@@ -315,8 +322,15 @@ def _merge(
     upper: Iterator[tuple[bytes, Value]], lower: Iterator[tuple[bytes, Value]], *, hidden: Value
 ) -> Iterator[tuple[bytes, Any]]:
     """Both in key order; of a key in both, the upper value. Keys whose value is `hidden` are left out."""
-    last = None
-    for key, value in heapq.merge(upper, lower, key=itemgetter(0)):  # of equal keys, that of `upper` comes first
-        if key != last and value != hidden:
-            yield key, value
-        last = key
+    end: tuple[Any, Value] = (None, None)
+    above, below = next(upper, end), next(lower, end)
+    while above[0] is not None or below[0] is not None:
+        if below[0] is None or (above[0] is not None and above[0] <= below[0]):
+            if above[0] == below[0]:
+                below = next(lower, end)
+            if above[1] != hidden:
+                yield above
+            above = next(upper, end)
+        else:
+            yield below
+            below = next(lower, end)
