@@ -136,7 +136,7 @@ class ListingComparisons:
             self._polite.discard(number)
 
     async def _make(self, number: int, owner: int = ROOT_USER) -> None:
-        """For a listing the kernel does not walk the path again. So only users who may no longer list the directory get
+        """The kernel does not walk the path again for a listing. So only users who may no longer list the directory get
         `PermissionsChanged`."""
         if number in self._under_way and self._under_way[number].overtaken:
             with suppress(OSError):  # it began before a change that this request must see

@@ -1,4 +1,4 @@
-"""What becomes of a request when somebody dies: kernel/protocol.c against a table, one line for each operation."""
+"""What happens to a request when a process dies: kernel/protocol.c against a table, one line for each operation."""
 
 import os
 import struct
