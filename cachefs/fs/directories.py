@@ -152,14 +152,16 @@ class Directories:
             for position, name in self._listings.rows(view, number, after):
                 dentry = self._metadata.dentry(view, number, name)
                 inode = self._metadata.inode(view, dentry.inode) if dentry is not None and dentry.inode else None
-                is_known = name in bare or (directory is not None and inode is not None)
-                if is_known and dentry is not None and dentry.position not in (0, position):
-                    after = position  # the name is listed elsewhere
-                    continue
                 if name in bare and not self._is_valid(directory, dentry, inode):
                     shown: tuple[Inode | None, float] | None = None, 0.0
+                elif directory is None or dentry is None or inode is None:
+                    complete, after = False, position - 1
+                    break
                 else:
                     shown = self._shown(view, name, directory, dentry, inode, is_compared=position == compared)
+                if dentry is not None and dentry.position not in (0, position):
+                    after = position  # the name is listed elsewhere
+                    continue
                 if shown is None:
                     complete, after = False, position - 1
                     break
@@ -177,25 +179,16 @@ class Directories:
         return complete, after
 
     def _shown(
-        self,
-        view: View,
-        name: bytes,
-        directory: Inode | None,
-        dentry: Dentry | None,
-        inode: Inode | None,
-        *,
-        is_compared: bool,
+        self, view: View, name: bytes, directory: Inode, dentry: Dentry, inode: Inode, *, is_compared: bool
     ) -> tuple[Inode | None, float] | None:
         """What a listing shows of an entry: (inode, or None for the name alone; timeout). None: compare it first."""
-        if directory is None or dentry is None or inode is None:
-            return None
+        timeout_s = self._fs.timeout_s(inode)
         if not self._metadata.is_pinned(inode):
-            return (None, 0.0) if self._fs.immutability.is_changing(inode) else (inode, self._fs.timeout_s(inode))
+            return (None, 0.0) if self._fs.immutability.is_changing(inode) else (inode, timeout_s)
         mutable_name = self._metadata.mutable_names.matches(view, directory.number, name)
-        holds = mutable_name or self._metadata.entry_holds(directory, dentry)
-        if not is_compared and not (holds and self._metadata.remaining_ns(inode)):
+        if not is_compared and not (timeout_s and (mutable_name or self._metadata.entry_holds(directory, dentry))):
             return None
-        return inode, self._fs.mutable_name_timeout_s(inode) if mutable_name else self._fs.timeout_s(inode)
+        return inode, self._fs.mutable_name_timeout_s(inode) if mutable_name else timeout_s
 
     def _is_valid(self, directory: Inode | None, dentry: Dentry | None, inode: Inode | None) -> bool:
         """Does an entry need no comparison with the source?"""

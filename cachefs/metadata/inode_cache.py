@@ -72,7 +72,7 @@ class InodeCache(InodeTable):
 
     def _kernel_has_data(self, inode: Inode) -> bool:
         """May the kernel cache pages of this version that nothing would ever drop?"""
-        fixed = inode.flags & IMMUTABLE or (self._options.pins_everything and inode.flags & PINNED)
+        fixed = inode.flags & IMMUTABLE or (self._pins_everything and inode.flags & PINNED)
         is_known = inode.validated_run == self.run or self._run.forgot
         return bool(inode.is_regular and is_known and (fixed or inode.flags & STALE))
 

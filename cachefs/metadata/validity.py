@@ -39,9 +39,10 @@ class Run(NamedTuple):
 class Validity:
     def __init__(self, options: Options, run: Run, monotonic_ns: Callable[[], int] = time.monotonic_ns) -> None:
         # dependencies
-        self._options = options
         self._monotonic_ns = monotonic_ns
         # constants
+        self._pins_files = options.pins_files
+        self._pins_everything = options.pins_everything
         self._run = run
         self.run = run.number
         # state
@@ -50,11 +51,9 @@ class Validity:
 
     def is_pinned(self, inode: Inode) -> bool:
         """Pinned in the sense of this mount: a read-write mount pins directories and files that were opened to read."""
-        return bool(
-            inode.flags & PINNED
-            and (self._options.pins_everything or inode.flags & IMMUTABLE or inode.is_directory)
-            and self._options.pins_files
-        )
+        if not inode.flags & PINNED or not self._pins_files:
+            return False
+        return self._pins_everything or bool(inode.flags & IMMUTABLE) or inode.is_directory
 
     def counts(self, inode: Inode) -> bool:
         """Was it compared with the source recently enough?"""
@@ -92,7 +91,7 @@ class Validity:
     def knows_absent(self, parent: Inode, dentry: Dentry | None) -> bool:
         """Is a name known not to exist? Only where the dataset counts as complete: the absence was recorded, or the
         name is missing in a complete listing."""
-        if not self._options.pins_everything or self.remaining_ns(parent) == 0:
+        if not self._pins_everything or self.remaining_ns(parent) == 0:
             return False
         if dentry is not None:
             return dentry.inode == 0 and self.entry_holds(parent, dentry)
