@@ -22,6 +22,7 @@ from cachefs.fs.invalidation import Invalidation
 from cachefs.fs.listing_comparison import ListingComparisons
 from cachefs.fs.mutations import Mutations
 from cachefs.fs.names import FileSystem
+from cachefs.fs.refusals import Refusals
 from cachefs.fuse.notifier import KernelNotifier
 from cachefs.fuse.operations import Operations
 from cachefs.metadata.inode_cache import InodeCache
@@ -114,7 +115,8 @@ class Components:
         young = self.young = YoungFiles(
             notifier, index if has_fastpath else None, settle_ns=options.settle_ns, clock=clock
         )
-        invalidation = self.invalidation = Invalidation(metadata, data, notifier, options)
+        refusals = Refusals(metadata, metrics)
+        invalidation = self.invalidation = Invalidation(metadata, data, notifier, refusals, options)
         filesystem = self.filesystem = FileSystem(source, call_pool, metadata, options, notifier, invalidation)
         fetcher = Fetcher(
             source,
@@ -139,7 +141,7 @@ class Components:
         files = self.files = OpenFiles(filesystem, descriptors, data, metrics, young, request_at)
         comparisons = ListingComparisons(filesystem, nursery)
         directories = self.directories = Directories(filesystem, comparisons, request_at)
-        mutations = self.mutations = Mutations(filesystem, descriptors, comparisons)
+        mutations = self.mutations = Mutations(filesystem, descriptors, comparisons, refusals)
         attributes = self.attributes = Attributes(filesystem, descriptors, data, statfs)
         self.operations = Operations(
             filesystem, descriptors, files, directories, mutations, attributes, metrics.latencies

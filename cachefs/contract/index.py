@@ -36,7 +36,7 @@ class Flag(enum.IntFlag):
     IMMUTABLE = 2
     """A regular file that was opened read-only: its attributes and data never change again on this mount."""
     WRITTEN = 4
-    """Created or written through this mount in this run: it stays mutable."""
+    """Created or written through this mount: it stays mutable until it is pinned (written_files.py)."""
     LISTED = 8
     """A directory whose listing is complete: a name that is not in it does not exist."""
     UNSETTLED = 16

@@ -292,7 +292,6 @@ class Fetcher:
                 payload = answer.unwrap()
             except Changed as error:
                 if file.inode is inode and self.own_change(inode.number) is None:
-                    self.metrics.stale_reads += 1
                     self.changed(inode, error)
                 raise
             if young:
@@ -323,7 +322,6 @@ class Fetcher:
             try:
                 file.set_fd(answer.unwrap(), generation)
             except Changed as error:
-                self.metrics.stale_reads += 1
                 self.changed(file.inode, error)
                 raise
 

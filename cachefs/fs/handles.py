@@ -20,7 +20,7 @@ from cachefs.data.fetcher import OpenFile, close_quietly
 from cachefs.data.young_files import YoungFiles
 from cachefs.fs.descriptors import Descriptors, Handle
 from cachefs.fs.names import FileSystem, failed
-from cachefs.metadata import inode_values
+from cachefs.metadata import inode_values, written_files
 from cachefs.metadata.inode_paths import links_of
 from cachefs.options import CacheLevel
 from cachefs.source.credentials import Caller
@@ -163,6 +163,7 @@ class OpenFiles:
         if inode.flags & WRITTEN and not self._immutability.has_writers(number):
             with self._metadata.index.update() as update:
                 self._metadata.put_inode(update, inode._replace(flags=inode.flags & ~WRITTEN, expires_ns=0))
+                written_files.unmark(update, inode)
             await self.fs.revalidated(number)
         return await self.make_immutable(number)
 

@@ -1,7 +1,7 @@
 """Immutability: is a file immutable, may an open make it so, and how many handles write to it?
 
 Opening a regular file read-only makes it immutable: its data are pinned from then on, and it cannot be opened for
-writing. A file stays mutable while it is open for writing, if it was written in this run, if `--mutable` matches one of
+writing. A file stays mutable while it is open for writing, if this mount has written it, if `--mutable` matches one of
 its names (mutable_names.py), and if it cannot be pinned. On a mount that pins everything each pinned file is immutable.
 `handles.py` and `mutations.py` act on these answers. Nothing is awaited between a question and the write of the record
 that follows from the answer.
@@ -94,7 +94,7 @@ class Immutability:
         return inode.flags & (IMMUTABLE_ON_OPEN | STALE) == IMMUTABLE_ON_OPEN and self.may_be_immutable(inode)
 
     def is_mutable(self, inode: Inode) -> bool:
-        """Is a file open for writing, written in this run, or does --mutable match one of its names?"""
+        """Is a file open for writing, was it written, or does --mutable match one of its names?"""
         return self.is_written(inode) or self._has_mutable_name(inode.number)
 
     def _has_mutable_name(self, number: int) -> bool:
@@ -102,7 +102,7 @@ class Immutability:
             return self._metadata.mutable_names.any(view, number)
 
     def is_written(self, inode: Inode) -> bool:
-        """Was a file written in this run, or is it open for writing?"""
+        """Was a file written through this mount, and not pinned since, or is it open for writing?"""
         return bool(inode.flags & WRITTEN) or self.has_writers(inode.number)
 
     def is_changing(self, inode: Inode) -> bool:

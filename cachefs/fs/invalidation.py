@@ -17,6 +17,7 @@ import trio
 from cachefs.contract.index import ROOT_INODE
 from cachefs.data.data_cache import DataCache
 from cachefs.errors import CacheFsError
+from cachefs.fs.refusals import Refusals
 from cachefs.metadata.inode_cache import InodeCache
 from cachefs.metadata.inode_paths import links_of
 from cachefs.metadata.limit import InodeLimit
@@ -35,11 +36,14 @@ MOST_ABSENT = 1 << 14
 
 
 class Invalidation:
-    def __init__(self, metadata: InodeCache, data: DataCache, notifier: Notifier, options: Options) -> None:
+    def __init__(
+        self, metadata: InodeCache, data: DataCache, notifier: Notifier, refusals: Refusals, options: Options
+    ) -> None:
         # dependencies
         self._metadata = metadata
         self._data = data
         self._notifier = notifier
+        self._refusals = refusals
         self._options = options
         # state
         self._absent_in_root: dict[bytes, float] = {}
@@ -60,6 +64,8 @@ class Invalidation:
     # --- external modifications ------------------------------------------------------------------------------------
 
     def modified_externally(self, inode: Inode, error: Changed) -> None:
+        """A read of an immutable file fails, because the source has another version of it."""
+        self._refusals.changed(inode.number)
         if error.directory:
             self.replaced(error.directory)  # the file may be unchanged, under another name
             return

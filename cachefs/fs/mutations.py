@@ -23,6 +23,7 @@ from cachefs.fs.descriptors import Descriptors
 from cachefs.fs.handles import closed_on_error
 from cachefs.fs.listing_comparison import ListingComparisons
 from cachefs.fs.names import FileSystem, failed
+from cachefs.fs.refusals import Refusals
 from cachefs.metadata import inode_values
 from cachefs.source.credentials import CAP_SETFCAP, Caller, unknown_writer
 from cachefs.source.directories import Directory
@@ -56,18 +57,22 @@ class Changes:
 
 
 class Mutations:
-    def __init__(self, filesystem: FileSystem, descriptors: Descriptors, listings: ListingComparisons) -> None:
+    def __init__(
+        self, filesystem: FileSystem, descriptors: Descriptors, listings: ListingComparisons, refusals: Refusals
+    ) -> None:
         # dependencies
         self._fs = filesystem
         self._metadata = filesystem.metadata
         self._descriptors = descriptors
         self._listings = listings
+        self._refusals = refusals
         self._source = SourceWriter(filesystem.source)
 
     def _check_writable(self, number: int | None = None) -> None:
         if self._fs.options.read_only:
             raise failed(errno.EROFS)
         if number is not None and self._fs.immutability.refuses_changes(self._fs.inode(number)):
+            self._refusals.immutable(number)
             raise failed(errno.EPERM)
 
     async def _run(
@@ -93,7 +98,7 @@ class Mutations:
         """Record the attributes of an inode after a change by this mount. If its data are the same, open files continue
         with the new attributes.
 
-        `written`: the file stays mutable in this run.
+        `written`: the file stays mutable.
         """
         with self._metadata.index.update() as update:
             before = self._metadata.inode(update, number)

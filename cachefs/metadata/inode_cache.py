@@ -13,6 +13,7 @@ import stat
 from functools import partial
 
 from cachefs.contract.index import FIRST_POSITION, ROOT_INODE, Table
+from cachefs.metadata import written_files
 from cachefs.metadata.inode_paths import link_key, link_value, links_of, name_expires_ns
 from cachefs.metadata.inode_table import InodeTable, lookups_unpinned
 from cachefs.source.age import is_young
@@ -109,6 +110,8 @@ class InodeCache(InodeTable):
             if old is not None and all(mutable):
                 old = old._replace(flags=old.flags & ~(PINNED | IMMUTABLE), lookups=lookups_unpinned(old))
             inode = self._compared(number, old, now, pin and not any(mutable))
+            if self._was_written(update, old, now):
+                inode = inode._replace(flags=inode.flags | WRITTEN)
             if inode.flags & LISTED and self.mutable_names.may_come(self.paths.beneath(update, parent, name)):
                 inode = inode._replace(flags=inode.flags & ~LISTED)
             if self._is_immutable_on_open(inode) and not any(mutable):
@@ -131,6 +134,11 @@ class InodeCache(InodeTable):
         if now.nlink > 1 and not stat.S_ISDIR(now.mode):
             names.update(self.paths.names(view, number))
         return [self.mutable_names.matches(view, *each) for each in names]
+
+    def _was_written(self, view: View, old: Inode | None, now: Stat) -> bool:
+        """Was a file written in an earlier run, and not pinned since?"""
+        is_known = old is not None and (old.validated_run == self.run or old.flags & IMMUTABLE)
+        return not is_known and not self._read_only and stat.S_ISREG(now.mode) and written_files.is_marked(view, now)
 
     def withdraw_immutable_on_open(self, number: int) -> None:
         """A file is about to be opened for writing: the fast path must not answer an OPEN of it."""

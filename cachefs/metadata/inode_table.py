@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 
 from cachefs.contract.index import ROOT_INODE, Table
+from cachefs.metadata import written_files
 from cachefs.metadata.inode_paths import Paths, directory_of, has_name, link_key, link_value, links_of
 from cachefs.metadata.last_changes import LastChanges
 from cachefs.metadata.limit import InodeLimit
@@ -68,6 +69,7 @@ class InodeTable(Validity):
         self._retention = retention
         self._realtime_ns = clock.realtime_ns
         # constants
+        self._read_only = options.read_only
         self._settle_ns = options.settle_ns
         self._unpinned_timeout_ns = int(options.unpinned_timeout_s * NANOSECONDS)
         # state
@@ -133,6 +135,8 @@ class InodeTable(Validity):
 
     def put_inode(self, update: Update, inode: Inode) -> None:
         update.put(Table.INODES, inode_key(inode.number), inode.pack())
+        if inode.flags & (WRITTEN | UNLINKED) == WRITTEN:
+            written_files.mark(update, inode)
         if inode.is_directory:
             self.paths.note(inode)
         if self._retention is not None:
@@ -189,6 +193,8 @@ class InodeTable(Validity):
                 return inode
             inode = inode._replace(flags=inode.flags | UNLINKED)
             self.put_inode(update, inode)
+            if inode.flags & WRITTEN:
+                written_files.unmark(update, inode)
             if inode.flags & PINNED:
                 update.put(Table.META, _UNLINKED_MARK + inode_key(inode.number), FLAGS_PINNED)
         return inode
@@ -309,7 +315,7 @@ class InodeTable(Validity):
           the number, requests that go through the directory would fail with EIO. (A dropped file that gets another
           name is another version, and another inode.)
         - of a directory that has pinned names: the next object with its number would inherit them.
-        - of a file that was written: it stays mutable in this run, even if the kernel does not remember it.
+        - of a file that was written: it stays mutable, even if the kernel does not remember it.
         """
         inode = self.inode(update, number)
         if inode is None or number == ROOT_INODE or inode.flags & PINNED:

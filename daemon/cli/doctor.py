@@ -255,6 +255,7 @@ def mounted(mountpoint: str, status: dict[str, Any]) -> Iterator[Finding]:
         yield Finding("fast path of the mount", "none", "mount with the fast path: Python alone is 4 times slower")
     for key, name, advice in (
         ("errors", "cache errors", "see the log for the first of each kind: the disk may be full or broken"),
+        ("refused_changes", "refused changes", "see the log for the files: use --mutable for what jobs write to again"),
         ("stale_reads", "stale reads", "use --mutable or --profile changing: the dataset changes while it is read"),
         ("corrupt_records", "corrupt records", "replace the local disk: it returns other bytes than were written"),
         ("source_stuck_calls", "stuck calls", "check the parallel filesystem: it hangs on this node"),

@@ -61,6 +61,7 @@ METRICS = (
     MetricSpec("metadata_evictions", "cachefs_evicted_inodes", "Inodes unpinned to pin others"),
     MetricSpec("errors", "cachefs_cache_errors", "Failures of the cache, made good from the source"),
     MetricSpec("corrupt_records", "cachefs_corrupt_records", "Corrupt records found on the local disk"),
+    MetricSpec("refused_changes", "cachefs_refused_changes", "Changes refused with EPERM because a file is immutable"),
     MetricSpec("stale_reads", "cachefs_stale_reads", "Reads answered ESTALE because the source had changed"),
     MetricSpec("uptime_s", "cachefs_uptime_seconds", "Time since the daemon started", counter=False),
     MetricSpec("pinned_inodes", "cachefs_pinned_inodes", "Inodes with pinned metadata", counter=False),

@@ -354,10 +354,8 @@ def open_(index: Index, view: View, number: int, flags: int) -> Answer | None:
     record = index.inode(view, number)
     if record is None or not index.validity.remaining_ns(record) or not index.is_immutable(record):
         return None
-    if record.flags & UNLINKED:
+    if record.flags & UNLINKED or flags & os.O_ACCMODE != os.O_RDONLY or flags & os.O_TRUNC:
         return None
-    if flags & os.O_ACCMODE != os.O_RDONLY or flags & os.O_TRUNC:
-        return None if index.mount.read_only else Answer(errno.EPERM, b"")
     young = age.is_young(record, NOW_NS, index.mount.settle_ns)
     return Answer(0, struct.pack("<Q2I", FAST_HANDLE | number, NOFLUSH | KEEP_CACHE * (not young), 0))
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import Mount, raises_errno, settle, small_disk, wait_for
+from tests.conftest import Mount, cachefs, raises_errno, settle, small_disk, wait_for
 
 MakeMount = Callable[..., Mount]
 
@@ -165,8 +165,8 @@ def test_what_other_nodes_write_to_a_mutable_file_shows_up(mount: MakeMount, sou
     wait_for(lambda: read(m.path / "job.log"), lambda content: content == b"line 1\nline 2\n")
 
 
-@pytest.mark.promise("EX-9")
-def test_a_file_written_through_this_mount_stays_mutable_until_a_restart(mount: MakeMount, source: Path) -> None:
+@pytest.mark.promise("EX-9", "EX-13")
+def test_a_file_written_through_this_mount_stays_mutable_until_it_is_pinned(mount: MakeMount, source: Path) -> None:
     m = mount(source)
     path = m.path / "checkpoint"
     for generation in range(3):
@@ -175,7 +175,78 @@ def test_a_file_written_through_this_mount_stays_mutable_until_a_restart(mount: 
     settle()
     m.remount()
     assert read(path) == b"weights 2"
+    path.write_bytes(b"weights 3")
+    m.remount()
+    cachefs("pin", path)
+    assert read(path) == b"weights 3"
     raises_errno(errno.EPERM, lambda: path.write_bytes(b"x"))
+    m.remount()
+    assert read(path) == b"weights 3"
+    raises_errno(errno.EPERM, lambda: path.write_bytes(b"x"))
+
+
+@pytest.mark.promise("EX-13")
+@pytest.mark.parametrize("how", ["renamed", "truncated", "unpinned", "killed"])
+def test_what_was_written_is_mutable_in_the_next_run(mount: MakeMount, source: Path, how: str) -> None:
+    m = mount(source)
+    path = m.path / "d0/f00000"
+    if how == "renamed":  # as editors and torch.save wrappers do
+        (m.path / "d0/new").write_bytes(b"new")
+        (m.path / "d0/new").rename(path)
+    elif how == "truncated":
+        os.truncate(path, 3)
+    elif how == "unpinned":
+        read(path)
+        raises_errno(errno.EPERM, lambda: path.write_bytes(b"x"))
+        cachefs("unpin", path)
+    else:
+        path.write_bytes(b"new")
+        m.flush()
+        m.kill()
+        m.start()  # takes over
+    settle()
+    m.remount()
+    old = read(path)
+    path.write_bytes(b"once more")
+    assert read(path) == b"once more" != old
+    assert os.getxattr(path, "user.cachefs.state") == b"written"
+
+
+@pytest.mark.promise("EX-13")
+@pytest.mark.parametrize("where", ["here", "at the source"])
+def test_a_new_file_with_the_number_of_a_written_one_is_another_file(
+    mount: MakeMount, source: Path, where: str
+) -> None:
+    """ext4 gives the inode number of a removed file to the next one."""
+    m = mount(source)
+    (m.path / "d0/checkpoint").write_bytes(b"weights")
+    number = (source / "d0/checkpoint").stat().st_ino
+    m.flush()
+    ((m.path if where == "here" else source) / "d0/checkpoint").unlink()
+    made = [source / f"d0/made{each}" for each in range(200)]
+    for each in made:
+        each.write_bytes(b"data")
+    settle()
+    m.remount()
+    for each in made:
+        path = m.path / each.relative_to(source)
+        read(path)
+        raises_errno(errno.EPERM, lambda path=path: path.write_bytes(b"x"))
+    assert number in {each.stat().st_ino for each in made}
+
+
+@pytest.mark.promise("EX-13")
+def test_on_a_read_only_mount_a_written_file_is_immutable(mount: MakeMount, source: Path) -> None:
+    m = mount(source)
+    (m.path / "d0/checkpoint").write_bytes(b"weights")
+    settle()
+    m.remount("--read-only")
+    path = m.path / "d0/checkpoint"
+    assert read(path) == b"weights" and os.getxattr(path, "user.cachefs.state") == b"immutable"
+    m.flush()
+    m.drop_caches()
+    before = m.ops()
+    assert read(path) == b"weights" and m.ops() == before
 
 
 # --- what is pinned --------------------------------------------------------------------------------------------------

@@ -148,11 +148,9 @@ static enum outcome serve_open(struct worker *worker, const struct request *requ
         reply(worker->fastpath->device, unique, 0, &out, sizeof out);
         return TAKEN;
     }
-    if (!remaining_ns(&worker->view, &record) || !is_immutable(&worker->view, &record) || (record.flags & UNLINKED))
+    if (!opens_for_reading(in) || !remaining_ns(&worker->view, &record) || !is_immutable(&worker->view, &record))
         return PASS;
-    if (opens_for_reading(in))
-        return answer(worker, request, 0, &out, sizeof out);
-    return mounted_with(worker, READ_ONLY) ? PASS : answer(worker, request, EPERM, NULL, 0);
+    return record.flags & UNLINKED ? PASS : answer(worker, request, 0, &out, sizeof out);
 }
 
 static enum outcome serve_opendir(struct worker *worker, const struct request *request)
