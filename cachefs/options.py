@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from cachefs.contract.shared import SETTLE_NS
 from cachefs.system.clock import NANOSECONDS
-from policies.globs import Globs
+from policies.globs import AllExcept, Globs
 from policies.prefetch import GRAPH, LISTENING
 
 MIB = 1 << 20
@@ -31,6 +31,8 @@ class Options:
     cache_size_bytes: int = 1 << 40
     read_only: bool = False
     mutable: Globs = field(default_factory=lambda: Globs(()))
+    immutable: Globs = field(default_factory=lambda: Globs(()))
+    """If there are any, only these paths may become immutable."""
     small_file_bytes: int = 1 * MIB
     attr_timeout_s: float = 1.0
     """How long a record is valid that is not pinned. `inf` only on read-only mounts."""
@@ -91,7 +93,12 @@ class Options:
     def is_complete(self) -> bool:
         """Is each file pinned as soon as it is looked up, and immutable from then on?"""
         full = self.metadata_limit is not None and self.metadata_retention == "no-replacement"
-        return self.pins_everything and not self.mutable and not full
+        return self.pins_everything and not self.mutable_paths and not full
+
+    @property
+    def mutable_paths(self) -> Globs:
+        """Paths that never become immutable."""
+        return AllExcept(self.immutable.patterns, self.mutable) if self.immutable else self.mutable
 
     @property
     def pins_files(self) -> bool:

@@ -108,7 +108,7 @@ class Session:
     ) -> None:
         """Open index and source, mount, and serve until that ends."""
         size, snapshot = self.config.cache_size_bytes, self.config.metadata_snapshot
-        patterns = self.config.options.mutable.patterns
+        patterns = self.config.options.mutable_paths.patterns
         if snapshot is not None and mount.is_new:
             root_inode = (await ask_source(self.config, os.fstat, mount.source_fd)).st_ino
             directory.import_snapshot(snapshot, blob, root_inode, patterns)

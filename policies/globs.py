@@ -1,4 +1,4 @@
-"""Globs with which users select paths: what stays mutable (`--mutable`), the partitions of a graph.
+"""Globs with which users select paths: what stays mutable (`--mutable`, `--immutable`), the partitions of a graph.
 
 A pattern without a slash matches a name at any depth (`*.log`); one with a slash matches the path from the root of
 the mount (`runs/*/checkpoints`), where `*` and `?` stay within one component and `**` crosses any number of them.
@@ -6,7 +6,7 @@ A pattern that matches a directory includes everything beneath it. The rules are
 """
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 
 
 class InvalidGlob(ValueError):
@@ -137,3 +137,46 @@ class Globs:
         """May any name in a directory match, existing or not?"""
         prefix = directory + b"/" if directory else b""
         return self.matches(directory) or any(expression.fullmatch(prefix) for expression in self._holders)
+
+
+class AllExcept(Globs):
+    """All paths but those that match `patterns`; of these, again those that match `also`.
+
+    A directory that leads to a pattern is an exception as well: `data/raw/**` excepts `data` and `data/raw`, as far as
+    their names are free of wildcards.
+    """
+
+    def __init__(self, patterns: Iterable[str], also: Globs) -> None:
+        given = tuple(patterns)
+        super().__init__(also.patterns)
+        self._exceptions = Globs(_with_directory(pattern) for pattern in given)
+        self._leading = {directory.encode("utf-8", "surrogateescape") for each in given for directory in _leading(each)}
+        self.patterns = (*(f"immutable:{pattern}" for pattern in given), *also.patterns)
+
+    def __bool__(self) -> bool:
+        return True
+
+    def matches(self, path: bytes) -> bool:
+        excepted = path in self._leading or self._exceptions.matches(path)
+        return not excepted or super().matches(path)
+
+    def reach_beneath(self, directory: bytes) -> bool:
+        return True
+
+    def match_within(self, directory: bytes) -> bool:
+        return not self._exceptions.matches(directory) or super().match_within(directory)
+
+
+def _with_directory(pattern: str) -> str:
+    """`data/**` also for the directory itself."""
+    directory = pattern.removesuffix("/**")
+    return directory if directory == pattern or "/" in directory else "/" + directory
+
+
+def _leading(pattern: str) -> Iterator[str]:
+    """The directories that lead to what a pattern with a slash matches, up to the first wildcard."""
+    components, is_path = _components(pattern)
+    for count in range(1, len(components) if is_path else 0):
+        if any(each in "*?[" for each in components[count - 1]):
+            return
+        yield "/".join(components[:count])

@@ -74,7 +74,7 @@ class InodeTable(Validity):
         self._unpinned_timeout_ns = int(options.unpinned_timeout_s * NANOSECONDS)
         # state
         self.paths = Paths(run.number, clock.monotonic_ns)
-        self.mutable_names = MutableNames(options.mutable, self.paths)
+        self.mutable_names = MutableNames(options.mutable_paths, self.paths)
         self.changes = LastChanges(clock.monotonic_ns)
         self._restless: set[int] = set()
         """Directories whose permissions have changed in this run: valid for two seconds at a time (permissions.py)."""

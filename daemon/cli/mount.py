@@ -73,6 +73,8 @@ def _check_combination(given: Mapping[str, Any]) -> None:
         raise click.UsageError("--metadata-snapshot needs --read-only: other mounts do not pin names and listings")
     if given["metadata_snapshot"] is not None and limit is not None:
         raise click.UsageError("--metadata-snapshot and --metadata-limit exclude each other")
+    if given["profile"] == settings.WORKSPACE and not given["immutable"]:
+        raise click.UsageError("--profile workspace needs --immutable GLOB for the files that jobs only read")
     if given["metadata_retention"] is not None and limit is None:
         raise click.UsageError("--metadata-retention needs --metadata-limit")
     prefetch = prefetch_policies.GRAPH if given["prefetch_graph"] is not None else given["prefetch"]
@@ -85,10 +87,6 @@ def _options(given: Mapping[str, Any]) -> Options:
     retention, prefetch, graph = given["retention"], given["prefetch"], _graph(given["prefetch_graph"])
     if given["prefetch_graph"] is not None:
         prefetch, retention = prefetch_policies.GRAPH, retention or "retire"
-    try:
-        globs = Globs(given["mutable"])
-    except InvalidGlob as error:
-        raise click.UsageError(f"--mutable: {error}") from None
     attr_timeout = given["attr_timeout"]
     return Options(
         cache=CacheLevel(given["cache"]),
@@ -98,7 +96,8 @@ def _options(given: Mapping[str, Any]) -> Options:
         prefetch=prefetch or "sequential",
         graph=graph,
         read_only=given["read_only"],
-        mutable=globs,
+        mutable=_globs("mutable", given),
+        immutable=_globs("immutable", given),
         small_file_bytes=given["small_file"],
         attr_timeout_s=attr_timeout if attr_timeout is not None else (math.inf if given["read_only"] else 1.0),
         revalidate=Revalidate(given["revalidate"]),
@@ -109,6 +108,13 @@ def _options(given: Mapping[str, Any]) -> Options:
         reconnect_timeout_s=given["reconnect_timeout"],
         settle_ns=round(given["minimum_age"] * NANOSECONDS),
     )
+
+
+def _globs(option: str, given: Mapping[str, Any]) -> Globs:
+    try:
+        return Globs(given[option])
+    except InvalidGlob as error:
+        raise click.UsageError(f"--{option}: {error}") from None
 
 
 def _graph(file: TextIO | None) -> tuple[str, ...]:
@@ -156,9 +162,9 @@ def _check_package() -> None:
     default="training",
     is_eager=True,
     callback=settings.use_profile,
-    help="Set defaults for a use. training: files are immutable once read. inference: files never change "
-    "(--read-only --revalidate never). changing: the dataset changes, nothing is pinned (--cache none --attr-timeout 1 "
-    "--prefetch none).",
+    help="Set defaults for a use. training: files are immutable once read. workspace: only files that --immutable "
+    "matches are, beside results that change. inference: files never change (--read-only --revalidate never). "
+    "changing: the dataset changes, nothing is pinned (--cache none --attr-timeout 1 --prefetch none).",
 )
 @click.option(
     "--cache-dir",
@@ -221,6 +227,12 @@ def _check_package() -> None:
     multiple=True,
     metavar="GLOB",
     help="Never make these paths immutable, and never cache them, e.g. '*.log' or 'runs/**'. Repeatable.",
+)
+@click.option(
+    "--immutable",
+    multiple=True,
+    metavar="GLOB",
+    help="Make only these paths immutable once read, e.g. 'data/**'; all others are as with --mutable. Repeatable.",
 )
 @click.option(
     "--small-file",

@@ -82,6 +82,10 @@ class MountConfig:
         return found
 
 
+RESTORED = {"graph": tuple, "cache": CacheLevel, "revalidate": Revalidate, "mutable": Globs, "immutable": Globs}
+"""Fields of Options that JSON keeps as text."""
+
+
 def save(mount_config: MountConfig, path: Path) -> None:
     """Store the configuration for the next daemon of the mount."""
     private_files.write_file(path, json.dumps(asdict(mount_config), default=_plain, indent=2).encode())
@@ -92,7 +96,7 @@ def load(path: Path) -> MountConfig:
     try:
         with open(path, encoding="utf-8", opener=private_files.opener) as file:
             fields = json.load(file)
-        for name, restore in {"graph": tuple, "cache": CacheLevel, "revalidate": Revalidate, "mutable": Globs}.items():
+        for name, restore in RESTORED.items():
             if name in fields["options"]:
                 fields["options"][name] = restore(fields["options"][name])
         for name in ("cache_dir", "config_file", "metadata_snapshot"):

@@ -17,8 +17,10 @@ from daemon.config.config import MountConfig, Setting, format_size
 from daemon.config.parameters import SIZE
 
 COMMAND_LINE, DEFAULT = "command line", "default"
+WORKSPACE = "workspace"
 PROFILES: dict[str, dict[str, Any]] = {
     "training": {},
+    WORKSPACE: {},
     "inference": {"read_only": True, "revalidate": "never"},
     "changing": {"cache": "none", "attr_timeout": 1.0, "prefetch": "none"},
 }

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from policies.admission import Capacity
-from policies.globs import Globs, InvalidGlob
+from policies.globs import AllExcept, Globs, InvalidGlob
 
 
 @given(st.lists(st.integers(1, 1000), max_size=50), st.integers(0, 10_000))
@@ -44,6 +44,34 @@ def test_globs(pattern: str, yes: list[str], no: list[str]) -> None:
     globs = Globs([pattern])
     assert [path for path in yes if not globs.matches(path.encode())] == []
     assert [path for path in no if globs.matches(path.encode())] == []
+
+
+@pytest.mark.promise("EX-14")
+@pytest.mark.parametrize(
+    ("patterns", "immutable", "mutable"),
+    [
+        (["data/**"], ["data", "data/a", "data/a/b"], ["", "a", "other/data", "database"]),
+        (["data"], ["data", "data/a", "x/data/b"], ["x", "database"]),
+        (["a/b/**"], ["a", "a/b", "a/b/c"], ["a/c", "b"]),
+        (["a/*/c"], ["a", "a/x/c", "a/x/c/d"], ["a/x", "a/x/d"]),
+        (["*.jpg"], ["x.jpg", "a/b/x.jpg"], ["x", "a", "a/b"]),
+        (["**/raw/**"], ["raw", "a/raw", "a/raw/x"], ["a", "a/b"]),
+        (["data/**", "*.jpg"], ["data/x", "x.jpg"], ["x", "data/x.log", "x.log"]),
+    ],
+)
+def test_all_paths_but_some_are_mutable(patterns: list[str], immutable: list[str], mutable: list[str]) -> None:
+    globs = AllExcept(patterns, Globs(["*.log"]))
+    assert globs
+    assert [path for path in immutable if globs.matches(path.encode())] == []
+    assert [path for path in mutable if not globs.matches(path.encode())] == []
+    for path in mutable:
+        directory = path.rpartition("/")[0].encode()
+        assert globs.match_within(directory) and globs.reach_beneath(directory)
+
+
+def test_other_patterns_are_recorded_as_others() -> None:
+    recorded = {globs.patterns for globs in (Globs(["a"]), AllExcept(["a"], Globs([])), AllExcept(["a"], Globs(["a"])))}
+    assert len(recorded) == 3
 
 
 @pytest.mark.promise("EX-1")

@@ -1,0 +1,144 @@
+"""`--profile workspace --immutable GLOB`: a dataset and the results of jobs on one mount. Files that grow."""
+
+import errno
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import Mount, cachefs, raises_errno, settle, wait_for
+
+MakeMount = Callable[..., Mount]
+WORKSPACE = ("--profile", "workspace", "--immutable", "data/**")
+
+
+@pytest.fixture
+def tree(source: Path) -> Path:
+    for name in ("data/train", "data/val", "runs"):
+        (source / name).mkdir(parents=True)
+    for name in ("data/train/a", "data/val/b", "runs/checkpoint", "script.py"):
+        (source / name).write_bytes(name.encode() * 1000)
+    settle()
+    return source
+
+
+def state(path: Path) -> str:
+    return os.getxattr(path, "user.cachefs.state").decode()
+
+
+@pytest.mark.promise("EX-14")
+def test_only_what_matches_is_immutable(mount: MakeMount, tree: Path) -> None:
+    m = mount(tree, *WORKSPACE)
+    for name in ("data/train/a", "data/val/b"):
+        assert (m.path / name).read_bytes() == name.encode() * 1000
+        raises_errno(errno.EPERM, lambda name=name: (m.path / name).write_bytes(b"new"))
+        assert state(m.path / name) == "immutable"
+    for name in ("runs/checkpoint", "script.py"):
+        for content in (b"one", b"the second"):
+            (m.path / name).read_bytes()
+            (m.path / name).write_bytes(content)
+            assert (m.path / name).read_bytes() == (tree / name).read_bytes() == content
+        (tree / name).write_bytes(b"of another node")
+        wait_for((m.path / name).read_bytes, lambda content: content == b"of another node")
+    assert m.flush()["cached_files"] == 2
+
+
+@pytest.mark.promise("EX-14")
+def test_a_second_epoch_does_not_ask_the_source(mount: MakeMount, tree: Path) -> None:
+    """The directories that lead to the dataset are pinned as well."""
+    m = mount(tree, *WORKSPACE)
+    (m.path / "data/train/a").read_bytes()
+    m.flush()
+    for _ in range(2):  # the first one compares directories that changed lately once more
+        settle()
+        m.drop_caches()
+        before = m.ops()
+        assert (m.path / "data/train/a").read_bytes() == b"data/train/a" * 1000
+    assert m.ops() == before
+
+
+@pytest.mark.promise("EX-14")
+def test_mutable_has_precedence(mount: MakeMount, tree: Path) -> None:
+    m = mount(tree, "--immutable", "data/**", "--mutable", "data/val/**")
+    (m.path / "data/val/b").read_bytes()
+    (m.path / "data/val/b").write_bytes(b"new")
+    assert (m.path / "data/val/b").read_bytes() == b"new"
+    (m.path / "data/train/a").read_bytes()
+    raises_errno(errno.EPERM, lambda: (m.path / "data/train/a").write_bytes(b"new"))
+
+
+@pytest.mark.promise("EX-14")
+@pytest.mark.parametrize("how", ["take-over", "remount"])
+def test_it_holds_for_the_next_daemon(mount: MakeMount, tree: Path, how: str) -> None:
+    m = mount(tree, *WORKSPACE)
+    if how == "take-over":
+        cachefs("restart", m.path)
+        m.pid = m.status()["pid"]
+    else:
+        m.remount(*WORKSPACE)
+    (m.path / "script.py").read_bytes()
+    (m.path / "script.py").write_bytes(b"new")
+    (m.path / "data/train/a").read_bytes()
+    raises_errno(errno.EPERM, lambda: (m.path / "data/train/a").write_bytes(b"new"))
+
+
+@pytest.mark.promise("EX-14")
+def test_what_an_earlier_mount_made_immutable_is_mutable_where_nothing_matches(mount: MakeMount, tree: Path) -> None:
+    m = mount(tree)
+    (m.path / "script.py").read_bytes()
+    raises_errno(errno.EPERM, lambda: (m.path / "script.py").write_bytes(b"new"))
+    m.flush()
+    m.remount(*WORKSPACE)
+    (m.path / "script.py").write_bytes(b"new")
+    assert (m.path / "script.py").read_bytes() == (tree / "script.py").read_bytes() == b"new"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--profile", "workspace"], "--profile workspace needs --immutable GLOB"),
+        (["--immutable", "../x"], "--immutable: '../x' can match nothing"),
+    ],
+)
+def test_bad_options_are_one_line(tmp_path: Path, arguments: list[str], says: str) -> None:
+    done = cachefs("mount", tmp_path, tmp_path, *arguments, check=False)
+    assert done.returncode == 2 and says in done.stderr and "Traceback" not in done.stderr
+    assert not os.path.ismount(tmp_path)
+
+
+# --- files that grow -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.promise("EX-15")
+@pytest.mark.parametrize(
+    "arguments",
+    [["--mutable", "*.log"], ["--profile", "changing"], [*WORKSPACE], ["--read-only", "--mutable", "*.log"]],
+    ids=["mutable", "changing", "workspace", "read-only, mutable"],
+)
+def test_tail_shows_what_another_node_appends(mount: MakeMount, tree: Path, arguments: list[str]) -> None:
+    (tree / "train.log").write_text("epoch 0\n")
+    m = mount(tree, *arguments)
+    with open(m.path / "train.log", "rb", buffering=0) as log:  # stays open, as `tail -f` keeps it
+        assert log.read() == b"epoch 0\n"
+        for epoch in range(1, 4):
+            with open(tree / "train.log", "a") as appended:
+                appended.write(f"epoch {epoch}\n")
+            wait_for(lambda: os.fstat(log.fileno()).st_size, lambda size, epoch=epoch: size == 8 * (epoch + 1))
+            assert log.read() == b"epoch %d\n" % epoch
+
+
+@pytest.mark.promise("EX-15")
+@pytest.mark.parametrize("mode", [["--read-only"], []], ids=["read-only", "read-write"])
+def test_an_immutable_file_does_not_grow(mount: MakeMount, tree: Path, mode: list[str]) -> None:
+    (tree / "train.log").write_text("epoch 0\n")
+    settle()
+    m = mount(tree, *mode)
+    assert (m.path / "train.log").read_bytes() == b"epoch 0\n"
+    m.flush()
+    with open(tree / "train.log", "a") as appended:
+        appended.write("epoch 1\n")
+    settle()
+    assert (m.path / "train.log").read_bytes() == b"epoch 0\n"
+    cachefs("invalidate", m.path / "train.log")
+    assert (m.path / "train.log").read_bytes() == b"epoch 0\nepoch 1\n"
