@@ -69,7 +69,7 @@ def test_mutable_has_precedence(mount: MakeMount, tree: Path) -> None:
 
 
 @pytest.mark.promise("EX-14")
-@pytest.mark.parametrize("how", ["take-over", "remount"])
+@pytest.mark.parametrize("how", [pytest.param("take-over", marks=pytest.mark.fastpath), "remount"])
 def test_it_holds_for_the_next_daemon(mount: MakeMount, tree: Path, how: str) -> None:
     m = mount(tree, *WORKSPACE)
     if how == "take-over":
