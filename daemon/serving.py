@@ -197,6 +197,7 @@ class Serving:
         options, index = components.options, components.opened.index
         started: list[tasks.Task] = [
             connection.run,
+            self._configuration.follow,
             components.writes.run,
             hints.run,
             components.young.run,

@@ -11,13 +11,15 @@ import signal
 import socket
 import time
 from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import click
 import trio
 
 from cachefs.errors import CacheFsError
+from cachefs.system.threads import in_thread
 from daemon.config import config
 from daemon.config.config import MountConfig
 from daemon.control import server
@@ -29,6 +31,9 @@ from daemon.wiring import Components
 log = logging.getLogger(__name__)
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
+READ_TIMEOUT_S = 10.0
+MAX_READERS = 8
+"""Threads that read the configuration file: one that hangs stays."""
 Reread = Callable[[MountConfig], tuple[MountConfig, list[str]]]
 """Reads the configuration file again. Returns the new configuration, and the changed options that need a new mount.
 Raises click.ClickException if the file is invalid."""
@@ -89,9 +94,7 @@ class Lifecycle:
         async for number in signals:
             if number == signal.SIGHUP:
                 if self.is_serving:
-                    service_manager.notify("RELOADING=1", f"MONOTONIC_USEC={time.monotonic_ns() // 1000}")
                     self._reload()
-                    service_manager.notify("READY=1")
             elif number == signal.SIGUSR1 and self._can_leave:
                 log.info("leaving this mount to another daemon")
                 self.leave()
@@ -113,17 +116,42 @@ class Configuration:
     host: FastPathHost | None
     default_size: Callable[[], int]
     """The size of the cache in bytes, if the configuration has none."""
+    _wanted: trio.Event = field(default_factory=trio.Event)
+    _readers: trio.CapacityLimiter = field(default_factory=lambda: trio.CapacityLimiter(MAX_READERS))
 
     def reload(self) -> None:
-        """Read the configuration file again."""
+        """Read the configuration file again, soon."""
+        self._wanted.set()
+
+    async def follow(self) -> None:
+        """A task: for ever."""
+        while True:
+            await self._wanted.wait()
+            self._wanted = trio.Event()
+            service_manager.notify("RELOADING=1", f"MONOTONIC_USEC={time.monotonic_ns() // 1000}")
+            try:
+                if (read := await self._read()) is not None:
+                    self._apply(*read)
+            finally:
+                service_manager.notify("READY=1")
+
+    async def _read(self) -> tuple[MountConfig, list[str]] | None:
+        """What `reread` returns. None: the configuration stays as it is.
+
+        In a thread: the file may be a FIFO, or lie on a filesystem that hangs, or on this very mount.
+        """
         try:
-            now, waiting = self.reread(self.now)
+            with trio.fail_after(READ_TIMEOUT_S):
+                return await in_thread(partial(self.reread, self.now), abandon_on_cancel=True, limiter=self._readers)
         except click.ClickException as error:
             log.error("the configuration is unchanged: %s", error.format_message())
-            return
+        except trio.TooSlowError:
+            log.error("the configuration is unchanged: %s does not answer", self.now.config_file)
         except Exception:
             log.exception("bug in the configuration, which is unchanged")  # the mount does not end for that
-            return
+        return None
+
+    def _apply(self, now: MountConfig, waiting: list[str]) -> None:
         before, self.now = self.now, now
         logging.getLogger().setLevel(now.log_level.upper())
         self.components.call_pool.timeout_s = now.options.source_timeout_s

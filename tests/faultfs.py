@@ -11,8 +11,8 @@ while FAULTS/rctime exists, it is the extended attribute ceph.dir.rctime of ever
 while FAULTS/enotconn exists, STATFS fails with ENOTCONN;
 while FAULTS/edquot exists, FLUSH fails with EDQUOT;
 while FAULTS/fsync exists, FSYNC and FSYNCDIR fail with EIO;
-while FAULTS/fails exists, each line of it, such as `read EIO d0/f00000`, says which operation (lookup, open, read or
-write) fails how for paths that end in this;
+while FAULTS/fails exists, each line of it, such as `read EIO d0/f00000`, says which operation (lookup, open, read,
+readdir or write) fails how for paths that end in this;
 while FAULTS/short exists, READ of paths that end in it returns half of what was asked for.
 """
 
@@ -99,6 +99,7 @@ class FaultFs(pyfuse3.Operations):
         return inode
 
     async def readdir(self, fh, start_id, token):
+        self.fail("readdir", self.paths[fh])
         names = sorted(os.listdir(self.paths[fh]))
         for index, name in enumerate(names[start_id:], start_id + 1):
             if not pyfuse3.readdir_reply(token, name, self.attributes(self.paths[fh] + b"/" + name), index):

@@ -10,6 +10,8 @@ from cachefs.contract.structs import Struct
 ROOT_INODE = 1
 FIRST_POSITION = 3
 """The position of the first name in a listing: 1 and 2 are "." and ".."."""
+MAX_NAME_BYTES = 511 - 8
+"""The longest key of LMDB holds an inode number and a name. Only a FUSE filesystem has longer names (up to 1,024)."""
 MAP_BYTES = 1 << 40
 """Address space, not disk: growing a map under live readers is unsafe (hazard 16)."""
 

@@ -35,6 +35,7 @@ from cachefs.source.call_pool import CallPool
 from cachefs.source.credentials import Caller
 from cachefs.source.directories import ROOT, Directory
 from cachefs.source.identity import Changed, Renamed, identity_of
+from cachefs.source.opening import component
 from cachefs.source.single_flight import Overtaken, SingleFlight
 from cachefs.source.source import Object, Source
 from cachefs.store.index.environment import View
@@ -191,6 +192,7 @@ class FileSystem:
     async def lookup(self, parent: int, name: bytes, caller: Caller | None = None) -> Entry:
         """`caller`: None for the daemon itself."""
         self.lookups += 1
+        component(name)
         directory = self.inode(parent)
         if self.metadata.is_pinned(directory):
             directory = await self.revalidated(parent, directory)

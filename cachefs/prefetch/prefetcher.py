@@ -80,14 +80,13 @@ class Prefetcher:
 
     async def _fetch(self, target: Target) -> None:
         async def take(number: int) -> list[int] | None:
-            with suppress(OSError):
+            found: list[int] = []
+            with suppress(OSError):  # as below; the other directories may be readable
                 entries = await self._engine.directories.entries(number)
-                found: list[int] = []
                 for start in range(0, len(entries), CHUNK_NAMES):
                     if not await self._request(entries[start : start + CHUNK_NAMES], target, found):
                         return None
-                return found if target.recursive else []
-            return None
+            return found if target.recursive else []
 
         with suppress(OSError):  # it was removed, or the source is gone: a reader gets the error
             inode = await self._fs.resolve(target.path)

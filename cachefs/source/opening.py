@@ -8,6 +8,7 @@ can write to the source cannot lead the daemon out of it. The caller compares wh
 import errno
 import os
 
+from cachefs.contract.index import MAX_NAME_BYTES
 from cachefs.errors import Busy
 from cachefs.source.identity import Changed
 from cachefs.system import syscalls
@@ -57,9 +58,14 @@ def _has_openat2() -> bool:
 
 
 def component(name: bytes) -> bytes:
-    """Check that a name leads to an entry of the directory that it is looked up in. Raises ENOENT for other names."""
+    """Check that a name leads to an entry of the directory that it is looked up in, and that the index can hold it.
+
+    Raises ENOENT or ENAMETOOLONG for other names.
+    """
     if name in (b"", b".", b"..") or b"/" in name:
-        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
+        raise OSError(errno.ENOENT, os.strerror(errno.ENOENT))
+    if len(name) > MAX_NAME_BYTES:
+        raise OSError(errno.ENAMETOOLONG, os.strerror(errno.ENAMETOOLONG))
     return name
 
 

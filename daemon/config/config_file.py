@@ -21,6 +21,8 @@ import click
 _NOT_IN_FILES = frozenset({"config", "help"})
 _PLACE, _VALUES = f"{__name__}.place", f"{__name__}.values"
 MAX_CHARACTERS = 1 << 20
+INTEGERS = 1 << 63
+"""Those of TOML have 64 bits."""
 
 
 class InvalidFile(click.UsageError):
@@ -65,7 +67,7 @@ def read(path: Path, context: click.Context) -> dict[str, Any]:
             text = file.read(MAX_CHARACTERS + 1)
         if len(text) > MAX_CHARACTERS:
             raise InvalidFile(path, None, "is too long for a configuration file")
-        values = tomllib.loads(text)
+        values = _parse(text)
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise InvalidFile(path, None, str(error)) from None
     parameters = {key_of(parameter): parameter for parameter in context.command.params if may_be_in_file(parameter)}
@@ -81,6 +83,18 @@ def read(path: Path, context: click.Context) -> dict[str, Any]:
             raise InvalidFile(path, _line_of(text, key), f"{key}: {error.message}") from None
         found[str(parameter.name)] = value
     return found
+
+
+def _parse(text: str) -> dict[str, Any]:
+    """Raises tomllib.TOMLDecodeError, also for what tomllib has no error for."""
+    try:
+        return tomllib.loads(text)
+    except RecursionError:
+        raise tomllib.TOMLDecodeError("nested too deeply") from None
+    except tomllib.TOMLDecodeError:
+        raise
+    except ValueError:  # Python converts no number of more than 4,300 digits
+        raise tomllib.TOMLDecodeError("contains a number that is too long") from None
 
 
 def may_be_in_file(parameter: click.Parameter) -> bool:
@@ -104,6 +118,8 @@ def _check(parameter: click.Parameter, value: Any, context: click.Context) -> No
             raise click.BadParameter('must be a list of strings, such as ["*.log"]')
     elif isinstance(value, bool) or not isinstance(value, str | int | float):
         raise click.BadParameter("must be a string or a number")
+    elif isinstance(value, int) and not -INTEGERS <= value < INTEGERS:
+        raise click.BadParameter("the number is too large")
     try:
         parameter.type_cast_value(context, value)
     except (TypeError, ValueError, OverflowError):  # a number where click expects a path; an infinite one

@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -55,3 +56,23 @@ def test_sighup_reads_the_file_again(mount: MakeMount, source: Path, tmp_path: P
     assert shown["retention"]["value"] == "no-replacement"
     assert (m.path / "d0/f00000").read_bytes() == (source / "d0/f00000").read_bytes()
     assert wait_for(m.status, lambda s: s["skipped_admissions"] > 0)["cached_files"] == 0
+
+
+def test_a_file_that_does_not_answer_delays_nobody(mount: MakeMount, source: Path, tmp_path: Path) -> None:
+    """Regression: the daemon read it in the thread that answers requests, and the mount hung."""
+    file = tmp_path / "set.toml"
+    file.write_text('cache-size = "64M"\n')
+    m = mount(source, "--config", file)
+    file.unlink()
+    os.mkfifo(file)
+    for _ in range(3):
+        os.kill(m.pid, signal.SIGHUP)
+        time.sleep(0.1)
+        began_s = time.monotonic()
+        (m.path / "new").write_bytes(b"written")
+        assert m.status()["pid"] == m.pid and time.monotonic() - began_s < 5
+    wait_for(m.log, lambda log: f"the configuration is unchanged: {file} does not answer" in log)
+    file.unlink()
+    file.write_text('cache-size = "32M"\n')
+    os.kill(m.pid, signal.SIGHUP)
+    wait_for(m.status, lambda status: status["cache_size_bytes"] == 32 << 20)

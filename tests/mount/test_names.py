@@ -1,12 +1,13 @@
 """Names that contain ESC or a line end, on a real mount: they can neither control a terminal nor forge output (B8)."""
 
+import errno
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.conftest import Mount, cachefs, settle
+from tests.conftest import Mount, cachefs, raises_errno, settle
 
 pytestmark = pytest.mark.promise("PE-17")
 
@@ -71,3 +72,20 @@ def test_b8_a_warm_up_reports_problems_on_one_line_each(mount: MakeMount, named:
     check(done.stderr + done.stdout)
     cachefs("warmup", m.path / NAMES[0], "--background", check=False)
     check(m.log())
+
+
+@pytest.mark.parametrize("arguments", [[], ["--read-only"]], ids=["read-write", "read-only"])
+def test_a_name_that_is_too_long_does_not_exist_and_fills_no_log(
+    mount: MakeMount, source: Path, arguments: list[str]
+) -> None:
+    """Regression: EIO and a traceback for each such name in the root of a read-only mount that was listed."""
+    m = mount(source, *arguments)
+    for directory in (m.path, m.path / "d0"):
+        os.listdir(directory)
+        for length in (504, 600, 1024):
+            raises_errno(errno.ENAMETOOLONG, (directory / ("a" * length)).stat)
+            raises_errno(errno.ENAMETOOLONG, (directory / ("a" * length) / "b").stat)
+    for command in ("info", "warmup"):
+        done = cachefs(command, m.path / ("a" * 600), check=False)
+        assert done.returncode == 1 and "too long" in done.stderr
+    assert "bug in" not in m.log()

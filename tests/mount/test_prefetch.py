@@ -85,6 +85,16 @@ def test_the_rest_of_a_directory_follows_its_first_file(mount: MakeMount, datase
     assert m.ops() == before
 
 
+@pytest.mark.promise("CL-10")
+def test_a_directory_that_cannot_be_listed_ends_nothing(mount: MakeMount, faulty: tuple[Path, Path]) -> None:
+    """Regression: such as lost+found, on the mount of a user. All directories behind it were left out."""
+    mountpoint, faults = faulty
+    (faults / "fails").write_text("readdir EACCES d0\nreaddir EIO d2\n")
+    m = mount(mountpoint, "--read-only", "--prefetch", "all")
+    fetched(m, 20)
+    wait_for(m.status, lambda s: s["prefetch"] == "idle")
+
+
 def test_a_file_that_changes_meanwhile_is_nobodys_problem(mount: MakeMount, source: Path) -> None:
     files = sorted(path for path in source.rglob("f*") if path.is_file())
     before = {path: path.read_bytes() for path in files[-5:]}

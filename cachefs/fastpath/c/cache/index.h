@@ -11,7 +11,7 @@
 
 #include "common/shared.h"
 
-#define MAX_KEY 511 /* LMDB's */
+#define MAX_KEY (MAX_NAME_BYTES + 8) /* LMDB's */
 #define FOREVER UINT64_MAX
 #define MAX_CHECKSUMS (CHUNK_BYTES / BLOCK_BYTES)
 

@@ -34,7 +34,7 @@ static enum outcome serve_lookup(struct worker *worker, const struct request *re
     struct dentry_record dentry;
     struct fuse_entry_out out = {0};
     uint64_t remaining = valid_inode(worker, request->header->nodeid, &parent);
-    if (!remaining)
+    if (!remaining || request->name_length > MAX_NAME_BYTES) /* Python answers ENAMETOOLONG */
         return PASS;
     bool known = view_dentry(view, request->header->nodeid, request->name, request->name_length, &dentry);
     if (!known && request->header->nodeid == ROOT_INODE)
