@@ -144,15 +144,16 @@ class Client:
         """Find out how much of these is cached. Fetches no data, but names that are not known."""
         return self._warm_up("check", paths, on_progress, metadata_only=metadata_only)
 
-    def will_read(self, paths: Iterable[Path]) -> int:
+    def will_read(self, paths: Iterable[Path], *, replace: bool = True) -> int:
         """Announce files that will be read, in this order: they are fetched ahead of the reader, while there is room.
 
-        Returns at once, with the number of files. Replaces the files of the last call; an empty list cancels them.
+        Returns at once, with the number of files. `replace`: forget the files of earlier calls, of other processes too;
+        an empty list cancels them. Otherwise these follow them.
         """
         inside = self._inside(paths)
         batch = list(islice(inside, HINTS_A_REQUEST))
         with self._connected() as connection:
-            noted = connection.ask("will_read", paths=batch, anew=True)["noted"]
+            noted = connection.ask("will_read", paths=batch, anew=replace)["noted"]
             while batch := list(islice(inside, HINTS_A_REQUEST)):
                 noted += connection.ask("will_read", paths=batch, anew=False)["noted"]
         return int(noted)

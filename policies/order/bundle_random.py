@@ -6,6 +6,7 @@ bundles of at least 0.1 of the dataset; bundles of 0.01 reduce it. docs/POLICIES
 """
 
 from collections.abc import Iterator
+from itertools import chain, cycle, islice
 from math import ceil
 from random import Random
 
@@ -13,7 +14,7 @@ from policies.order.epoch import Order
 
 
 class BundleRandom(Order[int]):
-    """Indices 0 to `size` - 1, each once per epoch; rank r gets every `world_size`-th one. For `sampler=`."""
+    """Indices 0 to `size` - 1; rank r gets every `world_size`-th one, as from DistributedSampler. For `sampler=`."""
 
     def __init__(
         self,
@@ -25,28 +26,40 @@ class BundleRandom(Order[int]):
         rank: int = 0,
         world_size: int = 1,
         drop_last: bool = False,
+        pad: bool = True,
     ) -> None:
-        """`bundle_ratio`: of the dataset, 0 (exclusive) to 1. `drop_last`: omit what would make ranks unequal."""
-        super().__init__(seed=seed, rank=rank, world_size=world_size)
-        if size < 0 or not 0 < bundle_ratio <= 1:
-            raise ValueError(
-                f"the size ({size}) must not be negative, and the bundle ratio ({bundle_ratio}) must be within (0, 1]"
-            )
-        self._size = size // world_size * world_size if drop_last else size
-        self._total = size
+        """`bundle_ratio`: of the dataset, 0 (exclusive) to 1.
+
+        `alternate`: without it an LRU cache misses more with small bundles than with random permutations.
+        """
+        super().__init__(
+            size,
+            seed=seed,
+            rank=rank,
+            world_size=world_size,
+            drop_last=drop_last,
+            pad=pad,
+            bundle_ratio=bundle_ratio,
+            alternate=alternate,
+        )
+        if not 0 < bundle_ratio <= 1:
+            raise ValueError(f"the bundle ratio ({bundle_ratio}) must be within (0, 1]")
         self._bundle = max(1, ceil(size * bundle_ratio))
         self._alternate = alternate
 
     def __len__(self) -> int:
-        return len(range(self.rank, self._size, self.world_size))
+        return len(range(self.rank, self._total(self._size), self.world_size))
 
     def _items(self, random: Random) -> Iterator[int]:
-        starts = range(0, self._total, self._bundle)
-        position = 0
+        order = self._whole(random)
+        total = self._total(self._size)
+        first = list(islice(order, max(0, total - self._size)))  # are repeated
+        return islice(chain(first, order, cycle(first)), self.rank, total, self.world_size)
+
+    def _whole(self, random: Random) -> Iterator[int]:
+        """The epoch of all ranks."""
+        starts = range(0, self._size, self._bundle)
         for start in reversed(starts) if self._alternate and self.epoch % 2 else starts:
-            bundle = list(range(start, min(start + self._bundle, self._total)))
+            bundle = list(range(start, min(start + self._bundle, self._size)))
             random.shuffle(bundle)
-            for index in bundle:
-                if position < self._size and position % self.world_size == self.rank:
-                    yield index
-                position += 1
+            yield from bundle

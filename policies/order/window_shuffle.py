@@ -1,60 +1,146 @@
 """Windowed shuffle: a few groups (row groups, shards) are open at a time, and samples are drawn from them at random.
 
-A group is read as a whole, and stays in memory while it is in the window. So a shuffled epoch needs no more reads than
-a sequential one. Petastorm does the same, but its workers draw with replacement: several workers saw 63 % of the data
-in one epoch. Here groups are dealt to ranks and workers, and each sample occurs exactly once.
+A group is read as a whole, and stays in memory while it is in the window. When its last sample is drawn, the next group
+takes its place. So a shuffled epoch needs no more reads than a sequential one, and samples mix across the whole epoch.
+Petastorm does the same, but its workers draw with replacement: several workers saw 63 % of the data in one epoch. Here
+the groups are dealt to ranks and workers, and each sample occurs exactly once.
 """
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from hashlib import sha256
 from itertools import accumulate
 from random import Random
 
 from policies.order.epoch import Order
 
 
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Samples `start` to `stop` of a group: a whole group, or the part that one share has of it."""
+
+    group: int
+    start: int
+    stop: int
+
+
 class WindowShuffle(Order[int]):
     """Indices of samples, numbered through all groups: sample j of group i is `sum(groups[:i]) + j`.
 
-    A share belongs to a rank, or to a worker of a rank (`rank * workers + worker` of `world_size * workers`). A
-    DataLoader with this as `sampler=` divides it among its workers itself. Shares differ by whole groups.
+    The groups of an epoch are shuffled, laid end to end, and cut into one share for each rank. A group that lies across
+    a cut is read by both ranks. A DataLoader with this as `sampler=` divides the share among its workers itself. In an
+    IterableDataset each worker makes one, with `worker` and `workers`: the share is cut once more, into whole batches
+    of `batch_size`. When a DataLoader takes one batch from each worker in turn, the last batch is the incomplete one.
     """
 
     def __init__(
-        self, groups: Sequence[int], *, window: int = 4, seed: int = 0, rank: int = 0, world_size: int = 1
+        self,
+        groups: Sequence[int],
+        *,
+        window: int = 4,
+        seed: int = 0,
+        rank: int = 0,
+        world_size: int = 1,
+        drop_last: bool = False,
+        pad: bool = True,
+        worker: int = 0,
+        workers: int = 1,
+        batch_size: int = 1,
     ) -> None:
         """`groups`: the number of samples of each. `window`: the number of groups that are open at once."""
-        super().__init__(seed=seed, rank=rank, world_size=world_size)
         if window < 1 or any(size < 0 for size in groups):
             raise ValueError(f"the window ({window}) must be at least 1, and no group may have less than 0 samples")
+        if not 0 <= worker < workers or batch_size < 1:
+            raise ValueError(
+                f"worker {worker} must be between 0 and {workers - 1}, and the batch size ({batch_size}) at least 1"
+            )
+        super().__init__(
+            sum(groups),
+            seed=seed,
+            rank=rank,
+            world_size=world_size,
+            drop_last=drop_last,
+            pad=pad,
+            groups=digest(groups),
+            window=window,
+            workers=workers,
+            batch_size=batch_size,
+        )
         self._groups = list(groups)
         self._starts = [0, *accumulate(self._groups)]
         self._window = window
+        self._worker = worker
+        self._workers = workers
+        self._batch_size = batch_size
 
     def __len__(self) -> int:
-        return sum(self._groups[group] for group in self._share(self._random()))
+        start, stop = self._range()
+        return stop - start
 
-    def _share(self, random: Random) -> list[int]:
-        order = list(range(len(self._groups)))
-        random.shuffle(order)  # the same on all ranks
-        return order[self.rank :: self.world_size]
+    def pieces(self) -> list[Piece]:
+        """The share of this epoch, in the order in which pieces enter the window."""
+        return self._pieces(self._random())
+
+    def draws(self) -> Iterator[tuple[int, int]]:
+        """The whole epoch as (number of the piece in `pieces()`, sample of its group)."""
+        random = self._random()
+        return self._draws(self._pieces(random), random)
 
     def _items(self, random: Random) -> Iterator[int]:
-        waiting = iter(self._share(random))
-        window: list[list[int]] = []
+        pieces = self._pieces(random)
+        return (self._starts[pieces[number].group] + sample for number, sample in self._draws(pieces, random))
+
+    def _range(self) -> tuple[int, int]:
+        """The samples of this share, as positions in the epoch of all ranks. Those beyond the size are repeated."""
+        total, rank = self._total(self._size), self.rank
+        start, stop = rank * total // self.world_size, (rank + 1) * total // self.world_size
+        batches = -(-(stop - start) // self._batch_size)
+        parts = [len(range(worker, batches, self._workers)) * self._batch_size for worker in range(self._workers)]
+        parts[(batches - 1) % self._workers] -= batches * self._batch_size - (stop - start)
+        start += sum(parts[: self._worker])
+        return start, start + parts[self._worker]
+
+    def _pieces(self, random: Random) -> list[Piece]:
+        order = list(range(len(self._groups)))
+        random.shuffle(order)  # the same on all ranks
+        start, stop = self._range()
+        found = []
+        size = max(1, self._size)
+        for first in range(start // size * size, stop, size):  # beyond the end are the first samples once more
+            for group in order:
+                last = first + self._groups[group]
+                piece = Piece(group, max(start, first) - first, min(stop, last) - first)
+                if piece.start < piece.stop:
+                    found.append(piece)
+                first = last
+        return found
+
+    def _draws(self, pieces: Sequence[Piece], random: Random) -> Iterator[tuple[int, int]]:
+        waiting = iter(enumerate(pieces))
+        window: list[tuple[int, list[int]]] = []
+        left = 0
         while True:
-            while len(window) < self._window and (group := next(waiting, None)) is not None:
-                if self._groups[group]:
-                    samples = list(range(self._starts[group], self._starts[group + 1]))
-                    random.shuffle(samples)
-                    window.append(samples)
+            while len(window) < self._window and (entering := next(waiting, None)) is not None:
+                number, piece = entering
+                samples = list(range(piece.start, piece.stop))
+                random.shuffle(samples)
+                window.append((number, samples))
+                left += len(samples)
             if not window:
                 return
             # All samples in the window are equally likely.
-            number = random.randrange(sum(map(len, window)))
+            place = int(random.random() * left)
             at = 0
-            while number >= len(window[at]):
-                number -= len(window[at])
+            while place >= len(window[at][1]):
+                place -= len(window[at][1])
                 at += 1
-            yield window[at].pop()
-            if not window[at]:
+            number, samples = window[at]
+            yield number, samples.pop()
+            left -= 1
+            if not samples:
                 del window[at]
+
+
+def digest(numbers: Sequence[int]) -> str:
+    """A short name for a sequence of numbers."""
+    return sha256(",".join(map(str, numbers)).encode()).hexdigest()[:16]

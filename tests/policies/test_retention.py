@@ -58,6 +58,21 @@ def test_bundle_random_misses_less_than_random_permutations(
         assert (mean, best) == (pytest.approx(0.162, abs=0.01), pytest.approx(0.336, abs=0.01))
 
 
+@pytest.mark.parametrize(("ratio", "mean", "most"), [(0.1, 0.317, 1.251), (0.2, 0.285, 0.963), (0.5, 0.167, 0.353)])
+def test_bundles_that_do_not_alternate_miss_more_than_random_permutations(
+    permutations: Trace, ratio: float, mean: float, most: float
+) -> None:
+    """The second table of docs/POLICIES.md, counted as the first: a fixed order is the worst one for LRU."""
+    fixed = epochs(6, bundle_ratio=ratio, alternate=False)
+    added = []
+    for x in FRACTIONS:
+        capacity = int(x * FILES)
+        misses = [1 - simulate(trace, "lru", capacity).hit_ratio for trace in (fixed, permutations)]
+        added.append(misses[0] / misses[1] - 1)
+    assert sum(added) / len(added) == pytest.approx(mean, abs=0.001)
+    assert max(added) == pytest.approx(most, abs=0.001)
+
+
 def fixed_trace() -> Trace:
     """8,000 accesses to 400 objects of 1 to 2,048 bytes in 20 parts: epochs, favourites and a scan, by a fixed LCG."""
     state = 12345
