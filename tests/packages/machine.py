@@ -29,8 +29,16 @@ open(f"{tree}/run/started", "w").close()
 while True:
     signal.pause()
 """
-VARIES = ("var/lib/dpkg", "var/lib/apt", "var/lib/systemd", "var/log", "var/cache/apt", "var/cache/ldconfig")
-"""Written by package managers."""
+VARIES = (
+    "run/mount",
+    "var/lib/dpkg",
+    "var/lib/apt",
+    "var/lib/systemd",
+    "var/log",
+    "var/cache/apt",
+    "var/cache/ldconfig",
+)
+"""Written by package managers and mount(8)."""
 
 
 def make_base() -> Path:
