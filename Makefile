@@ -17,13 +17,14 @@ PROMISES  := $(addprefix tests/mount/test_, semantics.py places.py posix.py own_
              tests/security
 # Tests wait most of the time, so some run in parallel; those marked `alone` run afterwards. $(call tests,MARKERS,ARGUMENTS)
 AT_ONCE   ?= 3
-tests = $(BIN)/python -m pytest -n $(AT_ONCE) --dist worksteal -m "not alone and not ceph$(1)" $(2) && \
-	$(BIN)/python -m pytest -m "alone and not ceph$(1)" $(2)
+tests = $(BIN)/python -m pytest -n $(AT_ONCE) --dist worksteal -m "not alone and not ceph and not packages$(1)" $(2) && \
+	$(BIN)/python -m pytest -m "alone and not ceph and not packages$(1)" $(2)
 FUZZ_S    ?= 10
 # A client and an MDS that are killed, and a restart, on a read-only mount.
 CEPH_SHORT := "(killed_and and read-only) or (nothing_is_compared and read-only)"
 
-.PHONY: demo test check fuzz stress soak soak-ceph soak-sanitized crash mutate test-posix test-ceph format bench clean
+.PHONY: demo test check fuzz stress soak soak-ceph soak-sanitized crash mutate test-posix test-ceph test-deb dist \
+	deb format bench clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.run
@@ -58,7 +59,7 @@ check: $(VENV)/.dev
 	$(BIN)/lint-imports
 	scripts/system-packages --locks
 	PYTHON=$(BIN)/python scripts/check-locks
-	$(BIN)/python -m pytest -m "not mount and not slow"
+	$(BIN)/python -m pytest -m "not mount and not slow and not packages"
 
 # The stress tests at full length, with the fast path and without: half an hour each. Then all mount tests without it.
 STRESS := tests/mount/test_stress.py tests/mount/test_hostile_source.py -s --stress-seconds 1800 --timeout 3600
@@ -121,6 +122,26 @@ fuzz:
 	scripts/system-packages --fuzz
 	tests/fuzz/run $(FUZZ_S)
 
+# Wheels and an sdist into dist/: cachefs-ml, whose fast path contains LMDB, and the client alone for jobs.
+# SOURCE_DATE_EPOCH: two builds give the same files.
+dist: export SOURCE_DATE_EPOCH ?= $(shell sed -n 's/^ -- .*>  //p;T;q' packaging/deb/changelog | xargs -0 date +%s -d)
+dist: $(VENV)/.made
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check build
+	rm -rf dist build/client build/lib build/bdist.*
+	CACHEFS_DISTRIBUTE=1 $(BIN)/python -m build --outdir dist .
+	$(BIN)/python packaging/client/stage.py build/client
+	$(BIN)/python -m build --wheel --outdir dist build/client
+
+# A package for the release of Debian or Ubuntu that this runs on, into dist/. Its mirror has what the package depends on.
+deb: dist
+	scripts/system-packages /usr/bin/python3
+	packaging/deb/build dist/cachefs_ml-*-manylinux_*.whl
+
+# Uses what `make deb` has built, in empty virtual environments and in an empty system, which debootstrap makes.
+test-deb: $(VENV)/.dev deb
+	scripts/system-packages --deb
+	$(BIN)/python -m pytest -m packages tests/packages
+
 format: $(VENV)/.dev
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
@@ -131,7 +152,7 @@ bench: $(VENV)/.run
 	$(BIN)/python -m benchmarks.all
 
 clean:
-	rm -rf $(VENV) build *.egg-info .mypy_cache .pytest_cache .ruff_cache .import_linter_cache
+	rm -rf $(VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .import_linter_cache
 
 # pip compiles pyfuse3: that needs a compiler, libfuse's headers and Python's headers.
 # (A stamp file as target: bin/python is a link to a program that is older than any checkout.)

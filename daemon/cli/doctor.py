@@ -82,7 +82,7 @@ def machine() -> Iterator[Finding]:
     usable = os.access("/dev/fuse", os.R_OK | os.W_OK)
     yield found("/dev/fuse", "usable" if usable else "not usable", not usable, "run modprobe fuse; check its mode")
     built = processes.is_built()
-    advice = "install gcc, liblmdb-dev and libxxhash-dev, then reinstall cachefs: Python alone is 4 times slower"
+    advice = "install gcc, liblmdb-dev and libxxhash-dev, then reinstall cachefs-ml: Python alone is 4 times slower"
     yield found("fast path", "built" if built else "not built", not built, advice)
     if not is_root():
         missing = shutil.which("fusermount3") is None

@@ -143,7 +143,7 @@ def restart(mountpoint: str) -> None:
 
     \b
     Example (an upgrade):
-      pip install --upgrade cachefs
+      pip install --upgrade cachefs-ml
       cachefs restart /data/imagenet
     """
     from cachefs.store import cache_directory

@@ -27,6 +27,10 @@ from policies import retention as retention_policies
 from policies.globs import Globs, InvalidGlob
 from policies.prefetch.dependency_graph import DependencyGraph, InvalidGraph, parse_graph
 
+_DISTRIBUTION = "cachefs-ml"
+_FORMER_DISTRIBUTION = "cachefs"
+"""Until version 0.1.0. `pip install` of a newer version leaves its metadata behind."""
+
 
 def make_mount_config(given: Mapping[str, Any]) -> config.MountConfig:
     """The configuration of a mount. Runs in the context of the command, which knows where the values come from.
@@ -135,12 +139,19 @@ def _check_package() -> None:
     One has then overwritten files of the other, and errors would be obscure.
     """
     owners = importlib.metadata.packages_distributions().get("daemon", [])
-    others = sorted({owner for owner in owners if owner != "cachefs"})
-    if others or getattr(daemon, "DISTRIBUTION", None) != "cachefs":
+    others = sorted(set(owners) - {_DISTRIBUTION, _FORMER_DISTRIBUTION})
+    if others or getattr(daemon, "DISTRIBUTION", None) != _DISTRIBUTION:
         names = ", ".join(others) or "another distribution"
         raise CacheFsError(
             f"the import package 'daemon' of cachefs is shared with {names}: "
             "install cachefs in a virtual environment of its own"
+        )
+    both = (_DISTRIBUTION, f"{_DISTRIBUTION}-client")
+    versions = {found.version for name in both for found in importlib.metadata.distributions(name=name)}
+    if len(versions) > 1:
+        raise CacheFsError(
+            f"{both[0]} and {both[1]} have different versions here: uninstall both, then install {both[0]}, which "
+            "contains the client"
         )
 
 

@@ -192,15 +192,27 @@ def test_simulated_latency(mount: MakeMount, source: Path) -> None:
     assert time.perf_counter() - started < 0.03
 
 
-def test_another_distribution_named_daemon_is_noticed(tmp_path: Path, source: Path) -> None:
-    info = tmp_path / "site/python_daemon-3.0.1.dist-info"
+def install_metadata(site: Path, name: str, version: str, package: str) -> dict[str, str]:
+    """The metadata of a distribution that owns `package`; the environment in which it is found."""
+    info = site / f"{name.replace('-', '_')}-{version}.dist-info"
     info.mkdir(parents=True)
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: python-daemon\nVersion: 3.0.1\n")
-    (info / "top_level.txt").write_text("daemon\n")
-    (info / "RECORD").write_text("daemon/__init__.py,,\n")
-    environment = os.environ | {"PYTHONPATH": str(tmp_path / "site")}
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+    (info / "top_level.txt").write_text(f"{package}\n")
+    (info / "RECORD").write_text(f"{package}/__init__.py,,\n")
+    return os.environ | {"PYTHONPATH": str(site)}
+
+
+def test_another_distribution_named_daemon_is_noticed(tmp_path: Path, source: Path) -> None:
+    environment = install_metadata(tmp_path / "site", "python-daemon", "3.0.1", "daemon")
     done = cachefs("mount", source, tmp_path, check=False, env=environment)
     assert done.returncode == 1 and "python-daemon" in done.stderr and done.stderr.count("\n") == 1
+
+
+def test_a_client_of_another_version_is_noticed(tmp_path: Path, source: Path) -> None:
+    install_metadata(tmp_path / "site", "cachefs-ml", "0.2.0", "daemon")
+    environment = install_metadata(tmp_path / "site", "cachefs-ml-client", "0.1.0", "cachefs")
+    done = cachefs("mount", source, tmp_path, check=False, env=environment)
+    assert done.returncode == 1 and "cachefs-ml-client" in done.stderr and done.stderr.count("\n") == 1
 
 
 @pytest.fixture

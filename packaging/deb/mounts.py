@@ -1,0 +1,96 @@
+"""For the maintainer scripts: the mounts whose daemons run from this installation.
+
+    mounts.py restart   let the installed version take them over, except those of a service manager, which restarts them
+    mounts.py check     exit 1 if there are any, with one line for each
+
+Mounts of daemons in containers, or from other installations, do not count. A daemon can only be reached by its user, so
+the work is done once as each user who has a daemon (`restart-own`, `check-own`).
+"""
+
+import os
+import pwd
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+
+from cachefs.client import mount_table
+from cachefs.client.client import server
+
+COMMAND = str(Path(sys.executable).with_name("cachefs"))
+User = tuple[int, int, str]
+"""uid, gid, XDG_RUNTIME_DIR"""
+
+
+def is_of_this_installation(process: psutil.Process) -> bool:
+    command = process.cmdline()
+    if not command or Path(command[0]).parent != Path(sys.executable).parent:
+        return False
+    here, there = Path("/proc/self"), Path(f"/proc/{process.pid}")
+    same_namespace = os.readlink(there / "ns/mnt") == os.readlink(here / "ns/mnt")
+    return same_namespace and os.path.samefile(there / "root", here / "root")
+
+
+def users() -> set[User]:
+    found = set()
+    for process in psutil.process_iter():
+        try:
+            if process.pid != os.getpid() and is_of_this_installation(process):
+                directory = process.environ().get("XDG_RUNTIME_DIR", "")
+                found.add((process.uids().effective, process.gids().effective, directory))
+        except (psutil.Error, OSError):  # it has ended
+            continue
+    return found
+
+
+def run_as(user: User, step: str) -> int:
+    uid, gid, directory = user
+    try:
+        groups = os.getgrouplist(pwd.getpwuid(uid).pw_name, gid)
+    except KeyError:  # a user without a name
+        groups = []
+    environment = {"PATH": os.environ["PATH"], **({"XDG_RUNTIME_DIR": directory} if directory else {})}
+    command = [sys.executable, "-I", __file__, step]
+    return subprocess.run(command, user=uid, group=gid, extra_groups=groups, env=environment, check=False).returncode
+
+
+# --- as the user of the daemons --------------------------------------------------------------------------------------
+
+
+def own() -> Iterator[tuple[str, psutil.Process]]:
+    for place in dict.fromkeys(m.mountpoint for m in mount_table.mounts() if m.fstype == mount_table.FSTYPE):
+        pid = server(place)
+        try:
+            if pid is not None and is_of_this_installation(daemon := psutil.Process(pid)):
+                yield place, daemon
+        except (psutil.Error, OSError):
+            continue
+
+
+def restart_own() -> int:
+    failed = 0
+    for place, daemon in list(own()):
+        if "NOTIFY_SOCKET" not in daemon.environ():
+            failed |= subprocess.run([COMMAND, "restart", place], check=False).returncode
+    return failed
+
+
+def check_own() -> int:
+    places = [place for place, _ in own()]
+    for place in places:
+        print(f"cachefs: {place} is mounted: run cachefs umount {place}, or stop its service", file=sys.stderr)
+    return 1 if places else 0
+
+
+def main(step: str) -> int:
+    if step == "restart-own":
+        return restart_own()
+    if step == "check-own":
+        return check_own()
+    return max((run_as(user, f"{step}-own") for user in sorted(users())), default=0)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1]))
