@@ -30,7 +30,7 @@ from daemon.config.config import MountConfig
 from daemon.kernel import mounts
 from daemon.mount.fresh import FreshMount
 from daemon.mount.mount import ClaimedMountpoint, Mount, ask_source
-from daemon.mount.takeover import Dismiss, TakenOverMount
+from daemon.mount.takeover import Dismiss, TakenOverMount, config_of_service
 from daemon.service import process
 from daemon.serving import Serving
 from daemon.signals import SIGNALS, Lifecycle, Reread
@@ -82,6 +82,7 @@ class Session:
                 place.release()
                 ready()
 
+            self.config = config_of_service(self.config)
             mount: Mount | None = await TakenOverMount.prepare(self.config, place, self.dismiss)
             if mount is None:
                 mount = await FreshMount.prepare(self.config, place)

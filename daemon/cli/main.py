@@ -138,13 +138,14 @@ def _has_ended(pid: int, pidfd: int, timeout_s: float) -> bool:
 
 @main.command()
 @mountpoint_argument
-def restart(mountpoint: str) -> None:
+@click.option("--check", "only_check", is_flag=True, help="Check whether the installed version can take over.")
+def restart(mountpoint: str, only_check: bool) -> None:
     """Replace the processes of a mount. The installed version takes over; nothing is unmounted, and jobs continue.
 
     \b
-    Example (an upgrade):
-      pip install --upgrade cachefs-ml
-      cachefs restart /data/imagenet
+    Examples (an upgrade; the same for a service):
+      pip install --upgrade cachefs-ml && cachefs restart /data/imagenet
+      cachefs restart /data/imagenet --check && systemctl restart cachefs@imagenet
     """
     from cachefs.store import cache_directory
 
@@ -161,6 +162,8 @@ def restart(mountpoint: str) -> None:
         _wake_daemon(place)
         _check_replaceable(place)
         cache_directory.check_inheritable(mount_config.cache_place, mount_config.source)
+    if only_check:
+        return
     from daemon.session import Session
 
     background.log_to_stderr(mount_config.log_level)

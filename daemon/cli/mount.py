@@ -308,7 +308,8 @@ def _check_package() -> None:
 @click.option(
     "--metrics",
     type=parameters.METRICS_ADDRESS,
-    help="Serve Prometheus metrics on a Unix socket (/run/imagenet.sock) or a loopback port (9123). [default: no]",
+    help="Serve Prometheus metrics on a Unix socket (/run/imagenet.sock), a loopback port (9123), or an address that "
+    "other nodes reach (0.0.0.0:9123; without authentication). [default: no]",
 )
 @click.option("--minimum-age", type=parameters.MINIMUM_AGE, default=SETTLE_NS / NANOSECONDS, hidden=True)  # for tests
 def mount(**given: Any) -> None:

@@ -6,8 +6,9 @@ import os
 import re
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
+from ipaddress import ip_address
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -24,8 +25,9 @@ T = TypeVar("T")
 MAX_PORT = (1 << 16) - 1
 MAX_SECONDS = 1e9
 """More than 30 years. System calls accept little more."""
-_LOOPBACK = re.compile(r"(?:(127(?:\.\d+){3}|localhost|\[::1\]):)?(\d{1,5})")
-"""A port of this machine: 9123, 127.0.0.1:9123, [::1]:9123."""
+LOOPBACK = "127.0.0.1"
+_HOST_AND_PORT = re.compile(r"(?:(localhost|[\d.]+|\[[^\]]+\]):)?(\d{1,5})")
+"""9123, localhost:9123, 0.0.0.0:9123, [::]:9123."""
 
 
 class Parsed(click.ParamType[T]):
@@ -46,11 +48,12 @@ def parse_address(text: str) -> Path | tuple[str, int]:
     """The address of `--metrics`: the path of a socket, or (host, port). Raises ValueError."""
     if text.startswith("/"):
         return Path(text)
-    match = _LOOPBACK.fullmatch(text)
-    if match is None or int(match[2]) > MAX_PORT:
-        raise ValueError(f"{text!r} is neither the path of a socket nor a port of the loopback interface")
-    host = (match[1] or "localhost").strip("[]")
-    return ("127.0.0.1" if host == "localhost" else host), int(match[2])
+    match = _HOST_AND_PORT.fullmatch(text)
+    if match is not None and int(match[2]) <= MAX_PORT:
+        host = (match[1] or "localhost").strip("[]")
+        with suppress(ValueError):
+            return LOOPBACK if host == "localhost" else str(ip_address(host)), int(match[2])
+    raise ValueError(f"{text!r} is neither a socket (/run/x.sock), nor a port (9123), nor an address (0.0.0.0:9123)")
 
 
 def _address(value: Any) -> str:

@@ -1,4 +1,4 @@
-"""Metrics for Prometheus: on a Unix socket, or on a port of the loopback interface.
+"""Metrics for Prometheus: on a Unix socket, or on a TCP port. docs/SECURITY.md says what they disclose.
 
 A scrape exports the status that `cachefs status` prints. METRICS defines names, units and meanings; docs/ has a
 dashboard and alerts.
@@ -25,6 +25,8 @@ log = logging.getLogger(__name__)
 
 MAX_REQUEST = 1 << 16
 TIMEOUT_S = 10.0
+MAX_CONNECTIONS = 16
+"""At once. Further ones are closed: a port may be reached from other nodes."""
 EVERY = 4
 """Latencies are exported per power of two: every fourth bucket."""
 
@@ -129,15 +131,29 @@ async def listen(address: Path | tuple[str, int]) -> trio.SocketListener:
             listener.bind(address)
     except OSError as error:
         listener.close()
-        raise CacheFsError(f"cannot serve metrics on {address}: {error.strerror or error}") from error
-    listener.listen(16)
+        where = address if isinstance(address, Path) else ":".join(map(str, address))
+        raise CacheFsError(f"cannot serve metrics on {where}: {error.strerror or error}") from error
+    listener.listen(MAX_CONNECTIONS)
     return trio.SocketListener(trio.socket.from_stdlib_socket(listener))
 
 
 async def serve(listener: trio.SocketListener, status: Callable[[], Status]) -> None:
     """Answer scrapes until cancelled."""
 
+    open_connections = 0
+
     async def answer(stream: trio.SocketStream) -> None:
+        nonlocal open_connections
+        if open_connections == MAX_CONNECTIONS:
+            await trio.aclose_forcefully(stream)
+            return
+        open_connections += 1
+        try:
+            await answer_scrape(stream)
+        finally:
+            open_connections -= 1
+
+    async def answer_scrape(stream: trio.SocketStream) -> None:
         with trio.move_on_after(TIMEOUT_S):
             async with stream:
                 try:

@@ -10,9 +10,11 @@ all that it needs, whatever is mounted above the mount, and whichever process is
 living mount to the next one.
 """
 
+import logging
 import os
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 
 from cachefs.client.client import is_served
 from cachefs.client.hand_over import Handed
@@ -20,12 +22,13 @@ from cachefs.contract.index import ROOT_INODE
 from cachefs.errors import CacheFsError
 from cachefs.fastpath.mount_descriptors import MountDescriptors, is_unmounted
 from cachefs.fastpath.processes import memory_name, running
-from cachefs.fastpath.shared_memory import OtherVersion
+from cachefs.fastpath.shared_memory import OtherVersion, mount_flags
 from cachefs.fs.descriptors import Handle
 from cachefs.options import Options
 from cachefs.source.source import Source
 from cachefs.store.blob.blob import Blob
 from cachefs.store.cache_directory import OpenedIndex
+from daemon.config import config
 from daemon.config.config import MountConfig
 from daemon.kernel.instance import FASTPATH_SOCKET, MountInstance
 from daemon.kernel.probe import has_died
@@ -33,6 +36,8 @@ from daemon.kernel.source_connection import Root
 from daemon.mount.mount import ClaimedMountpoint, Mount, abandonable, follow_index, memory_name_of, wake_fastpath
 from daemon.service import descriptor_store
 from daemon.wiring import Components
+
+log = logging.getLogger(__name__)
 
 Dismiss = Callable[[MountInstance], Handed]
 """Makes the daemon of a mount leave, and returns its open source files."""
@@ -113,6 +118,39 @@ class TakenOverMount(Mount):
 
     def ends_with_daemon(self) -> bool:
         return self.is_unmounted() or not self.instance.is_mounted()  # the next daemon does not find a detached mount
+
+
+def config_of_service(mount_config: MountConfig) -> MountConfig:
+    """The configuration by which a service goes on with its mount.
+
+    The file may have changed options that need a new mount. To refuse them would leave the jobs without a daemon, so
+    the mount keeps the options that it has until it is unmounted.
+    """
+    instance = MountInstance.on_top(mount_config.mountpoint) if descriptor_store.is_filled() else None
+    if instance is None or is_served(instance.mountpoint, instance.directory):
+        return mount_config
+    try:
+        running = config.load(instance.directory / config.CONFIG_NAME)
+    except CacheFsError:  # of another version: `take_over` decides
+        return mount_config
+    if _needs_of_mount(running) == _needs_of_mount(mount_config):
+        return mount_config
+    keys = running.settings.keys() & mount_config.settings.keys()
+    changed = sorted(key for key in keys if running.settings[key].value != mount_config.settings[key].value)
+    log.error(
+        "%s keeps the options that it was mounted with: a change of %s needs a new mount (stop the service, start it)",
+        instance.mountpoint,
+        ", ".join(changed),
+    )
+    return replace(running, foreground=mount_config.foreground, log_level=mount_config.log_level)
+
+
+def _needs_of_mount(mount_config: MountConfig) -> tuple[object, ...]:
+    """What stays the same as long as a mount lives."""
+    options = mount_config.options
+    return (
+        mount_config.source, mount_config.cache_place, options.fastpath, mount_flags(options), options.settle_ns
+    )  # fmt: skip
 
 
 def kept_by_fastpath(instance: MountInstance) -> MountDescriptors | None:

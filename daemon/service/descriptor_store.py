@@ -34,9 +34,14 @@ def remove() -> None:
         notify("FDSTOREREMOVE=1", f"FDNAME=cachefs-{name}")
 
 
+def is_filled() -> bool:
+    """Has the service manager passed descriptors of a predecessor to this process?"""
+    return os.environ.get("LISTEN_PID") == str(os.getpid()) and os.environ.get("LISTEN_FDS", "0") != "0"
+
+
 def take() -> MountDescriptors | None:
     """The descriptors of a predecessor, without the blob. None if any is missing. Raises OtherVersion."""
-    if os.environ.get("LISTEN_PID") != str(os.getpid()):
+    if not is_filled():
         return None
     names = os.environ.get("LISTEN_FDNAMES", "").split(":")
     fds = {name.removeprefix("cachefs-"): _FIRST + index for index, name in enumerate(names)}

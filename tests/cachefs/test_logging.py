@@ -5,6 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+from daemon.service.background import LOG_BYTES, LOG_FILES
 from tests.conftest import REPOSITORY
 
 SCRIPT = """
@@ -34,3 +35,28 @@ def test_for_people(tmp_path: Path) -> None:
 
 def test_for_the_journal(tmp_path: Path) -> None:
     assert said(tmp_path, journal=True) == "<6>what\n<4>two\\x0alines\n<3>bad\n<3>worse\n"
+
+
+FILL = """
+import logging, sys
+from pathlib import Path
+from daemon.service import background
+background.log_to_file(Path(sys.argv[1]), "info")
+for number in range(int(sys.argv[2])):
+    logging.getLogger("x").info("%d %s", number, "x" * 10_000)
+"""
+
+
+def test_log_files_have_a_limit(tmp_path: Path) -> None:
+    """Over several daemons, too: each continues the file of the last one."""
+    count = LOG_FILES * LOG_BYTES // 10_000
+    for _ in range(2):
+        command = [sys.executable, "-c", FILL, tmp_path / "daemon.log", str(count)]
+        subprocess.run(command, cwd=REPOSITORY, check=True)
+        files = sorted(tmp_path.iterdir())
+        assert [path.name for path in files] == ["daemon.log", "daemon.log.1"]
+        assert all(path.stat().st_size <= LOG_BYTES and path.stat().st_mode & 0o777 == 0o600 for path in files)
+        with open(files[0], encoding="utf-8") as last:  # nothing is lost between the two
+            *_, line = last
+        assert f" {count - 1} xxx" in line
+    assert sum(path.stat().st_size for path in files) > LOG_BYTES

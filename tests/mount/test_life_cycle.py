@@ -336,8 +336,11 @@ main(sys.argv[1:], "cachefs")
 def test_h6_a_restart_with_another_layout_is_refused_before_anything_is_done(mount: MakeMount, source: Path) -> None:
     m = mount(source, "--read-only")
     other = [sys.executable, "-c", OTHER_VERSION, "restart", m.path]
-    done = subprocess.run(other, cwd=REPOSITORY, capture_output=True, text=True, check=False)
-    assert done.returncode == 1 and done.stderr.count("\n") == 1 and "another version" in done.stderr, done.stderr
+    for command in ([*other, "--check"], other):
+        done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False)
+        assert done.returncode == 1 and done.stderr.count("\n") == 1 and "another version" in done.stderr, done.stderr
+        assert m.status()["pid"] == m.pid
+    assert cachefs("restart", m.path, "--check").returncode == 0
     assert m.status()["pid"] == m.pid
     m.kill()
     done = subprocess.run(other, cwd=REPOSITORY, capture_output=True, text=True, check=False)

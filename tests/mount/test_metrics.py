@@ -5,13 +5,14 @@ import re
 import socket
 import urllib.request
 from collections.abc import Callable
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from cachefs.stats.latency import KINDS, bound_s, bucket
-from daemon.control.exporter import METRICS
+from daemon.control.exporter import MAX_CONNECTIONS, METRICS
 from tests.conftest import CLI, REPOSITORY, Mount, cachefs, contents, free_port, wait_for
 from tests.terminal import Terminal
 
@@ -79,10 +80,57 @@ def test_what_is_no_scrape(mount: MakeMount, source: Path, tmp_path: Path) -> No
     assert contents(m.path) == contents(source)
     place = tmp_path / "other"
     place.mkdir()
-    for bad, code in (("0.0.0.0:9000", 2), ("nine", 2), (str(tmp_path / "no/where"), 1)):
+    bad_addresses = ("nine", "host:9000", "0.0.0:9000", "1.2.3.4:70000", "::1:9000", "[::g]:9000", ":9000", "1.2.3.4:")
+    for bad, code in (*((bad, 2) for bad in bad_addresses), ("192.0.2.1:9000", 1), (str(tmp_path / "no/where"), 1)):
         done = cachefs("mount", source, place, "--cache-dir", tmp_path / "o", "--metrics", bad, check=False)
         assert done.returncode == code and "Traceback" not in done.stderr
         assert "metrics" in done.stderr
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "[::]"])
+def test_other_nodes_scrape_an_address(mount: MakeMount, source: Path, host: str) -> None:
+    port = free_port()
+    mount(source, "--metrics", f"{host}:{port}")
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect(("192.0.2.1", 9))  # sends nothing: chooses the address that other nodes see
+        ours = probe.getsockname()[0]
+    assert not ours.startswith("127.")
+    assert "cachefs_uptime_seconds" in scrape(f"{ours}:{port}")
+
+
+def tcp_sockets(port: int, state: str) -> list[str]:
+    """The local addresses of sockets on this port: "0A" listen, "01" are connected."""
+    lines = Path("/proc/net/tcp").read_text().splitlines() + Path("/proc/net/tcp6").read_text().splitlines()
+    fields = [line.split() for line in lines]
+    return [each[1] for each in fields if each[3] == state and each[1].endswith(f":{port:04X}")]
+
+
+def test_a_port_alone_is_closed_to_other_nodes(mount: MakeMount, source: Path) -> None:
+    port = free_port()
+    mount(source, "--metrics", str(port))
+    assert "cachefs_uptime_seconds" in scrape(f"localhost:{port}")
+    assert tcp_sockets(port, "0A") == [f"0100007F:{port:04X}"]
+
+
+def test_connections_that_ask_nothing_are_limited(mount: MakeMount, source: Path) -> None:
+    port = free_port()
+    m = mount(source, "--metrics", str(port))
+    with ExitStack() as stack:
+        for _ in range(MAX_CONNECTIONS):
+            stack.enter_context(socket.create_connection(("127.0.0.1", port)))
+        for _ in range(3 * MAX_CONNECTIONS):
+            further = stack.enter_context(socket.create_connection(("127.0.0.1", port)))
+            with suppress(ConnectionError):
+                assert further.recv(1) == b""  # closed at once
+        assert len(tcp_sockets(port, "01")) == MAX_CONNECTIONS
+        assert contents(m.path) == contents(source)
+    wait_for(lambda: scrape_or_nothing(port), bool)
+
+
+def scrape_or_nothing(port: int) -> str:
+    with suppress(OSError):
+        return scrape(f"127.0.0.1:{port}")
+    return ""
 
 
 def test_a_mountpoint_whose_name_is_no_text(mount: MakeMount, source: Path, tmp_path: Path) -> None:

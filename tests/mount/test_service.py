@@ -7,14 +7,15 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
+from cachefs.client.client import Client
 from daemon.cli import mount_helper
 from tests.conftest import CLI, REPOSITORY, Mount, cachefs, contents, make_files, mounted_on, settle, wait_for
 from tests.load import Load, sums_of
+from tests.machine import machine
 from tests.service_manager import ServiceManager, services, status
 
 MakeMount = Callable[..., Mount]
@@ -74,6 +75,47 @@ def test_a_restart_keeps_the_mount(service: Callable[..., ServiceManager], tmp_p
         assert after["pid"] != before["pid"] and after["fastpath"]["pid"] == before["fastpath"]["pid"]
     longest = load.finish()
     print(f"4 restarts: longest stall {longest:.3f} s")
+
+
+@pytest.mark.promise("LC-24")
+@pytest.mark.fastpath
+@pytest.mark.parametrize("changed", ["read-only", "source", "cache-dir"])
+def test_a_service_keeps_its_mount_when_its_file_changes_what_needs_a_new_one(
+    service: Callable[..., ServiceManager],
+    source: Path,
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+    changed: str,
+) -> None:
+    """Regression: the successor refused the options, and left the jobs without a daemon."""
+    manager = service(source, "--read-only", "--retention", "lru")
+
+    def now() -> tuple[object, ...]:
+        values = Client(tmp_path / "mnt").settings()
+        return tuple(values[key]["value"] for key in ("source", "read-only", "cache-dir", "retention"))
+
+    before, kept = status(tmp_path / "mnt"), (str(source), True, str(tmp_path / "cache"), "lru")
+    other = {"read-only": "--no-read-only", "source": str(source / "d0"), "cache-dir": str(tmp_path / "elsewhere")}
+    given = manager.command
+    if changed == "source":
+        given[given.index(str(source))] = other["source"]
+    else:
+        given += [other[changed]] if changed == "read-only" else ["--cache-dir", other["cache-dir"]]
+    given[given.index("lru")] = "fifo"
+    assert manager.kill_and_wait(signal.SIGUSR1) == 0
+    manager.start()
+    after = wait_for(lambda: status(tmp_path / "mnt"), bool)
+    assert after["pid"] != before["pid"]
+    assert now() == kept
+    assert contents(tmp_path / "mnt") == contents(source)  # of which nothing was read before
+    said = capfd.readouterr().err
+    assert said.count("keeps the options that it was mounted with") == 1 and changed in said
+    assert manager.kill_and_wait(signal.SIGTERM) == 0
+    if changed == "source":  # the cache directory belongs to the old one
+        return
+    manager.start()  # a new mount has the new options
+    wait_for(lambda: status(tmp_path / "mnt"), bool)
+    assert now()[-1] == "fifo" and sum(new != old for new, old in zip(now(), kept, strict=True)) == 2
 
 
 @pytest.mark.alone
@@ -162,77 +204,6 @@ def test_the_unit_is_hardened(unit: Path) -> None:
 
 
 # --- a real systemd, in namespaces of its own ------------------------------------------------------------------------
-
-INIT = """
-set -e
-mount --make-rprivate /
-mount -t tmpfs tmpfs /run
-mkdir /run/lock
-umount -R /sys/fs/cgroup
-mount -t cgroup2 cgroup2 /sys/fs/cgroup
-exec env -i container=other PATH="$PATH" SYSTEMD_UNIT_PATH="$1" /lib/systemd/systemd --system --unit=idle.target \
-    --log-target=console --show-status=no
-"""
-IDLE = "[Unit]\nDescription=Nothing\nDefaultDependencies=no\n"
-
-
-class Machine:
-    """A machine that only systemd runs on; it shares this one's files."""
-
-    def __init__(self, directory: Path) -> None:
-        self.units = directory / "units"
-        self.units.mkdir()
-        for name in ("idle", "sysinit", "basic", "shutdown", "umount", "network-online", "remote-fs", "multi-user"):
-            (self.units / f"{name}.target").write_text(IDLE)
-        self.log = directory / "systemd.log"
-        with open(self.log, "wb") as log:
-            self.process = subprocess.Popen(
-                ["unshare", "--mount", "--pid", "--fork", "--mount-proc", "--cgroup", "--ipc", "--uts",
-                 "bash", "-c", INIT, "init", self.units],
-                stdout=log, stderr=log,
-            )  # fmt: skip
-        self.pid = 0
-
-    def start(self) -> bool:
-        """False where it cannot be had."""
-        children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children")
-        try:
-            self.pid = int(wait_for(lambda: self.process.poll() is not None or children.read_text().split(), bool)[0])
-            wait_for(
-                lambda: self.systemctl("is-system-running"), lambda state: state.strip() in ("running", "degraded")
-            )
-        except (AssertionError, TypeError, OSError):
-            return False
-        return True
-
-    def run(self, *command: object) -> subprocess.CompletedProcess[str]:
-        enter = ["nsenter", "-t", str(self.pid), "-m", "-p", "-C", "-i", "-u"]
-        return subprocess.run([*enter, *map(str, command)], capture_output=True, text=True, timeout=90, check=False)
-
-    def systemctl(self, *arguments: str) -> str:
-        done = self.run("systemctl", *arguments)
-        return done.stdout or done.stderr
-
-    def show(self, name: str, unit: str = "cachefs@set") -> str:
-        return self.systemctl("show", "--property", name, "--value", unit).strip()
-
-    def close(self) -> None:
-        if self.pid:
-            os.kill(self.pid, signal.SIGKILL)  # and everything in it
-        self.process.kill()
-        self.process.wait(20)
-
-
-@contextmanager
-def machine(directory: Path) -> Iterator[Machine]:
-    made = Machine(directory)
-    try:
-        if not os.path.exists("/lib/systemd/systemd") or not made.start():
-            pytest.skip(f"no systemd can be run here: {made.log.read_text()[-300:]}")
-        yield made
-    finally:
-        made.close()
-
 
 READ = """
 import hashlib, os, random, sys, time
