@@ -18,7 +18,6 @@ from collections.abc import Callable
 from functools import partial
 
 import trio
-from rich.filesize import decimal
 
 from cachefs.client import hand_over
 from cachefs.contract.index import ROOT_INODE
@@ -40,6 +39,7 @@ from daemon.fastpath_host import FastPathHost, drop_dead_readers
 from daemon.kernel import mounts
 from daemon.kernel.source_connection import SourceConnection
 from daemon.mount.mount import Mount
+from daemon.output import readable_size
 from daemon.service import background, service_manager
 from daemon.service.watchdog import Probe
 from daemon.signals import Configuration, Lifecycle, Reread
@@ -249,7 +249,7 @@ class Serving:
         data, totals = self._components.data, self._components.opened.index.totals
         return (
             f"{self._source} on {self._mountpoint}: {totals.cached_files:,} files cached, "
-            f"{decimal(totals.blob_bytes)} of {decimal(data.size_bytes)}"
+            f"{readable_size(totals.blob_bytes)} of {readable_size(data.size_bytes)}"
         )
 
     # --- no more requests are read ---------------------------------------------------------------------------------
@@ -341,6 +341,8 @@ class Serving:
         flushed = await self._components.writes.flush(FLUSH_TIMEOUT_S)
         if not flushed:
             log.warning("could not write everything to the index; the next mount compares with the source")
+        else:
+            log.info("unmounted %s; all data are on disk", self._mountpoint)
         with trio.CancelScope(shield=True, deadline=trio.current_time() + CLOSE_S):
             await self._components.files.close()
         self._components.call_pool.close()

@@ -95,7 +95,9 @@ class Session:
                 await self._open_and_serve(mount, directory, blob, is_ready)
 
     def _log_start(self, mount: Mount) -> None:
-        log.info("cachefs %s: %s on %s", cachefs.__version__, self.config.source, self.config.mountpoint)
+        given = ", ".join(f"{name}={value}" for name, value in self.config.given())
+        places = f"{self.config.source} on {self.config.mountpoint}"
+        log.info("cachefs %s: %s; options: %s", cachefs.__version__, places, given or "none")
         if self.config.options.settle_ns < SETTLE_NS:
             log.warning("--minimum-age is for tests: a file that is read while it is written may be cached wrongly")
         if not mount.is_new:

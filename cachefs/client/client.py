@@ -40,7 +40,18 @@ BATCH_BYTES = 2 << 20
 """Of paths in one request, about."""
 HINTS_A_REQUEST = 4096
 """Paths: the daemon parses a request between two answers to the kernel."""
+MAX_LINE = 16 << 20
+"""Bytes of an answer (docs/CONTROL.md)."""
 Path = str | os.PathLike[str]
+
+
+class DaemonDied(CacheFsError):
+    """A mount has no daemon. Its message says what to do."""
+
+    def __init__(self, mountpoint: str) -> None:
+        super().__init__(
+            f"the daemon of {mountpoint} has died: run cachefs restart {mountpoint}, or cachefs umount {mountpoint}"
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,15 +113,22 @@ class Client:
     """The daemon of one mount. Each method opens and closes a connection of its own."""
 
     def __init__(
-        self, mountpoint: Path, *, timeout_s: float = TIMEOUT_S, directory: pathlib.Path | None = None
+        self,
+        mountpoint: Path,
+        *,
+        timeout_s: float = TIMEOUT_S,
+        directory: pathlib.Path | None = None,
+        owner: int | None = None,
     ) -> None:
         """Does not connect yet: a client may be made before the mount.
 
         `directory`: the runtime directory of the mount; None: that of the mount on top at the time of each request.
+        `owner`: the uid that its daemon must have. None: only this user can write to the runtime directory.
         """
         self.mountpoint = mount_table.absolute(os.fspath(mountpoint))
         self._timeout_s = timeout_s
         self._directory = directory
+        self._owner = owner
 
     def status(self) -> dict[str, Any]:
         """Counters and sizes, as listed in docs/CONTROL.md."""
@@ -135,10 +153,26 @@ class Client:
         """
         return self._warm_up("warmup", paths, on_progress, jobs=jobs, metadata_only=metadata_only)
 
-    def start_warm_up(self, paths: Iterable[Path], *, jobs: int | None = None, metadata_only: bool = False) -> None:
-        """Start a warm-up in the daemon, and return at once; `status` has its progress."""
-        for part in self._batches(paths):
-            self._ask("warmup", paths=part, jobs=jobs, metadata_only=metadata_only, background=True)
+    def start_warm_up(
+        self, paths: Iterable[Path], *, jobs: int | None = None, metadata_only: bool = False
+    ) -> list[int]:
+        """Start a warm-up in the daemon, and return at once; `status` has its progress.
+
+        Returns its number for `wait_for_warm_up` and `cancel_warm_up`; several for more paths than fit one request.
+        """
+        arguments = {"jobs": jobs, "metadata_only": metadata_only, "background": True}
+        answers = [self._ask("warmup", paths=part, **arguments) for part in self._batches(paths)]
+        return [int(answer["id"]) for answer in answers if "id" in answer]  # older daemons give no number
+
+    def wait_for_warm_up(self, number: int, *, on_progress: OnProgress = _ignore) -> Report:
+        """Wait for the end of a warm-up in the background. One that has ended is known for a while."""
+        with self._connected() as connection:
+            answer = connection.ask("wait", lambda said: on_progress(Progress(**said)), id=number)
+        return Report(**{**answer, "problems": tuple(answer["problems"])})
+
+    def cancel_warm_up(self, number: int) -> None:
+        """End a warm-up in the background. What it has fetched stays cached."""
+        self._ask("cancel", id=number)
 
     def check(self, paths: Iterable[Path], *, metadata_only: bool = False, on_progress: OnProgress = _ignore) -> Report:
         """Find out how much of these is cached. Fetches no data, but names that are not known."""
@@ -240,8 +274,11 @@ class Client:
             try:
                 with socket_address((self._directory or mount_directory(self.mountpoint)) / "control") as address:
                     connection.connect(address)
-                if is_dying(peer(connection)[0]):
+                pid, uid = peer(connection)
+                if is_dying(pid):
                     raise ConnectionRefusedError
+                if self._owner not in (None, uid):
+                    raise PermissionError(f"it belongs to user {uid}, and the mount to user {self._owner}")
             except FileNotFoundError:
                 if mount_table.is_mounted(self.mountpoint):
                     raise CacheFsError(
@@ -249,9 +286,7 @@ class Client:
                     ) from None
                 raise CacheFsError(f"no cachefs is mounted on {self.mountpoint}") from None
             except ConnectionRefusedError:
-                raise CacheFsError(
-                    f"the daemon of {self.mountpoint} has died: mount it again, or run umount -l {self.mountpoint}"
-                ) from None
+                raise DaemonDied(self.mountpoint) from None
             except OSError as error:
                 raise CacheFsError(f"the daemon of {self.mountpoint} does not answer: {error}") from None
             with connection.makefile("rb") as lines:
@@ -269,9 +304,9 @@ class _Connection:
     ) -> dict[str, Any]:
         with self._failing():
             self._send(command, arguments)
-            while "progress" in (answer := json.loads(self.lines.readline())):
+            while "progress" in (answer := json.loads(self.lines.readline(MAX_LINE))):
                 on_progress(answer["progress"])
-        return _checked(answer)
+        return self._checked(answer)
 
     def ask_for_descriptors(self, command: str, **arguments: Any) -> Handed:
         """Returns the descriptors that follow the answer. The last request of a connection."""
@@ -279,12 +314,19 @@ class _Connection:
         with self._failing():
             self._send(command, arguments)
             opened = receive(self.connection, answer)
-        _checked(answer)
+        self._checked(answer)
         return opened
 
     def _send(self, command: str, arguments: dict[str, Any]) -> None:
         request = {"protocol": PROTOCOL, "command": command, **arguments}
         self.connection.sendall(json.dumps(request).encode() + b"\n")
+
+    def _checked(self, answer: dict[str, Any]) -> dict[str, Any]:
+        """The answer without its status. Raises CacheFsError if the request failed."""
+        if not answer.pop("ok", False):
+            where = f"{os.path.join(self.mountpoint, answer['path'])}: " if "path" in answer else ""
+            raise CacheFsError(f"{where}{answer.get('error', 'unknown error')}")
+        return answer
 
     @contextmanager
     def _failing(self) -> Iterator[None]:
@@ -293,13 +335,6 @@ class _Connection:
         except (OSError, ValueError) as error:
             reason = str(error) if isinstance(error, OSError) else "it has ended"
             raise CacheFsError(f"the daemon of {self.mountpoint} does not answer: {reason}") from None
-
-
-def _checked(answer: dict[str, Any]) -> dict[str, Any]:
-    """The answer without its status. Raises CacheFsError if the request failed."""
-    if not answer.pop("ok", False):
-        raise CacheFsError(str(answer.get("error", "unknown error")))
-    return answer
 
 
 def is_served(mountpoint: str, directory: pathlib.Path | None = None) -> bool:

@@ -17,8 +17,12 @@ def path_id(path: str) -> str:
     return f"{name[:24]}-{hashlib.sha256(os.fsencode(path)).hexdigest()[:12]}"
 
 
+def user() -> int:
+    return os.geteuid()
+
+
 def is_root() -> bool:
-    return os.geteuid() == 0
+    return user() == 0
 
 
 def cache_root() -> Path:
@@ -87,6 +91,16 @@ def mount_directory(mountpoint: str) -> Path:
     """The runtime directory of the cachefs mount on top there. Without one, a path that does not exist (device 0)."""
     top = mount_table.top_mount(mountpoint)
     return instance_directory(mountpoint, top.device if top is not None and top.fstype == mount_table.FSTYPE else "0")
+
+
+def directory_of_user(mount: mount_table.Mount) -> Path | None:
+    """The runtime directory of a mount of another user, for root. None: it is not where it usually is.
+
+    Its content is not trusted: the user may have put anything there.
+    """
+    name = f"{instance_prefix(mount.mountpoint)}{mount.device.rpartition(':')[2]}"
+    roots = (Path(f"/run/user/{mount.user}/cachefs"), Path(f"/tmp/cachefs-{mount.user}"))
+    return next((root / name for root in roots if (root / name).is_dir()), None)
 
 
 def session_directory(cache_dir: Path) -> Path:

@@ -3,6 +3,7 @@
 import os
 import re
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 
 from cachefs.errors import CacheFsError
@@ -19,6 +20,8 @@ class Mount:
     mountpoint: str
     fstype: str
     source: str
+    user: int
+    """The uid of the user who mounted; 0 where the filesystem does not say."""
 
 
 def _unescape(field: str) -> str:
@@ -33,8 +36,18 @@ def mounts() -> list[Mount]:
         for line in table:
             fields = line.split(" ")
             number, _, device, _, mountpoint = fields[:5]
-            _, fstype, source = fields[fields.index("-") :][:3]
-            found.append(Mount(int(number), device, _unescape(mountpoint), fstype, _unescape(source)))
+            _, fstype, source, options = fields[fields.index("-") :][:4]
+            user = re.search(r"\buser_id=(\d+)", options)
+            found.append(
+                Mount(
+                    int(number),
+                    device,
+                    _unescape(mountpoint),
+                    fstype,
+                    _unescape(source),
+                    int(user[1]) if user is not None else 0,
+                )
+            )
     return found
 
 
@@ -88,6 +101,17 @@ def split(path: str) -> tuple[str, str]:
         if (inside := beneath(place, path)) is not None:
             return place, inside
     raise CacheFsError(f"{path} is not on a cachefs mount")
+
+
+def containing(path: str) -> str:
+    """The mountpoint of the cachefs mount that a path lies on; accesses a path only if no mount covers it as written.
+
+    Raises CacheFsError if it is on none.
+    """
+    for place in (os.path.abspath(path), absolute(path)):
+        with suppress(CacheFsError):
+            return split(place)[0]
+    raise CacheFsError(f"no cachefs is mounted on {path}")
 
 
 def beneath(place: str, path: str) -> str | None:

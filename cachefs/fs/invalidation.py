@@ -173,7 +173,7 @@ class Invalidation:
         """The known inodes at a path and beneath it, in parts. Raises ENOENT if the path is not known."""
         number, missing = self._known(path)
         if missing is not None:
-            raise OSError(errno.ENOENT, os.strerror(errno.ENOENT))
+            raise OSError(errno.ENOENT, os.strerror(errno.ENOENT), os.fsdecode(path))
         waiting = [number]
         seen: set[int] = set()
         while waiting:

@@ -38,13 +38,15 @@ class Problems:
     """One line for each file that is missing, with the reason; only the first few."""
 
     def __init__(self) -> None:
+        self.mountpoint = b""
         self.lines: list[str] = []
         self.errors = 0
         """The number of names and directories that could not be read."""
 
     def add(self, path: bytes, reason: str) -> None:
         if len(self.lines) < MAX_PROBLEMS:
-            self.lines.append(f"{path.decode(errors='surrogateescape') or '/'}: {reason}")
+            whole = os.fsdecode(b"/".join(filter(None, (self.mountpoint, path)))) or "/"
+            self.lines.append(f"{whole}: {reason}")
 
     def failed(self, path: bytes, error: OSError) -> None:
         self.errors += 1

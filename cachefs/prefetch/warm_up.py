@@ -46,10 +46,12 @@ class WarmUp:
         metadata_only: bool = False,
         fetches: bool = True,
         pins_written: bool = False,
+        mountpoint: bytes = b"",
     ) -> None:
         """`jobs`: how many units are fetched at once; 0: adaptive limit. `fetches`: False: only report.
 
         `pins_written`: also pin files that stay mutable because they were written through this mount.
+        `mountpoint`: for the paths of problems.
         """
         # dependencies
         self._fs = engine.filesystem
@@ -62,6 +64,7 @@ class WarmUp:
         self._fetches = fetches
         # state
         self._scan = Scan(engine, wants_data=self._wants_data, fetches=fetches, pins_written=pins_written)
+        self._scan.problems.mountpoint = mountpoint
         self._found, self._cached, self._problems = self._scan.found, self._scan.cached, self._scan.problems
         self._fetched = Tally()
         self._expected: deque[tuple[int, int]] = deque()

@@ -15,7 +15,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
@@ -83,6 +83,30 @@ def _check_identity(path: Path, source: str) -> None:
         raise CacheFsError(f"the cache directory {path} was made for {owner}, not for {source}")
 
 
+def _check_contents(path: Path) -> None:
+    names = {entry.name for entry in path.iterdir()}
+    if names - _OWN_NAMES and "cache.json" not in names:
+        raise CacheFsError(f"{path} is not empty and not a cache directory of cachefs")
+    private_files.check_contents(path)
+    if "index" in names:
+        private_files.check_contents(path / "index")
+
+
+def check_usable(path: Path, source: str) -> None:
+    """Check that this could be the cache directory of a mount. Nothing is changed. Raises as `check_inheritable`."""
+    place = next(each for each in (path, *path.parents) if each.exists())
+    try:
+        if place == path:
+            private_files.check_own(path)
+            _check_contents(path)
+            with suppress(FileNotFoundError):
+                _check_identity(path, source)
+        if not os.access(place, os.W_OK | os.X_OK):
+            raise CacheFsError(f"cannot use the cache directory {path}: {place} cannot be written to")
+    except OSError as error:
+        raise CacheFsError(f"cannot use the cache directory {path}: {error.strerror or error}") from error
+
+
 def check_inheritable(path: Path, source: str) -> None:
     """Check that a successor of the daemon could open this cache directory. Nothing is changed.
 
@@ -117,12 +141,7 @@ class CacheDirectory:
             raise CacheFsError(f"cannot use the cache directory {path}: {error.strerror or error}") from error
 
     def _claim(self, source: str) -> None:
-        names = {entry.name for entry in self.path.iterdir()}
-        if names - _OWN_NAMES and "cache.json" not in names:
-            raise CacheFsError(f"{self.path} is not empty and not a cache directory of cachefs")
-        private_files.check_contents(self.path)
-        if "index" in names:
-            private_files.check_contents(self.path / "index")
+        _check_contents(self.path)
         try:
             self._lock = lock_for_good(self.path / "lock")
         except Taken as other:

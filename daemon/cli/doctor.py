@@ -4,6 +4,7 @@ import json
 import os
 import platform
 import random
+import re
 import resource
 import shutil
 import socket
@@ -21,7 +22,6 @@ from typing import Any
 
 import click
 import psutil
-from rich.filesize import decimal
 
 from cachefs.client import mount_table
 from cachefs.client.client import Client
@@ -31,7 +31,7 @@ from cachefs.system.descriptors import closing
 from daemon.config.parameters import PLACE, json_option
 from daemon.kernel import probe
 from daemon.kernel.mounts import MAX_BACKGROUND, READ_AHEAD_KIB
-from daemon.output import say
+from daemon.output import print_json, readable_size, say
 
 TEST_BYTES = 64 << 20
 BLOCK_BYTES = 1 << 20
@@ -46,6 +46,7 @@ MAX_ANSWER_BYTES = 1 << 20
 RESEND = (6, 9)
 """Since this version the kernel sends requests again that a killed fast path had read."""
 REMOTE = ("nfs", "nfs4", "ceph", "lustre", "fuse", "cifs", "gpfs", "beegfs")
+_VIRTUAL_DISK = re.compile(r"/virtio\d|/(xvd|nbd|rbd|zram)[a-z0-9]+$|/vbd-")
 _ASK_SOURCE = """
 import json, os, sys
 from dataclasses import asdict
@@ -87,17 +88,14 @@ def machine() -> Iterator[Finding]:
     if not is_root():
         missing = shutil.which("fusermount3") is None
         yield found("fusermount3", "missing" if missing else "installed", missing, "install fuse3")
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    few = hard != resource.RLIM_INFINITY and hard < 65536
-    yield found("open files", f"{hard:,} at most", few, "raise LimitNOFILE: each file open for writing needs one")
     memory = psutil.virtual_memory()
     tight = memory.available < memory.total * 0.05
-    value = f"{decimal(memory.available)} of {decimal(memory.total)} available"
+    value = f"{readable_size(memory.available)} of {readable_size(memory.total)} available"
     yield found("memory", value, tight, "free some: little is left for the page cache, which answers fastest")
     swap = psutil.swap_memory()
     if swap.total:
         swapped = swap.used > swap.total * 0.5
-        yield found("swap", f"{decimal(swap.used)} used", swapped, "free memory: a swapped-out daemon is slow")
+        yield found("swap", f"{readable_size(swap.used)} used", swapped, "free memory: a swapped-out daemon is slow")
 
 
 def disk(directory: Path, wanted_bytes: int = 0) -> Iterator[Finding]:
@@ -108,14 +106,26 @@ def disk(directory: Path, wanted_bytes: int = 0) -> Iterator[Finding]:
     kind = _filesystem_type(os.path.realpath(place))
     yield found("cache disk", f"{place}, {kind}", kind in REMOTE, "put --cache-dir on a local disk")
     device = os.stat(place).st_dev
-    rotational = Path(f"/sys/dev/block/{os.major(device)}:{os.minor(device)}/queue/rotational")
-    if rotational.exists() and rotational.read_text().strip() == "1":
+    if turns(Path(f"/sys/dev/block/{os.major(device)}:{os.minor(device)}")):
         yield Finding("cache disk turns", "yes", "use an SSD: random reads of small files are slow")
     usage = psutil.disk_usage(str(place))
-    advice = f"reduce --cache-size: {decimal(wanted_bytes)} is more than the disk has"
-    value = f"{decimal(usage.free)} of {decimal(usage.total)} free"
+    advice = f"reduce --cache-size: {readable_size(wanted_bytes)} is more than the disk has"
+    value = f"{readable_size(usage.free)} of {readable_size(usage.total)} free"
     yield found("cache disk room", value, usage.total < wanted_bytes, advice)
     yield speed(place)
+
+
+def turns(device: Path) -> bool:
+    """Is this a disk with moving parts, or a partition of one? `device`: its directory in /sys/dev/block.
+
+    The flag of a virtual disk says nothing about the disk beneath it.
+    """
+    device = device.resolve()
+    whole = device.parent if (device / "partition").exists() else device
+    with suppress(OSError):
+        rotates = (whole / "queue/rotational").read_text().strip() == "1"
+        return rotates and not _VIRTUAL_DISK.search(str(whole))
+    return False
 
 
 def _filesystem_type(path: str) -> str:
@@ -143,7 +153,7 @@ def speed(place: Path) -> Finding:
     except OSError as error:
         return Finding("cache disk speed", "unknown", f"cannot write to {place} and read it: {error.strerror}")
     advice = "use a faster disk: the first epoch is read faster than it can be cached"
-    value = f"writes {decimal(int(written))}/s, reads {decimal(int(read))}/s"
+    value = f"writes {readable_size(int(written))}/s, reads {readable_size(int(read))}/s"
     return found("cache disk speed", value, written < SLOW_DISK_MB * 1e6, advice)
 
 
@@ -251,6 +261,7 @@ def mounted(mountpoint: str, status: dict[str, Any]) -> Iterator[Finding]:
             value = int(path.read_text())
             advice = f"run echo {wanted} > {path} as root: large reads are split into small requests"
             yield found(name, f"{value:,}", value < wanted, advice)
+    yield from open_files(status["pid"])
     if not status["fastpath"]:
         yield Finding("fast path of the mount", "none", "mount with the fast path: Python alone is 4 times slower")
     for key, name, advice in (
@@ -266,7 +277,16 @@ def mounted(mountpoint: str, status: dict[str, Any]) -> Iterator[Finding]:
     size, used = status["cache_size_bytes"], status["blob_bytes"]
     full = used > 0.98 * size and status["skipped_admissions"]
     advice = "the dataset does not fit: `cachefs simulate` computes the hits of a larger cache"
-    yield found("cache", f"{decimal(used)} of {decimal(size)}", full, advice)
+    yield found("cache", f"{readable_size(used)} of {readable_size(size)}", full, advice)
+
+
+def open_files(pid: int) -> Iterator[Finding]:
+    """Of a daemon: the limits of this shell are not its own."""
+    with suppress(OSError):
+        used, limit = len(os.listdir(f"/proc/{pid}/fd")), resource.prlimit(pid, resource.RLIMIT_NOFILE)[0]
+        few = limit != resource.RLIM_INFINITY and used > limit / 2
+        advice = "raise LimitNOFILE of the service: each file open for writing needs one"
+        yield found("open files", f"{used:,} of {limit:,}" if limit > 0 else f"{used:,}", few, advice)
 
 
 def _is_directory(path: str) -> bool:
@@ -311,7 +331,7 @@ def doctor(path: str | None, as_json: bool) -> None:
         else:
             raise CacheFsError(f"{path} is not a directory")
     if as_json:
-        click.echo(json.dumps([asdict(finding) for finding in findings], indent=2))
+        print_json([asdict(finding) for finding in findings])
     else:
         for finding in findings:
             say(f"{'!' if finding.advice else '·'} {finding.name}: {finding.value}")

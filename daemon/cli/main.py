@@ -1,10 +1,10 @@
 """The command line. Errors are one line on stderr with exit status 1; usage errors exit with 2."""
 
-import json
 import os
 import select
 import signal
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -18,20 +18,21 @@ from cachefs.client.hand_over import Handed
 from cachefs.errors import CacheFsError
 from cachefs.system.claims import is_dying
 from cachefs.system.descriptors import closing
+from daemon.cli.configuration import configuration
 from daemon.cli.doctor import doctor
 from daemon.cli.maintenance import gc, verify
-from daemon.cli.mount import make_mount_config, mount, reread
+from daemon.cli.mount import mount, reread
 from daemon.cli.snapshot import snapshot
+from daemon.cli.status import status
 from daemon.cli.tools.graph import graph
 from daemon.cli.tools.simulate import simulate
 from daemon.cli.tools.trace import trace
 from daemon.cli.warm_up import evict, info, invalidate, pin, unpin, warm_up
 from daemon.config import config
-from daemon.config.parameters import json_option, mountpoint_argument, one_line_errors
-from daemon.config.settings import as_toml
+from daemon.config.parameters import mountpoint_argument
 from daemon.kernel import mounts
 from daemon.kernel.instance import MountInstance, detach_dead, remove_remains
-from daemon.output import say
+from daemon.output import name_output_in_errors, one_line_errors
 from daemon.service import background, process
 
 UMOUNT_TIMEOUT_S = 90.0
@@ -41,6 +42,11 @@ _FIRST_SHARED_VERSION = 3
 
 
 class Cachefs(click.Group):
+    def main(self, *args: Any, **kwargs: Any) -> Any:
+        name_output_in_errors()
+        with one_line_errors():  # in the help of the group itself
+            return super().main(*args, **kwargs)
+
     def invoke(self, ctx: click.Context) -> Any:
         with one_line_errors():
             return super().invoke(ctx)
@@ -61,6 +67,8 @@ class Cachefs(click.Group):
         verify,
         gc,
         doctor,
+        status,
+        configuration,
         simulate,
         graph,
         trace,
@@ -89,22 +97,36 @@ def main() -> None:
 
 @main.command()
 @mountpoint_argument
-def umount(mountpoint: str) -> None:
+@click.option("--lazy", is_flag=True, help="Detach the mount at once. Jobs keep the files that they have open.")
+@click.option("--force", is_flag=True, help="End a mount that is in use. Calls of jobs on their open files fail.")
+def umount(mountpoint: str, lazy: bool, force: bool) -> None:
     """Unmount, and wait until all data are on disk.
+
+    With --lazy the daemon ends, and all data are on disk, when jobs have closed their last file. cachefs does not wait
+    for that.
 
     \b
     Example:
       cachefs umount /data/imagenet
+      cachefs umount /data/imagenet --force
     """
-    unmount_and_wait(mount_table.absolute(mountpoint))
+    place = mount_table.absolute(mountpoint)
+    if lazy and force:
+        raise click.UsageError("--lazy and --force exclude each other: the one keeps open files, the other ends them")
+    if lazy:
+        mounts.check_mounted(place)
+        if is_served(place):
+            mounts.unmount(place, lazy=True)
+            return
+    unmount_and_wait(place, force=force)
 
 
-def unmount_and_wait(place: str) -> None:
-    """Raises CacheFsError with the reason."""
+def unmount_and_wait(place: str, *, force: bool = False) -> None:
+    """`force`: also if it is in use. Raises CacheFsError with the reason."""
     mounts.check_mounted(place)
     _wake_daemon(place)
     try:
-        pid = Client(place).status()["pid"]
+        pid = _pid_of_daemon(place, force=force)
         daemon = os.pidfd_open(pid)
     except (CacheFsError, OSError):
         # Without a daemon nothing has to be written. A dead mount is also aborted: its fast path would let jobs wait
@@ -115,7 +137,13 @@ def unmount_and_wait(place: str) -> None:
         return
     top = mount_table.top_mount(place)
     with closing(daemon):
-        mounts.unmount(place)
+        there = MountInstance.on_top(place) if force else None
+        if there is not None:
+            there.unmount(None)
+            if there.is_on_top():
+                raise CacheFsError(f"cannot unmount {place}: another process is mounting there; try again")
+        else:
+            mounts.unmount(place)
         others = [m.mountpoint for m in mount_table.mounts() if top is not None and m.device == top.device]
         if others:
             raise CacheFsError(
@@ -123,6 +151,16 @@ def unmount_and_wait(place: str) -> None:
             )
         if not _has_ended(pid, daemon, UMOUNT_TIMEOUT_S):
             raise CacheFsError(f"unmounted, but the daemon is still writing after {UMOUNT_TIMEOUT_S:.0f} s")
+
+
+def _pid_of_daemon(place: str, *, force: bool) -> int:
+    """Raises CacheFsError, OSError if it has none. `force`: also that of a daemon which does not answer."""
+    if not force:
+        return int(Client(place).status()["pid"])
+    pid = server(place)
+    if pid is None or is_dying(pid):
+        raise CacheFsError(f"{place} has no daemon")
+    return pid
 
 
 def _has_ended(pid: int, pidfd: int, timeout_s: float) -> bool:
@@ -167,9 +205,15 @@ def restart(mountpoint: str, only_check: bool) -> None:
     from daemon.session import Session
 
     background.log_to_stderr(mount_config.log_level)
-    # After the fork the successor needs this command no more: it may be killed.
     session = Session(mount_config, reread=reread, dismiss=_dismiss)
-    background.run_in_background(session.serve, mount_config.log_level, ends_with_command=False)
+
+    def serve(ready: Callable[[], None], claimed: Callable[[Path], None]) -> None:
+        with suppress(OSError):
+            process.show_command(mount_config.command)
+        session.serve(ready, claimed)
+
+    # After the fork the successor needs this command no more: it may be killed.
+    background.run_in_background(serve, mount_config.log_level, ends_with_command=False)
     if not mounted.is_mounted():
         raise CacheFsError(f"{place} was unmounted as soon as the mount was ready")
 
@@ -216,83 +260,3 @@ def _dismiss(mounted: MountInstance) -> Handed:
     if not _has_ended(pid, daemon, UMOUNT_TIMEOUT_S):
         raise CacheFsError(f"the daemon is still busy after {UMOUNT_TIMEOUT_S:.0f} s; try again")
     return opened
-
-
-@main.command()
-@mountpoint_argument
-@json_option
-@click.option("--watch", "watched", is_flag=True, help="Show a live screen until Ctrl-C.")
-@click.option(
-    "--interval",
-    type=click.FloatRange(0.1),
-    default=2.0,
-    metavar="S",
-    help="Refresh interval of --watch.",
-)
-def status(mountpoint: str, as_json: bool, watched: bool, interval: float) -> None:
-    """Show the state of a mount. Includes hits, misses, cached data, and calls to the source.
-
-    \b
-    Examples:
-      cachefs status /data/imagenet --watch
-      cachefs status /data/imagenet --json
-    """
-    client = Client(mountpoint)
-    answer = client.status()
-    if "latencies" not in answer:
-        raise CacheFsError(f"the daemon of {mountpoint} is an older version: run cachefs restart {mountpoint}")
-    if watched:
-        from daemon.cli.watch import watch
-
-        with suppress(KeyboardInterrupt):
-            watch(client, interval)
-    elif as_json:
-        click.echo(json.dumps(answer, indent=2))
-    else:
-        from daemon.cli.display import print_status
-
-        print_status(answer)
-
-
-@main.group("config")
-def configuration() -> None:
-    """Check and show configuration files. `cachefs mount --config` reads them.
-
-    \b
-    Example:
-      cachefs config check /etc/cachefs/imagenet.toml
-      cachefs config show /data/imagenet
-    """
-
-
-@configuration.command()
-@click.argument("file", type=click.Path(path_type=Path))
-def check(file: Path) -> None:
-    """Check a configuration file. Nothing is mounted.
-
-    \b
-    Example:
-      cachefs config check /etc/cachefs/imagenet.toml
-    """
-    with mount.make_context("mount", ["--config", str(file)]) as context:
-        make_mount_config(context.params)
-    say(f"{file}: valid")
-
-
-@configuration.command()
-@mountpoint_argument
-@json_option
-def show(mountpoint: str, as_json: bool) -> None:
-    """Print the options of a mount as a configuration file, with the origin of each. Defaults are commented out.
-
-    \b
-    Example:
-      cachefs config show /data/imagenet
-      cachefs config show /data/imagenet > /etc/cachefs/imagenet.toml
-    """
-    answer = Client(mountpoint).settings()
-    if as_json:
-        click.echo(json.dumps(answer, indent=2))
-        return
-    for line in as_toml({name: config.Setting(**setting) for name, setting in answer.items()}):
-        say(line)

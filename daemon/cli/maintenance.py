@@ -6,23 +6,25 @@ import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import click
-from rich.filesize import decimal
 
+from cachefs.client import mount_table
 from cachefs.client.client import Client
 from cachefs.client.locations import cache_root
 from cachefs.errors import CacheFsError
 from cachefs.printable import one_line
 from cachefs.system.claims import is_locked
-from daemon.config.parameters import mountpoint_argument
-from daemon.output import say
+from daemon.config.parameters import json_option, mountpoint_argument
+from daemon.output import print_json, readable_size, say
 
 
 @click.command()
 @mountpoint_argument
 @click.option("--repair", is_flag=True, help="Drop corrupt records. They are fetched again when they are read.")
-def verify(mountpoint: str, repair: bool) -> None:
+@json_option
+def verify(mountpoint: str, repair: bool, as_json: bool) -> None:
     """Verify the checksums of a mount's cache. The mount stays in use.
 
     Every read checks what it reads; this command finds a failing disk earlier. The exit status is 1 if there are
@@ -37,7 +39,7 @@ def verify(mountpoint: str, repair: bool) -> None:
 
     from cachefs.store.verify import BadRecord, Verified, verify
 
-    client = Client(mountpoint)
+    client = Client(mount_table.containing(mountpoint))
     directory = Path(client.settings()["cache-dir"]["value"])
     client.flush()
     bad: list[BadRecord] = []
@@ -52,11 +54,18 @@ def verify(mountpoint: str, repair: bool) -> None:
                 highlight=False,
                 markup=False,
             )
-    say(f"{done.records:,} records, {decimal(done.bytes)}: {len(bad):,} corrupt, {done.orphans:,} without a file")
     if bad and repair:
         client.drop([(each.inode, each.offset, each.blob_offset) for each in bad])
-        say(f"{len(bad):,} dropped; they will be fetched again when they are read")
-    elif bad:
+    if as_json:
+        corrupt = [{"inode": each.inode, "offset": each.offset, "reason": each.reason} for each in bad]
+        counts = {"records": done.records, "bytes": done.bytes, "without_file": done.orphans}
+        print_json({**counts, "corrupt": corrupt, "dropped": len(bad) if repair else 0})
+    else:
+        found_bytes = readable_size(done.bytes)
+        say(f"{done.records:,} records, {found_bytes}: {len(bad):,} corrupt, {done.orphans:,} without a file")
+        if bad and repair:
+            say(f"{len(bad):,} dropped; they will be fetched again when they are read")
+    if bad and not repair:
         sys.exit(1)
 
 
@@ -86,7 +95,8 @@ def is_in_use(path: Path) -> bool:
     metavar="DIR",
     help="Search this directory. [default: /var/cache/cachefs for root, $XDG_CACHE_HOME/cachefs for users]",
 )
-def gc(delete: bool, root: Path | None) -> None:
+@json_option
+def gc(delete: bool, root: Path | None, as_json: bool) -> None:
     """List or delete caches whose source does not exist.
 
     A source that is not mounted looks the same as one that was deleted: check the list before you use --delete.
@@ -96,17 +106,21 @@ def gc(delete: bool, root: Path | None) -> None:
       cachefs gc
       cachefs gc --delete
     """
-    freed = count = 0
+    found: list[dict[str, Any]] = []
     for path, source, size in caches(root or cache_root()):
         if os.path.isdir(source) or is_in_use(path):
             continue
-        say(f"{path}: {decimal(size)}, source {source} does not exist")
+        if not as_json:
+            say(f"{path}: {readable_size(size)}, source {source} does not exist")
         if delete:
             try:
                 shutil.rmtree(path)
             except OSError as error:
                 raise CacheFsError(f"cannot delete {path}: {error.strerror or error}") from error
-        freed += size
-        count += 1
+        found.append({"path": str(path), "source": source, "bytes": size})
+    if as_json:
+        print_json({"caches": found, "deleted": delete})
+        return
     done = "deleted" if delete else "to be deleted (--delete)"
-    say(f"{count} caches, {decimal(freed)} {done}" if count else "no caches without a source")
+    freed = readable_size(sum(each["bytes"] for each in found))
+    say(f"{len(found)} caches, {freed} {done}" if found else "no caches without a source")

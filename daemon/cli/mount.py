@@ -18,7 +18,7 @@ from cachefs.errors import CacheFsError
 from cachefs.metadata.limit import NAMES as METADATA_RETENTION
 from cachefs.options import CacheLevel, Options, Revalidate
 from cachefs.system.clock import NANOSECONDS
-from daemon.config import config, config_file, parameters, settings
+from daemon.config import config, config_file, mount_options, parameters, settings
 from daemon.kernel import probe
 from daemon.output import say
 from daemon.service import background, process
@@ -64,6 +64,7 @@ def make_mount_config(given: Mapping[str, Any]) -> config.MountConfig:
         metrics=given["metrics"],
         config_file=config_file.place(context),
         settings=settings.settings(context, computed),
+        command=process.command_line(),
     )
 
 
@@ -155,7 +156,8 @@ def _check_package() -> None:
         )
 
 
-@click.command()
+@click.command(cls=mount_options.MountCommand)
+@mount_options.option
 @click.option(
     "--config",
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
@@ -165,8 +167,8 @@ def _check_package() -> None:
     callback=config_file.use,
     help="Read options from a TOML file, by name. The command line overrides the file.",
 )
-@click.argument("source", type=parameters.PLACE)
-@parameters.mountpoint_argument
+@click.argument("source", type=parameters.DIRECTORY)
+@click.argument("mountpoint", type=parameters.DIRECTORY)
 @click.option(
     "--profile",
     type=click.Choice(list(settings.PROFILES)),
@@ -184,7 +186,9 @@ def _check_package() -> None:
     help="Store the cache in DIR, on a local SSD. [default: /var/cache/cachefs/ID or $XDG_CACHE_HOME/cachefs/ID]",
 )
 @click.option(
-    "--cache-size", type=parameters.SIZE, help="Limit the size of the cache, e.g. 500G. [default: 90 % of free space]"
+    "--cache-size",
+    type=parameters.CACHE_SIZE,
+    help="Limit the size of the cache, e.g. 500G. [default: 90 % of free space]",
 )
 @click.option(
     "--metadata-snapshot",
@@ -276,9 +280,8 @@ def _check_package() -> None:
 )
 @click.option(
     "--simulate-latency",
-    type=parameters.SECONDS,
+    type=parameters.MILLISECONDS,
     default=0.0,
-    metavar="MS",
     help="Delay every call to the source, for demonstrations and benchmarks.",
 )
 @click.option(
@@ -313,7 +316,9 @@ def _check_package() -> None:
 )
 @click.option("--minimum-age", type=parameters.MINIMUM_AGE, default=SETTLE_NS / NANOSECONDS, hidden=True)  # for tests
 def mount(**given: Any) -> None:
-    """Mount SOURCE on MOUNTPOINT, which may be SOURCE itself.
+    """Mount SOURCE on MOUNTPOINT, which may be SOURCE itself, and is made if it is missing.
+
+    Times are numbers of seconds, or have a unit: 500ms, 5s, 2m, 1h.
 
     \b
     Examples:

@@ -2,8 +2,7 @@
 
     /ceph/imagenet  /data/imagenet  fuse.cachefs  ro,cache-size=500G,mutable=*.log,_netdev  0 0
 
-Options are those of `cachefs mount`, by name; `ro` is --read-only. Options that only mount(8) and systemd use are
-ignored. The exit status follows mount(8): 1 for wrong options, 32 if the mount failed.
+mount_options.py has the options. The exit status follows mount(8): 1 for wrong options, 32 if the mount failed.
 """
 
 import re
@@ -13,13 +12,8 @@ from collections.abc import Sequence
 import click
 
 from daemon.cli.mount import mount
-from daemon.config.parameters import one_line_errors
-from daemon.output import say
+from daemon.output import one_line_errors, say
 
-_IGNORED = re.compile(
-    r"rw|defaults|(no)?auto|(no)?user|users|owner|group|_netdev|nofail|(no)?suid|(no)?dev|(no)?exec|(no|rel|nodir|strict|lazy|dir)?atime"
-    r"|(no)?async|sync|(x-|comment=|fsname=|subtype=).*"
-)
 _USAGE, _FAILED = 1, 32
 
 
@@ -30,24 +24,14 @@ def arguments(given: Sequence[str]) -> list[str]:
     rest = iter(given)
     for argument in rest:
         if argument == "-o":
-            options += next(rest, "").split(",")
+            options += ["-o", next(rest, "")]
         elif argument in ("-t", "-N"):
             next(rest, None)
         elif not re.fullmatch(r"-[sfnvw]+", argument):
             places.append(argument)
     if len(places) != 2:
         raise click.UsageError("usage: mount.fuse.cachefs SOURCE MOUNTPOINT [-o OPTIONS]")
-    command = []
-    for option in options:
-        name, has_value, value = option.partition("=")
-        name = name.replace("_", "-")
-        if option == "ro":
-            command.append("--read-only")
-        elif name == "allow-other":
-            command.append("--allow-other")
-        elif option and not _IGNORED.fullmatch(option):
-            command += [f"--{name}", value] if has_value else [f"--{name}"]
-    return [*command, "--", *places]
+    return [*options, "--", *places]
 
 
 def main() -> None:

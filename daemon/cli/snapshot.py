@@ -8,8 +8,8 @@ import click
 
 from cachefs.client.client import Client
 from cachefs.errors import CacheFsError
-from daemon.config.parameters import mountpoint_argument
-from daemon.output import say
+from daemon.config.parameters import json_option, mountpoint_argument
+from daemon.output import print_json, say
 
 
 @click.group()
@@ -25,7 +25,8 @@ def snapshot() -> None:
 @snapshot.command()
 @mountpoint_argument
 @click.argument("file", type=click.Path(dir_okay=False, path_type=Path))
-def export(mountpoint: str, file: Path) -> None:
+@json_option
+def export(mountpoint: str, file: Path, as_json: bool) -> None:
     """Write the pinned metadata of a mount to FILE. Run `cachefs warmup --metadata-only` first.
 
     A mount with --metadata-snapshot FILE uses the metadata as of the export: export again when the dataset changes.
@@ -48,5 +49,9 @@ def export(mountpoint: str, file: Path) -> None:
     if not os.access(index, os.R_OK):
         raise CacheFsError(f"cannot read {index}: only root and the user who mounted may")
     names = export_index(index, file.absolute(), settings["source"]["value"])
+    seconds = time.monotonic() - started
+    if as_json:
+        print_json({"file": str(file), "names": names, "bytes": file.stat().st_size, "seconds": round(seconds, 3)})
+        return
     each = f", {file.stat().st_size / names:.1f} bytes each" if names else ""
-    say(f"{file}: {names:,} names{each}, {time.monotonic() - started:.1f} s")
+    say(f"{file}: {names:,} names{each}, {seconds:.1f} s")

@@ -1,23 +1,24 @@
 """`cachefs warmup`, evict, invalidate, pin, unpin and info: commands that take paths."""
 
-import json
 import os
 import sys
 import time
 from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
 from typing import Any, BinaryIO
 
 import click
-from rich.filesize import decimal
 
 from cachefs.client import mount_table
-from cachefs.client.client import Client, OnProgress, Progress, Report, is_served
+from cachefs.client.client import Client, Dropped, OnProgress, Progress, Report, is_served
+from cachefs.client.locations import user
 from cachefs.errors import CacheFsError
 from daemon.config.parameters import PLACE, json_option
-from daemon.output import say
+from daemon.output import print_json, readable_size, say
 
+TIMEOUT_S = 5.0
+"""How long a daemon may take to list its warm-ups."""
 PLAIN_LINE_S = 5.0
 """Between lines of progress if stderr is not a terminal."""
 paths_argument = click.argument("paths", nargs=-1, required=True, type=PLACE)
@@ -45,7 +46,11 @@ def by_mount(paths: Iterable[str]) -> dict[str, list[str]]:
 @click.option("--from-list", type=click.File("rb"), metavar="FILE", help="Read more paths, one a line; - is stdin.")
 @click.option("--jobs", type=click.IntRange(1, 1024), metavar="N", help="Fetch N files at once. [default: 16]")
 @click.option("--check", is_flag=True, help="Print how much is cached, and fetch nothing.")
-@click.option("--background", is_flag=True, help="Return at once. `cachefs status` shows the progress.")
+@click.option("--background", is_flag=True, help="Return at once, and print the number of the warm-up.")
+@click.option("--list", "action", flag_value="list", help="List the warm-ups in the background.")
+@click.option("--wait", "action", flag_value="wait", help="Wait for warm-ups in the background, and print the result.")
+@click.option("--cancel", "action", flag_value="cancel", help="End warm-ups in the background; keep what they fetched.")
+@click.option("--id", "number", type=int, metavar="N", help="Wait for, or cancel, only warm-up N. [default: all]")
 @json_option
 def warm_up(
     paths: tuple[str, ...],
@@ -54,6 +59,8 @@ def warm_up(
     jobs: int | None,
     check: bool,
     background: bool,
+    action: str | None,
+    number: int | None,
     as_json: bool,
 ) -> None:
     """Fetch and pin files before a job reads them. Directories include all files beneath them.
@@ -61,12 +68,23 @@ def warm_up(
     Cached files are not fetched again, so an interrupted warm-up resumes where it stopped. The exit status is 1 if any
     file is missing at the end.
 
+    --list, --wait and --cancel are for warm-ups in the background, on the mounts of PATHS, or on all mounts. A restart
+    of the daemon ends them.
+
     \b
     Examples:
       cachefs warmup /data/imagenet/train --jobs 32
       cachefs warmup /data/imagenet --check --json
       cachefs warmup --from-list epoch0.txt --background
+      cachefs warmup --wait /data/imagenet
     """
+    if action is not None:
+        if from_list is not None or jobs or check or background or metadata_only:
+            raise click.UsageError(f"--{action} takes no other options than --id and --json")
+        of_background(action, paths, number, as_json=as_json)
+        return
+    if number is not None:
+        raise click.UsageError("--id needs --wait or --cancel")
     if not paths and from_list is None:
         raise click.UsageError("give PATHS or --from-list FILE")
     if check and (background or jobs):
@@ -78,53 +96,130 @@ def warm_up(
             if not path:
                 continue
             wanted.setdefault(mount_table.split(os.path.abspath(path))[0], []).append(path)
+    if background:
+        _start(paths, wanted, jobs, metadata_only=metadata_only, as_json=as_json)
+        return
     total = Report()
     started = time.monotonic()
-    silent: AbstractContextManager[OnProgress] = nullcontext(lambda progress: None)
-    with silent if as_json or background else shown("checking" if check else "warming up") as on_progress:
+    with nullcontext(_silent) if as_json else shown("checking" if check else "warming up") as on_progress:
         for place, inside in wanted.items():
             client = Client(place)
-            if background:
-                client.start_warm_up(inside, jobs=jobs, metadata_only=metadata_only)
-            elif check:
+            if check:
                 total += client.check(inside, metadata_only=metadata_only, on_progress=on_progress)
             else:
                 total += client.warm_up(inside, jobs=jobs, metadata_only=metadata_only, on_progress=on_progress)
-    if background:
-        for place in wanted:
-            say(f"warming up in the background; progress: cachefs status {place}")
-        return
     finish(total, time.monotonic() - started, as_json=as_json, metadata_only=metadata_only)
+
+
+def _start(
+    paths: Iterable[str], wanted: dict[str, list[str]], jobs: int | None, *, metadata_only: bool, as_json: bool
+) -> None:
+    for path in paths:
+        os.lstat(path)  # a missing one is an error now: later only the log would have it
+    started = [
+        {"mountpoint": place, "id": number}
+        for place, inside in wanted.items()
+        for number in Client(place).start_warm_up(inside, jobs=jobs, metadata_only=metadata_only)
+    ]
+    if as_json:
+        print_json(started)
+    else:
+        for each in started:
+            say(f"{each['mountpoint']}: warm-up {each['id']} runs in the background (--list, --wait, --cancel)")
+
+
+def of_background(action: str, paths: Iterable[str], number: int | None, *, as_json: bool) -> None:
+    """List, await or cancel warm-ups in the background."""
+    places = list(dict.fromkeys(map(mount_table.containing, paths)))
+    running = []
+    for place in places or _own_mounts():
+        try:
+            found = Client(place, timeout_s=TIMEOUT_S).status()["warm_ups"]
+        except CacheFsError as error:
+            if places:
+                raise
+            say(f"cachefs: {error}", err=True)  # the other mounts are listed all the same
+            continue
+        running += [{"mountpoint": place, **each} for each in found if number in (None, each["id"])]
+    if action == "list":
+        _print_list(running, as_json=as_json)
+        return
+    if number is not None and not running:
+        if len(places) != 1:
+            raise CacheFsError(f"no warm-up {number} runs; give its mount to learn about one that has ended")
+        running = [{"mountpoint": place, "id": number} for place in places]
+    if action == "cancel":
+        for each in running:
+            Client(each["mountpoint"]).cancel_warm_up(each["id"])
+        if as_json:
+            print_json([{"mountpoint": each["mountpoint"], "id": each["id"]} for each in running])
+        else:
+            say("\n".join(f"{each['mountpoint']}: warm-up {each['id']} cancelled" for each in running) or _NONE)
+        return
+    started, total = time.monotonic(), Report()
+    with nullcontext(_silent) if as_json else shown("warming up") as on_progress:
+        for each in running:
+            total += Client(each["mountpoint"]).wait_for_warm_up(each["id"], on_progress=on_progress)
+    if not running and not as_json:
+        say(_NONE)
+        return
+    finish(total, time.monotonic() - started, as_json=as_json, metadata_only=False)
+
+
+_NONE = "no warm-up runs in the background"
+
+
+def _own_mounts() -> list[str]:
+    mounts = [mount for mount in mount_table.mounts() if mount.fstype == mount_table.FSTYPE]
+    return [mount.mountpoint for mount in mounts if mount.user == user() and is_served(mount.mountpoint)]
+
+
+def _print_list(running: list[dict[str, Any]], *, as_json: bool) -> None:
+    if as_json:
+        print_json(running)
+        return
+    for each in running:
+        of = f"{each['files']:,}" + ("" if each["scanned"] else " found so far")
+        named = ", ".join(path or "." for path in each["paths"])
+        more = (
+            f" and {each['path_count'] - len(each['paths']):,} more" if each["path_count"] > len(each["paths"]) else ""
+        )
+        say(f"{each['mountpoint']}: warm-up {each['id']}: {each['cached_files']:,} of {of} files: {named}{more}")
+    if not running:
+        say(_NONE)
 
 
 def finish(report: Report, seconds: float, *, as_json: bool, metadata_only: bool) -> None:
     """Print the result; exit with 1 if anything is missing."""
     if as_json:
-        click.echo(json.dumps({**asdict(report), "is_complete": report.is_complete, "seconds": round(seconds, 3)}))
+        print_json({**asdict(report), "is_complete": report.is_complete, "seconds": round(seconds, 3)}, indent=None)
     else:
         for problem in report.problems:
             say(f"cachefs: {problem}", err=True)
-        say(_summary(report, seconds, metadata_only=metadata_only))
+        if report.files or report.is_complete:
+            say(_summary(report, seconds, metadata_only=metadata_only))
     if not report.is_complete:
         sys.exit(1)
 
 
 def _summary(report: Report, seconds: float, *, metadata_only: bool) -> str:
-    share = 100.0
+    share = " (100.0 %)" if report.is_complete else ""
     if report.cached_files < report.files:
-        share = min(100 * report.cached_files / report.files, 99.9)  # never 100 % if something is missing
-    parts = [
-        f"{report.cached_files:,} of {report.files:,} files {'pinned' if metadata_only else 'cached'} ({share:.1f} %)"
-    ]
+        share = f" ({min(100 * report.cached_files / report.files, 99.9):.1f} %)"  # never 100 % if something is missing
+    parts = [f"{report.cached_files:,} of {report.files:,} files {'pinned' if metadata_only else 'cached'}{share}"]
     if not metadata_only:
-        parts[0] += f", {decimal(report.cached_bytes)} of {decimal(report.bytes)}"
+        parts[0] += f", {readable_size(report.cached_bytes)} of {readable_size(report.bytes)}"
     if report.fetched_files:
         parts.append(f"{report.fetched_files:,} fetched in {seconds:.1f} s")
     if report.mutable_files:
         parts.append(f"{report.mutable_files:,} mutable files skipped")
     if report.errors:
-        parts.append(f"{report.errors:,} errors")
+        parts.append(f"{report.errors:,} error{'' if report.errors == 1 else 's'}")
     return "; ".join(parts)
+
+
+def _silent(_: Progress) -> None:
+    pass
 
 
 @contextmanager
@@ -159,7 +254,7 @@ def shown(what: str) -> Iterator[OnProgress]:
                 description=what if progress.scanned else f"{what}, still searching",
                 completed=progress.cached_files,
                 total=progress.files,
-                bytes=decimal(progress.cached_bytes),
+                bytes=readable_size(progress.cached_bytes),
                 rate=f"{rate:,.0f}/s",
             )
 
@@ -177,7 +272,7 @@ def _plain_lines(what: str) -> OnProgress:
         more = "" if progress.scanned else " found so far"
         say(
             f"{what}: {progress.cached_files:,} of {progress.files:,} files{more}, "
-            f"{decimal(progress.cached_bytes)} of {decimal(progress.bytes)}",
+            f"{readable_size(progress.cached_bytes)} of {readable_size(progress.bytes)}",
             err=True,
         )
 
@@ -186,63 +281,91 @@ def _plain_lines(what: str) -> OnProgress:
 
 @click.command()
 @paths_argument
-def evict(paths: tuple[str, ...]) -> None:
+@json_option
+def evict(paths: tuple[str, ...], as_json: bool) -> None:
     """Remove data from the cache. Frees space on the local disk; metadata stay pinned.
 
     \b
     Example:
       cachefs evict /data/imagenet/val
     """
+    total = Dropped()
     for place, inside in by_mount(paths).items():
         dropped = Client(place).evict(inside)
-        say(f"{place}: {dropped.files:,} files evicted, {decimal(dropped.bytes)}")
+        total = Dropped(total.files + dropped.files, total.bytes + dropped.bytes)
+        if not as_json:
+            say(f"{place}: {dropped.files:,} files evicted, {readable_size(dropped.bytes)}")
+    if as_json:
+        print_json(asdict(total))
 
 
 @click.command()
 @paths_argument
-def invalidate(paths: tuple[str, ...]) -> None:
+@json_option
+def invalidate(paths: tuple[str, ...], as_json: bool) -> None:
     """Drop cached data and metadata. The kernel drops them too, and the next use asks the source.
 
     \b
     Example:
       cachefs invalidate /data/imagenet/train/n01440764
     """
+    total = 0
     for path in paths:
         for place, inside in by_mount([path]).items():
-            say(f"{path}: {Client(place).invalidate(inside)} dropped")
+            dropped = Client(place).invalidate(inside)
+            total += dropped
+            if not as_json:
+                say(f"{path}: {dropped} dropped")
+    if as_json:
+        print_json({"dropped": total})
 
 
 @click.command()
 @paths_argument
-def pin(paths: tuple[str, ...]) -> None:
+@json_option
+def pin(paths: tuple[str, ...], as_json: bool) -> None:
     """Make files immutable without reading them. Includes files written through the mount; fetches no data.
 
     \b
     Example:
       cachefs pin /data/project/preprocessed
     """
+    total = Report()
     for place, inside in by_mount(paths).items():
-        with shown("pinning") as on_progress:
+        with nullcontext(_silent) if as_json else shown("pinning") as on_progress:
             report = Client(place).pin(inside, on_progress=on_progress)
+        total += report
+        if as_json:
+            continue
         for problem in report.problems:
             say(f"cachefs: {problem}", err=True)
         skipped = f"; {report.mutable_files:,} skipped: open for writing, or --mutable" if report.mutable_files else ""
-        say(f"{place}: {report.cached_files:,} files are immutable{skipped}")
-        if not report.is_complete:
-            sys.exit(1)
+        if report.files or report.is_complete:
+            say(f"{place}: {report.cached_files:,} files are immutable{skipped}")
+    if as_json:
+        print_json({**asdict(total), "is_complete": total.is_complete})
+    if not total.is_complete:
+        sys.exit(1)
 
 
 @click.command()
 @paths_argument
-def unpin(paths: tuple[str, ...]) -> None:
+@json_option
+def unpin(paths: tuple[str, ...], as_json: bool) -> None:
     """Make immutable files writable again. They are not cached until they are pinned, or until the next restart.
 
     \b
     Example:
       cachefs unpin /data/project/config.json
     """
+    total = 0
     for place, inside in by_mount(paths).items():
-        say(f"{place}: {Client(place).unpin(inside):,} files are writable")
+        count = Client(place).unpin(inside)
+        total += count
+        if not as_json:
+            say(f"{place}: {count:,} files are writable")
+    if as_json:
+        print_json({"files": total})
 
 
 @click.command()
@@ -261,37 +384,8 @@ def info(path: str, as_json: bool) -> None:
     ((place, (inside,)),) = by_mount([path]).items()
     answer = Client(place).info(inside)
     if as_json:
-        click.echo(json.dumps(answer, indent=2))
+        print_json(answer)
         return
-    from daemon.cli.display import print_rows
+    from daemon.cli.display import info_rows, print_rows
 
     print_rows(info_rows(answer))
-
-
-def info_rows(answer: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    yield "path", answer["path"] or "/"
-    yield "inode", f"{answer['inode']} ({answer['type']})"
-    yield "state", STATES.get(answer["state"], answer["state"])
-    if "is_listed" in answer:
-        yield "listing", "complete" if answer["is_listed"] else "not pinned"
-    if "extents" in answer:
-        cached, size = answer["cached_bytes"], answer["size"]
-        share = "all" if cached == size else "nothing" if not cached else f"{100 * cached / size:.1f} %"
-        yield "cached", f"{share}: {decimal(cached)} of {decimal(size)}"
-        for extent in answer["extents"]:
-            yield "", f"bytes {extent['offset']:,} + {extent['length']:,} at {extent['blob_offset']:,} of the blob"
-        if answer["extent_count"] > len(answer["extents"]):
-            yield "", f"and {answer['extent_count'] - len(answer['extents']):,} more"
-    when = answer["validated_ns"]
-    since = time.strftime(", which began at %Y-%m-%d %H:%M:%S", time.localtime(when / 1e9)) if when else ""
-    valid = "" if answer["is_valid"] else "; will be compared again at the next use"
-    yield "compared", f"with the source in run {answer['validated_run']}{since}{valid}"
-
-
-STATES = {
-    "immutable": "immutable: served from the cache, not writable",
-    "pinned": "pinned: valid without asking the source",
-    "unpinned": "not pinned: valid for --attr-timeout",
-    "written": "written through this mount: mutable and not cached in this run",
-    "mutable": "matched by --mutable: mutable, never cached",
-}

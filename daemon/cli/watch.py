@@ -4,7 +4,6 @@ import time
 from typing import Any
 
 from rich.console import Console, Group, RenderableType
-from rich.filesize import decimal
 from rich.live import Live
 from rich.table import Table
 from rich.text import Text
@@ -12,7 +11,8 @@ from rich.text import Text
 from cachefs.client.client import Client
 from cachefs.errors import CacheFsError
 from cachefs.stats.latency import BUCKETS, KINDS, quantile_s
-from daemon.cli.display import duration, memory
+from daemon.cli.display import duration, hit_ratio, memory, share
+from daemon.output import readable_size
 
 STEADY_MISS_SHARE = 0.01
 """With a smaller share of misses among the latest reads the first epoch is over."""
@@ -38,7 +38,7 @@ class Rates:
         return max(0.0, count / self._seconds)
 
     def in_bytes(self, count: int) -> str:
-        return f"{decimal(int(self.a_second(count)))}/s"
+        return f"{readable_size(int(self.a_second(count)))}/s"
 
     def operations(self) -> dict[str, float]:
         before = {} if self._anew else self._before["source_ops"]
@@ -52,10 +52,6 @@ class Rates:
         counts = [now.get(str(n), 0) - before.get(str(n), 0) for n in range(BUCKETS)]
         histogram = [0, *(max(0, count) for count in counts)]
         return sum(histogram), quantile_s(histogram, 0.5), quantile_s(histogram, 0.99)
-
-
-def share(part: float, whole: float) -> str:
-    return f"{100 * part / whole:.1f} %" if whole else "-"
 
 
 def phase(rates: Rates, status: dict[str, Any]) -> str:
@@ -73,24 +69,28 @@ def screen(before: dict[str, Any], status: dict[str, Any]) -> RenderableType:
     head.append(f" ← {status['source']}")
     head.truncate(80, overflow="ellipsis")
     used, size = status["blob_bytes"], status["cache_size_bytes"]
-    asked = status["hits"] + status["misses"]
 
     figures = _table("", "now", "since the start")
-    figures.add_row("hit ratio", share(rates.since("hits"), rates.reads()), share(status["hits"], asked))
-    figures.add_row("reads", f"{rates.a_second(rates.reads()):,.0f}/s", f"{asked:,}")
+    figures.add_row("hit ratio", share(rates.since("hits"), rates.reads()), hit_ratio(status))
+    figures.add_row("reads", f"{rates.a_second(rates.reads()):,.0f}/s", f"{status['hits'] + status['misses']:,}")
     from_memory = rates.since("hit_bytes") - rates.since("disk_bytes")
-    figures.add_row("from memory", rates.in_bytes(from_memory), decimal(status["hit_bytes"] - status["disk_bytes"]))
-    figures.add_row("from SSD", rates.in_bytes(rates.since("disk_bytes")), decimal(status["disk_bytes"]))
-    figures.add_row("from source", rates.in_bytes(rates.since("source_bytes")), decimal(status["source_bytes"]))
+    figures.add_row(
+        "from memory", rates.in_bytes(from_memory), readable_size(status["hit_bytes"] - status["disk_bytes"])
+    )
+    figures.add_row("from SSD", rates.in_bytes(rates.since("disk_bytes")), readable_size(status["disk_bytes"]))
+    figures.add_row("from source", rates.in_bytes(rates.since("source_bytes")), readable_size(status["source_bytes"]))
     for name, key in (("prefetched", "prefetched"), ("evicted", "evictions")):
         figures.add_row(name, f"{rates.a_second(rates.since(key)):,.0f}/s", f"{status[key]:,}")
 
     cache = _table("", "")
     cache.show_header = False
     cache.add_row(
-        "cache", f"{decimal(used)} of {decimal(size)} ({share(used, size)}), {status['cached_files']:,} files"
+        "cache",
+        f"{readable_size(used)} of {readable_size(size)} ({share(used, size)}), {status['cached_files']:,} files",
     )
-    uncommitted = f"{decimal(status['write_behind_bytes'])} and {status['uncommitted']:,} records not committed yet"
+    uncommitted = (
+        f"{readable_size(status['write_behind_bytes'])} and {status['uncommitted']:,} records not committed yet"
+    )
     cache.add_row("pinned", f"{status['pinned_inodes']:,} inodes; {uncommitted}")
     cache.add_row("memory", memory(status))
     if status["errors"] or status["stale_reads"] or status["source_stuck_calls"]:

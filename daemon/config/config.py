@@ -2,6 +2,8 @@
 
 import json
 import re
+from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from enum import Enum
 from pathlib import Path
@@ -14,6 +16,8 @@ from cachefs.system import private_files
 from policies.globs import Globs
 
 CONFIG_NAME = "mount.json"
+DEFAULT = "default"
+"""The origin of a value that neither the user nor a profile has set."""
 _UNITS = {"": 0, "K": 10, "M": 20, "G": 30, "T": 40, "P": 50}
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGTP]?)(?:i?B)?", re.IGNORECASE)
 MAX_SIZE_BYTES = 1 << 60
@@ -67,16 +71,26 @@ class MountConfig:
     config_file: Path | None = None
     settings: dict[str, Setting] = field(default_factory=dict)
     """By option name."""
+    command: tuple[str, ...] = ()
+    """The command that mounted, which a daemon that takes over shows in ps."""
 
     @property
     def cache_place(self) -> Path:
         """The cache directory: the given one, or the default."""
         return self.cache_dir or locations.default_cache_dir(self.source)
 
+    def given(self) -> Iterator[tuple[str, Any]]:
+        """The options that are not defaults, and their values."""
+        for name, setting in self.settings.items():
+            if name not in ("source", "mountpoint") and setting.origin != DEFAULT:
+                yield name, setting.value
+
     @property
     def own_places(self) -> dict[str, Path]:
         """What the daemon writes, by a name for error messages."""
-        found = {"cache directory": self.cache_place, "runtime directory": locations.runtime_root()}
+        found = {"cache directory": self.cache_place}
+        with suppress(FileNotFoundError):  # only before the first mount
+            found["runtime directory"] = locations.runtime_root()
         if self.metrics is not None and self.metrics.startswith("/"):
             found["metrics socket"] = Path(self.metrics)
         return found
@@ -103,6 +117,7 @@ def load(path: Path) -> MountConfig:
             if fields.get(name) is not None:
                 fields[name] = Path(fields[name])
         fields["options"] = Options(**fields["options"])
+        fields["command"] = tuple(fields.get("command", ()))
         fields["settings"] = {name: Setting(**setting) for name, setting in fields.get("settings", {}).items()}
         return MountConfig(**fields)
     except (OSError, ValueError, KeyError, TypeError) as error:

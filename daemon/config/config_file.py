@@ -11,14 +11,15 @@ The command line overrides the file (settings.py). An unknown key, and a value t
 name the line.
 """
 
+import difflib
 import re
 import tomllib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import click
 
-_NOT_IN_FILES = frozenset({"config", "help"})
 _PLACE, _VALUES = f"{__name__}.place", f"{__name__}.values"
 MAX_CHARACTERS = 1 << 20
 INTEGERS = 1 << 63
@@ -68,15 +69,16 @@ def read(path: Path, context: click.Context) -> dict[str, Any]:
         if len(text) > MAX_CHARACTERS:
             raise InvalidFile(path, None, "is too long for a configuration file")
         values = _parse(text)
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+    except OSError as error:
+        raise InvalidFile(path, None, error.strerror or str(error)) from None
+    except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise InvalidFile(path, None, str(error)) from None
     parameters = {key_of(parameter): parameter for parameter in context.command.params if may_be_in_file(parameter)}
     found: dict[str, Any] = {}
     for key, value in values.items():
         parameter = parameters.get(key)
         if parameter is None:
-            known = ", ".join(sorted(parameters))
-            raise InvalidFile(path, _line_of(text, key), f"{key!r} is not an option; the options are {known}")
+            raise InvalidFile(path, _line_of(text, key), f"{key!r} is not an option{_hint(key, sorted(parameters))}")
         try:
             _check(parameter, value, context)
         except click.BadParameter as error:
@@ -97,9 +99,14 @@ def _parse(text: str) -> dict[str, Any]:
         raise tomllib.TOMLDecodeError("contains a number that is too long") from None
 
 
+def _hint(key: str, known: Sequence[str]) -> str:
+    close = difflib.get_close_matches(key.replace("_", "-").lower(), known, n=1)
+    return f": did you mean {close[0]!r}?" if close else f"; the options are {', '.join(known)}"
+
+
 def may_be_in_file(parameter: click.Parameter) -> bool:
-    """Hidden options are not for users."""
-    return key_of(parameter) not in _NOT_IN_FILES and not getattr(parameter, "hidden", False)
+    """--config and -o have no value of their own, and hidden options are not for users."""
+    return parameter.expose_value and not getattr(parameter, "hidden", False)
 
 
 def key_of(parameter: click.Parameter) -> str:

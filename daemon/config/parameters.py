@@ -1,24 +1,22 @@
-"""Types of command-line parameters, and how errors reach the user: as one line, without a traceback."""
+"""Types of command-line parameters: what they accept, and what the shell completes them with."""
 
-import errno
 import math
 import os
 import re
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from ipaddress import ip_address
 from pathlib import Path
 from typing import Any, TypeVar
 
 import click
+from click.shell_completion import CompletionItem
 
+from cachefs.client import mount_table
 from cachefs.contract.shared import SETTLE_NS
-from cachefs.errors import CacheFsError
 from cachefs.system.clock import NANOSECONDS
 from daemon.config.config import parse_size
-from daemon.output import say
 
 T = TypeVar("T")
 
@@ -28,6 +26,8 @@ MAX_SECONDS = 1e9
 LOOPBACK = "127.0.0.1"
 _HOST_AND_PORT = re.compile(r"(?:(localhost|[\d.]+|\[[^\]]+\]):)?(\d{1,5})")
 """9123, localhost:9123, 0.0.0.0:9123, [::]:9123."""
+_TIME = re.compile(r"(\d+(?:\.\d+)?) *(ms|s|m|h|d)")
+_TIME_UNITS_S = {"ms": 0.001, "s": 1, "m": 60, "h": 3600, "d": 86400}
 
 
 class Parsed(click.ParamType[T]):
@@ -62,17 +62,24 @@ def _address(value: Any) -> str:
 
 
 def _seconds(value: Any, *, allow_zero: bool = True, allow_infinity: bool = False) -> float:
+    """A number of seconds, or "500ms", "5s", "2m", "1h", "1d"."""
+    match = _TIME.fullmatch(str(value).strip())
     try:
-        seconds = float(value)
+        seconds = float(match[1]) * _TIME_UNITS_S[match[2]] if match else float(value)
     except ValueError:
         seconds = -1.0
     if math.isnan(seconds) or seconds < 0 or (math.isinf(seconds) and not allow_infinity):
-        raise ValueError(f"{value!r} is not a number of seconds")
+        raise ValueError(f"{value!r} is not a time: use a number of seconds, or one with a unit, such as 5s or 2m")
     if MAX_SECONDS < seconds < math.inf:
         raise ValueError(f"must not be more than {MAX_SECONDS:,.0f}")
     if seconds == 0 and not allow_zero:
         raise ValueError("must be more than 0")
     return seconds
+
+
+def _milliseconds(value: Any) -> float:
+    seconds = _seconds(value)
+    return seconds * 1000 if _TIME.fullmatch(str(value).strip()) else seconds
 
 
 def _minimum_age(value: Any) -> float:
@@ -83,30 +90,45 @@ def _minimum_age(value: Any) -> float:
     return seconds
 
 
+class Place(Parsed[str]):
+    """A path that is not accessed. click.Path accesses it, and a mount without a daemon does not answer."""
+
+    def __init__(self, kind: str) -> None:
+        """`kind`: what the shell completes it with: "file" (any path) or "dir"."""
+        super().__init__("PATH", os.fsdecode)
+        self._kind = kind
+
+    def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+        return [CompletionItem(incomplete, type=self._kind)]
+
+
+class Mountpoint(Place):
+    def __init__(self) -> None:
+        super().__init__("dir")
+
+    def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+        """The mountpoints of cachefs; directories if none begins like this."""
+        places = {mount.mountpoint for mount in mount_table.mounts() if mount.fstype == mount_table.FSTYPE}
+        found = [CompletionItem(place) for place in sorted(places) if place.startswith(incomplete)]
+        return found or super().shell_complete(ctx, param, incomplete)
+
+
+def _cache_size(value: Any) -> int:
+    size_bytes = parse_size(value)
+    if size_bytes == 0:
+        raise ValueError("a cache needs room: use --cache metadata or --cache none for a mount that caches no data")
+    return size_bytes
+
+
 SIZE = Parsed("SIZE", parse_size)
-PLACE = Parsed("PATH", os.fsdecode)
-"""A path that is not accessed. click.Path accesses it, and a mount without a daemon does not answer."""
+CACHE_SIZE = Parsed("SIZE", _cache_size)
+PLACE, DIRECTORY = Place("file"), Place("dir")
 METRICS_ADDRESS = Parsed("ADDRESS", _address)
 SECONDS = Parsed("S", _seconds)
+MILLISECONDS = Parsed("MS", _milliseconds)
 POSITIVE_SECONDS = Parsed("S", partial(_seconds, allow_zero=False))
 SECONDS_OR_INFINITY = Parsed("S", partial(_seconds, allow_infinity=True))
 MINIMUM_AGE = Parsed("S", _minimum_age)
 
-mountpoint_argument = click.argument("mountpoint", type=PLACE)
+mountpoint_argument = click.argument("mountpoint", type=Mountpoint())
 json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
-
-
-@contextmanager
-def one_line_errors() -> Iterator[None]:
-    """Print an error as one line on stderr, and exit with 1."""
-    try:
-        yield
-    except CacheFsError as error:
-        say(f"cachefs: {error}", err=True)
-        sys.exit(1)
-    except OSError as error:
-        if error.errno == errno.EPIPE:  # click exits silently
-            raise
-        what = f"{error.filename}: " if error.filename else ""
-        say(f"cachefs: {what}{error.strerror or error}", err=True)
-        sys.exit(1)

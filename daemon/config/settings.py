@@ -4,7 +4,7 @@ The command line overrides the configuration file, which overrides the profile, 
 """
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,10 +13,10 @@ import click
 from click.core import ParameterSource
 
 from daemon.config import config_file
-from daemon.config.config import MountConfig, Setting, format_size
-from daemon.config.parameters import SIZE
+from daemon.config.config import DEFAULT, MountConfig, Setting, format_size
+from daemon.config.parameters import CACHE_SIZE, SIZE
 
-COMMAND_LINE, DEFAULT = "command line", "default"
+COMMAND_LINE = "command line"
 WORKSPACE = "workspace"
 PROFILES: dict[str, dict[str, Any]] = {
     "training": {},
@@ -53,7 +53,7 @@ def settings(context: click.Context, computed: dict[str, Any]) -> dict[str, Sett
             value = computed.get(name)
         if hasattr(value, "read"):
             value = value.name
-        elif parameter.type is SIZE and value is not None:
+        elif parameter.type in (SIZE, CACHE_SIZE) and value is not None:
             value = format_size(value)
         elif isinstance(value, Path):
             value = str(value)
@@ -89,6 +89,15 @@ def _toml(value: Any) -> str:
     return "" if value is None else str(value)
 
 
+def context_of(mount: click.Command, file: Path, places: Sequence[str] = ()) -> click.Context:
+    """The context of the command with the options of a file. Raises click.UsageError, which names the file."""
+    try:
+        return mount.make_context("mount", ["--config", str(file), "--", *places])
+    except click.MissingParameter as error:
+        name = error.param.name if error.param is not None else "place"
+        raise config_file.InvalidFile(file, None, f"sets no {name}") from None
+
+
 def reread(mount: click.Command, running: MountConfig) -> tuple[MountConfig, list[str]]:
     """Read the configuration file again. Returns the configuration with the options that may change while mounted, and
     the names of other options that have changed.
@@ -99,12 +108,7 @@ def reread(mount: click.Command, running: MountConfig) -> tuple[MountConfig, lis
         return running, []
     places = {"source": running.source, "mountpoint": running.mountpoint}
     from_command_line = [place for key, place in places.items() if running.settings[key].origin == COMMAND_LINE]
-    try:
-        context = mount.make_context("mount", ["--config", str(running.config_file), "--", *from_command_line])
-    except click.MissingParameter as error:
-        name = error.param.name if error.param is not None else "place"
-        raise config_file.InvalidFile(running.config_file, None, f"sets no {name}") from None
-    with context:
+    with context_of(mount, running.config_file, from_command_line) as context:
         config_file.check_not_empty(context)
         now = settings(context, {})
     reloaded = [key for key in (*RELOADABLE, *RELOADABLE_OPTIONS) if running.settings[key].origin != COMMAND_LINE]

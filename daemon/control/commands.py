@@ -3,12 +3,16 @@
 import logging
 import os
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from functools import partial
+from typing import Any
 
 import psutil
 import trio
 
+from cachefs.client.client import Report
 from cachefs.errors import CacheFsError
 from cachefs.options import CacheLevel
 from cachefs.prefetch.engine import PrefetchEngine
@@ -18,7 +22,9 @@ from cachefs.prefetch.warm_up import WarmUp
 from cachefs.stats.latency import Histogram, added, quantile_s
 from daemon.config.config import MountConfig, format_size
 from daemon.control import server
+from daemon.control.reasons import reason
 from daemon.control.server import Answer, BadRequest, Request, Tell, argument
+from daemon.control.warm_ups import BackgroundWarmUps
 from daemon.fastpath_host import FastPathHost
 from daemon.kernel.source_connection import SourceConnection
 from daemon.wiring import Components
@@ -44,8 +50,9 @@ class Commands:
     nursery: trio.Nursery
     started: float
     """time.monotonic() at the start of the daemon."""
-    warm_ups: list[WarmUp] = field(default_factory=list)
-    """The warm-ups in the background."""
+
+    def __post_init__(self) -> None:
+        self.warm_ups = BackgroundWarmUps(self.nursery)
 
     def by_name(self) -> server.Commands:
         return {
@@ -53,6 +60,8 @@ class Commands:
             "config": self.config,
             "invalidate": self.invalidate,
             "warmup": self.warm_up,
+            "wait": self.wait,
+            "cancel": self.cancel,
             "check": self.check,
             "will_read": self.will_read,
             "evict": self.evict,
@@ -96,7 +105,7 @@ class Commands:
             "source_problem": self.connection.lost,
             "source_reconnects": self.connection.reconnects,
             "source_stuck_calls": components.call_pool.hanging.stuck,
-            "warm_ups": [asdict(warm_up.progress()) for warm_up in self.warm_ups],
+            "warm_ups": self.warm_ups.running(),
             "hints_waiting": self.hints.waiting,
             "latencies": {kind: _latency(histogram) for kind, histogram in latencies.items()},
             "prefetch": self.prefetcher.state if self.prefetcher is not None else None,
@@ -152,7 +161,9 @@ class Commands:
         return {"descriptors": True} if request.get("descriptors") is True else {}
 
     async def invalidate(self, request: Request, tell: Tell) -> Answer:
-        return {"dropped": await self.components.invalidation.invalidate(server.path(request))}
+        path = server.path(request)
+        with naming(path):
+            return {"dropped": await self.components.invalidation.invalidate(path)}
 
     async def warm_up(self, request: Request, tell: Tell) -> Answer:
         jobs = request.get("jobs")
@@ -162,18 +173,37 @@ class Commands:
             raise BadRequest(f"warmup: 'jobs' must be a number from 1 to {MAX_JOBS}")
         metadata_only = argument(request, "metadata_only", bool)
         self._check_level(metadata_only)
-        warm_up = WarmUp(self.engine, jobs=jobs, metadata_only=metadata_only)
+        warm_up = self._make(jobs=jobs, metadata_only=metadata_only)
         paths = server.paths(request)
-        if not request.get("background"):
-            return await self._report(warm_up, paths, tell)
-        self.nursery.start_soon(self._in_background, warm_up, paths)
+        if request.get("background"):
+            return {"id": self.warm_ups.start(warm_up, paths)}
+        return await self._report(warm_up, partial(warm_up.run, paths), tell)
+
+    async def wait(self, request: Request, tell: Tell) -> Answer:
+        """Until a warm-up in the background has ended. It goes on if the client closes the connection."""
+        found = self.warm_ups.get(argument(request, "id", int))
+
+        async def ended() -> Report:
+            await found.ended.wait()
+            return found.report or Report()
+
+        answer = await self._report(found.work, ended, tell)
+        if found.report is None:
+            raise CacheFsError(f"warm-up {found.number} was cancelled, or has failed: the log says which")
+        return answer
+
+    async def cancel(self, request: Request, tell: Tell) -> Answer:
+        self.warm_ups.cancel(argument(request, "id", int))
         return {}
 
     async def check(self, request: Request, tell: Tell) -> Answer:
         metadata_only = argument(request, "metadata_only", bool)
         self._check_level(metadata_only)
-        warm_up = WarmUp(self.engine, fetches=False, metadata_only=metadata_only)
-        return await self._report(warm_up, server.paths(request), tell)
+        warm_up = self._make(fetches=False, metadata_only=metadata_only)
+        return await self._report(warm_up, partial(warm_up.run, server.paths(request)), tell)
+
+    def _make(self, **arguments: Any) -> WarmUp:
+        return WarmUp(self.engine, mountpoint=os.fsencode(self.configuration().mountpoint), **arguments)
 
     def _check_level(self, metadata_only: bool) -> None:
         level = self.components.options.cache
@@ -187,21 +217,24 @@ class Commands:
 
     async def pin(self, request: Request, tell: Tell) -> Answer:
         self._check_level(metadata_only=True)
-        warm_up = WarmUp(self.engine, metadata_only=True, pins_written=True)
-        return await self._report(warm_up, server.paths(request), tell)
+        warm_up = self._make(metadata_only=True, pins_written=True)
+        return await self._report(warm_up, partial(warm_up.run, server.paths(request)), tell)
 
     async def unpin(self, request: Request, tell: Tell) -> Answer:
         return {"files": await self.components.invalidation.unpin(server.paths(request))}
 
     async def info(self, request: Request, tell: Tell) -> Answer:
-        return await self.components.attributes.info(server.path(request))
+        path = server.path(request)
+        with naming(path):
+            answer = await self.components.attributes.info(path)
+        return {**answer, "reason": reason(answer, self.components.options)}
 
-    async def _report(self, warm_up: WarmUp, paths: Sequence[bytes], tell: Tell) -> Answer:
-        """Run a warm-up, and report its progress. Ends when the client closes the connection."""
+    async def _report(self, warm_up: WarmUp, work: Callable[[], Awaitable[Report]], tell: Tell) -> Answer:
+        """Do some work, and report the progress of a warm-up. Ends when the client closes the connection."""
         answer: Answer = {}
 
         async def run() -> None:
-            answer.update(asdict(await warm_up.run(paths)))
+            answer.update(asdict(await work()))
             nursery.cancel_scope.cancel()
 
         try:
@@ -216,22 +249,18 @@ class Commands:
             raise trio.BrokenResourceError
         return answer
 
-    async def _in_background(self, warm_up: WarmUp, paths: Sequence[bytes]) -> None:
-        self.warm_ups.append(warm_up)
-        try:
-            report = await warm_up.run(paths)
-        except Exception:  # the mount continues
-            log.exception("bug in a warm-up")
-            return
-        finally:
-            self.warm_ups.remove(warm_up)
-        log.info("warm-up finished: %d of %d files are cached", report.cached_files, report.files)
-        for problem in report.problems:
-            log.warning("warm-up: %s", problem)
-
     async def will_read(self, request: Request, tell: Tell) -> Answer:
         self._check_level(metadata_only=False)
         return {"noted": self.hints.note(server.paths(request), anew=argument(request, "anew", bool))}
+
+
+@contextmanager
+def naming(path: bytes) -> Iterator[None]:
+    """Name the path of a request in errors."""
+    try:
+        yield
+    except OSError as error:
+        raise OSError(error.errno, error.strerror or str(error), os.fsdecode(path)) from error
 
 
 def _memory_bytes(pid: int) -> int:

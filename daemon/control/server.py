@@ -139,7 +139,8 @@ async def _execute(line: bytes, commands: Commands, tell: Tell) -> tuple[str, An
     try:
         return name, {"ok": True, **await commands[name](request, tell)}
     except OSError as error:
-        return name, _failed(error.strerror or str(error))
+        named = {"path": error.filename} if isinstance(error.filename, str) else {}
+        return name, _failed(error.strerror or str(error)) | named
     except (BadRequest, CacheFsError) as error:
         return name, _failed(str(error))
     except (trio.BrokenResourceError, trio.TooSlowError):

@@ -12,6 +12,7 @@ import stat
 import subprocess
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 
 from cachefs.client.client import server
@@ -21,6 +22,7 @@ from cachefs.errors import CacheFsError
 from cachefs.system import syscalls
 from cachefs.system.claims import is_dying
 from daemon.kernel import probe
+from daemon.output import readable_size
 
 log = logging.getLogger(__name__)
 
@@ -85,10 +87,11 @@ def make_room(source: str, mountpoint: str) -> None:
 
 
 def check_places(source: str, mountpoint: str, own: Mapping[str, Path], *, timeout_s: float) -> None:
-    """Refuse places that are nested, are not directories, or do not answer.
+    """Refuse places that are nested, are not directories, or do not answer. A mountpoint may be missing.
 
     `own`: what the daemon writes, by name. It must not lie in the source, where it would be data, or beneath the
-    mountpoint, where the daemon would wait for itself.
+    mountpoint, where the daemon would wait for itself. It must not contain the mountpoint or the source: cachefs
+    deletes files there.
 
     This process never waits for a source that hangs from the start: it could not even end.
     """
@@ -97,6 +100,10 @@ def check_places(source: str, mountpoint: str, own: Mapping[str, Path], *, timeo
             mode = probe.mode_of(path, timeout_s=timeout_s)
         except TimeoutError as error:
             raise CacheFsError(f"the {what} {path} does not answer") from error
+        except FileNotFoundError as error:
+            if path != mountpoint or path == source or not _is_directory(os.path.dirname(path), timeout_s):
+                raise CacheFsError(f"the {what} {path} cannot be used: {error.strerror}") from error
+            continue
         except OSError as error:
             raise CacheFsError(f"the {what} {path} cannot be used: {error.strerror}") from error
         if not stat.S_ISDIR(mode):
@@ -115,6 +122,37 @@ def check_places(source: str, mountpoint: str, own: Mapping[str, Path], *, timeo
         for outer, where in ((mountpoint, "mountpoint"), (source, "source")):
             if beneath(outer, path) is not None:
                 raise CacheFsError(f"the {what} {place} is inside the {where} {outer}: choose another place")
+            if beneath(path, outer) is not None:
+                raise CacheFsError(f"the {where} {outer} is inside the {what} {place}: choose another place")
+
+
+def _is_directory(path: str, timeout_s: float) -> bool:
+    with suppress(OSError):
+        return stat.S_ISDIR(probe.mode_of(path, timeout_s=timeout_s))
+    return False
+
+
+def make_mountpoint(path: str, *, timeout_s: float) -> None:
+    """Make it if it is missing, and its parent is not."""
+    with suppress(FileNotFoundError):
+        probe.mode_of(path, timeout_s=timeout_s)
+        return
+    try:
+        probe.make_directory(path, timeout_s=timeout_s)
+    except OSError as error:
+        raise CacheFsError(f"cannot make the mountpoint {path}: {error.strerror}") from error
+
+
+def size_warning(cache_place: Path, size_bytes: int | None) -> str | None:
+    """A warning if a cache would be larger than its disk."""
+    disk = os.statvfs(next(each for each in (cache_place, *cache_place.parents) if each.exists()))
+    total_bytes = disk.f_blocks * disk.f_frsize
+    if size_bytes is None or size_bytes <= total_bytes:
+        return None
+    return (
+        f"the cache size, {readable_size(size_bytes)}, is more than the whole disk of {cache_place}, "
+        f"{readable_size(total_bytes)}: no more is cached when the disk is full"
+    )
 
 
 def open_source(source: str) -> int:

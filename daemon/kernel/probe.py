@@ -35,6 +35,15 @@ try:
 except OSError as error:
     os.write(1, b"-%d" % error.errno)
 """
+_MKDIR = """
+import os, sys
+try:
+    os.mkdir(sys.argv[1])
+    os.chmod(sys.argv[1], 0o755)
+    os.write(1, b"0")
+except OSError as error:
+    os.write(1, b"-%d" % error.errno)
+"""
 _ASK_ONCE = ASK + "os.write(1, b'%d' % ask())"
 
 
@@ -80,7 +89,16 @@ def realpath(path: str, *, timeout_s: float) -> str:
 
 def mode_of(path: str, *, timeout_s: float) -> int:
     """st_mode of a path. Raises OSError, and TimeoutError if it does not answer."""
-    answer = int(answer_of_child(_MODE, path, timeout_s=timeout_s) or -errno.ETIMEDOUT)
+    return _number(_MODE, path, timeout_s)
+
+
+def make_directory(path: str, *, timeout_s: float) -> None:
+    """With mode 0755. Raises as `mode_of`."""
+    _number(_MKDIR, path, timeout_s)
+
+
+def _number(code: str, path: str, timeout_s: float) -> int:
+    answer = int(answer_of_child(code, path, timeout_s=timeout_s) or -errno.ETIMEDOUT)
     if answer < 0:
         raise OSError(-answer, os.strerror(-answer))
     return answer

@@ -50,7 +50,10 @@ class FreshMount(Mount):
         await abandonable(
             partial(mounts.check_places, source, place.path, mount_config.own_places, timeout_s=timeout_s)
         )
+        if warning := await abandonable(mounts.size_warning, mount_config.cache_place, mount_config.cache_size_bytes):
+            log.warning("%s", warning)
         source_fd = await ask_source(mount_config, mounts.open_source, source)
+        await abandonable(partial(mounts.make_mountpoint, place.path, timeout_s=timeout_s))
         mount = cls(mount_config, place, source_fd, await ask_source(mount_config, Root.of, source_fd))
         with suppress(OSError):  # a source may not have it
             mount.statfs = await ask_source(mount_config, os.fstatvfs, source_fd)

@@ -17,6 +17,7 @@ from typing import Any
 from cachefs.errors import CacheFsError
 from cachefs.printable import one_line
 from cachefs.system import private_files
+from daemon.output import Interrupted
 
 _READY = b"\n"
 LOG_NAME = "daemon.log"
@@ -97,12 +98,15 @@ def run_in_background(serve: Serve, log_level: str, *, ends_with_command: bool) 
         os._exit(_child(serve, sending, log_level))
     os.close(sending)
 
+    received: set[int] = set()
+
     def pass_on(number: int, _: object) -> None:
+        received.add(number)
         if ends_with_command:
             os.kill(pid, signal.SIGTERM)
             os.kill(pid, signal.SIGCONT)  # a stopped daemon receives no signal
         else:
-            raise CacheFsError("interrupted; the new daemon continues in the background")
+            raise Interrupted("interrupted; the new daemon continues in the background")
 
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) is not signal.SIG_IGN:
@@ -113,7 +117,8 @@ def run_in_background(serve: Serve, log_level: str, *, ends_with_command: bool) 
     if said.endswith(_READY):
         return int(said)
     os.waitpid(pid, os.WNOHANG)  # the child may wait in the kernel, for a source that hangs
-    raise CacheFsError(said.decode(errors="replace") or "the daemon ended without an error message")
+    failed = Interrupted if signal.SIGINT in received else CacheFsError
+    raise failed(said.decode(errors="replace") or "the daemon ended without an error message")
 
 
 def _to_null(*fds: int) -> None:

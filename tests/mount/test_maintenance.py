@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from daemon.output import readable_size
 from tests.conftest import Mount, cachefs, contents, make_files, settle
 
 MakeMount = Callable[..., Mount]
@@ -49,9 +50,7 @@ def test_verify_finds_and_repairs(mount: MakeMount, source: Path) -> None:
 
 
 def size(m: Mount) -> str:
-    from rich.filesize import decimal
-
-    return decimal(m.status()["cached_bytes"])
+    return readable_size(m.status()["cached_bytes"])
 
 
 def test_verify_while_it_is_read_and_evicted(mount: MakeMount, tmp_path: Path) -> None:
