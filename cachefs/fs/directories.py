@@ -15,7 +15,7 @@ from cachefs.fs.handles import RequestAt
 from cachefs.fs.listing_comparison import ListingComparisons
 from cachefs.fs.names import FileSystem
 from cachefs.metadata.inode_paths import links_of
-from cachefs.metadata.listings import Listings
+from cachefs.metadata.listings import Listings, is_listed_at
 from cachefs.source import shares
 from cachefs.source.identity import Changed
 from cachefs.source.shares import UNKNOWN
@@ -107,8 +107,8 @@ class Directories:
         while True:
             with self._metadata.index.view() as view:
                 rows = list(itertools.islice(self._listings.rows(view, number, after), CHUNK_NAMES))
-                dentries = [self._metadata.dentry(view, number, name) for _, name in rows]
-            found += [dentry.inode for dentry in dentries if dentry is not None and dentry.inode]
+                dentries = [(at, self._metadata.dentry(view, number, name)) for at, name in rows]
+            found += [dentry.inode for at, dentry in dentries if dentry and dentry.inode and is_listed_at(dentry, at)]
             if not rows:
                 return found
             after = rows[-1][0]
@@ -159,8 +159,8 @@ class Directories:
                     break
                 else:
                     shown = self._shown(view, name, directory, dentry, inode, is_compared=position == compared)
-                if dentry is not None and dentry.position not in (0, position):
-                    after = position  # the name is listed elsewhere
+                if not is_listed_at(dentry, position):
+                    after = position
                     continue
                 if shown is None:
                     complete, after = False, position - 1

@@ -18,7 +18,21 @@ from types import MappingProxyType
 from cachefs.contract.index import Table
 from cachefs.metadata.inode_cache import InodeCache
 from cachefs.store.index.environment import Update, View
-from cachefs.store.index.records import FLAGS_NONE, FLAGS_PINNED, PINNED, Inode, inode_key, inode_of_key, pair_key
+from cachefs.store.index.records import (
+    FLAGS_NONE,
+    FLAGS_PINNED,
+    PINNED,
+    Dentry,
+    Inode,
+    inode_key,
+    inode_of_key,
+    pair_key,
+)
+
+
+def is_listed_at(dentry: Dentry | None, position: int) -> bool:
+    """Does the row at this position count, or is the name listed elsewhere?"""
+    return dentry is None or dentry.position in (0, position)
 
 
 class Listings:

@@ -1,10 +1,16 @@
 """Positions of listings: never used twice, also by a record of the directory that is made anew (hazard 27)."""
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
+import trio
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cachefs.contract.index import Table
+from cachefs.fs.directories import Directories
+from cachefs.fs.handles import no_request
 from cachefs.metadata.inode_cache import InodeCache
 from cachefs.metadata.listings import Listings
 from cachefs.options import Options
@@ -97,6 +103,24 @@ def test_a_row_that_is_left_over_goes_with_the_next_listing(index: Index) -> Non
         update.put(Table.LISTING, pair_key(DIRECTORY, 91), bytes(4) + OLD[1])
         listings.remove_rows(update, DIRECTORY, {OLD[0]})
     assert rows(listings, index) == OLD[:1]
+
+
+def test_a_row_that_is_left_over_shows_background_work_no_file_twice(index: Index) -> None:
+    """Regression: after commits that a full disk refused, a warm-up of 60 files reported 84."""
+    metadata: Any = inode_cache(index, Options(read_only=True, attr_timeout_s=float("inf")))
+    listings = Listings(metadata)
+    directory = look_up(metadata, OLD, pin=True)
+    with index.update() as update:
+        listings.add_rows(update, directory, OLD, pin=True)
+        update.put(Table.LISTING, pair_key(DIRECTORY, 91), bytes(4) + OLD[1])
+
+    async def revalidated(_: int) -> Inode:
+        return directory
+
+    filesystem: Any = SimpleNamespace(metadata=metadata, revalidated=revalidated)
+    comparisons: Any = SimpleNamespace(is_valid=lambda _: True)
+    directories = Directories(filesystem, comparisons, no_request)
+    assert trio.run(directories.entries, DIRECTORY) == [100, 101, 102, 103, 104]
 
 
 def test_a_pinned_file_that_is_listed_again_gets_a_place_behind_all_others(index: Index) -> None:
