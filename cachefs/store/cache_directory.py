@@ -48,8 +48,7 @@ _MUTABLE_SINCE_KEY = b"mutable-since"
 _SESSION = struct.Struct("<2I2Q")  # flags, `forgot`, run, `takeovers`
 _WRITTEN = {"cache.json", "secret"}
 _OWN_NAMES = {"lock", "blob", "index", "index.new", "index.broken", "daemon.log", "daemon.log.1", "lost+found"}
-_OWN_NAMES |= _WRITTEN
-_OWN_NAMES |= {private_files.temporary_of(Path(name)).name for name in _WRITTEN}
+_OWN_NAMES |= _WRITTEN | {private_files.temporary_of(Path(name)).name for name in _WRITTEN}
 
 
 def boot_id() -> bytes:

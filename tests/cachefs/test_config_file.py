@@ -91,7 +91,7 @@ def test_profiles(tmp_path: Path) -> None:
     plain, training = mount_config("/ceph", "/data"), mount_config("/ceph", "/data", "--profile", "training")
     assert {n: s.value for n, s in plain.settings.items()} == {n: s.value for n, s in training.settings.items()}
     done = CliRunner().invoke(main, ["mount", "/ceph", "/data", "--profile", "fast"])
-    assert done.exit_code == 2 and "'training', 'inference', 'changing'" in done.output
+    assert done.exit_code == 2 and "'training', 'workspace', 'inference', 'changing'" in done.output
 
 
 @pytest.mark.parametrize("size", [0, 1, 1023, 1024, 500 << 30, 3 << 19, (5 << 40) + 1])
@@ -190,7 +190,7 @@ def test_the_command_line_wins(tmp_path: Path) -> None:
         ),
         ("simulate-latency = nan", "line 4: simulate-latency: nan is not a time"),
         ("simulate-latency = -1", "line 4: simulate-latency: -1 is not a time"),
-        ('metrics = "65536"', "line 4: metrics: '65536' is neither the path of a socket nor a port"),
+        ('metrics = "65536"', "line 4: metrics: '65536' is neither a socket (/run/x.sock), nor a port"),
         ('source-timeout = "30 bananas"', "line 4: source-timeout: '30 bananas' is not a time"),
         ('read-only = "yes"', "line 4: read-only: must be true or false"),
         ('mutable = "*.log"', "line 4: mutable: must be a list of strings"),
