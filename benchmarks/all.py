@@ -17,6 +17,7 @@ BENCHMARKS = (
     ("fairness",),
     ("graph_training",),
     ("tracing",),
+    ("parquet",),
 )
 
 

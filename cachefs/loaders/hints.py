@@ -25,7 +25,7 @@ class Hints:
                 real = os.path.realpath(path)  # the daemon does not follow symlinks
                 try:
                     by_mount.setdefault(mount_table.split(real)[0], []).append(real)
-                except CacheFsError:
+                except (CacheFsError, OSError):
                     continue
         for mountpoint, files in by_mount.items():
             if mountpoint not in self._refused:

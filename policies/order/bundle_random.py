@@ -30,7 +30,7 @@ class BundleRandom(Order[int]):
     ) -> None:
         """`bundle_ratio`: of the dataset, 0 (exclusive) to 1.
 
-        `alternate`: without it an LRU cache misses more with small bundles than with random permutations.
+        `alternate`: without it an LRU cache misses more than with random permutations (docs/POLICIES.md).
         """
         super().__init__(
             size,

@@ -117,28 +117,26 @@ class WindowShuffle(Order[int]):
 
     def _draws(self, pieces: Sequence[Piece], random: Random) -> Iterator[tuple[int, int]]:
         waiting = iter(enumerate(pieces))
-        window: list[tuple[int, list[int]]] = []
-        left = 0
+        left: dict[int, int] = {}  # of each piece in the window
+        samples: list[int] = []  # of all of them: one integer for piece and sample, which takes less memory than two
+        stride = max(self._groups, default=0)
         while True:
-            while len(window) < self._window and (entering := next(waiting, None)) is not None:
+            while len(left) < self._window and (entering := next(waiting, None)) is not None:
                 number, piece = entering
-                samples = list(range(piece.start, piece.stop))
-                random.shuffle(samples)
-                window.append((number, samples))
-                left += len(samples)
-            if not window:
-                return
-            # All samples in the window are equally likely.
-            place = int(random.random() * left)
-            at = 0
-            while place >= len(window[at][1]):
-                place -= len(window[at][1])
-                at += 1
-            number, samples = window[at]
-            yield number, samples.pop()
-            left -= 1
+                left[number] = piece.stop - piece.start
+                samples.extend(range(number * stride + piece.start, number * stride + piece.stop))
             if not samples:
-                del window[at]
+                return
+            # All samples in the window are equally likely. The last one takes the place of the one that is drawn.
+            at = int(random.random() * len(samples))
+            last = samples.pop()
+            if at < len(samples):
+                last, samples[at] = samples[at], last
+            number, sample = divmod(last, stride)
+            yield number, sample
+            left[number] -= 1
+            if not left[number]:
+                del left[number]
 
 
 def digest(numbers: Sequence[int]) -> str:
