@@ -26,6 +26,7 @@ ELSEWHERE = {
     "DEMO_SOURCE=DIR make demo": "tests/test_readme.py::test_the_demo_in_the_readme_was_printed_by_the_demo",
     "make test": ".ci/run",
     "make check": ".ci/run",
+    "make deb": "tests/packages/test_debian.py",
     "make bench": "benchmarks/all.py",
     "python -m benchmarks.against": "benchmarks/against.py",
 }
