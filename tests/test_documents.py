@@ -18,7 +18,7 @@ from daemon.cli.main import main
 from tests.conftest import REPOSITORY
 
 NAMED = re.compile(r"`([a-z_/]+\.py|…)::([a-z0-9_]+)`")
-DOCUMENTS = ["FAULTS.md", "SECURITY.md"]
+DOCUMENTS = ["FAULTS.md", "SECURITY.md", "ENVIRONMENTS.md"]
 FILE = re.compile(r"(?<![\w*{/.-])((?:[\w.-]+/)*[\w.-]+\.(?:py|c|h|md|toml|service|json|yml|yaml|sh|svg))\b")
 OPTION = re.compile(r"(?<![\w-])--[a-z][a-z0-9-]*")
 WORD = re.compile(r"(?<![\w-])[a-z]\w*_\w+\b(?!\*)")

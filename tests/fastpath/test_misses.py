@@ -648,3 +648,18 @@ def test_damage_in_the_blob_is_reported_and_read_from_the_source(program: Progra
     program.wait_until(lambda: Message.CORRUPT in [kind for kind, _, _, _ in program.told])
     ((_, number, offset, where),) = [each for each in program.told if each[0] is Message.CORRUPT]
     assert (number, offset, int.from_bytes(where, "little")) == (10, 0, filled.extent.blob_offset)
+
+
+def test_a_failure_that_repeats_is_logged_once_a_minute(tmp_path: Path) -> None:
+    """It is in the daemon's log, whose size has a limit. Here no answer can be sent."""
+    with open(tmp_path / "log", "wb") as log, running(tmp_path, OLD, log=log.fileno()) as program:
+        program.add(2, b"data")
+        assert program.read(2, 0, 4) == b"data"
+        program.until_idle()
+        program.ignore_answers()
+        before = program.counters().answered
+        for _ in range(100):
+            program.ask(2, 0, 4)
+        program.wait_until(lambda: program.counters().answered >= before + 100)
+        program.end()
+    assert (tmp_path / "log").read_text() == "fast path: cannot answer the kernel: Broken pipe\n"

@@ -3,11 +3,10 @@
 #include <errno.h>
 #include <linux/fuse.h>
 #include <stdbool.h>
-#include <stdio.h>
-#include <string.h>
 #include <unistd.h>
 
 #include "common/assertion.h"
+#include "kernel/complaint.h"
 
 /* ENOENT: the caller was interrupted, or a predecessor has answered. */
 static bool refused(ssize_t written)
@@ -36,7 +35,7 @@ void reply(int device, uint64_t unique, int error, const void *data, size_t leng
     }
     struct fuse_out_header header = {.len = sizeof header, .error = -error, .unique = unique};
     if (refused(write(device, &header, sizeof header)))
-        fprintf(stderr, "fast path: cannot answer the kernel: %s\n", strerror(errno));
+        complain("cannot answer the kernel");
 }
 
 void reply_message(int device, const struct fuse_out_header *message, size_t length)

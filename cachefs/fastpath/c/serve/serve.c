@@ -3,12 +3,12 @@
 #include <errno.h>
 #include <poll.h>
 #include <sched.h>
-#include <stdio.h>
 #include <string.h>
 #include <unistd.h>
 
 #include "common/clock.h"
 #include "hits/answer.h"
+#include "kernel/complaint.h"
 #include "relay/lot.h"
 #include "relay/passing.h"
 #include "relay/slots.h"
@@ -148,7 +148,7 @@ void *serve_run(void *context)
         }
         if (length < (ssize_t)sizeof *message) {
             if (length < 0 && errno != EINTR && errno != EAGAIN && errno != ENOENT) {
-                fprintf(stderr, "fast path: cannot read /dev/fuse: %s\n", strerror(errno));
+                complain("cannot read /dev/fuse");
                 usleep(10000);
             }
             continue;
