@@ -6,7 +6,6 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -30,15 +29,6 @@ while not os.path.exists(stop):
     count += 1
 print(count)
 """
-
-
-@pytest.fixture
-def machine(tmp_path: Path) -> Iterator[Machine]:
-    made = Machine(tmp_path)
-    try:
-        yield made
-    finally:
-        made.close()
 
 
 class Readers:
