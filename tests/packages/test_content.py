@@ -81,6 +81,13 @@ def test_the_example_configuration_is_valid(unpacked: Path, tmp_path: Path) -> N
     assert checked.returncode == 0 and "metrics = " in text, checked.stderr
 
 
+def test_a_wheel_of_another_version_than_the_changelog_is_refused(tmp_path: Path) -> None:
+    wheel = tmp_path / "cachefs_ml-9.9-py3-none-any.whl"
+    build = [REPOSITORY / "packaging/deb/build", wheel]
+    done = subprocess.run([*map(str, build)], capture_output=True, text=True, check=False)
+    assert done.returncode == 1 and "packaging/deb/changelog" in done.stderr and done.stderr.count("\n") == 1
+
+
 def test_lintian_finds_no_error(package: Path) -> None:
     done = subprocess.run(["lintian", "--fail-on", "error", package], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout
