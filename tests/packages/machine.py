@@ -20,6 +20,7 @@ import os, signal, subprocess, sys
 tree, site = sys.argv[1:]
 run = lambda *command: subprocess.run(command, check=True)
 run("mount", "--make-rprivate", "/")
+run("mount", "--bind", tree, tree)
 run("mount", "-t", "proc", "proc", f"{tree}/proc")
 run("mount", "--rbind", "/sys", f"{tree}/sys")
 run("mount", "--bind", "/dev/fuse", f"{tree}/dev/fuse")
@@ -29,6 +30,15 @@ open(f"{tree}/run/started", "w").close()
 while True:
     signal.pause()
 """
+BOOT = """
+set -e
+mount -t tmpfs tmpfs /run
+mkdir /run/lock
+umount -R /sys/fs/cgroup
+mount -t cgroup2 cgroup2 /sys/fs/cgroup
+exec env container=other /lib/systemd/systemd --system --unit=idle.target --log-target=console --show-status=no
+"""
+TARGETS = ("idle", "sysinit", "basic", "shutdown", "umount", "network-online", "remote-fs", "multi-user")
 VARIES = (
     "run/mount",
     "var/lib/dpkg",
@@ -60,12 +70,11 @@ class Machine:
         shutil.copy("/etc/resolv.conf", self.tree / "etc/resolv.conf")
         site = Path(os.__file__).parent / "site-packages" if sys.prefix == sys.base_prefix else None
         packages = site or next(Path(sys.prefix).glob("lib/python3*/site-packages"))
-        self.process = subprocess.Popen(
-            ["unshare", "--mount", "--pid", "--fork", "--kill-child", sys.executable, "-c", INIT, self.tree, packages]
-        )
+        unshare = ["unshare", "--mount", "--pid", "--fork", "--kill-child"]
+        self.processes_here = [subprocess.Popen([*unshare, sys.executable, "-c", INIT, self.tree, packages])]
         wait_for((self.tree / "run/started").exists, bool)
         (self.tree / "run/started").unlink()
-        (self.pid,) = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
+        self.init = self.pid = child_of(self.processes_here[0].pid)
 
     def command(self, *command: object) -> list[str]:
         inside = ["nsenter", "--target", self.pid, "--mount", "--pid", "chroot", str(self.tree)]
@@ -81,6 +90,33 @@ class Machine:
         return subprocess.Popen(
             self.command(*command), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
         )
+
+    def boot(self) -> None:
+        """From here on commands run beside a systemd, which has started nothing."""
+        for name in TARGETS:
+            unit = self.tree / f"etc/systemd/system/{name}.target"
+            unit.write_text("[Unit]\nDescription=Nothing\nDefaultDependencies=no\n")
+        unshare = [
+            "unshare",
+            "--mount",
+            "--pid",
+            "--fork",
+            "--kill-child",
+            "--mount-proc",
+            "--cgroup",
+            "--ipc",
+            "--uts",
+        ]
+        with open(self.tree / "root/systemd.log", "wb") as log:
+            self.processes_here.append(
+                subprocess.Popen(self.command(*unshare, "sh", "-c", BOOT), stdout=log, stderr=log)
+            )
+        self.pid = child_of(child_of(self.processes_here[-1].pid))  # of nsenter, of unshare
+
+        def state() -> str:
+            return self.run("systemctl", "is-system-running", check=False).stdout.strip()
+
+        wait_for(state, lambda state: state in ("running", "degraded"))
 
     def apt(self, *arguments: object, check: bool = True) -> subprocess.CompletedProcess[str]:
         return self.run("apt-get", "-qq", "-y", "--no-install-recommends", *arguments, check=check)
@@ -111,9 +147,16 @@ class Machine:
                 continue
 
     def close(self) -> None:
-        os.kill(int(self.pid), signal.SIGKILL)  # and everything in it
-        self.process.wait(30)
+        os.kill(int(self.init), signal.SIGKILL)  # and everything in it
+        for process in self.processes_here:
+            process.wait(30)
         subprocess.run(["rm", "-rf", "--one-file-system", self.tree], check=False)
+
+
+def child_of(pid: str | int) -> str:
+    children = Path(f"/proc/{pid}/task/{pid}/children")
+    (child,) = wait_for(lambda: children.read_text().split(), bool)
+    return child
 
 
 def repacked(package: Path, version: str, directory: Path) -> Path:

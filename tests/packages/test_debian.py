@@ -6,7 +6,6 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -30,15 +29,6 @@ while not os.path.exists(stop):
     count += 1
 print(count)
 """
-
-
-@pytest.fixture
-def machine(tmp_path: Path) -> Iterator[Machine]:
-    made = Machine(tmp_path)
-    try:
-        yield made
-    finally:
-        made.close()
 
 
 class Readers:
@@ -151,6 +141,34 @@ def test_install_mount_train_upgrade_remove_purge(machine: Machine, package: Pat
     caches = ("var/cache/cachefs", "home/alice/.cache")
     assert {path for path in remaining if not path.startswith(caches)} == set()
     assert len(os.listdir(machine.tree / "var/cache/cachefs")) == 2
+
+
+def test_an_upgrade_under_systemd(machine: Machine, package: Path, tmp_path: Path) -> None:
+    make_files(machine.tree / "srv/files", 200, (1, 60_000), directories=4)
+    machine.apt("update")
+    machine.apt("install", "systemd", machine.put(package))
+    (machine.tree / "data").mkdir()
+    (machine.tree / "etc/cachefs/set.toml").write_text(
+        'source = "/srv/files"\nmountpoint = "/data"\nread-only = true\ncache-size = "100M"\n'
+    )
+    machine.boot()
+    machine.run("systemctl", "enable", "--now", "cachefs@set")
+    readers = Readers(machine, "/srv/files", "/data", 2, "files")
+
+    def seen() -> tuple[str, ...]:
+        main = machine.run("systemctl", "show", "--property=MainPID,ActiveState", "cachefs@set").stdout
+        return main, status(machine, "/data")["pid"], machine.run("mountpoint", "-d", "/data").stdout
+
+    before = seen()
+    machine.apt("install", machine.put(repacked(package, "9.0", tmp_path)))
+    after = seen()
+    assert before[0] != after[0] and before[1] != after[1] and before[2] == after[2]
+    assert f"MainPID={after[1]}\n" in after[0] and "ActiveState=active" in after[0]
+    readers.finish()
+    machine.run("systemctl", "stop", "cachefs@set")
+    machine.apt("purge", "cachefs")
+    assert list((machine.tree / "etc/systemd/system/multi-user.target.wants").glob("cachefs*")) == []
+    assert not any("cachefs" in command for command in machine.processes())
 
 
 def test_a_virtual_environment_of_an_administrator_is_kept(machine: Machine, package: Path) -> None:
