@@ -170,6 +170,7 @@ def test_places_that_would_do_harm(source: Path, tmp_path: Path) -> None:
     assert not mounted_on(place) and os.listdir(cache) == ["inside"]
 
 
+@pytest.mark.promise("LC-24")
 def test_a_lazy_umount_lets_jobs_keep_their_files(mount: MakeMount, source: Path) -> None:
     m = mount(source)
     expected = (source / "d0/f00000").read_bytes()
@@ -181,6 +182,7 @@ def test_a_lazy_umount_lets_jobs_keep_their_files(mount: MakeMount, source: Path
     m.pid = 0
 
 
+@pytest.mark.promise("LC-25")
 def test_a_forced_umount_ends_a_mount_that_is_in_use(mount: MakeMount, source: Path) -> None:
     m = mount(source)
     with open(m.path / "d0/f00000", "rb") as opened:
@@ -395,8 +397,10 @@ def test_info_explains_the_state_in_one_sentence(mount: MakeMount, source: Path)
 
 
 def test_sizes_appear_in_the_unit_in_which_they_were_given(mount: MakeMount, source: Path) -> None:
-    m = mount(source, "--cache-size", "500M")
-    assert " of 500 MiB" in cachefs("status", m.path).stdout
+    m = mount(source, "--cache-size", "1536M", "--small-file", "0.5MiB")
+    assert " of 1.5 GiB" in cachefs("status", m.path).stdout
+    shown = json.loads(cachefs("config", "show", m.path, "--json").stdout)
+    assert (shown["cache-size"]["value"], shown["small-file"]["value"]) == ("1536M", "0.5MiB")
 
 
 @pytest.mark.fastpath
