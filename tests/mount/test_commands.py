@@ -21,6 +21,7 @@ from daemon.cli import doctor, mount_helper
 from daemon.cli.main import main
 from tests.conftest import CLI, REPOSITORY, Mount, cachefs, contents, mounted_on, wait_for
 from tests.mount.test_cli import refused, user  # noqa: F401
+from tests.mount.test_life_cycle import has_forked
 from tests.terminal import Terminal
 
 MakeMount = Callable[..., Mount]
@@ -372,6 +373,33 @@ def test_ctrl_c_ends_commands_with_130(mount: MakeMount, faulty: tuple[Path, Pat
         os.close(terminal)
         assert os.waitstatus_to_exitcode(status) == 130 and b"Traceback" not in said, (arguments, said)
     (faults / "hang").unlink()
+
+
+def test_ctrl_c_while_the_program_is_loaded() -> None:
+    script = """
+import os, signal, sys
+class Finder:
+    def find_spec(self, name, *_):
+        if name == "click":
+            os.kill(os.getpid(), signal.SIGINT)
+sys.meta_path.insert(0, Finder())
+from daemon.__main__ import main
+main()
+"""
+    done = subprocess.run([sys.executable, "-c", script], cwd=REPOSITORY, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
+
+
+def test_ctrl_c_ends_a_mount_that_waits_for_its_source(faulty: tuple[Path, Path], tmp_path: Path) -> None:
+    source, faults = faulty
+    for fault in ("hang", "hang-all"):
+        (faults / fault).touch()
+    mounting = started("mount", source, tmp_path / "place", "--cache-dir", tmp_path / "cache")
+    wait_for(lambda: has_forked(mounting), bool)
+    mounting.send_signal(signal.SIGINT)
+    _, said = mounting.communicate(timeout=60)
+    assert mounting.returncode == 130 and said.count("\n") <= 1 and "Traceback" not in said, said
+    assert not (tmp_path / "place").exists()
 
 
 # --- what is said ----------------------------------------------------------------------------------------------------
