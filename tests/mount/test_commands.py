@@ -252,6 +252,8 @@ def test_config_check_speaks_of_the_file_and_checks_its_paths(source: Path, tmp_
 def test_background_warm_ups_are_listed_awaited_and_cancelled(mount: MakeMount, faulty: tuple[Path, Path]) -> None:
     source, faults = faulty
     m = mount(source, "--read-only", "--source-timeout", "2m")
+    for path in m.path.rglob("*"):
+        path.lstat()  # pinned: a listing would not wait for a name that hangs
     (faults / "hang").write_text("f00001")
     begun = json.loads(cachefs("warmup", m.path / "d1", m.path / "d0", "--background", "--json").stdout)
     assert begun == [{"mountpoint": str(m.path), "id": 1}]
@@ -266,12 +268,18 @@ def test_background_warm_ups_are_listed_awaited_and_cancelled(mount: MakeMount, 
     assert left["id"] == 1 and waiting.poll() is None
     assert "warm-up 2 was cancelled, or has failed" in refused("warmup", "--wait", "--id", "2", m.path)
     (faults / "hang").unlink()
-    said, _ = waiting.communicate(timeout=60)
-    assert waiting.returncode == 0 and json.loads(said)["cached_files"] == 20
+    said, errors = waiting.communicate(timeout=60)
+    assert waiting.returncode == 0 and json.loads(said)["cached_files"] == 20, (said, errors, m.log())
     assert json.loads(cachefs("warmup", "--wait", "--id", "1", m.path, "--json").stdout)["is_complete"]  # it has ended
     assert "has ended already" in refused("warmup", "--cancel", "--id", "1", m.path)
     assert "there is no warm-up 9" in refused("warmup", "--cancel", "--id", "9", m.path)
     assert cachefs("warmup", "--wait", m.path).stdout == "no warm-up runs in the background\n"
+    (faults / "hang").write_text("f00002")
+    for _ in range(2):
+        cachefs("warmup", m.path / "d2", "--background")
+    said = cachefs("warmup", "--cancel", m.path).stdout
+    assert said == "".join(f"{m.path}: warm-up {number} cancelled\n" for number in (3, 4))
+    (faults / "hang").unlink()
 
 
 # --- output ----------------------------------------------------------------------------------------------------------
