@@ -127,4 +127,4 @@ SECONDS_OR_INFINITY = Parsed("S", partial(_seconds, allow_infinity=True))
 MINIMUM_AGE = Parsed("S", _minimum_age)
 
 mountpoint_argument = click.argument("mountpoint", type=Mountpoint())
-json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON instead of text.")
