@@ -99,7 +99,8 @@ class Lifecycle:
                 log.info("leaving this mount to another daemon")
                 self.leave()
             else:
-                log.info("signal %d: unmounting", number)
+                if self.is_serving:  # else the start fails, and says so
+                    log.info("signal %d: unmounting", number)
                 service_manager.notify("STOPPING=1")
                 self.end()
 

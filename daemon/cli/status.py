@@ -27,6 +27,10 @@ LIST_TIMEOUT_S = 5.0
 INTERVAL_S, JSON_INTERVAL_S = 2.0, 1.0
 
 
+_STRANGE = (KeyError, TypeError, ValueError, AttributeError, RecursionError)
+"""What the answer of another version may cause, or of a user who wants to mislead root."""
+
+
 @dataclass(slots=True)
 class Listed:
     """A row of the list."""
@@ -35,7 +39,7 @@ class Listed:
     source: str
     user: int
     state: str = "no answer"
-    """"alive", "dead" (it has no daemon), "no answer", or "private": only its user and root may ask its daemon."""
+    """"alive", "dead" (it has no daemon), "no answer", "another version", or "private" (only its user may ask)."""
     status: dict[str, Any] | None = None
     """As of `cachefs status MOUNTPOINT --json`."""
 
@@ -49,7 +53,7 @@ class Listed:
             self.state = "dead"
         except CacheFsError:
             pass
-        except (KeyError, TypeError, ValueError):
+        except _STRANGE:
             self.state = "another version"
 
 
@@ -138,7 +142,10 @@ def status(mountpoint: str | None, as_json: bool, watched: bool, interval: float
         with suppress(KeyboardInterrupt):
             _watch(client, interval or INTERVAL_S)
     elif client is not None:
-        print_status(_checked(client))
+        try:
+            print_status(_checked(client))
+        except _STRANGE:
+            raise _other_version(client) from None
     else:
         _print_list(all_mounts())
 
@@ -146,10 +153,14 @@ def status(mountpoint: str | None, as_json: bool, watched: bool, interval: float
 def _checked(client: Client) -> dict[str, Any]:
     answer = client.status()
     if "latencies" not in answer:
-        raise CacheFsError(
-            f"the daemon of {client.mountpoint} is an older version: run cachefs restart {client.mountpoint}"
-        )
+        raise _other_version(client)
     return answer
+
+
+def _other_version(client: Client) -> CacheFsError:
+    return CacheFsError(
+        f"the daemon of {client.mountpoint} is another version: run cachefs restart {client.mountpoint}"
+    )
 
 
 def _as_json(client: Client | None) -> Any:

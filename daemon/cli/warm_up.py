@@ -131,39 +131,48 @@ def _start(
 def of_background(action: str, paths: Iterable[str], number: int | None, *, as_json: bool) -> None:
     """List, await or cancel warm-ups in the background."""
     places = list(dict.fromkeys(map(mount_table.containing, paths)))
-    running = []
+    running = [each for each in _running(places) if number in (None, each["id"])]
+    if number is not None and not running and action != "list":
+        if len(places) != 1:
+            raise CacheFsError(f"no warm-up {number} runs; give its mount to learn about one that has ended")
+        running = [{"mountpoint": places[0], "id": number}]
+    if action == "list":
+        _print_list(running, as_json=as_json)
+    elif action == "cancel":
+        _cancel(running, as_json=as_json)
+    elif not running and not as_json:
+        say(_NONE)
+    else:
+        started, total = time.monotonic(), Report()
+        with nullcontext(_silent) if as_json else shown("warming up") as on_progress:
+            for each in running:
+                total += Client(each["mountpoint"]).wait_for_warm_up(each["id"], on_progress=on_progress)
+        finish(total, time.monotonic() - started, as_json=as_json, metadata_only=False)
+
+
+def _running(places: list[str]) -> Iterator[dict[str, Any]]:
+    """The warm-ups in the background on these mounts; without any, on all mounts of this user that answer."""
     for place in places or _own_mounts():
         try:
-            found = Client(place, timeout_s=TIMEOUT_S).status()["warm_ups"]
+            for each in Client(place, timeout_s=TIMEOUT_S).status()["warm_ups"]:
+                if "id" not in each:
+                    raise CacheFsError(f"the daemon of {place} is an older version, whose warm-ups have no numbers")
+                yield {"mountpoint": place, **each}
         except CacheFsError as error:
             if places:
                 raise
-            say(f"cachefs: {error}", err=True)  # the other mounts are listed all the same
-            continue
-        running += [{"mountpoint": place, **each} for each in found if number in (None, each["id"])]
-    if action == "list":
-        _print_list(running, as_json=as_json)
-        return
-    if number is not None and not running:
-        if len(places) != 1:
-            raise CacheFsError(f"no warm-up {number} runs; give its mount to learn about one that has ended")
-        running = [{"mountpoint": place, "id": number} for place in places]
-    if action == "cancel":
-        for each in running:
-            Client(each["mountpoint"]).cancel_warm_up(each["id"])
-        if as_json:
-            print_json([{"mountpoint": each["mountpoint"], "id": each["id"]} for each in running])
-        else:
-            say("\n".join(f"{each['mountpoint']}: warm-up {each['id']} cancelled" for each in running) or _NONE)
-        return
-    started, total = time.monotonic(), Report()
-    with nullcontext(_silent) if as_json else shown("warming up") as on_progress:
-        for each in running:
-            total += Client(each["mountpoint"]).wait_for_warm_up(each["id"], on_progress=on_progress)
-    if not running and not as_json:
+            say(f"cachefs: {error}", err=True)
+
+
+def _cancel(running: list[dict[str, Any]], *, as_json: bool) -> None:
+    for each in running:
+        Client(each["mountpoint"]).cancel_warm_up(each["id"])
+        if not as_json:
+            say(f"{each['mountpoint']}: warm-up {each['id']} cancelled")
+    if as_json:
+        print_json([{"mountpoint": each["mountpoint"], "id": each["id"]} for each in running])
+    elif not running:
         say(_NONE)
-        return
-    finish(total, time.monotonic() - started, as_json=as_json, metadata_only=False)
 
 
 _NONE = "no warm-up runs in the background"
@@ -181,9 +190,8 @@ def _print_list(running: list[dict[str, Any]], *, as_json: bool) -> None:
     for each in running:
         of = f"{each['files']:,}" + ("" if each["scanned"] else " found so far")
         named = ", ".join(path or "." for path in each["paths"])
-        more = (
-            f" and {each['path_count'] - len(each['paths']):,} more" if each["path_count"] > len(each["paths"]) else ""
-        )
+        others = each["path_count"] - len(each["paths"])
+        more = f" and {others:,} more" if others else ""
         say(f"{each['mountpoint']}: warm-up {each['id']}: {each['cached_files']:,} of {of} files: {named}{more}")
     if not running:
         say(_NONE)

@@ -23,7 +23,18 @@ _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGTP]?)(?:i?B)?", re.IGNORECASE)
 MAX_SIZE_BYTES = 1 << 60
 
 
-def parse_size(value: str | float) -> int:
+class Size(int):
+    """A number of bytes, and the text that it was given as."""
+
+    text: str
+
+    def __new__(cls, size_bytes: int, text: str = "") -> "Size":
+        made = super().__new__(cls, size_bytes)
+        made.text = text
+        return made
+
+
+def parse_size(value: str | float) -> Size:
     """ "10G", "1.5T", "512MiB", "4096", 4096 → bytes; units are powers of 1024. Raises ValueError."""
     match = _SIZE.fullmatch(str(value).strip())
     if match is None:
@@ -31,7 +42,7 @@ def parse_size(value: str | float) -> int:
     size = int(float(match[1]) * (1 << _UNITS[match[2].upper()]))
     if size > MAX_SIZE_BYTES:
         raise ValueError(f"{value!r} is larger than any disk")
-    return size
+    return Size(size, str(value).strip())
 
 
 def format_size(size: int) -> str:

@@ -16,7 +16,7 @@ from click.shell_completion import CompletionItem
 from cachefs.client import mount_table
 from cachefs.contract.shared import SETTLE_NS
 from cachefs.system.clock import NANOSECONDS
-from daemon.config.config import parse_size
+from daemon.config.config import Size, parse_size
 
 T = TypeVar("T")
 
@@ -113,11 +113,11 @@ class Mountpoint(Place):
         return found or super().shell_complete(ctx, param, incomplete)
 
 
-def _cache_size(value: Any) -> int:
-    size_bytes = parse_size(value)
-    if size_bytes == 0:
+def _cache_size(value: Any) -> Size:
+    size = parse_size(value)
+    if size == 0:
         raise ValueError("a cache needs room: use --cache metadata or --cache none for a mount that caches no data")
-    return size_bytes
+    return size
 
 
 SIZE = Parsed("SIZE", parse_size)
@@ -131,4 +131,4 @@ SECONDS_OR_INFINITY = Parsed("S", partial(_seconds, allow_infinity=True))
 MINIMUM_AGE = Parsed("S", _minimum_age)
 
 mountpoint_argument = click.argument("mountpoint", type=Mountpoint())
-json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON instead of text.")

@@ -13,8 +13,7 @@ import click
 from click.core import ParameterSource
 
 from daemon.config import config_file
-from daemon.config.config import DEFAULT, MountConfig, Setting, format_size
-from daemon.config.parameters import CACHE_SIZE, SIZE
+from daemon.config.config import DEFAULT, MountConfig, Setting, Size
 
 COMMAND_LINE = "command line"
 WORKSPACE = "workspace"
@@ -53,8 +52,8 @@ def settings(context: click.Context, computed: dict[str, Any]) -> dict[str, Sett
             value = computed.get(name)
         if hasattr(value, "read"):
             value = value.name
-        elif parameter.type in (SIZE, CACHE_SIZE) and value is not None:
-            value = format_size(value)
+        elif isinstance(value, Size):
+            value = value.text
         elif isinstance(value, Path):
             value = str(value)
         found[key] = Setting(list(value) if isinstance(value, tuple) else value, _origin(context, name))

@@ -638,7 +638,7 @@ def test_h8_a_disk_that_is_full_from_the_start(source: Path, tmp_path: Path, fre
             while True:
                 file.write(bytes(4096))
         os.truncate(disk / "full", (disk / "full").stat().st_size - (free_kib << 10))
-        command = start("mount", source, place, "--cache-dir", disk / "cache", "--cache-size", "1G", "--read-only")
+        command = start("mount", source, place, "--cache-dir", disk / "cache", "--cache-size", "1M", "--read-only")
         _, said = command.communicate(timeout=60)
         try:
             assert "Exception" not in said and "Traceback" not in said

@@ -13,6 +13,7 @@ import pytest
 
 from cachefs.client.client import Client
 from daemon.cli import mount_helper
+from daemon.cli.mount import mount as mount_command
 from tests.conftest import CLI, REPOSITORY, Mount, cachefs, contents, make_files, mounted_on, settle, wait_for
 from tests.load import Load, sums_of
 from tests.machine import machine
@@ -263,7 +264,7 @@ def test_under_a_real_systemd(tmp_path: Path) -> None:
             pids.append(m.show("MainPID"))
         config.write_text(config.read_text().replace("1G", "2G"))
         m.systemctl("reload", "cachefs@set")
-        wait_for(lambda: m.show("StatusText"), lambda text: "of 2.1 GB" in text)
+        wait_for(lambda: m.show("StatusText"), lambda text: "of 2 GiB" in text)
         stop.touch()
         read, wrong = reader.communicate(timeout=90)
         assert reader.returncode == 0 and int(read) > 300, (wrong, (tmp_path / "service.log").read_text())
@@ -283,11 +284,13 @@ def test_options_of_mount_8() -> None:
         "-o",
         "ro,cache-size=5G,mutable=*.log,mutable=runs/**,allow_other,_netdev,x-systemd.automount",
     ]
-    assert mount_helper.arguments(given) == [
-        "--read-only", "--cache-size", "5G", "--mutable", "*.log", "--mutable", "runs/**", "--allow-other",
-        "--", "/ceph/a b", "/data",
-    ]  # fmt: skip
-    assert mount_helper.arguments(["-n", "-o", "rw,noatime,nofail", "/a", "/b"]) == ["--", "/a", "/b"]
+    with mount_command.make_context("mount", mount_helper.arguments(given)) as context:
+        names = "source", "mountpoint", "read_only", "cache_size", "mutable", "allow_other"
+        assert [context.params[name] for name in names] == [
+            "/ceph/a b", "/data", True, 5 << 30, ("*.log", "runs/**"), True,
+        ]  # fmt: skip
+    with mount_command.make_context("mount", mount_helper.arguments(["-n", "-o", "rw,noatime,nofail", "/a", "/b"])):
+        pass
 
 
 def test_mount_8(source: Path, tmp_path: Path) -> None:

@@ -1,0 +1,568 @@
+"""What users of mount(8) and of other caches expect from the commands."""
+
+import json
+import os
+import pty
+import re
+import resource
+import select
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from cachefs.client.client import Client
+from daemon.cli import doctor, mount_helper
+from daemon.cli.main import main
+from tests.conftest import CLI, REPOSITORY, Mount, cachefs, contents, mounted_on, wait_for
+from tests.mount.test_cli import refused, user  # noqa: F401
+from tests.mount.test_life_cycle import has_forked
+from tests.terminal import Terminal
+
+MakeMount = Callable[..., Mount]
+
+
+def started(*arguments: object, stdout: int = subprocess.PIPE) -> subprocess.Popen[str]:
+    command = [*CLI, *map(str, arguments)]
+    return subprocess.Popen(command, cwd=REPOSITORY, stdout=stdout, stderr=subprocess.PIPE, text=True)
+
+
+# --- status ----------------------------------------------------------------------------------------------------------
+
+
+def row_of(mounted: Mount) -> dict[str, object]:
+    rows = json.loads(cachefs("status", "--json").stdout)
+    (found,) = [row for row in rows if row["mountpoint"] == str(mounted.path)]
+    return dict(found)
+
+
+def test_status_lists_all_mounts_alive_and_dead(mount: MakeMount, source: Path) -> None:
+    alive, dead = mount(source, "--cache-size", "10M", name="alive"), mount(source, name="dead")
+    contents(alive.path)
+    dead.kill()
+    text = cachefs("status")
+    (line,) = [line for line in text.stdout.splitlines() if line.startswith(f"{alive.path} ")]
+    assert re.fullmatch(rf"{alive.path} +{source} +alive +0\.0 % +\d+\.\d % of 10 MiB *( 0 *)?", line), line
+    (line,) = [line for line in text.stdout.splitlines() if line.startswith(f"{dead.path} ")]
+    assert line.split()[1:5] == [str(source), "dead", "-", "-"]
+    assert f"the daemon of {dead.path} has died: run cachefs restart {dead.path}" in text.stderr
+    row = row_of(alive)
+    assert row["state"] == "alive" and row["status"]["pid"] == alive.pid  # type: ignore[index]
+    assert row_of(dead) | {"user": 0, "state": "dead", "status": None} == row_of(dead)
+
+
+def test_root_sees_the_mounts_of_users(user: object, source: Path, tmp_path: Path) -> None:  # noqa: F811
+    from tests.users import cachefs_as, open_to_all
+
+    uid, gid = user.pw_uid, user.pw_gid  # type: ignore[attr-defined]
+    home = tmp_path / "home"
+    (home / "place").mkdir(parents=True)
+    for path in (home, home / "place"):
+        os.chown(path, uid, gid)
+    open_to_all(source / "d0")
+    open_to_all(home / "place")
+    source.chmod(0o755)
+    (source / "d0").chmod(0o755)
+    environment = {"XDG_CACHE_HOME": str(home / "cache")}  # the runtime directory is /tmp/cachefs-UID
+    done = cachefs_as(uid, gid, environment, "mount", source, home / "place")
+    assert done.returncode == 0, done.stderr
+    try:
+        (row,) = [row for row in json.loads(cachefs("status", "--json").stdout) if row["user"] == uid]
+        assert (row["mountpoint"], row["source"], row["state"]) == (str(home / "place"), str(source), "alive")
+        assert f"{source} " in cachefs("status", home / "place").stdout
+        rows = json.loads(cachefs_as(uid, gid, environment, "status", "--json").stdout)
+        assert {row["state"] for row in rows if row["user"] == uid} == {"alive"}
+        assert {row["state"] for row in rows if row["user"] == 0} <= {"private"}
+    finally:
+        done = cachefs_as(uid, gid, environment, "umount", home / "place")
+    assert done.returncode == 0, done.stderr
+
+
+def test_status_of_a_path_on_a_mount(mount: MakeMount, source: Path) -> None:
+    m = mount(source)
+    assert json.loads(cachefs("status", m.path / "d0/f00000", "--json").stdout)["mountpoint"] == str(m.path)
+    assert "no cachefs is mounted on" in refused("status", m.path.parent)
+
+
+@pytest.mark.parametrize("of", ["one", "all"])
+def test_status_prints_a_line_of_json_a_second_into_a_pipe(mount: MakeMount, source: Path, of: str) -> None:
+    m = mount(source)
+    watching = started("status", *([m.path] if of == "one" else []), "--watch", "--json", "--interval", "0.2")
+    assert watching.stdout is not None
+    for _ in range(3):
+        assert select.select([watching.stdout], [], [], 30)[0]
+        answer = json.loads(watching.stdout.readline())
+        (found,) = [answer] if of == "one" else [row for row in answer if row["mountpoint"] == str(m.path)]
+        assert found["source"] == str(source)
+    watching.send_signal(signal.SIGINT)
+    _, said = watching.communicate(timeout=30)
+    assert (watching.returncode, said) == (130, "")
+
+
+def test_status_watches_the_list_on_a_terminal(
+    mount: MakeMount, source: Path, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    m = mount(source, name="m")
+    terminal = Terminal(tmp_path, [*CLI, "status", "--watch", "--interval", "0.2"])
+    request.addfinalizer(terminal.close)
+    wait_for(terminal.screen, lambda screen: "alive" in screen and "hit ratio" in screen)
+    contents(m.path)
+
+
+# --- mount and umount ------------------------------------------------------------------------------------------------
+
+
+def test_mount_makes_its_mountpoint_only_if_all_else_is_well(source: Path, tmp_path: Path) -> None:
+    place = tmp_path / "made"
+    cachefs("mount", source, place, "--cache-dir", tmp_path / "cache")
+    assert (place / "d0").is_dir()
+    cachefs("umount", place)
+    assert os.listdir(place) == [] and place.stat().st_mode & 0o777 == 0o755
+    other = tmp_path / "other"
+    assert "inside the source" in refused("mount", source, other, "--cache-dir", source / "cache")
+    assert "cannot be used: No such file" in refused("mount", tmp_path / "no source", other)
+    assert not other.exists()
+    assert "cannot be used: No such file" in refused("mount", source, other / "deeper", "--cache-dir", tmp_path / "c")
+
+
+def test_options_as_mount_8_writes_them(mount: MakeMount, source: Path) -> None:
+    options = "ro,noatime,_netdev,cache-size=12M,source_timeout=2m,mutable=*.log"
+    m = mount(source, "-o", options, "--cache-size", "10M", "-o", "mutable=*.txt")
+    shown = json.loads(cachefs("config", "show", m.path, "--json").stdout)
+    assert {name: shown[name]["value"] for name in ("read-only", "cache-size", "source-timeout", "mutable")} == {
+        "read-only": True, "cache-size": "10M", "source-timeout": 120.0, "mutable": ["*.log", "*.txt"],
+    }  # fmt: skip
+    assert shown["cache-size"]["origin"] == "command line"
+    assert "No such option '--cache-sise'" in refused("mount", "-o", "cache-sise=1G", source, m.path, status=2)
+    assert mount_helper.arguments(["/a", "/b", "-o", options]) == ["-o", options, "--", "/a", "/b"]
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"), [("5", 5), ("5s", 5), ("2m", 120), ("1h", 3600), ("500ms", 0.5), ("1.5d", 129600)]
+)
+def test_times_have_units(text: str, seconds: float) -> None:
+    from daemon.config.parameters import MILLISECONDS, SECONDS
+
+    assert SECONDS.convert(text, None, None) == seconds
+    assert MILLISECONDS.convert(text, None, None) == (5 if text == "5" else seconds * 1000)
+
+
+def test_a_cache_size_of_nothing_and_one_beyond_the_disk(mount: MakeMount, source: Path, tmp_path: Path) -> None:
+    said = refused("mount", source, tmp_path / "place", "--cache-size", "0", status=2)
+    assert "a cache needs room" in said
+    done = cachefs("mount", source, tmp_path / "place", "--cache-dir", tmp_path / "cache", "--cache-size", "900T")
+    assert done.stderr.startswith("cachefs: the cache size, 900 TiB, is more than the whole disk of ")
+    assert done.stderr.count("\n") == 1
+    cachefs("umount", tmp_path / "place")
+
+
+def test_places_that_would_do_harm(source: Path, tmp_path: Path) -> None:
+    cache, place = tmp_path / "cache", tmp_path / "place"
+    place.mkdir()
+    assert "is inside the source" in refused("mount", source, place, "--cache-dir", source / "cache")
+    (cache / "inside").mkdir(parents=True)
+    assert "is inside the cache directory" in refused("mount", source, cache / "inside", "--cache-dir", cache)
+    assert "is inside the cache directory" in refused("mount", cache / "inside", place, "--cache-dir", cache)
+    assert not mounted_on(place) and os.listdir(cache) == ["inside"]
+
+
+@pytest.mark.promise("LC-24")
+def test_a_lazy_umount_lets_jobs_keep_their_files(mount: MakeMount, source: Path) -> None:
+    m = mount(source)
+    expected = (source / "d0/f00000").read_bytes()
+    with open(m.path / "d0/f00000", "rb") as opened:
+        cachefs("umount", "--lazy", m.path)
+        assert not mounted_on(m.path)
+        assert opened.read() == expected
+    wait_for(m.log, lambda log: f"unmounted {m.path}; all data are on disk" in log)
+    m.pid = 0
+
+
+@pytest.mark.promise("LC-25")
+def test_a_forced_umount_ends_a_mount_that_is_in_use(mount: MakeMount, source: Path) -> None:
+    m = mount(source)
+    with open(m.path / "d0/f00000", "rb") as opened:
+        assert "in use" in refused("umount", m.path)
+        assert refused("umount", m.path, "--lazy", "--force", status=2)
+        cachefs("umount", "--force", m.path)
+        with pytest.raises(OSError):
+            os.fstat(opened.fileno())
+            os.pread(opened.fileno(), 1, 0)
+    assert not mounted_on(m.path) and "unmounted" in m.log()
+    m.pid = 0
+
+
+# --- errors name the path --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "command", ["info", "unpin", "evict", "pin", "warmup", "warmup --check", "warmup --background"]
+)
+def test_a_missing_path_is_an_error_that_names_it(mount: MakeMount, source: Path, command: str) -> None:
+    m = mount(source)
+    assert refused(*command.split(), m.path / "no such") == f"cachefs: {m.path}/no such: No such file or directory\n"
+
+
+def test_a_partial_warm_up_is_never_all(mount: MakeMount, source: Path) -> None:
+    m = mount(source)
+    done = cachefs("warmup", m.path / "d0", m.path / "no such", check=False)
+    assert done.returncode == 1 and "100" not in done.stdout and "; 1 error\n" in done.stdout
+    assert f"cachefs: {m.path}/no such: No such file" in done.stderr
+
+
+def test_config_check_speaks_of_the_file_and_checks_its_paths(source: Path, tmp_path: Path) -> None:
+    file, place = tmp_path / "set.toml", tmp_path / "place"
+
+    def write(**values: object) -> None:
+        lines = {"source": str(source), "mountpoint": str(place), "cache-dir": str(tmp_path / "cache")} | {
+            name.replace("_", "-"): value for name, value in values.items()
+        }
+        file.write_text("".join(f"{name} = {json.dumps(value)}\n" for name, value in lines.items()))
+
+    write()
+    assert cachefs("config", "check", file).stdout == f"{file}: valid\n"
+    assert json.loads(cachefs("config", "check", file, "--json").stdout)["valid"] is True
+    assert not place.exists() and not (tmp_path / "cache").exists()
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine/thesis.tex").touch()
+    for values, message in (
+        ({"source": str(tmp_path / "nothing")}, f"the source {tmp_path}/nothing cannot be used: No such file"),
+        ({"mountpoint": str(place / "deeper")}, f"the mountpoint {place}/deeper cannot be used: No such file"),
+        ({"cache_dir": str(source / "c")}, "is inside the source"),
+        ({"cache_dir": str(tmp_path / "mine")}, "is not empty and not a cache directory"),
+        ({"metrics": f"{tmp_path}/nothing/sock"}, f"{tmp_path}/nothing: No such file"),
+        ({"read_only": True, "metadata_snapshot": f"{tmp_path}/absent"}, f"{tmp_path}/absent: No such file"),
+    ):
+        write(**values)
+        said = refused("config", "check", file)
+        assert said.startswith(f"cachefs: {file}: ") and message in said
+    write(cache_sise="1G")
+    said = refused("config", "check", file, status=2)
+    assert said == f"cachefs: {file}, line 4: 'cache-sise' is not an option: did you mean 'cache-size'?\n"
+
+
+# --- warm-ups in the background --------------------------------------------------------------------------------------
+
+
+def test_background_warm_ups_are_listed_awaited_and_cancelled(mount: MakeMount, faulty: tuple[Path, Path]) -> None:
+    source, faults = faulty
+    m = mount(source, "--read-only", "--source-timeout", "2m")
+    for path in m.path.rglob("*"):
+        path.lstat()  # pinned: a listing would not wait for a name that hangs
+    (faults / "hang").write_text("f00001")
+    begun = json.loads(cachefs("warmup", m.path / "d1", m.path / "d0", "--background", "--json").stdout)
+    assert begun == [{"mountpoint": str(m.path), "id": 1}]
+    cachefs("warmup", m.path / "d1", "--background")
+    listed = cachefs("warmup", "--list", m.path).stdout.splitlines()
+    assert len(listed) == 2 and listed[0].endswith(" d1, d0") and listed[1].startswith(f"{m.path}: warm-up 2: ")
+    waiting = started("warmup", "--wait", "--id", "1", m.path, "--json")
+    cachefs("warmup", "--cancel", "--id", "2", m.path)
+    (left,) = wait_for(
+        lambda: json.loads(cachefs("warmup", "--list", m.path, "--json").stdout), lambda found: len(found) == 1
+    )
+    assert left["id"] == 1 and waiting.poll() is None
+    assert "warm-up 2 was cancelled, or has failed" in refused("warmup", "--wait", "--id", "2", m.path)
+    (faults / "hang").unlink()
+    said, errors = waiting.communicate(timeout=60)
+    assert waiting.returncode == 0 and json.loads(said)["cached_files"] == 20, (said, errors, m.log())
+    assert json.loads(cachefs("warmup", "--wait", "--id", "1", m.path, "--json").stdout)["is_complete"]  # it has ended
+    assert "has ended already" in refused("warmup", "--cancel", "--id", "1", m.path)
+    assert "there is no warm-up 9" in refused("warmup", "--cancel", "--id", "9", m.path)
+    assert cachefs("warmup", "--wait", m.path).stdout == "no warm-up runs in the background\n"
+    (faults / "hang").write_text("f00002")
+    for _ in range(2):
+        cachefs("warmup", m.path / "d2", "--background")
+    said = cachefs("warmup", "--cancel", m.path).stdout
+    assert said == "".join(f"{m.path}: warm-up {number} cancelled\n" for number in (3, 4))
+    (faults / "hang").unlink()
+
+
+# --- output ----------------------------------------------------------------------------------------------------------
+
+
+def test_json_everywhere(mount: MakeMount, source: Path, tmp_path: Path) -> None:
+    m = mount(source)
+    inside, snapshot = m.path / "d0/f00000", tmp_path / "snapshot"
+
+    def said(*arguments: object) -> dict[str, object]:
+        return dict(json.loads(cachefs(*arguments, "--json").stdout))
+
+    assert said("warmup", m.path)["files"] == 41
+    assert said("info", inside)["state"] == "immutable"
+    assert said("evict", inside) == {"files": 1, "bytes": (source / "d0/f00000").stat().st_size}
+    assert said("unpin", inside) == {"files": 1}
+    assert said("pin", inside)["is_complete"] is True
+    assert said("verify", m.path)["corrupt"] == []
+    assert said("snapshot", "export", m.path, snapshot)["bytes"] == snapshot.stat().st_size
+    assert said("invalidate", m.path / "d1")["dropped"] == 11
+    assert said("gc", "--root", tmp_path / "nowhere") == {"caches": [], "deleted": False}
+    without = json.loads(cachefs("doctor", m.path, "--json", check=False).stdout)
+    assert {"name", "value", "advice"} == set(without[0])
+
+
+@pytest.mark.parametrize("command", [(), ("mount",), ("config", "check")], ids=" ".join)
+def test_help_on_a_full_disk_and_into_a_closed_pipe(command: tuple[str, ...]) -> None:
+    ends_badly([*command, "--help"])
+
+
+def ends_badly(arguments: list[object]) -> None:
+    with open("/dev/full", "w") as full:
+        done = started(*arguments, stdout=full.fileno())
+        _, said = done.communicate(timeout=60)
+    assert done.returncode == 1
+    assert said.endswith("cachefs: standard output: No space left on device\n"), said
+    assert "Traceback" not in said and said.count("standard output") == 1
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = started(*arguments, stdout=writer)
+    os.close(writer)
+    _, said = done.communicate(timeout=60)
+    assert done.returncode != 0 and "roken" not in said and "Traceback" not in said
+
+
+def test_output_on_a_full_disk_and_into_a_closed_pipe(mount: MakeMount, source: Path, tmp_path: Path) -> None:
+    m = mount(source)
+    inside = m.path / "d0"
+    for line in (
+        "status", "status --json", f"status {m.path}", f"status {m.path} --json", f"status {m.path} --watch --json",
+        f"info {inside}", f"info {inside} --json", f"warmup {inside}", f"warmup {inside} --json",
+        f"warmup {inside} --background", f"warmup --list {m.path}", f"pin {inside}", f"evict {inside}",
+        f"invalidate {inside}", f"unpin {inside}", f"verify {m.path}", "gc", f"config show {m.path}", "doctor",
+        f"snapshot export {m.path} {tmp_path}/snapshot", "simulate --random 100,5K,2", "--version",
+    ):  # fmt: skip
+        ends_badly(list(line.split()))
+
+
+def test_a_closed_pipe_ends_it_as_sigpipe_does(mount: MakeMount, source: Path) -> None:
+    m = mount(source)
+    watching = started("status", m.path, "--watch", "--json", "--interval", "0.1")
+    assert watching.stdout is not None and watching.stderr is not None
+    watching.stdout.readline()
+    watching.stdout.close()
+    assert watching.wait(30) == -signal.SIGPIPE and watching.stderr.read() == ""
+    watching.stderr.close()
+
+
+def has_socket(pid: int) -> bool:
+    """Has this process connected to a daemon?"""
+    for fd in Path(f"/proc/{pid}/fd").iterdir():
+        with suppress(FileNotFoundError):  # it has been closed
+            if os.readlink(fd).startswith("socket:"):
+                return True
+    return False
+
+
+def test_ctrl_c_ends_commands_with_130(mount: MakeMount, faulty: tuple[Path, Path]) -> None:
+    """As a terminal sends it: a real one, whose interrupt character is typed."""
+    source, faults = faulty
+    m = mount(source, "--read-only", "--source-timeout", "2m")
+    (faults / "hang").write_text("f00001")
+    for arguments in (("warmup", m.path), ("status", m.path, "--watch", "--json"), ("warmup", "--wait", m.path)):
+        if "--wait" in arguments:
+            cachefs("warmup", m.path / "d1", "--background")
+        pid, terminal = pty.fork()
+        if pid == 0:
+            os.chdir(REPOSITORY)
+            os.execv(CLI[0], [*CLI, *map(str, arguments)])
+        wait_for(partial(has_socket, pid), bool)
+        os.write(terminal, b"\x03")
+        said = b""
+        try:
+            while piece := os.read(terminal, 1 << 16):
+                said += piece
+        except OSError:  # the command has ended
+            pass
+        _, status = os.waitpid(pid, 0)
+        os.close(terminal)
+        assert os.waitstatus_to_exitcode(status) == 130 and b"Traceback" not in said, (arguments, said)
+    (faults / "hang").unlink()
+
+
+def test_ctrl_c_while_the_program_is_loaded() -> None:
+    script = """
+import os, signal, sys
+class Finder:
+    def find_spec(self, name, *_):
+        if name == "click":
+            os.kill(os.getpid(), signal.SIGINT)
+sys.meta_path.insert(0, Finder())
+from daemon.__main__ import main
+main()
+"""
+    done = subprocess.run([sys.executable, "-c", script], cwd=REPOSITORY, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
+
+
+def test_ctrl_c_ends_a_mount_that_waits_for_its_source(faulty: tuple[Path, Path], tmp_path: Path) -> None:
+    source, faults = faulty
+    for fault in ("hang", "hang-all"):
+        (faults / fault).touch()
+    mounting = started("mount", source, tmp_path / "place", "--cache-dir", tmp_path / "cache")
+    wait_for(lambda: has_forked(mounting), bool)
+    mounting.send_signal(signal.SIGINT)
+    _, said = mounting.communicate(timeout=60)
+    assert mounting.returncode == 130 and said.count("\n") <= 1 and "Traceback" not in said, said
+    assert not (tmp_path / "place").exists()
+
+
+# --- what is said ----------------------------------------------------------------------------------------------------
+
+
+def test_info_explains_the_state_in_one_sentence(mount: MakeMount, source: Path) -> None:
+    m = mount(source, "--mutable", "d3/**")
+    (m.path / "d0/f00000").read_bytes()
+    (m.path / "written").write_bytes(b"x")
+    for path, words in (
+        ("d0/f00000", "it was opened for reading, warmed up or pinned"),
+        ("written", "it was written through this mount"),
+        ("d3/f00003", "--mutable matches its path"),
+        ("d0/f00004", "no job has opened it for reading"),
+        ("d0", "it was looked up or listed"),
+    ):
+        assert words in " ".join(cachefs("info", m.path / path).stdout.split())
+        assert "\n" not in json.loads(cachefs("info", m.path / path, "--json").stdout)["reason"]
+    n = mount(source, "--cache", "none", name="none")
+    assert "--cache none" in cachefs("info", n.path / "d0/f00000").stdout
+    r = mount(source, "--read-only", name="ro")
+    assert "the mount is read-only" in cachefs("info", r.path / "d0/f00000").stdout
+
+
+def test_sizes_appear_in_the_unit_in_which_they_were_given(mount: MakeMount, source: Path) -> None:
+    m = mount(source, "--cache-size", "1536M", "--small-file", "0.5MiB")
+    assert " of 1.5 GiB" in cachefs("status", m.path).stdout
+    shown = json.loads(cachefs("config", "show", m.path, "--json").stdout)
+    assert (shown["cache-size"]["value"], shown["small-file"]["value"]) == ("1536M", "0.5MiB")
+
+
+@pytest.mark.fastpath
+def test_the_log_has_start_take_over_and_umount_and_nothing_else(mount: MakeMount, source: Path) -> None:
+    import cachefs as package
+
+    m = mount(source, "--read-only", "--cache-size", "50M")
+    contents(m.path)
+    m.flush()
+    cachefs("restart", m.path)
+    m.umount()
+    lines = [line.split(": ", 1)[1] for line in m.log().splitlines()]
+    options = f"cache-dir={m.cache}, cache-size=50M, read-only=True"
+    start = f"cachefs {package.__version__}: {source} on {m.path}; options: {options}"
+    assert [line for line in lines if "minimum-age" not in line] == [
+        start,
+        "leaving the mount to the next daemon",
+        start,
+        f"taking over the mount on {m.path}",
+        f"unmounted {m.path}; all data are on disk",
+    ]
+
+
+@pytest.mark.fastpath
+def test_ps_shows_a_restarted_daemon_as_its_mount(mount: MakeMount, source: Path) -> None:
+    def shown() -> str:
+        return subprocess.check_output(["ps", "-ww", "-o", "args=", "-p", str(m.pid)], text=True).strip()
+
+    m = mount(source, "--read-only", "--cache-size", "50M")
+    before = shown()
+    assert " mount " in before and str(m.path) in before
+    for _ in range(2):
+        cachefs("restart", m.path)
+        m.pid = m.status()["pid"]
+        assert shown() == before
+    assert contents(m.path) == contents(source)
+
+
+@pytest.mark.fastpath
+def test_a_dead_daemon_is_restarted_as_the_advice_says(mount: MakeMount, source: Path) -> None:
+    m = mount(source)
+    m.kill()
+    advice = re.search(r"run cachefs (restart \S+),", refused("status", m.path))
+    assert advice is not None
+    cachefs(*advice[1].split())
+    m.pid = m.status()["pid"]
+    assert contents(m.path) == contents(source)
+
+
+# --- doctor ----------------------------------------------------------------------------------------------------------
+
+
+def test_doctor_has_no_advice_that_does_not_apply(mount: MakeMount, source: Path) -> None:
+    m = mount(source, "--read-only")
+    shell = ["sh", "-c", 'ulimit -n 500 && exec "$@"', "sh", *CLI, "doctor"]
+    for place in ([], [str(m.path)]):
+        done = subprocess.run([*shell, *place, "--json"], cwd=REPOSITORY, capture_output=True, text=True, check=False)
+        findings = {each["name"]: each for each in json.loads(done.stdout)}
+        assert not findings.get("open files", {"advice": ""})["advice"]
+        assert done.returncode == bool([each for each in findings.values() if each["advice"]])
+    limit = resource.prlimit(m.pid, resource.RLIMIT_NOFILE)[0]
+    assert re.fullmatch(rf"\d+ of {limit:,}", findings["open files"]["value"])
+
+
+def test_doctor_exits_with_0_where_nothing_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever this machine is: its slow parts are left out."""
+    from click.testing import CliRunner
+
+    monkeypatch.setattr(doctor, "SLOW_DISK_MB", 0)
+    monkeypatch.setattr(doctor, "RESEND", (0, 0))
+    done = CliRunner().invoke(main, ["doctor"])
+    assert done.exit_code == ("!" in done.output) == 0, done.output
+
+
+def test_the_flag_of_a_virtual_disk_says_nothing(tmp_path: Path) -> None:
+    for place, is_partition, rotates in (
+        ("pci0/virtio1/block/vda", False, False),
+        ("pci0/virtio1/block/vda/vda1", True, False),
+        ("vbd-51712/block/xvda", False, False),
+        ("pci0/ata1/host0/block/sda", False, True),
+        ("pci0/ata1/host0/block/sda/sda1", True, True),
+    ):
+        device = tmp_path / place
+        device.mkdir(parents=True, exist_ok=True)
+        queue = (device.parent if is_partition else device) / "queue"
+        queue.mkdir(exist_ok=True)
+        (queue / "rotational").write_text("1\n")
+        if is_partition:
+            (device / "partition").write_text("1\n")
+        assert doctor.turns(device) is rotates, place
+    (tmp_path / "pci0/ata1/host0/block/sda/queue/rotational").write_text("0\n")
+    assert doctor.turns(tmp_path / "pci0/ata1/host0/block/sda/sda1") is False
+
+
+# --- completion ------------------------------------------------------------------------------------------------------
+
+
+def test_completion_completes_mountpoints_and_paths(mount: MakeMount, source: Path) -> None:
+    m = mount(source)
+
+    def completed(line: str) -> list[str]:
+        asked = os.environ | {
+            "_CACHEFS_COMPLETE": "bash_complete", "COMP_WORDS": line, "COMP_CWORD": str(len(line.split()) - 1)
+        }  # fmt: skip
+        script = 'from daemon.cli.main import main; main(prog_name="cachefs")'
+        done = subprocess.run(
+            [sys.executable, "-c", script], env=asked, cwd=REPOSITORY, capture_output=True, text=True, check=True
+        )
+        return done.stdout.splitlines()
+
+    beginning = str(m.path)[:-1]
+    for command in ("status", "umount", "restart", "verify", "config show", "snapshot export"):
+        assert completed(f"cachefs {command} {beginning}") == [f"plain,{m.path}"], command
+    assert completed("cachefs umount /nowhere") == ["dir,/nowhere"]
+    assert completed(f"cachefs mount {beginning}") == [f"dir,{beginning}"]
+    for command in ("info", "warmup", "evict", "doctor"):
+        assert completed(f"cachefs {command} /tm") == ["file,/tm"]
+
+
+def test_a_client_that_is_told_the_owner_refuses_other_daemons(mount: MakeMount, source: Path) -> None:
+    """Root asks a socket that another user may have replaced."""
+    from cachefs.client import locations
+    from cachefs.errors import CacheFsError
+
+    m = mount(source)
+    directory = locations.mount_directory(str(m.path))
+    assert Client(m.path, directory=directory, owner=0).status()["pid"] == m.pid
+    with pytest.raises(CacheFsError, match="it belongs to user 0, and the mount to user 1000"):
+        Client(m.path, directory=directory, owner=1000).status()
