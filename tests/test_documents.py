@@ -117,7 +117,7 @@ def options() -> frozenset[str]:
 
 def missing_from(text: str) -> list[str]:
     """What a document names and nothing is called."""
-    files = {name for name in FILE.findall(text) if name not in WRITTEN_LATER}
+    files = {name.removeprefix("../") for name in FILE.findall(text) if name not in WRITTEN_LATER}
     missing = [name for name in files if not any(f"/{each}".endswith(f"/{name}") for each in tracked())]
     missing += [name for name in OPTION.findall(text) if name not in options()]
     prose = re.sub(r"```.*?```", "", text, flags=re.DOTALL)

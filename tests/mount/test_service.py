@@ -78,7 +78,7 @@ def test_a_restart_keeps_the_mount(service: Callable[..., ServiceManager], tmp_p
     print(f"4 restarts: longest stall {longest:.3f} s")
 
 
-@pytest.mark.promise("LC-24")
+@pytest.mark.promise("LC-26")
 @pytest.mark.fastpath
 @pytest.mark.parametrize("changed", ["read-only", "source", "cache-dir"])
 def test_a_service_keeps_its_mount_when_its_file_changes_what_needs_a_new_one(
