@@ -173,10 +173,11 @@ def test_an_upgrade_under_systemd(machine: Machine, package: Path, tmp_path: Pat
 
 def test_a_virtual_environment_of_an_administrator_is_kept(machine: Machine, package: Path) -> None:
     place = machine.tree / "opt/cachefs"
-    place.mkdir()
-    (place / "pyvenv.cfg").touch()
+    (place / "bin").mkdir(parents=True)
+    (place / "bin/activate").touch()
     machine.apt("update")
     machine.apt("satisfy", field(package, "Depends"))
     done = machine.run("dpkg", "-i", machine.put(package), check=False)
     assert done.returncode != 0 and "mv /opt/cachefs /opt/cachefs.old" in done.stderr
-    assert os.listdir(place) == ["pyvenv.cfg"]
+    assert os.listdir(place) == ["bin"]
+    assert os.listdir(place / "bin") == ["activate"]
