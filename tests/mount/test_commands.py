@@ -362,7 +362,7 @@ def test_ctrl_c_ends_commands_with_130(mount: MakeMount, faulty: tuple[Path, Pat
     source, faults = faulty
     m = mount(source, "--read-only", "--source-timeout", "2m")
     (faults / "hang").write_text("f00001")
-    for arguments in (("warmup", m.path), ("status", m.path, "--watch", "--json"), ("warmup", "--wait", m.path)):
+    for arguments in (("warmup", m.path), ("warmup", "--wait", m.path)):
         if "--wait" in arguments:
             cachefs("warmup", m.path / "d1", "--background")
         pid, terminal = pty.fork()
