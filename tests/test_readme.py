@@ -31,12 +31,13 @@ ELSEWHERE = {
     "python -m benchmarks.against": "benchmarks/against.py",
 }
 """Commands that run at another place, or for hours: the file, or the test, that has or is them."""
-PLACEHOLDERS = {"PATH": "/data/imagenet/train", "FILE": "/data/project/runs/log"}
+PLACEHOLDERS = {"PATH": "/data/imagenet/train", "FILE": "/data/project/runs/log", "MOUNTPOINT": "/data/project"}
 MEANT = {
     "cachefs simulate": "cachefs simulate --help",
     "systemctl restart": "systemctl restart cachefs@imagenet",
     "systemctl reload": "systemctl reload cachefs@imagenet",
     "cachefs restart /data/imagenet": "cachefs restart /data/project",  # not one that systemd starts
+    "cachefs umount --lazy": "cachefs umount --lazy --help",
     "cachefs evict": "cachefs evict /data/imagenet/train",
     "cachefs trace record": "timeout 3 cachefs trace record --help",
     "cachefs verify": "cachefs verify /data/imagenet",
@@ -54,8 +55,8 @@ CHANGED = ("/etc", "/usr/sbin", "/opt", "/var")
 def commands(text: str) -> Iterator[str]:
     """Those within the text."""
     for span in SPAN.findall(BLOCK.sub("", text)):
-        first = span.split()[0]
-        if first in COMMANDS or re.match(r"[A-Z_]+=\S+ \w", span):
+        first, *arguments = span.split()
+        if (first in COMMANDS and arguments) or re.match(r"[A-Z_]+=\S+ \w", span):
             yield span
 
 
