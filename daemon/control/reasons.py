@@ -15,6 +15,8 @@ def reason(info: dict[str, Any], options: Options) -> str:
             "cached; `cachefs pin` makes it immutable"
         )
     if state == "mutable":
+        if options.immutable:
+            return "--immutable does not match its path, or --mutable matches one of its names, so it is never cached"
         return "--mutable matches its path or another name of it, so it is never cached"
     if state == "immutable":
         return _of_immutable(info, options)

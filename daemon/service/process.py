@@ -7,7 +7,8 @@ import resource
 import signal
 import sys
 from collections.abc import Sequence
-from pathlib import Path
+
+import setproctitle
 
 SWITCH_INTERVAL_S = 0.0005
 """How long the trio thread waits for the interpreter lock of write-behind. Python's 5 ms would make look-ups slow."""
@@ -73,27 +74,9 @@ def command_line() -> tuple[str, ...]:
 
 
 def show_command(command: Sequence[str]) -> None:
-    """Make ps show another command for this process, as setproctitle(3) of the BSDs does.
-
-    The kernel reads the arguments of a process from its memory, and goes on into its environment if they do not end
-    where they should (get_mm_cmdline in fs/proc/base.c). They then appear as one text, which is cut where the
-    environment ends.
-    """
-    if not command:  # of a mount by an older version
-        return
-    for name, value in os.environb.items():
-        os.putenv(name, value)  # to a place of its own: the original one is overwritten
-    # From the 48th field of proc_pid_stat(5) on, of which the first two precede the last parenthesis.
-    fields = Path("/proc/self/stat").read_bytes().rpartition(b")")[2].split()
-    arguments, arguments_end, environment, environment_end = map(int, fields[45:49])
-    if not arguments < arguments_end <= environment_end:  # hidden from this process
-        return
-    length = arguments_end - arguments
-    text = b"\0".join(map(os.fsencode, command)) + b"\0"
-    if len(text) > length and arguments_end == environment:
-        text = text.rstrip(b"\0").replace(b"\0", b" ")
-        length = environment_end - arguments
-    ctypes.memmove(arguments, text[: length - 1].ljust(length, b"\0"), length)
+    """Make ps show another command for this process."""
+    if command:  # there is none in the configuration of an older version
+        setproctitle.setproctitle(" ".join(command))
 
 
 def has_descriptors_of(pid: int) -> bool:

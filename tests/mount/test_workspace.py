@@ -42,6 +42,8 @@ def test_only_what_matches_is_immutable(mount: MakeMount, tree: Path) -> None:
         (tree / name).write_bytes(b"of another node")
         wait_for((m.path / name).read_bytes, lambda content: content == b"of another node")
     assert m.flush()["cached_files"] == 2
+    (m.path / "runs/other").mkdir()
+    assert "--immutable does not match its path" in cachefs("info", m.path / "runs/other").stdout
 
 
 @pytest.mark.promise("EX-14")
