@@ -54,6 +54,11 @@ def make_conda_like(root: Path) -> None:
         shutil.copy2(path, root / "lib", follow_symlinks=False)
 
 
+def package_of(root: Path) -> Path:
+    """Debian's interpreter has dist-packages instead of site-packages outside of virtual environments."""
+    return Path(start(root, "import site; print(site.getsitepackages()[0])", "-B")) / "package"
+
+
 KINDS = {"venv": make_venv, "conda-like": make_conda_like}
 
 
@@ -62,7 +67,7 @@ def environment(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     """An environment with a package, a shared library behind a link, an entry point and a program."""
     root = tmp_path / "environment"
     KINDS[request.param](root)
-    package = root / "lib" / VERSION / "site-packages" / "package"
+    package = package_of(root)
     package.mkdir(parents=True)
     (package / "__init__.py").write_text(PACKAGE)
     (package / "part.py").write_text("VALUE = 1\n")
@@ -147,7 +152,7 @@ def test_interpreters_that_start_together_fetch_each_file_once(mount: MakeMount,
 
 
 def test_compiled_files_are_used_and_stale_ones_are_not(mount: MakeMount, environment: Path) -> None:
-    part = environment / "lib" / VERSION / "site-packages/package/part.py"
+    part = package_of(environment) / "part.py"
     compileall.compile_dir(part.parent, quiet=1)
     (part.parent / "stale.py").write_text("VALUE = 'old'\n")
     os.utime(part.parent / "stale.py", (1e9, 1e9))
@@ -155,19 +160,19 @@ def test_compiled_files_are_used_and_stale_ones_are_not(mount: MakeMount, enviro
     (part.parent / "stale.py").write_text("VALUE = 'newer'\n")
     settle()
     m = mount(environment, "--read-only")
+    there = m.path / part.parent.relative_to(environment)
     code = "import sys; sys.path.insert(0, {!r}); from package import part, stale; print(part.VALUE, stale.VALUE)"
     done = subprocess.run(
-        [m.path / "bin/python", "-v", "-c", code.format(str(m.path / "lib" / VERSION / "site-packages"))],
+        [m.path / "bin/python", "-v", "-c", code.format(str(there.parent))],
         capture_output=True, text=True, env={}, cwd="/", check=True,
     )  # fmt: skip
     assert done.stdout == "1 newer\n"
-    cached = m.path / "lib" / VERSION / "site-packages/package/__pycache__"
-    assert f"# {cached}/part.cpython" in done.stderr and " matches " in done.stderr
+    assert f"# {there}/__pycache__/part.cpython" in done.stderr and " matches " in done.stderr
     assert "# bytecode is stale for 'package.stale'" in done.stderr
 
 
 def test_an_environment_that_changes_is_seen_after_an_invalidation(mount: MakeMount, environment: Path) -> None:
-    package = environment / "lib" / VERSION / "site-packages/package"
+    package = package_of(environment)
     m = mount(environment, "--read-only")
     code = "import importlib.util, package.part as part; print(part.VALUE, importlib.util.find_spec('added') is None)"
     assert start(m.path, code) == "1 True"
