@@ -63,7 +63,8 @@ def build(directory: Path, sources: Path = SOURCES) -> ctypes.CDLL:
     seams = ["-fsanitize=thread", "-include", str(HARNESS / "seams.h")]
     parts = [HARNESS / "turns.c", *(sources / "relay" / f"{name}.c" for name in ("slots", "split", "lot", "passing"))]
     parts += [HARNESS / "callers.c", sources / "kernel" / "reply.c"]
-    plain = [HARNESS / "seams.c", sources / "kernel" / "protocol.c", sources / "common" / "shares.c"]
+    plain = [HARNESS / "seams.c", sources / "common" / "shares.c"]
+    plain += [sources / "kernel" / f"{name}.c" for name in ("protocol", "complaint")]
     objects = []
     for source in (*parts, *plain):
         objects.append(str(directory / f"{source.stem}.o"))

@@ -298,7 +298,7 @@ def test_a_warm_up_says_what_is_not_cached_because_of_its_time(mount: MakeMount,
     done = cachefs("warmup", m.path, "--json", check=False)
     report = json.loads(done.stdout)
     assert (report["files"], report["cached_files"]) == (41, 40)
-    assert report["problems"] == ["d0/f00000: changed less than 2 s ago, or has a time in the future"]
+    assert report["problems"] == [f"{m.path}/d0/f00000: changed less than 2 s ago, or has a time in the future"]
 
 
 # --- with a shorter minimum age -----------------------------------------------------------------------------------
