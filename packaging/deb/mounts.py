@@ -1,6 +1,6 @@
 """For the maintainer scripts: the mounts whose daemons run from this installation.
 
-    mounts.py restart   let the installed version take them over, except those of a service manager, which restarts them
+    mounts.py restart   let the installed version take them over; those of units cachefs@NAME are restarted by systemd
     mounts.py check     exit 1 if there are any, with one line for each
 
 Mounts of daemons in containers, or from other installations, do not count. A daemon can only be reached by its user, so
@@ -69,11 +69,25 @@ def own() -> Iterator[tuple[str, psutil.Process]]:
             continue
 
 
+def unit_of(daemon: psutil.Process) -> str:
+    """The unit that a process belongs to, such as cachefs@imagenet.service."""
+    return Path(f"/proc/{daemon.pid}/cgroup").read_text().strip().rpartition("/")[2]
+
+
 def restart_own() -> int:
     failed = 0
     for place, daemon in list(own()):
-        if "NOTIFY_SOCKET" not in daemon.environ():
-            failed |= subprocess.run([COMMAND, "restart", place], check=False).returncode
+        command = [COMMAND, "restart", place]
+        if "NOTIFY_SOCKET" in daemon.environ():
+            unit = unit_of(daemon)
+            if not unit.startswith("cachefs@"):  # another service manager's, which restarts it when it is told to
+                continue
+            # systemd ends the old daemon first. If the new version could not take over, the mount would have none.
+            if subprocess.run([*command, "--check"], check=False).returncode:
+                failed = 1
+                continue
+            command = ["deb-systemd-invoke", "try-restart", unit]
+        failed |= subprocess.run(command, check=False).returncode
     return failed
 
 
