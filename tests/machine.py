@@ -22,6 +22,7 @@ INIT = """
 set -e
 units=$1; shift
 mount --make-rprivate /
+umount --all --lazy --types fuse.cachefs # copies of mounts of other tests: their daemons would not end before this
 mount -t tmpfs tmpfs /run
 mkdir /run/lock
 umount -R /sys/fs/cgroup

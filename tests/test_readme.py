@@ -88,9 +88,11 @@ def test_what_runs_elsewhere_exists(place: str) -> None:
     assert (REPOSITORY / path).exists() and f"def {name}(" in (REPOSITORY / path).read_text() + "def ("
 
 
+@pytest.mark.full_age
 def test_the_demo_in_the_readme_was_printed_by_the_demo(tmp_path: Path) -> None:
     """The figures are of another machine."""
     make_files(tmp_path / "tree", 40)
+    settle()
     environment = {**os.environ, "DEMO_SOURCE": str(tmp_path / "tree"), "DEMO_FILES": "40", "COLUMNS": "100"}
     command = [sys.executable, "-m", "benchmarks.demo"]
     done = subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, check=False)

@@ -150,7 +150,10 @@ def unmount_and_wait(place: str, *, force: bool = False) -> None:
                 f"unmounted, but still mounted on {', '.join(others)} (mount --bind): unmount that as well"
             )
         if not _has_ended(pid, daemon, UMOUNT_TIMEOUT_S):
-            raise CacheFsError(f"unmounted, but the daemon is still writing after {UMOUNT_TIMEOUT_S:.0f} s")
+            raise CacheFsError(
+                f"unmounted, but the daemon has not ended after {UMOUNT_TIMEOUT_S:.0f} s: it is still writing, or "
+                "another mount namespace (a container) has a copy of the mount"
+            )
 
 
 def _pid_of_daemon(place: str, *, force: bool) -> int:
