@@ -9,6 +9,7 @@ the work is done once as each user who has a daemon (`restart-own`, `check-own`)
 
 import os
 import pwd
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -25,12 +26,20 @@ User = tuple[int, int, str]
 
 
 def is_of_this_installation(process: psutil.Process) -> bool:
-    command = process.cmdline()
-    if not command or Path(command[0]).parent != Path(sys.executable).parent:
+    program = "".join(process.cmdline()[:1]).split(" ")[0]  # after a restart the command line is one text
+    if Path(program).parent != Path(sys.executable).parent:
         return False
     here, there = Path("/proc/self"), Path(f"/proc/{process.pid}")
     same_namespace = os.readlink(there / "ns/mnt") == os.readlink(here / "ns/mnt")
     return same_namespace and os.path.samefile(there / "root", here / "root")
+
+
+def runtime_directory(process: psutil.Process) -> str:
+    """XDG_RUNTIME_DIR of a daemon, from its session index: after a restart its environment cannot be read."""
+    for file in process.open_files():
+        if match := re.fullmatch(r"(.*)/cachefs/session-[^/]+/.*", file.path):
+            return match[1]
+    return process.environ().get("XDG_RUNTIME_DIR", "")
 
 
 def users() -> set[User]:
@@ -38,8 +47,7 @@ def users() -> set[User]:
     for process in psutil.process_iter():
         try:
             if process.pid != os.getpid() and is_of_this_installation(process):
-                directory = process.environ().get("XDG_RUNTIME_DIR", "")
-                found.add((process.uids().effective, process.gids().effective, directory))
+                found.add((process.uids().effective, process.gids().effective, runtime_directory(process)))
         except (psutil.Error, OSError):  # it has ended
             continue
     return found
