@@ -28,7 +28,7 @@ INTERVAL_S, JSON_INTERVAL_S = 2.0, 1.0
 
 
 _STRANGE = (KeyError, TypeError, ValueError, AttributeError, RecursionError)
-"""What the answer of another version may cause, or of a user who wants to mislead root."""
+"""Raised for the answer of a daemon of another version, or of a user who wants to mislead root."""
 
 
 @dataclass(slots=True)

@@ -360,7 +360,7 @@ def pin(paths: tuple[str, ...], as_json: bool) -> None:
 @paths_argument
 @json_option
 def unpin(paths: tuple[str, ...], as_json: bool) -> None:
-    """Make immutable files writable again. They are not cached until they are pinned, or until the next restart.
+    """Make immutable files writable again. They are not cached until they are pinned.
 
     \b
     Example:

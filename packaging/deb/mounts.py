@@ -4,7 +4,7 @@
     mounts.py check     exit 1 if there are any, with one line for each
 
 Mounts of daemons in containers, or from other installations, do not count. A daemon can only be reached by its user, so
-the work is done once as each user who has a daemon (`restart-own`, `check-own`).
+the script runs itself as each user who has one (`restart-own`, `check-own`).
 """
 
 import os

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import REPOSITORY, Mount, settle
+from tests.libraries.epochs import check_two_epochs
 from tests.libraries.formats import FORMATS
 
 MakeMount = Callable[..., Mount]
@@ -41,12 +42,4 @@ def test_the_same_bytes_and_a_second_epoch_without_the_source(
     assert int(expected.split()[0]) > 0
     settle()
     m = mount(source, *mode)
-    assert run("read", name, m.path) == expected
-    before = m.flush()
-    assert before["cached_bytes"] > 0
-    m.drop_caches()
-    assert run("read", name, m.path) == expected
-    after = m.status()
-    assert after["source_bytes"] == before["source_bytes"] and after["misses"] == before["misses"]
-    if mode:
-        assert after["source_ops"] == before["source_ops"]
+    check_two_epochs(m, lambda root: run("read", name, root), expected, read_only=bool(mode))
