@@ -135,7 +135,7 @@ def unmount_and_wait(place: str, *, force: bool = False) -> None:
             mounts.unmount(place, lazy=True)
         remove_remains(place)
         return
-    top = mount_table.top_mount(place)
+    copies = _copies(place)
     with closing(daemon):
         there = MountInstance.on_top(place) if force else None
         if there is not None:
@@ -144,8 +144,8 @@ def unmount_and_wait(place: str, *, force: bool = False) -> None:
                 raise CacheFsError(f"cannot unmount {place}: another process is mounting there; try again")
         else:
             mounts.unmount(place)
-        others = [m.mountpoint for m in mount_table.mounts() if top is not None and m.device == top.device]
-        if others:
+        # Its device number is free now, and another mount may have it already.
+        if others := [m.mountpoint for m in mount_table.mounts() if m in copies]:
             raise CacheFsError(
                 f"unmounted, but still mounted on {', '.join(others)} (mount --bind): unmount that as well"
             )
@@ -154,6 +154,12 @@ def unmount_and_wait(place: str, *, force: bool = False) -> None:
                 f"unmounted, but the daemon has not ended after {UMOUNT_TIMEOUT_S:.0f} s: it is still writing, or "
                 "another mount namespace (a container) has a copy of the mount"
             )
+
+
+def _copies(place: str) -> list[mount_table.Mount]:
+    """Other mounts of the filesystem that is mounted at `place` (mount --bind)."""
+    top = mount_table.top_mount(place)
+    return [m for m in mount_table.mounts() if top is not None and m.device == top.device and m != top]
 
 
 def _pid_of_daemon(place: str, *, force: bool) -> int:

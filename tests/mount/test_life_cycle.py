@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,7 @@ from cachefs.errors import CacheFsError
 from cachefs.fastpath import processes
 from cachefs.system import syscalls
 from cachefs.system.claims import is_dying
+from daemon.cli.main import unmount_and_wait
 from tests.conftest import CLI, REPOSITORY, Mount, cachefs, contents, mounted_on, small_disk, wait_for
 from tests.service_manager import ServiceManager
 
@@ -778,6 +780,25 @@ def test_umount_says_where_a_mount_lives_on(mount: MakeMount, source: Path, tmp_
     wait_for_end(m.pid)
     m.pid = 0
     wait_for(lambda: left_behind(m.path), lambda left: not left)
+
+
+def test_a_mount_that_has_got_the_device_number_is_not_a_copy(
+    mount: MakeMount, source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernel gives the number of an unmounted filesystem to the next one."""
+    m = mount(source)
+    before = mount_table.top_mount(str(m.path))
+    assert before is not None
+    later = replace(before, number=before.number + 1_000_000, mountpoint="/elsewhere")
+    there = mount_table.mounts
+
+    def mounts() -> list[mount_table.Mount]:
+        return [*there(), *([] if mounted_on(m.path) else [later])]
+
+    monkeypatch.setattr(mount_table, "mounts", mounts)
+    unmount_and_wait(str(m.path))
+    assert later in mount_table.mounts()
+    m.pid = 0
 
 
 # --- also ------------------------------------------------------------------------------------------------------------
