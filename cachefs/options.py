@@ -10,6 +10,7 @@ from policies.globs import AllExcept, Globs
 from policies.prefetch import GRAPH, LISTENING
 
 MIB = 1 << 20
+METADATA_RETENTION = ("no-replacement", "fifo", "lru")
 
 
 class CacheLevel(enum.Enum):
@@ -48,7 +49,7 @@ class Options:
     metadata_limit: int | None = None
     """How many inodes may be pinned; None: all of them."""
     metadata_retention: str = "no-replacement"
-    """Which inodes are dropped beyond that limit: one of `cachefs.metadata.limit.NAMES`."""
+    """Which inodes are dropped beyond that limit: one of METADATA_RETENTION."""
     prefetch: str = "sequential"
     """What is fetched before it is read: a name of `policies.prefetch`."""
     graph: tuple[str, ...] = ()

@@ -16,8 +16,6 @@ from cachefs.store.index.index import Index
 from cachefs.store.index.records import PINNED, Inode, inode_of_key
 from policies.retention import PolicyContext, make
 
-NAMES = ("no-replacement", "fifo", "lru")
-
 
 class InodeLimit:
     def __init__(self, index: Index, limit: int, retention: str) -> None:

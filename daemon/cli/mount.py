@@ -15,8 +15,7 @@ import daemon
 from cachefs.client import locations, mount_table
 from cachefs.contract.shared import SETTLE_NS
 from cachefs.errors import CacheFsError
-from cachefs.metadata.limit import NAMES as METADATA_RETENTION
-from cachefs.options import CacheLevel, Options, Revalidate
+from cachefs.options import METADATA_RETENTION, CacheLevel, Options, Revalidate
 from cachefs.system.clock import NANOSECONDS
 from daemon.config import config, config_file, mount_options, parameters, settings
 from daemon.kernel import probe
