@@ -323,7 +323,8 @@ def invalidate(paths: tuple[str, ...], as_json: bool) -> None:
             dropped = Client(place).invalidate(inside)
             total += dropped
             if not as_json:
-                say(f"{path}: {dropped} dropped")
+                said = f"{dropped:,} files and directories dropped" if dropped else "nothing of it was cached"
+                say(f"{path}: {said}; the next use asks the source")
     if as_json:
         print_json({"dropped": total})
 

@@ -282,6 +282,15 @@ def test_background_warm_ups_are_listed_awaited_and_cancelled(mount: MakeMount, 
     (faults / "hang").unlink()
 
 
+def test_invalidate_says_what_it_dropped(mount: MakeMount, source: Path) -> None:
+    """Before: "0 dropped" for a name that was never asked for."""
+    m = mount(source, "--read-only")
+    (m.path / "d0/f00000").read_bytes()
+    for name, said in ("d0/f00000", "1 files and directories dropped"), ("d1/f00000", "nothing of it was cached"):
+        done = cachefs("invalidate", m.path / name)
+        assert done.stdout == f"{m.path / name}: {said}; the next use asks the source\n"
+
+
 # --- output ----------------------------------------------------------------------------------------------------------
 
 
