@@ -26,6 +26,7 @@ from cachefs.system import syscalls
 from cachefs.system.clock import NANOSECONDS
 from daemon.cli.main import unmount_and_wait
 from daemon.kernel.instance import MountInstance
+from tests import command_server
 
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # the command line is run a thousand times
 settings.register_profile("cachefs", deadline=None)  # a loaded machine is no defect
@@ -37,15 +38,25 @@ FULL_AGE_S = SETTLE_NS / NANOSECONDS
 SHORT_AGE_S = 0.1
 """How old files must be for mounts of tests that are not about that. A write() may take longer: not for users."""
 TREES_AHEAD = 8
+_starts_interpreters = False
 
 
 def cachefs(*arguments: object, check: bool = True, **kwargs: Any) -> subprocess.CompletedProcess[str]:
-    """Run the command line."""
-    command = [*CLI, *map(os.fspath, map(_path, arguments))]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=REPOSITORY, timeout=120, **kwargs)
+    """Run the command line: with `kwargs`, which subprocess.run() takes, in an interpreter of its own."""
+    command = [os.fspath(_path(each)) for each in arguments]
+    if kwargs or _starts_interpreters:
+        done = subprocess.run([*CLI, *command], capture_output=True, text=True, cwd=REPOSITORY, timeout=120, **kwargs)
+    else:
+        done = command_server.shared().run(command, timeout_s=120)
     if check and done.returncode != 0:
-        raise AssertionError(f"{command} exited {done.returncode}: {done.stderr}")
+        raise AssertionError(f"cachefs {command} exited {done.returncode}: {done.stderr}")
     return done
+
+
+@pytest.fixture
+def interpreters(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each command of this test starts an interpreter, as a user's does."""
+    monkeypatch.setattr(sys.modules[__name__], "_starts_interpreters", True)
 
 
 def _path(argument: object) -> str:

@@ -357,13 +357,17 @@ def test_a_closed_pipe_ends_it_as_sigpipe_does(mount: MakeMount, source: Path) -
     watching.stderr.close()
 
 
-def has_socket(pid: int) -> bool:
-    """Has this process connected to a daemon?"""
+def sockets(pid: int) -> set[str]:
+    found = set()
     for fd in Path(f"/proc/{pid}/fd").iterdir():
         with suppress(FileNotFoundError):  # it has been closed
-            if os.readlink(fd).startswith("socket:"):
-                return True
-    return False
+            found.add(os.readlink(fd))
+    return {target for target in found if target.startswith("socket:")}
+
+
+def has_connected(pid: int) -> bool:
+    """Has this child connected to a daemon? Before exec() it has the sockets of this process."""
+    return bool(sockets(pid) - sockets(os.getpid()))
 
 
 def test_ctrl_c_ends_commands_with_130(mount: MakeMount, faulty: tuple[Path, Path]) -> None:
@@ -378,7 +382,7 @@ def test_ctrl_c_ends_commands_with_130(mount: MakeMount, faulty: tuple[Path, Pat
         if pid == 0:
             os.chdir(REPOSITORY)
             os.execv(CLI[0], [*CLI, *map(str, arguments)])
-        wait_for(partial(has_socket, pid), bool)
+        wait_for(partial(has_connected, pid), bool)
         os.write(terminal, b"\x03")
         said = b""
         try:
@@ -470,6 +474,7 @@ def test_the_log_has_start_take_over_and_umount_and_nothing_else(mount: MakeMoun
 
 
 @pytest.mark.fastpath
+@pytest.mark.usefixtures("interpreters")
 def test_ps_shows_a_restarted_daemon_as_its_mount(mount: MakeMount, source: Path) -> None:
     def shown() -> str:
         return subprocess.check_output(["ps", "-ww", "-o", "args=", "-p", str(m.pid)], text=True).strip()

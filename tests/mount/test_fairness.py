@@ -313,6 +313,7 @@ def test_b7_users_who_read_leased_files_keep_no_other_user_waiting_however_many_
 
 
 @pytest.mark.promise("FA-3")
+@pytest.mark.usefixtures("interpreters")
 def test_c7_who_opens_very_many_files_leaves_descriptors_for_others(
     mount: MakeMount, source: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -226,6 +226,7 @@ def test_a_successor_that_goes_before_it_is_answered_changes_nothing(mount: Make
 
 @pytest.mark.promise("LC-9")
 @pytest.mark.fastpath
+@pytest.mark.usefixtures("interpreters")
 @pytest.mark.parametrize("may_raise_it", [True, False])
 def test_a_restart_by_a_shell_with_few_descriptors(
     mount: MakeMount, source: Path, monkeypatch: pytest.MonkeyPatch, may_raise_it: bool

@@ -12,7 +12,7 @@ import pytest
 from tests import conftest
 from tests.conftest import CLI, Mount, cachefs, contents, mounted_on, wait_for
 
-pytestmark = pytest.mark.promise("LC-11")
+pytestmark = [pytest.mark.promise("LC-11"), pytest.mark.usefixtures("interpreters")]
 
 MakeMount = Callable[..., Mount]
 
