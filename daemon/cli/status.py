@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import partial
+from itertools import chain
 from threading import Thread
 from typing import Any
 
@@ -27,7 +28,8 @@ LIST_TIMEOUT_S = 5.0
 INTERVAL_S, JSON_INTERVAL_S = 2.0, 1.0
 
 
-_STRANGE = (KeyError, TypeError, ValueError, AttributeError, RecursionError)
+_MAX_NESTING = 8
+_STRANGE = (KeyError, TypeError, ValueError, AttributeError, ArithmeticError, RecursionError)
 """Raised for the answer of a daemon of another version, or of a user who wants to mislead root."""
 
 
@@ -46,8 +48,8 @@ class Listed:
     def ask(self) -> None:
         try:
             answer = client_of(self.mountpoint, timeout_s=LIST_TIMEOUT_S).status()
-            hit_ratio(answer)  # the daemon of another user may answer anything
-            share(answer["blob_bytes"], answer["cache_size_bytes"])
+            _check_nesting(answer)  # the daemon of another user may answer anything
+            _figures(answer)
             self.state, self.status = "alive", answer
         except DaemonDied:
             self.state = "dead"
@@ -55,6 +57,22 @@ class Listed:
             pass
         except _STRANGE:
             self.state = "another version"
+
+
+def _check_nesting(answer: object) -> None:
+    """Raises ValueError for values that could not be printed."""
+    layer = [answer]
+    for _ in range(_MAX_NESTING):
+        values = [each.values() if isinstance(each, dict) else each for each in layer if isinstance(each, dict | list)]
+        layer = list(chain.from_iterable(values))
+    if layer:
+        raise ValueError("nested too deeply")
+
+
+def _figures(status: dict[str, Any]) -> tuple[str, str]:
+    """The hit ratio, and how full the cache is. Raises _STRANGE."""
+    used, size = status["blob_bytes"], status["cache_size_bytes"]
+    return hit_ratio(status), f"{share(used, size)} of {readable_size(size)}"
 
 
 def client_of(mountpoint: str, timeout_s: float | None = None) -> Client:
@@ -100,10 +118,7 @@ def list_table(rows: Sequence[Listed]) -> RenderableType:
     if several_users:
         table.add_column("user")
     for row in rows:
-        ratio = filled = "-"
-        if row.status is not None:
-            used, size = row.status["blob_bytes"], row.status["cache_size_bytes"]
-            ratio, filled = hit_ratio(row.status), f"{share(used, size)} of {readable_size(size)}"
+        ratio, filled = ("-", "-") if row.status is None else _figures(row.status)
         values = [row.mountpoint, row.source, row.state, ratio, filled]
         table.add_row(*(Text(one_line(value)) for value in values), *([str(row.user)] if several_users else []))
     return table
@@ -133,6 +148,8 @@ def status(mountpoint: str | None, as_json: bool, watched: bool, interval: float
       cachefs status /data/imagenet --watch
       cachefs status /data/imagenet --json
     """
+    if interval is not None and not watched:
+        raise click.UsageError("--interval needs --watch")
     client = client_of(mount_table.containing(mountpoint)) if mountpoint is not None else None
     if as_json and watched:
         _print_lines(partial(_as_json, client), interval or JSON_INTERVAL_S)
@@ -152,6 +169,11 @@ def status(mountpoint: str | None, as_json: bool, watched: bool, interval: float
 
 def _checked(client: Client) -> dict[str, Any]:
     answer = client.status()
+    try:
+        _check_nesting(answer)
+        _figures(answer)
+    except _STRANGE:
+        raise _other_version(client) from None
     if "latencies" not in answer:
         raise _other_version(client)
     return answer
@@ -159,7 +181,7 @@ def _checked(client: Client) -> dict[str, Any]:
 
 def _other_version(client: Client) -> CacheFsError:
     return CacheFsError(
-        f"the daemon of {client.mountpoint} is another version: run cachefs restart {client.mountpoint}"
+        f"the daemon of {client.mountpoint} runs another version: run cachefs restart {client.mountpoint}"
     )
 
 
