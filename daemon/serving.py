@@ -340,7 +340,7 @@ class Serving:
         """True if everything was written."""
         flushed = await self._components.writes.flush(FLUSH_TIMEOUT_S)
         if not flushed:
-            log.warning("could not write everything to the index; the next mount compares with the source")
+            log.warning("could not write everything to the index; the next mount compares everything with the source")
         else:
             log.info("unmounted %s; all data are on disk", self._mountpoint)
         with trio.CancelScope(shield=True, deadline=trio.current_time() + CLOSE_S):

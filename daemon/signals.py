@@ -163,7 +163,10 @@ class Configuration:
             self.host.configure(now.options)
         self.save()
         if waiting:
-            log.warning("the configuration was reloaded; these options need a new mount: %s", ", ".join(waiting))
+            log.warning(
+                "the configuration was reloaded, except: %s (restart the service, or unmount and mount)",
+                ", ".join(waiting),
+            )
         else:
             log.info("the configuration was reloaded")
 

@@ -86,8 +86,8 @@ async def watch_clock() -> None:
             warned_ns = ahead_ns
             if ahead_ns > SETTLE_NS:
                 log.warning(
-                    "the clock was set forward by %.0f s: until `cachefs restart` files count as so much younger, "
-                    "and are cached later",
+                    "the clock was set forward by %.0f s: until `cachefs restart`, files that change are cached later "
+                    "by that time",
                     ahead_ns / NANOSECONDS,
                 )
         await trio.sleep(CLOCK_CHECK_S)

@@ -51,7 +51,7 @@ def _components(pattern: str) -> tuple[list[str], bool]:
     """The components of a pattern, and whether it matches paths instead of names."""
     found = [component for component in pattern.split("/") if component]
     if not found or any(component in (".", "..") for component in found):
-        raise InvalidGlob(f"{pattern!r} can match nothing beneath the mount")
+        raise InvalidGlob(f"{pattern!r} can match nothing beneath the mount: use a name, or a path relative to it")
     return found, "/" in pattern.rstrip("/")
 
 

@@ -45,7 +45,8 @@ def cachefs(*arguments: object, check: bool = True, **kwargs: Any) -> subprocess
     """Run the command line: with `kwargs`, which subprocess.run() takes, in an interpreter of its own."""
     command = [os.fspath(_path(each)) for each in arguments]
     if kwargs or _starts_interpreters:
-        done = subprocess.run([*CLI, *command], capture_output=True, text=True, cwd=REPOSITORY, timeout=120, **kwargs)
+        given = {"cwd": REPOSITORY, "timeout": 120} | kwargs
+        done = subprocess.run([*CLI, *command], capture_output=True, text=True, **given)
     else:
         done = command_server.shared().run(command, timeout_s=120)
     if check and done.returncode != 0:

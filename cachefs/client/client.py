@@ -206,7 +206,7 @@ class Client:
         return self._warm_up("pin", paths, on_progress)
 
     def unpin(self, paths: Iterable[Path]) -> int:
-        """Make files writable, and uncached, until they are pinned or the daemon restarts. Returns their number."""
+        """Make files writable, and uncached, until they are pinned, also after a remount. Returns their number."""
         return sum(int(self._ask("unpin", paths=part)["files"]) for part in self._batches(paths))
 
     def info(self, path: Path) -> dict[str, Any]:

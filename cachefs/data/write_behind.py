@@ -303,7 +303,7 @@ class WriteBehind:
                 log.exception("bug in write-behind; the batch is not cached")
             self.index.restore_dirty(work.metadata)
             self.index.available = False
-            self.failed("index", f"the index cannot be written, nothing new is cached until it can: {error}")
+            self.failed("index", f"the index cannot be written; nothing new is cached until it can be: {error}")
             self._retire(work.units)
             self._end_reports(work.filled, refused=True)
             await self._follow_up()

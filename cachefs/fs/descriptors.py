@@ -348,7 +348,7 @@ class Descriptors:
             opened.unsynced, opened.damaged = bool(flags & _UNSYNCED), bool(flags & _DAMAGED)
             inode = self._metadata.current(number)
             if inode is None:
-                log.warning("a handle of inode %d is lost with the daemon that had it", number)
+                log.warning("the last daemon left no record of inode %d: calls on its open handle fail", number)
                 continue
             immutable = self.fs.immutability.is_immutable(inode) or self.fs.immutability.outlives_its_name(inode)
             if immutable and not writable:

@@ -151,7 +151,9 @@ class Invalidation:
     async def unpin(self, paths: Sequence[bytes]) -> int:
         """Make the immutable files beneath these paths mutable. Returns how many there were."""
         if self._options.read_only:
-            raise CacheFsError("a read-only mount pins whatever it sees: evict, or invalidate")
+            raise CacheFsError(
+                "unpin is for read-write mounts: use cachefs evict to free space, cachefs invalidate to see changes"
+            )
         count = 0
         for path in paths:
             for part in self._beneath(path):

@@ -38,7 +38,7 @@ class Refusals:
         self._metrics.refused_changes += 1
         if self._is_first(number, errno.EPERM):
             log.warning(
-                "%s: a change was refused with EPERM, because the file was opened read-only and is immutable since. "
+                "%s: a change was refused with EPERM, because the file is immutable: it was read, warmed up or pinned. "
                 "To keep such files mutable, mount with --mutable GLOB. For this file alone, run: cachefs unpin FILE",
                 self._path(number),
             )

@@ -81,7 +81,7 @@ class ParquetDataset(IterableDataset[Any]):
         Raises OSError for what cannot be read, and ValueError for arguments and files that do not fit.
         """
         if memory_bytes < 1:
-            raise ValueError(f"the limit of memory ({memory_bytes}) must be at least 1 byte")
+            raise ValueError(f"memory_bytes={memory_bytes} must be at least 1")
         together = distributed.is_available() and distributed.is_initialized()
         if world_size is None:
             world_size = distributed.get_world_size() if together else 1
@@ -140,7 +140,7 @@ class ParquetDataset(IterableDataset[Any]):
                 "taken in this epoch, or use torchdata's StatefulDataLoader"
             )
         if drawn is not None and not 0 <= drawn <= len(self):
-            raise ValueError(f"an epoch has {len(self)} batches, and not {drawn}")
+            raise ValueError(f"drawn={drawn} is not between 0 and {len(self)}, the number of batches in an epoch")
         return {
             **self._same,
             "epoch": self.epoch,

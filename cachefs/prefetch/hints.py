@@ -36,7 +36,9 @@ class Hints:
         if anew:
             self._waiting.clear()
         if self.waiting + len(paths) > MAX_WAITING:
-            raise CacheFsError(f"{self.waiting:,} files wait to be fetched: not more than {MAX_WAITING:,} may")
+            raise CacheFsError(
+                f"too many hints: {self.waiting:,} files are waiting, and the limit is {MAX_WAITING:,}: announce fewer"
+            )
         self._waiting.extend(paths)
         self._wake.set()
         return len(paths)

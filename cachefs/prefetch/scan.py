@@ -154,7 +154,7 @@ class Scan:
             fruitless = fruitless + 1 if len(taken) == before else 0
             found = [inode for inode in await self._directories.revalidated_entries(number) if inode not in taken]
         if missing:
-            reason = OSError("files in it go faster than they can be looked at")
+            reason = OSError("its files are removed faster than they can be looked up: run the warm-up again later")
             self.problems.failed(self._fs.path_of(number), reason)
 
     async def _take(self, numbers: Sequence[int], directories: list[int]) -> set[int]:

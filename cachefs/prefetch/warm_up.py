@@ -244,7 +244,7 @@ class WarmUp:
                         cached.add(inode.size)
         lost = before.files - cached.files
         if lost > 0:
-            self._problems.add_last(f"{lost:,} files had to go again for others (--cache-size, --metadata-limit)")
+            self._problems.add_last(f"{lost:,} files were evicted for others: raise --cache-size or --metadata-limit")
         return cached
 
     async def _await_late(self) -> None:

@@ -77,15 +77,15 @@ def _check_identity(path: Path, source: str) -> None:
     except (ValueError, KeyError, TypeError):
         raise CacheFsError(f"{identity} cannot be read: remove {path} to start with an empty cache") from None
     if version > FORMAT_VERSION:
-        raise CacheFsError(f"{path} has format {version}, this cachefs knows {FORMAT_VERSION}: it is too old")
+        raise CacheFsError(f"a newer cachefs made {path} (format {version}): upgrade, or use another --cache-dir")
     if owner != source:
-        raise CacheFsError(f"the cache directory {path} was made for {owner}, not for {source}")
+        raise CacheFsError(f"{path} was made for {owner}, not for {source}: remove it, or use another --cache-dir")
 
 
 def _check_contents(path: Path) -> None:
     names = {entry.name for entry in path.iterdir()}
     if names - _OWN_NAMES and "cache.json" not in names:
-        raise CacheFsError(f"{path} is not empty and not a cache directory of cachefs")
+        raise CacheFsError(f"{path} is not empty and not a cache directory of cachefs: use an empty or a new directory")
     private_files.check_contents(path)
     if "index" in names:
         private_files.check_contents(path / "index")
@@ -184,7 +184,7 @@ class CacheDirectory:
         """
         index = self.path / "index"
         if (index / _DATA).exists() or blob.size():
-            log.info("%s is not new: the snapshot %s is not imported", self.path, file)
+            log.info("the cache %s is not empty: the snapshot %s is not imported", self.path, file)
             return
         for place in (index, index.with_name("index.new")):
             shutil.rmtree(place, ignore_errors=True)
@@ -205,7 +205,7 @@ class CacheDirectory:
                     return Environment(path, sync=True)
                 except IndexUnavailable as error:
                     aside = path.with_name("index.broken")
-                    log.warning("%s; kept as %s, rebuilding it from the blob", error, aside)
+                    log.warning("%s; moving the index to %s, and rebuilding it from the blob", error, aside)
                     shutil.rmtree(aside, ignore_errors=True)
                     path.rename(aside)
             if blob.size():
@@ -306,7 +306,7 @@ class OpenedIndex:
         is_complete = survivor is not None and survivor.is_complete
         if survivor is None:
             if same_mount:
-                raise CacheFsError(f"cannot take the mount over: its session {session_path} is gone")
+                raise CacheFsError(f"cannot take over the mount: {session_path} is gone; unmount, then mount again")
             shutil.rmtree(session_path, ignore_errors=True)
         same_patterns = mutable_patterns(durable) == set(mutable)
         # After a crash of the machine the last changes may be lost.

@@ -131,10 +131,12 @@ def _read(path: Path) -> tuple[dict[str, Any], dict[str, bytes]]:
     start = len(MAGIC) + _LENGTHS.size
     digest = _DIGEST.pack(xxhash.xxh3_64_intdigest(whole[: -_DIGEST.size]))
     if len(data) < start + _DIGEST.size or whole[-_DIGEST.size :] != digest:
-        raise CacheFsError(f"the snapshot {path} is damaged: its checksum is wrong")
+        raise CacheFsError(f"the snapshot {path} is damaged (wrong checksum): export it again")
     version, length = _LENGTHS.unpack_from(data, len(MAGIC))
     if version != FORMAT_VERSION:
-        raise CacheFsError(f"the snapshot {path} has format {version}, this cachefs knows {FORMAT_VERSION}")
+        raise CacheFsError(
+            f"the snapshot {path} has format {version}, this cachefs reads {FORMAT_VERSION}: export it again"
+        )
     header: dict[str, Any] = json.loads(data[start : start + length])
     with zstandard.ZstdDecompressor().stream_reader(whole[start + length : -_DIGEST.size]) as frame:
         columns = {name: frame.read(size) for name, size in header["columns"]}
@@ -194,7 +196,7 @@ def _valid(inodes: _Rows, dentries: _Rows, floor: int, strict_floor: int) -> tup
     vouched = (records["nlink"] <= 1) | (records["mode"] & 0o170000 == stat.S_IFDIR)
     good &= (records["validated_run"] >= strict_floor) | vouched
     if not np.any(good & (numbers == ROOT_INODE)):
-        raise CacheFsError("the root directory is not pinned, so that nothing is: run `cachefs warmup --metadata-only`")
+        raise CacheFsError("the root directory is not pinned: run cachefs warmup MOUNTPOINT --metadata-only first")
 
     parents = np.frombuffer(dentries.keys(0, 8), ">u8").astype(np.uint64)
     rows = np.frombuffer(dentries.values(), _DENTRY)
@@ -297,7 +299,7 @@ def load(path: Path, index: Path, root_inode: int, mutable: Iterable[str]) -> in
     records["validated_run"] = records["entries_valid_from"] = validated_run
     at_root = records["source_inode"][numbers == ROOT_INODE]
     if len(at_root) != 1 or int(at_root[0]) != root_inode:
-        raise CacheFsError(f"{path} is a snapshot of another tree: {header['source']}")
+        raise CacheFsError(f"{path} is a snapshot of another tree ({header['source']}): export one of this source")
     parents = _sums(_unshuffled(columns["parent"])).view(np.uint64)
     children = _sums(_unshuffled(columns["child"])).view(np.uint64)
     positions = _sums(_unshuffled(columns["position"])).view(np.uint64)

@@ -42,7 +42,7 @@ def check_directory(path: Path) -> None:
     if path.is_symlink():
         raise CacheFsError(f"{path} is a symbolic link, which cachefs does not make: remove it")
     if check_own(path) & 0o077:
-        raise CacheFsError(f"{path} must be closed to others (mode 0700)")
+        raise CacheFsError(f"{path} must be closed to others: run chmod 700 {path}")
     check_contents(path)
 
 
@@ -59,7 +59,7 @@ def check_own(path: Path) -> int:
 
 def _check_owner(path: Path, found: os.stat_result) -> None:
     if found.st_uid != os.geteuid():
-        raise CacheFsError(f"{path} belongs to {_owner(found)}: only a directory of your own is used")
+        raise CacheFsError(f"{path} belongs to {_owner(found)}: use a directory of your own")
 
 
 def _walk(path: Path, *, makes: bool) -> int:
@@ -114,7 +114,7 @@ def _make(parent: int, name: str, mode: int) -> None:
 
 def _check_parent(path: Path, found: os.stat_result) -> None:
     if found.st_uid not in (0, os.geteuid()):
-        raise CacheFsError(f"{path} belongs to {_owner(found)}, who could replace what is in it")
+        raise CacheFsError(f"{path} belongs to {_owner(found)}, who could replace what is in it: use another place")
     if found.st_mode & stat.S_ISVTX:
         return
     others = found.st_mode & stat.S_IWOTH

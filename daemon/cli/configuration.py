@@ -37,7 +37,7 @@ def configuration() -> None:
 def check(file: Path, as_json: bool) -> None:
     """Check a configuration file, and that the paths in it exist and can be used. Nothing is mounted.
 
-    The exit status is 2 if the file is invalid, and 1 if a path cannot be used.
+    The exit status is 2 if the file is invalid, and 1 if a path cannot be used. A mounted MOUNTPOINT is not checked.
 
     \b
     Example:
@@ -76,9 +76,10 @@ def _check_paths(mount_config: config.MountConfig) -> None:
     from cachefs.store.cache_directory import check_usable  # lmdb is slow to load
 
     source, mountpoint = mount_config.source, mount_config.mountpoint
-    if not mount_table.is_mounted(mountpoint):
-        timeout_s = mount_config.options.source_timeout_s
-        mounts.check_places(source, mountpoint, mount_config.own_places, timeout_s=timeout_s)
+    is_mounted = mount_table.is_mounted(mountpoint)
+    timeout_s = mount_config.options.source_timeout_s
+    mounts.check_places(source, mountpoint, mount_config.own_places, timeout_s=timeout_s, is_mounted=is_mounted)
+    if not is_mounted or source != mountpoint:
         os.close(mounts.open_source(source))
     check_usable(mount_config.cache_place, source)
     if warning := mounts.size_warning(mount_config.cache_place, mount_config.cache_size_bytes):
@@ -86,7 +87,11 @@ def _check_paths(mount_config: config.MountConfig) -> None:
     if mount_config.metadata_snapshot is not None:
         os.close(private_files.open_given(mount_config.metadata_snapshot))
     if mount_config.metrics is not None and mount_config.metrics.startswith("/"):
-        os.stat(os.path.dirname(mount_config.metrics))
+        directory = os.path.dirname(mount_config.metrics)
+        try:
+            os.stat(directory)
+        except OSError as error:
+            raise CacheFsError(f"metrics: {directory}: {error.strerror}") from error
 
 
 @configuration.command()

@@ -29,7 +29,7 @@ def print_status(status: dict[str, Any]) -> None:
         ("blob", f"{readable_size(status['blob_bytes'])} of {readable_size(status['cache_size_bytes'])}"),
         ("hits", f"{status['hits']:,} ({ratio}), {readable_size(status['hit_bytes'])}"),
         ("misses", f"{status['misses']:,}, {readable_size(status['miss_bytes'])}"),
-        ("not cached", f"{status['skipped_admissions']:,} (no room, or no time)"),
+        ("not cached", f"{status['skipped_admissions']:,} units (no room, disk too slow, or a failure)"),
         ("errors", f"{status['errors']:,} in the cache, {status['stale_reads']:,} stale reads"),
         ("source calls", ", ".join(f"{k} {v:,}" for k, v in sorted(status["source_ops"].items())) or "none"),
     ]
@@ -116,7 +116,7 @@ STATES = {
     "immutable": "immutable: served from the cache, not writable",
     "pinned": "pinned: valid without asking the source",
     "unpinned": "not pinned: valid for --attr-timeout",
-    "written": "written through this mount: mutable and not cached in this run",
+    "written": "written through this mount, or unpinned: mutable and not cached until it is pinned",
     "mutable": "matched by --mutable: mutable, never cached",
 }
 

@@ -43,8 +43,6 @@ MANY_CAPS = 800_000
 ADMIN_TIMEOUT_S = 2.0
 SOURCE_TIMEOUT_S = 20.0
 MAX_ANSWER_BYTES = 1 << 20
-RESEND = (6, 9)
-"""Since this version the kernel sends requests again that a killed fast path had read."""
 REMOTE = ("nfs", "nfs4", "ceph", "lustre", "fuse", "cifs", "gpfs", "beegfs")
 _VIRTUAL_DISK = re.compile(r"/virtio\d|/(xvd|nbd|rbd|zram)[a-z0-9]+$|/vbd-")
 _ASK_SOURCE = """
@@ -69,17 +67,10 @@ def found(name: str, value: str, problem: object, advice: str) -> Finding:
     return Finding(name, value, advice if problem else "")
 
 
-def version_of(release: str) -> tuple[int, int]:
-    parts = release.split(".")
-    return int(parts[0]), int("".join(c for c in parts[1] if c.isdigit()) or 0)
-
-
 def machine() -> Iterator[Finding]:
     from cachefs.fastpath import processes  # trio is slow to load
 
-    release = platform.release()
-    old = version_of(release) < RESEND
-    yield found("kernel", release, old, "update to 6.9: before, a killed fast path may fail a request with EIO")
+    yield Finding("kernel", platform.release())
     usable = os.access("/dev/fuse", os.R_OK | os.W_OK)
     yield found("/dev/fuse", "usable" if usable else "not usable", not usable, "run modprobe fuse; check its mode")
     built = processes.is_built()
@@ -91,7 +82,7 @@ def machine() -> Iterator[Finding]:
     memory = psutil.virtual_memory()
     tight = memory.available < memory.total * 0.05
     value = f"{readable_size(memory.available)} of {readable_size(memory.total)} available"
-    yield found("memory", value, tight, "free some: little is left for the page cache, which answers fastest")
+    yield found("memory", value, tight, "free memory: little is left for the page cache, which answers fastest")
     swap = psutil.swap_memory()
     if swap.total:
         swapped = swap.used > swap.total * 0.5
@@ -107,7 +98,7 @@ def disk(directory: Path, wanted_bytes: int = 0) -> Iterator[Finding]:
     yield found("cache disk", f"{place}, {kind}", kind in REMOTE, "put --cache-dir on a local disk")
     device = os.stat(place).st_dev
     if turns(Path(f"/sys/dev/block/{os.major(device)}:{os.minor(device)}")):
-        yield Finding("cache disk turns", "yes", "use an SSD: random reads of small files are slow")
+        yield Finding("cache disk rotates", "yes", "use an SSD: random reads of small files are slow on this disk")
     usage = psutil.disk_usage(str(place))
     advice = f"reduce --cache-size: {readable_size(wanted_bytes)} is more than the disk has"
     value = f"{readable_size(usage.free)} of {readable_size(usage.total)} free"
@@ -152,7 +143,7 @@ def speed(place: Path) -> Finding:
             read = TEST_BYTES / (time.perf_counter() - started)
     except OSError as error:
         return Finding("cache disk speed", "unknown", f"cannot write to {place} and read it: {error.strerror}")
-    advice = "use a faster disk: the first epoch is read faster than it can be cached"
+    advice = "use a faster disk: data that arrive faster than it can write are not cached"
     value = f"writes {readable_size(int(written))}/s, reads {readable_size(int(read))}/s"
     return found("cache disk speed", value, written < SLOW_DISK_MB * 1e6, advice)
 
@@ -254,7 +245,7 @@ def mounted(mountpoint: str, status: dict[str, Any]) -> Iterator[Finding]:
         return
     minor = top.device.partition(":")[2]
     for name, path, wanted in (
-        ("read-ahead", Path(f"/sys/class/bdi/{top.device}/read_ahead_kb"), READ_AHEAD_KIB),
+        ("readahead", Path(f"/sys/class/bdi/{top.device}/read_ahead_kb"), READ_AHEAD_KIB),
         ("requests at once", Path(f"/sys/fs/fuse/connections/{minor}/max_background"), MAX_BACKGROUND),
     ):
         with suppress(OSError, ValueError):
@@ -265,7 +256,7 @@ def mounted(mountpoint: str, status: dict[str, Any]) -> Iterator[Finding]:
     if not status["fastpath"]:
         yield Finding("fast path of the mount", "none", "mount with the fast path: Python alone is 4 times slower")
     for key, name, advice in (
-        ("errors", "cache errors", "see the log for the first of each kind: the disk may be full or broken"),
+        ("errors", "cache errors", "see the log, which names each kind once a minute: the disk may be full or broken"),
         ("refused_changes", "refused changes", "see the log for the files: use --mutable for what jobs write to again"),
         ("stale_reads", "stale reads", "use --mutable or --profile changing: the dataset changes while it is read"),
         ("corrupt_records", "corrupt records", "replace the local disk: it returns other bytes than were written"),

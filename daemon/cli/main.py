@@ -112,7 +112,7 @@ def umount(mountpoint: str, lazy: bool, force: bool) -> None:
     """
     place = mount_table.absolute(mountpoint)
     if lazy and force:
-        raise click.UsageError("--lazy and --force exclude each other: the one keeps open files, the other ends them")
+        raise click.UsageError("--lazy and --force exclude each other: --lazy keeps open files, --force does not")
     if lazy:
         mounts.check_mounted(place)
         if is_served(place):
@@ -185,7 +185,12 @@ def _has_ended(pid: int, pidfd: int, timeout_s: float) -> bool:
 
 @main.command()
 @mountpoint_argument
-@click.option("--check", "only_check", is_flag=True, help="Check whether the installed version can take over.")
+@click.option(
+    "--check",
+    "only_check",
+    is_flag=True,
+    help="Change nothing. Exit with 1, and say why, if the installed version cannot take over.",
+)
 def restart(mountpoint: str, only_check: bool) -> None:
     """Replace the processes of a mount. The installed version takes over; nothing is unmounted, and jobs continue.
 
@@ -224,7 +229,7 @@ def restart(mountpoint: str, only_check: bool) -> None:
     # After the fork the successor needs this command no more: it may be killed.
     background.run_in_background(serve, mount_config.log_level, ends_with_command=False)
     if not mounted.is_mounted():
-        raise CacheFsError(f"{place} was unmounted as soon as the mount was ready")
+        raise CacheFsError(f"{place} was unmounted immediately after the restart: mount it again")
 
 
 def _check_replaceable(place: str) -> None:
@@ -235,7 +240,9 @@ def _check_replaceable(place: str) -> None:
     status = Client(place).status()
     fastpath = status["fastpath"]
     if fastpath is None:
-        return  # the daemon itself refuses to leave
+        raise CacheFsError(
+            f"{place} is mounted without the fast path, and ends with its daemon: unmount it, and mount it again"
+        )
     if not process.has_descriptors_of(status["pid"]):
         raise CacheFsError(
             f"more files are open on {place} than the limit of this shell allows: raise ulimit -n, or restart with "

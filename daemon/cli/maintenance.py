@@ -62,7 +62,7 @@ def verify(mountpoint: str, repair: bool, as_json: bool) -> None:
         print_json({**counts, "corrupt": corrupt, "dropped": len(bad) if repair else 0})
     else:
         found_bytes = readable_size(done.bytes)
-        say(f"{done.records:,} records, {found_bytes}: {len(bad):,} corrupt, {done.orphans:,} without a file")
+        say(f"{done.records:,} records, {found_bytes}: {len(bad):,} corrupt, {done.orphans:,} of files that are gone")
         if bad and repair:
             say(f"{len(bad):,} dropped; they will be fetched again when they are read")
     if bad and not repair:
@@ -91,7 +91,7 @@ def is_in_use(path: Path) -> bool:
 @click.option("--delete", is_flag=True, help="Delete the caches instead of listing them.")
 @click.option(
     "--root",
-    type=click.Path(path_type=Path),
+    type=click.Path(exists=True, file_okay=False, path_type=Path),
     metavar="DIR",
     help="Search this directory. [default: /var/cache/cachefs for root, $XDG_CACHE_HOME/cachefs for users]",
 )
@@ -121,6 +121,6 @@ def gc(delete: bool, root: Path | None, as_json: bool) -> None:
     if as_json:
         print_json({"caches": found, "deleted": delete})
         return
-    done = "deleted" if delete else "to be deleted (--delete)"
+    done = "deleted" if delete else "run with --delete to delete them"
     freed = readable_size(sum(each["bytes"] for each in found))
-    say(f"{len(found)} caches, {freed} {done}" if found else "no caches without a source")
+    say(f"{len(found)} caches, {freed}: {done}" if found else "nothing to delete: no source is missing")

@@ -74,7 +74,9 @@ def _check_combination(given: Mapping[str, Any]) -> None:
     if given["prefetch_graph"] is not None and given["prefetch"] is not None:
         raise click.UsageError("--prefetch-graph and --prefetch exclude each other")
     if given["metadata_snapshot"] is not None and (not read_only or cache == "none"):
-        raise click.UsageError("--metadata-snapshot needs --read-only: other mounts do not pin names and listings")
+        raise click.UsageError(
+            "--metadata-snapshot needs --read-only, and excludes --cache none: other mounts pin no names and listings"
+        )
     if given["metadata_snapshot"] is not None and limit is not None:
         raise click.UsageError("--metadata-snapshot and --metadata-limit exclude each other")
     if given["profile"] == settings.WORKSPACE and not given["immutable"]:
@@ -193,7 +195,7 @@ def _check_package() -> None:
     "--metadata-snapshot",
     type=click.Path(dir_okay=False, path_type=Path),
     metavar="FILE",
-    help="Fill a new cache from a file of `cachefs snapshot export`, without a scan. Needs --read-only.",
+    help="Fill a new cache from a file that `cachefs snapshot export` wrote, without a scan. Needs --read-only.",
 )
 @click.option(
     "--cache",
@@ -223,7 +225,8 @@ def _check_package() -> None:
     "--prefetch",
     type=click.Choice([name for name in prefetch_policies.NAMES if name != prefetch_policies.GRAPH]),
     help="Choose what to fetch before it is read. sequential: the next chunk of a large file; directory: the other "
-    "files of a directory; all: everything, in directory order. The last two need --read-only. [default: sequential]",
+    "files of a directory; all: everything, in directory order. The last two need --read-only and --cache full. "
+    "[default: sequential]",
 )
 @click.option(
     "--prefetch-graph",
@@ -252,12 +255,14 @@ def _check_package() -> None:
     "--small-file",
     type=parameters.SIZE,
     default="1M",
-    help="Fetch files up to this size whole (at most 4M), and larger files in windows that grow with sequential reads.",
+    help="Fetch files up to this size whole, and larger files in windows that grow with sequential reads. Values above "
+    "4M count as 4M.",
 )
 @click.option(
     "--attr-timeout",
     type=parameters.SECONDS_OR_INFINITY,
-    help="Use unpinned metadata for so long without asking the source. [default: 1; with --read-only: inf]",
+    help="Use unpinned metadata for S seconds without asking the source. With --read-only, a finite value also makes "
+    "the mount pin only files that are read. [default: 1; with --read-only: inf]",
 )
 @click.option(
     "--revalidate",
@@ -298,14 +303,14 @@ def _check_package() -> None:
     "--reconnect-timeout",
     type=parameters.SECONDS,
     default=60.0,
-    help="If the daemon dies, let requests that need it wait for the next daemon for so long.",
+    help="If the daemon dies, let requests that need it wait S seconds for a new daemon; then they fail with EIO.",
 )
 @click.option("--foreground", is_flag=True, help="Stay in the foreground and log to stderr.")
 @click.option(
     "--log-level",
     type=click.Choice(background.LOG_LEVELS),
     default="info",
-    help="Set the least severity to log, to daemon.log in the cache directory, or in the foreground to stderr.",
+    help="Set the lowest severity to log. The log is daemon.log in the cache directory, or stderr with --foreground.",
 )
 @click.option(
     "--metrics",
@@ -315,7 +320,7 @@ def _check_package() -> None:
 )
 @click.option("--minimum-age", type=parameters.MINIMUM_AGE, default=SETTLE_NS / NANOSECONDS, hidden=True)  # for tests
 def mount(**given: Any) -> None:
-    """Mount SOURCE on MOUNTPOINT, which may be SOURCE itself, and is made if it is missing.
+    """Mount SOURCE on MOUNTPOINT. Both may be the same directory. MOUNTPOINT is created if its parent exists.
 
     Times are numbers of seconds, or have a unit: 500ms, 5s, 2m, 1h.
 

@@ -50,7 +50,7 @@ def by_mount(paths: Iterable[str]) -> dict[str, list[str]]:
 @click.option("--list", "action", flag_value="list", help="List the warm-ups in the background.")
 @click.option("--wait", "action", flag_value="wait", help="Wait for warm-ups in the background, and print the result.")
 @click.option("--cancel", "action", flag_value="cancel", help="End warm-ups in the background; keep what they fetched.")
-@click.option("--id", "number", type=int, metavar="N", help="Wait for, or cancel, only warm-up N. [default: all]")
+@click.option("--id", "number", type=int, metavar="N", help="List, wait for, or cancel only warm-up N. [default: all]")
 @json_option
 def warm_up(
     paths: tuple[str, ...],
@@ -84,7 +84,7 @@ def warm_up(
         of_background(action, paths, number, as_json=as_json)
         return
     if number is not None:
-        raise click.UsageError("--id needs --wait or --cancel")
+        raise click.UsageError("--id needs --list, --wait or --cancel")
     if not paths and from_list is None:
         raise click.UsageError("give PATHS or --from-list FILE")
     if check and (background or jobs):
@@ -134,7 +134,7 @@ def of_background(action: str, paths: Iterable[str], number: int | None, *, as_j
     running = [each for each in _running(places) if number in (None, each["id"])]
     if number is not None and not running and action != "list":
         if len(places) != 1:
-            raise CacheFsError(f"no warm-up {number} runs; give its mount to learn about one that has ended")
+            raise CacheFsError(f"no warm-up {number} is running; if it has ended, add its mountpoint to the command")
         running = [{"mountpoint": places[0], "id": number}]
     if action == "list":
         _print_list(running, as_json=as_json)

@@ -132,7 +132,7 @@ def load(path: Path) -> MountConfig:
         fields["settings"] = {name: Setting(**setting) for name, setting in fields.get("settings", {}).items()}
         return MountConfig(**fields)
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise CacheFsError(f"cannot read how the mount was configured ({path}: {error})") from error
+        raise CacheFsError(f"cannot read the mount's options ({path}: {error}): unmount, and mount again") from error
 
 
 def _plain(value: object) -> object:

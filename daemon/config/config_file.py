@@ -130,7 +130,7 @@ def _check(parameter: click.Parameter, value: Any, context: click.Context) -> No
     try:
         parameter.type_cast_value(context, value)
     except (TypeError, ValueError, OverflowError):  # a number where click expects a path; an infinite one
-        raise click.BadParameter(f"{value!r} is not valid here") from None
+        raise click.BadParameter(f"{value!r} is not a value of this option; put text in quotes") from None
 
 
 def _line_of(text: str, key: str) -> int | None:

@@ -4,6 +4,7 @@ The command line overrides the configuration file, which overrides the profile, 
 """
 
 import json
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +15,7 @@ from click.core import ParameterSource
 
 from daemon.config import config_file
 from daemon.config.config import DEFAULT, MountConfig, Setting, Size
+from daemon.config.parameters import Place
 
 COMMAND_LINE = "command line"
 WORKSPACE = "workspace"
@@ -56,7 +58,10 @@ def settings(context: click.Context, computed: dict[str, Any]) -> dict[str, Sett
             value = value.text
         elif isinstance(value, Path):
             value = str(value)
-        found[key] = Setting(list(value) if isinstance(value, tuple) else value, _origin(context, name))
+        origin = _origin(context, name)
+        if origin == COMMAND_LINE and isinstance(parameter.type, Place | click.Path | click.File):
+            value = os.path.abspath(value)  # a file made of this works in any directory
+        found[key] = Setting(list(value) if isinstance(value, tuple) else value, origin)
     return found
 
 

@@ -189,7 +189,7 @@ class Commands:
 
         answer = await self._report(found.work, ended, tell)
         if found.report is None:
-            raise CacheFsError(f"warm-up {found.number} was cancelled, or has failed: the log says which")
+            raise CacheFsError(f"warm-up {found.number} was cancelled, or failed: see the daemon's log")
         return answer
 
     async def cancel(self, request: Request, tell: Tell) -> Answer:
@@ -208,8 +208,8 @@ class Commands:
     def _check_level(self, metadata_only: bool) -> None:
         level = self.components.options.cache
         if level is CacheLevel.NONE or (level is CacheLevel.METADATA and not metadata_only):
-            hint = "nothing" if level is CacheLevel.NONE else "only metadata (--metadata-only)"
-            raise CacheFsError(f"mounted with --cache {level.value}, which caches {hint}")
+            hint = "nothing" if level is CacheLevel.NONE else "no data: use --metadata-only"
+            raise CacheFsError(f"the mount has --cache {level.value}, which caches {hint}")
 
     async def evict(self, request: Request, tell: Tell) -> Answer:
         files, size = await self.components.invalidation.evict(server.paths(request))

@@ -21,7 +21,9 @@ def reason(info: dict[str, Any], options: Options) -> str:
     if state == "immutable":
         return _of_immutable(info, options)
     if state == "pinned":
-        return "it was looked up or listed, and its metadata are kept"
+        if options.pins_everything:
+            return "it was looked up or listed, and its metadata are kept"
+        return "it is on the path to a pinned file, so its entry and attributes are kept"
     if options.cache is CacheLevel.NONE:
         return "this mount keeps nothing (--cache none)"
     if options.metadata_limit is not None:

@@ -30,7 +30,7 @@ READ_AHEAD_KIB = 1024
 MAX_BACKGROUND = 1024
 """READs of one user that wait for the source must not hold back those of others in the kernel."""
 CONGESTION = 48
-_IN_USE = "in use (an open file, or the directory of a shell)"
+_IN_USE = "in use (an open file, or the directory of a shell); close it, or use --lazy or --force"
 _BUSY_PATIENCE_S = 1.0
 _BUSY_POLL_S = 0.02
 
@@ -69,7 +69,7 @@ def check_fuse() -> None:
     if not os.path.exists("/dev/fuse"):
         raise CacheFsError("/dev/fuse does not exist: run modprobe fuse")
     if not os.access("/dev/fuse", os.R_OK | os.W_OK):
-        raise CacheFsError("no permission to open /dev/fuse")
+        raise CacheFsError("no permission to open /dev/fuse: check its mode; a container needs --device /dev/fuse")
     if not is_root() and shutil.which("fusermount3") is None:
         raise CacheFsError("mounting without root needs fusermount3: install the package fuse3")
 
@@ -79,23 +79,31 @@ def make_room(source: str, mountpoint: str) -> None:
     while (top := top_mount(mountpoint)) is not None and top.fstype == FSTYPE:
         pid = server(mountpoint)
         if not (pid is not None and is_dying(pid)) and not probe.has_died(mountpoint):
-            raise CacheFsError(f"{mountpoint} is in use: {top.source} is mounted there by cachefs")
+            raise CacheFsError(
+                f"{mountpoint} is in use: {top.source} is mounted there by cachefs; run cachefs umount {mountpoint}"
+            )
         unmount(mountpoint, lazy=True)
         log.warning("detached a dead cachefs mount from %s", mountpoint)
     if top is not None and source != mountpoint:
         raise CacheFsError(f"{mountpoint} is in use: {top.source} ({top.fstype}) is mounted there")
 
 
-def check_places(source: str, mountpoint: str, own: Mapping[str, Path], *, timeout_s: float) -> None:
+def check_places(
+    source: str, mountpoint: str, own: Mapping[str, Path], *, timeout_s: float, is_mounted: bool = False
+) -> None:
     """Refuse places that are nested, are not directories, or do not answer. A mountpoint may be missing.
 
     `own`: what the daemon writes, by name. It must not lie in the source, where it would be data, or beneath the
     mountpoint, where the daemon would wait for itself. It must not contain the mountpoint or the source: cachefs
     deletes files there.
 
+    `is_mounted`: there is a mount on the mountpoint, which is not accessed.
+
     This process never waits for a source that hangs from the start: it could not even end.
     """
     for path, what in ((source, "source"), (mountpoint, "mountpoint")):
+        if is_mounted and path == mountpoint:
+            continue
         try:
             mode = probe.mode_of(path, timeout_s=timeout_s)
         except TimeoutError as error:
@@ -151,7 +159,7 @@ def size_warning(cache_place: Path, size_bytes: int | None) -> str | None:
         return None
     return (
         f"the cache size, {readable_size(size_bytes)}, is more than the whole disk of {cache_place}, "
-        f"{readable_size(total_bytes)}: no more is cached when the disk is full"
+        f"{readable_size(total_bytes)}: reduce it, or caching stops when the disk is full"
     )
 
 
@@ -165,7 +173,7 @@ def open_source(source: str) -> int:
     name = f"{os.major(device)}:{os.minor(device)}"
     if any(m.device == name and m.fstype == FSTYPE for m in mounts()):
         os.close(fd)
-        raise CacheFsError(f"the source {source} is on a cachefs mount: caching a cache is useless")
+        raise CacheFsError(f"the source {source} is on a cachefs mount: use the source of that mount instead")
     return fd
 
 

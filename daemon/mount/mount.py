@@ -54,7 +54,7 @@ class ClaimedMountpoint:
                     taken = other
                 await trio.sleep(CLAIM_POLL_S)
         assert patience.cancelled_caught
-        raise CacheFsError(f"{self.path} is being mounted by another cachefs (pid {taken.pid})")
+        raise CacheFsError(f"{self.path} is being mounted by another cachefs (pid {taken.pid}): try again later")
 
     async def __aexit__(self, *_: object) -> None:
         """If it is still claimed, the mount has ended before it was ready, and its runtime directory may be left."""

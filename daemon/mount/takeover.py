@@ -90,7 +90,7 @@ class TakenOverMount(Mount):
                 instance.unmount(place.claim)
                 wake_fastpath(instance)
             raise CacheFsError(f"{place.path} was unmounted, or its connection aborted: mount it again")
-        raise CacheFsError(f"the fast path of {place.path} is dead: unmount it, and mount it again")
+        raise CacheFsError(f"the fast path of {place.path} is dead: run cachefs umount {place.path}, then mount again")
 
     async def rctime_to_record(self) -> bytes:
         return b""
@@ -138,7 +138,7 @@ def config_of_service(mount_config: MountConfig) -> MountConfig:
     keys = running.settings.keys() & mount_config.settings.keys()
     changed = sorted(key for key in keys if running.settings[key].value != mount_config.settings[key].value)
     log.error(
-        "%s keeps the options that it was mounted with: a change of %s needs a new mount (stop the service, start it)",
+        "%s keeps the options that it was mounted with. To apply the change of %s, stop the service and start it again",
         instance.mountpoint,
         ", ".join(changed),
     )
@@ -191,9 +191,15 @@ def take_over(
     if mounted is None:
         return None
     if mounted.source != mount_config.source:
-        raise CacheFsError(f"{place} is in use: {mounted.source} is mounted there by a cachefs whose daemon has died")
+        raise CacheFsError(
+            f"{place} is in use: {mounted.source} is mounted there by a cachefs whose daemon has died; run "
+            f"cachefs umount {place}"
+        )
     if not descriptors.shared.was_set_up_for(mount_config.options):
-        raise CacheFsError(f"{place} was mounted with other options: unmount it first")
+        raise CacheFsError(
+            f"{place} was mounted with other options, and its daemon has died: run cachefs restart {place} to keep "
+            f"these options, or cachefs umount {place}"
+        )
     return descriptors
 
 

@@ -118,7 +118,7 @@ def run_in_background(serve: Serve, log_level: str, *, ends_with_command: bool) 
         return int(said)
     os.waitpid(pid, os.WNOHANG)  # the child may wait in the kernel, for a source that hangs
     failed = Interrupted if signal.SIGINT in received else CacheFsError
-    raise failed(said.decode(errors="replace") or "the daemon ended without an error message")
+    raise failed(said.decode(errors="replace") or "the daemon ended without a message: see daemon.log in its cache")
 
 
 def _to_null(*fds: int) -> None:

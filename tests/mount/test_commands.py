@@ -17,7 +17,8 @@ from pathlib import Path
 import pytest
 
 from cachefs.client.client import Client
-from daemon.cli import doctor, mount_helper
+from cachefs.errors import CacheFsError
+from daemon.cli import doctor, mount_helper, status
 from daemon.cli.main import main
 from tests.conftest import CLI, REPOSITORY, Mount, cachefs, contents, mounted_on, wait_for
 from tests.mount.test_cli import refused, user  # noqa: F401
@@ -81,6 +82,39 @@ def test_root_sees_the_mounts_of_users(user: object, source: Path, tmp_path: Pat
     finally:
         done = cachefs_as(uid, gid, environment, "umount", home / "place")
     assert done.returncode == 0, done.stderr
+
+
+FIGURES = {"blob_bytes": 1, "cache_size_bytes": 2, "hits": 1, "misses": 1}
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        {},
+        [],
+        FIGURES | {"blob_bytes": 10**400},
+        FIGURES | {"hits": "1"},
+        FIGURES | {"more": json.loads("[" * 400 + "]" * 400)},
+    ],
+    ids=["empty", "a list", "too large", "not a number", "nested"],
+)
+def test_a_daemon_of_another_user_cannot_spoil_the_list_of_root(
+    answer: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before: a traceback in place of the list."""
+
+    class Answering:
+        mountpoint = "/mnt"
+
+        def status(self) -> object:
+            return answer
+
+    monkeypatch.setattr(status, "client_of", lambda *_, **__: Answering())
+    row = status.Listed("/mnt", "/src", 1000)
+    row.ask()
+    assert row.state == "another version" and row.status is None
+    with pytest.raises(CacheFsError, match="runs another version"):
+        status._checked(Answering())  # type: ignore[arg-type]
 
 
 def test_status_of_a_path_on_a_mount(mount: MakeMount, source: Path) -> None:
@@ -246,6 +280,37 @@ def test_config_check_speaks_of_the_file_and_checks_its_paths(source: Path, tmp_
     assert said == f"cachefs: {file}, line 4: 'cache-sise' is not an option: did you mean 'cache-size'?\n"
 
 
+@pytest.mark.parametrize("over_source", [False, True])
+def test_config_check_of_a_mount_that_exists(mount: MakeMount, source: Path, tmp_path: Path, over_source: bool) -> None:
+    """Before: "valid" for a file whose source is missing, if anything was mounted on its mountpoint."""
+    m = mount(source, name="." if over_source else "mnt")
+    file = tmp_path / "set.toml"
+    for given, said in (source, "valid"), (tmp_path / "nothing", f"the source {tmp_path}/nothing cannot be used: No"):
+        file.write_text(f'source = "{given}"\nmountpoint = "{m.path}"\ncache-dir = "{tmp_path}/other"\n')
+        done = cachefs("config", "check", file, check=False)
+        assert said in done.stdout + done.stderr, done
+
+
+def test_config_show_works_in_any_directory(source: Path, tmp_path: Path) -> None:
+    """Paths of the command line may be relative; those that are shown are not."""
+    place = tmp_path / "place"
+    options = ["--cache-dir", "cache", "--minimum-age", "0.1"]
+    cachefs("mount", os.path.relpath(source, tmp_path), "place", *options, cwd=tmp_path)
+    try:
+        shown = json.loads(cachefs("config", "show", place, "--json").stdout)
+        values = [shown[key]["value"] for key in ("source", "mountpoint", "cache-dir")]
+        assert values == [str(source), str(place), str(tmp_path / "cache")]
+    finally:
+        cachefs("umount", place)
+
+
+def test_a_restart_without_the_fast_path_is_refused_when_checked_too(mount: MakeMount, source: Path) -> None:
+    m = mount(source, "--no-fastpath")
+    for arguments in ("restart", m.path, "--check"), ("restart", m.path):
+        assert "is mounted without the fast path" in refused(*arguments)
+    assert contents(m.path) == contents(source)
+
+
 # --- warm-ups in the background --------------------------------------------------------------------------------------
 
 
@@ -266,7 +331,7 @@ def test_background_warm_ups_are_listed_awaited_and_cancelled(mount: MakeMount, 
         lambda: json.loads(cachefs("warmup", "--list", m.path, "--json").stdout), lambda found: len(found) == 1
     )
     assert left["id"] == 1 and waiting.poll() is None
-    assert "warm-up 2 was cancelled, or has failed" in refused("warmup", "--wait", "--id", "2", m.path)
+    assert "warm-up 2 was cancelled, or failed" in refused("warmup", "--wait", "--id", "2", m.path)
     (faults / "hang").unlink()
     said, errors = waiting.communicate(timeout=60)
     assert waiting.returncode == 0 and json.loads(said)["cached_files"] == 20, (said, errors, m.log())
@@ -309,7 +374,7 @@ def test_json_everywhere(mount: MakeMount, source: Path, tmp_path: Path) -> None
     assert said("verify", m.path)["corrupt"] == []
     assert said("snapshot", "export", m.path, snapshot)["bytes"] == snapshot.stat().st_size
     assert said("invalidate", m.path / "d1")["dropped"] == 11
-    assert said("gc", "--root", tmp_path / "nowhere") == {"caches": [], "deleted": False}
+    assert said("gc", "--root", source) == {"caches": [], "deleted": False}
     without = json.loads(cachefs("doctor", m.path, "--json", check=False).stdout)
     assert {"name", "value", "advice"} == set(without[0])
 
@@ -435,7 +500,7 @@ def test_info_explains_the_state_in_one_sentence(mount: MakeMount, source: Path)
         ("written", "it was written through this mount"),
         ("d3/f00003", "--mutable matches its path"),
         ("d0/f00004", "no job has opened it for reading"),
-        ("d0", "it was looked up or listed"),
+        ("d0", "it is on the path to a pinned file"),
     ):
         assert words in " ".join(cachefs("info", m.path / path).stdout.split())
         assert "\n" not in json.loads(cachefs("info", m.path / path, "--json").stdout)["reason"]
@@ -520,7 +585,6 @@ def test_doctor_exits_with_0_where_nothing_is_wrong(monkeypatch: pytest.MonkeyPa
     from click.testing import CliRunner
 
     monkeypatch.setattr(doctor, "SLOW_DISK_MB", 0)
-    monkeypatch.setattr(doctor, "RESEND", (0, 0))
     done = CliRunner().invoke(main, ["doctor"])
     assert done.exit_code == ("!" in done.output) == 0, done.output
 

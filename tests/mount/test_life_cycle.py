@@ -816,5 +816,6 @@ def test_a_mount_in_use_is_not_unmounted(mount: MakeMount, source: Path) -> None
     with open(m.path / "d0/f00000", "rb") as file:
         done = cachefs("umount", m.path, check=False)
         assert done.returncode == 1
-        assert done.stderr == f"cachefs: cannot unmount {m.path}: in use (an open file, or the directory of a shell)\n"
+        said = "in use (an open file, or the directory of a shell); close it, or use --lazy or --force"
+        assert done.stderr == f"cachefs: cannot unmount {m.path}: {said}\n"
         assert file.read() == (source / "d0/f00000").read_bytes()

@@ -260,7 +260,7 @@ def test_pin_and_unpin(mount: MakeMount, source: Path) -> None:
     assert os.getxattr(file, "user.cachefs.state") == b"written"
     r = mount(source, "--read-only", name="read-only")
     done = cachefs("unpin", r.path / "d0", check=False)
-    assert done.returncode == 1 and "a read-only mount pins whatever it sees" in done.stderr
+    assert done.returncode == 1 and "unpin is for read-write mounts" in done.stderr
 
 
 def test_info_and_attributes(mount: MakeMount, source: Path) -> None:

@@ -131,7 +131,7 @@ def simulate(
     if (trace is None) == (random_epochs is None):
         raise click.UsageError("give either TRACE or --random")
     if plot is not None and plot.suffix.lower() not in (".png", ".svg"):
-        raise click.UsageError("--plot writes .png and .svg files")
+        raise click.UsageError("--plot writes .png and .svg files: FILE must end in one of these")
     traces: dict[str, tuple[Trace, int]] = {}
     if trace is not None:
         read, whole = read_trace(trace)
