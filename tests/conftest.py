@@ -42,9 +42,9 @@ _starts_interpreters = False
 
 
 def cachefs(*arguments: object, check: bool = True, **kwargs: Any) -> subprocess.CompletedProcess[str]:
-    """Run the command line: with `kwargs`, which subprocess.run() takes, in an interpreter of its own."""
+    """Run the command line; with `kwargs`, which subprocess.run() takes, or LD_PRELOAD in an interpreter of its own."""
     command = [os.fspath(_path(each)) for each in arguments]
-    if kwargs or _starts_interpreters:
+    if kwargs or _starts_interpreters or "LD_PRELOAD" in os.environ:
         given = {"cwd": REPOSITORY, "timeout": 120} | kwargs
         done = subprocess.run([*CLI, *command], capture_output=True, text=True, **given)
     else:

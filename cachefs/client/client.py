@@ -134,6 +134,15 @@ class Client:
         """Counters and sizes, as listed in docs/CONTROL.md."""
         return self._ask("status")
 
+    def cache_dir(self) -> pathlib.Path:
+        """Where the daemon stores its cache."""
+        try:
+            return pathlib.Path(self.status()["cache_dir"])
+        except (KeyError, TypeError):
+            raise CacheFsError(
+                f"the daemon of {self.mountpoint} runs another version: run cachefs restart {self.mountpoint}"
+            ) from None
+
     def settings(self) -> dict[str, dict[str, Any]]:
         """By option name: {"value": …, "origin": …}."""
         return dict(self._ask("config")["settings"])

@@ -309,13 +309,14 @@ def doctor(path: str | None, as_json: bool) -> None:
         findings += disk(cache_root())
     else:
         place = mount_table.absolute(path, partial(probe.realpath, timeout_s=SOURCE_TIMEOUT_S))
-        if mount_table.is_mounted(place):
-            client = Client(place)
-            settings, status = client.settings(), client.status()
-            findings += mounted(place, status)
-            findings += disk(Path(settings["cache-dir"]["value"]), status["cache_size_bytes"])
-            if settings["source"]["value"] != place:  # else only the daemon can reach it
-                findings += source(settings["source"]["value"])
+        covering = mount_table.covering(place)
+        if covering is not None and covering.fstype == mount_table.FSTYPE:
+            client = Client(covering.mountpoint)
+            status = client.status()
+            findings += mounted(covering.mountpoint, status)
+            findings += disk(client.cache_dir(), status["cache_size_bytes"])
+            if status["source"] != covering.mountpoint:  # else only the daemon can reach it
+                findings += source(status["source"])
         elif _is_directory(place):
             findings += source(place)
             findings += disk(cache_root())

@@ -40,7 +40,7 @@ def verify(mountpoint: str, repair: bool, as_json: bool) -> None:
     from cachefs.store.verify import BadRecord, Verified, verify
 
     client = Client(mount_table.containing(mountpoint))
-    directory = Path(client.settings()["cache-dir"]["value"])
+    directory = client.cache_dir()
     client.flush()
     bad: list[BadRecord] = []
     columns = (TextColumn("verifying"), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())

@@ -42,13 +42,12 @@ def export(mountpoint: str, file: Path, as_json: bool) -> None:
     from cachefs.store.snapshot import export as export_index  # numpy is slow to load
 
     client = Client(mountpoint)
-    settings = client.settings()
     client.flush()
     started = time.monotonic()
-    index = Path(settings["cache-dir"]["value"]) / "index"
+    index = client.cache_dir() / "index"
     if not os.access(index, os.R_OK):
         raise CacheFsError(f"cannot read {index}: only root and the user who mounted may")
-    names = export_index(index, file.absolute(), settings["source"]["value"])
+    names = export_index(index, file.absolute(), client.status()["source"])
     seconds = time.monotonic() - started
     if as_json:
         print_json({"file": str(file), "names": names, "bytes": file.stat().st_size, "seconds": round(seconds, 3)})

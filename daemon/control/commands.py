@@ -85,6 +85,7 @@ class Commands:
         status: Answer = {
             "source": config.source,
             "mountpoint": config.mountpoint,
+            "cache_dir": str(config.cache_place),
             "cache": config.options.cache.value,
             "read_only": config.options.read_only,
             "pid": os.getpid(),

@@ -6,11 +6,12 @@ import pty
 import re
 import resource
 import select
+import shutil
 import signal
 import subprocess
 import sys
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
 
@@ -20,7 +21,7 @@ from cachefs.client.client import Client
 from cachefs.errors import CacheFsError
 from daemon.cli import doctor, mount_helper, status
 from daemon.cli.main import main
-from tests.conftest import CLI, REPOSITORY, Mount, cachefs, contents, mounted_on, wait_for
+from tests.conftest import CLI, REPOSITORY, Mount, cachefs, contents, mounted_on, settle, wait_for
 from tests.mount.test_cli import refused, user  # noqa: F401
 from tests.mount.test_life_cycle import has_forked
 from tests.terminal import Terminal
@@ -291,17 +292,34 @@ def test_config_check_of_a_mount_that_exists(mount: MakeMount, source: Path, tmp
         assert said in done.stdout + done.stderr, done
 
 
-def test_config_show_works_in_any_directory(source: Path, tmp_path: Path) -> None:
-    """Paths of the command line may be relative; those that are shown are not."""
-    place = tmp_path / "place"
+def test_commands_find_what_a_mount_uses_from_any_directory(source: Path, tmp_path: Path) -> None:
+    """Paths of the command line may be relative. Before: `verify`, `snapshot export` and `doctor` took them as relative
+    to their own directory, and so the cache of another mount, or the mount for its source."""
     options = ["--cache-dir", "cache", "--minimum-age", "0.1"]
-    cachefs("mount", os.path.relpath(source, tmp_path), "place", *options, cwd=tmp_path)
-    try:
-        shown = json.loads(cachefs("config", "show", place, "--json").stdout)
+    for name in "one", "two":
+        (tmp_path / name).mkdir()
+        shutil.copytree(source, tmp_path / name / "source", symlinks=True)
+    (tmp_path / "two/source/d0/f00000").unlink()
+    settle()
+    one, two = tmp_path / "one", tmp_path / "two"
+    with ExitStack() as stack:
+        for directory in one, two:
+            cachefs("mount", "source", "source", *options, cwd=directory)
+            stack.callback(cachefs, "umount", directory / "source")
+        cachefs("warmup", one / "source")
+        shown = json.loads(cachefs("config", "show", one / "source", "--json").stdout)
         values = [shown[key]["value"] for key in ("source", "mountpoint", "cache-dir")]
-        assert values == [str(source), str(place), str(tmp_path / "cache")]
-    finally:
-        cachefs("umount", place)
+        assert values == [str(one / "source"), str(one / "source"), str(one / "cache")]
+        verified = json.loads(cachefs("verify", one / "source", "--json", cwd=two).stdout)
+        assert verified["records"] == 40
+        done = cachefs("snapshot", "export", one / "source", tmp_path / "snapshot", "--json", cwd=two)
+        assert json.loads(done.stdout)["names"] > 40
+        for place in two / "source", two / "source/d0":
+            done = cachefs("doctor", place, "--json", cwd=one, check=False)
+            findings = {each["name"]: each["value"] for each in json.loads(done.stdout)}
+            assert findings["cache disk"].startswith(f"{two}/cache, ") and "source latency" not in findings
+        for path in (two / "source").rglob("f*"):
+            path.write_bytes(b"doctor has made nothing immutable")
 
 
 def test_a_restart_without_the_fast_path_is_refused_when_checked_too(mount: MakeMount, source: Path) -> None:
