@@ -28,6 +28,7 @@ from cachefs.store.blob.blob import Blob
 from cachefs.store.cache_directory import CacheDirectory, OpenedIndex
 from daemon.config.config import MountConfig
 from daemon.kernel import mounts
+from daemon.kernel.source_connection import Root
 from daemon.mount.fresh import FreshMount
 from daemon.mount.mount import ClaimedMountpoint, Mount, ask_source
 from daemon.mount.takeover import Dismiss, TakenOverMount, config_of_service
@@ -113,8 +114,8 @@ class Session:
         size, snapshot = self.config.cache_size_bytes, self.config.metadata_snapshot
         patterns = self.config.options.mutable_paths.patterns
         if snapshot is not None and mount.is_new:
-            root_inode = (await ask_source(self.config, os.fstat, mount.source_fd)).st_ino
-            directory.import_snapshot(snapshot, blob, root_inode, patterns)
+            root = await ask_source(self.config, Root.of, mount.source_fd)
+            directory.import_snapshot(snapshot, blob, (root.inode, root.birth_ns), patterns)
         durable = directory.open_durable(blob)
         default_size = directory.default_size_bytes
         options = replace(self.config.options, cache_size_bytes=default_size() if size is None else size)

@@ -19,13 +19,29 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 MAX_REQUEST_BYTES = 1 << 20
 
 
+_INHERITED = ("Umask", "Uid", "Gid", "Groups", "SigIgn", "CapPrm", "CapBnd", "NoNewPrivs")
+
+
+def inherited() -> tuple[object, ...]:
+    """What a command inherits from its starter, besides what a request contains."""
+    status = Path("/proc/self/status").read_text().splitlines()
+    spaces = [os.readlink(f"/proc/self/ns/{kind}") for kind in ("mnt", "net", "user", "pid_for_children", "time")]
+    lines = [line for line in status if line.split(":")[0] in _INHERITED]
+    return *lines, *spaces, Path("/proc/self/limits").read_text(), os.environ.get("LD_PRELOAD")
+
+
 class CommandServer:
     def __init__(self) -> None:
+        self._inherited = inherited()
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", __name__, str(theirs.fileno())], pass_fds=[theirs.fileno()], cwd=REPOSITORY
             )
+
+    def is_as_started_here(self) -> bool:
+        """Would a command that this process starts itself inherit the same?"""
+        return inherited() == self._inherited
 
     def run(self, arguments: list[str], timeout_s: float) -> "subprocess.CompletedProcess[str]":
         """As subprocess.run() with `capture_output` and `text`."""

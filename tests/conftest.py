@@ -42,9 +42,9 @@ _starts_interpreters = False
 
 
 def cachefs(*arguments: object, check: bool = True, **kwargs: Any) -> subprocess.CompletedProcess[str]:
-    """Run the command line; with `kwargs`, which subprocess.run() takes, or LD_PRELOAD in an interpreter of its own."""
+    """Run the command line. `kwargs`: of subprocess.run()."""
     command = [os.fspath(_path(each)) for each in arguments]
-    if kwargs or _starts_interpreters or "LD_PRELOAD" in os.environ:
+    if kwargs or _starts_interpreters or not command_server.shared().is_as_started_here():
         given = {"cwd": REPOSITORY, "timeout": 120} | kwargs
         done = subprocess.run([*CLI, *command], capture_output=True, text=True, **given)
     else:
@@ -412,6 +412,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def nothing_left_behind(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    command_server.shared()  # before a test changes what it inherits
     base = str(tmp_path_factory.getbasetemp())
     yield
     left = [line for line in mount_lines() if base in line]

@@ -177,10 +177,10 @@ class CacheDirectory:
         except OSError as error:
             raise CacheFsError(f"cannot open the blob in {self.path}: {error.strerror or error}") from error
 
-    def import_snapshot(self, file: Path, blob: Blob, root_inode: int, mutable: Sequence[str]) -> None:
+    def import_snapshot(self, file: Path, blob: Blob, root: tuple[int, int], mutable: Sequence[str]) -> None:
         """Make the index of a new cache from a metadata snapshot. Raises CacheFsError if that fails.
 
-        `root_inode`: of the source's root. `mutable`: the patterns of `--mutable`.
+        `root`: inode number and birth time (ns; 0: not known) of the source. `mutable`: the patterns of `--mutable`.
         """
         index = self.path / "index"
         if (index / _DATA).exists() or blob.size():
@@ -188,7 +188,7 @@ class CacheDirectory:
             return
         for place in (index, index.with_name("index.new")):
             shutil.rmtree(place, ignore_errors=True)
-        command = [sys.executable, "-m", "cachefs.store.snapshot", str(file), str(index), str(root_inode), *mutable]
+        command = [sys.executable, "-m", "cachefs.store.snapshot", str(file), str(index), *map(str, root), *mutable]
         package = Path(__file__).resolve().parents[2]  # the working directory of a daemon is /
         done = subprocess.run(command, cwd=package, capture_output=True, text=True, check=False)
         if done.returncode:

@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, NamedTuple
 
 import numpy as np
 import xxhash
@@ -55,6 +55,17 @@ Column = NDArray[np.int64]
 
 
 # --- the file --------------------------------------------------------------------------------------------------------
+
+
+class RootIdentity(NamedTuple):
+    """Which tree: several filesystems have the same inode number for their root."""
+
+    inode: int
+    btime_ns: int
+    """0: not known."""
+
+    def may_be(self, other: "RootIdentity") -> bool:
+        return self.inode == other.inode and (self.btime_ns == other.btime_ns or not (self.btime_ns and other.btime_ns))
 
 
 class _Hashed:
@@ -271,10 +282,10 @@ def _usual_blocks(size: Any) -> Column:
 # --- import ----------------------------------------------------------------------------------------------------------
 
 
-def load(path: Path, index: Path, root_inode: int, mutable: Iterable[str]) -> int:
+def load(path: Path, index: Path, root: RootIdentity, mutable: Iterable[str]) -> int:
     """Make a durable index from a snapshot. Returns the number of names.
 
-    `root_inode`: of the source's root. `mutable`: the patterns of `--mutable` of the mount that starts with it.
+    `root`: of the source. `mutable`: the patterns of `--mutable` of the mount that starts with it.
     Raises CacheFsError if the snapshot is damaged or of another tree.
     """
     header, columns = _read(path)
@@ -297,8 +308,9 @@ def load(path: Path, index: Path, root_inode: int, mutable: Iterable[str]) -> in
     validated_run = run if set(header.get("mutable", ())) == set(mutable) else last.run
     """With other patterns below the floor of the new index, so that everything is compared."""
     records["validated_run"] = records["entries_valid_from"] = validated_run
-    at_root = records["source_inode"][numbers == ROOT_INODE]
-    if len(at_root) != 1 or int(at_root[0]) != root_inode:
+    at_root = records[numbers == ROOT_INODE]
+    found = [RootIdentity(int(row["source_inode"]), int(row["btime_ns"])) for row in at_root]
+    if len(found) != 1 or not found[0].may_be(root):
         raise CacheFsError(f"{path} is a snapshot of another tree ({header['source']}): export one of this source")
     parents = _sums(_unshuffled(columns["parent"])).view(np.uint64)
     children = _sums(_unshuffled(columns["child"])).view(np.uint64)
@@ -370,13 +382,17 @@ def _parts(columns: dict[str, bytes], name: str) -> Iterator[bytes]:
 
 
 def main() -> None:
-    """`python -m cachefs.store.snapshot FILE INDEX ROOT_INODE [PATTERN…]`: a process, so that its memory is freed."""
-    path, index, root_inode, *mutable = sys.argv[1:]
+    """`python -m cachefs.store.snapshot FILE INDEX ROOT_INODE ROOT_BTIME_NS [PATTERN…]`: a process, so that its memory
+    is freed."""
+    path, index, root_inode, root_btime_ns, *mutable = sys.argv[1:]
+    root = RootIdentity(int(root_inode), int(root_btime_ns))
     gc.disable()  # millions of small objects without cycles
     try:
-        print(load(Path(path), Path(index), int(root_inode), mutable))
+        print(load(Path(path), Path(index), root, mutable))
     except CacheFsError as error:
         sys.exit(str(error))
+    except (KeyError, IndexError, TypeError, ValueError, OverflowError) as error:  # its checksum is right
+        sys.exit(f"the snapshot {path} is malformed ({type(error).__name__}: {error}): export it again")
 
 
 if __name__ == "__main__":

@@ -18,7 +18,6 @@ from pathlib import Path
 
 from cachefs.errors import CacheFsError
 from cachefs.system.descriptors import closing, closing_on_error
-from cachefs.system.unix_socket import socket_address
 
 FILE_MODE = 0o600
 DIRECTORY_MODE = 0o700
@@ -203,9 +202,18 @@ def opener(path: str, flags: int) -> int:
 
 
 def bind_socket(listener: socket.socket, path: Path, mode: int = FILE_MODE) -> None:
-    """Bind a unix socket to a path, replacing what is there. It has its mode from the first moment."""
-    path.unlink(missing_ok=True)
-    os.fchmod(listener.fileno(), mode)  # what bind() makes has this mode, less the umask
-    with socket_address(path) as address:
-        listener.bind(address)
-    os.chmod(path, mode)
+    """Bind a unix socket to a path. Replaces a socket of ours, and nothing else."""
+    with closing(_walk(path.parent, makes=False)) as directory:
+        _check_parent(path.parent, os.fstat(directory))  # others must not replace the socket: root sets its mode
+        try:
+            found = os.stat(path.name, dir_fd=directory, follow_symlinks=False)
+        except FileNotFoundError:
+            pass
+        else:
+            if not stat.S_ISSOCK(found.st_mode) or found.st_uid != os.geteuid():
+                raise CacheFsError(f"{path} is not a socket of your own: remove it, or use another path")
+            os.unlink(path.name, dir_fd=directory)
+        os.fchmod(listener.fileno(), mode)  # what bind() makes has this mode, less the umask, from the first moment
+        listener.bind(f"/proc/self/fd/{directory}/{path.name}")
+        with closing(os.open(path.name, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=directory)) as made:
+            os.chmod(f"/proc/self/fd/{made}", mode)

@@ -129,6 +129,9 @@ async def listen(address: Path | tuple[str, int]) -> trio.SocketListener:
         else:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             listener.bind(address)
+    except CacheFsError as error:
+        listener.close()
+        raise CacheFsError(f"cannot serve metrics: {error}") from None
     except OSError as error:
         listener.close()
         where = address if isinstance(address, Path) else ":".join(map(str, address))

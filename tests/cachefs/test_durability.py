@@ -399,7 +399,7 @@ def test_a_snapshot_leaves_out_what_has_to_be_compared_again(tmp_path: Path) -> 
             put(Table.XATTRS, inode_key(numbers[b"good"]) + name, value)
     index.close()
     assert snapshot.export(tmp_path / "exported", tmp_path / "file", "/source") == len(good)
-    assert snapshot.load(tmp_path / "file", tmp_path / "index", 1, ()) == len(good)
+    assert snapshot.load(tmp_path / "file", tmp_path / "index", snapshot.RootIdentity(1, 0), ()) == len(good)
     index = Environment(tmp_path / "index", sync=False)
     with index.lmdb.begin() as txn:
         found = {key[8:] for key, _ in txn.cursor(db=index.tables[Table.DENTRIES])}

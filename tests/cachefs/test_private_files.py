@@ -65,6 +65,34 @@ def test_sockets_are_closed(tmp_path: Path) -> None:
             assert mode(tmp_path / name) == wanted
 
 
+def test_a_socket_replaces_only_a_socket_of_ours(tmp_path: Path) -> None:
+    """Before: `--metrics FILE` removed the file."""
+    (tmp_path / "file").write_bytes(b"precious")
+    (tmp_path / "link").symlink_to("file")
+    with socket.socket(socket.AF_UNIX) as other:
+        private_files.bind_socket(other, tmp_path / "theirs")
+        os.chown(tmp_path / "theirs", 12345, 12345)
+    for name in ("file", "link", "theirs"):
+        with socket.socket(socket.AF_UNIX) as listener, pytest.raises(CacheFsError, match="not a socket of your own"):
+            private_files.bind_socket(listener, tmp_path / name)
+    assert (tmp_path / "file").read_bytes() == b"precious"
+    for _ in range(2):
+        with socket.socket(socket.AF_UNIX) as listener:
+            private_files.bind_socket(listener, tmp_path / "ours")
+
+
+@pytest.mark.parametrize(("owner", "bits"), [(12345, 0o755), (0, 0o777)])
+def test_a_socket_lies_where_nobody_else_can_replace_it(tmp_path: Path, owner: int, bits: int) -> None:
+    """Before: its owner could put a link in its place, and root changed the mode of the link's target."""
+    place = tmp_path / "place"
+    place.mkdir()
+    os.chown(place, owner, owner)
+    place.chmod(bits)
+    with socket.socket(socket.AF_UNIX) as listener, pytest.raises(CacheFsError, match="who could replace"):
+        private_files.bind_socket(listener, place / "metrics")
+    assert os.listdir(place) == []
+
+
 def test_symlinks_and_second_names_are_refused(tmp_path: Path) -> None:
     victim = tmp_path / "victim"
     victim.write_bytes(b"precious")

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import Mount, cachefs, contents, make_files, mounted_on, settle, wait_for
+from tests.conftest import Mount, cachefs, contents, make_files, mounted_on, settle, small_disk, wait_for
 
 MakeMount = Callable[..., Mount]
 OTHER = 1234
@@ -92,6 +92,26 @@ def test_what_changed_since_is_never_mixed(mount: MakeMount, snapshot: Path, tre
     with pytest.raises(OSError, match="Stale"):
         (m.path / "d0/f00007").read_bytes()
     assert (m.path / "d0/f00007").read_bytes() == b"another"
+
+
+def test_another_filesystem_with_the_same_root_inode_is_another_tree(mount: MakeMount, tmp_path: Path) -> None:
+    """Each tmpfs has root inode 1. Before: the names of the other one were shown, and its absences pinned."""
+    with small_disk(tmp_path / "a", "1M") as one, small_disk(tmp_path / "b", "1M") as other:
+        for disk in one, other:
+            (disk / f"only-{disk.name}").touch()
+        settle()
+        assert one.stat().st_ino == other.stat().st_ino
+        m = mount(one, "--read-only", name="first")
+        cachefs("warmup", m.path, "--metadata-only")
+        cachefs("snapshot", "export", m.path, tmp_path / "exported")
+        m.umount()
+        (tmp_path / "place").mkdir()
+        arguments = ("--cache-dir", tmp_path / "new", "--read-only", "--metadata-snapshot", tmp_path / "exported")
+        done = cachefs("mount", other, tmp_path / "place", *arguments, check=False)
+        assert done.returncode == 1 and f"is a snapshot of another tree ({one})" in done.stderr
+        n = mount(one, "--read-only", "--metadata-snapshot", tmp_path / "exported", name="again")
+        assert os.listdir(n.path) == [f"only-{one.name}"]
+        n.umount()
 
 
 @pytest.mark.promise("PI-16")
