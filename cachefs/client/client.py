@@ -7,9 +7,9 @@
     client.will_read(paths_of_this_epoch)     # in the order in which they will be read
     print(client.status()["hits"])
 
-Needs only the standard library. Only root and the user who mounted may connect. Paths are those that the job opens;
-relative paths start at the working directory; symlinks are not followed. All failures raise CacheFsError, with a
-message of one line. docs/CONTROL.md has the protocol.
+Needs only the standard library. Only the user who mounted may connect; root may ask for the status. Paths are those
+that the job opens; relative paths start at the working directory; symlinks are not followed. All failures raise
+CacheFsError, with a message of one line: also that nothing is mounted there. docs/CONTROL.md has the protocol.
 """
 
 import json
@@ -25,7 +25,7 @@ from typing import Any, BinaryIO
 
 from cachefs.client import mount_table
 from cachefs.client.hand_over import Handed, receive
-from cachefs.client.locations import mount_directory
+from cachefs.client.locations import mount_directory, user
 from cachefs.errors import CacheFsError
 from cachefs.system.claims import is_dying
 from cachefs.system.unix_socket import socket_address
@@ -52,6 +52,17 @@ class DaemonDied(CacheFsError):
         super().__init__(
             f"the daemon of {mountpoint} has died: run cachefs restart {mountpoint}, or cachefs umount {mountpoint}"
         )
+
+
+class OtherUser(CacheFsError):
+    """This user has no runtime directory of a mount. The message says who has."""
+
+    def __init__(self, mount: mount_table.Mount) -> None:
+        if mount.user != user():
+            reason = f"was mounted by another user: run the command as user {mount.user}"
+        else:
+            reason = "was mounted by a process with another XDG_RUNTIME_DIR: set it as it was there"
+        super().__init__(f"{mount.mountpoint} {reason}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -289,10 +300,9 @@ class Client:
                 if self._owner not in (None, uid):
                     raise PermissionError(f"it belongs to user {uid}, and the mount to user {self._owner}")
             except FileNotFoundError:
-                if mount_table.is_mounted(self.mountpoint):
-                    raise CacheFsError(
-                        f"{self.mountpoint} was mounted by another user: only they and root may use its daemon"
-                    ) from None
+                top = mount_table.top_mount(self.mountpoint)
+                if top is not None and top.fstype == mount_table.FSTYPE:
+                    raise OtherUser(top) from None
                 raise CacheFsError(f"no cachefs is mounted on {self.mountpoint}") from None
             except ConnectionRefusedError:
                 raise DaemonDied(self.mountpoint) from None
@@ -313,7 +323,7 @@ class _Connection:
     ) -> dict[str, Any]:
         with self._failing():
             self._send(command, arguments)
-            while "progress" in (answer := json.loads(self.lines.readline(MAX_LINE))):
+            while "progress" in (answer := self._received()):
                 on_progress(answer["progress"])
         return self._checked(answer)
 
@@ -329,6 +339,16 @@ class _Connection:
     def _send(self, command: str, arguments: dict[str, Any]) -> None:
         request = {"protocol": PROTOCOL, "command": command, **arguments}
         self.connection.sendall(json.dumps(request).encode() + b"\n")
+
+    def _received(self) -> dict[str, Any]:
+        """Raises ValueError: root may ask the daemon of another user, which may answer anything."""
+        try:
+            answer = json.loads(self.lines.readline(MAX_LINE))
+        except RecursionError:
+            raise ValueError("nested too deeply") from None
+        if not isinstance(answer, dict):
+            raise ValueError("not an object")
+        return answer
 
     def _checked(self, answer: dict[str, Any]) -> dict[str, Any]:
         """The answer without its status. Raises CacheFsError if the request failed."""

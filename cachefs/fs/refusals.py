@@ -39,8 +39,9 @@ class Refusals:
         if self._is_first(number, errno.EPERM):
             log.warning(
                 "%s: a change was refused with EPERM, because the file is immutable: it was read, warmed up or pinned. "
-                "To keep such files mutable, mount with --mutable GLOB. For this file alone, run: cachefs unpin FILE",
-                self._path(number),
+                "To keep such files mutable, mount with --mutable GLOB. For this file alone, run: "
+                "cachefs unpin MOUNTPOINT/%s",
+                *2 * [self._path(number)],
             )
 
     def changed(self, number: int) -> None:

@@ -117,7 +117,7 @@ STATES = {
     "pinned": "pinned: valid without asking the source",
     "unpinned": "not pinned: valid for --attr-timeout",
     "written": "written through this mount, or unpinned: mutable and not cached until it is pinned",
-    "mutable": "matched by --mutable: mutable, never cached",
+    "mutable": "mutable, never cached",
 }
 
 

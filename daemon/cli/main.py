@@ -13,7 +13,7 @@ import click
 
 import cachefs
 from cachefs.client import mount_table
-from cachefs.client.client import Client, is_served, server
+from cachefs.client.client import Client, OtherUser, is_served, server
 from cachefs.client.hand_over import Handed
 from cachefs.errors import CacheFsError
 from cachefs.system.claims import is_dying
@@ -196,19 +196,22 @@ def restart(mountpoint: str, only_check: bool) -> None:
 
     \b
     Examples (an upgrade; the same for a service):
-      pip install --upgrade cachefs-ml && cachefs restart /data/imagenet
+      pip install --upgrade . && cachefs restart /data/imagenet
       cachefs restart /data/imagenet --check && systemctl restart cachefs@imagenet
     """
     from cachefs.store import cache_directory
 
     process.leave_starter()
     place = mount_table.absolute(mountpoint)
-    try:
-        mounted = MountInstance.on_top(place)
-    except FileNotFoundError:
-        raise CacheFsError(f"{place} was mounted by another user: only they may restart it") from None
-    if mounted is None:
+    top = mount_table.top_mount(place)
+    if top is None or top.fstype != mount_table.FSTYPE:
         raise CacheFsError(f"no cachefs is mounted on {place}")
+    try:
+        mounted = MountInstance(place, top.device)
+    except FileNotFoundError:
+        raise OtherUser(top) from None
+    if not mounted.directory.exists():
+        raise OtherUser(top)
     mount_config = config.load(mounted.directory / config.CONFIG_NAME)
     if is_served(place, mounted.directory):
         _wake_daemon(place)

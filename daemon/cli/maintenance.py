@@ -15,6 +15,7 @@ from cachefs.client.client import Client
 from cachefs.client.locations import cache_root
 from cachefs.errors import CacheFsError
 from cachefs.printable import one_line
+from cachefs.system import private_files
 from cachefs.system.claims import is_locked
 from daemon.config.parameters import json_option, mountpoint_argument
 from daemon.output import print_json, readable_size, say
@@ -69,13 +70,23 @@ def verify(mountpoint: str, repair: bool, as_json: bool) -> None:
         sys.exit(1)
 
 
+MAX_IDENTITY_BYTES = 64 << 10
+
+
 def caches(root: Path) -> Iterator[tuple[Path, str, int]]:
-    """(path, source, size in bytes) of the caches beneath a directory."""
+    """(path, source, size in bytes) of the caches beneath a directory.
+
+    Directories that another user made are left out: their content may be anything.
+    """
     for path in sorted(root.iterdir()) if root.is_dir() else ():
         try:
-            source = str(json.loads((path / "cache.json").read_text())["source"])
-            size = sum(file.lstat().st_blocks * 512 for file in path.rglob("*"))
-        except (OSError, ValueError, KeyError, TypeError):
+            if path.is_symlink():
+                continue
+            private_files.check_own(path)
+            with open(private_files.open_given(path / "cache.json"), "rb") as file:
+                source = str(json.loads(file.read(MAX_IDENTITY_BYTES))["source"])
+            size = sum(each.lstat().st_blocks * 512 for each in path.rglob("*"))
+        except (CacheFsError, OSError, ValueError, KeyError, TypeError):
             continue
         yield path, source, size
 

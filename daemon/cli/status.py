@@ -16,7 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from cachefs.client import locations, mount_table
-from cachefs.client.client import Client, DaemonDied
+from cachefs.client.client import TIMEOUT_S, Client, DaemonDied
 from cachefs.errors import CacheFsError
 from cachefs.printable import one_line
 from daemon.cli.display import hit_ratio, print_status, print_table, share
@@ -167,8 +167,28 @@ def status(mountpoint: str | None, as_json: bool, watched: bool, interval: float
         _print_list(all_mounts())
 
 
+def _answer(client: Client) -> dict[str, Any]:
+    """The daemon of another user may send its answer slowly, for ever."""
+    answers: list[dict[str, Any] | CacheFsError] = []
+
+    def ask() -> None:
+        try:
+            answers.append(client.status())
+        except CacheFsError as error:
+            answers.append(error)
+
+    thread = Thread(target=ask, daemon=True)
+    thread.start()
+    thread.join(TIMEOUT_S)
+    if not answers:
+        raise CacheFsError(f"the daemon of {client.mountpoint} does not answer: timed out")
+    if isinstance(answers[0], CacheFsError):
+        raise answers[0]
+    return answers[0]
+
+
 def _checked(client: Client) -> dict[str, Any]:
-    answer = client.status()
+    answer = _answer(client)
     try:
         _check_nesting(answer)
         _figures(answer)

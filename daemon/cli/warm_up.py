@@ -17,10 +17,8 @@ from cachefs.errors import CacheFsError
 from daemon.config.parameters import PLACE, json_option
 from daemon.output import print_json, readable_size, say
 
-TIMEOUT_S = 5.0
-"""How long a daemon may take to list its warm-ups."""
-PLAIN_LINE_S = 5.0
-"""Between lines of progress if stderr is not a terminal."""
+TIMEOUT_S = 5.0  # how long a daemon may take to list its warm-ups
+PLAIN_LINE_S = 5.0  # between lines of progress if stderr is not a terminal
 paths_argument = click.argument("paths", nargs=-1, required=True, type=PLACE)
 
 
@@ -48,7 +46,7 @@ def by_mount(paths: Iterable[str]) -> dict[str, list[str]]:
 @click.option("--check", is_flag=True, help="Print how much is cached, and fetch nothing.")
 @click.option("--background", is_flag=True, help="Return at once, and print the number of the warm-up.")
 @click.option("--list", "action", flag_value="list", help="List the warm-ups in the background.")
-@click.option("--wait", "action", flag_value="wait", help="Wait for warm-ups in the background, and print the result.")
+@click.option("--wait", "action", flag_value="wait", help="Wait for warm-ups in the background; print their results.")
 @click.option("--cancel", "action", flag_value="cancel", help="End warm-ups in the background; keep what they fetched.")
 @click.option("--id", "number", type=int, metavar="N", help="List, wait for, or cancel only warm-up N. [default: all]")
 @json_option
@@ -68,8 +66,7 @@ def warm_up(
     Cached files are not fetched again, so an interrupted warm-up resumes where it stopped. The exit status is 1 if any
     file is missing at the end.
 
-    --list, --wait and --cancel are for warm-ups in the background, on the mounts of PATHS, or on all mounts. A restart
-    of the daemon ends them.
+    --list, --wait and --cancel: of background warm-ups on the mounts of PATHS, or on all. A restart ends them.
 
     \b
     Examples:
@@ -131,7 +128,7 @@ def _start(
 def of_background(action: str, paths: Iterable[str], number: int | None, *, as_json: bool) -> None:
     """List, await or cancel warm-ups in the background."""
     places = list(dict.fromkeys(map(mount_table.containing, paths)))
-    running = [each for each in _running(places) if number in (None, each["id"])]
+    running = [each for each in _running(places, ended=action == "wait") if number in (None, each["id"])]
     if number is not None and not running and action != "list":
         if len(places) != 1:
             raise CacheFsError(f"no warm-up {number} is running; if it has ended, add its mountpoint to the command")
@@ -150,11 +147,15 @@ def of_background(action: str, paths: Iterable[str], number: int | None, *, as_j
         finish(total, time.monotonic() - started, as_json=as_json, metadata_only=False)
 
 
-def _running(places: list[str]) -> Iterator[dict[str, Any]]:
-    """The warm-ups in the background on these mounts; without any, on all mounts of this user that answer."""
+def _running(places: list[str], *, ended: bool) -> Iterator[dict[str, Any]]:
+    """The warm-ups in the background on these mounts, by default on all mounts of this user that answer.
+
+    `ended`: also those that have ended and that nobody has awaited.
+    """
     for place in places or _own_mounts():
         try:
-            for each in Client(place, timeout_s=TIMEOUT_S).status()["warm_ups"]:
+            status = Client(place, timeout_s=TIMEOUT_S).status()
+            for each in status["warm_ups"] + (status.get("ended_warm_ups", []) if ended else []):
                 if "id" not in each:
                     raise CacheFsError(f"the daemon of {place} is an older version, whose warm-ups have no numbers")
                 yield {"mountpoint": place, **each}
@@ -226,8 +227,7 @@ def _summary(report: Report, seconds: float, *, metadata_only: bool) -> str:
     return "; ".join(parts)
 
 
-def _silent(_: Progress) -> None:
-    pass
+def _silent(_: Progress) -> None: ...
 
 
 @contextmanager
@@ -348,7 +348,7 @@ def pin(paths: tuple[str, ...], as_json: bool) -> None:
             continue
         for problem in report.problems:
             say(f"cachefs: {problem}", err=True)
-        skipped = f"; {report.mutable_files:,} skipped: open for writing, or --mutable" if report.mutable_files else ""
+        skipped = f"; {report.mutable_files:,} skipped: they stay mutable" if report.mutable_files else ""
         if report.files or report.is_complete:
             say(f"{place}: {report.cached_files:,} files are immutable{skipped}")
     if as_json:
@@ -372,7 +372,7 @@ def unpin(paths: tuple[str, ...], as_json: bool) -> None:
         count = Client(place).unpin(inside)
         total += count
         if not as_json:
-            say(f"{place}: {count:,} files are writable")
+            say(f"{place}: {count:,} immutable files made writable")
     if as_json:
         print_json({"files": total})
 

@@ -107,6 +107,7 @@ class Commands:
             "source_reconnects": self.connection.reconnects,
             "source_stuck_calls": components.call_pool.hanging.stuck,
             "warm_ups": self.warm_ups.running(),
+            "ended_warm_ups": self.warm_ups.ended(),
             "hints_waiting": self.hints.waiting,
             "latencies": {kind: _latency(histogram) for kind, histogram in latencies.items()},
             "prefetch": self.prefetcher.state if self.prefetcher is not None else None,
@@ -189,6 +190,7 @@ class Commands:
             return found.report or Report()
 
         answer = await self._report(found.work, ended, tell)
+        found.is_awaited = True
         if found.report is None:
             raise CacheFsError(f"warm-up {found.number} was cancelled, or failed: see the daemon's log")
         return answer

@@ -10,10 +10,10 @@ def reason(info: dict[str, Any], options: Options) -> str:
     """`info`: as in docs/CONTROL.md."""
     state, is_file = info["state"], info["type"] == "file"
     if state == "written":
-        return (
-            "it was written through this mount, is open for writing, or was unpinned, so it stays writable and is not "
-            "cached; `cachefs pin` makes it immutable"
+        why = (
+            "it was written through this mount, is open for writing, or was unpinned, so it stays writable and uncached"
         )
+        return why if options.cache is CacheLevel.NONE else f"{why}; `cachefs pin` makes it immutable"
     if state == "mutable":
         if options.immutable:
             return "--immutable does not match its path, or --mutable matches one of its names, so it is never cached"

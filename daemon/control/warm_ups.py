@@ -31,6 +31,8 @@ class BackgroundWarmUp:
     ended: trio.Event = field(default_factory=trio.Event)
     report: Report | None = None
     """None: it has not ended, was cancelled, or has failed."""
+    is_awaited: bool = False
+    """Has a client learnt how it ended, or cancelled it?"""
 
     def as_dict(self) -> dict[str, Any]:
         named = [path.decode(errors="surrogateescape") for path in self.paths[:MAX_NAMED]]
@@ -46,6 +48,10 @@ class BackgroundWarmUps:
 
     def running(self) -> list[dict[str, Any]]:
         return [each.as_dict() for each in self._by_number.values() if not each.ended.is_set()]
+
+    def ended(self) -> list[dict[str, Any]]:
+        """Those that no client has awaited."""
+        return [each.as_dict() for each in self._by_number.values() if each.ended.is_set() and not each.is_awaited]
 
     def start(self, work: WarmUp, paths: Sequence[bytes]) -> int:
         self._last += 1
@@ -65,6 +71,7 @@ class BackgroundWarmUps:
         found = self.get(number)
         if found.ended.is_set():
             raise CacheFsError(f"warm-up {number} has ended already")
+        found.is_awaited = True
         found.scope.cancel()
 
     async def _run(self, started: BackgroundWarmUp) -> None:

@@ -109,8 +109,10 @@ def check_places(
         except TimeoutError as error:
             raise CacheFsError(f"the {what} {path} does not answer") from error
         except FileNotFoundError as error:
-            if path != mountpoint or path == source or not _is_directory(os.path.dirname(path), timeout_s):
+            if path != mountpoint or path == source:
                 raise CacheFsError(f"the {what} {path} cannot be used: {error.strerror}") from error
+            if not _is_directory(os.path.dirname(path), timeout_s):
+                raise CacheFsError(f"the mountpoint {path} cannot be made: its parent is no directory") from error
             continue
         except OSError as error:
             raise CacheFsError(f"the {what} {path} cannot be used: {error.strerror}") from error

@@ -1,4 +1,4 @@
-"""Copies what the distribution cachefs-ml-client consists of: cachefs.client, and the modules that it imports.
+"""Copies what the distribution cachefs-ml-client consists of: what jobs import, and the modules that this imports.
 
 Usage: stage.py DIRECTORY
 """
@@ -16,7 +16,8 @@ def main() -> None:
     stage = Path(sys.argv[1])
     shutil.rmtree(stage, ignore_errors=True)
     finder = ModuleFinder(path=[str(REPOSITORY)])  # without the standard library
-    finder.import_hook("cachefs.client")
+    for name in ("cachefs.client", "cachefs.loaders", "policies.order"):
+        finder.import_hook(name)
     files = [Path(module.__file__) for module in finder.modules.values() if module.__file__]
     for file in [*files, REPOSITORY / "cachefs/py.typed"]:
         target = stage / file.relative_to(REPOSITORY)

@@ -58,7 +58,10 @@ class LengthBucket(Order[list[int]]):
             raise ValueError(f"the interval ({interval}) must be at least 1")
         for index, length in enumerate(lengths):
             if length < 0 or (length > budget and not skip_long):
-                raise ValueError(f"sample {index} has length {length}, which is not between 0 and {budget}")
+                raise ValueError(
+                    f"sample {index} has length {length}, which is not between 0 and {budget}: shorten it, or skip "
+                    "such samples with skip_long=True"
+                )
         self._lengths = list(lengths)
         self._fitting = [index for index, length in enumerate(lengths) if length <= budget]
         self.skipped = len(lengths) - len(self._fitting)

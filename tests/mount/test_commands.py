@@ -267,7 +267,7 @@ def test_config_check_speaks_of_the_file_and_checks_its_paths(source: Path, tmp_
     (tmp_path / "mine/thesis.tex").touch()
     for values, message in (
         ({"source": str(tmp_path / "nothing")}, f"the source {tmp_path}/nothing cannot be used: No such file"),
-        ({"mountpoint": str(place / "deeper")}, f"the mountpoint {place}/deeper cannot be used: No such file"),
+        ({"mountpoint": str(place / "deeper")}, f"the mountpoint {place}/deeper cannot be made: its parent is no"),
         ({"cache_dir": str(source / "c")}, "is inside the source"),
         ({"cache_dir": str(tmp_path / "mine")}, "is not empty and not a cache directory"),
         ({"metrics": f"{tmp_path}/nothing/sock"}, f"{tmp_path}/nothing: No such file"),
@@ -363,6 +363,18 @@ def test_background_warm_ups_are_listed_awaited_and_cancelled(mount: MakeMount, 
     said = cachefs("warmup", "--cancel", m.path).stdout
     assert said == "".join(f"{m.path}: warm-up {number} cancelled\n" for number in (3, 4))
     (faults / "hang").unlink()
+
+
+def test_waiting_tells_of_a_warm_up_that_has_ended(mount: MakeMount, source: Path) -> None:
+    """Before: `--wait` said that none runs, with 0, and a script went on with an incomplete cache."""
+    m = mount(source, "--read-only")
+    (m.path / "d0/f00000").lstat()
+    (source / "d0/f00000").rename(source / "d0/other")
+    cachefs("warmup", m.path / "d0/f00000", "--background")
+    wait_for(m.status, lambda status: status["ended_warm_ups"])
+    done = cachefs("warmup", "--wait", m.path, check=False)
+    assert done.returncode == 1 and done.stdout.startswith("0 of 1 files cached (0.0 %)"), done
+    assert cachefs("warmup", "--wait", m.path).stdout == "no warm-up runs in the background\n"
 
 
 def test_invalidate_says_what_it_dropped(mount: MakeMount, source: Path) -> None:

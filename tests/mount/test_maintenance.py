@@ -77,8 +77,15 @@ def test_gc(source: Path, mount: MakeMount, tmp_path: Path) -> None:
     done = cachefs("gc", "--root", root)
     assert done.stdout.startswith(f"{root}/lost: ") and f"source {gone} does not exist" in done.stdout
     assert "1 caches, " in done.stdout and (root / "lost/blob").exists()
+    (root / "link").symlink_to(root / "lost")
+    for name, user in (("fifo", 0), ("theirs", 12345)):
+        (root / name).mkdir()
+        os.mkfifo(root / name / "cache.json")  # before, gc waited for a writer
+        os.chown(root / name, user, user)
+    (root / "theirs/cache.json").unlink()
+    shutil.copy(root / "lost/cache.json", root / "theirs/cache.json")
     assert "deleted" in cachefs("gc", "--root", root, "--delete").stdout
-    assert sorted(path.name for path in root.iterdir()) == ["kept", "other", "used"]
+    assert sorted(path.name for path in root.iterdir()) == ["fifo", "kept", "link", "other", "theirs", "used"]
     assert cachefs("gc", "--root", root).stdout == "nothing to delete: no source is missing\n"
     assert "does not exist" in cachefs("gc", "--root", tmp_path / "nowhere", check=False).stderr
     assert contents(used.path) == contents(source)

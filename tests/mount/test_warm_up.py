@@ -245,15 +245,15 @@ def test_pin_and_unpin(mount: MakeMount, source: Path) -> None:
     assert f"{m.path}: 1 files are immutable" in cachefs("pin", made).stdout
     assert os.getxattr(made, "user.cachefs.state") == b"immutable"
     raises_errno(errno.EPERM, lambda: made.write_bytes(b"two"))
-    assert cachefs("unpin", made).stdout == f"{m.path}: 1 files are writable\n"
+    assert cachefs("unpin", made).stdout == f"{m.path}: 1 immutable files made writable\n"
     made.write_bytes(b"three")
     assert made.read_bytes() == b"three" and (source / "made").read_bytes() == b"three"
     with open(made, "r+b"):
-        assert "; 1 skipped: open for writing" in cachefs("pin", made).stdout
+        assert "; 1 skipped: they stay mutable" in cachefs("pin", made).stdout
     file = m.path / "d0/f00000"
     old = file.read_bytes()
     raises_errno(errno.EPERM, lambda: file.write_bytes(b"new"))
-    assert cachefs("unpin", m.path / "d0").stdout == f"{m.path}: 1 files are writable\n"
+    assert cachefs("unpin", m.path / "d0").stdout == f"{m.path}: 1 immutable files made writable\n"
     assert file.read_bytes() == old
     file.write_bytes(b"new")
     assert file.read_bytes() == b"new" == (source / "d0/f00000").read_bytes()
@@ -284,7 +284,7 @@ def test_info_and_attributes(mount: MakeMount, source: Path) -> None:
     raises_errno(errno.ENODATA, lambda: os.getxattr(file, "user.cachefs.nothing"))
     raises_errno(errno.EPERM, lambda: os.setxattr(m.path / "d1/f00001", "user.cachefs.state", b"1"))
     assert os.getxattr(m.path / "d3/f00003", "user.cachefs.state") == b"mutable"
-    assert "matched by --mutable" in cachefs("info", m.path / "d3").stdout
+    assert "mutable, never cached" in cachefs("info", m.path / "d3").stdout
     assert json.loads(cachefs("info", m.path, "--json").stdout)["type"] == "directory"
     report = json.loads(cachefs("warmup", m.path, "--json").stdout)
     assert report["mutable_files"] == 10 and report["cached_files"] == 31 and report["is_complete"]

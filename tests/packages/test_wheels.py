@@ -5,6 +5,7 @@ import os
 import re
 import subprocess
 import sys
+import sysconfig
 import tarfile
 import zipfile
 from collections.abc import Callable
@@ -76,11 +77,20 @@ def test_the_sdist_has_the_sources_of_the_fast_path(sdist: Path) -> None:
 
 def test_the_client_needs_nothing_else(client_wheel: Path, mount: MakeMount, source: Path, tmp_path: Path) -> None:
     modules = [name for name in zipfile.ZipFile(client_wheel).namelist() if not name.startswith("cachefs_ml_client-")]
-    rooms = ("cachefs/__init__", "cachefs/client/", "cachefs/errors", "cachefs/system/", "cachefs/py")
-    assert all(name.startswith(rooms) for name in modules) and len(modules) < 15
+    rooms = ("__init__", "client/", "errors", "system/", "py", "loaders/")
+    rooms = (*(f"cachefs/{room}" for room in rooms), "policies/__init__", "policies/order/")
+    assert all(name.startswith(rooms) for name in modules) and len(modules) < 30
     programs = environment(tmp_path / "venv", "--no-index", client_wheel)
     m = mount(source, "--read-only")
     said = json.loads(run(programs / "python", "-I", "-c", CLIENT, m.path, cwd=tmp_path))
     number = len(os.listdir(source / "d0"))
     assert said == {"announced": number, "complete": True, "pid": m.pid}
     wait_for(m.status, lambda status: status["cached_files"] == number)
+    samplers = "from policies.order import WindowShuffle; print(len(list(WindowShuffle([3, 4]))))"
+    assert run(programs / "python", "-I", "-c", samplers, cwd=tmp_path) == "7\n"
+    # With the torch and pyarrow of these tests, but (-S) without the repository, which is installed beside them.
+    (place,) = (tmp_path / "venv").glob("lib/python3*/site-packages")
+    loader = "import sys; sys.path += sys.argv[1:]; import cachefs.loaders as it; print(it.ParquetDataset, it.__file__)"
+    others = sysconfig.get_path("purelib")
+    said = run(sys.executable, "-I", "-S", "-c", loader, place, others, cwd=tmp_path)
+    assert said.endswith(f" {place}/cachefs/loaders/__init__.py\n")

@@ -188,7 +188,7 @@ def _draw(rows: list[tuple[str, str, int, int, Outcome]], path: Path) -> None:
     try:
         from matplotlib.figure import Figure
     except ImportError:
-        raise CacheFsError("--plot needs matplotlib: pip install 'cachefs-ml[tools]'") from None
+        raise CacheFsError("--plot needs matplotlib: pip install matplotlib") from None
     figure = Figure(figsize=(11, 4.5), layout="constrained")
     hits, misses = figure.subplots(1, 2)
     first: dict[float, float] = {}
