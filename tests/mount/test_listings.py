@@ -141,7 +141,7 @@ def test_what_was_missing_shows_up_when_it_is_invalidated(
 def test_invalidating_a_name_that_does_not_exist_is_no_error(mount: MakeMount, tree: Path) -> None:
     m = mount(tree, "--read-only")
     for name in ("nowhere", "nowhere/at/all", "d/sub/nowhere", "d/sub/f000/nowhere"):
-        assert cachefs("invalidate", m.path / name).stdout.endswith("nothing of it was cached; the next use asks the source\n")
+        assert "nothing of it was cached" in cachefs("invalidate", m.path / name).stdout
     assert listed(m.path / "d/sub") == listed(tree / "d/sub")
 
 
