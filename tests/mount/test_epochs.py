@@ -11,13 +11,13 @@ from cachefs.fs.listing_comparison import PARALLEL_BATCHES
 from tests.conftest import Mount, make_files, settle
 
 MakeMount = Callable[..., Mount]
-FILES = 20_000
+FILES = 8_000
 DIRECTORIES = 50
 
 
 @pytest.fixture(scope="module")
 def dataset(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Path]]:
-    """20,000 files in 50 directories; no test changes it."""
+    """8,000 files in 50 directories; no test changes it."""
     root = tmp_path_factory.mktemp("dataset") / "source"
     paths = make_files(root, FILES, (500, 4000), DIRECTORIES)
     settle()
