@@ -76,7 +76,7 @@ def test_bad_input_gets_one_clear_line(source: Path, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     assert "No such file" in refused("mount", tmp_path / "nothing", place, "--cache-dir", cache)
     assert "not a directory" in refused("mount", tmp_path / "file", place, "--cache-dir", cache)
-    assert "No such file" in refused("mount", source, tmp_path / "nothing/place", "--cache-dir", cache)
+    assert "its parent is no directory" in refused("mount", source, tmp_path / "nothing/place", "--cache-dir", cache)
     assert "not a directory" in refused("mount", source, tmp_path / "file", "--cache-dir", cache)
     assert "10Q" in refused("mount", source, place, "--cache-size", "10Q", status=2)
     assert "is not a time" in refused("mount", source, place, "--source-timeout", "soon", status=2)

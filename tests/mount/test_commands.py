@@ -162,7 +162,7 @@ def test_mount_makes_its_mountpoint_only_if_all_else_is_well(source: Path, tmp_p
     assert "inside the source" in refused("mount", source, other, "--cache-dir", source / "cache")
     assert "cannot be used: No such file" in refused("mount", tmp_path / "no source", other)
     assert not other.exists()
-    assert "cannot be used: No such file" in refused("mount", source, other / "deeper", "--cache-dir", tmp_path / "c")
+    assert "its parent is no directory" in refused("mount", source, other / "deeper", "--cache-dir", tmp_path / "c")
 
 
 def test_options_as_mount_8_writes_them(mount: MakeMount, source: Path) -> None:
