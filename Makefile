@@ -32,7 +32,7 @@ demo: $(VENV)/.run
 
 # All tests with the fast path; the promises again without it; parts of them again with a fast path built with ASan and
 # UBSan, and with TSan. `make stress` runs all mount tests without the fast path.
-# The quick tests find about half of 12 mutants; at least one must be found.
+# The quick tests find about half of 8 mutants; at least one must be found.
 test: $(VENV)/.dev
 	scripts/build-fastpath
 	scripts/system-packages --locks
@@ -50,7 +50,7 @@ test: $(VENV)/.dev
 	scripts/system-packages --posix
 	$(BIN)/python -m tests.posix --short --place full --place full-python fio stress-ng
 	rm -f build/mutants-short.jsonl
-	$(BIN)/python -m tests.mutation --quick --number 12 --batch 6 --at-least 0.08 --results build/mutants-short.jsonl
+	$(BIN)/python -m tests.mutation --quick --number 8 --batch 4 --at-least 0.12 --results build/mutants-short.jsonl
 
 check: $(VENV)/.dev
 	$(BIN)/ruff format --check .
