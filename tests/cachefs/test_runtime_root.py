@@ -14,7 +14,9 @@ from daemon.kernel import instance
 from tests.users import as_user, open_to_all
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
-USER, OTHER = 61_233, 61_234
+USER = 61_233 + 2 * int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
+"""One for each process of a run in parallel: the directory in /tmp is named after the user."""
+OTHER = USER + 1
 
 
 @pytest.fixture
@@ -82,7 +84,7 @@ def test_one_that_another_user_made_is_refused(root: Path, mode: int) -> None:
 
 
 @pytest.mark.promise("PE-16")
-@pytest.mark.parametrize("owner", [USER, OTHER])
+@pytest.mark.parametrize("owner", [USER, OTHER], ids=["own", "other"])
 def test_a_symlink_is_refused(root: Path, tmp_path: Path, owner: int) -> None:
     target = own(tmp_path / "target", USER)
     open_to_all(target / "x")
