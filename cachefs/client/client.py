@@ -54,8 +54,15 @@ class DaemonDied(CacheFsError):
         )
 
 
+class DaemonOfOtherVersion(CacheFsError):
+    """The answer of a daemon is not one of this version."""
+
+    def __init__(self, mountpoint: str) -> None:
+        super().__init__(f"the daemon of {mountpoint} runs another version: run cachefs restart {mountpoint}")
+
+
 class OtherUser(CacheFsError):
-    """This user has no runtime directory of a mount. The message says who has."""
+    """A mount whose runtime directory is not this user's. The message says how to reach its daemon."""
 
     def __init__(self, mount: mount_table.Mount) -> None:
         if mount.user != user():
@@ -150,9 +157,7 @@ class Client:
         try:
             return pathlib.Path(self.status()["cache_dir"])
         except (KeyError, TypeError):
-            raise CacheFsError(
-                f"the daemon of {self.mountpoint} runs another version: run cachefs restart {self.mountpoint}"
-            ) from None
+            raise DaemonOfOtherVersion(self.mountpoint) from None
 
     def settings(self) -> dict[str, dict[str, Any]]:
         """By option name: {"value": …, "origin": …}."""

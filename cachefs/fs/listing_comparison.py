@@ -136,8 +136,8 @@ class ListingComparisons:
             self._polite.discard(number)
 
     async def _make(self, number: int, owner: int = ROOT_USER) -> None:
-        """Raises `PermissionsChanged` only for users who may no longer list the directory, because the kernel does not
-        walk the path again for a listing."""
+        """Raises `PermissionsChanged` if the user may no longer list the directory. For other changes it does not: the
+        kernel does not walk the path again for a listing."""
         if number in self._under_way and self._under_way[number].overtaken:
             with suppress(OSError):  # it began before a change that this request must see
                 await self._begin(number).wait()

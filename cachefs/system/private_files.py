@@ -113,14 +113,14 @@ def _make(parent: int, name: str, mode: int) -> None:
 
 def _check_parent(path: Path, found: os.stat_result) -> None:
     if found.st_uid not in (0, os.geteuid()):
-        raise CacheFsError(f"{path} belongs to {_owner(found)}, who could replace what is in it: use another place")
+        raise CacheFsError(f"{path} belongs to {_owner(found)}, who could replace files in it: use another place")
     if found.st_mode & stat.S_ISVTX:
         return
     others = found.st_mode & stat.S_IWOTH
     group = found.st_mode & stat.S_IWGRP and found.st_gid not in (0, os.getegid())
     if others or group:
         who = "everybody" if others else f"group {found.st_gid}"
-        raise CacheFsError(f"{path} may be written to by {who}, who could replace what is in it: chmod go-w, or +t")
+        raise CacheFsError(f"{path} may be written to by {who}, who could replace files in it: chmod go-w, or +t")
 
 
 def _owner(found: os.stat_result) -> str:

@@ -16,7 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from cachefs.client import locations, mount_table
-from cachefs.client.client import TIMEOUT_S, Client, DaemonDied
+from cachefs.client.client import TIMEOUT_S, Client, DaemonDied, DaemonOfOtherVersion
 from cachefs.errors import CacheFsError
 from cachefs.printable import one_line
 from daemon.cli.display import hit_ratio, print_status, print_table, share
@@ -30,7 +30,7 @@ INTERVAL_S, JSON_INTERVAL_S = 2.0, 1.0
 
 _MAX_NESTING = 8
 _STRANGE = (KeyError, TypeError, ValueError, AttributeError, ArithmeticError, RecursionError)
-"""Raised for the answer of a daemon of another version, or of a user who wants to mislead root."""
+"""What an answer may cause that is not one of this version: another user may want to mislead root."""
 
 
 @dataclass(slots=True)
@@ -162,7 +162,7 @@ def status(mountpoint: str | None, as_json: bool, watched: bool, interval: float
         try:
             print_status(_checked(client))
         except _STRANGE:
-            raise _other_version(client) from None
+            raise DaemonOfOtherVersion(client.mountpoint) from None
     else:
         _print_list(all_mounts())
 
@@ -193,16 +193,10 @@ def _checked(client: Client) -> dict[str, Any]:
         _check_nesting(answer)
         _figures(answer)
     except _STRANGE:
-        raise _other_version(client) from None
+        raise DaemonOfOtherVersion(client.mountpoint) from None
     if "latencies" not in answer:
-        raise _other_version(client)
+        raise DaemonOfOtherVersion(client.mountpoint)
     return answer
-
-
-def _other_version(client: Client) -> CacheFsError:
-    return CacheFsError(
-        f"the daemon of {client.mountpoint} runs another version: run cachefs restart {client.mountpoint}"
-    )
 
 
 def _as_json(client: Client | None) -> Any:

@@ -4,7 +4,7 @@
     mounts.py check     exit 1 if there are any, with one line for each
 
 Mounts of daemons in containers, or from other installations, do not count. A daemon can only be reached by its user, so
-the script runs itself as each user who has one (`restart-own`, `check-own`).
+the script starts itself again as each user who has a mount (`restart-own`, `check-own`).
 """
 
 import os
