@@ -58,7 +58,8 @@ Column = NDArray[np.int64]
 
 
 class RootIdentity(NamedTuple):
-    """Which tree: several filesystems have the same inode number for their root."""
+    """Which tree: several filesystems have the same inode number for their root. Their birth times differ, unless both
+    were made in one step of the kernel's clock (1 to 10 ms)."""
 
     inode: int
     btime_ns: int
