@@ -4,7 +4,6 @@ import json
 import os
 import pwd
 import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -213,18 +212,6 @@ def test_a_client_of_another_version_is_noticed(tmp_path: Path, source: Path) ->
     environment = install_metadata(tmp_path / "site", "cachefs-ml-client", "0.1.0", "cachefs")
     done = cachefs("mount", source, tmp_path, check=False, env=environment)
     assert done.returncode == 1 and "cachefs-ml-client" in done.stderr and done.stderr.count("\n") == 1
-
-
-@pytest.fixture
-def user() -> Iterator[pwd.struct_passwd]:
-    """An unprivileged user, on a machine whose /dev/fuse is open to all users, as in distributions."""
-    if shutil.which("fusermount3") is None:
-        pytest.fail("fusermount3 is missing: make test installs it")
-    device = Path("/dev/fuse")
-    before = device.stat().st_mode
-    device.chmod(0o666)
-    yield pwd.getpwnam("nobody")
-    device.chmod(before)
 
 
 @pytest.mark.full_age

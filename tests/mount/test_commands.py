@@ -2,151 +2,23 @@
 
 import json
 import os
-import pty
 import re
 import resource
-import select
 import shutil
-import signal
 import subprocess
 import sys
 from collections.abc import Callable
-from contextlib import ExitStack, suppress
-from functools import partial
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
-from cachefs.client.client import Client
-from cachefs.errors import CacheFsError
-from daemon.cli import doctor, mount_helper, status
+from daemon.cli import doctor, mount_helper
 from daemon.cli.main import main
 from tests.conftest import CLI, REPOSITORY, Mount, cachefs, contents, mounted_on, settle, wait_for
-from tests.mount.test_cli import refused, user  # noqa: F401
-from tests.mount.test_life_cycle import has_forked
-from tests.terminal import Terminal
+from tests.mount.test_cli import refused
 
 MakeMount = Callable[..., Mount]
-
-
-def started(*arguments: object, stdout: int = subprocess.PIPE) -> subprocess.Popen[str]:
-    command = [*CLI, *map(str, arguments)]
-    return subprocess.Popen(command, cwd=REPOSITORY, stdout=stdout, stderr=subprocess.PIPE, text=True)
-
-
-# --- status ----------------------------------------------------------------------------------------------------------
-
-
-def row_of(mounted: Mount) -> dict[str, object]:
-    rows = json.loads(cachefs("status", "--json").stdout)
-    (found,) = [row for row in rows if row["mountpoint"] == str(mounted.path)]
-    return dict(found)
-
-
-def test_status_lists_all_mounts_alive_and_dead(mount: MakeMount, source: Path) -> None:
-    alive, dead = mount(source, "--cache-size", "10M", name="alive"), mount(source, name="dead")
-    contents(alive.path)
-    dead.kill()
-    text = cachefs("status")
-    (line,) = [line for line in text.stdout.splitlines() if line.startswith(f"{alive.path} ")]
-    assert re.fullmatch(rf"{alive.path} +{source} +alive +0\.0 % +\d+\.\d % of 10 MiB *( 0 *)?", line), line
-    (line,) = [line for line in text.stdout.splitlines() if line.startswith(f"{dead.path} ")]
-    assert line.split()[1:5] == [str(source), "dead", "-", "-"]
-    assert f"the daemon of {dead.path} has died: run cachefs restart {dead.path}" in text.stderr
-    row = row_of(alive)
-    assert row["state"] == "alive" and row["status"]["pid"] == alive.pid  # type: ignore[index]
-    assert row_of(dead) | {"user": 0, "state": "dead", "status": None} == row_of(dead)
-
-
-def test_root_sees_the_mounts_of_users(user: object, source: Path, tmp_path: Path) -> None:  # noqa: F811
-    from tests.users import cachefs_as, open_to_all
-
-    uid, gid = user.pw_uid, user.pw_gid  # type: ignore[attr-defined]
-    home = tmp_path / "home"
-    (home / "place").mkdir(parents=True)
-    for path in (home, home / "place"):
-        os.chown(path, uid, gid)
-    open_to_all(source / "d0")
-    open_to_all(home / "place")
-    source.chmod(0o755)
-    (source / "d0").chmod(0o755)
-    environment = {"XDG_CACHE_HOME": str(home / "cache")}  # the runtime directory is /tmp/cachefs-UID
-    done = cachefs_as(uid, gid, environment, "mount", source, home / "place")
-    assert done.returncode == 0, done.stderr
-    try:
-        (row,) = [row for row in json.loads(cachefs("status", "--json").stdout) if row["user"] == uid]
-        assert (row["mountpoint"], row["source"], row["state"]) == (str(home / "place"), str(source), "alive")
-        assert f"{source} " in cachefs("status", home / "place").stdout
-        rows = json.loads(cachefs_as(uid, gid, environment, "status", "--json").stdout)
-        assert {row["state"] for row in rows if row["user"] == uid} == {"alive"}
-        assert {row["state"] for row in rows if row["user"] == 0} <= {"private"}
-    finally:
-        done = cachefs_as(uid, gid, environment, "umount", home / "place")
-    assert done.returncode == 0, done.stderr
-
-
-FIGURES = {"blob_bytes": 1, "cache_size_bytes": 2, "hits": 1, "misses": 1}
-
-
-@pytest.mark.parametrize(
-    "answer",
-    [
-        {},
-        [],
-        FIGURES | {"blob_bytes": 10**400},
-        FIGURES | {"hits": "1"},
-        FIGURES | {"more": json.loads("[" * 400 + "]" * 400)},
-    ],
-    ids=["empty", "a list", "too large", "not a number", "nested"],
-)
-def test_a_daemon_of_another_user_cannot_spoil_the_list_of_root(
-    answer: object, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Before: a traceback in place of the list."""
-
-    class Answering:
-        mountpoint = "/mnt"
-
-        def status(self) -> object:
-            return answer
-
-    monkeypatch.setattr(status, "client_of", lambda *_, **__: Answering())
-    row = status.Listed("/mnt", "/src", 1000)
-    row.ask()
-    assert row.state == "another version" and row.status is None
-    with pytest.raises(CacheFsError, match="runs another version"):
-        status._checked(Answering())  # type: ignore[arg-type]
-
-
-def test_status_of_a_path_on_a_mount(mount: MakeMount, source: Path) -> None:
-    m = mount(source)
-    assert json.loads(cachefs("status", m.path / "d0/f00000", "--json").stdout)["mountpoint"] == str(m.path)
-    assert "no cachefs is mounted on" in refused("status", m.path.parent)
-
-
-@pytest.mark.parametrize("of", ["one", "all"])
-def test_status_prints_a_line_of_json_a_second_into_a_pipe(mount: MakeMount, source: Path, of: str) -> None:
-    m = mount(source)
-    watching = started("status", *([m.path] if of == "one" else []), "--watch", "--json", "--interval", "0.2")
-    assert watching.stdout is not None
-    for _ in range(3):
-        assert select.select([watching.stdout], [], [], 30)[0]
-        answer = json.loads(watching.stdout.readline())
-        (found,) = [answer] if of == "one" else [row for row in answer if row["mountpoint"] == str(m.path)]
-        assert found["source"] == str(source)
-    watching.send_signal(signal.SIGINT)
-    _, said = watching.communicate(timeout=30)
-    assert (watching.returncode, said) == (130, "")
-
-
-def test_status_watches_the_list_on_a_terminal(
-    mount: MakeMount, source: Path, tmp_path: Path, request: pytest.FixtureRequest
-) -> None:
-    m = mount(source, name="m")
-    terminal = Terminal(tmp_path, [*CLI, "status", "--watch", "--interval", "0.2"])
-    request.addfinalizer(terminal.close)
-    wait_for(terminal.screen, lambda screen: "alive" in screen and "hit ratio" in screen)
-    contents(m.path)
 
 
 # --- mount and umount ------------------------------------------------------------------------------------------------
@@ -329,54 +201,6 @@ def test_a_restart_without_the_fast_path_is_refused_when_checked_too(mount: Make
     assert contents(m.path) == contents(source)
 
 
-# --- warm-ups in the background --------------------------------------------------------------------------------------
-
-
-def test_background_warm_ups_are_listed_awaited_and_cancelled(mount: MakeMount, faulty: tuple[Path, Path]) -> None:
-    source, faults = faulty
-    m = mount(source, "--read-only", "--source-timeout", "2m")
-    for path in m.path.rglob("*"):
-        path.lstat()  # pinned: a listing would not wait for a name that hangs
-    (faults / "hang").write_text("f00001")
-    begun = json.loads(cachefs("warmup", m.path / "d1", m.path / "d0", "--background", "--json").stdout)
-    assert begun == [{"mountpoint": str(m.path), "id": 1}]
-    cachefs("warmup", m.path / "d1", "--background")
-    listed = cachefs("warmup", "--list", m.path).stdout.splitlines()
-    assert len(listed) == 2 and listed[0].endswith(" d1, d0") and listed[1].startswith(f"{m.path}: warm-up 2: ")
-    waiting = started("warmup", "--wait", "--id", "1", m.path, "--json")
-    cachefs("warmup", "--cancel", "--id", "2", m.path)
-    (left,) = wait_for(
-        lambda: json.loads(cachefs("warmup", "--list", m.path, "--json").stdout), lambda found: len(found) == 1
-    )
-    assert left["id"] == 1 and waiting.poll() is None
-    assert "warm-up 2 was cancelled, or failed" in refused("warmup", "--wait", "--id", "2", m.path)
-    (faults / "hang").unlink()
-    said, errors = waiting.communicate(timeout=60)
-    assert waiting.returncode == 0 and json.loads(said)["cached_files"] == 20, (said, errors, m.log())
-    assert json.loads(cachefs("warmup", "--wait", "--id", "1", m.path, "--json").stdout)["is_complete"]  # it has ended
-    assert "has ended already" in refused("warmup", "--cancel", "--id", "1", m.path)
-    assert "there is no warm-up 9" in refused("warmup", "--cancel", "--id", "9", m.path)
-    assert cachefs("warmup", "--wait", m.path).stdout == "no warm-up runs in the background\n"
-    (faults / "hang").write_text("f00002")
-    for _ in range(2):
-        cachefs("warmup", m.path / "d2", "--background")
-    said = cachefs("warmup", "--cancel", m.path).stdout
-    assert said == "".join(f"{m.path}: warm-up {number} cancelled\n" for number in (3, 4))
-    (faults / "hang").unlink()
-
-
-def test_waiting_tells_of_a_warm_up_that_has_ended(mount: MakeMount, source: Path) -> None:
-    """Before: `--wait` said that none runs, with 0, and a script went on with an incomplete cache."""
-    m = mount(source, "--read-only")
-    (m.path / "d0/f00000").lstat()
-    (source / "d0/f00000").rename(source / "d0/other")
-    cachefs("warmup", m.path / "d0/f00000", "--background")
-    wait_for(m.status, lambda status: status["ended_warm_ups"])
-    done = cachefs("warmup", "--wait", m.path, check=False)
-    assert done.returncode == 1 and done.stdout.startswith("0 of 1 files cached (0.0 %)"), done
-    assert cachefs("warmup", "--wait", m.path).stdout == "no warm-up runs in the background\n"
-
-
 def test_invalidate_says_what_it_dropped(mount: MakeMount, source: Path) -> None:
     """Before: "0 dropped" for a name that was never asked for."""
     m = mount(source, "--read-only")
@@ -384,138 +208,6 @@ def test_invalidate_says_what_it_dropped(mount: MakeMount, source: Path) -> None
     for name, said in ("d0/f00000", "1 files and directories dropped"), ("d1/f00000", "nothing of it was cached"):
         done = cachefs("invalidate", m.path / name)
         assert done.stdout == f"{m.path / name}: {said}; the next use asks the source\n"
-
-
-# --- output ----------------------------------------------------------------------------------------------------------
-
-
-def test_json_everywhere(mount: MakeMount, source: Path, tmp_path: Path) -> None:
-    m = mount(source)
-    inside, snapshot = m.path / "d0/f00000", tmp_path / "snapshot"
-
-    def said(*arguments: object) -> dict[str, object]:
-        return dict(json.loads(cachefs(*arguments, "--json").stdout))
-
-    assert said("warmup", m.path)["files"] == 41
-    assert said("info", inside)["state"] == "immutable"
-    assert said("evict", inside) == {"files": 1, "bytes": (source / "d0/f00000").stat().st_size}
-    assert said("unpin", inside) == {"files": 1}
-    assert said("pin", inside)["is_complete"] is True
-    assert said("verify", m.path)["corrupt"] == []
-    assert said("snapshot", "export", m.path, snapshot)["bytes"] == snapshot.stat().st_size
-    assert said("invalidate", m.path / "d1")["dropped"] == 11
-    assert said("gc", "--root", source) == {"caches": [], "deleted": False}
-    without = json.loads(cachefs("doctor", m.path, "--json", check=False).stdout)
-    assert {"name", "value", "advice"} == set(without[0])
-
-
-@pytest.mark.parametrize("command", [(), ("mount",), ("config", "check")], ids=" ".join)
-def test_help_on_a_full_disk_and_into_a_closed_pipe(command: tuple[str, ...]) -> None:
-    ends_badly([*command, "--help"])
-
-
-def ends_badly(arguments: list[object]) -> None:
-    with open("/dev/full", "w") as full:
-        done = started(*arguments, stdout=full.fileno())
-        _, said = done.communicate(timeout=60)
-    assert done.returncode == 1
-    assert said.endswith("cachefs: standard output: No space left on device\n"), said
-    assert "Traceback" not in said and said.count("standard output") == 1
-    reader, writer = os.pipe()
-    os.close(reader)
-    done = started(*arguments, stdout=writer)
-    os.close(writer)
-    _, said = done.communicate(timeout=60)
-    assert done.returncode != 0 and "roken" not in said and "Traceback" not in said
-
-
-def test_output_on_a_full_disk_and_into_a_closed_pipe(mount: MakeMount, source: Path, tmp_path: Path) -> None:
-    m = mount(source)
-    inside = m.path / "d0"
-    for line in (
-        "status", "status --json", f"status {m.path}", f"status {m.path} --json", f"status {m.path} --watch --json",
-        f"info {inside}", f"info {inside} --json", f"warmup {inside}", f"warmup {inside} --json",
-        f"warmup {inside} --background", f"warmup --list {m.path}", f"pin {inside}", f"evict {inside}",
-        f"invalidate {inside}", f"unpin {inside}", f"verify {m.path}", "gc", f"config show {m.path}", "doctor",
-        f"snapshot export {m.path} {tmp_path}/snapshot", "simulate --random 100,5K,2", "--version",
-    ):  # fmt: skip
-        ends_badly(list(line.split()))
-
-
-def test_a_closed_pipe_ends_it_as_sigpipe_does(mount: MakeMount, source: Path) -> None:
-    m = mount(source)
-    watching = started("status", m.path, "--watch", "--json", "--interval", "0.1")
-    assert watching.stdout is not None and watching.stderr is not None
-    watching.stdout.readline()
-    watching.stdout.close()
-    assert watching.wait(30) == -signal.SIGPIPE and watching.stderr.read() == ""
-    watching.stderr.close()
-
-
-def sockets(pid: int) -> set[str]:
-    found = set()
-    for fd in Path(f"/proc/{pid}/fd").iterdir():
-        with suppress(FileNotFoundError):  # it has been closed
-            found.add(os.readlink(fd))
-    return {target for target in found if target.startswith("socket:")}
-
-
-def has_connected(pid: int) -> bool:
-    """Has this child connected to a daemon? Before exec() it has the sockets of this process."""
-    return bool(sockets(pid) - sockets(os.getpid()))
-
-
-def test_ctrl_c_ends_commands_with_130(mount: MakeMount, faulty: tuple[Path, Path]) -> None:
-    """As a terminal sends it: a real one, whose interrupt character is typed."""
-    source, faults = faulty
-    m = mount(source, "--read-only", "--source-timeout", "2m")
-    (faults / "hang").write_text("f00001")
-    for arguments in (("warmup", m.path), ("warmup", "--wait", m.path)):
-        if "--wait" in arguments:
-            cachefs("warmup", m.path / "d1", "--background")
-        pid, terminal = pty.fork()
-        if pid == 0:
-            os.chdir(REPOSITORY)
-            os.execv(CLI[0], [*CLI, *map(str, arguments)])
-        wait_for(partial(has_connected, pid), bool)
-        os.write(terminal, b"\x03")
-        said = b""
-        try:
-            while piece := os.read(terminal, 1 << 16):
-                said += piece
-        except OSError:  # the command has ended
-            pass
-        _, status = os.waitpid(pid, 0)
-        os.close(terminal)
-        assert os.waitstatus_to_exitcode(status) == 130 and b"Traceback" not in said, (arguments, said)
-    (faults / "hang").unlink()
-
-
-def test_ctrl_c_while_the_program_is_loaded() -> None:
-    script = """
-import os, signal, sys
-class Finder:
-    def find_spec(self, name, *_):
-        if name == "click":
-            os.kill(os.getpid(), signal.SIGINT)
-sys.meta_path.insert(0, Finder())
-from daemon.__main__ import main
-main()
-"""
-    done = subprocess.run([sys.executable, "-c", script], cwd=REPOSITORY, capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
-
-
-def test_ctrl_c_ends_a_mount_that_waits_for_its_source(faulty: tuple[Path, Path], tmp_path: Path) -> None:
-    source, faults = faulty
-    for fault in ("hang", "hang-all"):
-        (faults / fault).touch()
-    mounting = started("mount", source, tmp_path / "place", "--cache-dir", tmp_path / "cache")
-    wait_for(lambda: has_forked(mounting), bool)
-    mounting.send_signal(signal.SIGINT)
-    _, said = mounting.communicate(timeout=60)
-    assert mounting.returncode == 130 and said.count("\n") <= 1 and "Traceback" not in said, said
-    assert not (tmp_path / "place").exists()
 
 
 # --- what is said ----------------------------------------------------------------------------------------------------
@@ -662,15 +354,3 @@ def test_completion_completes_mountpoints_and_paths(mount: MakeMount, source: Pa
     assert completed(f"cachefs mount {beginning}") == [f"dir,{beginning}"]
     for command in ("info", "warmup", "evict", "doctor"):
         assert completed(f"cachefs {command} /tm") == ["file,/tm"]
-
-
-def test_a_client_that_is_told_the_owner_refuses_other_daemons(mount: MakeMount, source: Path) -> None:
-    """Root asks a socket that another user may have replaced."""
-    from cachefs.client import locations
-    from cachefs.errors import CacheFsError
-
-    m = mount(source)
-    directory = locations.mount_directory(str(m.path))
-    assert Client(m.path, directory=directory, owner=0).status()["pid"] == m.pid
-    with pytest.raises(CacheFsError, match="it belongs to user 0, and the mount to user 1000"):
-        Client(m.path, directory=directory, owner=1000).status()

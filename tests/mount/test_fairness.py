@@ -1,7 +1,4 @@
-"""No behaviour of one user delays another user: shares by uid (hazards 30, 31 and 33).
-
-The greedy user consists of threads of this process with another filesystem uid, which the kernel reports.
-"""
+"""No behaviour of one user delays another user: shares by uid (hazards 30, 31 and 33)."""
 
 import errno
 import fcntl
@@ -9,126 +6,32 @@ import multiprocessing
 import os
 import resource
 import signal
-import stat
-import subprocess
 import sys
-import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from cachefs.client import mount_table
-from cachefs.fastpath.shared_memory import Shared
-from cachefs.system.syscalls import set_thread_fs_ids
-from daemon.wiring import SOURCE_SLOTS
 from tests import conftest
 from tests.conftest import Mount, cachefs, children, contents, make_files, raises_errno, settle, wait_for
+from tests.crowds import (
+    GREEDY,
+    OTHER,
+    PROMPT_S,
+    Crowd,
+    Waiting,
+    directory,
+    prompt,
+    read_all,
+    read_at,
+)
 
 fork = multiprocessing.get_context("fork")
 MakeMount = Callable[..., Mount]
-Waiting = Callable[[Mount | Path], int]
-GREEDY, OTHER = 12345, 23456
-PROMPT_S = 2.0
-"""Coarse, because machines are loaded. The defects tested here took much longer, or for ever."""
 pytestmark = pytest.mark.alone
-
-
-class Crowd:
-    """Calls of one user, each in a thread of its own, and their results."""
-
-    def __init__(self, uid: int, calls: list[Callable[[], object]]) -> None:
-        self.results: list[object] = []
-        stack = threading.stack_size(128 << 10)
-        self._threads = [threading.Thread(target=self._run, args=(uid, call), daemon=True) for call in calls]
-        for thread in self._threads:
-            thread.start()
-        threading.stack_size(stack)
-
-    def _run(self, uid: int, call: Callable[[], object]) -> None:
-        set_thread_fs_ids(uid, uid)
-        try:
-            self.results.append(call())
-        except OSError as error:
-            self.results.append(error.errno)
-
-    def join(self, timeout_s: float = 60) -> list[object]:
-        deadline = time.monotonic() + timeout_s
-        for thread in self._threads:
-            thread.join(max(0.0, deadline - time.monotonic()))
-        assert not any(thread.is_alive() for thread in self._threads)
-        return self.results
-
-
-@pytest.fixture
-def waiting(tmp_path: Path) -> Iterator[Waiting]:
-    """How many requests of a mount, or of the source beneath it, have no answer yet."""
-    connections = tmp_path / "connections"
-    connections.mkdir()
-    subprocess.run(["mount", "-t", "fusectl", "none", connections], check=True)
-
-    def count(m: Mount | Path) -> int:
-        top = mount_table.top_mount(str(m.path if isinstance(m, Mount) else m))
-        assert top is not None
-        return int((connections / top.device.partition(":")[2] / "waiting").read_text())
-
-    yield count
-    subprocess.run(["umount", connections], check=True)
-
-
-@contextmanager
-def prompt(limit_s: float = PROMPT_S) -> Iterator[None]:
-    started = time.monotonic()
-    yield
-    assert time.monotonic() - started < limit_s
-
-
-@contextmanager
-def directory(path: Path) -> Iterator[int]:
-    """This descriptor leads past the directories above it, which are closed to other users."""
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        yield fd
-    finally:
-        os.close(fd)
-
-
-@contextmanager
-def opened(paths: list[Path]) -> Iterator[list[int]]:
-    """Descriptors of files, without readahead: each page is a READ of its own."""
-    fds = [os.open(path, os.O_RDONLY) for path in paths]
-    try:
-        for fd in fds:
-            if stat.S_ISREG(os.fstat(fd).st_mode):
-                os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)
-        yield fds
-    finally:
-        for fd in fds:
-            os.close(fd)
-
-
-@contextmanager
-def memory_of(m: Mount) -> Iterator[Shared]:
-    """The memory that the daemon and the fast path share."""
-    fds = Path(f"/proc/{m.status()['fastpath']['pid']}/fd")
-    memory = Shared(os.open(next(fd for fd in fds.iterdir() if os.readlink(fd).startswith("/memfd:")), os.O_RDWR))
-    try:
-        yield memory
-    finally:
-        memory.close()
-
-
-def read_at(fd: int, name: str) -> bytes:
-    with open(os.open(name, os.O_RDONLY, dir_fd=fd), "rb") as file:
-        return file.read()
-
-
-def read_all(paths: list[Path]) -> dict[Path, bytes]:
-    return {path: path.read_bytes() for path in paths}
 
 
 def cpu_s(pids: list[int]) -> float:
@@ -391,126 +294,6 @@ def test_b5_calls_that_hang_block_only_whoever_made_them(
         assert len(crowd.results) < 150
         (faults / "hang").unlink()
         crowd.join()
-
-
-@pytest.mark.promise("FA-2")
-@pytest.mark.fastpath  # without it the kernel asks for one listing of a directory at a time
-@pytest.mark.parametrize("arguments", [["--read-only"], ["--attr-timeout", "60"]], ids=["read-only", "read-write"])
-def test_a_listing_that_another_user_asked_for_first_does_not_wait_for_that_users_share(
-    mount: MakeMount, source: Path, faulty: tuple[Path, Path], waiting: Waiting, arguments: list[str]
-) -> None:
-    """Regression: a user who joined a listing waited in the queue of the user who had begun it."""
-    served, faults = faulty
-    for number in range(100):
-        (source / f"d3/{number}").mkdir()
-        (source / f"d3/{number}/hangs").write_bytes(b"1")
-    settle()
-    m = mount(served, *arguments, "--source-timeout", "25")
-    for number in range(100):
-        os.stat(m.path / f"d3/{number}")
-    # A listing by an open descriptor needs no check of permissions before.
-    with directory(m.path / "d3") as fd, opened([m.path / "d1"] * 2) as listed:
-
-        def names(number: int) -> list[str]:
-            return sorted(os.listdir(listed[number]))
-
-        (faults / "hang").write_text("hangs")
-        crowd = Crowd(GREEDY, [lambda n=n: os.stat(f"{n}/hangs", dir_fd=fd) for n in range(100)])  # type: ignore[misc]
-        wait_for(lambda: waiting(served), lambda count: count >= SOURCE_SLOTS)  # all that GREEDY may have
-        wait_for(lambda: waiting(m), lambda count: count >= 100)
-        first = Crowd(GREEDY, [partial(names, 0)])
-        wait_for(lambda: waiting(m), lambda count: count >= 101)
-        with prompt(2 * PROMPT_S):
-            assert Crowd(OTHER, [partial(names, 1)]).join() == [sorted(os.listdir(source / "d1"))]
-        assert first.join() == [sorted(os.listdir(source / "d1"))]
-        assert not crowd.results
-        (faults / "hang").unlink()
-        crowd.join()
-
-
-@pytest.mark.promise("FA-2")
-@pytest.mark.fastpath
-@pytest.mark.parametrize("arguments", [["--read-only"], ["--attr-timeout", "60"]], ids=["read-only", "read-write"])
-@pytest.mark.parametrize("operation", ["readdir", "read"])
-def test_two_users_who_ask_for_one_thing_at_once_each_count_for_themselves(
-    mount: MakeMount, source: Path, faulty: tuple[Path, Path], waiting: Waiting, operation: str, arguments: list[str]
-) -> None:
-    """Regression: a table by inode held the owner of a passed request, and the last owner counted for both."""
-    served, faults = faulty
-    for number in range(100):
-        (source / f"d3/{number}").mkdir()
-        (source / f"d3/{number}/hangs").write_bytes(b"1")
-    large = source / "d1/large"
-    large.write_bytes(bytes(8 << 20) + b"end")
-    settle()
-    m = mount(served, *arguments, "--cache", "metadata", "--source-timeout", "25")
-    for number in range(100):
-        os.stat(m.path / f"d3/{number}")
-    path, expected = (m.path / "d1", sorted(os.listdir(large.parent)))  # type: tuple[Path, object]
-    if operation == "read":
-        path, expected = m.path / "d1/large", b"end"
-    with directory(m.path / "d3") as fd, opened([path, path]) as fds, memory_of(m) as memory:
-
-        def ask(number: int) -> object:
-            return sorted(os.listdir(fds[number])) if operation == "readdir" else os.pread(fds[number], 9, number << 23)
-
-        def passed_on() -> int:
-            return memory.passed().get(operation, 0)
-
-        (faults / "hang").write_text("hangs")
-        crowd = Crowd(GREEDY, [lambda n=n: os.stat(f"{n}/hangs", dir_fd=fd) for n in range(100)])  # type: ignore[misc]
-        wait_for(lambda: waiting(served), lambda count: count >= SOURCE_SLOTS)  # all that GREEDY may have
-        before = passed_on()
-        os.kill(m.pid, signal.SIGSTOP)  # it finds both requests when it goes on
-        try:
-            other = Crowd(OTHER, [partial(ask, 1)])
-            wait_for(passed_on, lambda count: count == before + 1)
-            greedy = Crowd(GREEDY, [partial(ask, 0)])
-            wait_for(passed_on, lambda count: count == before + 2)
-        finally:
-            os.kill(m.pid, signal.SIGCONT)
-        with prompt(2 * PROMPT_S):
-            assert other.join() == [expected]
-        assert not crowd.results
-        (faults / "hang").unlink()
-        assert greedy.join() == [expected if operation == "readdir" else bytes(9)]
-        crowd.join()
-
-
-@pytest.mark.promise("FA-2")
-@pytest.mark.fastpath
-def test_a_fetch_that_two_users_wait_for_takes_the_first_share_that_has_room(
-    mount: MakeMount, source: Path, faulty: tuple[Path, Path], waiting: Waiting
-) -> None:
-    """Regression: a fetch waited for the share of the user who had begun it, unless another's had room at once."""
-    served, faults = faulty
-    both = os.urandom(128 << 10)  # fetched whole
-    (source / "d0/both").write_bytes(both)
-    for number in range(60):
-        (source / f"d1/hangs-{number}").write_bytes(b"1")
-        (source / f"d2/stalls-{number}").write_bytes(b"1")
-    settle()
-    m = mount(served, "--read-only", "--fetch-threads", "8", "--source-timeout", "40")
-    names = [f"d1/hangs-{n}" for n in range(60)] + [f"d2/stalls-{n}" for n in range(60)]
-    with opened([m.path / name for name in names]) as fds, opened([m.path / "d0/both"] * 2) as shared:
-        (faults / "hang").write_text("hangs\nstalls")
-        crowd = Crowd(GREEDY, [partial(os.pread, fd, 9, 0) for fd in fds[:60]])
-        wait_for(lambda: waiting(m), lambda count: count == 60)
-        first = Crowd(GREEDY, [partial(os.pread, shared[0], 9, 0)])
-        wait_for(lambda: waiting(m), lambda count: count == 61)
-        others = Crowd(OTHER, [partial(os.pread, fd, 9, 0) for fd in fds[60:]])
-        wait_for(lambda: waiting(m), lambda count: count == 121)
-        second = Crowd(OTHER, [partial(os.pread, shared[1], 9, 64 << 10)])
-        wait_for(lambda: waiting(m), lambda count: count == 122)
-        assert not second.results and not others.results
-        (faults / "hang").write_text("hangs")
-        with prompt(2 * PROMPT_S):
-            assert second.join() == [both[64 << 10 :][:9]]
-            assert first.join() == [both[:9]]
-        assert others.join() == [b"1"] * 60
-        assert not crowd.results
-        (faults / "hang").unlink()
-        assert crowd.join() == [b"1"] * 60
 
 
 @pytest.mark.fastpath

@@ -13,8 +13,8 @@ import pytest
 from cachefs.fastpath.processes import is_running
 from tests.conftest import Mount, cachefs, children, contents, mounted_on, stuck_threads, wait_for
 from tests.holder import Holder
-from tests.mount.test_life_cycle import device_of, fastpath_pid, left_behind
 from tests.mount.test_notifications import kill_and_wait, started_notifier, state
+from tests.processes import device_of, fastpath_pid, left_behind
 
 pytestmark = pytest.mark.promise("LC-8")
 
