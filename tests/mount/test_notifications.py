@@ -316,6 +316,7 @@ def test_a_restart_does_not_wait_for_a_notification_and_the_successor_sends_it(m
     m = mount(source, "--read-only")
     path = m.path / "d1/f00001"
     path.read_bytes()
+    assert m.flush()["cached_files"] == 1
     predecessor, stopped = m.pid, started_notifier(m.pid)
     os.kill(stopped, signal.SIGSTOP)
     try:
