@@ -158,10 +158,7 @@ class InodeTable(Validity):
         old = self.dentry(update, parent, name)
         known = old is not None and old.inode == number
         if old is not None and old.inode not in (0, number):
-            row = update.get(Table.LISTING, pair_key(parent, old.position)) if old.position else None
-            self.remove_name(update, parent, name)
-            if row is not None:  # the name keeps its position, whatever it leads to
-                update.put(Table.LISTING, pair_key(parent, old.position), row)
+            self._cut_name(update, parent, name)
         new = Dentry(PINNED if pinned else 0, number, self.run, old.position if old is not None else 0)
         link = link_key(number, (parent, name))
         if new != old:
@@ -199,11 +196,22 @@ class InodeTable(Validity):
                 update.put(Table.META, _UNLINKED_MARK + inode_key(inode.number), FLAGS_PINNED)
         return inode
 
+    def _cut_name(self, update: Update, parent: int, name: bytes) -> None:
+        """What a name leads to loses it. The name keeps its position in the listing, and is doubtful."""
+        dentry = self.dentry(update, parent, name)
+        if dentry is None:
+            return
+        row = update.get(Table.LISTING, pair_key(parent, dentry.position)) if dentry.position else None
+        self.remove_name(update, parent, name)
+        self.put_dentry(update, parent, name, Dentry(0, 0, 0, dentry.position))
+        if row is not None:
+            update.put(Table.LISTING, pair_key(parent, dentry.position), row)
+
     def move_name(self, update: Update, parent: int, name: bytes, new_parent: int, new_name: bytes) -> None:
         """Rename a dentry over whatever had the new name."""
         dentry = self.dentry(update, parent, name)
         if dentry is None or dentry.inode == 0:
-            self.remove_name(update, new_parent, new_name)
+            self._cut_name(update, new_parent, new_name)
             self.remove_name(update, parent, name)
             return
         self._put_name(update, new_parent, new_name, dentry.inode, pinned=bool(dentry.flags & PINNED))
@@ -214,7 +222,7 @@ class InodeTable(Validity):
         places = ((parent, name), (new_parent, new_name))
         dentries = [self.dentry(update, *place) for place in places]
         for place in places:
-            self.remove_name(update, *place)
+            self._cut_name(update, *place)
         for place, dentry in zip(places, reversed(dentries), strict=True):
             inode = self.inode(update, dentry.inode) if dentry is not None and dentry.inode else None
             if dentry is not None and inode is not None:

@@ -1,5 +1,6 @@
 """Listings and absences after an invalidation: no name is missing, and none is wrongly absent (hazard 27)."""
 
+import ctypes
 import errno
 import os
 import signal
@@ -291,3 +292,36 @@ def test_a_directory_that_the_kernel_forgot_is_listed_whole(mount: MakeMount, tr
     (m.path / "e/f000").read_bytes()
     m.drop_caches()
     assert listed(m.path / "e") == names
+
+
+def exchange(one: Path, other: Path) -> None:
+    renamed = ctypes.CDLL(None, use_errno=True).renameat2(-100, bytes(one), -100, bytes(other), 2)  # RENAME_EXCHANGE
+    assert renamed == 0, os.strerror(ctypes.get_errno())
+
+
+@pytest.mark.parametrize("mode", [READ_WRITE, ["--mutable", "**"], ["--profile", "changing"]], ids=" ".join)
+@pytest.mark.parametrize("read", ["before", "after"])
+@pytest.mark.parametrize("kind", ["files", "a file and a directory"])
+def test_names_that_are_exchanged_stay_where_they_are_in_a_listing(
+    mount: MakeMount, tmp_path: Path, mode: list[str], read: str, kind: str
+) -> None:
+    """Before: a scan met them no more, or twice if the directory was listed again meanwhile.
+
+    `read`: whether the scan has read the names before the exchange, or reads them afterwards.
+    """
+    directory = tmp_path / "tree/d"
+    directory.mkdir(parents=True)
+    for number in range(200):
+        (directory / f"file{number:0200}").touch()  # several calls of getdents(2)
+        (directory / f"directory{number:0200}").mkdir()
+    scanned = mount(tmp_path / "tree", *mode, "--attr-timeout", "60").path / "d"
+    names = os.listdir(scanned)
+    near = names if read == "before" else names[::-1]
+    one, *files = [name for name in near if name.startswith("file")]
+    other = files[0] if kind == "files" else next(name for name in near if name.startswith("directory"))
+    with os.scandir(scanned) as scan:
+        seen = [next(scan).name]
+        exchange(scanned / one, scanned / other)
+        assert sorted(os.listdir(scanned)) == sorted(names)
+        seen += [entry.name for entry in scan]
+    assert sorted(seen) == sorted(names)
