@@ -17,6 +17,10 @@ class IndexUnavailable(Exception):
     """The index cannot be written (disk full, I/O error). New metadata are not pinned then; nothing else fails."""
 
 
+class IndexDamaged(IndexUnavailable):
+    """The index contradicts itself. The next mount rebuilds it from the blob."""
+
+
 class Busy(BlockingIOError):
     """A file cannot be opened now: another process has a lease on it, or renames a directory of its path.
 

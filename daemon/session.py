@@ -22,7 +22,7 @@ import trio
 import cachefs
 from cachefs.client import locations
 from cachefs.contract.shared import SETTLE_NS
-from cachefs.errors import CacheFsError, IndexUnavailable
+from cachefs.errors import CacheFsError, IndexDamaged, IndexUnavailable
 from cachefs.source.source import Source
 from cachefs.store.blob.blob import Blob
 from cachefs.store.cache_directory import CacheDirectory, OpenedIndex
@@ -48,6 +48,8 @@ class Session:
     """Makes the daemon of the existing mount leave, which is then taken over with a new fast path. None: take over with
     the running fast path, or mount if there is none."""
     lifecycle: Lifecycle = field(default_factory=Lifecycle)
+    _is_new: bool = field(default=False, init=False)
+    """No mount is taken over."""
 
     def serve(self, ready: Callable[[], None], claimed: Callable[[Path], None]) -> None:
         """Mount and serve until unmounted. Raises CacheFsError with the reason if that fails before it is ready.
@@ -58,7 +60,14 @@ class Session:
         locations.make_runtime_root()
         os.umask(0)  # credentials.py applies the caller's
         process.prepare()
-        trio.run(self._until_told, ready, claimed)
+        try:
+            trio.run(self._until_told, ready, claimed)
+        except IndexDamaged as error:
+            if self.lifecycle.is_ready or not self._is_new:
+                raise CacheFsError(str(error)) from error
+            log.warning("%s; starting again, and rebuilding it", error)
+            self.lifecycle = Lifecycle()
+            trio.run(self._until_told, ready, claimed)
 
     async def _until_told(self, ready: Callable[[], None], claimed: Callable[[Path], None]) -> None:
         lifecycle = self.lifecycle
@@ -87,6 +96,7 @@ class Session:
             mount: Mount | None = await TakenOverMount.prepare(self.config, place, self.dismiss)
             if mount is None:
                 mount = await FreshMount.prepare(self.config, place)
+            self._is_new = mount.is_new
             with ExitStack() as stack:
                 stack.callback(mount.close)
                 directory = stack.enter_context(closing(CacheDirectory(self.config.cache_place, self.config.source)))
@@ -116,7 +126,7 @@ class Session:
         if snapshot is not None and mount.is_new:
             root = await ask_source(self.config, Root.of, mount.source_fd)
             directory.import_snapshot(snapshot, blob, (root.inode, root.birth_ns), patterns)
-        durable = directory.open_durable(blob)
+        durable = directory.open_durable(blob, same_mount=not mount.is_new)
         default_size = directory.default_size_bytes
         options = replace(self.config.options, cache_size_bytes=default_size() if size is None else size)
         latency_s = options.simulate_latency_s
@@ -158,7 +168,7 @@ def reason(group: BaseExceptionGroup[BaseException]) -> BaseException:
     error: BaseException = group.subgroup(CacheFsError) or group
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
-    if isinstance(error, IndexUnavailable):
+    if isinstance(error, IndexUnavailable) and not isinstance(error, IndexDamaged):
         return CacheFsError(str(error))
     if isinstance(error, OSError) and error.strerror:
         return CacheFsError(f"{error.strerror}: {error.filename}" if error.filename else error.strerror)

@@ -100,7 +100,7 @@ class DataCache:
             return memoryview(pending.payload)[start : start + length], was_read
         transaction = self.index.extent_reader()
         try:
-            found = self.index.extents(transaction).at(inode.number, offset)
+            found = self.index.extent_at(transaction, inode.number, offset)
             if found is None or found[1].version != inode.version:
                 return None
             begin, extent = found

@@ -18,7 +18,7 @@ import trio
 
 from cachefs.client.client import ALIVE
 from cachefs.contract.messages import FAST_HANDLE, OPEN_REPORT
-from cachefs.errors import errno_of
+from cachefs.errors import IndexDamaged, errno_of
 from cachefs.fs.attributes import VIRTUAL, Attributes
 from cachefs.fs.descriptors import Descriptors
 from cachefs.fs.directories import Directories
@@ -73,6 +73,8 @@ def _handler(function: Callable[P, Awaitable[R]]) -> Callable[P, Coroutine[Any, 
             return await function(*args, **kwargs)
         except OSError as error:
             raise pyfuse3.FUSEError(errno_of(error)) from None
+        except IndexDamaged:  # which was logged once
+            raise pyfuse3.FUSEError(errno.EIO) from None
         except Exception:
             log.exception("bug in %s, answered EIO", name)
             raise pyfuse3.FUSEError(errno.EIO) from None

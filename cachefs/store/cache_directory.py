@@ -23,10 +23,10 @@ from typing import NamedTuple
 from cachefs.contract.index import Table
 from cachefs.errors import CacheFsError, IndexUnavailable
 from cachefs.options import Revalidate
-from cachefs.store import recovery, runs
+from cachefs.store import durable_index, runs
 from cachefs.store.blob.blob import Blob
 from cachefs.store.index import overflow
-from cachefs.store.index.environment import Environment
+from cachefs.store.index.environment import DATA, Environment
 from cachefs.store.index.index import Index
 from cachefs.store.index.records import FLAGGED_NUMBER, FLAGS_PINNED, PINNED
 from cachefs.store.runs import RunState
@@ -41,7 +41,6 @@ SESSION_RESERVE_BYTES = 1 << 20
 """Allocated when a run begins, so that a session of this size has room in a full runtime directory."""
 FREE_SHARE = 0.9
 """The default size of a cache, as a share of the free space of its disk."""
-_DATA = "data.mdb"
 _SESSION_KEY = b"session"
 _MUTABLE_KEY = b"mutable"
 _MUTABLE_SINCE_KEY = b"mutable-since"
@@ -118,7 +117,7 @@ def check_inheritable(path: Path, source: str) -> None:
         _check_identity(path, source)
         if read_seed(path) is None:
             raise CacheFsError(f"{path / 'secret'} cannot be read")
-        for name in ("blob", f"index/{_DATA}", "index/lock.mdb"):
+        for name in ("blob", f"index/{DATA}", "index/lock.mdb"):
             os.close(os.open(path / name, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC))
         if not is_locked(path / "lock"):
             raise CacheFsError(f"{path} is not the directory that the daemon has open")
@@ -183,7 +182,7 @@ class CacheDirectory:
         `root`: inode number and birth time (ns; 0: not known) of the source. `mutable`: the patterns of `--mutable`.
         """
         index = self.path / "index"
-        if (index / _DATA).exists() or blob.size():
+        if (index / DATA).exists() or blob.size():
             log.info("the cache %s is not empty: the snapshot %s is not imported", self.path, file)
             return
         for place in (index, index.with_name("index.new")):
@@ -196,36 +195,15 @@ class CacheDirectory:
             raise CacheFsError(said[-1] if said else f"the snapshot {file} could not be imported")
         log.info("started from the snapshot %s: %s names", file, done.stdout.strip())
 
-    def open_durable(self, blob: Blob) -> Environment:
-        """The durable index; rebuilt from the blob if it is lost or cannot be read."""
+    def open_durable(self, blob: Blob, *, same_mount: bool = False) -> Environment:
+        """The durable index. A new mount rebuilds it from the blob if it is lost or damaged."""
         path = self.path / "index"
         try:
-            if (path / _DATA).exists():
-                try:
-                    return Environment(path, sync=True)
-                except IndexUnavailable as error:
-                    aside = path.with_name("index.broken")
-                    log.warning("%s; moving the index to %s, and rebuilding it from the blob", error, aside)
-                    shutil.rmtree(aside, ignore_errors=True)
-                    path.rename(aside)
-            if blob.size():
-                self._rebuild(path, blob)
-            return Environment(path, sync=True)
+            return Environment(path, sync=True) if same_mount else durable_index.opened(path, blob)
         except IndexUnavailable as error:
             raise CacheFsError(str(error)) from error
         except OSError as error:
             raise CacheFsError(f"cannot open the index in {path}: {error.strerror or error}") from error
-
-    @staticmethod
-    def _rebuild(path: Path, blob: Blob) -> None:
-        """Make the index from the blob. It is renamed to `path` when it is complete: a crash before leaves no index."""
-        temporary = path.with_name("index.new")
-        for place in (path, temporary):
-            shutil.rmtree(place, ignore_errors=True)
-        with closing(Environment(temporary, sync=True)) as durable:
-            totals = recovery.rebuild(blob, durable)
-        temporary.rename(path)
-        log.warning("index rebuilt from the blob: %d files, %d bytes", totals.cached_files, totals.cached_bytes)
 
     def close(self) -> None:
         os.close(self._lock)
@@ -253,7 +231,7 @@ class _Survivor(NamedTuple):
 
 def _survivor(session_path: Path, before: RunState) -> _Survivor | None:
     """`before`: the last run. None: there is no session, or it is not of that run."""
-    if before.clean or before.boot_id != boot_id() or not (session_path / _DATA).exists():
+    if before.clean or before.boot_id != boot_id() or not (session_path / DATA).exists():
         return None
     try:
         with closing(Environment(session_path, sync=False)) as session:
@@ -262,7 +240,7 @@ def _survivor(session_path: Path, before: RunState) -> _Survivor | None:
         log.warning("the session of the last run cannot be opened: %s", error)
         return None
     _, forgot, run, takeovers = _SESSION.unpack(value) if value else (0, 0, 0, 0)
-    is_complete = overflow.is_complete(session_path / _DATA)
+    is_complete = overflow.is_complete(session_path / DATA)
     # After an incomplete session another run begins; a daemon may have died before it wrote the run to the session.
     return _Survivor(takeovers, bool(forgot), is_complete) if run == before.run or not is_complete else None
 

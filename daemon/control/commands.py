@@ -140,6 +140,8 @@ class Commands:
 
     async def flush(self, _: Request, tell: Tell) -> Answer:
         if not await self.components.writes.flush_queued(FLUSH_TIMEOUT_S):
+            if not self.components.writes.index.available:
+                raise CacheFsError("the index cannot be written (a full disk, or one that is read-only): see the log")
             raise CacheFsError(f"could not write everything within {FLUSH_TIMEOUT_S:.0f} s")
         return {}
 

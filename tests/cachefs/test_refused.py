@@ -24,8 +24,10 @@ from cachefs.fastpath import launcher
 from cachefs.fastpath.connection import HEAD
 from cachefs.fastpath.launcher import FastPath
 from cachefs.source.call_pool import CallPool
+from cachefs.store.index.environment import LOCK_BYTES, Environment
 from tests.cachefs import test_durability
 from tests.cachefs.test_tasks import Clock, run
+from tests.conftest import small_disk
 
 PAYLOAD = test_durability.PAYLOAD
 
@@ -295,3 +297,15 @@ def test_a_fast_path_is_started_when_the_machine_lets_it(
     monkeypatch.setattr(launcher, "socket", Sockets(make_socket))
     attach(program, mend, tried)
     assert program.fastpath.starts == 1
+
+
+def test_a_table_of_readers_that_was_allocated_in_part_is_not_mapped(tmp_path: Path) -> None:
+    """Before: a write to the rest of it killed the daemon (SIGBUS) on a disk that was almost full."""
+    with small_disk(tmp_path / "disk", "64k") as disk:
+        (disk / "index").mkdir(mode=0o700)
+        with open(disk / "index/lock.mdb", "wb") as lock:
+            lock.write(bytes(4096))
+            lock.truncate(LOCK_BYTES)
+        os.chmod(disk / "index/lock.mdb", 0o600)
+        with pytest.raises(IndexUnavailable, match=r"cannot make the index in .*: No space left on device"):
+            Environment(disk / "index", sync=True)

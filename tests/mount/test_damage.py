@@ -16,6 +16,7 @@ from tests.conftest import Mount, cachefs, contents, make_files, settle, small_d
 pytestmark = pytest.mark.promise("FA-16")
 
 MakeMount = Callable[..., Mount]
+PAGE = 4096
 
 
 def filled(mount: MakeMount, source: Path, *arguments: object) -> tuple[Mount, dict[Path, bytes]]:
@@ -115,6 +116,33 @@ def test_an_unreadable_index_is_kept_aside_and_rebuilt(mount: MakeMount, source:
     assert "open" not in m.ops()
 
 
+def test_no_damaged_page_of_the_index_stops_a_mount(mount: MakeMount, source: Path) -> None:
+    """LMDB finds some of them when the mount begins, others when a request needs them; then the next mount rebuilds it.
+
+    Before: some ended the mount, and a request that met one left a traceback and the damage.
+    """
+    m, expected = filled(mount, source)
+    m.umount()
+    whole = (m.cache / "index/data.mdb").read_bytes()
+    rebuilt = 0
+    for at in range(2 * PAGE, len(whole), PAGE):  # LMDB has two meta pages
+        shutil.rmtree(m.cache / "index.broken", ignore_errors=True)
+        (m.cache / "index/damaged").unlink(missing_ok=True)
+        (m.cache / "index/data.mdb").write_bytes(whole[:at] + bytes(PAGE) + whole[at + PAGE :])
+        m.start()
+        for path, content in expected.items():
+            with suppress(OSError):
+                assert (m.path / path).read_bytes() == content
+        m.umount()
+        if (m.cache / "index/damaged").exists():
+            m.start()
+            assert contents(m.path) == expected
+            m.umount()
+        rebuilt += (m.cache / "index.broken").exists()
+    assert rebuilt
+    assert "Traceback" not in m.log()
+
+
 def test_a_lost_secret_empties_the_cache(mount: MakeMount, source: Path) -> None:
     m, expected = filled(mount, source)
     m.umount()
@@ -146,6 +174,18 @@ def test_a_disk_that_fills_up_costs_hits_and_nothing_else(tiny_disk: Path, mount
     (m.path / "still writable").write_bytes(b"yes")
     cachefs("invalidate", m.path / "d0")
     assert contents(m.path) == contents(source)
+
+
+def test_a_command_that_a_full_disk_prevents_says_so(mount: MakeMount, tiny_disk: Path, source: Path) -> None:
+    """Before: "could not write everything within 60 s", at once."""
+    m = mount(source, "--read-only", cache=tiny_disk / "cache")
+    with suppress(OSError), open(tiny_disk / "filler", "wb", buffering=0) as filler:
+        while True:
+            filler.write(bytes(4096))
+    assert contents(m.path) == contents(source)
+    wait_for(m.status, lambda status: status["errors"])
+    done = cachefs("snapshot", "export", m.path, tiny_disk.parent / "snapshot", check=False)
+    assert done.returncode == 1 and done.stderr.startswith("cachefs: the index cannot be written (a full disk")
 
 
 @pytest.mark.parametrize("moment", range(6))

@@ -8,25 +8,30 @@ for, overflow.py what happens when the session cannot be written.
 import logging
 import os
 import struct
+import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Self
 
 import lmdb
 
 from cachefs.contract.index import MAP_BYTES, Table
-from cachefs.errors import IndexUnavailable
+from cachefs.errors import IndexDamaged, IndexUnavailable
 from cachefs.store.index.extents import Extents
 from cachefs.store.index.overflow import MISSING, Missing, Overflow, Value
 from cachefs.store.index.records import PINNED
 from cachefs.system import private_files
 from cachefs.system.descriptors import closing
 
+DATA, DAMAGED = "data.mdb", "damaged"
 MAX_READERS = 1024
 LOCK_BYTES = (MAX_READERS + 64) * 64
 """The size of lock.mdb: one cache line for each reader, and a header."""
 TOMBSTONE = b""
+_DAMAGE = (lmdb.CorruptedError, lmdb.PageNotFoundError, lmdb.InvalidError, lmdb.VersionMismatchError)
+_NOT_DAMAGE = (lmdb.DiskError, lmdb.MemoryError, lmdb.LockError, lmdb.ReadonlyError)  # of opening an environment
+_TRIED = b"tried"
 _FLAGS = struct.Struct("<I")
 
 log = logging.getLogger(__name__)
@@ -39,15 +44,15 @@ def _reserve_readers(path: Path) -> None:
 
     It is the only part of LMDB that is written through a mapping: if a full tmpfs could not allocate a page of it,
     SIGBUS would kill the process (hazard 34). Everything else is written with pwrite, and fails with ENOSPC.
+    A disk that is almost full may have room for a part of the table only.
     """
     with closing(os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)) as fd:
         size = os.fstat(fd).st_size or LOCK_BYTES  # LMDB uses the size that it finds: others may have mapped it
         try:
             os.posix_fallocate(fd, 0, size)
         except OSError as error:
-            if os.fstat(fd).st_blocks == 0:
+            if os.fstat(fd).st_blocks * 512 < size:
                 raise IndexUnavailable(f"cannot make the index in {path.parent}: {error.strerror}") from error
-            log.warning("cannot reserve the table of readers in %s: %s", path, error.strerror)
 
 
 class Environment:
@@ -71,27 +76,61 @@ class Environment:
             self.lmdb.reader_check()
             self.tables = [self.lmdb.open_db(table.name.lower().encode()) for table in Table]
         except lmdb.Error as error:
-            raise IndexUnavailable(f"cannot open the index in {path}: {error}") from error
-        self.overflow = Overflow(path / "data.mdb", len(Table))
+            kind = IndexUnavailable if isinstance(error, _NOT_DAMAGE) else IndexDamaged
+            raise kind(f"cannot open the index in {path}: {error}") from error
+        self.overflow = Overflow(path / DATA, len(Table))
         """Of a session: updates that could not be written to it."""
 
     def get(self, table: Table, key: bytes) -> bytes | None:
-        with self.lmdb.begin() as txn:
+        """Raises IndexUnavailable."""
+        with self.failing("read"), self.lmdb.begin() as txn:
             value: bytes | None = txn.get(key, db=self.tables[table])
             return value
 
     @contextmanager
     def write(self) -> Iterator[Any]:
         """A transaction, committed at the end of the block. Raises IndexUnavailable; then nothing was written."""
+        with self.failing("write to"), self.lmdb.begin(write=True) as txn:
+            yield txn
+
+    @contextmanager
+    def failing(self, what: str) -> Iterator[None]:
+        """Errors of LMDB become IndexUnavailable: "cannot `what` the index"."""
         try:
-            with self.lmdb.begin(write=True) as txn:
-                yield txn
+            yield
         except lmdb.Error as error:
-            raise IndexUnavailable(f"cannot write to the index in {self.path}: {error}") from error
+            raise self.failed(what, error) from error
+
+    def failed(self, what: str, error: lmdb.Error) -> IndexUnavailable:
+        """The same for an error that was caught. Damage is marked, for the next mount."""
+        if isinstance(error, _DAMAGE):
+            self._mark_damaged(error)
+            return IndexDamaged(f"cannot {what} the index in {self.path}: {error}")
+        return IndexUnavailable(f"cannot {what} the index in {self.path}: {error}")
+
+    @property
+    def is_marked_damaged(self) -> bool:
+        return (self.path / DAMAGED).exists()
+
+    def _mark_damaged(self, error: lmdb.Error) -> None:
+        if self.is_marked_damaged:
+            return
+        log.error(
+            "the index in %s is damaged (%s): some requests fail until it is unmounted and mounted again",
+            self.path,
+            error,
+        )
+        with suppress(OSError):
+            private_files.write_file(self.path / DAMAGED, b"")
+
+    def try_to_write(self) -> None:
+        """Raises IndexUnavailable."""
+        with self.write() as txn:
+            txn.put(_TRIED, struct.pack("<IQ", PINNED, time.time_ns()), db=self.tables[Table.META])
 
     def reserve(self, size: int) -> None:
         """Allocate the first bytes of the file, which LMDB uses as it grows."""
-        with closing(os.open(self.path / "data.mdb", os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)) as fd:
+        with closing(os.open(self.path / DATA, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)) as fd:
             try:
                 os.posix_fallocate(fd, 0, size)
             except OSError as error:
@@ -114,7 +153,7 @@ class Environment:
 class View:
     """Reads a snapshot of both environments. Short-lived: nothing is awaited while a view is open."""
 
-    __slots__ = ("_above", "_durable", "_durable_tables", "_session", "_session_tables")
+    __slots__ = ("_above", "_durable", "_durable_environment", "_durable_tables", "_session", "_session_tables")
 
     def __init__(self, session: Environment, durable: Environment, *, write: bool = False) -> None:
         self._above = session.overflow if session.overflow else None
@@ -127,6 +166,7 @@ class View:
             raise
         self._session_tables = session.tables
         self._durable_tables = durable.tables
+        self._durable_environment = durable
 
     def __enter__(self) -> Self:
         return self
@@ -135,6 +175,12 @@ class View:
         self._session.abort()
         self._durable.abort()
         self._end()
+        self._translate(error)
+
+    def _translate(self, error: object) -> None:
+        """Raises IndexDamaged. The session is in memory, so damage is in the durable index."""
+        if isinstance(error, _DAMAGE):
+            raise self._durable_environment.failed("read", error) from error
 
     def _end(self) -> None:
         """LMDB frees the slot of a reader when the transaction object is deleted, not when it is aborted.
@@ -251,6 +297,7 @@ class Update(View):
         else:
             self._abort()
         self._end()
+        self._translate(error)
         if error is None:
             for call in self._afterwards:
                 call()

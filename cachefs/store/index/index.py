@@ -26,7 +26,6 @@ from typing import Any
 import lmdb
 
 from cachefs.contract.index import Table
-from cachefs.errors import IndexUnavailable
 from cachefs.store.index.dirty import Batch, Dirty
 from cachefs.store.index.environment import TOMBSTONE, Environment, Key, Update, View
 from cachefs.store.index.extents import Extents
@@ -198,6 +197,14 @@ class Index:
     def extents(self, txn: lmdb.Transaction) -> Extents:
         return Extents(txn, self.durable.tables[Table.EXTENTS])
 
+    def extent_at(self, txn: lmdb.Transaction, inode: int, offset: int) -> tuple[int, Extent] | None:
+        """The extent that contains the byte at `offset`, and its start. None where the index is damaged, too."""
+        try:
+            return self.extents(txn).at(inode, offset)
+        except lmdb.Error as error:
+            self.durable.failed("read", error)
+            return None
+
     def extent_reader(self) -> lmdb.Transaction:
         """A read transaction of the durable index. Call `abort()` when the bytes have been read."""
         return self.durable.lmdb.begin()
@@ -242,9 +249,8 @@ class Index:
         `dropped`: (inode, file offset, blob offset) of corrupt extents.
         """
         try:
-            return self._commit(batch, extents, dropped)
-        except lmdb.Error as error:
-            raise IndexUnavailable(str(error)) from error
+            with self.durable.failing("write to"):
+                return self._commit(batch, extents, dropped)
         finally:
             batch.end()
 

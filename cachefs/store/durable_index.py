@@ -1,0 +1,62 @@
+"""Opening the durable index, and rebuilding it from the blob where it is lost or damaged.
+
+LMDB has no checksums: damage shows when a page that is needed contradicts itself. Then the index is *damaged*, and
+Environment.mark_damaged says so in a file beside it. The request that met it fails with EIO. The next mount sets the
+index aside as `index.broken`, and rebuilds it. A flipped bit in a page that stays consistent goes unnoticed.
+"""
+
+import logging
+import shutil
+from contextlib import ExitStack, closing
+from pathlib import Path
+
+from cachefs.errors import IndexDamaged, IndexUnavailable
+from cachefs.store import recovery, runs
+from cachefs.store.blob.blob import Blob
+from cachefs.store.index.environment import DATA, Environment
+
+log = logging.getLogger(__name__)
+
+
+def opened(path: Path, blob: Blob) -> Environment:
+    """Raises IndexUnavailable or OSError if there is no room for it."""
+    if (path / DATA).exists():
+        try:
+            return _checked(path)
+        except IndexDamaged as error:
+            aside = path.with_name("index.broken")
+            log.warning("%s; moving the index to %s, and rebuilding it from the blob", error, aside)
+            shutil.rmtree(aside, ignore_errors=True)
+            path.rename(aside)
+    if blob.size():
+        _rebuild(path, blob)
+    return Environment(path, sync=True)
+
+
+def _checked(path: Path) -> Environment:
+    """Raises IndexDamaged if an earlier daemon met damage, or if the pages that each run uses first are damaged."""
+    with ExitStack() as stack:
+        environment = stack.enter_context(closing(Environment(path, sync=True)))
+        if environment.is_marked_damaged:
+            raise IndexDamaged(f"the index in {path} is damaged")
+        with environment.failing("read"):
+            runs.last_run(environment)
+        try:
+            environment.try_to_write()
+        except IndexDamaged:
+            raise
+        except IndexUnavailable:
+            pass  # a full disk is another matter
+        stack.pop_all()
+    return environment
+
+
+def _rebuild(path: Path, blob: Blob) -> None:
+    """Make the index from the blob. It is renamed to `path` when it is complete: a crash before leaves no index."""
+    temporary = path.with_name("index.new")
+    for place in (path, temporary):
+        shutil.rmtree(place, ignore_errors=True)
+    with closing(Environment(temporary, sync=True)) as durable:
+        totals = recovery.rebuild(blob, durable)
+    temporary.rename(path)
+    log.warning("index rebuilt from the blob: %d files, %d bytes", totals.cached_files, totals.cached_bytes)
