@@ -12,10 +12,9 @@ import errno
 import logging
 import os
 import resource
-import struct
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
 from contextlib import asynccontextmanager, contextmanager
-from dataclasses import KW_ONLY, dataclass, field
+from dataclasses import KW_ONLY, dataclass
 from functools import partial
 from typing import Protocol, TypeVar
 
@@ -25,7 +24,8 @@ from outcome import Outcome
 from cachefs.client.hand_over import OpenSource
 from cachefs.contract.index import Table
 from cachefs.data.data_cache import DataCache
-from cachefs.data.fetcher import Fetcher, OpenFile, close_quietly
+from cachefs.data.fetcher import Fetcher, close_quietly
+from cachefs.data.handle import Handle
 from cachefs.data.shared_files import SharedFiles, close_all
 from cachefs.fs.names import FileSystem, failed
 from cachefs.source import shares
@@ -40,10 +40,6 @@ T = TypeVar("T")
 RESERVED_DESCRIPTORS = 1536
 """Descriptors that handles do not get: calls, directories, the index and connections need them. At most a quarter."""
 _HANDLE = b"handle:"
-# Value flags, open(2) flags and those below, inode, owner. The writer's identity follows.
-_SAVED = struct.Struct("<2IQq")
-_NO_OWNER = struct.pack("<q", shares.UNKNOWN)
-_UNSYNCED, _DAMAGED = 1 << 31, 1 << 30
 
 log = logging.getLogger(__name__)
 
@@ -52,49 +48,6 @@ class Use(Protocol):
     """Calls a function in a thread, with the descriptor of an open file."""
 
     def __call__(self, function: Callable[[int], T], /) -> Awaitable[T]: ...
-
-
-@dataclass(slots=True)
-class Handle:
-    """An open file: either an immutable one, served from the cache, or a descriptor of the source."""
-
-    number: int
-    """The inode's."""
-    file: OpenFile | None = None
-    fd: int = -1
-    """-1: not opened by this daemon yet. `Descriptors.use` does so."""
-    writable: bool = False
-    flags: int = os.O_RDONLY
-    """O_RDONLY, O_WRONLY or O_RDWR: how to reopen it."""
-    writer: Identity | None = None
-    """The identity that opened it for writing; writes are made with it. None: not known."""
-    handle: int = 0
-    """Its number for the kernel."""
-    borrowers: int = 0
-    """How many calls use `fd` other than requests by this handle."""
-    released: bool = False
-    """Closed by the kernel, or a duplicate for one borrower: the last borrower closes `fd`."""
-    owner: int = field(default_factory=shares.owner)
-    """The user whose share of the descriptors it counts for (shares.py)."""
-    generation: int = 0
-    """Of the source in which `fd` was opened (`Source.generation`)."""
-    writes: int = 0
-    unsynced: bool = False
-    """Something was written and not synced: it is lost if the source is remounted."""
-    damaged: bool = False
-    """Writes may have been lost: the next write, fsync or close reports it."""
-    stale: list[int] = field(default_factory=list)
-    """Descriptors of before the source was remounted: calls may still use them."""
-
-    @property
-    def is_cached(self) -> bool:
-        """Is it served from the cache, not by `fd`?"""
-        return self.file is not None and not self.file.is_mutable
-
-    def take_descriptors(self) -> list[int]:
-        """Those that must be closed: who takes them closes them, and nothing else can any more."""
-        taken, self.fd, self.stale = [fd for fd in (self.fd, *self.stale) if fd >= 0], -1, []
-        return taken
 
 
 @dataclass(eq=False)
@@ -154,11 +107,8 @@ class Descriptors:
     def save(self, opened: Handle) -> None:
         """Record a handle for a successor."""
         if self.has_fastpath and not opened.released:
-            flags = opened.flags | _UNSYNCED * opened.unsynced | _DAMAGED * opened.damaged
-            value = _SAVED.pack(0, flags, opened.number, opened.owner)
-            value += opened.writer.pack() if opened.writer else b""
             with self._metadata.index.update() as update:
-                update.put(Table.META, _HANDLE + inode_key(opened.handle), value)
+                update.put(Table.META, _HANDLE + inode_key(opened.handle), opened.pack())
 
     def add_source_handle(self, number: int, fd: int, flags: int, writer: Identity, generation: int) -> int:
         """`flags`: of open(2). `generation`: of the source, before `fd` was opened. Within `opening`."""
@@ -338,28 +288,22 @@ class Descriptors:
             saved = [(inode_of_key(key[len(_HANDLE) :]), value) for key, value in view.scan(Table.META, _HANDLE)]
         found = []
         for handle, value in saved:
-            if len(value) < _SAVED.size:  # by an earlier version
-                value += _NO_OWNER
-            _, flags, number, owner = _SAVED.unpack_from(value)
-            writer = Identity.unpack(value[_SAVED.size :]) if len(value) > _SAVED.size else None
-            mode = flags & os.O_ACCMODE
-            writable = mode != os.O_RDONLY
-            opened = Handle(number, writable=writable, flags=mode, handle=handle, owner=owner, writer=writer)
-            opened.unsynced, opened.damaged = bool(flags & _UNSYNCED), bool(flags & _DAMAGED)
+            opened = Handle.unpack(handle, value)
+            number = opened.number
             inode = self._metadata.current(number)
             if inode is None:
                 log.warning("the last daemon left no record of inode %d: calls on its open handle fail", number)
                 continue
             immutable = self.fs.immutability.is_immutable(inode) or self.fs.immutability.outlives_its_name(inode)
-            if immutable and not writable:
+            if immutable and not opened.writable:
                 opened.file = self.shared.share(inode)
             elif handle in files and files[handle].number == number:
                 opened.fd, opened.generation = files.pop(handle).fd, self.fs.source.generation
             else:
                 found.append(opened)
             self.handles[handle] = opened
-            self._places.take(owner)
-            if writable:
+            self._places.take(opened.owner)
+            if opened.writable:
                 self.fs.immutability.add_writer(number)
         close_all([each.fd for each in files.values()])
         self._adopt(data)

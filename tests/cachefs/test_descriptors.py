@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 import trio
 
+from cachefs.data.handle import Handle
 from cachefs.fs import descriptors
-from cachefs.fs.descriptors import Descriptors, Handle
+from cachefs.fs.descriptors import Descriptors
 
 
 class SlowPool:
