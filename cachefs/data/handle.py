@@ -11,7 +11,7 @@ from cachefs.source.credentials import Identity
 # Value flags, open(2) flags and those below, inode, owner. The writer's identity follows.
 _SAVED = struct.Struct("<2IQq")
 _NO_OWNER = struct.pack("<q", shares.UNKNOWN)
-_UNSYNCED, _DAMAGED = 1 << 31, 1 << 30
+_UNSYNCED, _LOST = 1 << 31, 1 << 30
 
 
 @dataclass(slots=True)
@@ -38,11 +38,10 @@ class Handle:
     """The user whose share of the descriptors it counts for (shares.py)."""
     generation: int = 0
     """Of the source in which `fd` was opened (`Source.generation`)."""
-    writes: int = 0
-    unsynced: bool = False
-    """Something was written and not synced: it is lost if the source is remounted."""
-    damaged: bool = False
-    """Writes may have been lost: the next write, fsync or close reports it."""
+    changes: int = 0
+    """How many writes and truncations were made by this handle."""
+    unsynced_since: int | None = None
+    """The generation of the source in which the oldest change that is not synced was made. None: all are synced."""
     stale: list[int] = field(default_factory=list)
     """Descriptors of before the source was remounted: calls may still use them."""
 
@@ -56,19 +55,26 @@ class Handle:
         taken, self.fd, self.stale = [fd for fd in (self.fd, *self.stale) if fd >= 0], -1, []
         return taken
 
-    def pack(self) -> bytes:
-        """Its record in the session."""
-        flags = self.flags | _UNSYNCED * self.unsynced | _DAMAGED * self.damaged
-        return _SAVED.pack(0, flags, self.number, self.owner) + (self.writer.pack() if self.writer else b"")
+    def has_lost(self, generation: int) -> bool:
+        """Was the source remounted after a change that was not synced? `generation`: the present one."""
+        return self.unsynced_since is not None and self.unsynced_since < generation
+
+    def pack(self, generation: int) -> bytes:
+        """Its record in the session. `generation`: the present one of the source."""
+        unsynced = _UNSYNCED if self.unsynced_since is not None else 0
+        lost = _LOST if self.has_lost(generation) else 0
+        value = _SAVED.pack(0, self.flags | unsynced | lost, self.number, self.owner)
+        return value + (self.writer.pack() if self.writer else b"")
 
     @classmethod
-    def unpack(cls, handle: int, value: bytes) -> "Handle":
-        """A handle of a predecessor."""
+    def unpack(cls, handle: int, value: bytes, generation: int) -> "Handle":
+        """A handle of a predecessor. `generation`: of the source that the predecessor had when it saved the record."""
         if len(value) < _SAVED.size:  # by an earlier version
             value += _NO_OWNER
         _, flags, number, owner = _SAVED.unpack_from(value)
         writer = Identity.unpack(value[_SAVED.size :]) if len(value) > _SAVED.size else None
         mode = flags & os.O_ACCMODE
         opened = cls(number, writable=mode != os.O_RDONLY, flags=mode, handle=handle, owner=owner, writer=writer)
-        opened.unsynced, opened.damaged = bool(flags & _UNSYNCED), bool(flags & _DAMAGED)
+        if flags & (_LOST | _UNSYNCED):
+            opened.unsynced_since = generation - 1 if flags & _LOST else generation
         return opened

@@ -3,7 +3,10 @@
 The kernel keeps a handle longer than a descriptor lasts. A handle's descriptor may be missing (a predecessor had it) or
 dead (the source was remounted); then `Descriptors.use` reopens it. Where a fast path keeps the mount alive, handles are
 recorded in the session, and `restore` finds them after a crash. A daemon that is replaced also sends its descriptors to
-the successor (`opened_at_source`). Writes that are lost when the source is remounted are reported once, as by fsync(2).
+the successor (`opened_at_source`).
+
+Writes and truncations that were not synced may be lost when the source is remounted. `Handle.has_lost` finds that out.
+The next write, truncation or fsync reports it, once (`change`, `sync`); each close until then reports it, too.
 
 No path leads to a file that has lost its name: `ask_object` calls the source by a descriptor instead.
 """
@@ -108,15 +111,17 @@ class Descriptors:
         """Record a handle for a successor."""
         if self.has_fastpath and not opened.released:
             with self._metadata.index.update() as update:
-                update.put(Table.META, _HANDLE + inode_key(opened.handle), opened.pack())
+                value = opened.pack(self.fs.source.generation)
+                update.put(Table.META, _HANDLE + inode_key(opened.handle), value)
 
     def add_source_handle(self, number: int, fd: int, flags: int, writer: Identity, generation: int) -> int:
         """`flags`: of open(2). `generation`: of the source, before `fd` was opened. Within `opening`."""
-        flags &= os.O_ACCMODE
-        writable = flags != os.O_RDONLY
-        if writable:
+        mode = flags & os.O_ACCMODE
+        opened = Handle(number, fd=fd, writable=mode != os.O_RDONLY, flags=mode, writer=writer, generation=generation)
+        if opened.writable:
             self.fs.immutability.add_writer(number)
-        return self.add(Handle(number, fd=fd, writable=writable, flags=flags, writer=writer, generation=generation))
+            opened.unsynced_since = generation if flags & os.O_TRUNC else None
+        return self.add(opened)
 
     def remove(self, handle: int) -> Handle | None:
         """The kernel has closed a handle. None: it was lost with a predecessor."""
@@ -136,28 +141,50 @@ class Descriptors:
 
     # --- descriptors of the source ---------------------------------------------------------------------------------
 
-    async def use(self, opened: Handle, function: Callable[[int], T], *, reports_loss: bool = False) -> T:
-        """Call `function` in a thread with a descriptor of the handle; again, if the source is remounted meanwhile.
+    async def use(self, opened: Handle, function: Callable[[int], T]) -> T:
+        """Call `function` in a thread with a descriptor of the handle; again, if the source is remounted meanwhile."""
+        return (await self._use(opened, function))[0]
 
-        `reports_loss`: raises EIO, once, if writes may have been lost, as fsync(2) does.
-        """
+    async def _use(self, opened: Handle, function: Callable[[int], T], *, reports_loss: bool = False) -> tuple[T, int]:
+        """Returns also the generation of the source that was used."""
         while True:
             fd = await self._descriptor(opened)
-            if reports_loss and opened.damaged:
-                opened.damaged = False
-                self.save(opened)
+            if reports_loss and opened.has_lost(self.fs.source.generation):
+                self._set_unsynced(opened, None)
                 raise failed(errno.EIO)
             generation = opened.generation
             try:
-                return await self.fs.call_pool.run(partial(function, fd), once=True)
+                return await self.fs.call_pool.run(partial(function, fd), once=True), generation
             except OSError as error:
                 if not await self.fetcher.is_anew(error, generation):
                     raise
 
+    async def change(self, opened: Handle, function: Callable[[int], T]) -> T:
+        """`use`, for a write or a truncation. Raises EIO, once, if earlier ones may have been lost."""
+        result, generation = await self._use(opened, function, reports_loss=True)
+        opened.changes += 1
+        if opened.unsynced_since is None or opened.unsynced_since > generation:
+            self._set_unsynced(opened, generation)
+        return result
+
+    async def sync(self, opened: Handle, function: Callable[[int], None]) -> None:
+        """`use`, for an fsync. Raises EIO, once, if changes may have been lost."""
+        changes = opened.changes
+        await self._use(opened, function, reports_loss=True)
+        if opened.changes == changes and opened.unsynced_since is not None:
+            self._set_unsynced(opened, None)
+
+    def save_losses(self) -> None:
+        """The source was remounted: record the losses for a successor, which has the new source from the beginning."""
+        for opened in self.handles.values():
+            if opened.has_lost(self.fs.source.generation):
+                self.save(opened)
+
+    def _set_unsynced(self, opened: Handle, since: int | None) -> None:
+        opened.unsynced_since = since
+        self.save(opened)
+
     async def _descriptor(self, opened: Handle) -> int:
-        if opened.generation != self.fs.source.generation and opened.unsynced:
-            opened.unsynced, opened.damaged = False, True
-            self.save(opened)
         if opened.fd < 0 or opened.generation != self.fs.source.generation:
             await self._reopen(opened)
         return opened.fd
@@ -288,7 +315,7 @@ class Descriptors:
             saved = [(inode_of_key(key[len(_HANDLE) :]), value) for key, value in view.scan(Table.META, _HANDLE)]
         found = []
         for handle, value in saved:
-            opened = Handle.unpack(handle, value)
+            opened = Handle.unpack(handle, value, self.fs.source.generation)
             number = opened.number
             inode = self._metadata.current(number)
             if inode is None:
