@@ -138,6 +138,7 @@ class Serving:
         root.save(components.opened.index)
 
         def changed() -> None:
+            components.descriptors.save_losses()  # before a successor can get the new source from the fast path
             if self._host is not None:
                 self._host.source_changed(source.root_device)
 

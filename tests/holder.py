@@ -24,6 +24,9 @@ for line in sys.stdin:
         elif command == "fsync":
             os.fsync(fd)
             answer = data
+        elif command == "truncate":
+            os.ftruncate(fd, int(data))
+            answer = data
         elif command == "chmod":
             os.fchmod(fd, int(data, 8))
             answer = f"{os.fstat(fd).st_mode & 0o777:o}"

@@ -3,7 +3,10 @@
 The kernel keeps a handle longer than a descriptor lasts. A handle's descriptor may be missing (a predecessor had it) or
 dead (the source was remounted); then `Descriptors.use` reopens it. Where a fast path keeps the mount alive, handles are
 recorded in the session, and `restore` finds them after a crash. A daemon that is replaced also sends its descriptors to
-the successor (`opened_at_source`). Writes that are lost when the source is remounted are reported once, as by fsync(2).
+the successor (`opened_at_source`).
+
+Writes and truncations that were not synced may be lost when the source is remounted. `Handle.has_lost` finds that out.
+The next write, truncation or fsync reports it, once (`change`, `sync`); each close until then reports it, too.
 
 No path leads to a file that has lost its name: `ask_object` calls the source by a descriptor instead.
 """
@@ -12,10 +15,9 @@ import errno
 import logging
 import os
 import resource
-import struct
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
 from contextlib import asynccontextmanager, contextmanager
-from dataclasses import KW_ONLY, dataclass, field
+from dataclasses import KW_ONLY, dataclass
 from functools import partial
 from typing import Protocol, TypeVar
 
@@ -25,7 +27,8 @@ from outcome import Outcome
 from cachefs.client.hand_over import OpenSource
 from cachefs.contract.index import Table
 from cachefs.data.data_cache import DataCache
-from cachefs.data.fetcher import Fetcher, OpenFile, close_quietly
+from cachefs.data.fetcher import Fetcher, close_quietly
+from cachefs.data.handle import Handle
 from cachefs.data.shared_files import SharedFiles, close_all
 from cachefs.fs.names import FileSystem, failed
 from cachefs.source import shares
@@ -40,10 +43,6 @@ T = TypeVar("T")
 RESERVED_DESCRIPTORS = 1536
 """Descriptors that handles do not get: calls, directories, the index and connections need them. At most a quarter."""
 _HANDLE = b"handle:"
-# Value flags, open(2) flags and those below, inode, owner. The writer's identity follows.
-_SAVED = struct.Struct("<2IQq")
-_NO_OWNER = struct.pack("<q", shares.UNKNOWN)
-_UNSYNCED, _DAMAGED = 1 << 31, 1 << 30
 
 log = logging.getLogger(__name__)
 
@@ -52,49 +51,6 @@ class Use(Protocol):
     """Calls a function in a thread, with the descriptor of an open file."""
 
     def __call__(self, function: Callable[[int], T], /) -> Awaitable[T]: ...
-
-
-@dataclass(slots=True)
-class Handle:
-    """An open file: either an immutable one, served from the cache, or a descriptor of the source."""
-
-    number: int
-    """The inode's."""
-    file: OpenFile | None = None
-    fd: int = -1
-    """-1: not opened by this daemon yet. `Descriptors.use` does so."""
-    writable: bool = False
-    flags: int = os.O_RDONLY
-    """O_RDONLY, O_WRONLY or O_RDWR: how to reopen it."""
-    writer: Identity | None = None
-    """The identity that opened it for writing; writes are made with it. None: not known."""
-    handle: int = 0
-    """Its number for the kernel."""
-    borrowers: int = 0
-    """How many calls use `fd` other than requests by this handle."""
-    released: bool = False
-    """Closed by the kernel, or a duplicate for one borrower: the last borrower closes `fd`."""
-    owner: int = field(default_factory=shares.owner)
-    """The user whose share of the descriptors it counts for (shares.py)."""
-    generation: int = 0
-    """Of the source in which `fd` was opened (`Source.generation`)."""
-    writes: int = 0
-    unsynced: bool = False
-    """Something was written and not synced: it is lost if the source is remounted."""
-    damaged: bool = False
-    """Writes may have been lost: the next write, fsync or close reports it."""
-    stale: list[int] = field(default_factory=list)
-    """Descriptors of before the source was remounted: calls may still use them."""
-
-    @property
-    def is_cached(self) -> bool:
-        """Is it served from the cache, not by `fd`?"""
-        return self.file is not None and not self.file.is_mutable
-
-    def take_descriptors(self) -> list[int]:
-        """Those that must be closed: who takes them closes them, and nothing else can any more."""
-        taken, self.fd, self.stale = [fd for fd in (self.fd, *self.stale) if fd >= 0], -1, []
-        return taken
 
 
 @dataclass(eq=False)
@@ -154,19 +110,18 @@ class Descriptors:
     def save(self, opened: Handle) -> None:
         """Record a handle for a successor."""
         if self.has_fastpath and not opened.released:
-            flags = opened.flags | _UNSYNCED * opened.unsynced | _DAMAGED * opened.damaged
-            value = _SAVED.pack(0, flags, opened.number, opened.owner)
-            value += opened.writer.pack() if opened.writer else b""
             with self._metadata.index.update() as update:
+                value = opened.pack(self.fs.source.generation)
                 update.put(Table.META, _HANDLE + inode_key(opened.handle), value)
 
     def add_source_handle(self, number: int, fd: int, flags: int, writer: Identity, generation: int) -> int:
         """`flags`: of open(2). `generation`: of the source, before `fd` was opened. Within `opening`."""
-        flags &= os.O_ACCMODE
-        writable = flags != os.O_RDONLY
-        if writable:
+        mode = flags & os.O_ACCMODE
+        opened = Handle(number, fd=fd, writable=mode != os.O_RDONLY, flags=mode, writer=writer, generation=generation)
+        if opened.writable:
             self.fs.immutability.add_writer(number)
-        return self.add(Handle(number, fd=fd, writable=writable, flags=flags, writer=writer, generation=generation))
+            opened.unsynced_since = generation if flags & os.O_TRUNC else None
+        return self.add(opened)
 
     def remove(self, handle: int) -> Handle | None:
         """The kernel has closed a handle. None: it was lost with a predecessor."""
@@ -186,28 +141,50 @@ class Descriptors:
 
     # --- descriptors of the source ---------------------------------------------------------------------------------
 
-    async def use(self, opened: Handle, function: Callable[[int], T], *, reports_loss: bool = False) -> T:
-        """Call `function` in a thread with a descriptor of the handle; again, if the source is remounted meanwhile.
+    async def use(self, opened: Handle, function: Callable[[int], T]) -> T:
+        """Call `function` in a thread with a descriptor of the handle; again, if the source is remounted meanwhile."""
+        return (await self._use(opened, function))[0]
 
-        `reports_loss`: raises EIO, once, if writes may have been lost, as fsync(2) does.
-        """
+    async def _use(self, opened: Handle, function: Callable[[int], T], *, reports_loss: bool = False) -> tuple[T, int]:
+        """Returns also the generation of the source that was used."""
         while True:
             fd = await self._descriptor(opened)
-            if reports_loss and opened.damaged:
-                opened.damaged = False
-                self.save(opened)
+            if reports_loss and opened.has_lost(self.fs.source.generation):
+                self._set_unsynced(opened, None)
                 raise failed(errno.EIO)
             generation = opened.generation
             try:
-                return await self.fs.call_pool.run(partial(function, fd), once=True)
+                return await self.fs.call_pool.run(partial(function, fd), once=True), generation
             except OSError as error:
                 if not await self.fetcher.is_anew(error, generation):
                     raise
 
+    async def change(self, opened: Handle, function: Callable[[int], T]) -> T:
+        """`use`, for a write or a truncation. Raises EIO, once, if earlier ones may have been lost."""
+        result, generation = await self._use(opened, function, reports_loss=True)
+        opened.changes += 1
+        if opened.unsynced_since is None or opened.unsynced_since > generation:
+            self._set_unsynced(opened, generation)
+        return result
+
+    async def sync(self, opened: Handle, function: Callable[[int], None]) -> None:
+        """`use`, for an fsync. Raises EIO, once, if changes may have been lost."""
+        changes = opened.changes
+        await self._use(opened, function, reports_loss=True)
+        if opened.changes == changes and opened.unsynced_since is not None:
+            self._set_unsynced(opened, None)
+
+    def save_losses(self) -> None:
+        """The source was remounted: record the losses for a successor, which has the new source from the beginning."""
+        for opened in self.handles.values():
+            if opened.has_lost(self.fs.source.generation):
+                self.save(opened)
+
+    def _set_unsynced(self, opened: Handle, since: int | None) -> None:
+        opened.unsynced_since = since
+        self.save(opened)
+
     async def _descriptor(self, opened: Handle) -> int:
-        if opened.generation != self.fs.source.generation and opened.unsynced:
-            opened.unsynced, opened.damaged = False, True
-            self.save(opened)
         if opened.fd < 0 or opened.generation != self.fs.source.generation:
             await self._reopen(opened)
         return opened.fd
@@ -338,28 +315,22 @@ class Descriptors:
             saved = [(inode_of_key(key[len(_HANDLE) :]), value) for key, value in view.scan(Table.META, _HANDLE)]
         found = []
         for handle, value in saved:
-            if len(value) < _SAVED.size:  # by an earlier version
-                value += _NO_OWNER
-            _, flags, number, owner = _SAVED.unpack_from(value)
-            writer = Identity.unpack(value[_SAVED.size :]) if len(value) > _SAVED.size else None
-            mode = flags & os.O_ACCMODE
-            writable = mode != os.O_RDONLY
-            opened = Handle(number, writable=writable, flags=mode, handle=handle, owner=owner, writer=writer)
-            opened.unsynced, opened.damaged = bool(flags & _UNSYNCED), bool(flags & _DAMAGED)
+            opened = Handle.unpack(handle, value, self.fs.source.generation)
+            number = opened.number
             inode = self._metadata.current(number)
             if inode is None:
                 log.warning("the last daemon left no record of inode %d: calls on its open handle fail", number)
                 continue
             immutable = self.fs.immutability.is_immutable(inode) or self.fs.immutability.outlives_its_name(inode)
-            if immutable and not writable:
+            if immutable and not opened.writable:
                 opened.file = self.shared.share(inode)
             elif handle in files and files[handle].number == number:
                 opened.fd, opened.generation = files.pop(handle).fd, self.fs.source.generation
             else:
                 found.append(opened)
             self.handles[handle] = opened
-            self._places.take(owner)
-            if writable:
+            self._places.take(opened.owner)
+            if opened.writable:
                 self.fs.immutability.add_writer(number)
         close_all([each.fd for each in files.values()])
         self._adopt(data)

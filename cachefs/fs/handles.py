@@ -17,8 +17,9 @@ from functools import partial
 from cachefs.contract.messages import FAST_HANDLE
 from cachefs.data.data_cache import DataCache
 from cachefs.data.fetcher import OpenFile, close_quietly
+from cachefs.data.handle import Handle
 from cachefs.data.young_files import YoungFiles
-from cachefs.fs.descriptors import Descriptors, Handle
+from cachefs.fs.descriptors import Descriptors
 from cachefs.fs.names import FileSystem, failed
 from cachefs.metadata import inode_values, written_files
 from cachefs.metadata.inode_paths import links_of
@@ -283,12 +284,18 @@ class OpenFiles:
             await self._shared.let_go(file)
 
     async def flush(self, handle: int) -> None:
-        """close() of a descriptor. NFS and Ceph report write errors then, so a dup is closed (hazard 4)."""
+        """close() of a descriptor. NFS and Ceph report write errors then, so a dup is closed (hazard 4).
+
+        The loss of writes stays to be reported by the next write or fsync: this may be the close of a forked child,
+        which ignores errors.
+        """
         opened = self.descriptors.handle(handle)
         if opened.writable:
             self.fs.source.counters.add("close")
-            await self.descriptors.use(opened, lambda fd: os.close(os.dup(fd)), reports_loss=True)
+            await self.descriptors.use(opened, lambda fd: os.close(os.dup(fd)))
             self.fs.expire(opened.number)
+            if opened.has_lost(self.fs.source.generation):
+                raise failed(errno.EIO)
 
     async def release(self, handle: int) -> None:
         opened = self.descriptors.remove(handle)

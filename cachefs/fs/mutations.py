@@ -192,25 +192,14 @@ class Mutations:
             raise failed(errno.EBADF)
         writer = opened.writer or unknown_writer()
         try:
-            written = await self._descriptors.use(
-                opened, lambda fd: self._source.pwrite(fd, data, offset, writer), reports_loss=True
-            )
+            return await self._descriptors.change(opened, lambda fd: self._source.pwrite(fd, data, offset, writer))
         finally:
             self._metadata.changes.note(opened.number)
-        opened.writes += 1
-        if not opened.unsynced:
-            opened.unsynced = True
-            self._descriptors.save(opened)
-        return written
 
     async def fsync(self, handle: int, data_only: bool) -> None:
         opened = self._descriptors.handle(handle)
         if opened.writable:
-            writes = opened.writes
-            await self._descriptors.use(opened, partial(self._source.fsync, data_only=data_only), reports_loss=True)
-            if opened.unsynced and opened.writes == writes:
-                opened.unsynced = False
-                self._descriptors.save(opened)
+            await self._descriptors.sync(opened, partial(self._source.fsync, data_only=data_only))
 
     async def fsync_directory(self, number: int) -> None:
         if not self._fs.options.read_only:
@@ -226,7 +215,7 @@ class Mutations:
         if changes.size is not None:
             size = changes.size
             if opened is not None and opened.writable:
-                now = await self._descriptors.use(opened, lambda fd: self._source.ftruncate(fd, size, caller))
+                now = await self._descriptors.change(opened, lambda fd: self._source.ftruncate(fd, size, caller))
             else:
                 truncate = partial(self._source.truncate, size=changes.size, caller=caller)
                 now = await self._descriptors.ask_object(number, truncate, once=True)

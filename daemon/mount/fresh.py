@@ -10,11 +10,11 @@ import time
 from contextlib import suppress
 from functools import partial
 
+from cachefs.data.handle import Handle
 from cachefs.errors import CacheFsError
 from cachefs.fastpath.connection import listen
 from cachefs.fastpath.mount_descriptors import MountDescriptors
 from cachefs.fastpath.shared_memory import Shared
-from cachefs.fs.descriptors import Handle
 from cachefs.options import Options, Revalidate
 from cachefs.source import rctime
 from cachefs.source.source import Source

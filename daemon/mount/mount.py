@@ -15,11 +15,11 @@ from typing import Any, ClassVar, Self, TypeVar
 import trio
 
 from cachefs.client.hand_over import Handed
+from cachefs.data.handle import Handle
 from cachefs.errors import CacheFsError
 from cachefs.fastpath.mount_descriptors import MountDescriptors, is_unmounted
 from cachefs.fastpath.processes import running
 from cachefs.fastpath.shared_memory import Shared
-from cachefs.fs.descriptors import Handle
 from cachefs.options import Options
 from cachefs.source.source import Source
 from cachefs.store.blob.blob import Blob

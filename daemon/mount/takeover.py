@@ -19,11 +19,11 @@ from dataclasses import replace
 from cachefs.client.client import is_served
 from cachefs.client.hand_over import Handed
 from cachefs.contract.index import ROOT_INODE
+from cachefs.data.handle import Handle
 from cachefs.errors import CacheFsError
 from cachefs.fastpath.mount_descriptors import MountDescriptors, is_unmounted
 from cachefs.fastpath.processes import memory_name, running
 from cachefs.fastpath.shared_memory import OtherVersion, mount_flags
-from cachefs.fs.descriptors import Handle
 from cachefs.options import Options
 from cachefs.source.source import Source
 from cachefs.store.blob.blob import Blob

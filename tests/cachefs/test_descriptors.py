@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 import trio
 
+from cachefs.data.handle import Handle
 from cachefs.fs import descriptors
-from cachefs.fs.descriptors import Descriptors, Handle
+from cachefs.fs.descriptors import Descriptors
 
 
 class SlowPool:
@@ -32,3 +33,34 @@ def test_a_handle_that_two_tasks_close_is_closed_once(monkeypatch: pytest.Monkey
 
     trio.run(main)
     assert sorted(closed) == [1000, 1001]
+
+
+class PoolOfOneSource:
+    async def run(self, call: Callable[[], Any], *, once: bool) -> Any:
+        return call()
+
+
+def test_a_change_that_ends_after_the_source_was_remounted_counts_as_lost() -> None:
+    """It was made at the old source, and another call has opened the handle again meanwhile."""
+    source = SimpleNamespace(generation=0)
+    owner = object.__new__(Descriptors)
+    owner.fs = SimpleNamespace(call_pool=PoolOfOneSource(), source=source)  # type: ignore[assignment]
+    owner.has_fastpath = False
+    opened = Handle(7, fd=1000, writable=True)
+
+    def write(_: int) -> int:
+        source.generation = opened.generation = 1
+        return 5
+
+    async def main() -> None:
+        assert await owner.change(opened, write) == 5
+        for _ in range(2):
+            assert opened.has_lost(source.generation)
+        with pytest.raises(OSError, match="Input/output error"):
+            await owner.sync(opened, lambda fd: None)
+        assert await owner.change(opened, lambda fd: fd) == 1000
+        assert not opened.has_lost(source.generation)
+        await owner.sync(opened, lambda fd: None)
+        assert opened.unsynced_since is None
+
+    trio.run(main)
