@@ -14,10 +14,10 @@ import os
 import signal
 import socket
 import subprocess
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import BinaryIO, TypeVar
 
 import trio
 
@@ -26,6 +26,7 @@ from cachefs.errors import CacheFsError
 from cachefs.fastpath.connection import MESSAGE_BYTES, parse, send
 from cachefs.fastpath.mount_descriptors import MountDescriptors, is_unmounted
 from cachefs.fastpath.processes import LOOK_S, PROGRAM, STOP_TIMEOUT_S, is_running, memory_name, running
+from cachefs.system.clock import NANOSECONDS
 from cachefs.system.descriptors import closing
 from cachefs.system.private_files import opener
 from cachefs.system.threads import is_refused
@@ -135,30 +136,34 @@ class FastPath:
     async def run(self, *, new: bool, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         """Keep a fast path running until the mount is gone. `task_status` starts when one is attached, or at the end.
 
-        `new`: the mount is not in use yet. Raises CacheFsError if the first programs end immediately.
+        `new`: the mount is not in use yet. Raises CacheFsError if the first programs end immediately. A mount in use
+        ends if all programs have ended immediately for `--reconnect-timeout`: no request waits for ever.
         """
         try:
-            if not await self._run(task_status, _FIRST_STARTS if new else math.inf):
+            if not await self._run(task_status, new=new):
                 task_status.started()
         finally:
             self._ended.set()
         if not self._stopping:
             self.unmounted()
 
-    async def _run(self, task_status: trio.TaskStatus[None], most_starts: float) -> bool:
+    async def _run(self, task_status: trio.TaskStatus[None], *, new: bool) -> bool:
         """Returns whether one was attached."""
         pause_s = 0.0
         has_started = False
+        failing_since: float | None = None
         while not self._stopping and not is_unmounted(self.mount.device):
-            started = trio.current_time()
             pidfd = await self._until_granted(self._running_process, patient=has_started)
             if pidfd is None:
                 break
+            started = trio.current_time()
+            is_attached = False
             with closing(pidfd):
                 async with trio.open_nursery() as nursery:
                     nursery.start_soon(self._until_death, pidfd, nursery.cancel_scope)
                     try:
                         await self._until_granted(self._attach, patient=True)
+                        is_attached = True
                         if not has_started:
                             has_started = True
                             task_status.started()
@@ -174,14 +179,28 @@ class FastPath:
             killed = status == -signal.SIGKILL
             if self._stopping or is_unmounted(self.mount.device):
                 break
-            if not has_started and not killed and self.starts >= most_starts:
-                raise CacheFsError(f"the fast path ends as soon as it is started, with status {status}: see the log")
+            now = trio.current_time()
+            is_short = now - started <= _SHORT_LIFE_S
+            if killed or status == os.EX_TEMPFAIL or (is_attached and not is_short):
+                failing_since = None
+            elif failing_since is None:
+                failing_since = started
+            reason = f"the fast path ends as soon as it is started, with status {status}: see the log"
+            if new and not has_started:
+                if not killed and self.starts >= _FIRST_STARTS:
+                    raise CacheFsError(reason)
+            elif failing_since is not None and now - failing_since > self._timeout_s():
+                log.error("the mount ends, because %s", reason)
+                break
             log.warning("the fast path has ended; starting another")
-            lived = trio.current_time() - started
             # No pause after a kill, which does not happen in a loop.
-            pause_s = 0.0 if killed or lived > _SHORT_LIFE_S else min(max(0.05, 2 * pause_s), _MAX_PAUSE_S)
+            pause_s = 0.0 if killed or not is_short else min(max(0.05, 2 * pause_s), _MAX_PAUSE_S)
             await trio.sleep(pause_s)
         return has_started
+
+    def _timeout_s(self) -> float:
+        """How long requests wait for a fast path that cannot start (`--reconnect-timeout`)."""
+        return self.mount.shared["reconnect_timeout_ns"] / NANOSECONDS
 
     async def _running_process(self) -> int:
         """A pidfd of the program, which is started if it is not running."""
@@ -237,7 +256,7 @@ class FastPath:
         for name, fd in fds.items():
             command += (name, str(fd))
         command += ("--session", str(self.session), "--durable", str(self.durable), "--after", str(after))
-        with open(self.log_path, "ab", opener=opener) if self.log_path else contextlib.nullcontext() as log_file:
+        with self._log_file() as log_file:
             self._process = subprocess.Popen(
                 command,
                 pass_fds=tuple(fds.values()),
@@ -248,6 +267,18 @@ class FastPath:
             )
         self.pid = self._process.pid
         self.starts += 1
+
+    @contextlib.contextmanager
+    def _log_file(self) -> Iterator[BinaryIO | None]:
+        """None: the daemon's stderr, /dev/null in the background. A log is no condition for serving the mount."""
+        file = None
+        if self.log_path is not None:
+            try:
+                file = open(self.log_path, "ab", opener=opener)  # noqa: SIM115
+            except (OSError, CacheFsError) as error:
+                log.warning("the fast path has no log: %s", error)
+        with file or contextlib.nullcontext():
+            yield file
 
     async def _until_death(self, pidfd: int, scope: trio.CancelScope) -> None:
         await _end_of(self.pid, pidfd)

@@ -303,7 +303,8 @@ def _check_package() -> None:
     "--reconnect-timeout",
     type=parameters.SECONDS,
     default=60.0,
-    help="If the daemon dies, let requests that need it wait S seconds for a new daemon; then they fail with EIO.",
+    help="If the daemon dies, let requests that need it wait S seconds for a new daemon; then they fail with EIO. "
+    "If no fast path can be started for S seconds, the mount ends.",
 )
 @click.option("--foreground", is_flag=True, help="Stay in the foreground and log to stderr.")
 @click.option(

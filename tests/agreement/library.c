@@ -24,6 +24,7 @@ static const char *const table_names[TABLES] = {
 };
 static struct index index_;
 static struct view view;
+static int given_blob;
 struct shared *shared;
 static struct fetch_table table;
 static struct fetch *fetches[64];
@@ -225,9 +226,8 @@ size_t write_record(int blob, const struct inode_record *record, uint64_t inode,
     memset(out, 0, sizeof *out);
     bool good = put_record(&writer, fetch, at, shared->seed, out) && blob_writer_flush(&writer);
     blob_writer_trim(&writer);
-    if (writer.direct != writer.buffered)
+    if (writer.direct != blob)
         close(writer.direct);
-    close(writer.buffered);
     munmap(writer.buffer, 2u << 20);
     free(fetch);
     return good ? sizeof out->record + block_count(length) * sizeof(uint64_t) : 0;
@@ -238,15 +238,17 @@ bool read_blob(int fd, const uint8_t *value, size_t value_length, uint32_t start
 {
     struct blob blob;
     struct extent extent = {0};
-    if (value_length > offsetof(struct extent, start) || !blob_open(&blob, fd, shared->seed))
+    if (value_length > offsetof(struct extent, start))
         return false;
+    blob_open(&blob, fd, shared->seed);
     memcpy(&extent, value, value_length);
     void *scratch = aligned_alloc(DIRECT_ALIGNMENT, (SCRATCH_BYTES((size_t)length) + 4095) / 4096 * 4096);
     const void *data = scratch ? blob_read(&blob, &extent, start, length, scratch) : NULL;
     if (data)
         memcpy(out, data, length);
     free(scratch);
-    close(blob.fd);
+    if (blob.fd != fd)
+        close(blob.fd);
     return data;
 }
 
@@ -272,15 +274,17 @@ bool open_answers(int blob)
     fastpath = (struct fastpath){.shared = shared, .index = index_, .daemon = {.socket = -1}};
     fastpath.device = memfd_create("device", MFD_CLOEXEC);
     fastpath.speculative_read.scratch = scratch + QUICK_BYTES;
-    return scratch && fastpath.device >= 0 && blob_open(&fastpath.blob, blob, shared->seed) &&
-           !worker_init(&worker, &fastpath, &counters, scratch);
+    blob_open(&fastpath.blob, blob, shared->seed);
+    given_blob = blob;
+    return scratch && fastpath.device >= 0 && !worker_init(&worker, &fastpath, &counters, scratch);
 }
 
 void close_answers(void)
 {
     view_destroy(&worker.view);
     close(fastpath.device);
-    close(fastpath.blob.fd);
+    if (fastpath.blob.fd != given_blob)
+        close(fastpath.blob.fd);
 }
 
 /* Of a request: its answer's length, 0 where it has none; -1: it is passed on; -2: no kernel sends that. `guessing`: this

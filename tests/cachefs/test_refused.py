@@ -309,3 +309,52 @@ def test_a_table_of_readers_that_was_allocated_in_part_is_not_mapped(tmp_path: P
         os.chmod(disk / "index/lock.mdb", 0o600)
         with pytest.raises(IndexUnavailable, match=r"cannot make the index in .*: No space left on device"):
             Environment(disk / "index", sync=True)
+
+
+class Memory(dict[str, int]):
+    fd = -1
+
+
+@pytest.mark.promise("FA-27")
+@pytest.mark.parametrize(("status", "ends"), [(1, True), (127, True), (os.EX_TEMPFAIL, False)])
+def test_a_fast_path_that_never_starts_ends_its_mount_unless_the_machine_has_a_shortage(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, status: int, ends: bool
+) -> None:
+    """Regression: it was started again for ever, and all requests waited."""
+    program = Program(tmp_path, monkeypatch)
+    program.fastpath.mount.shared = Memory(reconnect_timeout_ns=100_000_000)  # type: ignore[assignment]
+    popen = subprocess.Popen
+    monkeypatch.setattr(subprocess, "Popen", lambda *_, **__: popen(["/bin/sh", "-c", f"exit {status}"]))
+
+    ended: list[bool] = []
+    program.fastpath.unmounted = lambda: ended.append(not program.gone)
+
+    async def main() -> None:
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(partial(program.fastpath.run, new=False))
+            await until(lambda: ended or program.fastpath.starts > 4)
+            program.gone = True
+
+    try:
+        run(main)
+    finally:
+        program.end()
+    assert ended == [ends]
+
+
+def test_a_log_that_cannot_be_opened_does_not_keep_a_fast_path_from_starting(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Regression: the mount ended when the log was on a disk that had become read-only."""
+    program = Program(tmp_path, monkeypatch)
+    program.fastpath.log_path = tmp_path / "missing" / "daemon.log"
+    popen, given = subprocess.Popen, []
+
+    def sleeper(command: object, **options: Any) -> Any:
+        given.append(options["stderr"])
+        return popen(["/bin/sleep", "60"])
+
+    monkeypatch.setattr(subprocess, "Popen", sleeper)
+    attach(program, lambda: None, given)
+    assert given == [None] and program.fastpath.starts == 1
+    assert "the fast path has no log" in caplog.text

@@ -132,13 +132,27 @@ def disk(tmp_path: Path) -> Iterator[Path]:
         file.truncate(192 * MIB)
     place.mkdir()
     subprocess.run(["mkfs.ext4", "-q", image], check=True)
-    done = subprocess.run(["mount", "-o", "loop", image, place], capture_output=True, check=False)
+    done = subprocess.run(["mount", "-o", "loop,errors=remount-ro", image, place], capture_output=True, check=False)
     if done.returncode:
         pytest.skip(f"no loop devices: {done.stderr!r}")
     try:
         yield place
     finally:
         subprocess.run(["umount", "-l", place], check=True)
+
+
+def shut_down(disk: Path) -> None:
+    """Nothing more reaches the disk, not even dirty pages."""
+    fd = os.open(disk, os.O_RDONLY)
+    fcntl.ioctl(fd, SHUTDOWN, b"\2\0\0\0")
+    os.close(fd)
+
+
+def make_read_only(disk: Path) -> None:
+    """As the kernel does when ext4 finds an error."""
+    device = os.stat(disk).st_dev
+    name = Path(f"/sys/dev/block/{os.major(device)}:{os.minor(device)}").resolve().name
+    (Path("/sys/fs/ext4") / name / "trigger_fs_error").write_text("test")
 
 
 @pytest.mark.promise("FA-16")
@@ -153,9 +167,7 @@ def test_a_cache_disk_that_dies(
         assert (m.path / path).read_bytes() == (source / path).read_bytes()
     m.flush()
     pids = processes(m)
-    fd = os.open(disk, os.O_RDONLY)
-    fcntl.ioctl(fd, SHUTDOWN, b"\2\0\0\0")  # nothing more reaches the disk, not even dirty pages
-    os.close(fd)
+    shut_down(disk)
     for _ in range(3):
         m.drop_caches()
         assert contents(m.path) == contents(source)
@@ -163,6 +175,42 @@ def test_a_cache_disk_that_dies(
     assert (source / "written").read_bytes() == b"x"
     wait_for(m.status, lambda status: status["errors"] > 0)
     assert processes(m) == pids
+    m.umount()
+    m.cache = tmp_path / "no log"  # it was on that disk
+
+
+@pytest.mark.fastpath
+@pytest.mark.promise("FA-16", "FA-25", "LC-2", "TE-2")
+@pytest.mark.parametrize("fault", [make_read_only, shut_down])
+@pytest.mark.parametrize("arguments", [[], ["--read-only"]], ids=["read-write", "read-only"])
+def test_a_fast_path_that_is_killed_after_the_cache_disk_has_failed(
+    mount: MakeMount, source: Path, disk: Path, tmp_path: Path, arguments: list[str], fault: Callable[[Path], None]
+) -> None:
+    """Another one starts, without a log and with a blob that it cannot write. Open files stay open."""
+    m = mount(source, *arguments, cache=disk / "cache")
+    cached, other = sorted(contents(source))[:2]
+    assert (m.path / cached).read_bytes() == (source / cached).read_bytes()
+    m.flush()
+    with open(m.path / cached, "rb") as opened:
+        fault(disk)
+        before = processes(m)
+        os.kill(before[1], signal.SIGKILL)
+        m.drop_caches()
+        assert (m.path / other).read_bytes() == (source / other).read_bytes()
+        assert opened.read() == (source / cached).read_bytes()
+        after = processes(m)
+        assert after[0] == before[0] and after[1] not in (0, before[1])
+        for _ in range(2):
+            m.drop_caches()
+            assert contents(m.path) == contents(source)
+        hits = m.status()["hits"]
+        m.drop_caches()
+        assert (m.path / cached).read_bytes() == (source / cached).read_bytes()
+        if fault is make_read_only:
+            assert m.status()["hits"] > hits
+        else:
+            wait_for(m.status, lambda status: status["errors"] > 0)
+        assert processes(m) == after
     m.umount()
     m.cache = tmp_path / "no log"  # it was on that disk
 

@@ -1,5 +1,6 @@
 """State that a daemon inherits from the process that starts it, and that must not affect a mount."""
 
+import errno
 import os
 import resource
 import signal
@@ -105,3 +106,26 @@ def test_a_mount_in_use_waits_until_its_fast_path_can_be_started(
     wait_for(lambda: m.log().count("the fast path has ended"), lambda ends: ends > 6)
     damaged.unlink()
     assert contents(m.path) == contents(source)
+
+
+@pytest.mark.fastpath
+@pytest.mark.promise("FA-27")
+@pytest.mark.parametrize("taken_over", [False, True], ids=["new", "taken-over"])
+def test_a_mount_whose_fast_path_cannot_be_started_any_more_ends(
+    mount: MakeMount, source: Path, libraries: Path, taken_over: bool
+) -> None:
+    """Its readers get an error. Regression: they waited for ever."""
+    m = mount(source, "--read-only", "--reconnect-timeout", "1")
+    if taken_over:
+        m.kill()
+        m.start()
+    assert contents(m.path) == contents(source)
+    m.killed_fastpaths = 100
+    (libraries / "liblmdb.so.0").write_bytes(b"")
+    os.kill(int(m.status()["fastpath"]["pid"]), signal.SIGKILL)
+    with pytest.raises(OSError) as caught:
+        os.stat(m.path / "missing")
+    assert caught.value.errno in (errno.ENOTCONN, errno.ECONNABORTED)
+    wait_for(lambda: mounted_on(m.path), lambda mounts: not mounts)
+    m.pid = 0
+    wait_for(m.log, lambda log: "the fast path ends as soon as it is started, with status 127" in log)

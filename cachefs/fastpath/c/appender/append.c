@@ -383,7 +383,7 @@ struct appender *append_start(struct shared *shared, struct daemon *daemon, int 
     pthread_condattr_init(&attributes);
     pthread_condattr_setclock(&attributes, CLOCK_MONOTONIC);
     pthread_cond_init(&appender->changed, &attributes);
-    if (!blob_writer_open(&appender->writer, blob_fd) || pthread_create(&appender->thread, NULL, run, appender)) {
+    if (!blob_writer_open(&appender->writer, blob_fd) || (errno = pthread_create(&appender->thread, NULL, run, appender))) {
         free(appender);
         return NULL;
     }

@@ -13,7 +13,7 @@ struct append_events { /* called by the appender's thread */
     void (*report_again)(void *context);
 };
 
-/* NULL: no memory, no thread, or the blob cannot be opened. */
+/* NULL, with errno: no memory or no thread. */
 struct appender *append_start(struct shared *shared, struct daemon *daemon, int blob_fd, const struct append_events *events,
                               void *context);
 

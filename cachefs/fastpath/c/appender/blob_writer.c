@@ -33,12 +33,12 @@ bool blob_writer_open(struct blob_writer *writer, int fd)
 {
     char path[64];
     snprintf(path, sizeof path, "/proc/self/fd/%d", fd);
-    *writer = (struct blob_writer){.buffered = open(path, O_WRONLY | O_CLOEXEC), .buffer = buffer_memory(WRITER_BYTES)};
+    *writer = (struct blob_writer){.buffered = fd, .buffer = buffer_memory(WRITER_BYTES)};
     writer->direct = open(path, O_WRONLY | O_DIRECT | O_CLOEXEC);
     if (writer->direct < 0)
-        writer->direct = writer->buffered;
+        writer->direct = fd; /* on a disk that is read-only or dead, each write reports the error */
     begin_at(writer, NOWHERE);
-    return writer->buffered >= 0 && writer->buffer;
+    return writer->buffer;
 }
 
 static void allocate(struct blob_writer *writer, uint64_t end)

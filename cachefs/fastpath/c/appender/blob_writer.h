@@ -10,7 +10,7 @@
 #define WRITER_BYTES (1u << 20)
 
 struct blob_writer { /* used by the appender's thread, or by append_drain while that thread is idle */
-    int direct, buffered; /* descriptors; the same one where the filesystem has no O_DIRECT */
+    int direct, buffered; /* descriptors; the same one where the blob cannot be opened with O_DIRECT */
     bool behind;          /* the disk does not keep up: write to the page cache, as long as it takes data */
     uint8_t *buffer;
     uint64_t at;        /* the buffer's offset in the blob */
@@ -18,7 +18,7 @@ struct blob_writer { /* used by the appender's thread, or by append_drain while 
     size_t used, flushed;
 };
 
-/* `fd`: any descriptor of the blob; it is opened again. False: no memory, or it cannot be opened. */
+/* `fd`: a descriptor of the blob, without O_DIRECT, which stays open. False: no memory. */
 bool blob_writer_open(struct blob_writer *writer, int fd);
 /* Bytes for `offset`: directly behind the last ones, or at the start of a page. False, with errno: see `blob_writer_drop`. */
 bool blob_writer_put(struct blob_writer *writer, uint64_t offset, const void *data, size_t length);

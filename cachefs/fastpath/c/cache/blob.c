@@ -15,14 +15,13 @@ uint64_t checksum(const void *data, size_t length, uint64_t seed)
     return XXH3_64bits_withSeed(data, length, seed);
 }
 
-bool blob_open(struct blob *blob, int fd, uint64_t seed)
+void blob_open(struct blob *blob, int fd, uint64_t seed)
 {
     char path[64];
     snprintf(path, sizeof path, "/proc/self/fd/%d", fd);
     *blob = (struct blob){.fd = open(path, O_RDONLY | O_DIRECT | O_CLOEXEC), .direct = true, .seed = seed};
     if (blob->fd < 0)
-        *blob = (struct blob){.fd = open(path, O_RDONLY | O_CLOEXEC), .seed = seed};
-    return blob->fd >= 0;
+        *blob = (struct blob){.fd = fd, .seed = seed};
 }
 
 /* Bytes read, which is less than `length` only after an error or at the end of the blob. */

@@ -20,8 +20,8 @@ struct blob {
     uint64_t seed;
 };
 
-/* `fd`: any descriptor of the blob. The blob is opened again, for reads past the page cache. False: that failed. */
-bool blob_open(struct blob *blob, int fd, uint64_t seed);
+/* `fd`: a descriptor of the blob, which stays open. The blob is opened again, if possible, for reads past the page cache. */
+void blob_open(struct blob *blob, int fd, uint64_t seed);
 
 /* `length` bytes (at most MAX_READ_BYTES) from `start` of an extent, verified. NULL: unreadable or corrupt.
  * `scratch`: SCRATCH_BYTES(length), aligned to DIRECT_ALIGNMENT; the result lies within. */

@@ -1,6 +1,10 @@
 #include "cache/index.h"
 
+#include <errno.h>
+#include <fcntl.h>
+#include <stdio.h>
 #include <sys/stat.h>
+#include <unistd.h>
 
 #include "common/assertion.h"
 #include "common/clock.h"
@@ -10,7 +14,7 @@
 static const char *const table_names[TABLES] = {TABLE_NAMES};
 static const enum table scanned[] = {LINKS, LISTING, EXTENTS};
 
-/* After an error the process ends: nothing is closed. */
+/* After an error nothing is closed: the process ends, or goes on without an index. */
 static int open_environment(MDB_env **env, const char *path, MDB_dbi *tables)
 {
     MDB_txn *txn;
@@ -25,17 +29,38 @@ static int open_environment(MDB_env **env, const char *path, MDB_dbi *tables)
     return mdb_txn_commit(txn);
 }
 
+/* LMDB reads an index without a table of readers where it cannot write one. That is safe as long as no commit can be made. */
+static bool is_read_only(const struct index *index)
+{
+    int fd = open(index->lock_path, O_RDWR | O_CLOEXEC);
+    if (fd < 0)
+        return errno == EROFS;
+    close(fd); /* LMDB has no lock on it yet, which this would release */
+    return false;
+}
+
 int index_open(struct index *index, const char *session, const char *durable, const struct shared *shared)
 {
     *index = (struct index){.shared = shared};
+    snprintf(index->lock_path, sizeof index->lock_path, "%s/lock.mdb", durable);
+    index->is_unregistered = is_read_only(index);
     int error = open_environment(&index->env[SESSION], session, index->tables[SESSION]);
-    return error ? error : open_environment(&index->env[DURABLE], durable, index->tables[DURABLE]);
+    if (!error)
+        error = open_environment(&index->env[DURABLE], durable, index->tables[DURABLE]);
+    if (error)
+        index->env[SESSION] = index->env[DURABLE] = NULL;
+    return error;
+}
+
+bool index_is_outdated(const struct index *index)
+{
+    return index->is_unregistered && !is_read_only(index);
 }
 
 int view_init(struct view *view, const struct index *index)
 {
     *view = (struct view){.index = index};
-    int error = 0;
+    int error = index->env[SESSION] && index->env[DURABLE] ? 0 : EIO;
     for (int layer = 0; !error && layer < LAYERS; layer++) {
         error = mdb_txn_begin(index->env[layer], NULL, MDB_RDONLY, &view->txn[layer]);
         for (size_t i = 0; !error && i < sizeof scanned / sizeof *scanned; i++) {
@@ -68,7 +93,8 @@ int view_begin(struct view *view)
 {
     if (view->open)
         return 0;
-    ASSERT(view->txn[SESSION] && view->txn[DURABLE]);
+    if (!view->txn[SESSION] || !view->txn[DURABLE]) /* the index could not be opened */
+        return EIO;
     const struct shared *shared = view->index->shared;
     view->floor = shared->floor;
     view->strict_floor = shared->strict_floor;

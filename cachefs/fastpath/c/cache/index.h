@@ -5,6 +5,7 @@
  * takes no lock and allocates nothing. */
 #pragma once
 
+#include <limits.h>
 #include <lmdb.h>
 #include <stdbool.h>
 #include <string.h>
@@ -21,6 +22,8 @@ struct index {
     MDB_env *env[LAYERS];
     MDB_dbi tables[LAYERS][TABLES];
     const struct shared *shared;
+    char lock_path[PATH_MAX]; /* the table of readers of the durable index */
+    bool is_unregistered;     /* the disk is read-only: the readers of this process are not in the table */
 };
 
 struct view {
@@ -37,10 +40,12 @@ struct extent {
     uint64_t start; /* where in the file it begins */
 };
 
-/* All return 0 or an LMDB error code. */
+/* All return 0 or an LMDB error code. Without an index every `view_begin` fails, and all requests are passed on. */
 int index_open(struct index *index, const char *session, const char *durable, const struct shared *shared);
 int view_init(struct view *view, const struct index *index);
 void view_destroy(struct view *view);
+/* Opened while the disk was read-only, and the disk can be written again: this process must be replaced. */
+bool index_is_outdated(const struct index *index);
 
 /* A snapshot of the index, until `view_end`. Keep it short: LMDB cannot reuse pages that a reader may see. */
 int view_begin(struct view *view);

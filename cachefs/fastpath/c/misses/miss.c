@@ -307,7 +307,7 @@ int miss_start(struct fastpath *fastpath, int blob_fd)
     prefetch_init(&misses->prefetch, shared);
     fastpath->appender = append_start(shared, &fastpath->daemon, blob_fd, &miss_append_events, misses);
     if (!fastpath->appender)
-        return ENOMEM;
+        return errno;
     fastpath->misses = misses;
     return miss_threads_start(misses, shared);
 }

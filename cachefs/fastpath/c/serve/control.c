@@ -147,6 +147,8 @@ void control_run(struct control_socket *control, int ended)
         relay_tick(&fastpath->relay);
         miss_tick(fastpath->misses);
         interrupt_tick(fastpath);
+        if (index_is_outdated(&fastpath->index))
+            return; /* the daemon starts another one */
         if (ready <= 0) {
             struct pollfd next = {control->listener, POLLIN, 0};
             if (daemon >= 0 && poll(&next, 1, 0) > 0 && process_is_dying(control->pid)) {

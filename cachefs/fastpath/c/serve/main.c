@@ -12,6 +12,7 @@
 #include <sys/eventfd.h>
 #include <sys/mman.h>
 #include <sys/syscall.h>
+#include <sysexits.h>
 #include <unistd.h>
 
 #include "appender/append.h"
@@ -25,10 +26,22 @@
 #define STACK_BYTES (256u << 10)
 #define LOOK_MS 20
 
-static int fail(const char *what, const char *why)
+static void say(const char *what, int error)
 {
-    fprintf(stderr, "fast path: %s: %s\n", what, why);
-    return 1;
+    fprintf(stderr, "fast path: %s: %s\n", what, mdb_strerror(error));
+}
+
+/* A machine that has no memory, thread or descriptor left at the moment. launcher.py has them too. */
+static bool is_shortage(int error)
+{
+    return error == EAGAIN || error == ENOMEM || error == EMFILE || error == ENFILE;
+}
+
+/* `error`: an errno or an LMDB error code. The daemon tries again for ever after EX_TEMPFAIL only. */
+static int fail(const char *what, int error)
+{
+    say(what, error);
+    return is_shortage(error) ? EX_TEMPFAIL : EXIT_FAILURE;
 }
 
 enum argument { DEVICE, SHARED, SOURCE, BLOB, LISTENER, SESSION_INDEX, DURABLE_INDEX, PREDECESSOR, ARGUMENTS };
@@ -92,7 +105,7 @@ int main(int count, char **values)
 {
     const char *arguments[ARGUMENTS] = {NULL};
     if (!parse_arguments(count, values, arguments))
-        return fail("usage", "this program is started by cachefs, not by hand");
+        return fail("this program is started by cachefs, not by hand", EINVAL);
     signal(SIGPIPE, SIG_IGN);
     signal(SIGXFSZ, SIG_IGN); /* a blob that may not grow counts as full */
     signal(SIGINT, SIG_IGN);
@@ -107,31 +120,34 @@ int main(int count, char **values)
     fastpath = (struct fastpath){
         .device = atoi(arguments[DEVICE]), .source = atoi(arguments[SOURCE]), .daemon = {.socket = -1}};
     if (!(fastpath.shared = map_shared(control.shared_fd)))
-        return fail("the shared memory cannot be used", strerror(errno));
+        return fail("the shared memory cannot be used", errno);
     int error = index_open(&fastpath.index, arguments[SESSION_INDEX], arguments[DURABLE_INDEX], fastpath.shared);
-    if (error)
-        return fail("the index cannot be opened", mdb_strerror(error));
-    if (!blob_open(&fastpath.blob, control.blob_fd, fastpath.shared->seed))
-        return fail("the blob cannot be opened", strerror(errno));
+    if (is_shortage(error))
+        return fail("the index cannot be opened", error);
+    if (error) /* a disk that is dead: the daemon has the index open, and answers what it can */
+        say("the index cannot be opened, so all requests are passed on", error);
+    blob_open(&fastpath.blob, control.blob_fd, fastpath.shared->seed);
     if ((ended = eventfd(0, EFD_CLOEXEC)) < 0)
-        return fail("eventfd", strerror(errno));
+        return fail("eventfd", errno);
     signal(SIGTERM, end);
     if (fcntl(fastpath.device, F_SETFL, fcntl(fastpath.device, F_GETFL) | O_NONBLOCK)) /* `next_request` waits */
-        return fail("/dev/fuse cannot be used", strerror(errno));
+        return fail("/dev/fuse cannot be used", errno);
     fastpath.shared->pid = (uint64_t)getpid();
 
     if (!relay_init(&fastpath.relay, fastpath.shared, fastpath.device))
-        return fail("requests cannot be taken over", strerror(errno));
+        return fail("requests cannot be taken over", errno);
     interrupt_init(&fastpath);
     uint32_t threads = fastpath.shared->threads;
     if (!threads || threads > SLOTS_FOR_THREADS)
-        return fail("the shared memory cannot be used", "impossible number of threads");
-    if ((error = miss_start(&fastpath, control.blob_fd)) || (error = relay_start(&fastpath.relay)))
-        return fail("threads cannot be started", strerror(error));
+        return fail("the shared memory has an impossible number of threads", EINVAL);
+    if ((error = miss_start(&fastpath, control.blob_fd)))
+        return fail("the threads for fetches cannot be started", error);
+    if ((error = relay_start(&fastpath.relay)))
+        return fail("the threads between kernel and Python cannot be started", error);
     struct worker *workers = calloc(threads, sizeof *workers);
     uint8_t *scratch = buffer_memory((threads + 1) * (size_t)QUICK_BYTES);
     if (!workers || !scratch)
-        return fail("threads cannot be set up", strerror(ENOMEM));
+        return fail("the memory of threads cannot be allocated", ENOMEM);
     lock_take(&leader_lock);
     fastpath.speculative_read.scratch = scratch + threads * (size_t)QUICK_BYTES;
     lock_release(&leader_lock);
@@ -140,13 +156,13 @@ int main(int count, char **values)
     pthread_attr_setstacksize(&attributes, STACK_BYTES);
     for (uint32_t i = 0; i < threads; i++) {
         if ((error = worker_init(&workers[i], &fastpath, &fastpath.shared->counters[i], scratch + i * (size_t)QUICK_BYTES)))
-            return fail("a thread cannot be set up", mdb_strerror(error));
+            return fail("a thread cannot be set up", error);
         if ((fastpath.shared->flags & LOGS_ACCESSES) && i < ACCESS_LOGS)
             workers[i].log = &fastpath.shared->accesses[i];
     }
     for (uint32_t i = 0; i < threads; i++)
         if ((error = pthread_create(&workers[i].thread, &attributes, work, &workers[i])))
-            return fail("a thread cannot be started", strerror(error));
+            return fail("a thread cannot be started", error);
     control_run(&control, ended);
     if (fastpath.appender)
         append_drain(fastpath.appender);

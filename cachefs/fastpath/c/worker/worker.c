@@ -6,7 +6,7 @@ int worker_init(struct worker *worker, struct fastpath *fastpath, struct counter
 {
     ASSERT((uintptr_t)scratch % DIRECT_ALIGNMENT == 0);
     *worker = (struct worker){.fastpath = fastpath, .counters = counters, .slot = NO_SLOT, .scratch = scratch};
-    return view_init(&worker->view, &fastpath->index);
+    return fastpath->index.env[DURABLE] ? view_init(&worker->view, &fastpath->index) : 0;
 }
 
 UNCHECKED void leader_become(struct worker *worker)
