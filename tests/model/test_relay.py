@@ -174,7 +174,7 @@ def test_the_relay_does_what_the_model_does_also_after_kills_at_any_write(
         finally:
             relay.close()
         kills += sum("killed" in step for step in way)
-    assert kills > RUNS // len(SCENARIOS)
+    assert kills > RUNS // len(SCENARIOS) // 2  # on average three times as many
 
 
 WRONG = {
