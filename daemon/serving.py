@@ -29,6 +29,7 @@ from cachefs.prefetch.hints import Hints
 from cachefs.prefetch.prefetcher import Prefetcher
 from cachefs.prefetch.queue import OwnPrefetchQueue
 from cachefs.source.directories import ROOT
+from cachefs.store import runs
 from daemon import tasks
 from daemon.config import config
 from daemon.config.config import MountConfig
@@ -136,9 +137,13 @@ class Serving:
         components, source = self._components, self._components.source
         root = self._mount.source_root(components)
         root.save(components.opened.index)
+        if not root.numbers_last:
+            self._begin_connection()
 
         def changed() -> None:
             components.descriptors.save_losses()  # before a successor can get the new source from the fast path
+            components.metadata.paths.forget()
+            runs.save_connection(components.opened.index, source.connection.number)
             if self._host is not None:
                 self._host.source_changed(source.root_device)
 
@@ -146,6 +151,13 @@ class Serving:
         if not self._mount.is_new:
             connection.doubt()
         return connection
+
+    def _begin_connection(self) -> None:
+        """Inode numbers of the source count in one connection only: number it, or go on with that of a predecessor."""
+        opened, source = self._components.opened, self._components.source
+        if self._mount.is_new:
+            runs.save_connection(opened.index, runs.first_connection(opened.state.run))
+        source.connection = source.connection._replace(number=runs.saved_connection(opened.index))
 
     async def _record_root(self) -> None:
         metadata, filesystem, source = self._components.metadata, self._components.filesystem, self._components.source

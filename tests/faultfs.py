@@ -13,6 +13,8 @@ while FAULTS/edquot exists, FLUSH fails with EDQUOT;
 while FAULTS/fsync exists, FSYNC and FSYNCDIR fail with EIO;
 while FAULTS/fails exists, each line of it, such as `read EIO d0/f00000`, says which operation (lookup, open, read,
 readdir or write) fails how for paths that end in this;
+FAULTS/numbers, read at the start, has inode numbers: each line of it, such as `2 d0`, is a number and a path;
+while FAULTS/tick exists, it is the ctime and mtime of everything, in nanoseconds;
 while FAULTS/short exists, READ of paths that end in it returns half of what was asked for.
 """
 
@@ -32,6 +34,10 @@ class FaultFs(pyfuse3.Operations):
         super().__init__()
         self.paths = {pyfuse3.ROOT_INODE: os.fsencode(ROOT)}
         self.late: set[bytes] = set()
+        lines = (FAULTS / "numbers").read_text().splitlines() if (FAULTS / "numbers").exists() else []
+        self.numbers = {
+            os.fsencode(ROOT / path): int(number) for number, path in (line.split(" ", 1) for line in lines)
+        }
 
     async def fault(self, path: bytes) -> None:
         while self.is_named(path, "hang"):
@@ -62,11 +68,13 @@ class FaultFs(pyfuse3.Operations):
             found = os.lstat(path)
         except OSError as error:
             raise pyfuse3.FUSEError(error.errno) from None
-        number = pyfuse3.ROOT_INODE if path == os.fsencode(ROOT) else found.st_ino
+        number = pyfuse3.ROOT_INODE if path == os.fsencode(ROOT) else self.numbers.get(path, found.st_ino)
         self.paths[number] = path
         entry = pyfuse3.EntryAttributes()
         for name in ("st_mode", "st_nlink", "st_uid", "st_gid", "st_size", "st_atime_ns", "st_mtime_ns", "st_ctime_ns"):
             setattr(entry, name, getattr(found, name))
+        if (FAULTS / "tick").exists():
+            entry.st_ctime_ns = entry.st_mtime_ns = int((FAULTS / "tick").read_text())
         entry.st_ino = number
         entry.entry_timeout = entry.attr_timeout = 0
         return entry
@@ -171,6 +179,6 @@ class FaultFs(pyfuse3.Operations):
 
 
 if __name__ == "__main__":
-    pyfuse3.init(FaultFs(), str(MOUNTPOINT), {"fsname=faultfs", "default_permissions"})
+    pyfuse3.init(FaultFs(), str(MOUNTPOINT), {"fsname=faultfs", "default_permissions", "allow_other"})
     trio.run(pyfuse3.main, 1, 2000)
     pyfuse3.close(unmount=False)

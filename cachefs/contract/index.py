@@ -56,7 +56,7 @@ KNOWN_FLAGS = sum(Flag)
 
 INODE_RECORD = Struct(
     "inode_record",
-    ("u32", "flags mode nlink uid gid rdev reserved blksize"),
+    ("u32", "flags mode nlink uid gid rdev connection blksize"),
     ("u64", "size blocks"),
     ("i64", "atime_ns mtime_ns ctime_ns btime_ns"),
     ("u64", "device source_inode version validated_run entries_valid_from next_position expires_ns lookups"),

@@ -34,7 +34,7 @@ from cachefs.source import age
 from cachefs.source.call_pool import CallPool
 from cachefs.source.credentials import Caller
 from cachefs.source.directories import ROOT, Directory
-from cachefs.source.identity import Changed, Renamed, identity_of
+from cachefs.source.identity import Changed, Renamed
 from cachefs.source.opening import component
 from cachefs.source.single_flight import Overtaken, SingleFlight
 from cachefs.source.source import Object, Source
@@ -105,7 +105,7 @@ class FileSystem:
         link = self.metadata.paths.name(view, number)
         if inode is None or link is None:
             raise failed(errno.ESTALE)
-        return Object(self.metadata.paths.directory(view, link[0]), link[1], identity_of(inode))
+        return Object(self.metadata.paths.directory(view, link[0]), link[1], inode.identity)
 
     async def ask(
         self,

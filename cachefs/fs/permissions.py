@@ -227,6 +227,8 @@ class Permissions:
                     inode_values.put(update, Table.XATTRS, inode, ACL, seen.acl)
             self._not_notified.add(number)
             return True
+        with self._metadata.index.update() as update:
+            self._metadata.recognized(update, inode, now)
         self._vouch(number, max(seen.asked_ns, seen.began_ns - self._settle_ns), now.ctime_ns)
         return False
 

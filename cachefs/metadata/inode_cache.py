@@ -17,7 +17,6 @@ from cachefs.metadata import written_files
 from cachefs.metadata.inode_paths import link_key, link_value, links_of, name_expires_ns
 from cachefs.metadata.inode_table import InodeTable, lookups_unpinned
 from cachefs.source.age import is_young
-from cachefs.source.identity import identity_of, is_same
 from cachefs.store.index.environment import Update, View
 from cachefs.store.index.records import (
     FLAGS_PINNED,
@@ -35,11 +34,11 @@ from cachefs.store.index.records import (
     pair_key,
 )
 from cachefs.store.runs import FIRST_ALIAS
-from cachefs.system.stat import Stat
+from cachefs.system.stat import NO_CONNECTION, Stat
 
 FORGOTTEN_POSITIONS = 1 << 32
 """More positions than a daemon can give out in one directory between two commits."""
-_BLANK = Inode(0, *(0,) * 6, 4096, *(0,) * 14)
+_BLANK = Inode(0, *(0,) * 7, 4096, *(0,) * 14)
 
 
 class InodeCache(InodeTable):
@@ -47,8 +46,9 @@ class InodeCache(InodeTable):
 
     # --- what an lstat said ----------------------------------------------------------------------------------------
 
-    def _number(self, update: Update, now: Stat) -> tuple[int, Inode | None]:
+    def _number(self, update: Update, parent: int, name: bytes, now: Stat) -> tuple[int, Inode | None]:
         """The number of an object, and the inode that it continues; a new number where hazard 10 or 11 needs one."""
+        dentry = self.dentry(update, parent, name)
         key = pair_key(now.device, now.inode)
         alias = update.get(Table.ALIASES, key)
         if alias:
@@ -63,7 +63,7 @@ class InodeCache(InodeTable):
                 return number, None
             if (
                 inode is not None
-                and inode.same_identity(now)
+                and inode.same_identity(now, by_name=dentry is not None and dentry.inode == number)
                 and (inode.same_version(now) or not self._kernel_has_data(inode) or self._is_overtaken(inode, now))
             ):
                 return number, inode
@@ -96,12 +96,12 @@ class InodeCache(InodeTable):
 
         `pin`: this mount pins whatever it sees. `counted`: the answer goes to the kernel, which will send a FORGET.
         """
-        number, old = self._number(update, now)
+        number, old = self._number(update, parent, name, now)
         if old is not None:
             old = self._linked(update, old)
         overtaken = old is not None and self._is_overtaken(old, now)
         if old is not None and self.is_pinned(old) and self.remaining_ns(old) > 0:
-            inode = old
+            inode = self.recognized(update, old, now)
         elif old is not None and overtaken:
             inode = old
             self.put_inode(update, inode._replace(lookups=inode.lookups + counted))
@@ -139,6 +139,13 @@ class InodeCache(InodeTable):
         """Was a file written in an earlier run, and not pinned since?"""
         is_known = old is not None and (old.validated_run == self.run or old.flags & IMMUTABLE)
         return not is_known and not self._read_only and stat.S_ISREG(now.mode) and written_files.is_marked(view, now)
+
+    def recognized(self, update: Update, inode: Inode, now: Stat) -> Inode:
+        """`now` is of this inode, whose record stays: its number counts in this connection, too. Returns the record."""
+        if inode.connection != now.connection:
+            inode = inode._replace(connection=now.connection % NO_CONNECTION)
+            self.put_inode(update, inode)
+        return inode
 
     def withdraw_immutable_on_open(self, number: int) -> None:
         """A file is about to be opened for writing: the fast path must not answer an OPEN of it."""
@@ -218,7 +225,8 @@ class InodeCache(InodeTable):
         inode = self.inode(update, number)
         if inode is None:
             return None, []
-        if not is_same(identity_of(inode), now) or inode.device != now.device:
+        expected = inode.identity._replace(connection=now.connection)  # it was compared before the change
+        if not expected.is_of(now, by_name=True) or inode.device != now.device:
             return None, self.drop(update, number)
         unchanged = inode.size == now.size and inode.mtime_ns == now.mtime_ns
         if not unchanged and not inode.is_directory:

@@ -9,7 +9,6 @@ from itertools import islice
 
 from cachefs.contract.index import ROOT_INODE, Table
 from cachefs.source.directories import ROOT, Directory
-from cachefs.source.identity import identity_of
 from cachefs.store.index.environment import View
 from cachefs.store.index.records import PINNED, STALE, Dentry, Inode, inode_key, inode_of_key
 
@@ -89,9 +88,15 @@ class Paths:
         self._directories.clear()
 
     def note(self, inode: Inode) -> None:
-        """The record of a directory has changed: whether its name is pinned is remembered, too."""
+        """The record of a directory has changed: whether its name is pinned is remembered, and its identity.
+
+        The change time of an identity counts only after the connection has ended. Then all are forgotten.
+        """
         known = self._directories.get(inode.number)
-        if known is not None and known.has_pinned_name != _has_pinned_name(inode):
+        if known is None:
+            return
+        is_compared_again = known.identity is not None and known.identity.connection != inode.connection
+        if is_compared_again or known.has_pinned_name != _has_pinned_name(inode):
             self.forget()
 
     def named(self, number: int, parent: int, name: bytes) -> None:
@@ -196,7 +201,7 @@ class Paths:
             if not inode.is_directory:
                 raise OSError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))
             name = link[1] if link is not None else b""
-            above = Directory(number, identity_of(inode), above, name, _has_pinned_name(inode))
+            above = Directory(number, inode.identity, above, name, _has_pinned_name(inode))
             if len(self._directories) >= REMEMBERED_DIRECTORIES:
                 self._directories.clear()
             self._directories[number] = above

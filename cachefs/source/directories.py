@@ -25,7 +25,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from cachefs.contract.index import ROOT_INODE
-from cachefs.source.identity import GONE, Changed, Identity, Renamed, check, is_same
+from cachefs.source.identity import GONE, Changed, Renamed, check, is_same
+from cachefs.store.index.records import Identity
 from cachefs.system.clock import SYSTEM, Clock
 from cachefs.system.descriptors import closing_on_error
 from cachefs.system.stat import Stat
@@ -165,7 +166,7 @@ class SourceDirectories:
         kept = self._kept.get(directory.number)
         if kept is None:
             return None
-        if kept.identity != directory.identity:  # the number is another directory's now
+        if not _are_alike(kept.identity, directory.identity):  # the number is another directory's now
             self._drop(self._kept.pop(directory.number))
             return None
         self._kept.move_to_end(directory.number)
@@ -246,3 +247,8 @@ class SourceDirectories:
             kept.users -= 1
             if kept.is_dropped and not kept.users:
                 os.close(kept.fd)
+
+
+def _are_alike(one: Identity | None, other: Identity | None) -> bool:
+    """In the same connection. Change times are not compared: they move."""
+    return one is not None and other is not None and one[:3] == other[:3]

@@ -3,8 +3,8 @@
 A path is only a hint. Between a look-up and an open another node may rename anything over any name. Therefore every
 object of the source is compared with its record after the open, before its bytes or attributes are used:
 
-- `check`: is it the same object? Compares inode number, type, and birth time if both sides have one. The device number
-  is not compared, because it changes when the source is mounted anew.
+- `check`: is it the same object? `Identity` has the rule. The device number is not compared, because it changes when
+  the source is mounted anew.
 - `check_version`: is it the same object, and unchanged? Called after a read, this proves that the bytes belong to the
   record: if nothing differs afterwards, nothing changed before. The fast path has the same rule (misses/source.c).
 """
@@ -12,9 +12,8 @@ object of the source is compared with its record after the open, before its byte
 import errno
 import os
 import stat
-from typing import NamedTuple
 
-from cachefs.store.index.records import Inode
+from cachefs.store.index.records import Identity, Inode
 from cachefs.system.stat import Stat, clamped_ns
 
 GONE = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENXIO)
@@ -61,24 +60,9 @@ class Renamed(Changed):
         return error
 
 
-class Identity(NamedTuple):
-    """Which object of the source."""
-
-    inode: int
-    kind: int
-    """The type bits of its mode."""
-    btime_ns: int
-    """0: not known."""
-
-
-def identity_of(inode: Inode) -> Identity:
-    return Identity(inode.source_inode, stat.S_IFMT(inode.mode), inode.btime_ns)
-
-
 def is_same(expected: Identity, now: Stat) -> bool:
-    if expected.inode != now.inode or expected.kind != stat.S_IFMT(now.mode):
-        return False
-    return expected.btime_ns == now.btime_ns or not (expected.btime_ns and now.btime_ns)
+    """Is it the expected object, which is opened by a name in a directory that was compared?"""
+    return expected.is_of(now, by_name=True)
 
 
 def check(expected: Identity, now: Stat) -> None:

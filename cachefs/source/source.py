@@ -16,9 +16,10 @@ from typing import NamedTuple, TypeVar
 
 from cachefs.errors import Busy
 from cachefs.source.directories import ROOT, Directory, SourceDirectories
-from cachefs.source.identity import GONE, Changed, Identity, check, check_version
+from cachefs.source.identity import GONE, Changed, check, check_version
 from cachefs.source.opening import Opener, component, reopen_directory
-from cachefs.store.index.records import Inode
+from cachefs.store.index.records import Identity, Inode
+from cachefs.store.runs import next_connection
 from cachefs.system import syscalls
 from cachefs.system.clock import SYSTEM, Clock
 from cachefs.system.descriptors import closing, closing_on_error
@@ -38,6 +39,23 @@ class Object(NamedTuple):
     """The expected identity. None: of the directory itself, which is compared when it is opened."""
     fd: int = -1
     """An open descriptor, which may be the only way to reach it. Then name and identity are not used."""
+
+
+class Connection(NamedTuple):
+    """To the source: since it was last mounted anew, and in the present run only.
+
+    In one piece, because threads use it while the source is mounted anew.
+    """
+
+    root_devices: tuple[int, ...]
+    """st_dev of the root, and where numbers last, of the root before: calls that are under way may answer with it."""
+    number: int = 0
+    """0: the source has birth times, or its inode numbers last. `Stat.connection`."""
+
+    def following(self, device: int) -> "Connection":
+        if self.number:
+            return Connection((device,), next_connection(self.number))
+        return Connection((device, self.root_devices[0]))
 
 
 Run = Callable[[Callable[[], int]], int]
@@ -130,8 +148,8 @@ class Source:
     ) -> None:
         """`root_device`: st_dev of `root_fd`; None: read it here. `clock`: compared with times of the source."""
         self.root_fd = root_fd
-        self.root_devices: tuple[int, ...] = (os.fstat(root_fd).st_dev if root_device is None else root_device,)
-        """The present one and the one before, which results of calls that are under way may have."""
+        device = os.fstat(root_fd).st_dev if root_device is None else root_device
+        self.connection = Connection((device,))
         self.generation = 0
         """How many times the source was mounted anew. Descriptors of an earlier generation are dead."""
         self.counters = SourceCounters(simulate_latency_s)
@@ -142,14 +160,14 @@ class Source:
 
     @property
     def root_device(self) -> int:
-        return self.root_devices[0]
+        return self.connection.root_devices[0]
 
     def reconnect(self, fd: int, device: int) -> None:
         """Replace the root by another one, which was compared with the old one. Closes `fd`. From any thread.
 
         `device`: its st_dev. Makes no call to the source, because the caller has a lock.
         """
-        self.root_devices = (device, self.root_devices[0])
+        self.connection = self.connection.following(device)
         os.dup2(fd, self.root_fd, inheritable=False)
         os.close(fd)
         self.generation += 1
@@ -161,7 +179,7 @@ class Source:
 
     def stat(self, fd: int, name: bytes = b"") -> Stat:
         """lstat of a name in a directory, or of `fd` itself. Not counted."""
-        return syscalls.statx(fd, name, self.root_devices)
+        return syscalls.statx(fd, name, *self.connection)
 
     def _lstat_at(self, directory_fd: int, name: bytes) -> Stat:
         self.round_trip("lstat")

@@ -11,7 +11,7 @@ from functools import partial
 
 from cachefs.source.credentials import Caller, Identity
 from cachefs.source.directories import Directory
-from cachefs.source.identity import Changed, Renamed, identity_of, is_same
+from cachefs.source.identity import Changed, Renamed, is_same
 from cachefs.source.opening import component, reopen_directory
 from cachefs.source.source import Object, Source
 from cachefs.store.index.records import Inode
@@ -102,7 +102,7 @@ class SourceWriter:
         self._source.round_trip("rename")
         with self._hold(directory) as old, self._hold(new_directory) as new:
             for place, each, inode in expected:
-                if not is_same(identity_of(inode), self._stat(old if place is directory else new, each)):
+                if not is_same(inode.identity, self._stat(old if place is directory else new, each)):
                     raise Renamed.away(place.number, each, inode.number)
             caller.run(lambda: syscalls.renameat2(old, name, new, new_name, flags))
             return self._stat(new, new_name), self._stat(old), self._stat(new)

@@ -123,8 +123,8 @@ def rebuild(blob: Blob, durable: Environment) -> Totals:
 def _inode(header: record.Header) -> Inode:
     """The inode as far as a record of its data describes it; the first look-up completes it."""
     return Inode(
-        number=header.inode, flags=PINNED | STALE, mode=header.mode, nlink=1, uid=0, gid=0, rdev=0, blksize=4096,
-        size=header.size, blocks=0, atime_ns=0, mtime_ns=header.mtime_ns, ctime_ns=header.ctime_ns,
+        number=header.inode, flags=PINNED | STALE, mode=header.mode, nlink=1, uid=0, gid=0, rdev=0, connection=0,
+        blksize=4096, size=header.size, blocks=0, atime_ns=0, mtime_ns=header.mtime_ns, ctime_ns=header.ctime_ns,
         btime_ns=header.btime_ns, device=header.device, source_inode=header.source_inode, version=header.version,
         validated_run=0, entries_valid_from=0, next_position=0, expires_ns=0, lookups=0,
     )  # fmt: skip

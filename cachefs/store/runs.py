@@ -19,13 +19,17 @@ from dataclasses import dataclass
 from cachefs.contract.index import Table
 from cachefs.errors import CacheFsError
 from cachefs.store.index.environment import Environment
+from cachefs.store.index.index import Index
 from cachefs.store.index.records import PINNED, Extent, Inode, inode_of_key
+from cachefs.system.stat import NO_CONNECTION
 
 RUN_BITS, TAKEOVER_BITS = 40, 28
 FIRST_ALIAS = 1 << 62
 MAX_RUN = (FIRST_ALIAS >> RUN_BITS) - 1
 """Higher runs would reach the bit that marks an alias."""
-_KEY = b"run"
+CONNECTION_BITS = 10
+_KEY, _CONNECTION_KEY = b"run", b"source connection"
+_CONNECTION = struct.Struct("<IQ")  # flags of the value, number
 
 
 def run_of(number: int) -> int:
@@ -36,6 +40,29 @@ def run_of(number: int) -> int:
 def run_of_inode(number: int) -> int:
     """The run that gave out an inode number; 0: the number is the source's."""
     return run_of(number) if number & FIRST_ALIAS else 0
+
+
+def first_connection(run: int) -> int:
+    """The number of a run's first connection to its source; a record has 32 bits for it."""
+    return run << CONNECTION_BITS
+
+
+def next_connection(number: int) -> int:
+    """When a run has used its numbers: one that no record has, so that everything is compared by name."""
+    is_last = number >= NO_CONNECTION or (number + 1) % (1 << CONNECTION_BITS) == 0
+    return NO_CONNECTION if is_last else number + 1
+
+
+def save_connection(index: Index, number: int) -> None:
+    """For a successor."""
+    with index.update() as update:
+        update.put(Table.META, _CONNECTION_KEY, _CONNECTION.pack(0, number))
+
+
+def saved_connection(index: Index) -> int:
+    with index.view() as view:
+        value = view.get(Table.META, _CONNECTION_KEY)
+    return _CONNECTION.unpack(value)[1] if value else NO_CONNECTION
 
 
 @dataclass(frozen=True, slots=True)

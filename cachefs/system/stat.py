@@ -4,6 +4,9 @@ from typing import NamedTuple
 
 _MIN_TIME_NS, _MAX_TIME_NS = -(1 << 63), (1 << 63) - 1
 
+NO_CONNECTION = 1 << 32
+"""More than a record can hold: a connection of which no record is."""
+
 
 def clamped_ns(time_ns: int) -> int:
     """A time of the source as the index holds it: signed 64-bit nanoseconds, from 1677-09-21 to 2262-04-11.
@@ -34,6 +37,8 @@ class Stat(NamedTuple):
     inode: int
     began_ns: int = 0
     """CLOCK_MONOTONIC at the start of the call. 0: not known, and treated as later than everything."""
+    connection: int = 0
+    """The connection to the source in which it was asked (`Connection`). 0: inode numbers last."""
 
     @property
     def permissions(self) -> tuple[int, int, int]:

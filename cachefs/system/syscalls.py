@@ -55,10 +55,13 @@ def _checked(result: int, path: bytes | None = None) -> int:
     return result
 
 
-def statx(directory_fd: int, path: bytes, root_devices: Container[int] = (), *, ask: bool = False) -> Stat:
+def statx(
+    directory_fd: int, path: bytes, root_devices: Container[int] = (), connection: int = 0, *, ask: bool = False
+) -> Stat:
     """lstat of `path` in `directory_fd`, or of the descriptor itself for an empty path. Follows no symlink.
 
-    `root_devices`: device numbers that are replaced by 0. `ask`: ask the source, and do not use cached attributes.
+    `root_devices`: device numbers that are replaced by 0. `connection`: to the source, as in `Stat`. `ask`: ask the
+    source, and do not use cached attributes.
     """
     began_ns = time.monotonic_ns()
     buffer = ctypes.create_string_buffer(256)
@@ -86,6 +89,7 @@ def statx(directory_fd: int, path: bytes, root_devices: Container[int] = (), *, 
         0 if device in root_devices else device,
         inode,
         began_ns,
+        connection,
     )
 
 

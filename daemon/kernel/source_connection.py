@@ -42,6 +42,8 @@ TIMEOUT_S = 5.0
 """Or `--source-timeout`, if that is less."""
 MAX_THREADS = 4
 """How many threads may wait for one mount."""
+_LASTING = ("fuse.ceph", "fuse.ceph-fuse")
+"""FUSE filesystems without birth times whose inode numbers last."""
 _KEY = b"source root"
 _SAVED = struct.Struct("<I2Q")  # flags of the value, inode number, birth time; the type of the filesystem follows
 
@@ -61,6 +63,15 @@ class Root:
         """The root of an open source. Accesses the source."""
         now = syscalls.statx(fd, b"", ask=True)
         return cls(now.inode, now.btime_ns, mount_table.fstype_of(fd))
+
+    @property
+    def numbers_last(self) -> bool:
+        """Do objects have the same inode numbers when it is mounted again? With birth times that does not matter.
+
+        libfuse gives numbers by the order of look-ups, unless a filesystem has its own.
+        """
+        is_fuse = not self.fstype or self.fstype.startswith("fuse")
+        return bool(self.birth_ns) or not is_fuse or self.fstype in _LASTING
 
     def is_same(self, other: "Root") -> bool:
         births = {self.birth_ns, other.birth_ns}

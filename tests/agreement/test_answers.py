@@ -123,7 +123,7 @@ def records(draw: st.DrawFn, number: int) -> Inode:
     if draw(rarely):
         flags = draw(st.integers(0, 255))
     times = st.integers(-(10**9), 10**9) | st.just(NOW_NS - 10**9) | st.just(NOW_NS + 10**9)
-    return Inode(number, *[0] * 21)._replace(
+    return Inode(number, *[0] * 22)._replace(
         flags=flags,
         mode=kind | draw(st.integers(0, 0o7777)),
         nlink=draw(st.integers(0, 3)),
@@ -471,7 +471,7 @@ def test_a_daemon_that_does_not_serve_yet_gets_everything_that_needs_the_index(
     fast_path: FastPath, place: tuple[Environment, Environment, int]
 ) -> None:
     session, durable, blob = place
-    root = Inode(ROOT_INODE, *[0] * 21)._replace(flags=PINNED | LISTED, mode=stat.S_IFDIR, validated_run=RUN)
+    root = Inode(ROOT_INODE, *[0] * 22)._replace(flags=PINNED | LISTED, mode=stat.S_IFDIR, validated_run=RUN)
     know((session, durable), [(False, Table.INODES, inode_key(ROOT_INODE), root.pack())])
     fast_path.set_up(MOUNTS[0], run=RUN, seed=SEED)
     with fast_path.over(session, durable), fast_path.answering(blob):

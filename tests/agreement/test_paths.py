@@ -19,7 +19,7 @@ from tests.agreement.library import FastPath, examples
 from tests.agreement.test_window import environments
 
 _names = st.binary(min_size=1, max_size=12).filter(lambda name: not {b"/", b"\0"} & {bytes([c]) for c in name})
-_directory = Inode(0, *[0] * 21)._replace(flags=PINNED, mode=0o040755)
+_directory = Inode(0, *[0] * 22)._replace(flags=PINNED, mode=0o040755)
 
 
 @st.composite

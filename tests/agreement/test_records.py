@@ -42,7 +42,7 @@ _EDGES = [
 lengths = st.sampled_from(_EDGES) | st.integers(1, 3 * BLOCK)
 _U64, _I64 = st.integers(0, (1 << 64) - 1), st.integers(-(1 << 63), (1 << 63) - 1)
 records = st.builds(
-    lambda u, i, mode: Inode(7, *[0] * 21)._replace(
+    lambda u, i, mode: Inode(7, *[0] * 22)._replace(
         size=u[0], version=u[1], device=u[2], source_inode=u[3], mtime_ns=i[0], ctime_ns=i[1], btime_ns=i[2], mode=mode
     ),
     st.tuples(_U64, _U64, _U64, _U64),
@@ -150,7 +150,7 @@ def test_neither_reads_what_the_blob_does_not_reach(
 def test_a_record_that_the_disk_gives_in_parts(fast_path: FastPath, place: Place, start: int) -> None:
     fast_path.set_up(Options(), seed=SEED)
     payload = bytes_of(MOST)[: 1 << 20]
-    value = fast_path.write_record(place.fd, Inode(7, *[0] * 21)._replace(size=len(payload), version=2), 0, payload, 0)
+    value = fast_path.write_record(place.fd, Inode(7, *[0] * 22)._replace(size=len(payload), version=2), 0, payload, 0)
     length = len(payload) - start
     for fault in ({"most": PAGE}, {"most": 3 * PAGE}, {"error": errno.EINTR, "times": 2}):
         with fast_path.disk(**fault):
@@ -164,7 +164,7 @@ def test_the_largest_record_and_another_seed(fast_path: FastPath, place: Place, 
     """A record that was written with another secret is none (hazard 17)."""
     fast_path.set_up(Options(), seed=seed)
     payload = bytes_of(MOST)[:MOST]
-    file = Inode(7, *[0] * 21)._replace(size=MOST, version=2)
+    file = Inode(7, *[0] * 22)._replace(size=MOST, version=2)
     value = fast_path.write_record(place.fd, file, 0, payload, 0)
     found, kind, _ = record.decode_header(os.pread(place.fd, RECORD_HEADER_BYTES, 0), seed) or (None, 0, 0)
     assert (found, kind) == (header_of(file, 0, MOST), RECORD_DATA)

@@ -29,8 +29,8 @@ class Sides:
         self._source = Source(self._root_fd)
 
     def record_of(self, path: str) -> Inode:
-        now = syscalls.statx(self._root_fd, path.encode(), self._source.root_devices)
-        return Inode(7, *[0] * 21).with_stat(now)
+        now = syscalls.statx(self._root_fd, path.encode(), self._source.connection.root_devices)
+        return Inode(7, *[0] * 22).with_stat(now)
 
     def read(self, path: str, expected: Inode, offset: int, length: int) -> bytes | None:
         """What both say; None: it is not the version that is expected, or not there."""
@@ -166,7 +166,7 @@ def test_neither_reads_what_is_no_regular_file(sides: Sides, kind: str) -> None:
         "socket": lambda: os.mknod(path, stat.S_IFSOCK | 0o644),
     }[kind]()
     now = path.lstat()
-    expected = Inode(7, *[0] * 21)._replace(
+    expected = Inode(7, *[0] * 22)._replace(
         mode=stat.S_IFREG | 0o644, size=now.st_size, source_inode=now.st_ino,
         mtime_ns=clamped_ns(now.st_mtime_ns), ctime_ns=clamped_ns(now.st_ctime_ns),
     )  # fmt: skip
@@ -209,7 +209,7 @@ def test_a_path_that_is_longer_than_a_system_call_takes(sides: Sides, length: in
     with open(os.open("file", os.O_WRONLY | os.O_CREAT, dir_fd=fd), "wb") as file:
         file.write(b"data")
     now = os.stat("file", dir_fd=fd)
-    expected = Inode(7, *[0] * 21)._replace(
+    expected = Inode(7, *[0] * 22)._replace(
         mode=now.st_mode, size=4, source_inode=now.st_ino, mtime_ns=now.st_mtime_ns, ctime_ns=now.st_ctime_ns
     )
     assert sides.read_deep(path, expected, 4) == b"data"

@@ -35,7 +35,7 @@ _TIMES = st.integers(-(1 << 63), (1 << 63) - 1) | _NEAR.map(lambda by: NOW_NS + 
 
 @st.composite
 def inodes(draw: st.DrawFn) -> Inode:
-    record = Inode(7, *[0] * 21)._replace(
+    record = Inode(7, *[0] * 22)._replace(
         flags=draw(st.integers(0, 255) | st.sampled_from([PINNED | IMMUTABLE, PINNED | UNSETTLED | IMMUTABLE])),
         mode=draw(st.sampled_from([stat.S_IFREG, stat.S_IFDIR, stat.S_IFLNK])) | 0o644,
         nlink=draw(st.integers(0, 3)),
@@ -92,7 +92,7 @@ def test_both_count_the_same_from_the_strict_floor(
     mount = Options(read_only=True, attr_timeout_s=math.inf)
     fast_path.set_up(mount, run=4, floor=2, strict_floor=3)
     validity = Validity(mount, Run(4, 2, 3))
-    record = Inode(7, PINNED, *[0] * 20)._replace(
+    record = Inode(7, PINNED, *[0] * 21)._replace(
         mode=mode | 0o644, nlink=nlink, device=device, validated_run=validated_run
     )
     assert fast_path.remaining_ns(record) == validity.remaining_ns(record)
@@ -140,7 +140,7 @@ def test_both_find_a_file_of_the_same_age(
 def test_memory_that_says_nothing_of_an_age_means_the_usual_one(fast_path: FastPath) -> None:
     fast_path.set_up(Options())
     fast_path.set_clocks(realtime_ns=NOW_NS, boottime_ns=NOW_NS)
-    record = Inode(7, *[0] * 21)._replace(mtime_ns=NOW_NS - SETTLE_NS // 2)
+    record = Inode(7, *[0] * 22)._replace(mtime_ns=NOW_NS - SETTLE_NS // 2)
     usual_ns = fast_path.until_old_ns(record)
     fast_path.shared["settle_ns"] = 0
     assert fast_path.until_old_ns(record) == usual_ns > 0
@@ -150,7 +150,7 @@ def test_a_clock_that_was_set_back_is_believed(fast_path: FastPath) -> None:
     fast_path.set_up(Options())
     fast_path.shared["clock_offset_ns"] = NOW_NS
     fast_path.set_clocks(realtime_ns=NOW_NS - 10**12, boottime_ns=5)
-    record = Inode(7, *[0] * 21)._replace(mtime_ns=NOW_NS)
+    record = Inode(7, *[0] * 22)._replace(mtime_ns=NOW_NS)
     assert fast_path.until_old_ns(record) == age.until_old_ns(record, NOW_NS - 10**12, Options().settle_ns)
 
 
@@ -159,7 +159,7 @@ def test_without_an_offset_the_clock_is_believed(fast_path: FastPath) -> None:
     fast_path.set_up(Options())
     fast_path.shared["clock_offset_ns"] = 0
     fast_path.set_clocks(realtime_ns=NOW_NS, boottime_ns=5)
-    record = Inode(7, *[0] * 21)._replace(mtime_ns=NOW_NS)
+    record = Inode(7, *[0] * 22)._replace(mtime_ns=NOW_NS)
     assert fast_path.until_old_ns(record) == age.until_old_ns(record, NOW_NS, Options().settle_ns)
 
 
@@ -167,7 +167,7 @@ def test_no_more_young_files_are_noted_than_there_is_room_for(fast_path: FastPat
     fast_path.set_up(Options())
     fast_path.set_clocks(monotonic_ns=NOW_NS, realtime_ns=NOW_NS)
     fast_path.shared["young_taken"] = fast_path.shared["young_written"]
-    record = Inode(7, *[0] * 21)._replace(mtime_ns=NOW_NS, flags=UNSETTLED)
+    record = Inode(7, *[0] * 22)._replace(mtime_ns=NOW_NS, flags=UNSETTLED)
     for _ in range(8192):
         assert fast_path.note_young(record)
     assert not fast_path.note_young(record)

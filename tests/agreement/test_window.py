@@ -127,7 +127,7 @@ def pieces(draw: st.DrawFn, size: int, most: int) -> list[Piece]:
 @st.composite
 def files(draw: st.DrawFn) -> tuple[Inode, list[Piece], list[Piece], list[Piece], int, int]:
     size = max(draw(_places) * draw(st.integers(1, 3)), MIB + 1)
-    record = Inode(NUMBER, *[0] * 21)._replace(size=size, version=VERSION)
+    record = Inode(NUMBER, *[0] * 22)._replace(size=size, version=VERSION)
     if draw(st.booleans()):
         cached, under_way = draw(pieces(size, 12)), []
     else:  # each is one or the other
@@ -166,7 +166,7 @@ def test_both_fetch_the_same(sides: Sides, file: tuple[Inode, list[Piece], list[
 @example(count=32, gap=4096, at=60, length=904)
 def test_a_chunk_in_many_pieces(sides: Sides, count: int, gap: int, at: int, length: int) -> None:
     """From some number on it is fetched whole."""
-    record = Inode(NUMBER, *[0] * 21)._replace(size=2 * CHUNK_BYTES + 5000, version=VERSION)
+    record = Inode(NUMBER, *[0] * 22)._replace(size=2 * CHUNK_BYTES + 5000, version=VERSION)
     for chunk in (0, CHUNK_BYTES):
         sides.know(record, [(chunk + 2 * gap * number, gap) for number in range(count)], [], [])
         start = chunk + 2 * gap * at + gap
@@ -178,7 +178,7 @@ def test_a_chunk_in_many_pieces(sides: Sides, count: int, gap: int, at: int, len
 def test_a_long_run(sides: Sides, steps: int, first: int) -> None:
     """No more than so many of its pieces are looked at."""
     piece = 64 * KIB
-    record = Inode(NUMBER, *[0] * 21)._replace(size=1 << 30, version=VERSION)
+    record = Inode(NUMBER, *[0] * 22)._replace(size=1 << 30, version=VERSION)
     sides.know(record, [(first + piece * number, piece) for number in range(steps)], [], [])
     start = first + piece * steps
     python, c = sides.windows(record, start, start + 4096)
@@ -193,4 +193,4 @@ def test_both_have_the_same_units(fast_path: FastPath, size: int, offset: int, s
     fast_path.set_up(options)
     data: Any = DataCache.__new__(DataCache)
     data.options = options
-    assert fast_path.unit_of(size, offset) == data.unit_of(Inode(NUMBER, *[0] * 21)._replace(size=size), offset)
+    assert fast_path.unit_of(size, offset) == data.unit_of(Inode(NUMBER, *[0] * 22)._replace(size=size), offset)

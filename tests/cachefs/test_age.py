@@ -21,7 +21,7 @@ SECOND_NS = NANOSECONDS
 
 def changed(mtime_s: float, ctime_s: float) -> Inode:
     times = {"mtime_ns": NOW_NS + int(mtime_s * SECOND_NS), "ctime_ns": NOW_NS + int(ctime_s * SECOND_NS)}
-    return Inode(7, *(0,) * 21)._replace(**times)
+    return Inode(7, *(0,) * 22)._replace(**times)
 
 
 @pytest.mark.parametrize(

@@ -34,7 +34,7 @@ def make_index(path: Path) -> Index:
 
 
 def put_directory(index: Index, *, listed: bool) -> None:
-    record = Inode(ROOT, PINNED | (LISTED if listed else 0), *(0,) * 20)._replace(mode=0o040755)
+    record = Inode(ROOT, PINNED | (LISTED if listed else 0), *(0,) * 21)._replace(mode=0o040755)
     with index.update() as update:
         update.put(Table.INODES, inode_key(ROOT), record.pack())
 

@@ -23,7 +23,7 @@ from policies.prefetch.sequential import CHUNK_BYTES
 
 
 def inode(size: int) -> Inode:
-    return Inode(7, PINNED, *(0,) * 20)._replace(mode=0o100644, size=size, version=1, validated_run=1, source_inode=7)
+    return Inode(7, PINNED, *(0,) * 21)._replace(mode=0o100644, size=size, version=1, validated_run=1, source_inode=7)
 
 
 class Cache:

@@ -49,7 +49,7 @@ PAYLOAD = bytes(range(250)) * 800
 
 
 def inode(number: int = 7, version: int = 1) -> Inode:
-    return Inode(number, PINNED, *(0,) * 20)._replace(
+    return Inode(number, PINNED, *(0,) * 21)._replace(
         mode=0o100644, size=SIZE, version=version, validated_run=1, source_inode=number
     )
 
@@ -384,7 +384,7 @@ def test_a_snapshot_leaves_out_what_has_to_be_compared_again(tmp_path: Path) -> 
             txn.put(key, value, db=index.tables[table])
 
         put(Table.META, b"run", RunState(5, 5).pack())
-        root = Inode(1, PINNED | LISTED, *(0,) * 20)
+        root = Inode(1, PINNED | LISTED, *(0,) * 21)
         root = root._replace(mode=0o040755, validated_run=5, entries_valid_from=5, version=1, source_inode=1)
         put(Table.INODES, inode_key(1), root.pack())
         for name, fields in names.items():

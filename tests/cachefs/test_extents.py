@@ -32,7 +32,7 @@ FILES = iter(range(2, 1 << 30))
 
 def pinned(index: Index) -> int:
     number = next(FILES)
-    inode = Inode(number, PINNED, *(0,) * 20)._replace(version=1)
+    inode = Inode(number, PINNED, *(0,) * 21)._replace(version=1)
     with index.update() as update:
         update.put(Table.INODES, inode_key(number), inode.pack())
     index.commit(index.take_dirty(100), [])

@@ -9,9 +9,12 @@ from pathlib import Path
 import pytest
 
 from cachefs.source.directories import ROOT, Directory
-from cachefs.source.identity import Changed, Identity, is_same
+from cachefs.source.identity import Changed, is_same
 from cachefs.source.opening import component
 from cachefs.source.source import Look, Object, Source
+from cachefs.store import runs
+from cachefs.store.index.records import Identity
+from cachefs.system.stat import NO_CONNECTION
 from cachefs.system.syscalls import statx
 from daemon.kernel.source_connection import Root
 
@@ -27,7 +30,7 @@ def source(tmp_path: Path) -> Iterator[Source]:
 
 def identity(path: Path) -> Identity:
     now = statx(-100, os.fsencode(path))
-    return Identity(now.inode, now.mode & 0o170000, now.btime_ns)
+    return Identity(now.inode, now.mode & 0o170000, now.btime_ns, now.ctime_ns, 0)
 
 
 def below(parent: Directory, path: Path) -> Directory:
@@ -176,7 +179,7 @@ def test_what_is_opened_is_compared(source: Source, tmp_path: Path) -> None:
 
 def test_identity_does_without_birth_times_where_one_side_has_none() -> None:
     now = statx(-100, b"/proc")
-    expected = Identity(now.inode, now.mode & 0o170000, 0)
+    expected = Identity(now.inode, now.mode & 0o170000, 0, now.ctime_ns, 0)
     assert is_same(expected, now._replace(btime_ns=5))
     assert is_same(expected._replace(btime_ns=5), now._replace(btime_ns=0))
     assert is_same(expected._replace(btime_ns=5), now._replace(btime_ns=5, device=99))
@@ -192,3 +195,17 @@ def test_the_root_of_a_source_is_told_from_others() -> None:
     others = [Root(8, 11, "fuse.ceph-fuse"), Root(7, 12, "fuse.ceph-fuse"), Root(7, 11, "ext4")]
     assert all(root.is_same(each) and each.is_same(root) for each in same)
     assert not any(root.is_same(each) or each.is_same(root) for each in others)
+
+
+@pytest.mark.promise("CH-25")
+def test_numbers_last_except_in_fuse_filesystems_without_birth_times() -> None:
+    lasting = [Root(1, 0, "fuse.ceph"), Root(1, 0, "fuse.ceph-fuse"), Root(1, 7, "fuse.any"), Root(1, 0, "nfs")]
+    assert all(root.numbers_last for root in lasting)
+    assert not any(root.numbers_last for root in (Root(1, 0, "fuse.any"), Root(1, 0, "fuse"), Root(1, 0, "")))
+
+
+@pytest.mark.promise("CH-25")
+def test_every_connection_has_a_number_of_its_own() -> None:
+    last = runs.first_connection(runs.MAX_RUN + 1) - 1
+    assert last < NO_CONNECTION == runs.next_connection(last) == runs.next_connection(NO_CONNECTION)
+    assert runs.next_connection(runs.first_connection(5)) < runs.first_connection(6)

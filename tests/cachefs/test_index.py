@@ -173,7 +173,7 @@ def index(tmp_path: Path) -> Iterator[Index]:
 
 
 def inode(number: int, version: int) -> Inode:
-    return Inode(number, PINNED, *(0,) * 20)._replace(version=version)
+    return Inode(number, PINNED, *(0,) * 21)._replace(version=version)
 
 
 def put(index: Index, record: Inode) -> None:

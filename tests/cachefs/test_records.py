@@ -80,7 +80,7 @@ def test_times_that_the_index_can_hold_stay_what_they_are(time_ns: int) -> None:
 
 @pytest.mark.parametrize("time_ns", [-(1 << 63) - 1, 1 << 63, 1 << 64])
 def test_other_times_become_the_nearest_ones(time_ns: int) -> None:
-    blank = Inode(7, *(0,) * 21)._replace(mtime_ns=clamped_ns(time_ns))
+    blank = Inode(7, *(0,) * 22)._replace(mtime_ns=clamped_ns(time_ns))
     assert Inode.unpack(7, blank.pack()).mtime_ns == (-(1 << 63) if time_ns < 0 else (1 << 63) - 1)
 
 
@@ -94,7 +94,7 @@ def test_other_times_become_the_nearest_ones(time_ns: int) -> None:
 )
 def test_what_rctime_cannot_know_of_counts_from_the_strict_floor(changes: dict[str, int], counts: bool) -> None:
     validity = Validity(READ_ONLY, Run(9, 3, 7))
-    record = Inode(7, PINNED, *(0,) * 20)._replace(**{"mode": 0o100644, "nlink": 1} | changes)
+    record = Inode(7, PINNED, *(0,) * 21)._replace(**{"mode": 0o100644, "nlink": 1} | changes)
     assert [validity.counts(record._replace(validated_run=validated_run)) for validated_run in (2, 3, 6, 7)] == [
         False,
         counts,

@@ -105,7 +105,7 @@ def test_of_several_numbers_of_one_object_the_last_is_restored(blob: Blob, durab
 
 def test_an_index_that_lost_its_run_is_searched_for_the_highest(durable: Environment, tmp_path: Path) -> None:
     with durable.lmdb.begin(write=True) as txn:
-        row = Inode(9, PINNED, *(0,) * 20)._replace(version=in_run(4, 1))
+        row = Inode(9, PINNED, *(0,) * 21)._replace(version=in_run(4, 1))
         txn.put(inode_key(9), row.pack(), db=durable.tables[Table.INODES])
         alias = PINNED.to_bytes(8, "little") + inode_key(FIRST_ALIAS | in_run(5, 2))
         txn.put(pair_key(0, 77), alias, db=durable.tables[Table.ALIASES])
@@ -175,7 +175,7 @@ def test_a_fresh_number_is_free(durable: Environment, tmp_path: Path) -> None:
     now = Stat(0o100644, 1, 0, 0, 0, 4096, 10, 8, 1, 2, 3, 4, 9, 99)  # of another device: it gets an alias
     with index.update() as update:
         for number in taken:
-            update.put(Table.INODES, inode_key(number), Inode(number, PINNED, *(0,) * 20).pack())
+            update.put(Table.INODES, inode_key(number), Inode(number, PINNED, *(0,) * 21).pack())
         made = metadata.apply_stat(update, 1, b"name", now, pin=True)
     assert made.number not in taken and made.number & FIRST_ALIAS
     index.close()
@@ -187,7 +187,7 @@ def test_without_a_record_of_the_run_it_is_above_every_number_of_the_index(
     durable: Environment, tmp_path: Path, where: str
 ) -> None:
     number = FIRST_ALIAS + in_run(9, 1) if where == "alias" else 5
-    record_ = Inode(number, PINNED, *(0,) * 20)._replace(mode=0o100644, version=in_run(2, 1), validated_run=2)
+    record_ = Inode(number, PINNED, *(0,) * 21)._replace(mode=0o100644, version=in_run(2, 1), validated_run=2)
     if where != "alias":
         record_ = record_._replace(**{where: in_run(9, 1) if where == "version" else 9})
     with durable.write() as txn:

@@ -11,8 +11,9 @@ import pytest
 
 from cachefs.source import directories as source_directories
 from cachefs.source.directories import ROOT, Directory, SourceDirectories
-from cachefs.source.identity import Changed, Identity
+from cachefs.source.identity import Changed
 from cachefs.source.source import Source
+from cachefs.store.index.records import Identity
 
 THREADS, DIRECTORIES = 8, 20
 
@@ -50,7 +51,9 @@ def directories(counted: Counted) -> SourceDirectories:
 def make(source: Source, path: Path, number: int) -> Directory:
     path.mkdir(exist_ok=True)
     found = source.stat(source.root_fd, os.fsencode(path.name))
-    return Directory(number, Identity(found.inode, 0o040000, found.btime_ns), ROOT, os.fsencode(path.name))
+    return Directory(
+        number, Identity(found.inode, 0o040000, found.btime_ns, found.ctime_ns, 0), ROOT, os.fsencode(path.name)
+    )
 
 
 def in_threads(count: int, function: Callable[[], object]) -> list[Any]:

@@ -75,13 +75,14 @@ def test_the_structs_are_what_format_md_says() -> None:
     places = {name: int(offset) for offset, name in re.findall(r"\| (\d+) \| (\w+)", section)}
     names = {
         "flags": "flags", "mode": "mode", "nlink": "nlink", "uid": "uid", "gid": "gid", "rdev": "rdev",
+            "connection": "connection",
         "blksize": "blksize", "size": "size", "blocks": "blocks", "atime": "atime_ns", "mtime": "mtime_ns",
         "ctime": "ctime_ns", "btime": "btime_ns", "device": "device", "source": "source_inode", "version": "version",
         "validated_run": "validated_run", "entries_valid_from": "entries_valid_from", "next_position": "next_position",
         "expires": "expires_ns", "lookups": "lookups",
     }  # fmt: skip
-    assert set(places) == {*names, "reserved"}
-    blank = records.Inode(1, *(0,) * 21)
+    assert set(places) == set(names)
+    blank = records.Inode(1, *(0,) * 22)
     for documented, field in names.items():
         packed = blank._replace(**{field: 1}).pack()
         assert packed[places[documented]] == 1 and sum(packed) == 1, documented

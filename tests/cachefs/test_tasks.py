@@ -191,7 +191,7 @@ class FakeSource:
 
 
 def inode(number: int = 7, size: int = 100_000, version: int = 1) -> Inode:
-    return Inode(number, PINNED, *(0,) * 20)._replace(mode=0o100644, size=size, version=version, validated_run=1)
+    return Inode(number, PINNED, *(0,) * 21)._replace(mode=0o100644, size=size, version=version, validated_run=1)
 
 
 class NoPages:

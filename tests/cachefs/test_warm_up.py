@@ -16,7 +16,7 @@ from cachefs.store.index.records import PINNED, Inode
 
 
 def inode(number: int) -> Inode:
-    return Inode(number, PINNED, *(0,) * 20)._replace(mode=0o100644, size=10, nlink=1, version=1, validated_run=1)
+    return Inode(number, PINNED, *(0,) * 21)._replace(mode=0o100644, size=10, nlink=1, version=1, validated_run=1)
 
 
 class Files:

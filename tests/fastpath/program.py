@@ -148,7 +148,7 @@ class Program:
 
     def _record(self, number: int, name: bytes, flags: int) -> Inode:
         now = syscalls.statx(self._source_fd, name, frozenset())
-        return Inode(number, *[0] * 21).with_stat(now)._replace(flags=flags, version=1, validated_run=RUN, device=0)
+        return Inode(number, *[0] * 22).with_stat(now)._replace(flags=flags, version=1, validated_run=RUN, device=0)
 
     def add(
         self, number: int, data: bytes, flags: int = PINNED | IMMUTABLE | IMMUTABLE_ON_OPEN, name: str = ""

@@ -9,7 +9,7 @@ import struct
 from typing import NamedTuple
 
 from cachefs.contract.index import DENTRY_RECORD, EXTENT_RECORD, INODE_RECORD, Flag
-from cachefs.system.stat import Stat
+from cachefs.system.stat import NO_CONNECTION, Stat
 
 # Plain ints: arithmetic with IntFlag takes a microsecond, and the hit path does it for each request.
 PINNED, IMMUTABLE, WRITTEN, LISTED, UNSETTLED, STALE, UNLINKED, IMMUTABLE_ON_OPEN = (int(flag) for flag in Flag)
@@ -19,10 +19,41 @@ FLAGGED_NUMBER = struct.Struct("<I4xQ")
 """Several values of the table META: flags, and one number."""
 
 
+class Identity(NamedTuple):
+    """Which object of the source."""
+
+    inode: int
+    kind: int
+    """The type bits of its mode."""
+    btime_ns: int
+    """0: not known."""
+    ctime_ns: int
+    connection: int
+    """In which it was last compared."""
+
+    def is_of(self, now: Stat, *, by_name: bool) -> bool:
+        """Does it identify the object that `now` is of?
+
+        A FUSE filesystem that is mounted anew may give the numbers of its objects to others. So without birth times a
+        number counts in one connection to the source only. Objects of two connections are the same if number and name
+        are; of a directory, whose names are recorded, the change time must be the same, too. (Number and change time
+        are not enough: many objects may be made within one tick of the source's clock.)
+
+        `by_name`: it has a recorded name of the object, in a directory that was compared.
+        """
+        if self.inode != now.inode or self.kind != stat.S_IFMT(now.mode):
+            return False
+        if self.btime_ns and now.btime_ns:
+            return self.btime_ns == now.btime_ns
+        if self.connection == now.connection:
+            return True
+        return by_name and (self.ctime_ns == now.ctime_ns or not stat.S_ISDIR(self.kind))
+
+
 class Inode(NamedTuple):
     """A record of the `inodes` table. `number` is its key; the rest is the value.
 
-    The fields from `mode` to `source_inode` are the first ones of `Stat`, in the same order.
+    The fields from `mode` to `source_inode`, except `connection`, are the first ones of `Stat`, in the same order.
     """
 
     number: int
@@ -32,6 +63,8 @@ class Inode(NamedTuple):
     uid: int
     gid: int
     rdev: int
+    connection: int
+    """The connection to the source in which it was last compared (`Stat.connection`)."""
     blksize: int
     size: int
     blocks: int
@@ -82,18 +115,24 @@ class Inode(NamedTuple):
     def unpack(cls, number: int, value: bytes) -> "Inode":
         return cls(number, *_INODE.unpack(value))
 
-    def same_identity(self, other: Stat) -> bool:
-        """Is it the same object of the source? Compares device, inode number and birth time.
+    @property
+    def identity(self) -> Identity:
+        return Identity(self.source_inode, stat.S_IFMT(self.mode), self.btime_ns, self.ctime_ns, self.connection)
 
-        Without birth times (a source that is a FUSE mount) the change time is compared instead, but only of pinned
-        files: that of a directory or of a growing log moves all the time, and they would get a new number with every
-        change. Of symlinks, too: the kernel caches the target of an inode for ever.
+    def same_identity(self, other: Stat, *, by_name: bool = True) -> bool:
+        """Is it the same object of the source? Compares device and `Identity`.
+
+        Without birth times (a source that is a FUSE mount) the change time of pinned files is compared, too: they do
+        not change. That of a directory or of a growing log moves all the time, and they would get a new number with
+        every change. Of symlinks, too: the kernel caches the target of an inode for ever.
+
+        `by_name`: as in `Identity.is_of`.
         """
-        if self.source_inode != other.inode or self.device != other.device or (self.mode ^ other.mode) & 0o170000:
+        if self.device != other.device or not self.identity.is_of(other, by_name=by_name):
             return False
-        if self.btime_ns and other.btime_ns:
-            return self.btime_ns == other.btime_ns
-        return self.ctime_ns == other.ctime_ns or not (self.is_symlink or (self.is_regular and self.flags & PINNED))
+        has_births = self.btime_ns and other.btime_ns
+        is_fixed = not has_births and (self.is_symlink or (self.is_regular and self.flags & PINNED))
+        return not is_fixed or self.ctime_ns == other.ctime_ns
 
     def same_version(self, other: Stat) -> bool:
         """Is it the same object, and unchanged, so that what was pinned or fetched of it is still valid?
@@ -108,11 +147,15 @@ class Inode(NamedTuple):
         )
 
     def with_stat(self, now: Stat) -> "Inode":
-        return Inode._make((self.number, self.flags, *now[:_STAT_FIELDS], *self[2 + _STAT_FIELDS :]))
+        """`now`: of this object."""
+        connection = now.connection % NO_CONNECTION
+        first, others = now[:_BEFORE_CONNECTION], now[_BEFORE_CONNECTION:_STAT_FIELDS]
+        return Inode._make((self.number, self.flags, *first, connection, *others, *self[3 + _STAT_FIELDS :]))
 
 
 _INODE = INODE_RECORD.codec()
 _STAT_FIELDS = Stat._fields.index("inode") + 1
+_BEFORE_CONNECTION = Inode._fields.index("connection") - 2
 
 
 class Dentry(NamedTuple):
