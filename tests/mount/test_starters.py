@@ -49,7 +49,7 @@ def test_a_starter_that_has_closed_its_streams(
     check_it_works(mount(source), source)
 
 
-@pytest.mark.parametrize("command", ["mount", "restart"])
+@pytest.mark.parametrize("command", ["mount", pytest.param("restart", marks=pytest.mark.fastpath)])
 def test_a_starter_whose_files_may_not_grow(
     mount: MakeMount, source: Path, monkeypatch: pytest.MonkeyPatch, command: str
 ) -> None:
