@@ -1,7 +1,7 @@
 """Opening the durable index, and rebuilding it from the blob where it is lost or damaged.
 
 LMDB has no checksums: damage shows when a page that is needed contradicts itself. Then the index is *damaged*, and
-Environment.mark_damaged says so in a file beside it. The request that met it fails with EIO. The next mount sets the
+`Environment.failed` marks it in a file beside it. The request that met it fails with EIO. The next mount sets the
 index aside as `index.broken`, and rebuilds it. A flipped bit in a page that stays consistent goes unnoticed.
 """
 

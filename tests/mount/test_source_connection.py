@@ -77,6 +77,16 @@ def small_files(root: Path) -> dict[Path, bytes]:
     return {path: data for path, data in contents(root).items() if len(path.parts) == 2}
 
 
+def take_over(m: Mount, how: str) -> None:
+    """By a successor of the daemon. `how`: "restart", or anything else for a kill."""
+    if how == "restart":
+        cachefs("restart", m.path)
+        m.pid = int(m.status()["pid"])
+    else:
+        m.kill()
+        m.start()
+
+
 def check(m: Mount, expected: dict[Path, bytes]) -> None:
     for path, data in expected.items():
         assert (m.path / path).read_bytes() == data
@@ -358,12 +368,7 @@ def test_c2_a_successor_takes_over_without_the_source(bindfs: Bindfs, mount: Mak
         m.flush()
     bindfs.kill()
     m.drop_caches()
-    if how == "restart":
-        cachefs("restart", m.path)
-        m.pid = int(m.status()["pid"])
-    else:
-        m.kill()
-        m.start()
+    take_over(m, how)
     if mode in CACHED:
         check(m, first)
     raises_errno(errno.ETIMEDOUT, (m.path / next(iter(rest))).read_bytes)
@@ -440,12 +445,7 @@ def test_c6_a_source_that_hangs_does_not_delay_a_take_over(
     (faults / "hang-all").touch()
     reader = Reader(m, first)
     started = time.monotonic()
-    if how == "restart":
-        cachefs("restart", m.path)
-        m.pid = int(m.status()["pid"])
-    else:
-        m.kill()
-        m.start()
+    take_over(m, how)
     took_s = time.monotonic() - started
     wait_for(lambda: reader.rounds, lambda rounds: rounds > 2)
     reader.end()
@@ -586,12 +586,7 @@ def test_a_loss_that_a_predecessor_has_seen_is_reported(
         bindfs.again()
         assert (m.path / "d0/f00000").stat()
         wait_for(m.status, lambda s: s["source_reconnects"] and not s["source_lost"])
-        if how == "restart":
-            cachefs("restart", m.path)
-            m.pid = int(m.status()["pid"])
-        else:
-            m.kill()
-            m.start()
+        take_over(m, how)
         assert m.status()["source_reconnects"] == 0  # the successor has the new source
         assert holder.ask("write", 0, "after!") == str(errno.EIO)
         assert holder.ask("write", 0, "after!") == "after!"
