@@ -347,7 +347,8 @@ class Serving:
             while not self._mount.is_unmounted():  # noqa: ASYNC110
                 await trio.sleep(_ANSWER_POLL_S)
             return
-        self._mount.instance.abort()  # a thread that hangs in the source would keep the connection, and its requests
+        # A thread that hangs in the source would keep the connection, and its requests.
+        self._mount.instance.abort(self._mount.is_unmounted)
 
     async def _flush(self) -> bool:
         """True if everything was written."""

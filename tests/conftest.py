@@ -149,7 +149,7 @@ class Mount:
 
     def _abort(self) -> None:
         if (there := MountInstance.on_top(str(self.path))) is not None:
-            there.abort()
+            there.abort(lambda: not there.is_mounted())
             subprocess.run(["umount", "--lazy", self.path], check=True)
 
     def cleanup(self) -> None:

@@ -150,14 +150,16 @@ class MountInstance:
     def is_mounted(self) -> bool:
         return self.mount() is not None
 
-    def abort(self) -> None:
+    def abort(self, has_ended: Callable[[], bool]) -> None:
         """Abort its connection, if fusectl is mounted: waiting callers get ECONNABORTED.
 
-        For a detached mount that jobs still use. The caller has its /dev/fuse open.
+        `has_ended`: has the kernel closed the connection? Then another mount may have its device number. It is asked
+        when the control file is open. If the connection ends after that, a write to this file has no effect.
         """
         number = self.device.partition(":")[2]
-        with suppress(OSError):
-            Path(f"/sys/fs/fuse/connections/{number}/abort").write_text("1")
+        with suppress(OSError), open(f"/sys/fs/fuse/connections/{number}/abort", "wb", buffering=0) as control:
+            if not has_ended():
+                control.write(b"1")
 
     def unmount(self, claim: Claim | None) -> None:
         """Unmount it if it is still on top, dead or alive. `claim`: on the mountpoint, if this process has it."""
@@ -183,9 +185,9 @@ class MountInstance:
                 with suppress(OSError):
                     syscalls.umount2(f"/proc/self/fd/{fd}", syscalls.MNT_FORCE)
                 syscalls.umount2(f"/proc/self/fd/{fd}", syscalls.MNT_DETACH)
-        if not is_root():
-            self.abort()
-            mounts.unmount(self.mountpoint, lazy=True)
+                return
+            self.abort(lambda: False)  # `fd` keeps the connection
+        mounts.unmount(self.mountpoint, lazy=True)
 
     def close(self) -> None:
         """Unlock its runtime directory, so that another process can remove it."""

@@ -1,7 +1,9 @@
 """Fixtures of several modules."""
 
+import os
 import pwd
 import shutil
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -34,3 +36,11 @@ def user() -> Iterator[pwd.struct_passwd]:
     device.chmod(0o666)
     yield pwd.getpwnam("nobody")
     device.chmod(before)
+
+
+@pytest.fixture(scope="session")
+def fusectl() -> None:
+    """Mount fusectl, as systemd does on every machine."""
+    if not os.path.ismount("/sys/fs/fuse/connections"):  # or another test does so now
+        subprocess.run(["mount", "-t", "fusectl", "none", "/sys/fs/fuse/connections"], check=False)
+    assert os.path.ismount("/sys/fs/fuse/connections")

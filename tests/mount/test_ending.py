@@ -15,6 +15,8 @@ import pytest
 from cachefs.fastpath.processes import is_running
 from tests.conftest import Mount, cachefs, contents, mounted_on, stuck_threads, wait_for
 
+pytestmark = pytest.mark.usefixtures("fusectl")
+
 MakeMount = Callable[..., Mount]
 SERVING = {"fast path": [], "Python alone": ["--no-fastpath"]}
 MODES = {"read-only": ["--read-only"], "read-write": [], "mutable": ["--mutable", "**"], "none": ["--cache", "none"]}
@@ -69,14 +71,6 @@ def hang(m: Mount, faults: Path) -> list[Waiting]:
     waiting = [Waiting((m.path / name).read_bytes) for name in ("h1/known", "h2/unknown")]
     wait_for(lambda: stuck_threads(*processes(m)), lambda count: count >= len(waiting))
     return waiting
-
-
-@pytest.fixture(autouse=True, scope="session")
-def fusectl() -> None:
-    """As systemd does on every machine."""
-    if not os.path.ismount("/sys/fs/fuse/connections"):  # or another test does so now
-        subprocess.run(["mount", "-t", "fusectl", "none", "/sys/fs/fuse/connections"], check=False)
-    assert os.path.ismount("/sys/fs/fuse/connections")
 
 
 @pytest.fixture

@@ -11,7 +11,10 @@ from pathlib import Path
 import pytest
 
 from cachefs.client import mount_table
+from cachefs.fastpath.mount_descriptors import is_unmounted
+from cachefs.system import syscalls
 from daemon.cli.main import unmount_and_wait
+from daemon.kernel import fuse_device, instance
 from tests.conftest import REPOSITORY, Mount, cachefs, contents, mounted_on, wait_for
 from tests.processes import (
     connections,
@@ -41,6 +44,47 @@ def test_h8_after_an_abort_the_daemon_cleans_up(mount: MakeMount, source: Path, 
     assert "ExceptionGroup" not in m.log()
     m.start()
     assert contents(m.path) == contents(source)
+
+
+@pytest.mark.promise("LC-19")
+@pytest.mark.usefixtures("fusectl")
+@pytest.mark.parametrize("known", [True, False])
+def test_an_abort_spares_the_mount_that_has_the_device_number_now(tmp_path: Path, known: bool) -> None:
+    """The mount ends, and another gets its device number, just before the abort. `known`: the caller may notice."""
+    place = tmp_path / "place"
+    place.mkdir()
+
+    def mounted() -> tuple[int, instance.MountInstance]:
+        device = fuse_device.mount("test", str(place), read_only=False, allow_other=False)
+        there = instance.MountInstance.on_top(str(place))
+        assert there is not None
+        return device, there
+
+    def end(device: int) -> None:
+        syscalls.umount2(str(place), syscalls.MNT_DETACH)
+        os.close(device)
+
+    for _ in range(1000):  # mounts of other tests may take the number
+        first, there = mounted()
+        second, other = -1, there
+
+        def replaced(first: int = first) -> bool:
+            nonlocal second, other
+            end(first)
+            second, other = mounted()
+            return known
+
+        there.abort(replaced)
+        assert not is_unmounted(second)
+        end(second)
+        if other.device == there.device:
+            break
+    assert other.device == there.device
+
+    device, there = mounted()
+    there.abort(lambda: is_unmounted(device))
+    assert is_unmounted(device)
+    end(device)
 
 
 @pytest.mark.promise("LC-19")
