@@ -437,6 +437,7 @@ class Machine(RuleBasedStateMachine):
             return
         self._check(not frozen, f"{path} is immutable, and was truncated")
         self._check(not names and files <= found.files, f"truncating {path} changed {names} and {files}")
+        self.reference.written |= found.files
 
     def _mkdir(self, path: str) -> None:
         now = self.now()

@@ -240,6 +240,8 @@ class Reference:
         """By another node: the mount may take what each name leads to for a file of its own."""
         self._ever_pinned: set[Id] = set()
         """Maybe, on any mount: it stays immutable over restarts."""
+        self.written: set[Id] = set()
+        """Maybe, through any mount: it stays mutable over restarts."""
         self.opened: list[Opened] = []
 
     def mounted(self, now: float) -> None:
@@ -251,8 +253,8 @@ class Reference:
         self._listed = dict.fromkeys(self._listed, now)
         self.frozen: set[Id] = set()
         """Immutable for certain."""
-        self.written: set[Id] = set()
-        """Through this mount: mutable."""
+        self._unpinned: set[Id] = set()
+        """Maybe: mutable until a new mount."""
         self.disturbed = False
         """Was the source changed behind this mount's back?"""
         self.opened = []
@@ -341,9 +343,9 @@ class Reference:
             self.frozen.clear()
 
     def unpinned(self) -> None:
-        """Some file is mutable until it is pinned, or a new mount: as if it had been written here."""
+        """Some file is mutable until it is pinned, or until a new mount: as if it had been written here."""
         self.frozen.clear()
-        self.written.update(self.source.files())
+        self._unpinned = self.source.files()
 
     def forgot(self, now: float) -> None:
         """Everything was invalidated: nothing from before is believed."""
@@ -363,7 +365,7 @@ class Reference:
 
     def is_immutable(self, files: set[Id]) -> bool:
         """Opened for reading now, for certain."""
-        if not self._options.pins_files or self._options.mutable or files & self.written:
+        if not self._options.pins_files or self._options.mutable or files & (self.written | self._unpinned):
             return False
         return not any(each.writable and each.candidates & files for each in self.opened)
 
