@@ -89,6 +89,7 @@ class Program:
         self.make_room: Callable[[], bool] = lambda: True
         """Asked for room, before the answer is sent, if it is."""
         self._slabs = 0
+        self._granting = threading.Lock()
         self._ends: list[socket.socket] = []
         self._daemon: socket.socket | None = None
         self._python: socket.socket | None = None
@@ -228,8 +229,9 @@ class Program:
         connection.send(self._daemon, kind, a, data=data)
 
     def grant(self) -> None:
-        self.tell(Message.SLAB, self._slabs * SLAB_BYTES)
-        self._slabs += 1
+        with self._granting:  # the test, and the thread that receives
+            number, self._slabs = self._slabs, self._slabs + 1
+        self.tell(Message.SLAB, number * SLAB_BYTES)
 
     def prefetch(self, *places: tuple[int, int]) -> None:
         self.tell(Message.PREFETCH, data=b"".join(_PREFETCH_REQUEST.pack(*place) for place in places))
