@@ -33,8 +33,8 @@ def print_status(status: dict[str, Any]) -> None:
         ("errors", f"{status['errors']:,} in the cache, {status['stale_reads']:,} stale reads"),
         ("source calls", ", ".join(f"{k} {v:,}" for k, v in sorted(status["source_ops"].items())) or "none"),
     ]
-    if status["source_lost"]:
-        rows.append(("source lost", status["source_problem"]))
+    if status["source_problem"]:
+        rows.append(("source lost" if status["source_lost"] else "source moved", status["source_problem"]))
     if status["source_errors"] or status["source_reconnects"]:
         times = status["source_reconnects"]
         rows.append(("source errors", f"{status['source_errors']:,} calls; reconnected {times:,} times"))

@@ -10,6 +10,9 @@ Every access to the source runs in a thread with a time-out: it may hang instead
 when its root has answered, or was opened again; a time-out is not an answer. A thread that hangs, hangs in one mount;
 the next mount at the same path is asked by other threads. If SOURCE is MOUNTPOINT, the path leads to this mount, which
 must not be accessed. Then only the user can help, and the error says how.
+
+A filesystem that was detached (`umount -l`), or that another one covers, is not lost: it lives as long as it is used,
+and all open files are in it. cachefs goes on using it, and says that its path leads elsewhere.
 """
 
 import errno
@@ -38,6 +41,8 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 RETRY_S = 1.0
+WATCH_S = 60.0
+"""How often the path of the source is looked up in the mount table."""
 TIMEOUT_S = 5.0
 """Or `--source-timeout`, if that is less."""
 MAX_THREADS = 4
@@ -113,6 +118,8 @@ class SourceConnection:
         """errno of the call that failed."""
         self.lost: str | None = None
         """Why the source is lost. None: it is not."""
+        self._logged: str | None = None
+        """The last problem that was logged and is no loss."""
         self.reconnects = 0
         call_pool.on_doubt.add(self.doubt)
 
@@ -121,12 +128,36 @@ class SourceConnection:
         self._doubted = 0 if error is None else error.errno or 0
         self._doubt.set()
 
+    @property
+    def problem(self) -> str | None:
+        """Why the source is lost, or that its path leads elsewhere. Accesses the mount table only."""
+        return self.lost or self._elsewhere()
+
+    def _elsewhere(self) -> str | None:
+        top = mount_table.covering(self._path)
+        if top is None or top.fstype == mount_table.FSTYPE:  # SOURCE may be MOUNTPOINT
+            return None
+        device = self._source.root_device
+        same = top.device == f"{os.major(device)}:{os.minor(device)}"
+        if same or top.number == mount_table.number_of(self._source.root_fd):
+            return None
+        return (
+            f"{self._path} was unmounted or covered, and leads to another filesystem now ({top.fstype}). cachefs still "
+            "uses the old one; to use the new one, unmount cachefs and mount it again"
+        )
+
     async def run(self) -> None:
-        """A task: check the root after each doubt, for ever."""
+        """A task: check the root after each doubt, and the path from time to time, for ever."""
         while True:
-            await self._doubt.wait()
-            self._doubt = trio.Event()
-            await self._check()
+            if (problem := self._elsewhere()) != self._logged:
+                self._logged = problem
+                if problem is not None:
+                    log.warning("%s", problem)
+            with trio.move_on_after(WATCH_S):
+                await self._doubt.wait()
+            if self._doubt.is_set():
+                self._doubt = trio.Event()
+                await self._check()
 
     async def _check(self) -> None:
         error = await self._ask()
