@@ -86,7 +86,7 @@ def rewrite(path: Path) -> None:
 def test_a_file_with_capabilities_is_changed_by_whoever_may_write_it_and_loses_them(
     mount: MakeMount, source: Path, mode: tuple[str, ...]
 ) -> None:
-    """The kernel requests the removal of capabilities before the change, as the writer."""
+    """Without the fast path the kernel requests the removal of capabilities before the change, as the writer."""
     changes = (append, truncate_open, truncate, rewrite)
     for change in changes:
         path = source / change.__name__
@@ -112,6 +112,45 @@ def loses_capabilities(source: Path, mounted: Path, change: Callable[[Path], Non
     os.removexattr(path, attribute)
     for root in (source, mounted):
         raises_errno(errno.ENODATA, lambda root=root: os.getxattr(root / name, attribute))
+
+
+@pytest.mark.promise("WR-2", "WR-6")
+@pytest.mark.parametrize("behind", [False, True], ids=["through the mount", "at the source"])
+@MODES
+def test_bits_and_capabilities_that_a_file_gets_between_two_writes_are_cleared(
+    mount: MakeMount, source: Path, mode: tuple[str, ...], behind: bool
+) -> None:
+    """The kernel remembers that a file had none at the first write."""
+    m = mounted(mount, source, mode)
+    path, attribute = source / "d0/f00000", "security.capability"
+    path.chmod(0o777)
+    fd = as_user(BOB, BOB, [], lambda: os.open(m.path / "d0/f00000", os.O_WRONLY))
+    assert isinstance(fd, int)
+    try:
+        assert as_user(BOB, BOB, [], lambda: os.write(fd, b"first")) == 5
+        changed = path if behind else m.path / "d0/f00000"
+        changed.chmod(0o6777)
+        os.setxattr(changed, attribute, CAPABILITY)
+        assert as_user(BOB, BOB, [], lambda: os.write(fd, b"second")) == 6
+        raises_errno(errno.ENODATA, lambda: os.getxattr(path, attribute))
+        assert path.stat().st_mode & 0o7777 == os.fstat(fd).st_mode & 0o7777 == 0o777
+    finally:
+        os.close(fd)
+    assert (m.path / "d0/f00000").stat().st_mode & 0o7777 == 0o777
+    raises_errno(errno.ENODATA, lambda: os.getxattr(m.path / "d0/f00000", attribute))
+
+
+@pytest.mark.promise("WR-6")
+@pytest.mark.fastpath
+def test_a_small_write_is_one_call_to_the_source(mount: MakeMount, source: Path) -> None:
+    """The kernel does not ask for the capabilities of the file before each write."""
+    m = mount(source)
+    with open(m.path / "log", "ab", buffering=0) as log:
+        log.write(b"first\n")
+        before = m.ops()
+        for _ in range(100):
+            log.write(b"line\n")
+        assert m.ops() == before | {"write": before["write"] + 100}
 
 
 # --- opening ---------------------------------------------------------------------------------------------------------

@@ -19,11 +19,13 @@
 #define OPEN_NOFLUSH (1u << 5) /* FOPEN_NOFLUSH, Linux 5.18 */
 
 /* The flags that libfuse would ask for, and those that only we need (hazards 3 and 18). DONT_MASK: modes arrive unmasked, next
- * to the caller's umask, which Python applies at the source (credentials.py). */
-#define INIT_FLAGS                                                                                             \
-    (FUSE_ASYNC_READ | FUSE_ATOMIC_O_TRUNC | FUSE_BIG_WRITES | FUSE_DO_READDIRPLUS | FUSE_ASYNC_DIO |          \
-     FUSE_PARALLEL_DIROPS | FUSE_HANDLE_KILLPRIV | FUSE_POSIX_ACL | FUSE_MAX_PAGES | FUSE_CACHE_SYMLINKS | \
-     FUSE_DONT_MASK)
+ * to the caller's umask, which Python applies at the source (credentials.py). HANDLE_KILLPRIV_V2: set-user-ID bits and
+ * capabilities of files are cleared by the source, because Python writes as the caller; so the kernel need not ask for
+ * security.capability before each write (hazard 29). */
+#define INIT_FLAGS                                                                                        \
+    (FUSE_ASYNC_READ | FUSE_ATOMIC_O_TRUNC | FUSE_BIG_WRITES | FUSE_DO_READDIRPLUS | FUSE_ASYNC_DIO |     \
+     FUSE_PARALLEL_DIROPS | FUSE_HANDLE_KILLPRIV | FUSE_HANDLE_KILLPRIV_V2 | FUSE_POSIX_ACL |             \
+     FUSE_MAX_PAGES | FUSE_CACHE_SYMLINKS | FUSE_DONT_MASK)
 
 /* --- names and attributes ------------------------------------------------------------------------------------------- */
 
