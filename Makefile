@@ -23,7 +23,7 @@ FUZZ_S    ?= 10
 # A client and an MDS that are killed, and a restart, on a read-only mount.
 CEPH_SHORT := "(killed_and and read-only) or (nothing_is_compared and read-only)"
 
-.PHONY: demo test check fuzz stress soak soak-ceph soak-sanitized crash mutate test-posix test-ceph test-deb dist \
+.PHONY: demo test check lint fuzz stress soak soak-ceph soak-sanitized crash mutate test-posix test-ceph test-deb dist \
 	deb format bench clean
 .DELETE_ON_ERROR:
 
@@ -35,8 +35,6 @@ demo: $(VENV)/.run
 # The quick tests find about half of 8 mutants; at least one must be found.
 test: $(VENV)/.dev
 	scripts/build-fastpath
-	scripts/system-packages --locks
-	PYTHON=$(BIN)/python scripts/check-locks
 	$(call tests)
 	$(call tests, and not slow,$(PROMISES) --no-fastpath)
 	scripts/build-fastpath $(SANITIZE)
@@ -52,14 +50,16 @@ test: $(VENV)/.dev
 	rm -f build/mutants-short.jsonl
 	$(BIN)/python -m tests.mutation --quick --number 8 --batch 4 --at-least 0.12 --results build/mutants-short.jsonl
 
-check: $(VENV)/.dev
+check: lint
+	$(BIN)/python -m pytest -m "not mount and not slow and not packages"
+
+lint: $(VENV)/.dev
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	scripts/system-packages --locks
 	PYTHON=$(BIN)/python scripts/check-locks
-	$(BIN)/python -m pytest -m "not mount and not slow and not packages"
 
 # The stress tests at full length, with the fast path and without: half an hour each. Then all mount tests without it.
 STRESS := tests/mount/test_stress.py tests/mount/test_hostile_source.py -s --stress-seconds 1800 --timeout 3600
