@@ -18,6 +18,7 @@ BENCHMARKS = (
     ("graph_training",),
     ("tracing",),
     ("parquet",),
+    ("writes",),
 )
 
 

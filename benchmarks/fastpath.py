@@ -12,8 +12,8 @@ import shutil
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ import click
 
 from benchmarks.harness import (
     Comparison,
+    bindfs,
     drop_caches,
     make_tree,
     mounted,
@@ -122,15 +123,7 @@ def listing(root: Path) -> Rate:
     return run
 
 
-@contextmanager
-def bindfs(source: Path, mountpoint: Path) -> Iterator[None]:
-    mountpoint.mkdir(exist_ok=True)
-    options = "kernel_cache,entry_timeout=86400,attr_timeout=86400,negative_timeout=86400"
-    subprocess.run(["bindfs", "-o", options, source, mountpoint], check=True)
-    try:
-        yield
-    finally:
-        subprocess.run(["umount", mountpoint], check=True)
+BINDFS = "kernel_cache,entry_timeout=86400,attr_timeout=86400,negative_timeout=86400"
 
 
 def wait_until_cached(flushed: Status) -> None:
@@ -152,7 +145,7 @@ def steady_state(base: Path, source: Path, paths: list[str], rounds: int) -> lis
             status = stack.enter_context(mounted(source, places[name], base / f"cache-{name}", *arguments))
             read_files(str(places[name]), paths)
             wait_until_cached(status)
-        stack.enter_context(bindfs(source, base / "bindfs"))
+        stack.enter_context(bindfs(source, base / "bindfs", "-o", BINDFS))
         read_files(str(base / "bindfs"), paths)
         for readers in (1, 4):
             who = f"{readers} reader{'s' * (readers > 1)}"

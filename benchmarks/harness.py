@@ -51,6 +51,16 @@ def mounted(
         subprocess.run([*program, "umount", str(mountpoint)], check=True)
 
 
+@contextmanager
+def bindfs(source: Path, mountpoint: Path, *options: str) -> Iterator[None]:
+    mountpoint.mkdir(exist_ok=True)
+    subprocess.run(["bindfs", *options, source, mountpoint], check=True)
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", mountpoint], check=True)
+
+
 def read_files(root: str, paths: Sequence[str]) -> None:
     """As PyTorch's ImageFolder does: open, fstat, read, close."""
     for path in paths:

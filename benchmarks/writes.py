@@ -10,13 +10,12 @@ import os
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 
 import click
 
-from benchmarks.harness import Comparison, mounted, report
+from benchmarks.harness import Comparison, bindfs, mounted, report
 
 SMALL_FILES, SMALL_BYTES = 1000, 4096
 LINES, LINE_BYTES = 3000, 200
@@ -49,21 +48,11 @@ def checkpoint(place: Path) -> None:
 
 
 JOBS: dict[str, tuple[Callable[[Path], None], float]] = {
-    "new files of 4 KiB, files/s": (small_files, SMALL_FILES),
-    "lines of 200 bytes, lines/s": (log_lines, LINES),
-    "a checkpoint of 512 MiB, MB/s": (checkpoint, CHECKPOINT_BYTES / 1e6),
+    "files of 4 KiB": (small_files, SMALL_FILES),
+    "lines of a log": (log_lines, LINES),
+    "checkpoint, MB": (checkpoint, CHECKPOINT_BYTES / 1e6),
 }
 """What is written, and how much that is in the unit of the rate."""
-
-
-@contextmanager
-def bindfs(source: Path, mountpoint: Path) -> Iterator[None]:
-    mountpoint.mkdir()
-    subprocess.run(["bindfs", source, mountpoint], check=True)
-    try:
-        yield
-    finally:
-        subprocess.run(["umount", mountpoint], check=True)
 
 
 @click.command()
