@@ -1,0 +1,113 @@
+"""Set-user-ID bits and capabilities of files: each change through a mount leaves of them what it leaves at the source.
+
+Not compared: a write to a mapping, which clears them through a mount only (the kernel sends it as a write), and
+chown(-1, -1), which the kernel does not send.
+"""
+
+import mmap
+import os
+import struct
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import Mount
+from tests.users import as_user, open_to_all
+
+MakeMount = Callable[..., Mount]
+OWNER, OTHER, GROUP = 1234, 4321, 5555
+BITS = (0o777, 0o6777, 0o2767, 0o4666)
+CAPABILITY = struct.pack("<5I", 0x02000001, 1 << 13, 0, 0, 0)
+"""cap_net_raw, effective and permitted."""
+
+
+def _by_descriptor(change: Callable[[int], object], flags: int = os.O_RDWR) -> Callable[[Path], None]:
+    def run(path: Path) -> None:
+        fd = os.open(path, flags)
+        try:
+            change(fd)
+        finally:
+            os.close(fd)
+
+    return run
+
+
+def _send(fd: int) -> None:
+    memory = os.memfd_create("memory")
+    try:
+        os.write(memory, b"sent")
+        os.sendfile(fd, memory, 0, 4)
+    finally:
+        os.close(memory)
+
+
+def _write_directly(fd: int) -> None:
+    with mmap.mmap(-1, 4096) as block:
+        os.pwritev(fd, [block], 0)
+
+
+CHANGES: dict[str, Callable[[Path], object]] = {
+    "write": _by_descriptor(lambda fd: os.write(fd, b"x")),
+    "write of nothing": _by_descriptor(lambda fd: os.write(fd, b"")),
+    "append": _by_descriptor(lambda fd: os.write(fd, b"x"), os.O_RDWR | os.O_APPEND),
+    "direct write": _by_descriptor(_write_directly, os.O_RDWR | os.O_DIRECT),
+    "sendfile": _by_descriptor(_send),
+    "fallocate": _by_descriptor(lambda fd: os.posix_fallocate(fd, 0, 8192)),
+    "ftruncate": _by_descriptor(lambda fd: os.ftruncate(fd, 3)),
+    "ftruncate to its size": _by_descriptor(lambda fd: os.ftruncate(fd, 7)),
+    "truncate": lambda path: os.truncate(path, 3),
+    "open, which truncates": _by_descriptor(lambda fd: None, os.O_RDWR | os.O_TRUNC),
+    "creat": _by_descriptor(lambda fd: None, os.O_WRONLY | os.O_CREAT | os.O_TRUNC),
+    "open": _by_descriptor(lambda fd: None),
+    "chgrp": lambda path: os.chown(path, -1, GROUP),
+    "chown to its owner": lambda path: os.chown(path, OWNER, -1),
+    "utime": os.utime,
+    "setxattr": lambda path: os.setxattr(path, "user.name", b"value"),
+}
+
+
+def _privileges(path: Path) -> tuple[int, bool, int]:
+    """(mode, whether it has a capability, gid)"""
+    now = os.stat(path)
+    return now.st_mode & 0o7777, "security.capability" in os.listxattr(path), now.st_gid
+
+
+def _outcome(change: Callable[[Path], object], path: Path, uid: int) -> object:
+    """None, or the errno."""
+    return as_user(uid, uid, [GROUP], lambda: change(path))
+
+
+@pytest.mark.promise("WR-2", "WR-6")
+@pytest.mark.parametrize("arguments", [(), ("--no-fastpath",)], ids=["fast path", "Python alone"])
+@pytest.mark.parametrize("uid", [0, OWNER, OTHER], ids=["root", "owner", "other"])
+def test_a_change_leaves_the_same_privileges_as_at_the_source(
+    mount: MakeMount, tmp_path: Path, uid: int, arguments: tuple[str, ...]
+) -> None:
+    source = tmp_path / "source"
+    cases = [(name, bits, able) for name in CHANGES for bits in BITS for able in (False, True)]
+    for side in ("direct", "mounted"):
+        for number, (_, bits, able) in enumerate(cases):
+            path = source / side / str(number)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(b"content")
+            os.chown(path, OWNER, OWNER)
+            path.chmod(bits)
+            if able:
+                os.setxattr(path, "security.capability", CAPABILITY)
+    m = mount(source, "--allow-other", *arguments)
+    open_to_all(source)
+    open_to_all(m.path)
+    cleared = 0
+    for number, case in enumerate(cases):
+        direct, at_source, mounted = (
+            source / f"direct/{number}",
+            source / f"mounted/{number}",
+            m.path / f"mounted/{number}",
+        )
+        before = _privileges(mounted)
+        assert before == _privileges(at_source)
+        assert _outcome(CHANGES[case[0]], mounted, uid) == _outcome(CHANGES[case[0]], direct, uid), case
+        assert _privileges(mounted) == _privileges(at_source) == _privileges(direct), case
+        cleared += _privileges(direct) != before
+    assert cleared >= (20 if uid == 0 else 40)
