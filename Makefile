@@ -16,7 +16,7 @@ PROMISES  := $(addprefix tests/mount/test_, semantics.py places.py posix.py own_
              credentials.py writing_rights.py hazards.py warm_up.py damage.py numbers.py) \
              tests/security
 # Tests wait most of the time, so some run in parallel; those marked `alone` run afterwards. $(call tests,MARKERS,ARGUMENTS)
-AT_ONCE   ?= 3
+AT_ONCE   ?= 4
 tests = $(BIN)/python -m pytest -n $(AT_ONCE) --dist worksteal -m "not alone and not ceph and not packages$(1)" $(2) && \
 	$(BIN)/python -m pytest -m "alone and not ceph and not packages$(1)" $(2)
 FUZZ_S    ?= 10
