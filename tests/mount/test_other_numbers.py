@@ -106,6 +106,23 @@ def test_directories_that_exchange_numbers_are_not_mistaken(
         assert sorted(os.listdir(renumbered.root / "b")) == ["label", "new", "only_b"]
 
 
+@pytest.mark.promise("CH-25")
+def test_a_directory_that_was_recognized_is_the_same_when_it_changes(renumbered: Renumbered, mount: MakeMount) -> None:
+    """Its number counts in the new connection, too. Before that, a directory with another ctime is another one."""
+    (renumbered.root / "a/young").write_bytes(b"old")
+    m = mount(renumbered.path)
+    check_labels(m, "a")
+    number = (m.path / "a").stat().st_ino
+    renumbered.again(*FIRST)
+    (renumbered.root / "a/young").write_bytes(b"young")
+    settle()
+    assert (m.path / "a/young").read_bytes() == b"young"  # looks at the permissions of the directory again
+    (renumbered.root / "a/more").write_bytes(b"more")
+    settle()
+    assert (m.path / "a/more").read_bytes() == b"more"
+    assert (m.path / "a").stat().st_ino == number
+
+
 @pytest.mark.promise("TE-1")
 @pytest.mark.promise("CH-25")
 @pytest.mark.promise("CH-17")
