@@ -15,12 +15,12 @@ from typing import Any
 
 import pytest
 
-from cachefs.client import mount_table
 from cachefs.client.client import Client
 from cachefs.errors import CacheFsError
 from cachefs.fastpath import processes
 from cachefs.system.syscalls import pidfd_getfd
 from tests.conftest import Mount, cachefs, children, contents, settle, start_fault_fs, wait_for
+from tests.processes import connections, device_of
 
 MakeMount = Callable[..., Mount]
 MODES = [("--read-only",), (), ("--mutable", "**"), ("--cache", "none"), ("--cache", "metadata")]
@@ -141,19 +141,14 @@ def kill_and_wait(*pids: int) -> None:
 @contextmanager
 def freed(m: Mount, tmp_path: Path) -> Iterator[None]:
     """Whatever the test finds, no process waits for this mount for ever."""
-    top = mount_table.top_mount(str(m.path))
-    assert top is not None
-    control = tmp_path / "connections"
-    control.mkdir()
-    subprocess.run(["mount", "-t", "fusectl", "fusectl", control], check=True)
-    try:
-        yield
-    except BaseException:
-        with suppress(OSError):
-            (control / top.device.rpartition(":")[2] / "abort").write_text("1")
-        raise
-    finally:
-        subprocess.run(["umount", control], check=True)
+    with connections(tmp_path / "connections") as control:
+        abort = control / device_of(m.path).rpartition(":")[2] / "abort"
+        try:
+            yield
+        except BaseException:
+            with suppress(OSError):
+                abort.write_text("1")
+            raise
 
 
 class Stuck:

@@ -2,7 +2,6 @@
 
 import errno
 import os
-import struct
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,7 +9,7 @@ import pytest
 
 from cachefs.system.syscalls import UTIME_NOW, utimensat
 from tests.conftest import Mount, raises_errno
-from tests.users import GROUP_OBJ, MASK, NOBODYS, OTHER, USER, USER_OBJ, acl, as_user, open_to_all
+from tests.users import CAPABILITY, GROUP_OBJ, MASK, NOBODYS, OTHER, USER, USER_OBJ, acl, as_user, open_to_all
 
 MakeMount = Callable[..., Mount]
 ALICE, BOB = 1234, 1235
@@ -19,8 +18,6 @@ MODES = pytest.mark.parametrize(
     [(), ("--no-fastpath",), ("--mutable", "**"), ("--cache", "none"), ("--cache", "metadata")],
     ids=lambda mode: "".join(mode) or "read-write",
 )
-CAPABILITY = struct.pack("<5I", 0x02000001, 1 << 13, 0, 0, 0)
-"""cap_net_raw, effective and permitted."""
 
 
 def mounted(mount: MakeMount, source: Path, mode: tuple[str, ...]) -> Mount:

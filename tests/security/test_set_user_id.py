@@ -6,20 +6,17 @@ chown(-1, -1), which the kernel does not send.
 
 import mmap
 import os
-import struct
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from tests.conftest import Mount
-from tests.users import as_user, open_to_all
+from tests.users import CAPABILITY, as_user, open_to_all
 
 MakeMount = Callable[..., Mount]
 OWNER, OTHER, GROUP = 1234, 4321, 5555
 BITS = (0o777, 0o6777, 0o2767, 0o4666)
-CAPABILITY = struct.pack("<5I", 0x02000001, 1 << 13, 0, 0, 0)
-"""cap_net_raw, effective and permitted."""
 
 
 def _by_descriptor(change: Callable[[int], object], flags: int = os.O_RDWR) -> Callable[[Path], None]:
