@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.bindfs import Bindfs
 from tests.conftest import Mount
 from tests.crowds import Waiting
 from tests.processes import connections, device_of
@@ -44,3 +45,10 @@ def fusectl() -> None:
     if not os.path.ismount("/sys/fs/fuse/connections"):  # or another test does so now
         subprocess.run(["mount", "-t", "fusectl", "none", "/sys/fs/fuse/connections"], check=False)
     assert os.path.ismount("/sys/fs/fuse/connections")
+
+
+@pytest.fixture
+def bindfs(source: Path, tmp_path: Path) -> Iterator[Bindfs]:
+    made = Bindfs(source, tmp_path / "bindfs")
+    yield made
+    made.close()

@@ -2,19 +2,18 @@
 
 import errno
 import os
-import select
 import signal
-import subprocess
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
 import pytest
 
-from tests.conftest import Mount, cachefs, contents, mounted_on, raises_errno, settle, wait_for
+from tests.bindfs import Bindfs, take_over
+from tests.conftest import Mount, cachefs, contents, raises_errno, settle, wait_for
 from tests.holder import Holder
 
 MakeMount = Callable[..., Mount]
@@ -23,68 +22,9 @@ MODES = {"read-only": ["--read-only"], "read-write": [], "mutable": ["--mutable"
 CACHED = ["read-only", "read-write"]
 
 
-class Bindfs:
-    """A FUSE mount of a directory, such as ceph-fuse makes: it can be killed, and mounted again at the same path."""
-
-    def __init__(self, root: Path, path: Path) -> None:
-        self.root, self.path = root, path
-        self._pid_file = path.with_name("bindfs.pid")
-        path.mkdir()
-        # A child of this process closes copies of its files, and waits for that. The shell has none.
-        self._shell = subprocess.Popen(["bash"], stdin=subprocess.PIPE, text=True)
-        self.mount()
-
-    def _run(self, command: str) -> None:
-        assert self._shell.stdin is not None
-        self._shell.stdin.write(command + "\n")
-        self._shell.stdin.flush()
-
-    def mount(self, root: Path | None = None) -> None:
-        self._pid_file.write_text("")
-        self._run(f"bindfs -f '{root or self.root}' '{self.path}' & echo $! > '{self._pid_file}'")
-        wait_for(lambda: mounted_on(self.path), bool)
-        wait_for(self._pid_file.read_text, lambda text: text.endswith("\n"))
-
-    def kill(self) -> None:
-        """The mount stays behind, and answers ENOTCONN."""
-        ended = os.pidfd_open(self.pid())
-        signal.pidfd_send_signal(ended, signal.SIGKILL)
-        assert select.select([ended], [], [], 20)[0]
-        os.close(ended)
-
-    def pid(self) -> int:
-        return int(self._pid_file.read_text())
-
-    def again(self, root: Path | None = None) -> None:
-        self._run(f"umount -l '{self.path}'")
-        wait_for(lambda: mounted_on(self.path), lambda types: not types)
-        self.mount(root)
-
-    def close(self) -> None:
-        self._run(f"kill -9 $(cat '{self._pid_file}'); umount -l '{self.path}'; exit")
-        self._shell.communicate(timeout=20)
-
-
-@pytest.fixture
-def bindfs(source: Path, tmp_path: Path) -> Iterator[Bindfs]:
-    made = Bindfs(source, tmp_path / "bindfs")
-    yield made
-    made.close()
-
-
 def small_files(root: Path) -> dict[Path, bytes]:
     """By their paths, in order."""
     return {path: data for path, data in contents(root).items() if len(path.parts) == 2}
-
-
-def take_over(m: Mount, how: str) -> None:
-    """By a successor of the daemon. `how`: "restart", or anything else for a kill."""
-    if how == "restart":
-        cachefs("restart", m.path)
-        m.pid = int(m.status()["pid"])
-    else:
-        m.kill()
-        m.start()
 
 
 def check(m: Mount, expected: dict[Path, bytes]) -> None:
@@ -233,40 +173,6 @@ def test_c1_mutable_files_that_are_open_go_on(bindfs: Bindfs, mount: MakeMount) 
         bindfs.kill()
         bindfs.again()
         assert os.pread(opened.fileno(), 4096, 3 << 20) == data[3 << 20 : (3 << 20) + 4096]
-
-
-@pytest.mark.promise("FA-14")
-def test_c1_a_writer_hears_once_that_its_writes_may_be_lost(bindfs: Bindfs, mount: MakeMount) -> None:
-    """A client that dies may lose written data. fsync must not report success."""
-    m = mount(bindfs.path)
-    fd = os.open(m.path / "written", os.O_RDWR | os.O_CREAT)
-    try:
-        os.write(fd, b"a" * 4096)
-        bindfs.kill()
-        bindfs.again()
-        raises_errno(errno.EIO, lambda: os.fsync(fd))
-        os.pwrite(fd, b"b" * 4096, 4096)
-        os.fsync(fd)
-    finally:
-        os.close(fd)
-    assert (bindfs.root / "written").read_bytes()[4096:] == b"b" * 4096
-
-
-@pytest.mark.promise("FA-14")
-def test_c1_a_writer_that_has_synced_goes_on(bindfs: Bindfs, mount: MakeMount) -> None:
-    m = mount(bindfs.path)
-    fd = os.open(m.path / "written", os.O_RDWR | os.O_CREAT)
-    try:
-        os.write(fd, b"a" * 4096)
-        os.fsync(fd)
-        bindfs.kill()
-        bindfs.again()
-        os.pwrite(fd, b"b" * 4096, 4096)
-        os.fsync(fd)
-        assert os.fstat(fd).st_size == 8192
-    finally:
-        os.close(fd)
-    assert (bindfs.root / "written").read_bytes() == b"a" * 4096 + b"b" * 4096
 
 
 @pytest.mark.promise("FA-10")
@@ -503,22 +409,6 @@ def test_c2_open_handles_survive_a_successor_that_finds_no_source(bindfs: Bindfs
     assert (bindfs.root / "written").read_bytes() == b"after!"
 
 
-@pytest.mark.promise("FA-14")
-@pytest.mark.fastpath
-def test_c2_a_successor_tells_a_writer_too_that_its_writes_may_be_lost(bindfs: Bindfs, mount: MakeMount) -> None:
-    m = mount(bindfs.path, "--source-timeout", "2")
-    holder = Holder(m.path / "written")
-    assert holder.ask("write", 0, "before") == "before"
-    bindfs.kill()
-    m.kill()
-    m.start()
-    bindfs.again()
-    wait_for(m.status, lambda s: not s["source_lost"] and s["source_reconnects"])
-    assert holder.ask("fsync", 0, "done") == str(errno.EIO)
-    assert holder.ask("fsync", 0, "done") == "done"
-    holder.end()
-
-
 def test_source_errors_count_time_outs(mount: MakeMount, faulty: tuple[Path, Path]) -> None:
     place, faults = faulty
     m = mount(place, "--source-timeout", "0.5")
@@ -529,26 +419,6 @@ def test_source_errors_count_time_outs(mount: MakeMount, faulty: tuple[Path, Pat
     assert not m.status()["source_lost"]  # it is slow, and may answer yet
     (faults / "hang").unlink()
     wait_for(lambda: m.status()["source_stuck_calls"], lambda stuck: stuck == 0)
-
-
-@pytest.mark.promise("FA-14")
-@pytest.mark.parametrize("call", ["write", "close"])
-def test_writes_that_may_be_lost_are_told_at_the_next_write_or_close(
-    bindfs: Bindfs, mount: MakeMount, call: str
-) -> None:
-    m = mount(bindfs.path)
-    fd = os.open(m.path / "written", os.O_RDWR | os.O_CREAT)
-    os.write(fd, b"a" * 4096)
-    bindfs.kill()
-    bindfs.again()
-    if call == "close":
-        raises_errno(errno.EIO, lambda: os.close(fd))
-        return
-    raises_errno(errno.EIO, lambda: os.pwrite(fd, b"b", 0))
-    assert os.pwrite(fd, b"b", 0) == 1  # once
-    os.fsync(fd)
-    os.close(fd)
-    assert (bindfs.root / "written").read_bytes()[:1] == b"b"
 
 
 @pytest.mark.promise("FA-13")
@@ -566,76 +436,4 @@ def test_an_open_file_is_not_taken_for_the_one_that_has_its_name_now(
     raises_errno(errno.ESTALE, lambda: os.pwrite(fd, b"XXXX", 0))
     assert (bindfs.root / "log").read_bytes() == b"another"
     with suppress(OSError):
-        os.close(fd)
-
-
-@pytest.mark.promise("FA-14")
-@pytest.mark.fastpath
-@pytest.mark.parametrize("how", ["restart", "killed"])
-@pytest.mark.parametrize("change", ["write", "truncate"])
-def test_a_loss_that_a_predecessor_has_seen_is_reported(
-    bindfs: Bindfs, mount: MakeMount, how: str, change: str
-) -> None:
-    """Regression: a handle learnt of the new source at its next use, which was after the take-over."""
-    m = mount(bindfs.path)
-    with Holder(m.path / "changed", m.path / "synced") as holder:
-        assert holder.ask(change, 0, "6") == "6"
-        assert holder.ask(change, 1, "6") == "6"
-        assert holder.ask("fsync", 1, "done") == "done"
-        bindfs.kill()
-        bindfs.again()
-        assert (m.path / "d0/f00000").stat()
-        wait_for(m.status, lambda s: s["source_reconnects"] and not s["source_lost"])
-        take_over(m, how)
-        assert m.status()["source_reconnects"] == 0  # the successor has the new source
-        assert holder.ask("write", 0, "after!") == str(errno.EIO)
-        assert holder.ask("write", 0, "after!") == "after!"
-        assert holder.ask("fsync", 0, "done") == "done"
-        assert holder.ask("write", 1, "after!") == "after!"
-
-
-@pytest.mark.promise("FA-14")
-@pytest.mark.parametrize("call", ["write", "fsync", "truncate"])
-def test_each_close_reports_a_loss_until_a_write_or_an_fsync_has(bindfs: Bindfs, mount: MakeMount, call: str) -> None:
-    """Regression: a child closed its copy, which was told of the loss; fsync by the writer said success."""
-    m = mount(bindfs.path)
-    fd = os.open(m.path / "written", os.O_RDWR | os.O_CREAT)
-    calls = {
-        "write": lambda: os.pwrite(fd, b"b", 0),
-        "fsync": lambda: os.fsync(fd),
-        "truncate": lambda: os.ftruncate(fd, 1),
-    }
-    try:
-        os.write(fd, b"a" * 4096)
-        bindfs.kill()
-        bindfs.again()
-        subprocess.run(["true"], check=True)  # it closes its copy of the file, and ignores the answer
-        for _ in range(2):
-            raises_errno(errno.EIO, lambda: os.close(os.dup(fd)))
-        raises_errno(errno.EIO, calls[call])
-        os.close(os.dup(fd))
-        calls[call]()
-        os.fsync(fd)
-    finally:
-        os.close(fd)
-
-
-@pytest.mark.promise("FA-14")
-@pytest.mark.parametrize("how", ["ftruncate", "open"])
-def test_a_truncation_that_may_be_lost_is_reported(bindfs: Bindfs, mount: MakeMount, how: str) -> None:
-    (bindfs.root / "log").write_bytes(b"before")
-    m = mount(bindfs.path, "--mutable", "log")
-    fd = os.open(m.path / "log", os.O_RDWR | (os.O_TRUNC if how == "open" else 0))
-    try:
-        if how == "ftruncate":
-            os.ftruncate(fd, 3)
-        bindfs.kill()
-        bindfs.again()
-        raises_errno(errno.EIO, lambda: os.fsync(fd))
-        os.ftruncate(fd, 2)
-        os.fsync(fd)
-        bindfs.kill()
-        bindfs.again()
-        os.fsync(fd)  # the truncation was synced
-    finally:
         os.close(fd)
