@@ -521,6 +521,25 @@ def test_the_next_daemon_is_told_again_what_was_not_committed(program: Program) 
     assert first // SLAB_BYTES != last // SLAB_BYTES, "the slab was another daemon's"
 
 
+def test_the_next_daemon_hears_of_what_came_first_first(tmp_path: Path) -> None:
+    """A number is resolved together with all before it. Out of order, the first would be forgotten."""
+    with running(tmp_path, Options(settle_ns=1, simulate_latency_s=0.3)) as program:
+        contents = files(program, [5000, 6000, 7000])
+        program.commits = False
+        for number in (10, 11):
+            assert program.read(number, 0, 9000) == contents[number]
+        program.wait_until(lambda: len(program.filled) == 2)
+        program.filled = []
+        under_way = program.ask(12, 0, 9000)
+        program.wait_until(lambda: program.shared["buffered_bytes"] > 0)
+        program.detach()
+        assert program.answer(under_way) == (0, contents[12])
+        program.attach()
+        program.wait_until(lambda: Message.ALL_REPORTED in [kind for kind, _, _, _ in program.told])
+        program.wait_until(lambda: len(program.filled) == 3)
+        assert [filled.inode for filled in program.filled] == [10, 11, 12]
+
+
 def test_without_a_daemon_nothing_new_is_kept_and_what_was_begun_waits_for_it(tmp_path: Path) -> None:
     with running(tmp_path, OLD, grants=False) as program:
         contents = files(program, [5000])

@@ -171,9 +171,7 @@ def test_sigkill_of_the_daemon_loses_nothing(mount: MakeMount, tmp_path: Path) -
     make_files(tmp_path / "source", 2000)
     settle()
     m = mount(tmp_path / "source", "--read-only", "--simulate-latency", "2")
-    warming = subprocess.Popen(
-        [*CLI, "warmup", m.path, "--jobs", "8"], cwd=REPOSITORY, stderr=subprocess.PIPE, text=True
-    )
+    warming = start_warm_up(m.path, jobs=2)  # takes four seconds
     wait_for(m.status, lambda status: status["cached_files"] > 300)
     m.kill()
     _, said = warming.communicate(timeout=30)

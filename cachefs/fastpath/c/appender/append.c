@@ -36,7 +36,7 @@ struct appender {
     bool asked GUARDED_BY(appender_lock); /* for a slab */
     bool idle GUARDED_BY(appender_lock);
     bool writing GUARDED_BY(appender_lock); /* into a slab */
-    bool report_again GUARDED_BY(appender_lock);
+    bool report_again GUARDED_BY(appender_lock); /* all that is not resolved, before anything else */
     _Atomic bool daemon_gone; /* changed by the control thread */
     uint64_t room_asked GUARDED_BY(appender_lock); /* the number of the last request for room */
     uint64_t room_answered GUARDED_BY(appender_lock);
@@ -130,20 +130,30 @@ static bool place_locked(struct appender *appender, uint64_t bytes, uint64_t *at
 
 bool append_send(struct appender *appender, enum control_type type, const uint8_t *data, uint32_t length)
 {
-    bool sent = false;
-    while (!sent && !appender->daemon_gone) {
-        sent = daemon_send(appender->daemon, type, 0, 0, data, length);
-        if (!sent)
-            usleep(RETRY_US);
+    for (;;) {
+        lock_take(&appender_lock); /* no other daemon is attached between the question and the message */
+        bool may_send = !appender->daemon_gone && !appender->report_again;
+        bool sent = may_send && daemon_send(appender->daemon, type, 0, 0, data, length);
+        lock_release(&appender_lock);
+        if (sent || !may_send)
+            return sent;
+        usleep(RETRY_US);
     }
-    return sent;
 }
 
-/* What this cannot send is reported to the next daemon again. */
+/* Each daemon gets the reports in the order of their numbers: it resolves a number together with all before it. */
 static void flush_reports(struct appender *appender)
 {
-    if (appender->reports_used)
+    lock_take(&appender_lock);
+    bool report_again = appender->report_again;
+    appender->report_again = false;
+    lock_release(&appender_lock);
+    if (report_again) { /* those in `reports`, too */
+        appender->events.report_again(appender->context);
+        append_send(appender, CONTROL_ALL_REPORTED, NULL, 0);
+    } else if (appender->reports_used) { /* what this cannot send is reported to the next daemon again */
         append_send(appender, CONTROL_FILLED, appender->reports, appender->reports_used);
+    }
     appender->reports_used = 0;
 }
 
@@ -299,14 +309,6 @@ static void wait_for_work(struct appender *appender)
 /* Does all the work that there is. False: none has come meanwhile. */
 static bool work(struct appender *appender)
 {
-    lock_take(&appender_lock);
-    bool report_again = appender->report_again;
-    appender->report_again = false;
-    lock_release(&appender_lock);
-    if (report_again) {
-        appender->events.report_again(appender->context);
-        append_send(appender, CONTROL_ALL_REPORTED, NULL, 0);
-    }
     struct fetch *fetch;
     lock_take(&appender_lock);
     while ((fetch = queue_pop(&appender->queue))) {

@@ -18,8 +18,10 @@ struct appender *append_start(struct shared *shared, struct daemon *daemon, int 
                               void *context);
 
 #define REPORTS_BYTES (32u << 10) /* the most in one message */
-/* Sends a message; waits for a daemon that is slow. False: the daemon is gone. */
-bool append_send(struct appender *appender, enum control_type type, const uint8_t *data, uint32_t length);
+/* Sends a message; waits for a daemon that is slow. False: the daemon is gone, or another one must first be told what is not
+ * resolved. */
+bool append_send(struct appender *appender, enum control_type type, const uint8_t *data, uint32_t length)
+    EXCLUDES(appender_lock);
 
 /* Would a payload of this length be appended? `prefetch`: no READ asks for it yet, so nothing is evicted for it. */
 bool append_admits(struct appender *appender, uint32_t length, bool prefetch) EXCLUDES(appender_lock);
