@@ -66,9 +66,9 @@ def cachefs_as(
 
 USER_OBJ, USER, GROUP_OBJ, MASK, OTHER = 1, 2, 4, 16, 32
 NOBODYS = 0xFFFFFFFF
+"""The id of an entry that has none."""
 CAPABILITY = struct.pack("<5I", 0x02000001, 1 << 13, 0, 0, 0)
 """A value of security.capability: cap_net_raw, effective and permitted."""
-"""The id of an entry that has none."""
 
 
 def acl(*entries: tuple[int, int, int]) -> bytes:

@@ -212,6 +212,7 @@ class Mutations:
         opened = self._descriptors.handles.get(handle) if handle is not None else None
         if opened is None:
             await self._fs.before_object_changes(caller, number)
+        changes_mode = changes.mode is not None and not self._comes_with_a_write(number, changes.mode, caller)
         if changes.size is not None:
             size = changes.size
             if opened is not None and opened.writable:
@@ -220,7 +221,7 @@ class Mutations:
                 truncate = partial(self._source.truncate, size=changes.size, caller=caller)
                 now = await self._descriptors.ask_object(number, truncate, once=True)
             self._store(number, now, written=True)
-        if changes.mode is not None and not self._comes_with_a_write(number, changes.mode, caller):
+        if changes.mode is not None and changes_mode:
             mode = stat.S_IMODE(changes.mode)
             await self._change(caller, "chmod", number, lambda name: os.chmod(name, mode))
         if changes.uid is not None or changes.gid is not None:

@@ -1,22 +1,21 @@
-"""Set-user-ID bits and capabilities of files: each change through a mount leaves of them what it leaves at the source.
+"""Set-user-ID bits and capabilities of files: what changes through a mount leave of them, and changes at the source."""
 
-Not compared: a write to a mapping, which clears them through a mount only (the kernel sends it as a write), and
-chown(-1, -1), which the kernel does not send.
-"""
-
+import errno
 import mmap
 import os
+import shutil
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from tests.conftest import Mount
+from tests.conftest import Mount, raises_errno, wait_for
 from tests.users import CAPABILITY, as_user, open_to_all
 
 MakeMount = Callable[..., Mount]
 OWNER, OTHER, GROUP = 1234, 4321, 5555
-BITS = (0o777, 0o6777, 0o2767, 0o4666)
+BITS = (0o777, 0o6777, 0o2767, 0o4666, 0o6666)
 
 
 def _by_descriptor(change: Callable[[int], object], flags: int = os.O_RDWR) -> Callable[[Path], None]:
@@ -108,3 +107,56 @@ def test_a_change_leaves_the_same_privileges_as_at_the_source(
         assert _privileges(mounted) == _privileges(at_source) == _privileges(direct), case
         cleared += _privileges(direct) != before
     assert cleared >= (20 if uid == 0 else 40)
+
+
+def _write_to_mapping(path: Path) -> None:
+    with path.open("r+b") as file, mmap.mmap(file.fileno(), 0) as mapping:
+        mapping[0] = 0
+        mapping.flush()
+
+
+def _refused_chown(path: Path) -> None:
+    command = ["setpriv", "--bounding-set", "-fowner", "--inh-caps", "-fowner", "chown", str(OTHER), path]
+    assert subprocess.run(command, stderr=subprocess.DEVNULL).returncode == 1
+
+
+def _open_while_it_runs(path: Path) -> None:
+    shutil.copyfile("/bin/sleep", path)
+    running = subprocess.Popen([path, "60"])
+    try:
+        wait_for(lambda: os.readlink(f"/proc/{running.pid}/exe"), lambda program: program == str(path))
+        raises_errno(errno.ETXTBSY, lambda: os.open(path, os.O_RDONLY | os.O_TRUNC))
+    finally:
+        running.kill()
+        running.wait()
+
+
+@pytest.mark.promise("WR-12")
+@pytest.mark.fastpath
+def test_changes_that_differ_from_a_local_disk(mount: MakeMount, tmp_path: Path) -> None:
+    """Because the kernel sends a write, nothing, the removal before the chown, and the truncation with the open."""
+    bits, without = (0o6755, True, OWNER), (0o755, False, OWNER)
+    changes = {
+        _write_to_mapping: (bits, without),
+        lambda path: os.chown(path, -1, -1): (without, bits),
+        _refused_chown: (bits, (0o6755, False, OWNER)),
+    }
+    source = tmp_path / "source"
+    source.mkdir()
+    m = mount(source, "--allow-other", "--mutable", "*")
+    open_to_all(m.path)
+    for change, expected in changes.items():
+        for place, left in zip((source, m.path), expected, strict=True):
+            path = place / f"{len(os.listdir(place))}"
+            path.write_bytes(b"content")
+            os.chown(path, OWNER, OWNER)
+            path.chmod(0o6755)
+            os.setxattr(path, "security.capability", CAPABILITY)
+            uid = 0 if change is _refused_chown else OWNER
+            assert _outcome(change, path, uid) is None
+            assert _privileges(path) == _privileges(source / path.name) == left
+    for place, is_emptied in ((source, False), (m.path, True)):
+        path = place / f"program{is_emptied}"
+        path.touch(0o755)
+        _open_while_it_runs(path)
+        assert (path.stat().st_size == 0) is is_emptied
