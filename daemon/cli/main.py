@@ -268,10 +268,13 @@ def _wake_daemon(place: str) -> None:
             os.kill(pid, signal.SIGCONT)
 
 
-def _dismiss(mounted: MountInstance) -> Handed:
-    """Make the daemon leave the mount and end; return what it had open. Raises CacheFsError if it does not end."""
+def _dismiss(mounted: MountInstance) -> Handed | None:
+    """Make the daemon leave the mount and end; return what it had open. Raises CacheFsError if it does not end.
+
+    None: there is no daemon.
+    """
     if not is_served(mounted.mountpoint, mounted.directory):
-        return Handed()
+        return None
     client = Client(mounted.mountpoint, directory=mounted.directory)
     pid = client.status()["pid"]
     daemon = os.pidfd_open(pid)

@@ -39,8 +39,8 @@ from daemon.wiring import Components
 
 log = logging.getLogger(__name__)
 
-Dismiss = Callable[[MountInstance], Handed]
-"""Makes the daemon of a mount leave, and returns its open source files."""
+Dismiss = Callable[[MountInstance], Handed | None]
+"""Makes the daemon of a mount leave, and returns its open source files. None: there is no daemon."""
 
 
 class TakenOverMount(Mount):
@@ -54,7 +54,7 @@ class TakenOverMount(Mount):
         descriptors: MountDescriptors,
         handed: Handed | None,
     ) -> None:
-        """`handed`: from a daemon that left. None: there was no daemon."""
+        """`handed`: from a daemon that left. None: it had died, and the fast path has data that only it knows."""
         super().__init__(mount_config, place, descriptors.source)
         self.root_device = descriptors.shared["root_device"]
         self.device = descriptors.device
@@ -70,7 +70,8 @@ class TakenOverMount(Mount):
     ) -> "TakenOverMount | None":
         """None: there is no mount to take over. Asks nothing of the source, which may be lost or hang.
 
-        `dismiss`: this is a restart, with a new fast path. Raises CacheFsError if there is no mount to restart.
+        `dismiss`: this is a restart; if the daemon lives, with a new fast path. Raises CacheFsError if there is no
+        mount to restart.
         """
         kept = handed = None
         instance = MountInstance.on_top(place.path)

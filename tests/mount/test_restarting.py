@@ -16,7 +16,7 @@ from cachefs.client import locations
 from cachefs.client.client import Client
 from cachefs.fastpath import processes
 from cachefs.system.claims import is_dying
-from tests.conftest import REPOSITORY, Mount, cachefs, contents, mounted_on, wait_for
+from tests.conftest import REPOSITORY, Mount, cachefs, contents, make_files, mounted_on, settle, wait_for
 from tests.processes import (
     daemon_pid,
     device_of,
@@ -116,14 +116,36 @@ def check_only_one(place: Path, stopped: int, expected: dict[Path, bytes]) -> No
     assert Client(place).status()["fastpath"]["pid"] == pid
 
 
+@pytest.mark.promise("LC-27")
 @pytest.mark.fastpath
-def test_h2_a_stopped_fast_path_is_ended_before_another_is_started(mount: MakeMount, source: Path) -> None:
+def test_a_restart_of_a_dead_daemon_fetches_nothing_again(mount: MakeMount, tmp_path: Path) -> None:
+    make_files(tmp_path / "source", 100)
+    settle()
+    m = mount(tmp_path / "source", "--read-only")
+    fastpath, expected = fastpath_pid(m), contents(m.path)
+    m.kill()  # before it has committed
+    cachefs("restart", m.path)
+    m.pid = daemon_pid(m.path)
+    m.drop_caches()
+    assert contents(m.path) == expected and m.ops()["read"] == 100
+    assert fastpath_pid(m) == fastpath
+
+
+@pytest.mark.fastpath
+@pytest.mark.parametrize("command", ["mount", "restart"])
+def test_h2_a_stopped_fast_path_is_ended_before_another_is_started(
+    mount: MakeMount, source: Path, command: str
+) -> None:
     m = mount(source, "--read-only")
     expected = contents(source)
     stopped, device = fastpath_pid(m), device_of(m.path)
     os.kill(stopped, signal.SIGSTOP)
     m.kill()
-    m.start()
+    if command == "restart":
+        cachefs("restart", m.path)
+        m.pid = daemon_pid(m.path)
+    else:
+        m.start()
     assert device_of(m.path) == device
     check_only_one(m.path, stopped, expected)
 
