@@ -15,8 +15,12 @@ FSTYPE = "fuse.cachefs"
 class Mount:
     number: int
     """The mount ID, as in /proc/PID/fdinfo (mnt_id)."""
+    parent: int
+    """The mount ID of the mount that its mountpoint is on."""
     device: str
     """major:minor, unique among the filesystems that exist."""
+    root: str
+    """The directory of the filesystem that is mounted."""
     mountpoint: str
     fstype: str
     source: str
@@ -35,13 +39,15 @@ def mounts() -> list[Mount]:
     with open("/proc/self/mountinfo", encoding="utf-8", errors="surrogateescape") as table:
         for line in table:
             fields = line.split(" ")
-            number, _, device, _, mountpoint = fields[:5]
+            number, parent, device, root, mountpoint = fields[:5]
             _, fstype, source, options = fields[fields.index("-") :][:4]
             user = re.search(r"\buser_id=(\d+)", options)
             found.append(
                 Mount(
                     int(number),
+                    int(parent),
                     device,
+                    _unescape(root),
                     _unescape(mountpoint),
                     fstype,
                     _unescape(source),
@@ -57,9 +63,26 @@ def top_mount(path: str) -> Mount | None:
 
 
 def covering(path: str) -> Mount | None:
-    """The mount that an absolute path leads to; None if that is not in the table."""
-    above = [mount for mount in reversed(mounts()) if beneath(mount.mountpoint, path) is not None]
-    return max(above, key=lambda mount: len(mount.mountpoint), default=None)  # of several the uppermost
+    """The mount that an absolute path leads to, as the kernel finds it; None if that is not in the table.
+
+    Neither the order of the table nor the length of a mountpoint decides: a mount that was moved keeps its line, and a
+    mount over a directory hides those beneath it.
+    """
+    table = mounts()
+    numbers = {mount.number for mount in table}
+    on_top = {(mount.parent if mount.parent in numbers else 0, mount.mountpoint): mount for mount in table}
+    found = None
+    place = "/"
+    for name in ["", *filter(None, path.split("/"))]:
+        place = os.path.join(place, name)
+        while (mount := on_top.pop((found.number if found else 0, place), None)) is not None:
+            found = mount
+    return found
+
+
+def directory_of(mount: Mount, path: str) -> tuple[str, str]:
+    """The filesystem of a path on a mount, and the path in it: the same on each mount of that filesystem."""
+    return mount.device, os.path.normpath(os.path.join(mount.root, beneath(mount.mountpoint, path) or ""))
 
 
 def number_of(fd: int) -> int:

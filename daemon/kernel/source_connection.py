@@ -118,6 +118,8 @@ class SourceConnection:
         """errno of the call that failed."""
         self.lost: str | None = None
         """Why the source is lost. None: it is not."""
+        self._opened = self._place()
+        """The directory that the root descriptor was opened in. None: not known to this daemon."""
         self._logged: str | None = None
         """The last problem that was logged and is no loss."""
         self.reconnects = 0
@@ -133,17 +135,26 @@ class SourceConnection:
         """Why the source is lost, or that its path leads elsewhere. Accesses the mount table only."""
         return self.lost or self._elsewhere()
 
+    def _place(self) -> tuple[str, str] | None:
+        """The directory of the open root. None: its path leads to another mount, so that this is not known."""
+        top = mount_table.covering(self._path)
+        if top is None or top.number != mount_table.number_of(self._source.root_fd):
+            return None
+        return mount_table.directory_of(top, self._path)
+
     def _elsewhere(self) -> str | None:
         top = mount_table.covering(self._path)
-        if top is None or top.fstype == mount_table.FSTYPE:  # SOURCE may be MOUNTPOINT
+        if top is None or (top.fstype == mount_table.FSTYPE and top.source == self._path):  # SOURCE may be MOUNTPOINT
             return None
+        if top.number == mount_table.number_of(self._source.root_fd):
+            return None
+        found = mount_table.directory_of(top, self._path)
         device = self._source.root_device
-        same = top.device == f"{os.major(device)}:{os.minor(device)}"
-        if same or top.number == mount_table.number_of(self._source.root_fd):
+        if found == self._opened or (self._opened is None and found[0] == f"{os.major(device)}:{os.minor(device)}"):
             return None
         return (
-            f"{self._path} was unmounted or covered, and leads to another filesystem now ({top.fstype}). cachefs still "
-            "uses the old one; to use the new one, unmount cachefs and mount it again"
+            f"{self._path} was unmounted or covered, and leads to another directory now (on {top.fstype}). cachefs "
+            "still uses the old one; to use the new one, unmount cachefs and mount it again"
         )
 
     async def run(self) -> None:
@@ -172,6 +183,7 @@ class SourceConnection:
         anew = self._source.generation != self._generation
         if anew:
             self._generation = self._source.generation
+            self._opened = self._place()
             self.reconnects += 1
             self._changed()
             log.warning("the source is back: %s was opened again", self._path)
