@@ -212,7 +212,9 @@ class Mutations:
         opened = self._descriptors.handles.get(handle) if handle is not None else None
         if opened is None:
             await self._fs.before_object_changes(caller, number)
-        changes_mode = changes.mode is not None and not self._comes_with_a_write(number, changes.mode, caller)
+        mode = None if changes.mode is None else stat.S_IMODE(changes.mode)
+        if mode is not None and self._comes_with_a_write(number, mode, caller):  # asked before the bits are cleared
+            mode = None
         if changes.size is not None:
             size = changes.size
             if opened is not None and opened.writable:
@@ -221,8 +223,7 @@ class Mutations:
                 truncate = partial(self._source.truncate, size=changes.size, caller=caller)
                 now = await self._descriptors.ask_object(number, truncate, once=True)
             self._store(number, now, written=True)
-        if changes.mode is not None and changes_mode:
-            mode = stat.S_IMODE(changes.mode)
+        if mode is not None:
             await self._change(caller, "chmod", number, lambda name: os.chmod(name, mode))
         if changes.uid is not None or changes.gid is not None:
             uid, gid = (-1 if each is None else each for each in (changes.uid, changes.gid))
@@ -244,8 +245,8 @@ class Mutations:
         source clears the bits with the write itself, which is made without CAP_FSETID.
         """
         inode = self._fs.inode(number)
-        before, after = stat.S_IMODE(inode.mode), stat.S_IMODE(mode)
-        only_clears = after & ~before == 0 and before & ~after & ~(stat.S_ISUID | stat.S_ISGID) == 0
+        before = stat.S_IMODE(inode.mode)
+        only_clears = mode & ~before == 0 and before & ~mode & ~(stat.S_ISUID | stat.S_ISGID) == 0
         return only_clears and not self._owns(caller, inode)
 
     def _times(self, number: int, changes: Changes, caller: Caller) -> tuple[tuple[int, int], tuple[int, int]]:
