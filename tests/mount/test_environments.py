@@ -148,7 +148,9 @@ def test_interpreters_that_start_together_fetch_each_file_once(mount: MakeMount,
     m.start()
     assert started_together(m.path, 8) == [expected(environment)] * 8
     together = m.flush()
-    assert together["source_bytes"] == alone["source_bytes"] and together["cached_files"] == alone["cached_files"]
+    # How much of a large file is read ahead depends on the timing.
+    assert together["cached_files"] == alone["cached_files"]
+    assert together["source_bytes"] == together["cached_bytes"], "nothing twice"
 
 
 def test_compiled_files_are_used_and_stale_ones_are_not(mount: MakeMount, environment: Path) -> None:
