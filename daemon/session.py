@@ -50,6 +50,8 @@ class Session:
     lifecycle: Lifecycle = field(default_factory=Lifecycle)
     _is_new: bool = field(default=False, init=False)
     """No mount is taken over."""
+    _warnings: list[str] = field(default_factory=list, init=False)
+    """About this process."""
 
     def serve(self, ready: Callable[[], None], claimed: Callable[[Path], None]) -> None:
         """Mount and serve until unmounted. Raises CacheFsError with the reason if that fails before it is ready.
@@ -59,7 +61,10 @@ class Session:
         mounts.check_fuse()
         locations.make_runtime_root()
         os.umask(0)  # credentials.py applies the caller's
-        process.prepare()
+        self._warnings = process.prepare()
+        if not self.config.foreground:  # the user sees it; the log gets it when it is open
+            for warning in self._warnings:
+                log.warning("%s", warning)
         try:
             trio.run(self._until_told, ready, claimed)
         except IndexDamaged as error:
@@ -109,6 +114,8 @@ class Session:
         given = ", ".join(f"{name}={value}" for name, value in self.config.given())
         places = f"{self.config.source} on {self.config.mountpoint}"
         log.info("cachefs %s: %s; options: %s", cachefs.__version__, places, given or "none")
+        for warning in self._warnings:
+            log.warning("%s", warning)
         if self.config.options.settle_ns < SETTLE_NS:
             log.warning("--minimum-age is for tests: a file that is read while it is written may be cached wrongly")
         if not mount.is_new:

@@ -81,3 +81,7 @@ def open_to_all(path: Path) -> None:
     for parent in path.parents:
         if parent != Path("/") and parent.stat().st_uid == os.geteuid():
             parent.chmod(parent.stat().st_mode | 0o011)
+
+
+MAY_NOT_RAISE_LIMITS = ["setpriv", "--bounding-set", "-sys_resource", "--inh-caps", "-sys_resource"]
+"""Before a command: root that may not raise hard limits, like every other user."""

@@ -10,6 +10,8 @@ from collections.abc import Sequence
 
 import setproctitle
 
+from daemon.service import limits
+
 SWITCH_INTERVAL_S = 0.0005
 """How long the trio thread waits for the interpreter lock of write-behind. Python's 5 ms would make look-ups slow."""
 
@@ -17,18 +19,15 @@ _FIRST_PASSED = 3
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8
 
 
-def prepare() -> None:
-    """Called before anything else in the daemon."""
+def prepare() -> list[str]:
+    """Called before anything else in the daemon. Returns warnings. Raises CacheFsError if it cannot work."""
     # Keep freed memory: file contents are allocated and freed by the megabyte, and a page fault costs more than the
     # copy. One arena besides the main one: the trio thread frees the payload that a fetch thread allocates.
     libc = ctypes.CDLL(None)
     for parameter, value in ((_M_ARENA_MAX, 2), (_M_MMAP_THRESHOLD, 2 << 20), (_M_TRIM_THRESHOLD, 64 << 20)):
         libc.mallopt(parameter, value)
-    # Open files, and file sizes: the kernel ends a process whose files exceed the limit.
-    for limit in (resource.RLIMIT_NOFILE, resource.RLIMIT_FSIZE):
-        _, hard = resource.getrlimit(limit)
-        resource.setrlimit(limit, (hard, hard))
     sys.setswitchinterval(SWITCH_INTERVAL_S)
+    return limits.reset()
 
 
 def leave_starter() -> None:

@@ -6,7 +6,6 @@ import multiprocessing
 import os
 import resource
 import signal
-import sys
 import time
 from collections.abc import Callable
 from functools import partial
@@ -28,6 +27,7 @@ from tests.crowds import (
     read_all,
     read_at,
 )
+from tests.users import MAY_NOT_RAISE_LIMITS
 
 fork = multiprocessing.get_context("fork")
 MakeMount = Callable[..., Mount]
@@ -222,7 +222,7 @@ def test_c7_who_opens_very_many_files_leaves_descriptors_for_others(
 ) -> None:
     """Regression: the daemon ran out of descriptors, and every other user's open failed with EMFILE."""
     limit = 800
-    monkeypatch.setattr(conftest, "CLI", ["prlimit", f"--nofile={limit}:{limit}", sys.executable, "-m", "daemon"])
+    monkeypatch.setattr(conftest, "CLI", ["prlimit", f"--nofile={limit}:{limit}", *MAY_NOT_RAISE_LIMITS, *conftest.CLI])
     (source / "open").mkdir()
     (source / "open").chmod(0o777)
     m = mount(source, "--attr-timeout", "0")

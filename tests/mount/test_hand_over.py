@@ -24,6 +24,7 @@ from cachefs.system.unix_socket import socket_address
 from tests import conftest
 from tests.conftest import Mount, cachefs, contents, mounted_on, raises_errno, settle, wait_for
 from tests.holder import Holder
+from tests.users import MAY_NOT_RAISE_LIMITS
 
 MakeMount = Callable[..., Mount]
 REPOSITORY = Path(__file__).parents[2]
@@ -239,7 +240,7 @@ def test_a_restart_by_a_shell_with_few_descriptors(
         for number in range(600):
             assert holder.ask("write", number, f"{number}") == f"{number}"
             (m.path / f"n{number}").unlink()
-        less = [] if may_raise_it else ["setpriv", "--bounding-set", "-sys_resource", "--inh-caps", "-sys_resource"]
+        less = [] if may_raise_it else MAY_NOT_RAISE_LIMITS
         monkeypatch.setattr(conftest, "CLI", ["prlimit", "--nofile=400:400", *less, *conftest.CLI])
         before = m.pid
         done = cachefs("restart", m.path, check=False)

@@ -10,11 +10,14 @@ from pathlib import Path
 
 import pytest
 
+from cachefs.system.syscalls import thread_capabilities
 from tests import conftest
-from tests.conftest import CLI, Mount, cachefs, contents, mounted_on, wait_for
+from tests.conftest import CLI, Mount, cachefs, children, contents, mounted_on, wait_for
+from tests.users import MAY_NOT_RAISE_LIMITS
 
 pytestmark = [pytest.mark.promise("LC-11"), pytest.mark.usefixtures("interpreters")]
 
+CAP_SYS_RESOURCE = 24
 MakeMount = Callable[..., Mount]
 
 
@@ -66,6 +69,89 @@ def test_a_starter_whose_files_may_not_grow(
         m.pid = int(m.status()["pid"])
     assert contents(m.path) == contents(source)
     assert m.flush()["cached_files"] == sum(map(bool, contents(source).values()))
+
+
+LOW = {"cpu": 600, "as": 64 << 30, "data": 4 << 30, "fsize": 8 << 20, "nofile": 1024, "nproc": 4000, "rttime": 10**6}
+LOW_SOFT = ("--stack=262144:", "--sigpending=0:", "--memlock=0:", "--msgqueue=0:")
+
+
+def limits_of(pid: int) -> dict[str, tuple[str, str]]:
+    """Soft and hard limit by name."""
+    lines = Path(f"/proc/{pid}/limits").read_text().splitlines()[1:]
+    return {line[:26].strip(): (line[26:47].strip(), line[47:68].strip()) for line in lines}
+
+
+def processes_of(m: Mount) -> dict[str, int]:
+    """The daemon, the fast path and the notifier."""
+    found = {"daemon": m.pid}
+    for pid in children(m.pid):
+        command = Path(f"/proc/{pid}/cmdline").read_bytes()
+        found["fast path" if b"--device" in command else "notifier"] = pid
+    return found
+
+
+@pytest.mark.promise("LC-28")
+@pytest.mark.parametrize("command", ["mount", pytest.param("restart", marks=pytest.mark.fastpath)])
+def test_a_starter_with_low_limits(
+    mount: MakeMount, source: Path, monkeypatch: pytest.MonkeyPatch, command: str
+) -> None:
+    """Regression: RLIMIT_CPU killed the daemon after minutes, and calls failed with EIO."""
+    m = mount(source)
+    hard = "" if thread_capabilities()[0] >> CAP_SYS_RESOURCE & 1 else ":"  # ":": the soft limit only
+    started(monkeypatch, "prlimit", *(f"--{name}={value}{hard}" for name, value in LOW.items()), *LOW_SOFT)
+    if command == "mount":
+        m.remount()
+    else:
+        conftest.cachefs("restart", m.path)
+        m.pid = int(m.status()["pid"])
+    assert contents(m.path) == contents(source)
+    found = processes_of(m)
+    assert set(found) == {"daemon", "notifier"} | ({"fast path"} if m.status()["fastpath"] else set())
+    for pid in found.values():
+        limits = limits_of(pid)
+        for name in ("cpu time", "address space", "data size", "file size", "realtime timeout"):
+            assert limits[f"Max {name}"] == ("unlimited", "unlimited")
+        for name in ("processes", "pending signals", "locked memory", "msgqueue size"):
+            assert limits[f"Max {name}"][0] == limits[f"Max {name}"][1]
+        assert int(limits["Max open files"][0]) > 4096
+        assert limits["Max stack size"][0] == f"{8 << 20}"
+    assert "ulimit" not in m.log()
+
+
+@pytest.mark.promise("LC-28")
+def test_limits_that_cannot_be_raised_are_named(
+    mount: MakeMount, source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    m = mount(source)
+    m.umount()
+    started(monkeypatch, "prlimit", "--cpu=600", f"--fsize={2 << 30}", "--nproc=30000", *MAY_NOT_RAISE_LIMITS)
+    done = cachefs("mount", source, m.path, "--cache-dir", m.cache, *Mount.given())
+    m.pid = int(m.status()["pid"])
+    assert contents(m.path) == contents(source)
+    for said in (done.stderr, m.log()):
+        named = [line.partition("(ulimit ")[2].partition(")")[0] for line in said.splitlines() if "ulimit" in line]
+        assert named == ["-t 600", f"-f {2 << 20}"]
+    assert limits_of(m.pid)["Max cpu time"] == ("600", "600")
+
+
+@pytest.mark.promise("LC-28")
+def test_too_little_address_space_is_one_line(
+    mount: MakeMount, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing is mounted, and a restart leaves the mount as it is."""
+    m = mount(source)
+    started(monkeypatch, "prlimit", f"--as={64 << 30}", *MAY_NOT_RAISE_LIMITS)
+    (tmp_path / "other").mkdir()
+    done = cachefs("mount", source, tmp_path / "other", "--cache-dir", tmp_path / "c", *Mount.given(), check=False)
+    assert (done.returncode, done.stderr.count("\n")) == (1, 1), done.stderr
+    assert f"(ulimit -v {64 << 20})" in done.stderr and "address space" in done.stderr
+    assert not mounted_on(tmp_path / "other")
+    if not m.no_fastpath:
+        done = cachefs("restart", m.path, check=False)
+        assert (done.returncode, done.stderr.count("\n")) == (1, 1), done.stderr
+        assert f"(ulimit -v {64 << 20})" in done.stderr
+        assert m.status()["pid"] == m.pid
+    assert contents(m.path) == contents(source)
 
 
 @pytest.fixture
