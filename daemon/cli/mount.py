@@ -58,6 +58,8 @@ def make_mount_config(given: Mapping[str, Any]) -> config.MountConfig:
         cache_size_bytes=given["cache_size"],
         metadata_snapshot=given["metadata_snapshot"] and given["metadata_snapshot"].absolute(),
         allow_other=allow_other,
+        noexec=given["noexec"],
+        nosymfollow=given["nosymfollow"],
         foreground=given["foreground"],
         log_level=given["log_level"],
         metrics=given["metrics"],
@@ -282,6 +284,8 @@ def _check_package() -> None:
     default=None,
     help="Let other users access the mount. [default: yes for root, no for users]",
 )
+@click.option("--noexec/--exec", default=False, help="Let no program be executed from the mount.")
+@click.option("--nosymfollow/--symfollow", default=False, help="Let the kernel follow no symbolic link on the mount.")
 @click.option(
     "--simulate-latency",
     type=parameters.MILLISECONDS,

@@ -18,13 +18,17 @@ _USAGE, _FAILED = 1, 32
 
 
 def arguments(given: Sequence[str]) -> list[str]:
-    """The arguments of `cachefs mount` for those of mount(8). Raises click.UsageError."""
+    """The arguments of `cachefs mount` for those of mount(8). Raises click.UsageError.
+
+    Options like X-mount.mkdir are left out: mount(8) does what they say.
+    """
     places: list[str] = []
     options: list[str] = []
     rest = iter(given)
     for argument in rest:
         if argument == "-o":
-            options += ["-o", next(rest, "")]
+            own = [each for each in next(rest, "").split(",") if not each.startswith("X-")]
+            options += ["-o", ",".join(own)]
         elif argument in ("-t", "-N"):
             next(rest, None)
         elif not re.fullmatch(r"-[sfnvw]+", argument):
@@ -37,7 +41,10 @@ def arguments(given: Sequence[str]) -> list[str]:
 def main() -> None:
     try:
         with one_line_errors():
-            mount.main(arguments(sys.argv[1:]), "mount.fuse.cachefs", standalone_mode=False)
+            if any(re.fullmatch(r"-[sfnvw]*f[sfnvw]*", each) for each in sys.argv[1:]):  # mount --fake
+                mount.make_context("mount.fuse.cachefs", arguments(sys.argv[1:]))
+            else:
+                mount.main(arguments(sys.argv[1:]), "mount.fuse.cachefs", standalone_mode=False)
     except click.ClickException as error:
         say(f"mount.fuse.cachefs: {error.format_message()}", err=True)
         sys.exit(_USAGE)

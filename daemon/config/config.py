@@ -75,6 +75,8 @@ class MountConfig:
     cache_size_bytes: int | None = None
     """None: 90 % of the free space."""
     allow_other: bool = True
+    noexec: bool = False
+    nosymfollow: bool = False
     foreground: bool = False
     log_level: str = "info"
     metrics: str | None = None

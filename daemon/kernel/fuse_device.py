@@ -7,6 +7,7 @@ Root calls mount(2). Other users need fusermount3, which mounts and sends the de
 import os
 import socket
 import subprocess
+from collections.abc import Sequence
 
 from cachefs.client.locations import is_root
 from cachefs.errors import CacheFsError
@@ -14,22 +15,24 @@ from cachefs.system import syscalls
 
 MAX_READ_BYTES = 1 << 20
 _MS_RDONLY, _MS_NOSUID, _MS_NODEV = 1, 2, 4
+MORE_FLAGS = {"noexec": 8, "nosymfollow": 256}
+"""MS_NOEXEC, MS_NOSYMFOLLOW (since Linux 5.10; fusermount3 may not know it, and then refuses)."""
 
 
-def mount(source: str, mountpoint: str, *, read_only: bool, allow_other: bool) -> int:
+def mount(source: str, mountpoint: str, *, read_only: bool, allow_other: bool, more_flags: Sequence[str] = ()) -> int:
     """Mount a fuse.cachefs, and return the descriptor of its /dev/fuse. Raises CacheFsError with the reason."""
     options = ["default_permissions", f"max_read={MAX_READ_BYTES}"]
     if allow_other:
         options.append("allow_other")
     if is_root():
-        return _mount_as_root(source, mountpoint, options, read_only)
-    return _mount_as_user(source, mountpoint, options, read_only)
+        return _mount_as_root(source, mountpoint, options, read_only, more_flags)
+    return _mount_as_user(source, mountpoint, [*more_flags, *options], read_only)
 
 
-def _mount_as_root(source: str, mountpoint: str, options: list[str], read_only: bool) -> int:
+def _mount_as_root(source: str, mountpoint: str, options: list[str], read_only: bool, more_flags: Sequence[str]) -> int:
     device = os.open("/dev/fuse", os.O_RDWR | os.O_CLOEXEC)
     options = [f"fd={device}", "rootmode=40000", "user_id=0", "group_id=0", *options]
-    flags = _MS_NOSUID | _MS_NODEV | (_MS_RDONLY if read_only else 0)
+    flags = _MS_NOSUID | _MS_NODEV | (_MS_RDONLY if read_only else 0) | sum(MORE_FLAGS[each] for each in more_flags)
     try:
         syscalls.mount(source, mountpoint, "fuse.cachefs", flags, ",".join(options))
     except OSError as error:

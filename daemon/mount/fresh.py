@@ -66,7 +66,11 @@ class FreshMount(Mount):
     def open(self, source: Source, opened: OpenedIndex, blob: Blob, options: Options) -> None:
         place = self._place.path
         self.device = fuse_device.mount(
-            self._config.source, place, read_only=options.read_only, allow_other=self._config.allow_other
+            self._config.source,
+            place,
+            read_only=options.read_only,
+            allow_other=self._config.allow_other,
+            more_flags=[each for each in fuse_device.MORE_FLAGS if getattr(self._config, each)],
         )
         self._instance = MountInstance.on_top(place)
         if self._instance is None:

@@ -150,8 +150,20 @@ def _needs_of_mount(mount_config: MountConfig) -> tuple[object, ...]:
     """What stays the same as long as a mount lives."""
     options = mount_config.options
     return (
-        mount_config.source, mount_config.cache_place, options.fastpath, mount_flags(options), options.settle_ns
+        mount_config.source, mount_config.cache_place, options.fastpath, mount_flags(options), options.settle_ns,
+        *_flags_in_kernel(mount_config),
     )  # fmt: skip
+
+
+def _flags_in_kernel(mount_config: MountConfig) -> tuple[bool, bool]:
+    return mount_config.noexec, mount_config.nosymfollow
+
+
+def _has_other_flags(mount_config: MountConfig, instance: MountInstance) -> bool:
+    with suppress(CacheFsError):  # of another version
+        running = config.load(instance.directory / config.CONFIG_NAME)
+        return _flags_in_kernel(running) != _flags_in_kernel(mount_config)
+    return False
 
 
 def kept_by_fastpath(instance: MountInstance) -> MountDescriptors | None:
@@ -196,7 +208,7 @@ def take_over(
             f"{place} is in use: {mounted.source} is mounted there by a cachefs whose daemon has died; run "
             f"cachefs umount {place}"
         )
-    if not descriptors.shared.was_set_up_for(mount_config.options):
+    if not descriptors.shared.was_set_up_for(mount_config.options) or _has_other_flags(mount_config, instance):
         raise CacheFsError(
             f"{place} was mounted with other options, and its daemon has died: run cachefs restart {place} to keep "
             f"these options, or cachefs umount {place}"

@@ -4,6 +4,7 @@ import json
 import os
 import re
 import resource
+import shlex
 import shutil
 import subprocess
 import sys
@@ -45,8 +46,78 @@ def test_options_as_mount_8_writes_them(mount: MakeMount, source: Path) -> None:
         "read-only": True, "cache-size": "10M", "source-timeout": 120.0, "mutable": ["*.log", "*.txt"],
     }  # fmt: skip
     assert shown["cache-size"]["origin"] == "command line"
-    assert "No such option '--cache-sise'" in refused("mount", "-o", "cache-sise=1G", source, m.path, status=2)
+    said = refused("mount", "-o", "cache-sise=1G", source, m.path, status=2)
+    assert "-o cache-sise: no such option; did you mean cache-size?" in said
     assert mount_helper.arguments(["/a", "/b", "-o", options]) == ["-o", options, "--", "/a", "/b"]
+
+
+AS_FROM_FSTAB = r"""
+helper=$1 disk=$2 source=$3 place=$4 cache=$5
+mount -t tmpfs tmpfs $disk && mkdir $disk/upper $disk/work
+mount -t overlay -o lowerdir=/usr/sbin,upperdir=$disk/upper,workdir=$disk/work overlay /usr/sbin
+cp $helper /usr/sbin/mount.fuse.cachefs
+try() { echo "== $*"; mount -t fuse.cachefs "$@" 2>&1; echo "status $?"; }
+try -o ro,remount,noexec $source $place
+for option in dirsync sync strictatime nosuchoption; do try -o ro,$option,cache-dir=$cache $source $place; done
+try --fake -o ro,cache-dir=$cache $source $place
+mountpoint -q $place && echo "something is mounted"
+try -o ro,lazytime,silent,nonempty,nofail,X-mount.mkdir,noexec,nosymfollow,cache-dir=$cache $source $place/made
+findmnt -no OPTIONS $place/made
+$place/made/program; cat $place/made/link
+mount -o remount,exec $place/made; findmnt -no OPTIONS $place/made
+umount $place/made; try -o user,cache-dir=$cache $source $place; findmnt -no OPTIONS $place
+umount $place; try -o user,exec,cache-dir=$cache $source $place; findmnt -no OPTIONS $place; $place/program
+umount $place
+"""
+
+
+@pytest.mark.promise("PE-19")
+def test_mount_8_with_options_of_fstab(source: Path, tmp_path: Path) -> None:
+    """Each is honoured, or refused with one line. Regression: noexec was ignored."""
+    (source / "program").write_text("#!/bin/sh\necho it ran\n")
+    (source / "program").chmod(0o755)
+    helper = tmp_path / "helper"
+    command = f"{shlex.quote(sys.executable)} -c 'from daemon.cli.mount_helper import main; main()'"
+    helper.write_text(f'#!/bin/sh\nPYTHONPATH={REPOSITORY} exec {command} "$@"\n')
+    helper.chmod(0o755)
+    for name in ("disk", "place"):
+        (tmp_path / name).mkdir()
+    places = [helper, tmp_path / "disk", source, tmp_path / "place", tmp_path / "cache"]
+    done = subprocess.run(
+        ["unshare", "-m", "bash", "-c", AS_FROM_FSTAB, "bash", *places], capture_output=True, text=True, timeout=120
+    )
+    tries = done.stdout.split("== ")[1:]
+    remount, *refusals, fake, honoured, user, user_exec = [each.splitlines()[1:] for each in tries]
+    assert "cannot be remounted" in remount[0] and remount[1:] == ["status 1"], done
+    for option, said in zip(("dirsync", "sync", "strictatime", "nosuchoption"), refusals, strict=True):
+        assert said[0].startswith(f"mount.fuse.cachefs: -o {option}: ") and said[1:] == ["status 1"], said
+    assert fake == ["status 0"]
+    assert honoured[0] == "status 0", done
+    first, second = (set(line.split(",")) for line in honoured[1:])
+    assert {"ro", "nosuid", "nodev", "noexec", "nosymfollow"} <= first == second
+    assert "program: Permission denied" in done.stderr and "link: Too many levels" in done.stderr
+    assert user[0] == "status 0" and "noexec" in user[1].split(",")
+    assert user_exec[0] == "status 0" and "noexec" not in user_exec[1].split(",") and user_exec[2:] == ["it ran"]
+
+
+@pytest.mark.promise("PE-19")
+@pytest.mark.fastpath
+def test_a_mount_keeps_its_flags_when_it_is_taken_over(mount: MakeMount, source: Path) -> None:
+    m = mount(source, "-o", "noexec")
+    assert os.statvfs(m.path).f_flag & os.ST_NOEXEC
+    m.kill()
+    with pytest.raises(AssertionError, match="was mounted with other options"):
+        m.start("--exec")
+    m.start()
+    assert os.statvfs(m.path).f_flag & os.ST_NOEXEC
+    assert contents(m.path) == contents(source)
+
+
+def test_options_that_cachefs_mount_alone_cannot_honour(source: Path, tmp_path: Path) -> None:
+    assert "-o suid: a cachefs is always nosuid" in refused("mount", "-o", "suid", source, tmp_path / "p", status=2)
+    assert "-o X-mount.mkdir: mount(8) does that" in refused(
+        "mount", "-o", "ro,X-mount.mkdir", source, tmp_path / "place", status=2
+    )
 
 
 @pytest.mark.parametrize(
