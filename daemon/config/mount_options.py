@@ -10,6 +10,8 @@ from collections.abc import Collection, Iterator
 
 import click
 
+from cachefs.printable import one_line
+
 _WITHOUT_EFFECT = re.compile(
     r"defaults|(no)?auto|nouser|owner|group|_netdev|nofail"  # of mount(8) and systemd
     r"|nosuid|nodev|async|default_permissions|nonempty|silent|loud|nomand|noiversion"  # true of every cachefs
@@ -73,4 +75,6 @@ def _written_out(options: list[str], known: Collection[str]) -> Iterator[str]:
             yield f"--{key}{equals}{value}"
         elif each not in ("", "rw") and not _WITHOUT_EFFECT.fullmatch(each):
             close = difflib.get_close_matches(key, known, n=1)
-            raise click.UsageError(f"-o {name}: no such option{f'; did you mean {close[0]}?' if close else ''}")
+            raise click.UsageError(
+                f"-o {one_line(name)}: no such option{f'; did you mean {close[0]}?' if close else ''}"
+            )

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 import setproctitle
 
+from cachefs.printable import one_line
 from daemon.service import limits
 
 SWITCH_INTERVAL_S = 0.0005
@@ -75,7 +76,7 @@ def command_line() -> tuple[str, ...]:
 def show_command(command: Sequence[str]) -> None:
     """Make ps show another command for this process."""
     if command:  # there is none in the configuration of an older version
-        setproctitle.setproctitle(" ".join(command))
+        setproctitle.setproctitle(one_line(" ".join(command)))  # it accepts UTF-8 only
 
 
 def has_descriptors_of(pid: int) -> bool:

@@ -64,7 +64,7 @@ class Environment:
         _reserve_readers(path / "lock.mdb")
         try:
             self.lmdb = lmdb.open(
-                str(path),
+                os.fsencode(path),  # lmdb accepts a path that is not UTF-8 as bytes only
                 map_size=MAP_BYTES,
                 max_dbs=len(Table),
                 max_readers=MAX_READERS,
