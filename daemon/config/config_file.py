@@ -22,6 +22,8 @@ import click
 
 _PLACE, _VALUES = f"{__name__}.place", f"{__name__}.values"
 MAX_CHARACTERS = 1 << 20
+COMMAND_LINE_ONLY = "foreground"
+"""An option of the process that mounts, not of the mount."""
 INTEGERS = 1 << 63
 """Those of TOML have 64 bits."""
 
@@ -77,6 +79,8 @@ def read(path: Path, context: click.Context) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for key, value in values.items():
         parameter = parameters.get(key)
+        if key == COMMAND_LINE_ONLY:
+            raise InvalidFile(path, _line_of(text, key), f"{key}: must be given on the command line (--{key})")
         if parameter is None:
             raise InvalidFile(path, _line_of(text, key), f"{key!r} is not an option{_hint(key, sorted(parameters))}")
         try:
@@ -106,7 +110,8 @@ def _hint(key: str, known: Sequence[str]) -> str:
 
 def may_be_in_file(parameter: click.Parameter) -> bool:
     """--config and -o have no value of their own, and hidden options are not for users."""
-    return parameter.expose_value and not getattr(parameter, "hidden", False)
+    is_for_users = parameter.expose_value and not getattr(parameter, "hidden", False)
+    return is_for_users and parameter.name != COMMAND_LINE_ONLY
 
 
 def key_of(parameter: click.Parameter) -> str:
@@ -125,8 +130,12 @@ def _check(parameter: click.Parameter, value: Any, context: click.Context) -> No
             raise click.BadParameter('must be a list of strings, such as ["*.log"]')
     elif isinstance(value, bool) or not isinstance(value, str | int | float):
         raise click.BadParameter("must be a string or a number")
+    elif isinstance(value, float) and isinstance(parameter.type, click.types.IntParamType):
+        raise click.BadParameter("must be a whole number, such as 100")
     elif isinstance(value, int) and not -INTEGERS <= value < INTEGERS:
         raise click.BadParameter("the number is too large")
+    if any("\0" in each for each in (value if isinstance(value, list) else [value]) if isinstance(each, str)):
+        raise click.BadParameter("contains a NUL character, which no path and no name can contain")
     try:
         parameter.type_cast_value(context, value)
     except (TypeError, ValueError, OverflowError):  # a number where click expects a path; an infinite one

@@ -121,7 +121,7 @@ def reread(mount: click.Command, running: MountConfig) -> tuple[MountConfig, lis
     of_mount = {field: values[key] for key, field in RELOADABLE.items() if key in values}
     of_options = {field: values[key] for key, field in RELOADABLE_OPTIONS.items() if key in values}
     changed = replace(running, options=replace(running.options, **of_options), settings=merged, **of_mount)
-    return changed, [key for key in merged if _differs(merged[key], now[key])]
+    return changed, [key for key in merged if key in now and _differs(merged[key], now[key])]
 
 
 def _differs(running: Setting, now: Setting) -> bool:

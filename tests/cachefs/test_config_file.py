@@ -234,3 +234,34 @@ def test_a_file_that_is_too_long_is_refused_as_a_whole(tmp_path: Path) -> None:
     for path in (str(file), "/dev/zero"):
         with pytest.raises(click.UsageError, match=f"{path}: is too long"):
             mount_config("--config", path)
+
+
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [
+        (r'mutable = ["*.log", "\u0000"]', "contains a NUL character"),
+        (r'immutable = ["a\u0000b"]', "contains a NUL character"),
+        (r'cache-dir = "/ssd/\u0000"', "contains a NUL character"),
+        ("fetch-threads = 1e2", "must be a whole number"),
+        ("fetch-threads = inf", "must be a whole number"),
+        ("metadata-limit = 10.0", "must be a whole number"),
+        ("foreground = true", "must be given on the command line"),
+        ("foreground = false", "must be given on the command line"),
+    ],
+)
+def test_values_that_no_mount_can_mean_are_refused_with_their_key(tmp_path: Path, line: str, reason: str) -> None:
+    (tmp_path / "source").mkdir()
+    (tmp_path / "file.toml").write_text(f'source = "{tmp_path}/source"\nmountpoint = "{tmp_path}/mnt"\n{line}\n')
+    done = check(tmp_path / "file.toml")
+    key = line.partition(" ")[0]
+    assert done.exit_code == 2
+    assert f"file.toml, line 3: {key}: " in done.output and reason in done.output
+
+
+def test_a_printed_configuration_can_be_read_again(tmp_path: Path) -> None:
+    """Regression: that of a service had `foreground = true`."""
+    made = mount_config("--foreground", "--noexec", str(tmp_path), str(tmp_path / "mnt"))
+    assert made.foreground
+    (tmp_path / "file.toml").write_text("\n".join(as_toml(made.settings)))
+    again = mount_config("--config", str(tmp_path / "file.toml"))
+    assert (again.source, again.noexec, again.foreground) == (made.source, True, False)
