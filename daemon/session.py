@@ -104,7 +104,9 @@ class Session:
             self._is_new = mount.is_new
             with ExitStack() as stack:
                 stack.callback(mount.close)
-                directory = stack.enter_context(closing(CacheDirectory(self.config.cache_place, self.config.source)))
+                place_of_cache, same = self.config.cache_place, not mount.is_new
+                directory = CacheDirectory(place_of_cache, self.config.source, same_mount=same)
+                stack.enter_context(closing(directory))
                 claimed(self.config.cache_place)
                 self._log_start(mount)
                 blob = stack.enter_context(closing(directory.open_blob()))

@@ -5,7 +5,6 @@ lock         flock of the daemon            blob     payload
 index/       the durable index (LMDB)       daemon.log
 """
 
-import json
 import logging
 import os
 import secrets
@@ -23,7 +22,7 @@ from typing import NamedTuple
 from cachefs.contract.index import Table
 from cachefs.errors import CacheFsError, IndexUnavailable
 from cachefs.options import Revalidate
-from cachefs.store import durable_index, runs
+from cachefs.store import durable_index, owner, runs
 from cachefs.store.blob.blob import Blob
 from cachefs.store.index import overflow
 from cachefs.store.index.environment import DATA, Environment
@@ -36,7 +35,6 @@ from cachefs.system.descriptors import closing_on_error
 
 log = logging.getLogger(__name__)
 
-FORMAT_VERSION = 1
 SESSION_RESERVE_BYTES = 1 << 20
 """Allocated when a run begins, so that a session of this size has room in a full runtime directory."""
 FREE_SHARE = 0.9
@@ -47,6 +45,7 @@ _MUTABLE_SINCE_KEY = b"mutable-since"
 _SESSION = struct.Struct("<2I2Q")  # flags, `forgot`, run, `takeovers`
 _WRITTEN = {"cache.json", "secret"}
 _OWN_NAMES = {"lock", "blob", "index", "index.new", "index.broken", "daemon.log", "daemon.log.1", "lost+found"}
+_OWN_NAMES |= {"cache.json.broken"}
 _OWN_NAMES |= _WRITTEN | {private_files.temporary_of(Path(name)).name for name in _WRITTEN}
 
 
@@ -67,20 +66,6 @@ def _seed_of(secret: bytes) -> int:
     return int.from_bytes(secret[:8], "little")
 
 
-def _check_identity(path: Path, source: str) -> None:
-    """Raises CacheFsError if the directory belongs to another source, FileNotFoundError without `cache.json`."""
-    identity = path / "cache.json"
-    try:
-        found = json.loads(identity.read_text())
-        version, owner = int(found["format"]), str(found["source"])
-    except (ValueError, KeyError, TypeError):
-        raise CacheFsError(f"{identity} cannot be read: remove {path} to start with an empty cache") from None
-    if version > FORMAT_VERSION:
-        raise CacheFsError(f"a newer cachefs made {path} (format {version}): upgrade, or use another --cache-dir")
-    if owner != source:
-        raise CacheFsError(f"{path} was made for {owner}, not for {source}: remove it, or use another --cache-dir")
-
-
 def _check_contents(path: Path) -> None:
     names = {entry.name for entry in path.iterdir()}
     if names - _OWN_NAMES and "cache.json" not in names:
@@ -97,8 +82,8 @@ def check_usable(path: Path, source: str) -> None:
         if place == path:
             private_files.check_own(path)
             _check_contents(path)
-            with suppress(FileNotFoundError):
-                _check_identity(path, source)
+            with suppress(FileNotFoundError, owner.Damaged):
+                owner.check(path, source)
         if not os.access(place, os.W_OK | os.X_OK):
             raise CacheFsError(f"cannot use the cache directory {path}: {place} cannot be written to")
     except OSError as error:
@@ -114,13 +99,15 @@ def check_inheritable(path: Path, source: str) -> None:
         private_files.check_own(path)
         for directory in (path, path / "index"):
             private_files.check_contents(directory)
-        _check_identity(path, source)
+        owner.check(path, source)
         if read_seed(path) is None:
             raise CacheFsError(f"{path / 'secret'} cannot be read")
         for name in ("blob", f"index/{DATA}", "index/lock.mdb"):
             os.close(os.open(path / name, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC))
         if not is_locked(path / "lock"):
             raise CacheFsError(f"{path} is not the directory that the daemon has open")
+    except owner.Damaged as error:
+        raise CacheFsError(f"{error}: unmount, and mount again with an empty cache") from None
     except OSError as error:
         what = f"{error.filename}: " if error.filename else ""
         raise CacheFsError(f"cannot use the cache directory {path}: {what}{error.strerror or error}") from error
@@ -129,16 +116,19 @@ def check_inheritable(path: Path, source: str) -> None:
 class CacheDirectory:
     """An opened and locked cache directory."""
 
-    def __init__(self, path: Path, source: str) -> None:
-        """Create or open it, and lock it. Raises CacheFsError with one line that says what is wrong."""
+    def __init__(self, path: Path, source: str, *, same_mount: bool = False) -> None:
+        """Create or open it, and lock it. Raises CacheFsError with one line that says what is wrong.
+
+        `same_mount`: a living mount of this source has it open.
+        """
         self.path = path
         try:
             private_files.make_directory(path)
-            self._claim(source)
+            self._claim(source, same_mount=same_mount)
         except OSError as error:
             raise CacheFsError(f"cannot use the cache directory {path}: {error.strerror or error}") from error
 
-    def _claim(self, source: str) -> None:
+    def _claim(self, source: str, *, same_mount: bool) -> None:
         _check_contents(self.path)
         try:
             self._lock = lock_for_good(self.path / "lock")
@@ -147,11 +137,21 @@ class CacheDirectory:
                 f"the cache directory {self.path} is in use by another cachefs daemon (pid {other.pid})"
             ) from None
         with closing_on_error(self._lock):
-            if (self.path / "cache.json").exists():
-                _check_identity(self.path, source)
-            else:
-                content = json.dumps({"format": FORMAT_VERSION, "source": source}).encode()
-                private_files.write_file(self.path / "cache.json", content)
+            try:
+                owner.check(self.path, source)
+            except (FileNotFoundError, owner.Damaged) as error:
+                if not same_mount:
+                    self._set_aside(error)
+                owner.write(self.path, source)
+
+    def _set_aside(self, error: Exception) -> None:
+        """Start with an empty cache. Its data may be those of another source."""
+        if (self.path / "blob").exists() or (self.path / "index").exists():
+            reason = error if isinstance(error, owner.Damaged) else f"{self.path / 'cache.json'} is missing"
+            log.warning("%s: the cache starts empty, because its data may belong to another source", reason)
+        if isinstance(error, owner.Damaged):
+            os.replace(self.path / "cache.json", self.path / "cache.json.broken")
+        self._empty()
 
     def default_size_bytes(self) -> int:
         stat = os.statvfs(self.path)
@@ -163,12 +163,15 @@ class CacheDirectory:
         """The seed of all checksums. Without it the blob cannot be verified: if it is lost, the cache is emptied."""
         seed = read_seed(self.path)
         if seed is None:
-            (self.path / "blob").unlink(missing_ok=True)
-            shutil.rmtree(self.path / "index", ignore_errors=True)
+            self._empty()
             secret = secrets.token_bytes(16)
             private_files.write_file(self.path / "secret", secret.hex().encode())
             seed = _seed_of(secret)
         return seed
+
+    def _empty(self) -> None:
+        (self.path / "blob").unlink(missing_ok=True)
+        shutil.rmtree(self.path / "index", ignore_errors=True)
 
     def open_blob(self) -> Blob:
         try:

@@ -195,5 +195,7 @@ def test_a_cache_directory_is_locked_and_belongs_to_one_source(tmp_path: Path) -
     CacheDirectory(path, "/a").close()
     assert path.stat().st_mode & 0o777 == 0o700
     (path / "cache.json").write_text("{")
-    with pytest.raises(CacheFsError, match="cannot be read"):
+    CacheDirectory(path, "/b").close()  # whose it was is not known
+    assert (path / "cache.json.broken").read_text() == "{"
+    with pytest.raises(CacheFsError, match="was made for /b, not for /a"):
         CacheDirectory(path, "/a")

@@ -263,3 +263,46 @@ def descriptors_of(pid: int, name: str) -> int:
         with suppress(FileNotFoundError):
             found += name in os.readlink(link)
     return found
+
+
+IDENTITY_DAMAGE: dict[str, Callable[[Path], object]] = {
+    "cut": lambda file: os.truncate(file, 9),
+    "empty": lambda file: os.truncate(file, 0),
+    "zeroed": lambda file: file.write_bytes(bytes(file.stat().st_size)),
+    "a bit in the path": lambda file: file.write_bytes(file.read_bytes().replace(b"trees", b"uress")),
+    "a bit in the format": lambda file: file.write_bytes(file.read_bytes().replace(b": 1,", b": 3,")),
+    "not an object": lambda file: file.write_text("[1, 2]"),
+    "missing": lambda file: file.unlink(),
+}
+
+
+@pytest.mark.promise("FA-29")
+@pytest.mark.parametrize("damage", IDENTITY_DAMAGE)
+def test_a_damaged_identity_of_the_cache_costs_the_cache(mount: MakeMount, source: Path, damage: str) -> None:
+    """Regression: the mount was refused, and after a bit in the path it said that the cache was another source's."""
+    m, expected = filled(mount, source)
+    m.umount()
+    IDENTITY_DAMAGE[damage](m.cache / "cache.json")
+    done = cachefs("mount", source, m.path, "--cache-dir", m.cache, *Mount.given(), "--read-only")
+    m.pid = int(m.status()["pid"])
+    assert done.stderr.count("\n") == 1 and "the cache starts empty" in done.stderr, done.stderr
+    assert contents(m.path) == expected
+    status = m.flush()
+    assert status["cached_files"] == 40 and status["source_ops"]["open"] >= 40  # nothing of the old cache is used
+    m.remount("--read-only")
+    assert contents(m.path) == expected
+    assert m.status()["misses"] == 0
+
+
+@pytest.mark.promise("FA-29")
+@pytest.mark.fastpath
+def test_a_damaged_identity_of_the_cache_of_a_living_mount(mount: MakeMount, source: Path) -> None:
+    m, expected = filled(mount, source)
+    whole = (m.cache / "cache.json").read_bytes()
+    fetched = m.ops()["open"]
+    m.kill()
+    (m.cache / "cache.json").write_bytes(b"{")
+    cachefs("restart", m.path)
+    m.pid = int(m.status()["pid"])
+    assert (m.cache / "cache.json").read_bytes() == whole
+    assert contents(m.path) == expected and m.ops()["open"] == fetched

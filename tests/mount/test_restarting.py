@@ -74,7 +74,9 @@ def test_h1_a_successor_that_fails_leaves_the_mount(mount: MakeMount, source: Pa
     device = device_of(m.path)
     m.kill()
     cache = (m.cache / "cache.json").read_text()
-    (m.cache / "cache.json").write_text("{}")  # it comes as far as the cache directory
+    (m.cache / "cache.json").write_text(
+        '{"format": 1, "source": "/elsewhere"}'
+    )  # it comes as far as the cache directory
     done = cachefs("restart", m.path, check=False)
     assert done.returncode == 1 and done.stderr.count("\n") == 1, done.stderr
     assert device_of(m.path) == device
