@@ -64,6 +64,9 @@ def cachefs_as(
     )
 
 
+IDS = (1, 0xFFFF, 0x10000, 0x7FFFFFFF, 0x80000000, 0x80000001, 3_000_000_000, 0xFFFFFFFE)
+"""The range of user and group ids, with its edges as a signed and as an unsigned number. 2^32 - 1 is no id."""
+
 USER_OBJ, USER, GROUP_OBJ, MASK, OTHER = 1, 2, 4, 16, 32
 NOBODYS = 0xFFFFFFFF
 """The id of an entry that has none."""

@@ -31,7 +31,7 @@ from cachefs.system.claims import is_dying
 from cachefs.system.unix_socket import socket_address
 
 PROTOCOL = 1
-_PEER = struct.Struct("3i")  # pid, uid, gid
+_PEER = struct.Struct("i2I")  # pid, uid, gid
 ALIVE = b"security.cachefs.alive"
 """The extended attribute of a mount that shows whether its daemon answers (daemon/kernel/probe.py)."""
 TIMEOUT_S = 120.0

@@ -21,6 +21,9 @@ _libc.syscall.restype = ctypes.c_long
 _openat2 = _libc["syscall"]  # an object of its own, with a prototype: converting arguments costs as much as the call
 _openat2.restype = ctypes.c_long
 _openat2.argtypes = [ctypes.c_long, ctypes.c_int, ctypes.c_char_p, ctypes.c_char_p, ctypes.c_size_t]
+_id = ctypes.c_uint32  # of a user or group: glibc declares the results of both calls as int (hazard 38)
+_libc.setfsuid.argtypes = _libc.setfsgid.argtypes = [_id]
+_libc.setfsuid.restype = _libc.setfsgid.restype = _id
 _libc.statx.argtypes = [ctypes.c_int, ctypes.c_char_p, ctypes.c_int, ctypes.c_uint, ctypes.c_void_p]
 
 AT_SYMLINK_NOFOLLOW = 0x100
@@ -111,16 +114,18 @@ def set_thread_groups(groups: list[int]) -> None:
     """setgroups of only the calling thread; os.setgroups changes every thread of the process (hazard 19)."""
     if _SYS_SETGROUPS is None:
         raise OSError(errno.ENOSYS, "setgroups: unknown architecture")
-    array = (ctypes.c_uint32 * len(groups))(*groups)
+    array = (_id * len(groups))(*groups)
     _checked(_libc.syscall(_SYS_SETGROUPS, ctypes.c_size_t(len(groups)), array))
+
+
+_NO_ID = 0xFFFFFFFF
 
 
 def set_thread_fs_ids(uid: int, gid: int) -> None:
     """setfsgid and setfsuid of the calling thread. They report no error: a second call returns the present id."""
-    _libc.setfsgid(ctypes.c_uint32(gid))
-    _libc.setfsuid(ctypes.c_uint32(uid))
-    unchanged = ctypes.c_uint32(0xFFFFFFFF)
-    if _libc.setfsgid(unchanged) != gid or _libc.setfsuid(unchanged) != uid:
+    _libc.setfsgid(gid)
+    _libc.setfsuid(uid)
+    if _libc.setfsgid(_NO_ID) != gid or _libc.setfsuid(_NO_ID) != uid:
         raise PermissionError(errno.EPERM, "cannot take the caller's identity")
 
 

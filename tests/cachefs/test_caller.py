@@ -1,6 +1,7 @@
 """Identities: what is read of a process, and that a thread gets its own back."""
 
 import os
+import socket
 import subprocess
 import sys
 import threading
@@ -9,8 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from cachefs.client.client import peer
 from cachefs.source.credentials import CAP_SYS_RESOURCE, Caller, Identity, own_identity, unknown_writer
 from cachefs.system import syscalls
+from tests.users import IDS, as_user
 
 root_only = pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
 _WAITS = "import sys; print(flush=True); sys.stdin.read()"
@@ -39,6 +42,30 @@ def test_identities_survive_packing() -> None:
     for groups in ((), (1, 2, 4_000_000_000)):
         identity = Identity(1234, 4_000_000_001, groups, 1 << 40 | 1)
         assert Identity.unpack(identity.pack()) == identity
+
+
+@pytest.mark.promise("PE-25")
+@root_only
+@pytest.mark.parametrize("number", IDS)
+def test_a_thread_takes_any_user_and_group(number: int, tmp_path: Path) -> None:
+    tmp_path.chmod(0o777)
+    for uid, gid, groups in ((number, 1, ()), (1, number, ()), (number, number, (number,))):
+        path = tmp_path / f"{uid}-{gid}-{len(groups)}"
+        identity = Identity(uid, gid, groups, 0)
+        in_a_thread(lambda identity=identity, path=path: identity.run(path.touch))
+        assert (path.stat().st_uid, path.stat().st_gid) == (uid, gid)
+        assert Identity.unpack(identity.pack()) == identity
+
+
+@pytest.mark.promise("PE-25")
+@root_only
+@pytest.mark.parametrize("number", IDS)
+def test_the_other_end_of_a_socket_has_any_user(number: int) -> None:
+    ends = as_user(number, number, [], socket.socketpair)
+    assert isinstance(ends, tuple)
+    for end in ends:
+        with end:
+            assert peer(end) == (os.getpid(), number)
 
 
 def test_our_own_process_has_our_own_identity() -> None:

@@ -12,7 +12,7 @@ import pytest
 from cachefs.system.syscalls import UTIME_NOW, UTIME_OMIT, utimensat
 from tests.conftest import Mount, raises_errno
 from tests.load import fork
-from tests.users import as_user, open_to_all
+from tests.users import IDS, as_user, open_to_all
 
 MakeMount = Callable[..., Mount]
 USER, OTHER = 1234, 4321
@@ -290,3 +290,35 @@ def test_a_file_made_read_only_at_the_source_is_not_written(mount: MakeMount, so
     assert as_user(USER, USER, [], lambda: os.truncate(m.path / "d0/open", 0)) == errno.EACCES
     raises_errno(errno.ENOENT, lambda: (m.path / "d0/absent").stat())
     assert (source / "d0/open").read_bytes() == b"content"
+
+
+# --- user and group ids are unsigned ---------------------------------------------------------------------------------
+
+
+@pytest.mark.promise("PE-25")
+@pytest.mark.parametrize(
+    "arguments", [(), ("--mutable", "**"), ("--no-fastpath",), ("--no-fastpath", "--mutable", "**")]
+)
+def test_every_id_may_read_and_change(mount: MakeMount, source: Path, arguments: tuple[str, ...]) -> None:
+    m = mounted(mount, source, *arguments)
+    (source / "d0").chmod(0o777)
+    for number in IDS:
+        a_file(source / f"d0/own{number}", 0o600, owner=number)
+
+        def work(name: str, own: bool, number: int = number) -> object:
+            made = m.path / "d0" / name
+            made.write_bytes(b"made")
+            made.chmod(0o640)
+            made.with_name(f"{name}-directory").mkdir()
+            made = made.rename(made.with_name(f"{name}-renamed"))
+            content = (m.path / f"d0/own{number}").read_bytes() if own else b"content"
+            return content, made.stat().st_uid, made.stat().st_gid
+
+        for uid, gid in {(number, number), (number, 1), (1, number)}:
+            name, own = f"n{number}-{uid}-{gid}", uid == number
+            assert as_user(uid, gid, [], lambda name=name, own=own: work(name, own)) == (b"content", uid, gid)
+        changed = f"d0/n{number}-1-{number}-renamed"
+        os.chown(m.path / changed, number, 1)
+        assert [((where / changed).stat().st_uid, (where / changed).stat().st_gid) for where in (source, m.path)] == [
+            (number, 1)
+        ] * 2
