@@ -14,6 +14,7 @@ while FAULTS/fsync exists, FSYNC and FSYNCDIR fail with EIO;
 while FAULTS/fails exists, each line of it, such as `read EIO d0/f00000`, says which operation (lookup, open, read,
 readdir or write) fails how for paths that end in this;
 FAULTS/numbers, read at the start, has inode numbers: each line of it, such as `2 d0`, is a number and a path;
+while FAULTS/statfs exists, each line of it, such as `f_files 0`, is a field of the answer to STATFS and its value;
 while FAULTS/tick exists, it is the ctime and mtime of everything, in nanoseconds;
 while FAULTS/short exists, READ of paths that end in it returns half of what was asked for.
 """
@@ -169,6 +170,10 @@ class FaultFs(pyfuse3.Operations):
         found, answer = os.statvfs(ROOT), pyfuse3.StatvfsData()
         for name in ("f_bsize", "f_frsize", "f_blocks", "f_bfree", "f_bavail", "f_files", "f_ffree", "f_favail"):
             setattr(answer, name, getattr(found, name))
+        if (FAULTS / "statfs").exists():
+            for line in (FAULTS / "statfs").read_text().splitlines():
+                name, value = line.split()
+                setattr(answer, name, int(value))
         return answer
 
     async def getxattr(self, inode, name, ctx):

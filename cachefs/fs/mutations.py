@@ -197,6 +197,8 @@ class Mutations:
             self._metadata.changes.note(opened.number)
 
     async def fsync(self, handle: int, data_only: bool) -> None:
+        if self._fs.options.read_only:
+            return  # nothing is written, and where OPEN is never sent there is no handle
         opened = self._descriptors.handle(handle)
         if opened.writable:
             await self._descriptors.sync(opened, partial(self._source.fsync, data_only=data_only))

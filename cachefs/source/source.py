@@ -299,7 +299,7 @@ class Source:
 
     def statfs(self) -> os.statvfs_result:
         self.round_trip("statfs")
-        return os.fstatvfs(self.root_fd)
+        return syscalls.statvfs(self.root_fd)
 
     # --- data ------------------------------------------------------------------------------------------------------
 

@@ -96,6 +96,17 @@ def statx(
     )
 
 
+_U64_MAX = (1 << 64) - 1
+
+
+def statvfs(place: int | str | os.PathLike[str]) -> os.statvfs_result:
+    """os.statvfs of a path or a descriptor, with the values that the filesystem gave.
+
+    Python takes them for signed numbers: it makes -1 of the highest one, by which CephFS says "not known" (hazard 43).
+    """
+    return os.statvfs_result([value & _U64_MAX for value in os.statvfs(place)])
+
+
 def openat2(directory_fd: int, path: bytes, flags: int, mode: int = 0) -> int:
     """Open beneath `directory_fd`: no symlink is followed, nothing outside is reached."""
     how = _HOW.pack(flags | os.O_CLOEXEC, mode, _HOW_FLAGS)

@@ -20,6 +20,7 @@ from cachefs.source import rctime
 from cachefs.source.source import Source
 from cachefs.store.blob.blob import Blob
 from cachefs.store.cache_directory import OpenedIndex
+from cachefs.system import syscalls
 from daemon.config.config import MountConfig
 from daemon.kernel import fuse_device, mounts
 from daemon.kernel.instance import FASTPATH_SOCKET, MountInstance, detach_dead
@@ -56,7 +57,7 @@ class FreshMount(Mount):
         await abandonable(partial(mounts.make_mountpoint, place.path, timeout_s=timeout_s))
         mount = cls(mount_config, place, source_fd, await ask_source(mount_config, Root.of, source_fd))
         with suppress(OSError):  # a source may not have it
-            mount.statfs = await ask_source(mount_config, os.fstatvfs, source_fd)
+            mount.statfs = await ask_source(mount_config, syscalls.statvfs, source_fd)
         return mount
 
     async def rctime_to_record(self) -> bytes:

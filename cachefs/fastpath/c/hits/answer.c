@@ -217,6 +217,8 @@ enum outcome answer_request(struct worker *worker, const struct request *request
     case FUSE_FSYNC:
         if (request->header->opcode == FUSE_FLUSH && mounted_with(worker, READ_ONLY))
             return answer(worker, request, ENOSYS, NULL, 0);
+        if (request->header->opcode == FUSE_FSYNC && mounted_with(worker, READ_ONLY))
+            return answer(worker, request, 0, NULL, 0); /* where OPEN is never sent, there is no handle */
         if (!(*(const uint64_t *)request->body & FAST_HANDLE))
             return PASS;
         return answer(worker, request, 0, NULL, 0); /* a handle of ours has no state */
