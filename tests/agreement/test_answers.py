@@ -225,8 +225,8 @@ def attributes(number: int, record: Inode) -> bytes:
         seconds.append(ns // NANOSECONDS & (1 << 64) - 1)
         rest.append(ns % NANOSECONDS)
     return _ATTR.pack(
-        number, record.size, record.blocks, *seconds, *rest, record.mode, record.nlink, record.uid, record.gid,
-        record.rdev, record.blksize, 0,
+        number, record.size, record.allocated_blocks, *seconds, *rest, record.mode, record.nlink, record.uid,
+        record.gid, record.rdev, record.blksize, 0,
     )  # fmt: skip
 
 

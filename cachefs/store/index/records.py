@@ -104,6 +104,11 @@ class Inode(NamedTuple):
     def is_symlink(self) -> bool:
         return stat.S_ISLNK(self.mode)
 
+    @property
+    def allocated_blocks(self) -> int:
+        """As the kernel gets it. A source may report none for a file that it has not allocated yet (hazard 43)."""
+        return self.blocks or int(self.is_regular and self.size > 0)
+
     def written(self) -> "Inode":
         """The record after a write through this mount: the inode is not immutable any more."""
         return self._replace(flags=self.flags & ~IMMUTABLE | WRITTEN)

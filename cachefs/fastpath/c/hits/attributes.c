@@ -1,5 +1,7 @@
 #include "hits/attributes.h"
 
+#include <sys/stat.h>
+
 #define SECOND_NS 1000000000
 
 static void split_time(int64_t ns, uint64_t *seconds, uint32_t *rest)
@@ -9,12 +11,19 @@ static void split_time(int64_t ns, uint64_t *seconds, uint32_t *rest)
     *rest = (uint32_t)(ns - floor * SECOND_NS);
 }
 
+/* A source may report no blocks until it has allocated them, and then no time changes (ZFS, Lustre). Archivers skip the data of
+ * a file without blocks (hazard 43), so a file with a size has at least one. Inode.allocated_blocks in Python is the same. */
+static uint64_t allocated_blocks(const struct inode_record *record)
+{
+    return !record->blocks && record->size && S_ISREG(record->mode) ? 1 : record->blocks;
+}
+
 void fill_attributes(struct fuse_attr *out, uint64_t number, const struct inode_record *record)
 {
     *out = (struct fuse_attr){
         .ino = number,
         .size = record->size,
-        .blocks = record->blocks,
+        .blocks = allocated_blocks(record),
         .mode = record->mode,
         .nlink = record->nlink,
         .uid = record->uid,
