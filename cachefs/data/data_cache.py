@@ -89,6 +89,13 @@ class DataCache:
             yield (unit := self.unit_of(inode, offset))
             offset = sum(unit)
 
+    def file_bytes(self, inode: Inode) -> int:
+        """The size of all units of a file in the cache. They are not listed: a size is only a claim (hazard 42)."""
+        if self.is_small(inode):
+            return record.record_bytes(inode.size) if inode.size else 0
+        chunks, rest = divmod(inode.size, CHUNK_BYTES)
+        return chunks * record.record_bytes(CHUNK_BYTES) + (record.record_bytes(rest) if rest else 0)
+
     # --- hits ------------------------------------------------------------------------------------------------------
 
     async def read(self, inode: Inode, offset: int, length: int) -> tuple[memoryview, bool] | None:

@@ -5,6 +5,7 @@ only afterwards. So a file that does not fit now may fit soon: `has_room` return
 It checks again after each round of write-behind (`progress`).
 """
 
+import itertools
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
 
@@ -19,7 +20,10 @@ from cachefs.prefetch.queue import PrefetchQueue, PrefetchRequest
 from cachefs.store.blob import record
 from cachefs.store.index.environment import View
 from cachefs.store.index.records import Inode
+from policies.prefetch.sequential import CHUNK_BYTES
 
+CHUNK_UNITS = 256
+"""How many units of a file are looked at without letting other tasks run."""
 PROGRESS_S = 0.05
 """The fast path has fetched data that it has not reported yet, and no event says when they change."""
 
@@ -33,12 +37,34 @@ class PrefetchEngine:
     files: OpenFiles
     attributes: Attributes
 
-    def lacking(
-        self, view: View, inode: Inode, units: Iterable[tuple[int, int]] | None = None
-    ) -> list[PrefetchRequest]:
-        """The units of a file, or those of `units`, that are neither cached nor queued."""
-        wanted = self.data.units(inode) if units is None else units
-        return [PrefetchRequest(inode.number, *unit) for unit in wanted if not self.data.holds(view, inode, unit)]
+    async def lacking(self, numbers: Iterable[int]) -> list[tuple[Inode, list[PrefetchRequest] | None]]:
+        """The units of each of these files that are neither cached nor queued; removed files are left out.
+
+        None: the file is larger than the cache, and its units are not listed, because there may be any number of them
+        (hazard 42). No view is held while many units are listed.
+        """
+        found: list[tuple[Inode, list[PrefetchRequest] | None]] = []
+        with self.filesystem.metadata.index.view() as view:
+            for inode in filter(None, (self.filesystem.metadata.inode(view, number) for number in numbers)):
+                if self.data.file_bytes(inode) > self.data.capacity_bytes:
+                    found.append((inode, None))
+                elif inode.size > CHUNK_UNITS * CHUNK_BYTES:
+                    found.append((inode, []))
+                else:
+                    found.append((inode, self._lacking(view, inode, self.data.units(inode))))
+        for inode, requests in found:
+            if requests is None or inode.size <= CHUNK_UNITS * CHUNK_BYTES:
+                continue
+            units = self.data.units(inode)
+            while part := list(itertools.islice(units, CHUNK_UNITS)):
+                with self.filesystem.metadata.index.view() as view:
+                    requests += self._lacking(view, inode, part)
+                await trio.lowlevel.checkpoint()
+        await trio.lowlevel.checkpoint()
+        return found
+
+    def _lacking(self, view: View, inode: Inode, units: Iterable[tuple[int, int]]) -> list[PrefetchRequest]:
+        return [PrefetchRequest(inode.number, *unit) for unit in units if not self.data.holds(view, inode, unit)]
 
     def expect(self, requests: Iterable[PrefetchRequest]) -> None:
         """Announce these to the retention policy before room is made, so that they do not replace each other."""

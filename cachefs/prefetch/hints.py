@@ -68,13 +68,9 @@ class Hints:
         requests: list[PrefetchRequest] = []
         found = await self._fs.come_of_age([number for number in numbers if number])
         room = self._engine.data.capacity_bytes - self._engine.data.used_bytes
-        with self._fs.metadata.index.view() as view:
-            for number in found:
-                inode = self._fs.metadata.inode(view, number)
-                missing = self._engine.lacking(view, inode) if inode is not None else []
-                needed = record_bytes(missing)
-                if needed <= room:  # smaller files of this group may fit if this one does not
-                    room -= needed
-                    requests += missing
+        for _, missing in await self._engine.lacking(found):
+            if missing is not None and (needed := record_bytes(missing)) <= room:  # the next one may be smaller
+                room -= needed
+                requests += missing
         self._engine.expect(requests)
         await self._engine.queue.send(requests)

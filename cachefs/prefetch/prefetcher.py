@@ -97,7 +97,7 @@ class Prefetcher:
 
     async def _request(self, numbers: Sequence[int], target: Target, directories: list[int] | None = None) -> bool:
         """Request the files among `numbers`; append subdirectories to `directories`. False: the cache is full."""
-        files: list[list[PrefetchRequest]] = []
+        wanted: list[int] = []
         numbers = await self._fs.come_of_age(numbers)
         with self._fs.metadata.index.view() as view:
             for number in numbers:
@@ -107,11 +107,17 @@ class Prefetcher:
                 if inode.is_directory and directories is not None:
                     directories.append(number)
                 elif inode.is_regular and self._fs.metadata.is_pinned(inode) and self._matches(number, target, view):
-                    files.append(self._engine.lacking(view, inode))
-        self._engine.expect(itertools.chain(*files))
+                    wanted.append(number)
+        files = await self._engine.lacking(wanted)
+        self._engine.expect(itertools.chain(*(missing or () for _, missing in files)))
         requests: list[PrefetchRequest] = []
         size = 0
-        for missing in filter(None, files):
+        for inode, missing in files:
+            if missing is None:
+                self._refuse(target, self._engine.data.file_bytes(inode))
+                continue
+            if not missing:
+                continue
             needed = record_bytes(missing)
             if await self._engine.has_room(size + needed, evicts=self._evicts):
                 requests += missing

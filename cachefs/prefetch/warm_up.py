@@ -5,7 +5,6 @@ there is room. One checks in the index, some time after the requests are done, t
 data are never fetched again, so that an interrupted warm-up continues where it stopped.
 """
 
-import itertools
 from array import array
 from collections import deque
 from collections.abc import Iterable, Sequence
@@ -16,16 +15,13 @@ import trio
 
 from cachefs.client.client import Progress, Report
 from cachefs.options import CacheLevel
-from cachefs.prefetch.engine import PrefetchEngine, record_bytes
+from cachefs.prefetch.engine import CHUNK_UNITS, PrefetchEngine, record_bytes
 from cachefs.prefetch.queue import PrefetchRequest
 from cachefs.prefetch.scan import CHUNK_NAMES, MAX_PROBLEMS, Scan, Tally
 from cachefs.source import age
 from cachefs.store.blob import record
-from cachefs.store.index.records import Inode
 from cachefs.system.clock import NANOSECONDS
-from policies.prefetch.sequential import CHUNK_BYTES
 
-CHUNK_UNITS = 256
 ROUNDS = 3
 """How many times a file is requested that is not cached when it should be."""
 CONFIRM_S = 0.25
@@ -113,9 +109,9 @@ class WarmUp:
         at = 0
         while part := await self._scan.files_from(at):
             at += len(part)
-            missing_of: list[tuple[int, list[PrefetchRequest]]] = []
-            for inode, missing in await self._look(await self._scan.old_enough(part)):
-                if missing:
+            missing_of: list[tuple[int, list[PrefetchRequest] | None]] = []
+            for inode, missing in await self._engine.lacking(await self._scan.old_enough(part)):
+                if missing or missing is None:
                     missing_of.append((inode.number, missing))
                 else:
                     self._cached.add(inode.size)
@@ -127,28 +123,9 @@ class WarmUp:
                 self._late.extend(number for number, _ in missing_of)
         self._all_requested.set()
 
-    async def _look(self, numbers: Sequence[int]) -> list[tuple[Inode, list[PrefetchRequest]]]:
-        """The uncached units of each of these files; removed files are left out."""
-        found = []
-        large = []
-        with self._fs.metadata.index.view() as view:
-            for inode in filter(None, (self._fs.metadata.inode(view, number) for number in numbers)):
-                if inode.size > CHUNK_UNITS * CHUNK_BYTES:
-                    large.append(inode)
-                else:
-                    found.append((inode, self._engine.lacking(view, inode)))
-        for inode in large:
-            units = self._data.units(inode)
-            requests: list[PrefetchRequest] = []
-            while part := list(itertools.islice(units, CHUNK_UNITS)):
-                with self._fs.metadata.index.view() as view:
-                    requests += self._engine.lacking(view, inode, part)
-                await trio.lowlevel.checkpoint()
-            found.append((inode, requests))
-        await trio.lowlevel.checkpoint()
-        return found
-
-    async def _send(self, missing_of: Iterable[tuple[int, list[PrefetchRequest]]], *, again: bool = False) -> list[int]:
+    async def _send(
+        self, missing_of: Iterable[tuple[int, list[PrefetchRequest] | None]], *, again: bool = False
+    ) -> list[int]:
         """Request the missing units of the files that fit, and return the numbers of these files.
 
         `again`: their size is in `_claimed_bytes` already.
@@ -157,9 +134,9 @@ class WarmUp:
         batch: list[PrefetchRequest] = []
         size = 0
         for number, missing in missing_of:
-            needed = record_bytes(missing)
+            needed = record_bytes(missing or ())
             lasts = again or self._claimed_bytes + needed <= self._data.lasting_bytes
-            if not lasts or not await self._engine.has_room(needed + size, evicts=True):
+            if missing is None or not lasts or not await self._engine.has_room(needed + size, evicts=True):
                 if not again:
                     self._refused.append(number)
                 continue
@@ -195,8 +172,8 @@ class WarmUp:
         """Count the files that are cached, and return the others."""
         late = array("Q")
         for start in range(0, len(numbers), CHUNK_NAMES):
-            for inode, missing in await self._look(numbers[start : start + CHUNK_NAMES]):
-                if missing:
+            for inode, missing in await self._engine.lacking(numbers[start : start + CHUNK_NAMES]):
+                if missing or missing is None:
                     late.append(inode.number)
                 else:
                     self._fetched.add(inode.size)
@@ -210,7 +187,7 @@ class WarmUp:
             if again:
                 self._late = array("Q", await self._scan.old_enough(self._late))
                 await self._send(
-                    ((inode.number, missing) for inode, missing in await self._look(self._late)), again=True
+                    ((inode.number, missing) for inode, missing in await self._engine.lacking(self._late)), again=True
                 )
             await self._await_late()
         known = self._cached.files + self._fetched.files + self._scan.unpinned + len(self._late) + len(self._refused)
@@ -239,8 +216,8 @@ class WarmUp:
         cached = Tally()
         for numbers in (self._scan.data_files, self._scan.metadata_files):
             for start in range(0, len(numbers), CHUNK_NAMES):
-                for inode, missing in await self._look(numbers[start : start + CHUNK_NAMES]):
-                    if self._fs.metadata.is_pinned(inode) and not (self._wants_data and missing):
+                for inode, missing in await self._engine.lacking(numbers[start : start + CHUNK_NAMES]):
+                    if self._fs.metadata.is_pinned(inode) and not (self._wants_data and missing != []):
                         cached.add(inode.size)
         lost = before.files - cached.files
         if lost > 0:
