@@ -1,7 +1,7 @@
 """The semantics of writing: each change is made at the source at once, as the caller, and is visible at once.
 
 An immutable file is like one with `chattr +i`: open for writing, truncate, chmod, chown, utimens and setxattr fail with
-EPERM. Its names may change: unlink and rename change the directory.
+EPERM. Its names may change: unlink and rename change the directory. (`Refusals.protects` has one exception.)
 
 A change of a name by this mount moves the ctime, as a change by another node would. Open files continue with the new
 ctime, and fetches that see it wait until the change has been made (`FileSystem.own_change`). A file that loses a name
@@ -68,11 +68,18 @@ class Mutations:
         self._refusals = refusals
         self._source = SourceWriter(filesystem.source)
 
-    def _check_writable(self, number: int | None = None) -> None:
+    def _check_writable(self, number: int | None = None, *, writer: Caller | None = None) -> None:
+        """`writer`: of a change of the contents."""
         if self._fs.options.read_only:
             raise failed(errno.EROFS)
         if number is not None and self._fs.immutability.refuses_changes(self._fs.inode(number)):
-            self._refusals.immutable(number)
+            self._refusals.immutable(number, writer)
+            raise failed(errno.EPERM)
+
+    def _check_removable(self, number: int, caller: Caller) -> None:
+        inode = self._metadata.current(number)
+        refuses = inode is not None and self._fs.immutability.refuses_changes(inode)
+        if refuses and self._refusals.protects(number, caller):
             raise failed(errno.EPERM)
 
     async def _run(
@@ -172,14 +179,14 @@ class Mutations:
         return self._descriptors.add_source_handle(inode.number, fd, flags, caller.identity(), generation), inode
 
     async def open_for_writing(self, number: int, flags: int, caller: Caller) -> int:
-        self._check_writable(number)
+        self._check_writable(number, writer=caller)
         call = partial(self._source.open_file, flags=flags, caller=caller)
         generation = self._fs.source.generation
         with self._fs.immutability.opening_for_writing(number):
             await self._fs.before_object_changes(caller, number)
             fd = await self._descriptors.ask_object(number, call, discard=close_quietly)
         with closed_on_error(fd):
-            self._check_writable(number)
+            self._check_writable(number, writer=caller)
         with self._metadata.index.update() as update:
             inode = self._metadata.inode(update, number)
             if inode is not None:
@@ -210,7 +217,7 @@ class Mutations:
     # --- attributes ------------------------------------------------------------------------------------------------
 
     async def setattr(self, number: int, changes: Changes, handle: int | None, caller: Caller) -> Inode:
-        self._check_writable(number)
+        self._check_writable(number, writer=None if changes.size is None else caller)
         opened = self._descriptors.handles.get(handle) if handle is not None else None
         if opened is None:
             await self._fs.before_object_changes(caller, number)
@@ -326,6 +333,7 @@ class Mutations:
         self._check_writable()
         number = self._number(parent, name)
         if number:
+            self._check_removable(number, caller)
             await self._descriptors.keep_readable(number)
         with self._fs.own_change(number):
             call = partial(self._source.remove, self._fs.directory(parent), name, caller, is_directory=is_directory)

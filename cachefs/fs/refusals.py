@@ -2,14 +2,20 @@
 
 A job gets EPERM or ESTALE, and no reason. So the daemon counts each refusal and logs the first one of each path, with
 the reason and the remedy.
+
+A library whose open for writing was refused removes the file in its error handling, because it takes the file for its
+own unfinished output (hazard 37). So a process that was refused to write to a file cannot unlink it for `CLEAN_UP_S`.
+The kernel names the calling thread; `Caller.process` finds its process. A successor daemon does not know what its
+predecessor refused: error handling follows the refusal within milliseconds.
 """
 
-import errno
 import logging
+from collections import OrderedDict
 from collections.abc import Callable
 
 from cachefs.metadata.inode_cache import InodeCache
 from cachefs.printable import one_line
+from cachefs.source.credentials import Caller, Process
 from cachefs.stats.metrics import Metrics
 from cachefs.system.clock import SYSTEM
 
@@ -18,6 +24,10 @@ log = logging.getLogger(__name__)
 PERIOD_S = 3600.0
 MOST_PATHS = 100
 """How many paths are logged in one period. Each is logged once."""
+CLEAN_UP_S = 10.0
+"""How long a process that was refused to write to a file cannot unlink it."""
+MOST_WRITERS = 10_000
+"""How many refused writers are remembered; the oldest ones are forgotten first."""
 
 
 class Refusals:
@@ -29,14 +39,22 @@ class Refusals:
         self._metrics = metrics
         self._monotonic_s = monotonic_s
         # state
-        self._logged: set[tuple[int, int]] = set()
-        """(inode, errno)"""
+        self._logged: set[tuple[int, str]] = set()
+        """(inode, what was refused)"""
         self._ends_s = 0.0
+        self._writers: OrderedDict[tuple[int, Process], float] = OrderedDict()
+        """(inode, process) → until when the process cannot unlink the file; in this order."""
 
-    def immutable(self, number: int) -> None:
-        """A change of an immutable file is about to fail with EPERM."""
+    def immutable(self, number: int, writer: Caller | None = None) -> None:
+        """A change of an immutable file is about to fail with EPERM. `writer`: of a change of its contents."""
         self._metrics.refused_changes += 1
-        if self._is_first(number, errno.EPERM):
+        if writer is not None:
+            key = number, writer.process()
+            self._writers.pop(key, None)
+            self._writers[key] = self._monotonic_s() + CLEAN_UP_S
+            if len(self._writers) > MOST_WRITERS:
+                self._writers.popitem(last=False)
+        if self._is_first(number, "change"):
             log.warning(
                 "%s: a change was refused with EPERM, because the file is immutable: it was read, warmed up or pinned. "
                 "To keep such files mutable, mount with --mutable GLOB. For this file alone, run: "
@@ -44,10 +62,28 @@ class Refusals:
                 *2 * [self._path(number)],
             )
 
+    def protects(self, number: int, caller: Caller) -> bool:
+        """Must this process not unlink this immutable file, because it was refused to write to it just now?"""
+        now_s = self._monotonic_s()
+        while self._writers and next(iter(self._writers.values())) <= now_s:
+            self._writers.popitem(last=False)
+        if not self._writers or (number, caller.process()) not in self._writers:
+            return False
+        self._metrics.refused_changes += 1
+        if self._is_first(number, "unlink"):
+            log.warning(
+                "%s: an unlink was refused with EPERM, because the same process had failed to open the immutable file "
+                "for writing: its clean-up would have removed the old contents. To let jobs overwrite such files, "
+                "mount with --mutable GLOB. To remove the file, use another process, or wait %.0f s",
+                self._path(number),
+                CLEAN_UP_S,
+            )
+        return True
+
     def changed(self, number: int) -> None:
         """A read of an immutable file is about to fail with ESTALE."""
         self._metrics.stale_reads += 1
-        if self._is_first(number, errno.ESTALE):
+        if self._is_first(number, "read"):
             log.warning(
                 "%s: a read failed with ESTALE, because the file has changed at the source since it became immutable. "
                 "Open it again to read the new version. If files change while jobs read them, mount with "
@@ -55,14 +91,14 @@ class Refusals:
                 self._path(number),
             )
 
-    def _is_first(self, number: int, error: int) -> bool:
+    def _is_first(self, number: int, refused: str) -> bool:
         now_s = self._monotonic_s()
         if now_s >= self._ends_s:
             self._logged.clear()
             self._ends_s = now_s + PERIOD_S
-        if (number, error) in self._logged or len(self._logged) >= MOST_PATHS:
+        if (number, refused) in self._logged or len(self._logged) >= MOST_PATHS:
             return False
-        self._logged.add((number, error))
+        self._logged.add((number, refused))
         return True
 
     def _path(self, number: int) -> str:

@@ -36,6 +36,8 @@ _FILESYSTEM_CAPABILITIES = 0x1F | 1 << 27
 """CHOWN, DAC_OVERRIDE, DAC_READ_SEARCH, FOWNER, FSETID, MKNOD: assumed for a root process that /proc does not show."""
 _TRUSTED = b"trusted."
 _HEAD = struct.Struct("<2IQ")
+Process = tuple[int, int]
+"""(process id, start time in clock ticks); (-1, uid) for a process that /proc does not show."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +115,19 @@ class Caller:
         if self._identity is None:
             self._identity = self._read()
         return self._identity
+
+    def process(self) -> Process:
+        """The process that the calling thread belongs to: the kernel sends the id of the thread.
+
+        Ids of processes are used again, so the start time is part of the answer.
+        """
+        try:
+            with open(f"/proc/{self.pid}/status", "rb") as status:
+                (process,) = (int(line.split()[1]) for line in status if line.startswith(b"Tgid:"))
+            with open(f"/proc/{process}/stat", "rb") as stat:
+                return process, int(stat.read().rpartition(b")")[2].split()[19])  # starttime, field 22 of proc(5)
+        except (OSError, LookupError, ValueError):
+            return -1, self.uid
 
     def _read(self) -> Identity:
         groups, effective = self._status()

@@ -33,7 +33,7 @@ class Metrics:
     corrupt_records: int = 0
     """Records of the blob that differ from what was written."""
     refused_changes: int = 0
-    """Changes of immutable files that failed with EPERM."""
+    """Changes of immutable files, and unlinks after one, that failed with EPERM."""
     stale_reads: int = 0
     """Reads answered ESTALE because the source had changed."""
 

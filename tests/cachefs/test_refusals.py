@@ -1,9 +1,12 @@
-"""How often a refused request is logged. tests/mount/test_refusals.py has the texts."""
+"""How often a refused request is logged, and how long it is remembered. tests/mount/test_refusals.py has the texts."""
+
+import os
 
 import pytest
 
-from cachefs.fs.refusals import MOST_PATHS, PERIOD_S, Refusals
+from cachefs.fs.refusals import CLEAN_UP_S, MOST_PATHS, MOST_WRITERS, PERIOD_S, Refusals
 from cachefs.options import Options
+from cachefs.source.credentials import Caller
 from cachefs.stats.metrics import Metrics
 from cachefs.store.index.index import Index
 from tests.cachefs.inode_caches import inode_cache
@@ -28,3 +31,31 @@ def test_each_path_is_logged_once_in_an_hour_and_no_more_than_a_hundred(
     now_s += PERIOD_S
     refusals.immutable(7)
     assert len(caplog.records) == MOST_PATHS + 1
+
+
+def test_a_refused_writer_cannot_unlink_for_ten_seconds(index: Index) -> None:
+    now_s = 100.0
+    refusals = Refusals(inode_cache(index, Options()), Metrics(), lambda: now_s)
+    myself, parent = Caller(0, 0, os.getpid()), Caller(0, 0, os.getppid())
+    refusals.immutable(7, myself)
+    refusals.immutable(8)
+    assert [refusals.protects(number, myself) for number in (7, 8, 9)] == [True, False, False]
+    assert not refusals.protects(7, parent)
+    now_s += CLEAN_UP_S / 2
+    refusals.immutable(8, parent)
+    now_s += CLEAN_UP_S / 2
+    assert not refusals.protects(7, myself) and refusals.protects(8, parent)
+
+
+def test_writers_that_proc_does_not_show_count_together_for_each_user(index: Index) -> None:
+    refusals = Refusals(inode_cache(index, Options()), Metrics(), lambda: 0.0)
+    refusals.immutable(7, Caller(1000, 1000, 0))
+    assert refusals.protects(7, Caller(1000, 1, 0))
+    assert not refusals.protects(7, Caller(1001, 1000, 0)) and not refusals.protects(7, Caller(1000, 1000, os.getpid()))
+
+
+def test_refused_writers_are_bounded(index: Index) -> None:
+    refusals = Refusals(inode_cache(index, Options()), Metrics(), lambda: 0.0)
+    for number in range(MOST_WRITERS + 1):
+        refusals.immutable(number, Caller(1000, 1000, 0))
+    assert [refusals.protects(number, Caller(1000, 1000, 0)) for number in (0, 1, MOST_WRITERS)] == [False, True, True]

@@ -388,6 +388,7 @@ class Machine(RuleBasedStateMachine):
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL * exclusive | os.O_TRUNC * truncate
         result, names, files = self._change(lambda: self.driven.open(path, flags), found, parent, kinds=tuple(kinds))
         if isinstance(result, OSError):
+            self._note_refusal(result, found)
             return
         self._check(not frozen, f"{path} is immutable, and was opened for writing")
         self._check(len(names) <= 1, f"{path} was opened, and {names} have changed")
@@ -434,6 +435,7 @@ class Machine(RuleBasedStateMachine):
         frozen = found.one is not None and found.one in self.reference.frozen
         result, names, files = self._change(lambda: self.driven.truncate(path, size), found, kinds=tuple(kinds))
         if isinstance(result, OSError):
+            self._note_refusal(result, found)
             return
         self._check(not frozen, f"{path} is immutable, and was truncated")
         self._check(not names and files <= found.files, f"truncating {path} changed {names} and {files}")
@@ -457,6 +459,7 @@ class Machine(RuleBasedStateMachine):
         now = self.now()
         found, parent = self.reference.find(path, now), self._parent(path, now)
         kinds = (errno.EISDIR, errno.ENOTDIR, errno.ENOTEMPTY)
+        kinds += (errno.EPERM,) * bool(found.files & self.reference.refused)
         remove = self.driven.rmdir if directory else self.driven.unlink
         result, names, _ = self._change(lambda: remove(path), found, kinds=kinds)
         if isinstance(result, OSError):
@@ -466,6 +469,11 @@ class Machine(RuleBasedStateMachine):
         ((above, name), (_, after)) = next(iter(names.items()))
         self._check(above in parent.directories and after is None, f"{path} was removed, and {names} have changed")
         self._check(name == path.rpartition("/")[2], f"{path} was removed as {name}")
+
+    def _note_refusal(self, error: OSError, found: Found) -> None:
+        """A process that was refused to write to a file is refused to unlink it, for a while."""
+        if error.errno == errno.EPERM:
+            self.reference.refused |= found.files
 
     def _check_refusal(self, error: OSError, found: Found, *, directory: bool) -> None:
         if error.errno == errno.EISDIR:

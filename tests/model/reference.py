@@ -253,6 +253,8 @@ class Reference:
         self._listed = dict.fromkeys(self._listed, now)
         self.frozen: set[Id] = set()
         """Immutable for certain."""
+        self.refused: set[Id] = set()
+        """Refused to be written to: not unlinked for a while."""
         self._unpinned: set[Id] = set()
         """Maybe: mutable until a new mount."""
         self.disturbed = False
