@@ -6,11 +6,21 @@ from dataclasses import dataclass, field
 
 from cachefs.contract.shared import SETTLE_NS
 from cachefs.system.clock import NANOSECONDS
-from policies.globs import AllExcept, Globs
+from policies.globs import AllExcept, Globs, Names
 from policies.prefetch import GRAPH, LISTENING
 
 MIB = 1 << 20
 METADATA_RETENTION = ("no-replacement", "fifo", "lru")
+MUTABLE_NAMES = (
+    *("lock.mdb", "*.lock", "*.lck"),  # LMDB; filelock, Hugging Face; others
+    *("*-journal", "*-wal", "*-shm"),  # SQLite
+    *(".nfs*", "*.swp"),  # files removed while open on NFS; vim
+    *("*.tmp", "*.part", "*.incomplete"),  # downloads, and files that are renamed when they are complete
+    *("*.distcp", ".metadata"),  # torch.distributed.checkpoint overwrites them in place
+)
+"""Names of files that lie beside data, and that their readers, or other nodes, write to."""
+DEFAULT_NAME = "./"
+"""Begins a default name among the patterns of a mount. A glob that begins so is refused."""
 
 
 class CacheLevel(enum.Enum):
@@ -34,6 +44,8 @@ class Options:
     mutable: Globs = field(default_factory=lambda: Globs(()))
     immutable: Globs = field(default_factory=lambda: Globs(()))
     """If there are any, only these paths may become immutable."""
+    mutable_defaults: bool = False
+    """Do files with one of MUTABLE_NAMES stay mutable? The default of the command line is True."""
     small_file_bytes: int = 1 * MIB
     attr_timeout_s: float = 1.0
     """How long a record is valid that is not pinned. `inf` only on read-only mounts."""
@@ -100,6 +112,16 @@ class Options:
     def mutable_paths(self) -> Globs:
         """Paths that never become immutable."""
         return AllExcept(self.immutable.patterns, self.mutable) if self.immutable else self.mutable
+
+    @property
+    def mutable_names(self) -> Names:
+        """Names of files that never become immutable. A read-only mount needs none: no reader of it can write."""
+        return Names(MUTABLE_NAMES if self.mutable_defaults and self.pins_files and not self.read_only else ())
+
+    @property
+    def mutable_patterns(self) -> tuple[str, ...]:
+        """What decides which files stay mutable, as the cache directory records it."""
+        return (*self.mutable_paths.patterns, *(DEFAULT_NAME + name for name in self.mutable_names.patterns))
 
     @property
     def pins_files(self) -> bool:

@@ -131,7 +131,7 @@ class Session:
     ) -> None:
         """Open index and source, mount, and serve until that ends."""
         size, snapshot = self.config.cache_size_bytes, self.config.metadata_snapshot
-        patterns = self.config.options.mutable_paths.patterns
+        patterns = self.config.options.mutable_patterns
         if snapshot is not None and mount.is_new:
             root = await ask_source(self.config, Root.of, mount.source_fd)
             directory.import_snapshot(snapshot, blob, (root.inode, root.birth_ns), patterns)

@@ -139,6 +139,21 @@ class Globs:
         return self.matches(directory) or any(expression.fullmatch(prefix) for expression in self._holders)
 
 
+class Names:
+    """Patterns of names without slashes. Unlike a glob, a name covers nothing beneath a directory that has it."""
+
+    def __init__(self, patterns: Iterable[str]) -> None:
+        self.patterns = tuple(patterns)
+        expression = "|".join(map(_component, self.patterns)) if self.patterns else "(?!)"
+        self._compiled = re.compile(expression.encode(), re.DOTALL)
+
+    def __bool__(self) -> bool:
+        return bool(self.patterns)
+
+    def matches(self, name: bytes) -> bool:
+        return self._compiled.fullmatch(name) is not None
+
+
 class AllExcept(Globs):
     """All paths but those that match `patterns`; of these, again those that match `also`.
 

@@ -133,7 +133,7 @@ class InodeCache(InodeTable):
         names = {(parent, name)}
         if now.nlink > 1 and not stat.S_ISDIR(now.mode):
             names.update(self.paths.names(view, number))
-        return [self.mutable_names.matches(view, *each) for each in names]
+        return [self.mutable_names.matches(view, *each, number) for each in names]
 
     def _was_written(self, view: View, old: Inode | None, now: Stat) -> bool:
         """Was a file written in an earlier run, and not pinned since?"""

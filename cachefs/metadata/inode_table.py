@@ -74,7 +74,7 @@ class InodeTable(Validity):
         self._unpinned_timeout_ns = int(options.unpinned_timeout_s * NANOSECONDS)
         # state
         self.paths = Paths(run.number, clock.monotonic_ns)
-        self.mutable_names = MutableNames(options.mutable_paths, self.paths)
+        self.mutable_names = MutableNames(options.mutable_paths, options.mutable_names, self.paths)
         self.changes = LastChanges(clock.monotonic_ns)
         self._restless: set[int] = set()
         """Directories whose permissions have changed in this run: valid for two seconds at a time (permissions.py)."""
@@ -154,7 +154,7 @@ class InodeTable(Validity):
 
     def _put_name(self, update: Update, parent: int, name: bytes, number: int, *, pinned: bool) -> bool:
         """Let a name lead to an inode. Returns whether it did not before. A mutable name is not pinned."""
-        pinned = pinned and not self.mutable_names.matches(update, parent, name)
+        pinned = pinned and not self.mutable_names.matches(update, parent, name, number)
         old = self.dentry(update, parent, name)
         known = old is not None and old.inode == number
         if old is not None and old.inode not in (0, number):

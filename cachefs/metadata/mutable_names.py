@@ -1,4 +1,5 @@
-"""Names that `--mutable` matches, and what that means for a file with several names, or with a new name.
+"""Mutable names: those that `--mutable` matches, and the default names of files. What do they mean for a file with
+several names, or with a new name?
 
 An OPEN says which inode is opened, and not by which name. So all known names of an inode decide together:
 
@@ -13,25 +14,34 @@ opened for the first time (`Immutability.is_mutable`), and after this mount has 
 (`Mutations._follow_names`).
 """
 
+from cachefs.contract.index import Table
 from cachefs.metadata.inode_paths import Paths
 from cachefs.store.index.environment import View
-from policies.globs import Globs
+from cachefs.store.index.records import Dentry, Inode, inode_key
+from policies.globs import Globs, Names
 
 
 class MutableNames:
-    def __init__(self, globs: Globs, paths: Paths) -> None:
+    def __init__(self, globs: Globs, names: Names, paths: Paths) -> None:
+        """`names`: of regular files; a directory with such a name is like any other."""
         self._globs = globs
+        self._names = names
         self._paths = paths
 
     def __bool__(self) -> bool:
         """Are there any?"""
-        return bool(self._globs)
+        return bool(self._globs) or bool(self._names)
 
     def matches_path(self, path: bytes) -> bool:
         return bool(self._globs) and self._globs.matches(path)
 
-    def matches(self, view: View, parent: int, name: bytes) -> bool:
-        """A name in a directory of which no record is left does not match: jobs may have read the file by that name."""
+    def matches(self, view: View, parent: int, name: bytes, number: int = 0) -> bool:
+        """A name in a directory of which no record is left does not match: jobs may have read the file by that name.
+
+        `number`: of the inode that the name leads to; 0: what the index says.
+        """
+        if self._names.matches(name) and not self._is_directory(view, parent, name, number):
+            return True
         if not self._globs:
             return False
         try:
@@ -39,8 +49,17 @@ class MutableNames:
         except OSError:
             return False
 
+    def _is_directory(self, view: View, parent: int, name: bytes, number: int) -> bool:
+        if not number:
+            dentry = view.get(Table.DENTRIES, inode_key(parent) + name)
+            number = Dentry.unpack(dentry).inode if dentry else 0
+        value = view.get(Table.INODES, inode_key(number))
+        return value is not None and Inode.unpack(number, value).is_directory
+
     def may_come(self, directory: bytes | None) -> bool:
         """May a matching name appear in the directory at this path? Then no listing of the directory is complete."""
+        if self._names:
+            return True
         return bool(self._globs) and (directory is None or self._globs.match_within(directory))
 
     def names(self, view: View, number: int) -> tuple[list[tuple[int, bytes]], list[tuple[int, bytes]]]:
@@ -48,11 +67,11 @@ class MutableNames:
         matching: list[tuple[int, bytes]] = []
         others: list[tuple[int, bytes]] = []
         for link in self._paths.names(view, number):
-            (matching if self.matches(view, *link) else others).append(link)
+            (matching if self.matches(view, *link, number) else others).append(link)
         return matching, others
 
     def any(self, view: View, number: int) -> bool:
-        return bool(self._globs) and bool(self.names(view, number)[0])
+        return bool(self) and bool(self.names(view, number)[0])
 
     def reach_beneath(self, view: View, directory: int) -> bool:
         """May names beneath a directory match because of its path?"""

@@ -13,7 +13,7 @@ import struct
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import closing, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 from cachefs.contract.index import Table
 from cachefs.errors import CacheFsError, IndexUnavailable
-from cachefs.options import Revalidate
+from cachefs.options import DEFAULT_NAME, Revalidate
 from cachefs.store import durable_index, owner, runs
 from cachefs.store.blob.blob import Blob
 from cachefs.store.index import overflow
@@ -218,6 +218,15 @@ def mutable_patterns(durable: Environment) -> set[str]:
     return set(map(os.fsdecode, patterns.split(b"\0"))) if patterns else set()
 
 
+def only_loses_default_names(before: Iterable[str], now: Iterable[str]) -> bool:
+    """Are these patterns of two mounts the same, but for default names that the second one does not have?
+
+    What the first one has pinned then holds for the second one, as for a read-only mount after a read-write one.
+    """
+    lost = set(before) - set(now)
+    return set(now) <= set(before) and all(pattern.startswith(DEFAULT_NAME) for pattern in lost)
+
+
 def _mutable_since(durable: Environment) -> int:
     """The run in which the patterns last changed."""
     value = durable.get(Table.META, _MUTABLE_SINCE_KEY)
@@ -289,7 +298,8 @@ class OpenedIndex:
             if same_mount:
                 raise CacheFsError(f"cannot take over the mount: {session_path} is gone; unmount, then mount again")
             shutil.rmtree(session_path, ignore_errors=True)
-        same_patterns = mutable_patterns(durable) == set(mutable)
+        recorded = mutable_patterns(durable)
+        same_patterns = only_loses_default_names(recorded, mutable)
         # After a crash of the machine the last changes may be lost.
         trusted = last is not None and (before.clean or is_complete) and same_patterns
         self._is_lax = revalidate is Revalidate.NEVER
@@ -309,7 +319,7 @@ class OpenedIndex:
         if survivor is not None:
             self._recover(rctime, same_mount=same_mount)
         self.count_takeovers(self.takeovers)
-        if self.state != last or not same_patterns:
+        if self.state != last or recorded != set(mutable):
             self._begin_run(mutable)
 
     def _recover(self, rctime: bytes, *, same_mount: bool) -> None:

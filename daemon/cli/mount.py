@@ -15,7 +15,7 @@ import daemon
 from cachefs.client import locations, mount_table
 from cachefs.contract.shared import SETTLE_NS
 from cachefs.errors import CacheFsError
-from cachefs.options import METADATA_RETENTION, CacheLevel, Options, Revalidate
+from cachefs.options import METADATA_RETENTION, MUTABLE_NAMES, CacheLevel, Options, Revalidate
 from cachefs.system.clock import NANOSECONDS
 from daemon.config import config, config_file, mount_options, parameters, settings
 from daemon.kernel import probe
@@ -106,6 +106,7 @@ def _options(given: Mapping[str, Any]) -> Options:
         read_only=given["read_only"],
         mutable=_globs("mutable", given),
         immutable=_globs("immutable", given),
+        mutable_defaults=given["mutable_defaults"],
         small_file_bytes=given["small_file"],
         attr_timeout_s=attr_timeout if attr_timeout is not None else (math.inf if given["read_only"] else 1.0),
         revalidate=Revalidate(given["revalidate"]),
@@ -246,6 +247,11 @@ def _check_package() -> None:
     multiple=True,
     metavar="GLOB",
     help="Never make these paths immutable, and never cache them, e.g. '*.log' or 'runs/**'. Repeatable.",
+)
+@click.option(
+    "--mutable-defaults/--no-mutable-defaults",
+    default=True,
+    help=f"On read-write mounts, also keep files with these names mutable: {', '.join(MUTABLE_NAMES)}.",
 )
 @click.option(
     "--immutable",

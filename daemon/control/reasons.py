@@ -1,5 +1,6 @@
 """Why a file or directory is in its state: one sentence for `cachefs info`."""
 
+import os
 from typing import Any
 
 from cachefs.options import CacheLevel, Options
@@ -15,6 +16,10 @@ def reason(info: dict[str, Any], options: Options) -> str:
         )
         return why if options.cache is CacheLevel.NONE else f"{why}; `cachefs pin` makes it immutable"
     if state == "mutable":
+        if options.mutable_names.matches(os.path.basename(os.fsencode(info["path"]))):
+            return (
+                "its name is one of the default names of mutable files (--no-mutable-defaults), so it is never cached"
+            )
         if options.immutable:
             return "--immutable does not match its path, or --mutable matches one of its names, so it is never cached"
         return "--mutable matches its path or another name of it, so it is never cached"

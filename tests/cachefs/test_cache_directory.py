@@ -9,7 +9,7 @@ import pytest
 
 from cachefs.contract.index import Table
 from cachefs.errors import CacheFsError
-from cachefs.options import Revalidate
+from cachefs.options import DEFAULT_NAME, Revalidate
 from cachefs.source import rctime
 from cachefs.store import cache_directory
 from cachefs.store.cache_directory import CacheDirectory, OpenedIndex
@@ -95,6 +95,9 @@ def test_never_trusts_only_what_the_same_patterns_of_mutable_let_be_pinned(tmp_p
     assert trusts()
     assert not trusts("runs/**", "*.log")
     assert trusts("*.log", "runs/**")
+    assert not trusts("*.log", "runs/**", f"{DEFAULT_NAME}*.lock")
+    assert trusts("*.log", "runs/**")  # a read-only mount has no default names
+    assert not trusts("*.log", "runs/**", f"{DEFAULT_NAME}*.lock")
     assert not trusts()
     assert trusts()
 
