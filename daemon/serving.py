@@ -229,7 +229,7 @@ class Serving:
             components.data.on_accessed.add(components.limit.accessed)
             started.append(partial(components.invalidation.limit_metadata, components.limit, components.metrics))
         if prefetcher is not None:
-            started.append(prefetcher.run)
+            started += [prefetcher.run] if prefetcher.check is None else [prefetcher.run, prefetcher.check.run]
         if options.revalidate in (Revalidate.AUTO, Revalidate.RCTIME):
             started.append(partial(tasks.revalidate_earlier_runs, self._mount, components))
         tasks.start(self._nursery, started)

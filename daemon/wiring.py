@@ -30,6 +30,7 @@ from cachefs.metadata.limit import InodeLimit
 from cachefs.metadata.validity import Run
 from cachefs.options import CacheLevel, Options
 from cachefs.prefetch.engine import PrefetchEngine
+from cachefs.prefetch.partition_check import PartitionCheck
 from cachefs.prefetch.prefetcher import Prefetcher
 from cachefs.source.call_pool import CallPool
 from cachefs.source.source import Source
@@ -153,7 +154,10 @@ def make_prefetcher(components: Components, engine: PrefetchEngine) -> Prefetche
     options = components.options
     if options.prefetch not in prefetch.BEYOND_FILES:
         return None
-    prefetcher = Prefetcher(components.policy, engine, evicts=options.evicts_ahead)
+    check = None
+    if isinstance(components.policy, DependencyGraph):
+        check = PartitionCheck(components.policy.partitions, components.filesystem)
+    prefetcher = Prefetcher(components.policy, engine, evicts=options.evicts_ahead, check=check)
     if options.prefetch in prefetch.LISTENING:
         components.data.on_accessed.add(prefetcher.read)
     return prefetcher

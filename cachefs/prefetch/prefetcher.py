@@ -8,6 +8,7 @@ from contextlib import suppress
 import trio
 
 from cachefs.prefetch.engine import PrefetchEngine, record_bytes, walk
+from cachefs.prefetch.partition_check import PartitionCheck
 from cachefs.prefetch.queue import PrefetchRequest
 from cachefs.store.index.environment import View
 from policies.prefetch.base import Prefetch, Target
@@ -22,10 +23,13 @@ CHUNK_NAMES = 16
 
 
 class Prefetcher:
-    def __init__(self, policy: Prefetch, engine: PrefetchEngine, *, evicts: bool = False) -> None:
+    def __init__(
+        self, policy: Prefetch, engine: PrefetchEngine, *, evicts: bool = False, check: PartitionCheck | None = None
+    ) -> None:
         """`evicts`: prefetched data may replace data that training does not need any more."""
         # dependencies
         self._policy = policy
+        self.check = check
         self._engine = engine
         self._fs = engine.filesystem
         # constants
@@ -41,6 +45,10 @@ class Prefetcher:
         self._refusals = 0
         self.state = "running" if self._targets else "idle"
         """"full": there are files that do not fit; the task continues when one of them does."""
+
+    @property
+    def problem(self) -> str | None:
+        return None if self.check is None else self.check.problem
 
     def read(self, units: Iterable[tuple[int, int]]) -> None:
         """These were read: (inode, number of the chunk)."""

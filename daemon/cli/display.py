@@ -38,6 +38,8 @@ def print_status(status: dict[str, Any]) -> None:
     if status["source_errors"] or status["source_reconnects"]:
         times = status["source_reconnects"]
         rows.append(("source errors", f"{status['source_errors']:,} calls; reconnected {times:,} times"))
+    if problem := status.get("prefetch_problem"):  # a daemon of an older version does not say
+        rows.append(("prefetch", problem))
     if status["refused_changes"]:
         rows.append(("refused", f"{status['refused_changes']:,} changes of immutable files (EPERM): see the log"))
     rows.append(("memory", f"{memory(status)}, excluding page cache"))

@@ -256,6 +256,8 @@ def mounted(mountpoint: str, status: dict[str, Any]) -> Iterator[Finding]:
     if status["source_problem"]:
         advice = "mount the source again" if status["source_lost"] else "unmount cachefs and mount it again"
         yield Finding("source of the mount", status["source_problem"], advice)
+    if problem := status.get("prefetch_problem"):  # a daemon of an older version does not say
+        yield Finding("prefetch graph", problem, "build the graph again, with --root")
     if not status["fastpath"]:
         yield Finding("fast path of the mount", "none", "mount with the fast path: Python alone is 4 times slower")
     for key, name, advice in (

@@ -134,7 +134,7 @@ def _graph(file: TextIO | None) -> tuple[str, ...]:
         lines = tuple(file)
         DependencyGraph(parse_graph(lines))
     except (InvalidGraph, UnicodeDecodeError) as error:
-        raise click.UsageError(f"--prefetch-graph: {error}") from None
+        raise click.UsageError(f"--prefetch-graph: {file.name}: {error}") from None
     return lines
 
 

@@ -111,6 +111,7 @@ class Commands:
             "hints_waiting": self.hints.waiting,
             "latencies": {kind: _latency(histogram) for kind, histogram in latencies.items()},
             "prefetch": self.prefetcher.state if self.prefetcher is not None else None,
+            "prefetch_problem": self.prefetcher.problem if self.prefetcher is not None else None,
             "fastpath": None,
             "run": components.opened.state.run,
             "memory_bytes": {"daemon": _memory_bytes(os.getpid())},

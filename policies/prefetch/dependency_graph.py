@@ -16,7 +16,7 @@ partitions that it depends on, with the number of edges if that is known.
 
 import json
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -107,6 +107,15 @@ class DependencyGraph(Prefetch):
         self._globs.append((name, globs))
         self._targets[name] = Target(fixed.rpartition(b"/")[0], recursive=True, globs=globs)
 
+    @property
+    def partitions(self) -> Mapping[str, Target]:
+        """Name → what is fetched of it."""
+        return self._targets
+
+    def globs_of(self, path: bytes) -> Iterator[str]:
+        """The partitions whose globs match a file."""
+        return (name for name, globs in self._globs if globs.matches(path))
+
     def partition_of(self, path: bytes) -> str | None:
         """The partition of a file: that with the longest path, else the first whose glob matches."""
         beneath = path
@@ -114,7 +123,7 @@ class DependencyGraph(Prefetch):
             if beneath in self._paths:
                 return self._paths[beneath]
             beneath = beneath.rpartition(b"/")[0]
-        return next((name for name, globs in self._globs if globs.matches(path)), None)
+        return next(self.globs_of(path), None)
 
     def read(self, path: bytes) -> tuple[Target, ...]:
         """The first read of a partition that was not read recently fetches the rest of it, then its dependents.

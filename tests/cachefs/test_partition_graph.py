@@ -51,7 +51,8 @@ def test_edges_are_counted_between_partitions(
 @pytest.mark.parametrize(
     ("edges", "node_map", "message"),
     [
-        ("0 1\n1 5\n", "a\nb\n", "node 5 is not in the map"),
+        ("0 1\n1 5\n", "a\nb\n", "edges: node 5 is not in the map "),
+        ("0 1\n1 5\n", "a\nb\n", "map, which has 2 nodes"),
         ("0 -1\n", "a\nb\n", "node -1 is not in the map"),
         ("0 1 1\n", "a\nb\n", "expected two numbers per line"),
         ("a b\n", "a\nb\n", "expected two numbers per line"),
@@ -109,6 +110,64 @@ def test_an_array_of_another_shape_is_refused(tmp_path: Path) -> None:
     numpy.save(tmp_path / "map.npy", numpy.zeros(4, dtype=int))
     done = build(tmp_path / "edges.npy", tmp_path / "map.npy")
     assert done.exit_code == 1 and "two for each edge" in done.stderr
+
+
+@pytest.mark.parametrize("kind", ["npy", "npz"])
+def test_edges_in_two_rows_are_counted_as_edges_in_two_columns(
+    tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(partition_graph, "BLOCK_EDGES", 999)
+    draw = numpy.random.default_rng(1)
+    edges, part_of = draw.integers(0, NODES, (EDGES, 2)), draw.integers(0, PARTITIONS, NODES)
+    save = numpy.save if kind == "npy" else numpy.savez
+    for name, array in (("columns", edges), ("rows", edges.T), ("map", part_of)):
+        save(tmp_path / name, array)
+    columns, rows = (build(tmp_path / f"{name}.{kind}", tmp_path / f"map.{kind}") for name in ("columns", "rows"))
+    assert columns.exit_code == rows.exit_code == 0, rows.stderr
+    assert columns.stdout == rows.stdout and columns.stdout.count("\n") == PARTITIONS
+
+
+@pytest.mark.parametrize("name", ["edges.pt", "map.pth"])
+def test_a_file_of_torch_is_refused_with_what_to_do(tmp_path: Path, name: str) -> None:
+    places = [tmp_path / ("edges.pt" if name == "edges.pt" else "edges"), tmp_path / name]
+    for place in places:
+        place.write_bytes(b"PK")
+    done = build(*places)
+    assert_one_clear_line(done, f"{tmp_path / name} is a file of torch")
+    assert "numpy.save" in done.stderr
+
+
+def test_an_archive_of_several_arrays_is_refused_with_what_to_do(tmp_path: Path) -> None:
+    numpy.savez(tmp_path / "edges.npz", a=numpy.zeros((3, 2), int), b=numpy.zeros(2))
+    (tmp_path / "map").write_text("a\nb\n")
+    assert_one_clear_line(
+        build(tmp_path / "edges.npz", tmp_path / "map"), "edges.npz: expected one array, and not: a, b"
+    )
+    (tmp_path / "broken.npz").write_bytes(b"PK")
+    assert_one_clear_line(build(tmp_path / "broken.npz", tmp_path / "map"), "broken.npz is not a NumPy array")
+
+
+def test_paths_that_match_no_file_are_an_error_with_root(tmp_path: Path) -> None:
+    (tmp_path / "root/parts").mkdir(parents=True)
+    for number in range(3):
+        (tmp_path / f"root/parts/part-{number}.pt").touch()
+    (tmp_path / "edges").write_text("0 1\n1 2\n")
+    (tmp_path / "map").write_text("0\n1\n2\n")
+    given = tmp_path / "edges", tmp_path / "map", "--prefix", "parts/part-"
+    assert build(*given).exit_code == 0
+    checked = *given, "--root", tmp_path / "root"
+    assert_one_clear_line(
+        build(*checked), "3 of 3 partitions match no file, the first is 'parts/part-0'. Use --suffix .pt"
+    )
+    done = build(*checked, "--suffix", ".pt")
+    assert done.exit_code == 0, done.stderr
+    assert json.loads(done.stdout.splitlines()[0])["partition"] == "parts/part-0.pt"
+    assert build(*checked, "--suffix", ".*").exit_code == 0
+    assert_one_clear_line(build(*checked, "--suffix", "[.]npy"), "3 of 3 partitions match no file")
+    (tmp_path / "root/parts/part-1.pt").unlink()
+    assert_one_clear_line(
+        build(*checked, "--suffix", ".pt"), "1 of 3 partitions match no file, the first is 'parts/part-1.pt'"
+    )
 
 
 def test_no_edges_are_no_dependencies(tmp_path: Path) -> None:

@@ -237,4 +237,19 @@ def test_a_graph_that_makes_no_sense_is_refused(source: Path, tmp_path: Path, li
     (tmp_path / "graph").write_text(lines)
     arguments = ["--read-only", "--prefetch-graph", tmp_path / "graph"]
     done = cachefs("mount", source, tmp_path / "mnt", *arguments, check=False)
-    assert done.returncode == 2 and message in " ".join(done.stderr.split())
+    assert done.returncode == 2 and f"graph: {message}" in " ".join(done.stderr.split())
+
+
+def test_a_mount_whose_graph_matches_no_file_says_so(mount: MakeMount, partitions: tuple[Path, Path]) -> None:
+    source, graph = partitions
+    wrong = graph.with_name("wrong.jsonl")
+    extra = ["absent/part-7", "absent/part-8/*.pt"]
+    wrong.write_text(graph.read_text() + "".join(f'\n{{"partition": "{name}"}}' for name in extra))
+    m = mount(source, "--read-only", "--prefetch-graph", wrong)
+    status = wait_for(m.status, lambda status: status["prefetch_problem"] is not None)
+    assert status["prefetch_problem"].startswith(
+        "2 of 10 partitions of the graph match no file, the first is absent/part"
+    )
+    assert status["prefetch_problem"] in m.log() and "--suffix" in m.log()
+    assert "2 of 10 partitions" in " ".join(cachefs("status", m.path).stdout.split())
+    assert "prefetch graph" in cachefs("doctor", m.path, check=False).stdout
