@@ -207,7 +207,8 @@ class Client:
         """Announce files that will be read, in this order: they are fetched ahead of the reader, while there is room.
 
         Returns at once, with the number of files. `replace`: forget the files of earlier calls, of other processes too;
-        an empty list cancels them. Otherwise these follow them.
+        an empty list cancels them. Otherwise these follow them. Only for the user who mounted, and root: the daemon
+        takes requests from nobody else, and other users get CacheFsError.
         """
         inside = self._inside(paths)
         batch = list(islice(inside, HINTS_A_REQUEST))
