@@ -166,7 +166,11 @@ class OpenFiles:
                 self._metadata.put_inode(update, inode._replace(flags=inode.flags & ~WRITTEN, expires_ns=0))
                 written_files.unmark(update, inode)
             await self.fs.revalidated(number)
-        return await self.make_immutable(number)
+        if not await self.make_immutable(number):
+            return False
+        with self._metadata.index.update() as update:
+            written_files.keep(update, self.fs.inode(number))
+        return True
 
     async def _open_mutable(self, number: int, caller: Caller, *, executes: bool) -> int:
         """A descriptor of a mutable file. The open must see the present size, even if the kernel caches an older one.

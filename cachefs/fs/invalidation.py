@@ -9,6 +9,7 @@ for this request (hazard 1). Commands and tasks wait until the kernel has droppe
 """
 
 import errno
+import logging
 import os
 from collections.abc import Iterable, Iterator, Sequence
 
@@ -18,14 +19,18 @@ from cachefs.contract.index import ROOT_INODE
 from cachefs.data.data_cache import DataCache
 from cachefs.errors import CacheFsError
 from cachefs.fs.refusals import Refusals
+from cachefs.metadata import written_files
 from cachefs.metadata.inode_cache import InodeCache
 from cachefs.metadata.inode_paths import links_of
 from cachefs.metadata.limit import InodeLimit
 from cachefs.metadata.notifier import Notifier
 from cachefs.options import Options
+from cachefs.printable import one_line
 from cachefs.source.identity import Changed
 from cachefs.stats.metrics import Metrics
 from cachefs.store.index.records import IMMUTABLE, Inode
+
+log = logging.getLogger(__name__)
 
 CHUNK = 256
 """How many inodes are dropped, or looked at, before other tasks may run."""
@@ -169,6 +174,7 @@ class Invalidation:
                 if inode is not None and inode.flags & IMMUTABLE:
                     immutable.append(number)
                     self._metadata.put_inode(update, inode.written())
+                    written_files.keep(update, inode, kept=False)
         return (await self._drop(immutable))[0]
 
     def _beneath(self, path: bytes) -> Iterator[list[int]]:
@@ -225,6 +231,53 @@ class Invalidation:
         if all_names:
             self._notifier.drop_soon(all_names, unpinned)
         return unpinned
+
+    # --- results ---------------------------------------------------------------------------------------------------
+
+    async def overwritten(self, number: int) -> None:
+        """This mount has opened a file for writing, truncated or replaced it: the directories of its names hold
+        results from now on (`InodeCache.holds_results`). Their immutable files are compared at their next use."""
+        with self._metadata.index.update() as update:
+            marked = self._metadata.mark_results(update, number)
+        for directory in marked:
+            await self._doubt_results(directory)
+
+    async def _doubt_results(self, directory: int) -> None:
+        with self._metadata.index.view() as view:
+            path = self._metadata.paths.path(view, directory)
+            waiting = self._metadata.children(view, directory)
+        log.info(
+            "%s/: this mount has overwritten a file here, so other nodes may do so, too. From now on its files are "
+            "compared with the source when they are opened, at most once in %g s. --immutable GLOB prevents that",
+            one_line(path),
+            self._options.unpinned_timeout_s,
+        )
+        while waiting:
+            part, waiting = waiting[-CHUNK:], waiting[:-CHUNK]
+            names: list[tuple[int, bytes]] = []
+            doubted = []
+            with self._metadata.index.update() as update:
+                for number in part:
+                    if self._metadata.doubt_result(update, number):
+                        doubted.append(number)
+                        names += links_of(update, number)
+            if doubted:
+                self._notifier.drop_soon(names, doubted)
+            await trio.lowlevel.checkpoint()
+
+    def release_result(self, number: int) -> bool:
+        """Let an immutable file be written to if it is a result. Returns whether it is: the kernel must look it up
+        again."""
+        with self._metadata.index.update() as update:
+            inode = self._metadata.inode(update, number)
+            if inode is None or not self._metadata.is_result(update, number) or written_files.is_kept(update, inode):
+                return False
+            self._metadata.put_inode(update, inode.written())
+            links = self._metadata.drop(update, number)
+        self._notifier.drop_soon(links, [number])
+        return True
+
+    # --- the limit -------------------------------------------------------------------------------------------------
 
     async def limit_metadata(self, retention: InodeLimit, metrics: Metrics) -> None:
         """A task, for ever: drop what is pinned beyond the limit."""

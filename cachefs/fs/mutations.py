@@ -73,13 +73,9 @@ class Mutations:
         if self._fs.options.read_only:
             raise failed(errno.EROFS)
         if number is not None and self._fs.immutability.refuses_changes(self._fs.inode(number)):
+            if writer is not None and self._fs.invalidation.release_result(number):
+                raise failed(errno.ESTALE)  # the kernel looks it up again, and it is mutable
             self._refusals.immutable(number, writer)
-            raise failed(errno.EPERM)
-
-    def _check_removable(self, number: int, caller: Caller) -> None:
-        inode = self._metadata.current(number)
-        refuses = inode is not None and self._fs.immutability.refuses_changes(inode)
-        if refuses and self._refusals.protects(number, caller):
             raise failed(errno.EPERM)
 
     async def _run(
@@ -191,6 +187,7 @@ class Mutations:
             inode = self._metadata.inode(update, number)
             if inode is not None:
                 self._metadata.put_inode(update, inode.written()._replace(expires_ns=0))
+        await self._fs.invalidation.overwritten(number)
         return self._descriptors.add_source_handle(number, fd, flags, caller.identity(), generation)
 
     async def write(self, handle: int, offset: int, data: bytes) -> int:
@@ -232,6 +229,7 @@ class Mutations:
                 truncate = partial(self._source.truncate, size=changes.size, caller=caller)
                 now = await self._descriptors.ask_object(number, truncate, once=True)
             self._store(number, now, written=True)
+            await self._fs.invalidation.overwritten(number)
         if mode is not None:
             await self._change(caller, "chmod", number, lambda name: os.chmod(name, mode))
         if changes.uid is not None or changes.gid is not None:
@@ -333,7 +331,9 @@ class Mutations:
         self._check_writable()
         number = self._number(parent, name)
         if number:
-            self._check_removable(number, caller)
+            inode = self._metadata.current(number)
+            if inode and self._fs.immutability.refuses_changes(inode) and self._refusals.protects(number, caller):
+                raise failed(errno.EPERM)
             await self._descriptors.keep_readable(number)
         with self._fs.own_change(number):
             call = partial(self._source.remove, self._fs.directory(parent), name, caller, is_directory=is_directory)
@@ -379,6 +379,7 @@ class Mutations:
             raise failed(errno.ESTALE)  # a name was just dropped: the kernel looks it up again
         if replaced:
             await self._descriptors.keep_readable(replaced)
+            await self._fs.invalidation.overwritten(replaced)
         with self._fs.own_change(moved, replaced):
             old, new = self._fs.directory(parent), self._fs.directory(new_parent)
             expected = self._pinned_name(parent, name, old)

@@ -109,7 +109,8 @@ class InodeCache(InodeTable):
             mutable = self._are_mutable(update, number, parent, name, now)
             if old is not None and all(mutable):
                 old = old._replace(flags=old.flags & ~(PINNED | IMMUTABLE), lookups=lookups_unpinned(old))
-            inode = self._compared(number, old, now, pin and not any(mutable))
+            result = stat.S_ISREG(now.mode) and self.holds_results(update, parent)
+            inode = self._compared(number, old, now, pin and not any(mutable), result=result)
             if self._was_written(update, old, now):
                 inode = inode._replace(flags=inode.flags | WRITTEN)
             if inode.flags & LISTED and self.mutable_names.may_come(self.paths.beneath(update, parent, name)):
@@ -147,6 +148,46 @@ class InodeCache(InodeTable):
             self.put_inode(update, inode)
         return inode
 
+    # --- results ---------------------------------------------------------------------------------------------------
+
+    def holds_results(self, view: View, directory: int) -> bool:
+        """Has this mount, or an earlier one, overwritten a file of a directory, so that other nodes may do so, too?
+
+        Then records of its immutable files are valid for `unpinned_timeout_s` at a time. Not with `--immutable`, which
+        says which files never change.
+        """
+        if self._are_results is None:
+            self._are_results = self._may_hold_results and written_files.are_results(view)
+        inode = self.inode(view, directory) if self._are_results else None
+        return inode is not None and written_files.holds_results(view, inode)
+
+    def mark_results(self, update: Update, number: int) -> list[int]:
+        """A file was overwritten through this mount. Returns the directories that hold results from now on."""
+        if not self._may_hold_results:
+            return []
+        marked = []
+        for parent, name in self.paths.links(update, number):
+            directory = self.inode(update, parent)
+            if directory is None or self.mutable_names.matches(update, parent, name, number):
+                continue
+            if written_files.mark(update, directory):
+                marked.append(parent)
+        self._are_results = bool(marked) or self._are_results
+        return marked
+
+    def is_result(self, view: View, number: int) -> bool:
+        """Does a directory that holds results have a name of this file?"""
+        links = () if self._are_results is False else self.paths.links(view, number)
+        return any(self.holds_results(view, parent) for parent, _ in links)
+
+    def doubt_result(self, update: Update, number: int) -> bool:
+        """Have an immutable file compared at its next use. Returns whether it is one."""
+        inode = self.inode(update, number)
+        if inode is None or inode.is_directory or not inode.flags & IMMUTABLE:
+            return False
+        self.put_inode(update, inode._replace(flags=inode.flags | UNSETTLED, expires_ns=0))
+        return True
+
     def withdraw_immutable_on_open(self, number: int) -> None:
         """A file is about to be opened for writing: the fast path must not answer an OPEN of it."""
         with self.index.update() as update:
@@ -154,8 +195,8 @@ class InodeCache(InodeTable):
             if inode is not None and inode.flags & IMMUTABLE_ON_OPEN:
                 self.put_inode(update, inode._replace(flags=inode.flags & ~IMMUTABLE_ON_OPEN))
 
-    def _compared(self, number: int, old: Inode | None, now: Stat, pin: bool) -> Inode:
-        """The inode as it is after a comparison. `old`: as it was before."""
+    def _compared(self, number: int, old: Inode | None, now: Stat, pin: bool, *, result: bool = False) -> Inode:
+        """The inode as it is after a comparison. `old`: as it was before. `result`: of a directory of results."""
         before = old or _BLANK._replace(number=number)
         flags = before.flags & (PINNED | IMMUTABLE | WRITTEN | LISTED)
         version = before.version
@@ -175,7 +216,11 @@ class InodeCache(InodeTable):
             flags &= ~LISTED  # names may be missing
             next_position += FORGOTTEN_POSITIONS
         checked_again = unchanged and before.flags & UNSETTLED
-        if number in self._restless or (is_young(now, self._realtime_ns(), self._settle_ns) and not checked_again):
+        if (
+            result
+            or number in self._restless
+            or (is_young(now, self._realtime_ns(), self._settle_ns) and not checked_again)
+        ):
             flags |= UNSETTLED
         inode = before.with_stat(now)._replace(
             flags=flags,
@@ -186,7 +231,8 @@ class InodeCache(InodeTable):
             lookups=before.lookups if flags & PINNED else lookups_unpinned(before),
         )
         if self.is_pinned(inode):
-            expires_ns = self._monotonic_ns() + self._settle_ns if flags & UNSETTLED else 0
+            settle_ns = self._unpinned_timeout_ns if result else self._settle_ns
+            expires_ns = self._monotonic_ns() + settle_ns if flags & UNSETTLED else 0
         elif self.changes.happened_since(number, now.began_ns):
             expires_ns = 0
         else:
@@ -262,9 +308,11 @@ class InodeCache(InodeTable):
         when it is looked up again. A directory that has expired is pinned, and compared at its next use. `seen_by`: a
         name by which the source has just been asked for the file.
         """
-        unsettled = inode.flags & UNSETTLED
-        expires_ns = self._monotonic_ns() + self._settle_ns if unsettled else 0
-        flags = inode.flags & ~IMMUTABLE_ON_OPEN | PINNED | IMMUTABLE
+        result = self.is_result(update, inode.number)
+        unsettled = UNSETTLED if result else inode.flags & UNSETTLED
+        settle_ns = self._unpinned_timeout_ns if result else self._settle_ns
+        expires_ns = self._monotonic_ns() + settle_ns if unsettled else 0
+        flags = inode.flags & ~IMMUTABLE_ON_OPEN | PINNED | IMMUTABLE | unsettled
         inode = inode._replace(flags=flags, expires_ns=expires_ns, validated_run=self.run)
         self.put_inode(update, inode)
         number = inode.number

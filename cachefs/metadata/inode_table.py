@@ -76,6 +76,9 @@ class InodeTable(Validity):
         self.paths = Paths(run.number, clock.monotonic_ns)
         self.mutable_names = MutableNames(options.mutable_paths, options.mutable_names, self.paths)
         self.changes = LastChanges(clock.monotonic_ns)
+        self._may_hold_results = options.pins_files and not options.read_only and not options.immutable
+        self._are_results: bool | None = None
+        """Is there a directory that holds results? None: not known."""
         self._restless: set[int] = set()
         """Directories whose permissions have changed in this run: valid for two seconds at a time (permissions.py)."""
         self._kept: Counter[int] = Counter()

@@ -400,6 +400,7 @@ class Machine(RuleBasedStateMachine):
             candidates = {after for _, after in names.values() if after is not None}
         self._check(files <= candidates, f"{path} was opened, and {files} have changed")
         self.reference.written |= candidates
+        self.reference.overwritten(candidates)
         since = self.now()
         self.reference.opened.append(Opened(result, candidates, True, False, since))
 
@@ -440,6 +441,7 @@ class Machine(RuleBasedStateMachine):
         self._check(not frozen, f"{path} is immutable, and was truncated")
         self._check(not names and files <= found.files, f"truncating {path} changed {names} and {files}")
         self.reference.written |= found.files
+        self.reference.overwritten(found.files)
 
     def _mkdir(self, path: str) -> None:
         now = self.now()
@@ -498,6 +500,7 @@ class Machine(RuleBasedStateMachine):
         self._check((old_name[1], new_name[1]) == (old.rpartition("/")[2], new.rpartition("/")[2]), "another name")
 
         self.reference.renamed(old_name, new_name, now)
+        self.reference.overwritten([moved])
 
     def _link(self, old: str, new: str) -> None:
         now = self.now()

@@ -243,6 +243,8 @@ class Reference:
         self.written: set[Id] = set()
         """Maybe, through any mount: it stays mutable over restarts."""
         self.opened: list[Opened] = []
+        self._results: set[Id] = set()
+        """Maybe: directories that hold results, so that nothing in them is immutable for certain."""
 
     def mounted(self, now: float) -> None:
         """A new mount. What was pinned before is still pinned, if a comparison after `now` agrees: a directory that has
@@ -349,6 +351,16 @@ class Reference:
         self.frozen.clear()
         self._unpinned = self.source.files()
 
+    def overwritten(self, files: Iterable[Id]) -> None:
+        """Through a mount: the directories of these files hold results, and so may those above, for the model."""
+        self._results |= {directory for directory, _ in self.source.ways_to(set(files), -math.inf)}
+        self.frozen = {file for file in self.frozen if not self._are_results({file})}
+        for opened in self.opened:
+            opened.immutable = opened.immutable and not self._are_results(opened.candidates)
+
+    def _are_results(self, files: set[Id]) -> bool:
+        return any(directory in self._results for directory, _ in self.source.ways_to(files, -math.inf))
+
     def forgot(self, now: float) -> None:
         """Everything was invalidated: nothing from before is believed."""
         self._names.clear()
@@ -368,6 +380,8 @@ class Reference:
     def is_immutable(self, files: set[Id]) -> bool:
         """Opened for reading now, for certain."""
         if not self._options.pins_files or self._options.mutable or files & (self.written | self._unpinned):
+            return False
+        if self._are_results(files):
             return False
         return not any(each.writable and each.candidates & files for each in self.opened)
 
