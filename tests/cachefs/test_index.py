@@ -1,5 +1,7 @@
 """The two environments as one, against a plain dict; commits, crashes and their order."""
 
+import os
+import random
 import shutil
 import subprocess
 import sys
@@ -15,11 +17,12 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from cachefs.contract.index import MAP_BYTES, Table
-from cachefs.errors import IndexUnavailable
+from cachefs.errors import IndexDamaged, IndexUnavailable
 from cachefs.metadata.listings import Listings
 from cachefs.options import Options
+from cachefs.store.index import pages
 from cachefs.store.index.dirty import Batch
-from cachefs.store.index.environment import MAX_READERS, Environment, View
+from cachefs.store.index.environment import DATA, MAX_READERS, Environment, View
 from cachefs.store.index.index import Index
 from cachefs.store.index.overflow import is_complete
 from cachefs.store.index.records import PINNED, Extent, Inode, inode_key
@@ -377,3 +380,31 @@ def test_a_directory_is_found_however_deep_it_lies(index: Index) -> None:
         found = metadata.paths.directory(update, parent)
         assert found.number == parent and found.path == b"/".join([b"d"] * depth)
         assert metadata.paths.path(update, parent) == found.path
+
+
+@pytest.mark.promise("FA-33")
+def test_no_commit_leaves_a_file_that_looks_cut_off(tmp_path: Path) -> None:
+    """LMDB does not write the last page of the file if a transaction took it and gave it back."""
+    draw = random.Random(3)
+    environment = Environment(tmp_path / "index", sync=True)
+    table = environment.tables[Table.META]
+    for _ in range(150):
+        with environment.write() as txn:
+            for _ in range(draw.randrange(60)):
+                txn.put(b"%04d" % draw.randrange(400), bytes(draw.randrange(1500)), db=table)
+            for _ in range(draw.randrange(120)):
+                txn.delete(b"%04d" % draw.randrange(400), db=table)
+        pages.check_length(environment.path / DATA)
+    environment.close()
+    pages.check_length(environment.path / DATA)
+
+
+@pytest.mark.promise("FA-33")
+def test_a_file_that_was_cut_off_is_damaged(tmp_path: Path) -> None:
+    path = tmp_path / "index"
+    Environment(path, sync=True).close()
+    size = (path / DATA).stat().st_size
+    for length in (size - 1, 4096, 1):
+        os.truncate(path / DATA, length)
+        with pytest.raises(IndexDamaged):
+            Environment(path, sync=True)

@@ -116,6 +116,22 @@ def test_an_unreadable_index_is_kept_aside_and_rebuilt(mount: MakeMount, source:
     assert "open" not in m.ops()
 
 
+@pytest.mark.promise("FA-33")
+def test_an_index_that_was_cut_off_is_rebuilt(mount: MakeMount, source: Path) -> None:
+    """Before: the mount failed ("the daemon ended without a message"), or served with files that could not be read."""
+    m, expected = filled(mount, source)
+    m.umount()
+    whole = (m.cache / "index/data.mdb").read_bytes()
+    for length in (1, 2 * PAGE, len(whole) // 2, len(whole) - 1):
+        shutil.rmtree(m.cache / "index.broken", ignore_errors=True)
+        (m.cache / "index/data.mdb").write_bytes(whole[:length])
+        m.start()
+        assert (m.cache / "index.broken").exists(), length
+        assert contents(m.path) == expected
+        assert "open" not in m.ops(), length  # the data are still there
+        m.umount()
+
+
 def test_no_damaged_page_of_the_index_stops_a_mount(mount: MakeMount, source: Path) -> None:
     """LMDB finds some of them when the mount begins, others when a request needs them; then the next mount rebuilds it.
 

@@ -18,6 +18,7 @@ import lmdb
 
 from cachefs.contract.index import MAP_BYTES, Table
 from cachefs.errors import IndexDamaged, IndexUnavailable
+from cachefs.store.index import pages
 from cachefs.store.index.extents import Extents
 from cachefs.store.index.overflow import MISSING, Missing, Overflow, Value
 from cachefs.store.index.records import PINNED
@@ -61,6 +62,8 @@ class Environment:
     def __init__(self, path: Path, *, sync: bool) -> None:
         self.path = path
         private_files.make_directory(path)
+        if sync:  # a session is lost with the machine, so its file needs no check
+            pages.check_length(path / DATA)
         _reserve_readers(path / "lock.mdb")
         try:
             self.lmdb = lmdb.open(
@@ -90,8 +93,10 @@ class Environment:
     @contextmanager
     def write(self) -> Iterator[Any]:
         """A transaction, committed at the end of the block. Raises IndexUnavailable; then nothing was written."""
-        with self.failing("write to"), self.lmdb.begin(write=True) as txn:
-            yield txn
+        with self.failing("write to"):
+            with self.lmdb.begin(write=True) as txn:
+                yield txn
+            pages.extend(self.path / DATA, self.lmdb)
 
     @contextmanager
     def failing(self, what: str) -> Iterator[None]:
@@ -137,6 +142,8 @@ class Environment:
                 log.warning("cannot reserve %d bytes for the index in %s: %s", size, self.path, error.strerror)
 
     def close(self) -> None:
+        with suppress(lmdb.Error):
+            pages.extend(self.path / DATA, self.lmdb)
         self.lmdb.close()
 
     def entries(self, table: Table) -> int:

@@ -27,7 +27,8 @@ import lmdb
 
 from cachefs.contract.index import Table
 from cachefs.store.index.dirty import Batch, Dirty
-from cachefs.store.index.environment import TOMBSTONE, Environment, Key, Update, View
+from cachefs.store.index import pages
+from cachefs.store.index.environment import DATA, TOMBSTONE, Environment, Key, Update, View
 from cachefs.store.index.extents import Extents
 from cachefs.store.index.overflow import MISSING, Missing
 from cachefs.store.index.records import FLAGGED_NUMBER, LISTED, PINNED, Extent, Inode, inode_key, inode_of_key
@@ -284,6 +285,7 @@ class Index:
             for inode, offset, extent in extents:
                 self._add_extent(txn, inode, offset, extent, result)
             txn.put(_TOTALS, totals.pack(), db=tables[Table.META])
+        pages.extend(self.durable.path / DATA, self.durable.lmdb)
         result.transaction = int(self.durable.lmdb.info()["last_txnid"])
         self.totals = totals
         return result
