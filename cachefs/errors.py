@@ -18,7 +18,14 @@ class IndexUnavailable(Exception):
 
 
 class IndexDamaged(IndexUnavailable):
-    """The index contradicts itself. The next mount rebuilds it from the blob."""
+    """The index contradicts itself. Raised once: from then on what cannot be read counts as unknown (damage.py)."""
+
+
+def met_damage(error: BaseException) -> bool:
+    """Is it an IndexDamaged, or a group of a nursery with one?"""
+    if isinstance(error, BaseExceptionGroup):
+        return error.subgroup(IndexDamaged) is not None
+    return isinstance(error, IndexDamaged)
 
 
 class Busy(BlockingIOError):

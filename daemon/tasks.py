@@ -7,7 +7,7 @@ from functools import partial
 import trio
 
 from cachefs.contract.shared import SETTLE_NS
-from cachefs.errors import IndexUnavailable
+from cachefs.errors import IndexUnavailable, met_damage
 from cachefs.source import rctime
 from cachefs.source.directories import ROOT
 from cachefs.source.source import Object
@@ -34,8 +34,9 @@ async def _shielded(task: Task) -> None:
     while True:
         try:
             return await task()
-        except Exception:
-            log.exception("bug in %s; continuing", task)
+        except Exception as error:
+            if not met_damage(error):  # which was logged
+                log.exception("bug in %s; continuing", task)
             await trio.sleep(1)
 
 

@@ -2,7 +2,9 @@
 
 import os
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
+from threading import get_ident
 
 import trio
 
@@ -33,6 +35,7 @@ from cachefs.prefetch.engine import PrefetchEngine
 from cachefs.prefetch.partition_check import PartitionCheck
 from cachefs.prefetch.prefetcher import Prefetcher
 from cachefs.source.call_pool import CallPool
+from cachefs.source.directories import ROOT
 from cachefs.source.source import Source
 from cachefs.stats.metrics import Metrics
 from cachefs.store.blob.blob import Blob
@@ -70,6 +73,7 @@ class Components:
         `device`: /dev/fuse. `shared`: the memory shared with a fast path, which answers OPEN; None: there is none.
         `notifier`: of another kernel than the one behind `device`. `statfs`: of the source; None: ask the source.
         """
+        self._nursery = nursery
         index, state, clock = opened.index, opened.state, source.clock
         has_fastpath = shared is not None
         self.source, self.opened, self.blob, self.options = source, opened, blob, options
@@ -119,6 +123,10 @@ class Components:
         refusals = Refusals(metadata, metrics)
         invalidation = self.invalidation = Invalidation(metadata, data, notifier, refusals, options)
         filesystem = self.filesystem = FileSystem(source, call_pool, metadata, options, notifier, invalidation)
+
+        # At once where requests are served; the thread that commits may find damage, too.
+        serving, damage = get_ident(), index.durable.damage
+        damage.on_found.add(lambda: self._records_lost() if get_ident() == serving else later(self._records_lost))
         fetcher = Fetcher(
             source,
             call_pool,
@@ -147,6 +155,21 @@ class Components:
         self.operations = Operations(
             filesystem, descriptors, files, directories, mutations, attributes, metrics.latencies
         )
+
+    def _records_lost(self) -> None:
+        """The index is damaged (damage.py)."""
+        if self.operations.recovering is None:
+            self.metadata.doubt_everything()
+            self.operations.recovering = trio.Event()
+            self._nursery.start_soon(self._recover)
+
+    async def _recover(self) -> None:
+        """Requests wait until there is a root, which is known without a look-up."""
+        assert self.operations.recovering is not None
+        with suppress(OSError):  # the source is gone
+            await self.filesystem.compare_root()
+        self.operations.recovering.set()
+        await self.invalidation.records_lost(self.call_pool.run(partial(self.source.readdir, ROOT)))
 
 
 def make_prefetcher(components: Components, engine: PrefetchEngine) -> Prefetcher | None:

@@ -293,7 +293,7 @@ class WriteBehind:
     async def _commit(self) -> None:
         work = self._take()
         if not work:
-            self.index.available = True  # the next commit tries
+            self.index.is_writable = True  # the next commit tries
             await self._follow_up()
             return
         try:
@@ -302,7 +302,7 @@ class WriteBehind:
             if not isinstance(error, IndexUnavailable):
                 log.exception("bug in write-behind; the batch is not cached")
             self.index.restore_dirty(work.metadata)
-            self.index.available = False
+            self.index.is_writable = False
             self.failed("index", f"the index cannot be written; nothing new is cached until it can be: {error}")
             self._retire(work.units)
             self._end_reports(work.filled, refused=True)
@@ -312,7 +312,7 @@ class WriteBehind:
             await trio.sleep(1.0)
             self.wake()
             return
-        self.index.available = True
+        self.index.is_writable = True
         if refused is not None:
             self.metrics.skipped_admissions += len(work.units) + len(work.filled)
             self.refused(refused)

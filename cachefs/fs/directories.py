@@ -75,7 +75,8 @@ class Directories:
             raise
 
     async def _readdir(self, number: int, owner: int, after: int, emit: Emit) -> None:
-        if after == 0 and not self._comparisons.is_valid(await self._fs.revalidated(number)):
+        begins = after == 0 or self._metadata.index.durable.damage.is_found  # rows may be lost in the middle
+        if begins and not self._comparisons.is_valid(await self._fs.revalidated(number)):
             await self._comparisons.make(number, owner)
         if after < 2 and not self._emit_dots(number, after, emit):
             return

@@ -11,7 +11,8 @@ for this request (hazard 1). Commands and tasks wait until the kernel has droppe
 import errno
 import logging
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Awaitable, Iterable, Iterator, Sequence
+from contextlib import suppress
 
 import trio
 
@@ -105,6 +106,14 @@ class Invalidation:
             links = links_of(view, number)
         with trio.move_on_after(NOTIFY_TIMEOUT_S):
             await self._notifier.drop(links, ())
+
+    async def records_lost(self, names: Awaitable[Sequence[bytes]]) -> None:
+        """Some records are gone, of inodes that the kernel may know: have it drop all names that are not in use.
+
+        The next requests look their paths up, and make new records. `names`: those of the root.
+        """
+        with suppress(OSError):  # the source is gone
+            await self._notifier.drop([(ROOT_INODE, name) for name in await names], ())
 
     async def doubt(self, numbers: Sequence[int], entries: Sequence[tuple[int, bytes]]) -> None:
         """A daemon died while it changed these: compare all of them with the source before their next use."""

@@ -82,6 +82,7 @@ class ListingComparisons:
         """Directory → its bare names, and why they are bare."""
         self._under_way: dict[int, _Comparison] = {}
         """Directory → the comparison that is under way."""
+        filesystem.metadata.index.durable.damage.on_found.add(self._fresh.clear)  # rows may be lost
         self._turn = trio.Lock()
         self._polite: set[int] = set()
         """Directories whose listings only background work waits for."""

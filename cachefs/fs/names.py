@@ -301,7 +301,7 @@ class FileSystem:
         if self.metadata.remaining_ns(inode):
             return inode
         if number == ROOT_INODE:
-            await self._compare_root()
+            await self.compare_root()
             return self.inode(number)
         with self.metadata.index.view() as view:
             links = self.metadata.paths.links(view, number)
@@ -351,7 +351,7 @@ class FileSystem:
                 nursery.start_soon(compare, number, path)
         return [now.get(number, number) for number in numbers]
 
-    async def _compare_root(self) -> None:
+    async def compare_root(self) -> None:
         def finish(answer: Outcome[tuple[Stat, int, list[permissions.Look]]]) -> Inode:
             now, began_ns, _ = answer.unwrap()
             with self.metadata.index.update() as update:

@@ -18,7 +18,7 @@ import trio
 
 from cachefs.client.client import ALIVE
 from cachefs.contract.messages import FAST_HANDLE, OPEN_REPORT
-from cachefs.errors import IndexDamaged, errno_of
+from cachefs.errors import IndexDamaged, errno_of, met_damage
 from cachefs.fs.attributes import VIRTUAL, Attributes
 from cachefs.fs.descriptors import Descriptors
 from cachefs.fs.directories import Directories
@@ -46,6 +46,8 @@ _READ = "read"
 _OF_FILES = frozenset({"read", "write", "fsync", "flush", "release"})
 """Requests with a handle and without a caller: they count for the user who opened the handle."""
 _OF_DIRECTORIES = frozenset({"readdir", "fsyncdir", "releasedir"})
+_REPEATABLE = frozenset({"lookup", "getattr", "readlink", "open", "read", "readdir", "getxattr", "listxattr"})
+"""They change nothing at the source; an open may make a file immutable, or truncate it, twice."""
 _RELEASES = frozenset({"release", "releasedir"})
 """Never refused: they free something."""
 MAX_REQUESTS = 16384
@@ -62,6 +64,8 @@ def _handler(function: Callable[P, Awaitable[R]]) -> Callable[P, Coroutine[Any, 
     @functools.wraps(function)
     async def wrapped(*args: P.args, **kwargs: P.kwargs) -> R:
         operations: Any = args[0]
+        if operations.recovering is not None:
+            await operations.recovering.wait()
         owner = _owner_of(operations, name, args)
         requests = operations.requests
         if refusable and requests.is_full(owner):
@@ -73,9 +77,9 @@ def _handler(function: Callable[P, Awaitable[R]]) -> Callable[P, Coroutine[Any, 
             return await function(*args, **kwargs)
         except OSError as error:
             raise pyfuse3.FUSEError(errno_of(error)) from None
-        except IndexDamaged:  # which was logged once
-            raise pyfuse3.FUSEError(errno.EIO) from None
-        except Exception:
+        except Exception as error:
+            if met_damage(error):  # logged: from now on what cannot be read counts as unknown
+                return await _repeated(function, *args, **kwargs)
             log.exception("bug in %s, answered EIO", name)
             raise pyfuse3.FUSEError(errno.EIO) from None
         finally:
@@ -84,6 +88,22 @@ def _handler(function: Callable[P, Awaitable[R]]) -> Callable[P, Coroutine[Any, 
                 operations.latencies.note(kind, time.monotonic_ns() - began_ns)
 
     return wrapped
+
+
+async def _repeated(function: Callable[P, Awaitable[R]], *args: P.args, **kwargs: P.kwargs) -> R:
+    """A request has met damage of the index, and is answered without what was lost. A change may have been made."""
+    operations: Any = args[0]
+    if operations.recovering is not None:
+        await operations.recovering.wait()
+    try:
+        if function.__name__ in _REPEATABLE:
+            return await function(*args, **kwargs)
+    except OSError as error:
+        raise pyfuse3.FUSEError(errno_of(error)) from None
+    except Exception as error:
+        if not met_damage(error):
+            log.exception("bug in %s, answered EIO", function.__name__)
+    raise pyfuse3.FUSEError(errno.EIO)
 
 
 def _owner_of(operations: "Operations", name: str, args: tuple[Any, ...]) -> int:
@@ -152,6 +172,8 @@ class Operations(pyfuse3.Operations):
     def __post_init__(self) -> None:
         # state
         self.requests = Shares(MAX_REQUESTS - 2 * RESERVED_REQUESTS, RESERVED_REQUESTS)
+        self.recovering: trio.Event | None = None
+        """Set when requests can be served from a damaged index (wiring.py). None: it is not known to be damaged."""
         self.initialized = trio.Event()
         """Set when the kernel has negotiated the connection."""
 
@@ -174,6 +196,8 @@ class Operations(pyfuse3.Operations):
     async def forget(self, inode_list: Sequence[tuple[int, int]]) -> None:
         try:
             await self.files.forget(inode_list)
+        except IndexDamaged:
+            pass
         except Exception:  # a FORGET has no answer
             log.exception("bug in forget")
 
@@ -214,11 +238,19 @@ class Operations(pyfuse3.Operations):
 
     @_handler
     async def readdir(self, fh, start_id, token):  # type: ignore[no-untyped-def]
+        emitted = False
+
         def emit(name: bytes, inode: Inode | None, timeout_s: float, position: int) -> bool:
+            nonlocal emitted
+            emitted = True
             entry = _name_only() if inode is None else _attributes(inode, timeout_s)
             return pyfuse3.readdir_reply(token, name, entry, position)
 
-        await self.directories.readdir(fh, start_id, emit)
+        try:
+            await self.directories.readdir(fh, start_id, emit)
+        except IndexDamaged:
+            if not emitted:  # else the kernel asks for the rest again
+                raise
 
     @_handler
     async def releasedir(self, fh):  # type: ignore[no-untyped-def]

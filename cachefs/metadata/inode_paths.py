@@ -87,6 +87,10 @@ class Paths:
     def forget(self) -> None:
         self._directories.clear()
 
+    def begin_run(self, run: int) -> None:
+        self._run = run
+        self.forget()
+
     def note(self, inode: Inode) -> None:
         """The record of a directory has changed: whether its name is pinned is remembered, and its identity.
 

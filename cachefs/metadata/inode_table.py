@@ -84,6 +84,10 @@ class InodeTable(Validity):
         self._kept: Counter[int] = Counter()
         """Directories whose records stay even if the kernel forgets them: number → how many callers of `keep`."""
 
+    def doubt_everything(self) -> None:
+        super().doubt_everything()
+        self.paths.begin_run(self.run)
+
     # --- records -----------------------------------------------------------------------------------------------------
 
     @staticmethod

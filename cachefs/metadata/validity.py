@@ -49,6 +49,12 @@ class Validity:
         self.floor = run.floor
         """Lowered when the source proves to be unchanged since an earlier run (daemon/tasks.py)."""
 
+    def doubt_everything(self) -> None:
+        """Records were lost: begin another run, which compares everything, and believes no listing to be complete."""
+        self.run += 1
+        self.floor = self.run
+        self._run = self._run._replace(number=self.run, floor=self.run, strict_floor=self.run, forgot=True)
+
     def is_pinned(self, inode: Inode) -> bool:
         """Pinned in the sense of this mount: a read-write mount pins directories and files that were opened to read."""
         if not inode.flags & PINNED or not self._pins_files:

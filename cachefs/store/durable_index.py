@@ -1,7 +1,7 @@
 """Opening the durable index, and rebuilding it from the blob where it is lost or damaged.
 
 LMDB has no checksums: damage shows when a page that is needed contradicts itself. Then the index is *damaged*, and
-`Environment.failed` marks it in a file beside it. The request that met it fails with EIO. The next mount sets the
+`Environment.failed` marks it in a file beside it (damage.py says how the mount goes on). The next daemon sets the
 index aside as `index.broken`, and rebuilds it. A flipped bit in a page that stays consistent goes unnoticed.
 """
 
@@ -37,7 +37,7 @@ def _checked(path: Path) -> Environment:
     """Raises IndexDamaged if an earlier daemon met damage, or if the pages that each run uses first are damaged."""
     with ExitStack() as stack:
         environment = stack.enter_context(closing(Environment(path, sync=True)))
-        if environment.is_marked_damaged:
+        if environment.damage.is_marked:
             raise IndexDamaged(f"the index in {path} is damaged")
         with environment.failing("read"):
             runs.last_run(environment)

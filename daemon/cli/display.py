@@ -35,6 +35,8 @@ def print_status(status: dict[str, Any]) -> None:
     ]
     if status["source_problem"]:
         rows.append(("source lost" if status["source_lost"] else "source moved", status["source_problem"]))
+    if status.get("index_problem"):  # not from an older daemon
+        rows.append(("index damaged", status["index_problem"]))
     if status["source_errors"] or status["source_reconnects"]:
         times = status["source_reconnects"]
         rows.append(("source errors", f"{status['source_errors']:,} calls; reconnected {times:,} times"))

@@ -253,6 +253,8 @@ def mounted(mountpoint: str, status: dict[str, Any]) -> Iterator[Finding]:
             advice = f"run echo {wanted} > {path} as root: large reads are split into small requests"
             yield found(name, f"{value:,}", value < wanted, advice)
     yield from open_files(status["pid"])
+    if status.get("index_problem"):
+        yield Finding("index of the cache", "damaged", status["index_problem"])
     if status["source_problem"]:
         advice = "mount the source again" if status["source_lost"] else "unmount cachefs and mount it again"
         yield Finding("source of the mount", status["source_problem"], advice)

@@ -104,6 +104,7 @@ class Commands:
             "source_failures": components.call_pool.failures,
             "source_lost": self.connection.lost is not None,
             "source_problem": self.connection.problem,
+            "index_problem": index.durable.damage.problem,
             "source_reconnects": self.connection.reconnects,
             "source_stuck_calls": components.call_pool.hanging.stuck,
             "warm_ups": self.warm_ups.running(),

@@ -12,7 +12,7 @@ import trio
 
 import cachefs
 from cachefs.client.client import PROTOCOL, peer
-from cachefs.errors import CacheFsError
+from cachefs.errors import CacheFsError, IndexUnavailable
 from cachefs.system import private_files
 
 log = logging.getLogger(__name__)
@@ -141,7 +141,7 @@ async def _execute(line: bytes, commands: Commands, tell: Tell) -> tuple[str, An
     except OSError as error:
         named = {"path": error.filename} if isinstance(error.filename, str) else {}
         return name, _failed(error.strerror or str(error)) | named
-    except (BadRequest, CacheFsError) as error:
+    except (BadRequest, CacheFsError, IndexUnavailable) as error:
         return name, _failed(str(error))
     except (trio.BrokenResourceError, trio.TooSlowError):
         raise

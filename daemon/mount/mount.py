@@ -160,14 +160,16 @@ def wake_fastpath(instance: MountInstance) -> None:
 def follow_index(shared: Shared, opened: OpenedIndex) -> None:
     """Share with the fast path which records are valid, and from now on, whether it can see all of them."""
 
-    def serve(overflows: bool) -> None:
-        shared["serving"] = not overflows
+    overflow, damage = opened.index.session.overflow, opened.index.durable.damage
+
+    def serve(*_: bool) -> None:
+        shared["serving"] = not (overflow or damage.is_found)
 
     shared["strict_floor"] = opened.strict_floor
     shared["run"], shared["floor"] = opened.state.run, opened.state.floor
-    overflow = opened.index.session.overflow
     overflow.on_change.add(serve)
-    serve(bool(overflow))
+    damage.on_found.add(serve)
+    serve()
 
 
 async def abandonable(function: Callable[..., T], *arguments: Any) -> T:

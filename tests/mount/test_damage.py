@@ -146,9 +146,7 @@ def test_no_damaged_page_of_the_index_stops_a_mount(mount: MakeMount, source: Pa
         (m.cache / "index/damaged").unlink(missing_ok=True)
         (m.cache / "index/data.mdb").write_bytes(whole[:at] + bytes(PAGE) + whole[at + PAGE :])
         m.start()
-        for path, content in expected.items():
-            with suppress(OSError):
-                assert (m.path / path).read_bytes() == content
+        assert contents(m.path) == expected
         m.umount()
         if (m.cache / "index/damaged").exists():
             m.start()
@@ -157,6 +155,26 @@ def test_no_damaged_page_of_the_index_stops_a_mount(mount: MakeMount, source: Pa
         rebuilt += (m.cache / "index.broken").exists()
     assert rebuilt
     assert "Traceback" not in m.log()
+
+
+@pytest.mark.promise("FA-34", "FA-35", "TE-2")
+@pytest.mark.parametrize("mode", [["--read-only"], []], ids=["read-only", "read-write"])
+def test_pages_that_are_damaged_while_a_mount_serves(mount: MakeMount, source: Path, mode: list[str]) -> None:
+    """Before: EIO for what they held, in every epoch until the next mount."""
+    m = mount(source, *mode)
+    expected = contents(m.path)
+    m.flush()
+    with open(m.cache / "index/data.mdb", "r+b") as index:
+        size = os.fstat(index.fileno()).st_size
+        for at in range(2 * PAGE, size, PAGE):
+            index.seek(at)
+            index.write(bytes(PAGE))
+            index.flush()
+            assert contents(m.path) == expected, at
+            m.drop_caches()
+            assert contents(m.path) == expected, at
+    assert m.status()["index_problem"]
+    assert m.log().count("the index is damaged") == 1
 
 
 def test_a_lost_secret_empties_the_cache(mount: MakeMount, source: Path) -> None:

@@ -18,20 +18,22 @@ import lmdb
 
 from cachefs.contract.index import MAP_BYTES, Table
 from cachefs.errors import IndexDamaged, IndexUnavailable
-from cachefs.store.index import pages
+from cachefs.store.index import damage, pages
+from cachefs.store.index.damage import Damage, LenientTransaction
 from cachefs.store.index.extents import Extents
 from cachefs.store.index.overflow import MISSING, Missing, Overflow, Value
 from cachefs.store.index.records import PINNED
 from cachefs.system import private_files
 from cachefs.system.descriptors import closing
 
-DATA, DAMAGED = "data.mdb", "damaged"
+DATA = "data.mdb"
 MAX_READERS = 1024
 LOCK_BYTES = (MAX_READERS + 64) * 64
 """The size of lock.mdb: one cache line for each reader, and a header."""
 TOMBSTONE = b""
-_DAMAGE = (lmdb.CorruptedError, lmdb.PageNotFoundError, lmdb.InvalidError, lmdb.VersionMismatchError)
 _NOT_DAMAGE = (lmdb.DiskError, lmdb.MemoryError, lmdb.LockError, lmdb.ReadonlyError)  # of opening an environment
+_UNREADABLE = (*damage.ERRORS, struct.error)
+"""Of a value in place of another one, too."""
 _TRIED = b"tried"
 _FLAGS = struct.Struct("<I")
 
@@ -81,6 +83,7 @@ class Environment:
         except lmdb.Error as error:
             kind = IndexUnavailable if isinstance(error, _NOT_DAMAGE) else IndexDamaged
             raise kind(f"cannot open the index in {path}: {error}") from error
+        self.damage = Damage(path)
         self.overflow = Overflow(path / DATA, len(Table))
         """Of a session: updates that could not be written to it."""
 
@@ -90,9 +93,17 @@ class Environment:
             value: bytes | None = txn.get(key, db=self.tables[table])
             return value
 
+    def reader(self) -> Any:
+        """A read transaction. Raises IndexUnavailable."""
+        if self.damage.is_found:
+            return LenientTransaction(self.lmdb, self.tables)
+        with self.failing("read"):
+            return self.lmdb.begin()
+
     @contextmanager
     def write(self) -> Iterator[Any]:
         """A transaction, committed at the end of the block. Raises IndexUnavailable; then nothing was written."""
+        self.check()
         with self.failing("write to"):
             with self.lmdb.begin(write=True) as txn:
                 yield txn
@@ -103,30 +114,20 @@ class Environment:
         """Errors of LMDB become IndexUnavailable: "cannot `what` the index"."""
         try:
             yield
-        except lmdb.Error as error:
+        except (lmdb.Error, struct.error) as error:
             raise self.failed(what, error) from error
 
-    def failed(self, what: str, error: lmdb.Error) -> IndexUnavailable:
-        """The same for an error that was caught. Damage is marked, for the next mount."""
-        if isinstance(error, _DAMAGE):
-            self._mark_damaged(error)
+    def failed(self, what: str, error: Exception) -> IndexUnavailable:
+        """The same for an error that was caught."""
+        if isinstance(error, _UNREADABLE):
+            self.damage.found(error)
             return IndexDamaged(f"cannot {what} the index in {self.path}: {error}")
         return IndexUnavailable(f"cannot {what} the index in {self.path}: {error}")
 
-    @property
-    def is_marked_damaged(self) -> bool:
-        return (self.path / DAMAGED).exists()
-
-    def _mark_damaged(self, error: lmdb.Error) -> None:
-        if self.is_marked_damaged:
-            return
-        log.error(
-            "the index in %s is damaged (%s): some requests fail until it is unmounted and mounted again",
-            self.path,
-            error,
-        )
-        with suppress(OSError):
-            private_files.write_file(self.path / DAMAGED, b"")
+    def check(self) -> None:
+        """Raises IndexDamaged if the index must not be written any more."""
+        if self.damage.is_found:
+            raise IndexDamaged(f"cannot write to the index in {self.path}: it is damaged")
 
     def try_to_write(self) -> None:
         """Raises IndexUnavailable."""
@@ -147,7 +148,8 @@ class Environment:
         self.lmdb.close()
 
     def entries(self, table: Table) -> int:
-        with self.lmdb.begin() as txn:
+        """Raises IndexUnavailable."""
+        with self.failing("read"), self.lmdb.begin() as txn:
             return int(txn.stat(self.tables[table])["entries"])
 
     def oldest_reader(self) -> int | None:
@@ -167,8 +169,8 @@ class View:
         # The session first: a value is removed from it only after it is in the durable index.
         self._session: Any = session.lmdb.begin(write=write)
         try:
-            self._durable: Any = durable.lmdb.begin()
-        except lmdb.Error:
+            self._durable: Any = durable.reader()
+        except IndexUnavailable:
             self._session.abort()  # an open write transaction would block all others
             raise
         self._session_tables = session.tables
@@ -186,7 +188,7 @@ class View:
 
     def _translate(self, error: object) -> None:
         """Raises IndexDamaged. The session is in memory, so damage is in the durable index."""
-        if isinstance(error, _DAMAGE):
+        if isinstance(error, _UNREADABLE):
             raise self._durable_environment.failed("read", error) from error
 
     def _end(self) -> None:

@@ -26,8 +26,9 @@ from typing import Any
 import lmdb
 
 from cachefs.contract.index import Table
-from cachefs.store.index.dirty import Batch, Dirty
+from cachefs.errors import IndexUnavailable
 from cachefs.store.index import pages
+from cachefs.store.index.dirty import Batch, Dirty
 from cachefs.store.index.environment import DATA, TOMBSTONE, Environment, Key, Update, View
 from cachefs.store.index.extents import Extents
 from cachefs.store.index.overflow import MISSING, Missing
@@ -91,14 +92,20 @@ class Index:
         self.dirty = Dirty()
         self.in_flight: set[Key] = set()
         """Keys that were removed from `dirty` by a commit that has not ended."""
-        self.available = True
+        self.is_writable = True
         """False after a failed commit, until one succeeds: nothing new is pinned meanwhile."""
         self.on_dirty: Listeners[[]] = Listeners()
         """Called when there is something to commit."""
         self.on_refused: Listeners[[str]] = Listeners()
         """Called with the reason when the session cannot be written."""
         value = durable.get(Table.META, _TOTALS)
-        self.totals = Totals.unpack(value) if value else Totals()
+        with durable.failing("read"):
+            self.totals = Totals.unpack(value) if value else Totals()
+
+    @property
+    def available(self) -> bool:
+        """Can new values be pinned?"""
+        return self.is_writable and not self.durable.damage.is_found
 
     def view(self) -> View:
         return View(self.session, self.durable)
@@ -153,8 +160,11 @@ class Index:
             txn.put(key, value, db=self.durable.tables[Table.META], overwrite=False)
 
     def pinned_inodes(self) -> int:
-        """The number of pinned inodes, committed or not."""
-        count = self.durable.entries(Table.INODES)
+        """The number of pinned inodes, committed or not. 0: not known."""
+        try:
+            count = self.durable.entries(Table.INODES)
+        except IndexUnavailable:
+            return 0
         with self.view() as view:
             for table, key in {*self.dirty, *self.in_flight}:
                 if table is Table.INODES:
@@ -195,20 +205,20 @@ class Index:
 
     # --- extents: the transaction stays open until their bytes have been read from the blob (hazard 14) ------------
 
-    def extents(self, txn: lmdb.Transaction) -> Extents:
+    def extents(self, txn: Any) -> Extents:
         return Extents(txn, self.durable.tables[Table.EXTENTS])
 
-    def extent_at(self, txn: lmdb.Transaction, inode: int, offset: int) -> tuple[int, Extent] | None:
+    def extent_at(self, txn: Any, inode: int, offset: int) -> tuple[int, Extent] | None:
         """The extent that contains the byte at `offset`, and its start. None where the index is damaged, too."""
         try:
             return self.extents(txn).at(inode, offset)
-        except lmdb.Error as error:
+        except (lmdb.Error, struct.error) as error:
             self.durable.failed("read", error)
             return None
 
-    def extent_reader(self) -> lmdb.Transaction:
+    def extent_reader(self) -> Any:
         """A read transaction of the durable index. Call `abort()` when the bytes have been read."""
-        return self.durable.lmdb.begin()
+        return self.durable.reader()
 
     # --- commit: in the write-behind thread -----------------------------------------------------------------------
 
@@ -250,6 +260,7 @@ class Index:
         `dropped`: (inode, file offset, blob offset) of corrupt extents.
         """
         try:
+            self.durable.check()
             with self.durable.failing("write to"):
                 return self._commit(batch, extents, dropped)
         finally:

@@ -1,7 +1,7 @@
 """The length of an LMDB file, which LMDB does not check.
 
-LMDB maps data.mdb and reads whatever page a tree refers to. A page beyond the end of the file ends the process (SIGBUS),
-or is read as zeros. So the file's length is compared with its last page before LMDB opens it.
+LMDB maps data.mdb and reads whatever page a tree refers to. A page beyond the end of the file kills the process
+(SIGBUS). So the length of the file is compared with its last page before LMDB opens it.
 
 LMDB does not write pages that a transaction took and gave back, and the last page may be one of them. So the file is
 made long enough after each commit (`extend`). Only a crash between the two leaves a whole index that looks short: it

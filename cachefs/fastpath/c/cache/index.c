@@ -108,6 +108,7 @@ int view_begin(struct view *view)
         return error;
     }
     view->open = true;
+    view->damaged = false;
     return 0;
 }
 
@@ -120,14 +121,20 @@ void view_end(struct view *view)
     view->open = false;
 }
 
+static bool was_found(struct view *view, int error)
+{
+    view->damaged |= error && error != MDB_NOTFOUND;
+    return !error;
+}
+
 bool view_get(struct view *view, enum table table, const void *key, size_t key_length, MDB_val *value)
 {
     MDB_val k = {key_length, (void *)key};
     if (key_length > MAX_KEY)
         return false;
-    if (!mdb_get(view->txn[SESSION], view->index->tables[SESSION][table], &k, value))
+    if (was_found(view, mdb_get(view->txn[SESSION], view->index->tables[SESSION][table], &k, value)))
         return value->mv_size != 0;
-    return !mdb_get(view->txn[DURABLE], view->index->tables[DURABLE][table], &k, value) && value->mv_size != 0;
+    return was_found(view, mdb_get(view->txn[DURABLE], view->index->tables[DURABLE][table], &k, value)) && value->mv_size != 0;
 }
 
 bool view_get_named(struct view *view, enum table table, uint64_t number, const char *name, size_t length, MDB_val *value)
@@ -219,13 +226,14 @@ uint64_t view_next_extent(struct view *view, uint64_t inode, uint64_t from, uint
 
 static void scan_move(const struct scan *scan, struct scan_position *at, MDB_cursor_op where)
 {
-    at->found = !mdb_cursor_get(at->cursor, &at->key, &at->value, where) && at->key.mv_size >= sizeof scan->prefix &&
+    at->found = was_found(scan->view, mdb_cursor_get(at->cursor, &at->key, &at->value, where)) &&
+                at->key.mv_size >= sizeof scan->prefix &&
                 !memcmp(at->key.mv_data, &scan->prefix, sizeof scan->prefix);
 }
 
 bool scan_begin(struct scan *scan, struct view *view, enum table table, uint64_t prefix, const void *start, size_t length)
 {
-    *scan = (struct scan){.prefix = big_endian(prefix)};
+    *scan = (struct scan){.view = view, .prefix = big_endian(prefix)};
     for (int layer = 0; layer < LAYERS; layer++) {
         struct scan_position *at = &scan->at[layer];
         at->cursor = view->cursors[layer][table];

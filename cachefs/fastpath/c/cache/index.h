@@ -32,6 +32,7 @@ struct view {
     MDB_cursor *cursors[LAYERS][TABLES]; /* of the tables that are scanned */
     uint64_t floor, strict_floor, run;
     bool open;
+    bool damaged; /* something could not be read: what was not found may be there. Python decides (damage.py) */
 };
 
 struct extent {
@@ -67,6 +68,7 @@ uint64_t view_next_extent(struct view *view, uint64_t inode, uint64_t from, uint
 
 /* All keys with a prefix, in order, from `start` on. One scan of a table at a time. */
 struct scan {
+    struct view *view;
     struct scan_position {
         MDB_cursor *cursor;
         MDB_val key, value;

@@ -41,6 +41,8 @@ static enum outcome serve_lookup(struct worker *worker, const struct request *re
     bool known = view_dentry(view, request->header->nodeid, request->name, request->name_length, &dentry);
     if (!known && request->header->nodeid == ROOT_INODE)
         return PASS; /* Python notes which names of the root do not exist: fs/names.py */
+    if (view->damaged)
+        return PASS;
     if (knows_absent(view, &parent, known ? &dentry : NULL)) {
         split_timeout(remaining, &out.entry_valid, &out.entry_valid_nsec);
     } else if (known && dentry.inode && entry_holds(view, &parent, &dentry) &&

@@ -84,6 +84,8 @@ enum outcome answer_listing(struct worker *worker, const struct request *request
         fill_entry(&entry, dentry.inode, &record, remaining);
         more = list_entry(&listing, name, length, position, dentry.inode, record.mode, &entry);
     }
+    if (view->damaged) /* the listing may go on */
+        return PASS;
     view_end(view);
     return answer(worker, request, 0, listing.out, listing.used);
 }

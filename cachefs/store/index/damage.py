@@ -1,0 +1,171 @@
+"""A durable index that contradicts itself, while it is in use.
+
+LMDB has no checksums: damage shows when a page that is needed is no page, or has records that are none. From then on
+
+- the daemon reads through a `LenientTransaction`: what cannot be read is not known, as if it had never been cached;
+- nothing is written to the index, nothing new is pinned, and the fast path passes all requests on;
+- a new run begins within the mount: everything is compared with the source before it is used, and no listing counts as
+  complete, because names may be missing (`Validity.doubt_everything`).
+
+So requests are served from the source, slower. The index is rebuilt from the blob by the next daemon, with or without
+an unmount.
+"""
+
+import logging
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import lmdb
+
+from cachefs.contract.index import DENTRY_RECORD, EXTENT_RECORD, INODE_RECORD, Table
+from cachefs.system import private_files
+from cachefs.system.listeners import Listeners
+
+ERRORS = (
+    lmdb.CorruptedError, lmdb.PageNotFoundError, lmdb.InvalidError, lmdb.VersionMismatchError, lmdb.BadDbiError,
+    lmdb.BadTxnError, lmdb.IncompatibleError, lmdb.CursorFullError, lmdb.PageFullError, lmdb.BadValsizeError,
+)  # fmt: skip
+"""LMDB raises them for a damaged file, and not for a full or dying disk."""
+MARK = "damaged"
+_SIZES = {Table.INODES: INODE_RECORD.codec().size, Table.DENTRIES: DENTRY_RECORD.codec().size}
+_LEAST = {Table.EXTENTS: EXTENT_RECORD.codec().size}
+_FLAGS_BYTES = 4
+
+log = logging.getLogger(__name__)
+
+
+class Damage:
+    """What is known about the damage of one environment."""
+
+    def __init__(self, path: Path) -> None:
+        """`path`: the directory of the environment."""
+        self._path = path
+        self.is_found = False
+        self.on_found: Listeners[[]] = Listeners()
+        """Called once, in the thread that met the damage."""
+
+    @property
+    def is_marked(self) -> bool:
+        """Did this daemon or an earlier one meet damage?"""
+        return (self._path / MARK).exists()
+
+    @property
+    def problem(self) -> str:
+        """One line for the user; empty: there is none."""
+        if not self.is_found:
+            return ""
+        return "the index is damaged: requests are served from the source; `cachefs restart` rebuilds it from the blob"
+
+    def found(self, error: BaseException) -> None:
+        if self.is_found:
+            return
+        self.is_found = True
+        log.error("%s (%s: %s)", self.problem, self._path, error)
+        with suppress(OSError):
+            private_files.write_file(self._path / MARK, b"")
+        self.on_found()
+
+
+def is_plausible(table: Table, value: bytes) -> bool:
+    """Can this be a value of the table? It is not if a page of another table has taken the place of its page."""
+    size = _SIZES.get(table)
+    if size is not None:
+        return len(value) == size
+    return len(value) >= _LEAST.get(table, _FLAGS_BYTES)
+
+
+class LenientTransaction:
+    """A read transaction of a damaged environment: what cannot be read is not there."""
+
+    def __init__(self, environment: Any, tables: list[Any]) -> None:
+        self._environment = environment
+        self._names = {id(handle): table for handle, table in zip(tables, Table, strict=True)}
+        self._txn: Any = None
+        self._begin()
+
+    def _begin(self) -> None:
+        """After an error LMDB refuses everything else in a transaction."""
+        self.abort()
+        with suppress(lmdb.Error):
+            self._txn = self._environment.begin()
+
+    def get(self, key: bytes, *, db: Any) -> bytes | None:
+        if self._txn is None:
+            return None
+        try:
+            value: bytes | None = self._txn.get(key, db=db)
+        except lmdb.Error:
+            self._begin()
+            return None
+        return value if value is not None and is_plausible(self._names[id(db)], value) else None
+
+    def cursor(self, *, db: Any) -> "_LenientCursor":
+        cursor = None
+        if self._txn is not None:
+            try:
+                cursor = self._txn.cursor(db=db)
+            except lmdb.Error:
+                self._begin()
+        return _LenientCursor(cursor, self._names[id(db)], self._begin)
+
+    def abort(self) -> None:
+        if self._txn is not None:
+            self._txn.abort()
+        self._txn = None
+
+
+class _LenientCursor:
+    """A cursor that stops where the table cannot be read any more."""
+
+    def __init__(self, cursor: Any, table: Table, failed: Any) -> None:
+        self._cursor = cursor
+        self._table = table
+        self._failed = failed
+
+    def _move(self, name: str, *arguments: bytes) -> bool:
+        if self._cursor is None:
+            return False
+        try:
+            moved: bool = getattr(self._cursor, name)(*arguments)
+            while moved and not is_plausible(self._table, self._cursor.value()):
+                moved = self._cursor.prev() if name in ("prev", "last") else self._cursor.next()
+        except lmdb.Error:
+            self._cursor = None
+            self._failed()
+            return False
+        return moved
+
+    def set_range(self, key: bytes) -> bool:
+        return self._move("set_range", key)
+
+    def first(self) -> bool:
+        return self._move("first")
+
+    def last(self) -> bool:
+        return self._move("last")
+
+    def next(self) -> bool:
+        return self._move("next")
+
+    def prev(self) -> bool:
+        return self._move("prev")
+
+    def key(self) -> bytes:
+        return b"" if self._cursor is None else self._cursor.key()
+
+    def value(self) -> bytes:
+        return b"" if self._cursor is None else self._cursor.value()
+
+    def __iter__(self) -> Iterator[tuple[bytes, bytes]]:
+        more = bool(self.key()) or self.first()
+        while more:
+            yield self.key(), self.value()
+            more = self.next()
+
+    def iterprev(self) -> Iterator[tuple[bytes, bytes]]:
+        more = bool(self.key()) or self.last()
+        while more:
+            yield self.key(), self.value()
+            more = self.prev()
