@@ -116,6 +116,8 @@ class Serving:
         try:
             await self._start(connection)
             nursery.start_soon(components.descriptors.reopen, restored)
+            if components.opened.lost_records:
+                nursery.start_soon(components.drop_names)
             nursery.start_soon(self._announce, ready)
             nursery.start_soon(self._end_loop, loop)
             self._lifecycle.serve(self._stop, self._configuration.reload, can_leave=self._host is not None)
@@ -186,7 +188,7 @@ class Serving:
         hints = Hints(engine)
         self._start_tasks(connection, hints, prefetcher)
         if host is not None:
-            await host.start(new=is_new, replace=self._mount.replaces_fastpath)
+            await host.start(new=is_new, replace=self._mount.replaces_fastpath or components.opened.lost_records)
         self._configuration.save(must=is_new)
         commands = Commands(
             lambda: self._configuration.now,

@@ -135,7 +135,7 @@ class Session:
         if snapshot is not None and mount.is_new:
             root = await ask_source(self.config, Root.of, mount.source_fd)
             directory.import_snapshot(snapshot, blob, (root.inode, root.birth_ns), patterns)
-        durable = directory.open_durable(blob, same_mount=not mount.is_new)
+        durable = directory.open_durable(blob)
         default_size = directory.default_size_bytes
         options = replace(self.config.options, cache_size_bytes=default_size() if size is None else size)
         latency_s = options.simulate_latency_s

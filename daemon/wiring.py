@@ -169,6 +169,9 @@ class Components:
         with suppress(OSError):  # the source is gone
             await self.filesystem.compare_root()
         self.operations.recovering.set()
+        await self.drop_names()
+
+    async def drop_names(self) -> None:
         await self.invalidation.records_lost(self.call_pool.run(partial(self.source.readdir, ROOT)))
 
 

@@ -198,11 +198,11 @@ class CacheDirectory:
             raise CacheFsError(said[-1] if said else f"the snapshot {file} could not be imported")
         log.info("started from the snapshot %s: %s names", file, done.stdout.strip())
 
-    def open_durable(self, blob: Blob, *, same_mount: bool = False) -> Environment:
-        """The durable index. A new mount rebuilds it from the blob if it is lost or damaged."""
+    def open_durable(self, blob: Blob) -> Environment:
+        """The durable index, rebuilt from the blob if it is lost or damaged."""
         path = self.path / "index"
         try:
-            return Environment(path, sync=True) if same_mount else durable_index.opened(path, blob)
+            return durable_index.opened(path, blob)
         except IndexUnavailable as error:
             raise CacheFsError(str(error)) from error
         except OSError as error:
@@ -239,11 +239,18 @@ class _Survivor(NamedTuple):
     takeovers: int
     forgot: bool
     is_complete: bool
+    lost_records: bool
+    """The durable index is not the one that the session belongs to: it was lost or damaged, and rebuilt."""
+    run: int
 
 
-def _survivor(session_path: Path, before: RunState) -> _Survivor | None:
-    """`before`: the last run. None: there is no session, or it is not of that run."""
-    if before.clean or before.boot_id != boot_id() or not (session_path / DATA).exists():
+def _survivor(session_path: Path, before: RunState, *, same_mount: bool) -> _Survivor | None:
+    """`before`: the last run. None: there is no session, or it is not of that run.
+
+    `same_mount`: the session is of this mount, whatever the durable index says.
+    """
+    is_of_boot = not before.clean and before.boot_id == boot_id()
+    if not (is_of_boot or same_mount) or not (session_path / DATA).exists():
         return None
     try:
         with closing(Environment(session_path, sync=False)) as session:
@@ -254,7 +261,10 @@ def _survivor(session_path: Path, before: RunState) -> _Survivor | None:
     _, forgot, run, takeovers = _SESSION.unpack(value) if value else (0, 0, 0, 0)
     is_complete = overflow.is_complete(session_path / DATA)
     # After an incomplete session another run begins; a daemon may have died before it wrote the run to the session.
-    return _Survivor(takeovers, bool(forgot), is_complete) if run == before.run or not is_complete else None
+    lost_records = same_mount and is_complete and not (is_of_boot and run == before.run)
+    if not (run == before.run or lost_records or not is_complete):
+        return None
+    return _Survivor(takeovers, bool(forgot), is_complete and not lost_records, lost_records, run)
 
 
 def _next_run(before: RunState, rctime: bytes, *, trusted: bool, is_lax: bool) -> RunState:
@@ -287,12 +297,16 @@ class OpenedIndex:
         `mutable`: the patterns of `--mutable`. What was pinned with other patterns is compared, and may be mutable now.
 
         `same_mount`: continues the run of a daemon that died and whose mount did not (hazard 12). Raises CacheFsError
-        if its session is gone. If the session is incomplete (overflow.py), another run begins for the same mount, which
-        compares everything.
+        if its session is gone. If the session is incomplete (overflow.py), or the durable index was rebuilt, another
+        run begins for the same mount, which compares everything.
         """
         last = runs.last_run(durable)
         before = last or RunState()
-        survivor = _survivor(session_path, before)
+        survivor = _survivor(session_path, before, same_mount=same_mount)
+        self.lost_records = survivor is not None and survivor.lost_records
+        """The kernel may know names, too, of which no record is left."""
+        if survivor is not None and survivor.lost_records:
+            before = replace(before, run=max(before.run, survivor.run + 1))  # + 1: the run that began at the damage
         is_complete = survivor is not None and survivor.is_complete
         if survivor is None:
             if same_mount:
@@ -326,7 +340,7 @@ class OpenedIndex:
         """Continue with the session of a daemon that died. If there is no room for that and no mount needs it, a new
         session begins: the old one contains nothing but what was to be committed to the durable index."""
         try:
-            self.index.recover_session(same_mount=same_mount)
+            self.index.recover_session(same_mount=same_mount, lost_records=self.lost_records)
         except IndexUnavailable as error:
             if same_mount:
                 raise

@@ -177,6 +177,42 @@ def test_pages_that_are_damaged_while_a_mount_serves(mount: MakeMount, source: P
     assert m.log().count("the index is damaged") == 1
 
 
+@pytest.mark.fastpath
+@pytest.mark.promise("FA-36")
+@pytest.mark.parametrize(
+    ("damage", "way"), [("zeroed", "restart"), ("exchanged", "restart"), ("zeroed", "kill"), ("cut off", "kill")]
+)
+def test_the_next_daemon_of_a_mount_rebuilds_a_damaged_index(
+    mount: MakeMount, source: Path, damage: str, way: str
+) -> None:
+    """Before: "internal error", or "…/session is gone", and no daemon any more."""
+    m, expected = filled(mount, source)
+    index = m.cache / "index/data.mdb"
+    count = index.stat().st_size // PAGE
+    if way == "kill":
+        m.kill()
+    with open(index, "r+b") as file:
+        first = os.pread(file.fileno(), PAGE, 2 * PAGE)
+        for number in range(2, count):
+            os.pwrite(file.fileno(), bytes(PAGE) if damage == "zeroed" else first, number * PAGE)
+    if damage == "cut off":
+        os.truncate(index, 5 * PAGE)
+    if way == "kill":
+        m.start()
+    else:
+        assert contents(m.path) == expected
+        cachefs("restart", m.path)
+    m.drop_caches()
+    assert contents(m.path) == expected
+    status = m.status()
+    assert not status["index_problem"] and (m.cache / "index.broken").exists()
+    assert status["cached_files"] == 40
+    m.drop_caches()
+    before = m.ops().get("open", 0)
+    assert contents(m.path) == expected
+    assert m.ops().get("open", 0) == before  # served from the blob again
+
+
 def test_a_lost_secret_empties_the_cache(mount: MakeMount, source: Path) -> None:
     m, expected = filled(mount, source)
     m.umount()

@@ -56,7 +56,10 @@ class Damage:
         """One line for the user; empty: there is none."""
         if not self.is_found:
             return ""
-        return "the index is damaged: requests are served from the source; `cachefs restart` rebuilds it from the blob"
+        return (
+            "the index is damaged: requests are served from the source; to rebuild it, run `cachefs restart`, or "
+            "unmount and mount again"
+        )
 
     def found(self, error: BaseException) -> None:
         if self.is_found:

@@ -173,10 +173,11 @@ class Index:
                     count += pinned - (view.in_durable(table, key) is not None)
         return count
 
-    def recover_session(self, *, same_mount: bool) -> None:
+    def recover_session(self, *, same_mount: bool, lost_records: bool = False) -> None:
         """After a crash of the daemon: keep what the durable index does not have yet, and drop the rest.
 
         `same_mount`: the kernel's mount outlived the daemon and still knows the rest, which is kept as well.
+        `lost_records`: the durable index was rebuilt: no listing is complete any more.
         """
         listed: list[Key] = []
         """LISTED directories, which must be committed after their names (dirty.py)."""
@@ -187,6 +188,9 @@ class Index:
                 cursor.first()
                 while key := cursor.key():  # empty after the last one
                     value = cursor.value()
+                    if lost_records and table is Table.INODES and value and value[0] & LISTED:
+                        value = bytes([value[0] & ~LISTED]) + value[1:]
+                        cursor.put(key, value)
                     must_be_committed = value == TOMBSTONE or value[0] & PINNED
                     hides = not must_be_committed and self.durable.get(table, key) is not None
                     if hides and not same_mount:
