@@ -24,6 +24,7 @@ from cachefs.client import locations
 from cachefs.contract.shared import SETTLE_NS
 from cachefs.errors import CacheFsError, IndexDamaged, IndexUnavailable
 from cachefs.source.source import Source
+from cachefs.store import durable_index
 from cachefs.store.blob.blob import Blob
 from cachefs.store.cache_directory import CacheDirectory, OpenedIndex
 from daemon.config.config import MountConfig
@@ -138,6 +139,8 @@ class Session:
         durable = directory.open_durable(blob)
         default_size = directory.default_size_bytes
         options = replace(self.config.options, cache_size_bytes=default_size() if size is None else size)
+        if mount.is_new:
+            durable_index.begin_blob_again(durable, blob, options.cache_size_bytes)
         latency_s = options.simulate_latency_s
         make = partial(Source, mount.source_fd, root_device=mount.root_device, simulate_latency_s=latency_s)
         source = await ask_source(self.config, make)

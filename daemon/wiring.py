@@ -97,7 +97,7 @@ class Components:
         )
         self.policy = prefetch.make(options.prefetch, parse_graph(options.graph) if options.graph else ())
         eviction = None
-        if options.evicts:
+        if options.evicts and blob.punches:
             part_of: Callable[[int], object] = metadata.directory_of
             if isinstance(self.policy, DependencyGraph):
                 part_of = partial(_partition_of, self.policy, metadata)

@@ -285,7 +285,7 @@ class DataCache:
     def _beyond(self, excess_bytes: int) -> list[Victim]:
         """Extents of so many bytes together: those of the highest inode numbers, an arbitrary choice."""
         found: list[Victim] = []
-        if excess_bytes <= 0:
+        if excess_bytes <= 0 or not self.blob.punches:  # an eviction would free nothing
             return found
         with self.index.view() as view:
             for key, value in view.last_extents():

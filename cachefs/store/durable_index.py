@@ -6,14 +6,17 @@ index aside as `index.broken`, and rebuilds it. A flipped bit in a page that sta
 """
 
 import logging
+import os
 import shutil
 from contextlib import ExitStack, closing
 from pathlib import Path
 
+from cachefs.contract.index import Table
 from cachefs.errors import IndexDamaged, IndexUnavailable
 from cachefs.store import recovery, runs
 from cachefs.store.blob.blob import Blob
 from cachefs.store.index.environment import DATA, Environment
+from cachefs.store.index.index import TOTALS, Totals
 
 log = logging.getLogger(__name__)
 
@@ -31,6 +34,28 @@ def opened(path: Path, blob: Blob) -> Environment:
     if blob.size():
         _rebuild(path, blob)
     return Environment(path, sync=True)
+
+
+def begin_blob_again(durable: Environment, blob: Blob, size_bytes: int) -> None:
+    """On a disk that cannot punch holes, at a new mount: empty the blob if half of the cache is lost to dropped data.
+
+    `size_bytes`: of the cache. The index forgets the data first, so that a crash in between leaves only lost space.
+    Raises IndexUnavailable, OSError.
+    """
+    if blob.punches:
+        return
+    log.warning("the disk of the cache cannot punch holes: nothing is evicted, and dropped data keep their space")
+    value = durable.get(Table.META, TOTALS)
+    with durable.failing("read"):
+        used_bytes = Totals.unpack(value).blob_bytes if value else 0
+    lost_bytes = blob.allocated_bytes() - used_bytes
+    if lost_bytes <= size_bytes // 2:
+        return
+    with durable.write() as txn:
+        txn.drop(durable.tables[Table.EXTENTS], delete=False)
+        txn.put(TOTALS, Totals().pack(), db=durable.tables[Table.META])
+    os.ftruncate(blob.fd, 0)
+    log.warning("%d MB of the cache were lost to dropped data: its data are cached again", lost_bytes // 1_000_000)
 
 
 def _checked(path: Path) -> Environment:

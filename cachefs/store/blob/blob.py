@@ -35,9 +35,19 @@ class Blob:
         """Opens or creates the file. `seed`: of all checksums."""
         self.fd = private_files.open_file(path, os.O_RDWR | os.O_CREAT)
         self.seed = seed
+        self.punches = self._can_punch()
+        """Can holes be punched here? If not, nothing is evicted: the space would not be free (CL-6)."""
         self._frontier = 0
         """The end of the last slab that this process has granted."""
         self._next = self._slab_end = 0
+
+    def _can_punch(self) -> bool:
+        beyond = -(-self.size() // PAGE_BYTES) * PAGE_BYTES
+        try:
+            syscalls.punch_hole(self.fd, beyond, PAGE_BYTES)
+        except OSError as error:
+            return error.errno not in (errno.EOPNOTSUPP, errno.ENOSYS)
+        return True
 
     def grant(self) -> int:
         """Grant a slab to one writer, and return its offset."""
@@ -118,9 +128,9 @@ class Blob:
     # --- freeing space: space.py decides what ----------------------------------------------------------------------
 
     def punch(self, start: int, end: int) -> None:
-        """Free the whole pages between two offsets."""
+        """Free the whole pages between two offsets, where the filesystem can do that."""
         first, last = -(-start // PAGE_BYTES) * PAGE_BYTES, end // PAGE_BYTES * PAGE_BYTES
-        if last > first:
+        if last > first and self.punches:
             syscalls.punch_hole(self.fd, first, last - first)
 
     def mark_gap(self, start: int, end: int, version: int) -> None:

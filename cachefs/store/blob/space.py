@@ -146,7 +146,8 @@ class Space:
         them any more.
         """
         excess = self._excess(written_bytes)
-        if self._adopted and excess > (self._residue + FREE_BYTES if self._swept else 0):
+        can_sweep = self._adopted and self._blob.punches
+        if can_sweep and excess > (self._residue + FREE_BYTES if self._swept else 0):
             began = self._clock()
             if began >= self._next_sweep:
                 before = self._blob.allocated_bytes()
@@ -157,7 +158,9 @@ class Space:
                 self._swept = True
                 given_back = before - self._blob.allocated_bytes()
                 log.info("freed %d MB that no record needs in %.1f s", given_back // 1_000_000, took)
-        self.charge_bytes = (excess if self._swept else 0) + max(0, self._other() - OTHER_FREE_BYTES)
+        self.charge_bytes = (excess if self._swept or not self._blob.punches else 0) + max(
+            0, self._other() - OTHER_FREE_BYTES
+        )
 
     def _excess(self, written_bytes: int) -> int:
         return max(0, self._blob.allocated_bytes() - written_bytes - FREE_BYTES)

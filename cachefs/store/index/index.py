@@ -37,7 +37,7 @@ from cachefs.system.listeners import Listeners
 
 log = logging.getLogger(__name__)
 
-_TOTALS = b"totals"
+TOTALS = b"totals"
 _STARTED = b"started:"
 DRAIN_KEYS = 256
 _NUMBERS = 1 << 64
@@ -98,7 +98,7 @@ class Index:
         """Called when there is something to commit."""
         self.on_refused: Listeners[[str]] = Listeners()
         """Called with the reason when the session cannot be written."""
-        value = durable.get(Table.META, _TOTALS)
+        value = durable.get(Table.META, TOTALS)
         with durable.failing("read"):
             self.totals = Totals.unpack(value) if value else Totals()
 
@@ -299,7 +299,7 @@ class Index:
                     self._free(txn, inode, [found[1]], result)
             for inode, offset, extent in extents:
                 self._add_extent(txn, inode, offset, extent, result)
-            txn.put(_TOTALS, totals.pack(), db=tables[Table.META])
+            txn.put(TOTALS, totals.pack(), db=tables[Table.META])
         pages.extend(self.durable.path / DATA, self.durable.lmdb)
         result.transaction = int(self.durable.lmdb.info()["last_txnid"])
         self.totals = totals
