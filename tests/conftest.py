@@ -371,6 +371,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--stress-seconds", type=int, default=0, help="how long each stress test lasts; 0: a short form")
     parser.addoption("--crash-points", type=int, default=40, help="how many power cuts tests/crash checks")
     parser.addoption("--kills", type=int, default=6, help="how many SIGKILLs tests/crash has its writers survive")
+    parser.addoption("--damages", type=int, default=18, help="how many damages of a cache tests/damage makes")
     parser.addoption("--seed", type=int, default=0, help="of what is drawn at random; 0: a fresh one, which is printed")
 
 
@@ -402,7 +403,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:  # before its fixtures, als
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     usable = os.geteuid() == 0 and os.path.exists("/dev/fuse")
     for item in items:
-        if any(f"/tests/{where}/" in str(item.path) for where in ("mount", "crash", "security")):
+        if any(f"/tests/{where}/" in str(item.path) for where in ("mount", "crash", "security", "damage")):
             item.add_marker(pytest.mark.mount)
             if not usable:
                 item.add_marker(pytest.mark.skip(reason="needs root and /dev/fuse"))

@@ -106,7 +106,10 @@ class InodeTable(Validity):
     def current(self, number: int) -> Inode | None:
         """The inode as the index has it now, in a view of its own."""
         with self.index.view() as view:
-            return self.inode(view, number)
+            inode = self.inode(view, number)
+            if inode is None and number == ROOT_INODE:
+                self.index.durable.check_is_whole("there is no record of the root")
+            return inode
 
     def dentry(self, view: View, parent: int, name: bytes) -> Dentry | None:
         value = view.get(Table.DENTRIES, inode_key(parent) + name)

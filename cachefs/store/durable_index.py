@@ -15,6 +15,7 @@ from cachefs.contract.index import Table
 from cachefs.errors import IndexDamaged, IndexUnavailable
 from cachefs.store import recovery, runs
 from cachefs.store.blob.blob import Blob
+from cachefs.store.index import pages
 from cachefs.store.index.environment import DATA, Environment
 from cachefs.store.index.index import TOTALS, Totals
 
@@ -60,6 +61,8 @@ def begin_blob_again(durable: Environment, blob: Blob, size_bytes: int) -> None:
 
 def _checked(path: Path) -> Environment:
     """Raises IndexDamaged if an earlier daemon met damage, or if the pages that each run uses first are damaged."""
+    pages.check_length(path / DATA)
+    pages.check_pages(path / DATA)
     with ExitStack() as stack:
         environment = stack.enter_context(closing(Environment(path, sync=True)))
         if environment.damage.is_marked:

@@ -1,5 +1,6 @@
 """The two environments as one, against a plain dict; commits, crashes and their order."""
 
+import itertools
 import os
 import random
 import shutil
@@ -397,6 +398,30 @@ def test_no_commit_leaves_a_file_that_looks_cut_off(tmp_path: Path) -> None:
         pages.check_length(environment.path / DATA)
     environment.close()
     pages.check_length(environment.path / DATA)
+
+
+@pytest.mark.promise("FA-37")
+def test_pages_that_exchanged_their_places_are_noticed(tmp_path: Path) -> None:
+    """Before: LMDB found nothing there, or read beyond the page, and the daemon could end when it started."""
+    environment = Environment(tmp_path / "index", sync=True)
+    for number in range(400):
+        with environment.write() as txn:
+            txn.put(b"%06d" % number, bytes(300), db=environment.tables[Table.META])
+    environment.close()
+    path = environment.path / DATA
+    pages.check_pages(path)
+    whole = path.read_bytes()
+    used = [at for at in range(2 * 4096, len(whole), 4096) if whole[at : at + 8] == (at // 4096).to_bytes(8, "little")]
+    noticed = 0
+    for one, other in itertools.pairwise(used):
+        data = bytearray(whole)
+        data[one : one + 4096], data[other : other + 4096] = whole[other : other + 4096], whole[one : one + 4096]
+        path.write_bytes(data)
+        try:
+            pages.check_pages(path)
+        except IndexDamaged:
+            noticed += 1
+    assert noticed > len(used) // 2  # the others are not in use
 
 
 @pytest.mark.promise("FA-33")

@@ -124,6 +124,11 @@ class Environment:
             return IndexDamaged(f"cannot {what} the index in {self.path}: {error}")
         return IndexUnavailable(f"cannot {what} the index in {self.path}: {error}")
 
+    def check_is_whole(self, missing: str) -> None:
+        """Something that every index has is missing. Raises IndexDamaged at the first time."""
+        if not self.damage.is_found:
+            raise self.failed("read", lmdb.CorruptedError(missing))
+
     def check(self) -> None:
         """Raises IndexDamaged if the index must not be written any more."""
         if self.damage.is_found:
