@@ -12,7 +12,7 @@ import trio
 
 import cachefs
 from cachefs.client.client import PROTOCOL, peer
-from cachefs.errors import CacheFsError, IndexUnavailable
+from cachefs.errors import CacheFsError, IndexUnavailable, met_damage
 from cachefs.system import private_files
 
 log = logging.getLogger(__name__)
@@ -21,7 +21,8 @@ Request = dict[str, Any]
 Answer = dict[str, Any]
 Tell = Callable[[Answer], Awaitable[None]]
 """Sends progress to the client. Raises trio.BrokenResourceError if the client is gone."""
-Commands = Mapping[str, Callable[[Request, Tell], Awaitable[Answer]]]
+Command = Callable[[Request, Tell], Awaitable[Answer]]
+Commands = Mapping[str, Command]
 Afterwards = Mapping[str, Callable[[Answer, int], None]]
 """Called with the answer that was sent, and the descriptor of its connection."""
 MAX_LINE = 16 << 20
@@ -137,7 +138,7 @@ async def _execute(line: bytes, commands: Commands, tell: Tell) -> tuple[str, An
         what = f"{name!r}" if version == PROTOCOL else f"protocol {version}"
         return "", _failed(f"the daemon, cachefs {cachefs.__version__}, does not know {what}: run cachefs restart")
     try:
-        return name, {"ok": True, **await commands[name](request, tell)}
+        return name, {"ok": True, **await _answer(commands[name], request, tell)}
     except OSError as error:
         named = {"path": error.filename} if isinstance(error.filename, str) else {}
         return name, _failed(error.strerror or str(error)) | named
@@ -148,6 +149,16 @@ async def _execute(line: bytes, commands: Commands, tell: Tell) -> tuple[str, An
     except Exception:
         log.exception("bug in the command %s", name)
         return name, _failed("internal error; the daemon's log has the details")
+
+
+async def _answer(command: Command, request: Request, tell: Tell) -> Answer:
+    """A command that meets damage of the index is run again: what cannot be read counts as unknown from then on."""
+    try:
+        return await command(request, tell)
+    except Exception as error:
+        if not met_damage(error):
+            raise
+    return await command(request, tell)
 
 
 def _failed(reason: str) -> Answer:

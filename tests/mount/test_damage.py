@@ -177,6 +177,21 @@ def test_pages_that_are_damaged_while_a_mount_serves(mount: MakeMount, source: P
     assert m.log().count("the index is damaged") == 1
 
 
+@pytest.mark.promise("FA-35")
+def test_a_command_that_is_the_first_to_meet_damage_is_answered(mount: MakeMount, source: Path) -> None:
+    """Found by tests/damage: `cachefs status` failed with the error of LMDB."""
+    m, expected = filled(mount, source)
+    with open(m.cache / "index/data.mdb", "r+b") as index:
+        size = os.fstat(index.fileno()).st_size
+        index.seek(2 * PAGE)
+        index.write(bytes(size - 2 * PAGE))
+        index.flush()
+    assert m.status()["pid"] == m.pid
+    cachefs("invalidate", m.path / "d0")
+    assert "run `cachefs restart`" in " ".join(cachefs("status", m.path).stdout.split())
+    assert contents(m.path) == expected
+
+
 @pytest.mark.fastpath
 @pytest.mark.promise("FA-36")
 @pytest.mark.parametrize(
