@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import Mount, contents
+from tests.conftest import Mount, contents, wait_for
 from tests.damage.damages import drawn
 
 MODES = {"read-only": ["--read-only"], "read-write": [], "Python alone": ["--read-only", "--no-fastpath"]}
@@ -28,8 +28,7 @@ def test_random_damages_of_a_cache(
     left = max(1, request.config.getoption("--damages") // len(MODES))
     while left > 0:
         assert contents(m.path) == expected, done
-        if not m.status()["index_problem"]:
-            m.flush()
+        wait_for(m.status, lambda s: s["index_problem"] or (s["write_behind_bytes"] == 0 and s["uncommitted"] == 0))
         m.umount()
         for live in (False, *[True] * LIVE):
             damage = drawn(draw, live=live)
