@@ -7,7 +7,6 @@ index/       the durable index (LMDB)       daemon.log
 
 import logging
 import os
-import secrets
 import shutil
 import struct
 import subprocess
@@ -29,6 +28,7 @@ from cachefs.store.index.environment import DATA, Environment
 from cachefs.store.index.index import Index
 from cachefs.store.index.records import FLAGGED_NUMBER, FLAGS_PINNED, PINNED
 from cachefs.store.runs import RunState
+from cachefs.store.secret import make_seed, read_seed
 from cachefs.system import private_files
 from cachefs.system.claims import Taken, is_locked, lock_for_good
 from cachefs.system.descriptors import closing_on_error
@@ -51,19 +51,6 @@ _OWN_NAMES |= _WRITTEN | {private_files.temporary_of(Path(name)).name for name i
 
 def boot_id() -> bytes:
     return bytes.fromhex(Path("/proc/sys/kernel/random/boot_id").read_text().strip().replace("-", ""))
-
-
-def read_seed(directory: Path) -> int | None:
-    """The seed of all checksums of a cache. None: it is lost, or was never made."""
-    try:
-        secret = bytes.fromhex((directory / "secret").read_text().strip())
-    except (OSError, ValueError):
-        return None
-    return _seed_of(secret) if len(secret) == 16 else None
-
-
-def _seed_of(secret: bytes) -> int:
-    return int.from_bytes(secret[:8], "little")
 
 
 def _check_contents(path: Path) -> None:
@@ -164,9 +151,7 @@ class CacheDirectory:
         seed = read_seed(self.path)
         if seed is None:
             self._empty()
-            secret = secrets.token_bytes(16)
-            private_files.write_file(self.path / "secret", secret.hex().encode())
-            seed = _seed_of(secret)
+            seed = make_seed(self.path)
         return seed
 
     def _empty(self) -> None:

@@ -13,9 +13,9 @@ from pathlib import Path
 from cachefs.contract.index import Table
 from cachefs.errors import CacheFsError, CorruptRecord
 from cachefs.store.blob.blob import Blob
-from cachefs.store.cache_directory import read_seed
 from cachefs.store.index.environment import Environment
 from cachefs.store.index.records import Extent, Inode, inode_key, inode_of_key
+from cachefs.store.secret import read_seed
 
 BATCH_BYTES = 64 << 20
 
