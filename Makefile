@@ -34,6 +34,7 @@ demo: $(VENV)/.run
 # UBSan, and with TSan. `make stress` runs all mount tests without the fast path.
 # The quick tests find about half of 8 mutants; at least one must be found.
 test: $(VENV)/.dev
+	scripts/system-packages --sources
 	scripts/build-fastpath
 	$(call tests)
 	$(call tests, and not slow,$(PROMISES) --no-fastpath)

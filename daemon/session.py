@@ -110,6 +110,8 @@ class Session:
                 stack.enter_context(closing(directory))
                 claimed(self.config.cache_place)
                 self._log_start(mount)
+                if mount.filesystem is not None:
+                    directory.belong_to(mount.filesystem)
                 blob = stack.enter_context(closing(directory.open_blob()))
                 await self._open_and_serve(mount, directory, blob, is_ready)
 

@@ -24,6 +24,8 @@ class Mount:
     mountpoint: str
     fstype: str
     source: str
+    options: str
+    """Of the filesystem, as in the mount table."""
     user: int
     """The uid of the user who mounted; 0 where the filesystem does not say."""
 
@@ -51,6 +53,7 @@ def mounts() -> list[Mount]:
                     _unescape(mountpoint),
                     fstype,
                     _unescape(source),
+                    options.rstrip("\n"),
                     int(user[1]) if user is not None else 0,
                 )
             )

@@ -23,6 +23,7 @@ from cachefs.errors import CacheFsError, IndexUnavailable
 from cachefs.options import DEFAULT_NAME, Revalidate
 from cachefs.store import durable_index, owner, runs
 from cachefs.store.blob.blob import Blob
+from cachefs.store.filesystem import Filesystem
 from cachefs.store.index import overflow
 from cachefs.store.index.environment import DATA, Environment
 from cachefs.store.index.index import Index
@@ -109,6 +110,7 @@ class CacheDirectory:
         `same_mount`: a living mount of this source has it open.
         """
         self.path = path
+        self._source = source
         try:
             private_files.make_directory(path)
             self._claim(source, same_mount=same_mount)
@@ -130,6 +132,14 @@ class CacheDirectory:
                 if not same_mount:
                     self._set_aside(error)
                 owner.write(self.path, source)
+
+    def belong_to(self, filesystem: Filesystem) -> None:
+        """Empty the cache of a new mount unless it is of this filesystem. Call it before the blob is opened."""
+        if (self.path / "blob").exists() and (reason := owner.other_filesystem(self.path, filesystem)):
+            log.warning("the cache %s starts empty: the source %s", self.path, reason)
+            self._empty()
+        if owner.filesystem_of(self.path) != filesystem.identity:
+            owner.write(self.path, self._source, filesystem.identity)
 
     def _set_aside(self, error: Exception) -> None:
         """Start with an empty cache. Its data may be those of another source."""

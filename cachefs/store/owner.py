@@ -1,10 +1,14 @@
-"""cache.json: the source that a cache directory belongs to. Its checksum tells damage from another source."""
+"""cache.json: the source that a cache directory belongs to, and its filesystem (filesystem.py).
+
+Its checksum tells damage from another source.
+"""
 
 import json
 import zlib
 from pathlib import Path
 
 from cachefs.errors import CacheFsError
+from cachefs.store.filesystem import Filesystem
 from cachefs.system import private_files
 
 FORMAT_VERSION = 1
@@ -14,8 +18,8 @@ class Damaged(ValueError):
     """cache.json does not say which source the cache belongs to."""
 
 
-def _checksum(version: int, source: str) -> int:
-    return zlib.crc32(json.dumps([version, source]).encode())
+def _checksum(version: int, source: str, filesystem: str) -> int:
+    return zlib.crc32(json.dumps([version, source, filesystem]).encode())
 
 
 def check(path: Path, source: str) -> None:
@@ -25,7 +29,8 @@ def check(path: Path, source: str) -> None:
     try:
         found = json.loads(identity.read_text())
         version, owner = int(found["format"]), str(found["source"])
-        is_whole = found.get("crc32", _checksum(version, owner)) == _checksum(version, owner)  # earlier versions: none
+        checksum = _checksum(version, owner, str(found.get("filesystem", "")))
+        is_whole = found.get("crc32", checksum) == checksum  # earlier versions: none
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         is_whole = False
     if not is_whole:
@@ -36,6 +41,24 @@ def check(path: Path, source: str) -> None:
         raise CacheFsError(f"{path} was made for {owner}, not for {source}: remove it, or use another --cache-dir")
 
 
-def write(path: Path, source: str) -> None:
-    content = {"format": FORMAT_VERSION, "source": source, "crc32": _checksum(FORMAT_VERSION, source)}
+def write(path: Path, source: str, filesystem: bytes = b"") -> None:
+    """`filesystem`: what identifies the filesystem of the source; empty: not known."""
+    content = {"format": FORMAT_VERSION, "source": source, "filesystem": filesystem.hex()}
+    content["crc32"] = _checksum(FORMAT_VERSION, source, filesystem.hex())
     private_files.write_file(path / "cache.json", json.dumps(content).encode())
+
+
+def filesystem_of(path: Path) -> bytes:
+    """As it was written; empty where an earlier version recorded none. The file must be whole."""
+    return bytes.fromhex(json.loads((path / "cache.json").read_text()).get("filesystem", ""))
+
+
+def other_filesystem(path: Path, filesystem: Filesystem) -> str:
+    """Why a cache may not be of this filesystem, on which the source lies now; empty: it is.
+
+    A cache of an earlier version, which recorded none, is kept if the filesystem can be recognized.
+    """
+    recorded, fstype = filesystem_of(path), filesystem.fstype or "detached"
+    if not filesystem.identity:
+        return f"({fstype}) cannot be told from another one that is mounted in its place"
+    return "" if recorded in (b"", filesystem.identity) else f"({fstype}) is another filesystem than before"

@@ -20,6 +20,7 @@ from cachefs.source import rctime
 from cachefs.source.source import Source
 from cachefs.store.blob.blob import Blob
 from cachefs.store.cache_directory import OpenedIndex
+from cachefs.store.filesystem import identify
 from cachefs.system import syscalls
 from daemon.config.config import MountConfig
 from daemon.kernel import fuse_device, mounts
@@ -56,6 +57,7 @@ class FreshMount(Mount):
         source_fd = await ask_source(mount_config, mounts.open_source, source)
         await abandonable(partial(mounts.make_mountpoint, place.path, timeout_s=timeout_s))
         mount = cls(mount_config, place, source_fd, await ask_source(mount_config, Root.of, source_fd))
+        mount.filesystem = await ask_source(mount_config, identify, source_fd)
         with suppress(OSError):  # a source may not have it
             mount.statfs = await ask_source(mount_config, syscalls.statvfs, source_fd)
         return mount

@@ -24,6 +24,7 @@ from cachefs.options import Options
 from cachefs.source.source import Source
 from cachefs.store.blob.blob import Blob
 from cachefs.store.cache_directory import OpenedIndex
+from cachefs.store.filesystem import Filesystem
 from cachefs.system.claims import Claim, Taken
 from daemon.config.config import MountConfig
 from daemon.kernel.instance import MountInstance, claim_mountpoint, remove_remains
@@ -78,6 +79,8 @@ class Mount(ABC):
     """Replace the running fast path by the installed one."""
     root_device: int | None = None
     """st_dev of the source's root. None: ask the source."""
+    filesystem: Filesystem | None = None
+    """Of the source. None: it was identified before, and stays mounted."""
     statfs: os.statvfs_result | None = None
     """statvfs of the source, when it was opened."""
 

@@ -1,0 +1,137 @@
+"""Identify the filesystem of a source by what lasts, so that a cache is not used for another one: `identify`.
+
+Device numbers do not last: loop devices are given out in the order of their set-up (hazard 51). Nor does a UUID alone
+prove that a filesystem is the same, because images are copied: of a block device the identity also has the file of a
+loop device, or the name of a device-mapper volume. A read-only image keeps its times when it is replaced by another
+release (hazard 52), so its file must be the same file, unchanged.
+"""
+
+import enum
+import fcntl
+import hashlib
+import os
+import re
+import stat
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from cachefs.client import mount_table
+from cachefs.client.mount_table import Mount
+from cachefs.system.descriptors import closing
+
+
+class Recognized(enum.Enum):
+    """By what a filesystem is known again, after a reboot, too."""
+
+    FSID = enum.auto()
+    """f_fsid, which is made of a UUID. (On XFS and SquashFS it is the device number.)"""
+    XFS_UUID = enum.auto()
+    UUID = enum.auto()
+    """FS_IOC_GETFSUUID (Linux 6.9), and type and source."""
+    IMAGE = enum.auto()
+    """A read-only image: its file, as it is now."""
+    LAYERS = enum.auto()
+    """The directories that an overlay combines."""
+    NAME = enum.auto()
+    """Type and source, as in the mount table; of a block device the serial number of the filesystem."""
+
+
+_TYPES = {
+    **dict.fromkeys(("ext2", "ext3", "ext4", "btrfs", "ceph", "zfs", "tmpfs"), Recognized.FSID),
+    "xfs": Recognized.XFS_UUID,
+    "overlay": Recognized.LAYERS,
+    **dict.fromkeys(("squashfs", "erofs", "iso9660", "udf", "cramfs", "romfs"), Recognized.IMAGE),
+    **dict.fromkeys(("bcachefs", "f2fs"), Recognized.UUID),
+}
+_FS_IOC_GETFSUUID = 0x80111500
+_XFS_IOC_FSGEOMETRY = 0x8100587E
+_XFS_GEOMETRY_BYTES = 256
+_XFS_UUID = slice(64, 80)
+"""Where a struct xfs_fsop_geom has it."""
+_LAYERS = re.compile(r"\b(?:lowerdir\+?|upperdir|datadir\+?)=(?:\\.|[^,])*")
+_DEVICES = Path("/sys/dev/block")
+_SERIAL_NUMBERS = Path("/dev/disk/by-uuid")
+
+
+@dataclass(frozen=True, slots=True)
+class Filesystem:
+    fstype: str
+    """Empty: it is not in the mount table."""
+    identity: bytes
+    """The same for the same filesystem, whenever and wherever it is mounted. Empty: it cannot be recognized again."""
+
+
+def identify(fd: int) -> Filesystem:
+    """The filesystem of a descriptor. Accesses the source. Raises OSError."""
+    number = mount_table.number_of(fd)
+    mount = next((each for each in mount_table.mounts() if each.number == number), None)
+    if mount is None:  # it was detached
+        return Filesystem("", b"")
+    recognized = _TYPES.get(mount.fstype, Recognized.NAME)
+    words: list[bytes] = []
+    if recognized is Recognized.FSID:
+        number = os.fstatvfs(fd).f_fsid
+        words.append(b"%d" % number if number else b"")
+    elif recognized is Recognized.LAYERS:
+        words.append(b"\0".join(os.fsencode(layer) for layer in _LAYERS.findall(mount.options)))
+    elif recognized in (Recognized.XFS_UUID, Recognized.UUID):
+        words.append(_uuid(fd, recognized))
+    is_image, is_on_device = recognized is Recognized.IMAGE, not mount.device.startswith("0:")
+    if is_on_device and recognized is Recognized.NAME:
+        words.append(_serial_number(mount.device))
+    if is_image or is_on_device:
+        words.append(_image(mount, as_it_is=is_image or bool(os.fstatvfs(fd).f_flag & os.ST_RDONLY)))
+    elif recognized in (Recognized.NAME, Recognized.UUID):
+        words.append(os.fsencode(mount.source))
+    is_proven = bool(words[-1] if is_image else b"".join(words))
+    fstype = "nfs" if mount.fstype == "nfs4" else mount.fstype
+    identity = b"\0".join([fstype.encode(), *words])
+    return Filesystem(mount.fstype, hashlib.blake2b(identity, digest_size=16).digest() if is_proven else b"")
+
+
+def _uuid(fd: int, recognized: Recognized) -> bytes:
+    """Empty where there is none."""
+    mode = os.fstat(fd).st_mode
+    if not (stat.S_ISDIR(mode) or stat.S_ISREG(mode)):
+        return b""
+    with (
+        suppress(OSError),
+        closing(os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)) as opened,
+    ):
+        if recognized is Recognized.XFS_UUID:
+            return bytes(fcntl.ioctl(opened, _XFS_IOC_FSGEOMETRY, bytes(_XFS_GEOMETRY_BYTES))[_XFS_UUID])
+        answer = fcntl.ioctl(opened, _FS_IOC_GETFSUUID, bytes(17))
+        return bytes(answer[1 : 1 + answer[0]])
+    return b""
+
+
+def _serial_number(device: str) -> bytes:
+    """Of a FAT or NTFS filesystem, as udev has read it. Empty: not known."""
+    with suppress(OSError):
+        for link in _SERIAL_NUMBERS.iterdir():
+            number = os.stat(link).st_rdev
+            if f"{os.major(number)}:{os.minor(number)}" == device:
+                return os.fsencode(link.name)
+    return b""
+
+
+def _image(mount: Mount, *, as_it_is: bool) -> bytes:
+    """The file that a filesystem lies in, or a device-mapper volume. Empty: neither, so a device without a name.
+
+    `as_it_is`: nothing writes to the filesystem, so that another size or time means another image.
+    """
+    place = _DEVICES / mount.device
+    with suppress(OSError):
+        if name := (place / "dm" / "uuid").read_bytes().strip():
+            return name
+    with suppress(OSError):
+        path = os.fsencode(mount.source)  # EROFS can be mounted without a loop device
+        if not mount.device.startswith("0:"):
+            path = (place / "loop" / "backing_file").read_bytes().rstrip(b"\n")
+        now = os.stat(path)
+        if not stat.S_ISREG(now.st_mode):
+            return b""
+        numbers = [now.st_ino] + ([now.st_size, now.st_mtime_ns, now.st_ctime_ns] if as_it_is else [])
+        return b"\0".join([path, *(b"%d" % number for number in numbers)])
+    return b""

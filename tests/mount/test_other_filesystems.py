@@ -1,0 +1,124 @@
+"""The filesystem of the source is mounted again, or another one in its place: real images on loop devices."""
+
+import os
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import Mount, contents, wait_for
+
+MAKE = {
+    "squashfs": "mksquashfs {tree} {image} -all-time 1700000000 -noappend -quiet -no-progress",
+    "erofs": "mkfs.erofs -T 1700000000 -U 11111111-1111-1111-1111-111111111111 {image} {tree}",
+    "ext4": "mke2fs -q -t ext4 -d {tree} {image} 32M",
+    "xfs": "truncate -s 320M {image} && mkfs.xfs -q {image}",
+    "btrfs": "mkfs.btrfs -q -r {tree} {image}",
+}
+IMAGES = ("squashfs", "erofs")
+
+
+class Image:
+    def __init__(self, fstype: str, directory: Path) -> None:
+        self.fstype = fstype
+        self.path = directory / "image"
+        self.place = directory / "images"
+        self.place.mkdir()
+        self._tree = directory / "tree"
+
+    def make(self, content: bytes) -> None:
+        """Replace the file of the image by another one, in which only the contents of files differ."""
+        self._tree.mkdir(exist_ok=True)
+        for name in ("a", "b"):
+            (self._tree / name).write_bytes(content * 1000)
+        new = self.path.with_name("image.new")
+        subprocess.run(MAKE[self.fstype].format(tree=self._tree, image=new), shell=True, check=True)
+        new.rename(self.path)
+
+    def mount(self, *, after: Path | None = None) -> None:
+        """`after`: another file gets the loop device that this one had."""
+        if after is not None:
+            subprocess.run(["losetup", "-f", after], check=True)
+        options = "loop,ro" if self.fstype in IMAGES else "loop"
+        subprocess.run(["mount", "-t", self.fstype, "-o", options, self.path, self.place], check=True)
+        if not any(self.place.iterdir()):  # XFS: an empty one was made
+            for file in self._tree.iterdir():
+                (self.place / file.name).write_bytes(file.read_bytes())
+
+    def umount(self) -> None:
+        """The processes of a mount that has ended may need a moment to close the source."""
+        wait_for(lambda: subprocess.run(["umount", self.place], check=False).returncode, lambda code: code == 0)
+
+
+@pytest.fixture
+def image(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Image]:
+    made = Image(request.param, tmp_path)
+    made.make(b"old")
+    yield made
+    subprocess.run(["umount", "-l", made.place], check=False)
+    for other in tmp_path.glob("other*"):
+        found = subprocess.run(["losetup", "-j", other], check=True, capture_output=True, text=True).stdout
+        for line in found.splitlines():
+            subprocess.run(["losetup", "-d", line.partition(":")[0]], check=True)
+
+
+def read(m: Mount) -> dict[Path, bytes]:
+    m.drop_caches()
+    found = contents(m.path)
+    m.flush()
+    return found
+
+
+@pytest.mark.promise("CH-26")
+@pytest.mark.parametrize("mode", [("--read-only",), (), ("--revalidate", "never")], ids=["ro", "rw", "never"])
+@pytest.mark.parametrize("image", IMAGES, indirect=True)
+def test_another_release_of_an_image_gets_nothing_of_the_last_one(
+    mount: Callable[..., Mount], image: Image, mode: tuple[str, ...]
+) -> None:
+    """Inode numbers, sizes and times are the same. Before: old bytes, and a mix where not all was cached."""
+    image.mount()
+    m = mount(image.place, *mode)
+    assert read(m)[Path("a")] == b"old" * 1000
+    before = os.stat(image.place / "a")
+    m.umount()
+    image.umount()
+    image.make(b"new")
+    image.mount()
+    now = os.stat(image.place / "a")
+    assert (now.st_ino, now.st_size, now.st_mtime_ns, now.st_ctime_ns) == (
+        before.st_ino,
+        before.st_size,
+        before.st_mtime_ns,
+        before.st_ctime_ns,
+    )
+    m.start()
+    assert read(m) == contents(image.place)
+    assert m.log().count("is another filesystem than before") == 1
+    m.umount()
+
+
+@pytest.mark.promise("CH-26")
+@pytest.mark.parametrize("image", list(MAKE), indirect=True)
+def test_a_filesystem_is_recognized_on_another_loop_device(
+    mount: Callable[..., Mount], image: Image, tmp_path: Path
+) -> None:
+    image.mount()
+    m = mount(image.place, "--read-only")
+    m.umount()
+    m.start()  # what was just written is old enough by now
+    first = read(m)
+    cached = m.flush()["cached_files"]
+    assert cached == 2
+    m.umount()
+    device = os.stat(image.place).st_dev
+    image.umount()
+    (tmp_path / "other").write_bytes(bytes(1 << 20))
+    image.mount(after=tmp_path / "other")
+    assert image.fstype == "btrfs" or os.stat(image.place).st_dev != device
+    m.start()
+    assert m.status()["cached_files"] == cached
+    assert read(m) == first
+    assert m.ops().get("read", 0) == 0
+    assert "starts empty" not in m.log()
+    m.umount()
