@@ -144,7 +144,13 @@ class Session:
         if mount.is_new:
             durable_index.begin_blob_again(durable, blob, options.cache_size_bytes)
         latency_s = options.simulate_latency_s
-        make = partial(Source, mount.source_fd, root_device=mount.root_device, simulate_latency_s=latency_s)
+        make = partial(
+            Source,
+            mount.source_fd,
+            root_device=mount.root_device,
+            is_coherent=mount.is_coherent,
+            simulate_latency_s=latency_s,
+        )
         source = await ask_source(self.config, make)
         opened = OpenedIndex(
             durable,

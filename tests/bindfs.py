@@ -12,8 +12,8 @@ from tests.conftest import Mount, cachefs, mounted_on, wait_for
 class Bindfs:
     """A FUSE mount of a directory, such as ceph-fuse makes: it can be killed, and mounted again at the same path."""
 
-    def __init__(self, root: Path, path: Path) -> None:
-        self.root, self.path = root, path
+    def __init__(self, root: Path, path: Path, options: str = "rw") -> None:
+        self.root, self.path, self._options = root, path, options
         self._pid_file = path.with_name("bindfs.pid")
         path.mkdir()
         # A child of this process closes copies of its files, and waits for that. The shell has none.
@@ -27,7 +27,7 @@ class Bindfs:
 
     def mount(self, root: Path | None = None) -> None:
         self._pid_file.write_text("")
-        self._run(f"bindfs -f '{root or self.root}' '{self.path}' & echo $! > '{self._pid_file}'")
+        self._run(f"bindfs -f -o {self._options} '{root or self.root}' '{self.path}' & echo $! > '{self._pid_file}'")
         wait_for(lambda: mounted_on(self.path), bool)
         wait_for(self._pid_file.read_text, lambda text: text.endswith("\n"))
 

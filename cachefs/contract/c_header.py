@@ -58,6 +58,7 @@ def _lines() -> Iterator[str]:
     names = ", ".join(f'"{table.name.lower()}"' for table in index.Table)
     yield f"#define TABLE_NAMES {names}"
     yield from _enum("shared_flag", shared.SharedFlag)
+    yield from _enum("source_flag", shared.SourceFlag)
     yield from _enum("slot_state", shared.SlotState)
     yield from _enum("control_type", messages.Message, prefix="CONTROL_")
     yield "enum latency_kind {"

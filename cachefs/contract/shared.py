@@ -57,6 +57,13 @@ class SharedFlag(enum.IntFlag):
     """Also for prefetch requests."""
 
 
+class SourceFlag(enum.IntFlag):
+    """What the fast path must know of the source. 0: of a daemon of an earlier version."""
+
+    SOURCE_INCOHERENT = 1
+    """Versions are compared with AT_STATX_FORCE_SYNC, and reads bypass the page cache of the source."""
+
+
 class SlotState(enum.IntEnum):
     """The state of a request. `word` of its slot is generation << 8 | state."""
 
@@ -116,7 +123,7 @@ SHARED = Struct(
     "shared",
     ("u32", "magic version slot_count slot_bytes"),
     # How the mount was set up: written by the daemon before the fast path starts.
-    ("u32", "flags threads fetch_threads reserved"),
+    ("u32", "flags threads fetch_threads source_flags"),
     ("u64", "seed small_file_bytes reconnect_timeout_ns source_timeout_ns simulate_latency_ns root_device"),
     # Written by the daemon at any time. serving, 0: answer nothing from the index. capacity_bytes: of the blob.
     # committed_bytes: of records that the index has. resolved: the last report that is committed or refused.

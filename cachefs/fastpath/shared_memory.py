@@ -11,7 +11,7 @@ from collections import Counter
 
 from cachefs.contract import shared as layout
 from cachefs.contract.fuse import FUSE_OPERATIONS, IN_HEADER
-from cachefs.contract.shared import ACCESS_ENTRIES, COUNTERS, SHARED, SLOT_COUNT, YOUNG_ENTRIES, SharedFlag
+from cachefs.contract.shared import ACCESS_ENTRIES, COUNTERS, SHARED, SLOT_COUNT, YOUNG_ENTRIES, SharedFlag, SourceFlag
 from cachefs.options import CacheLevel, Options
 from cachefs.source.shares import UNKNOWN
 from cachefs.stats.latency import BUCKETS, KINDS, Histogram
@@ -100,6 +100,15 @@ class Shared:
         self["simulate_latency_ns"] = int(options.simulate_latency_s * NANOSECONDS)
         self["root_device"] = root_device
         self["settle_ns"] = options.settle_ns
+
+    @property
+    def is_coherent(self) -> bool:
+        """Of the source (filesystem.py)."""
+        return not self["source_flags"] & SourceFlag.SOURCE_INCOHERENT
+
+    @is_coherent.setter
+    def is_coherent(self, is_coherent: bool) -> None:
+        self["source_flags"] = 0 if is_coherent else int(SourceFlag.SOURCE_INCOHERENT)
 
     def was_set_up_for(self, options: Options) -> bool:
         """Does this match what `configure` stores for these options, as far as a mount cannot change them?"""

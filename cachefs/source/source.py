@@ -20,7 +20,7 @@ from cachefs.source.identity import GONE, Changed, check, check_version
 from cachefs.source.opening import Opener, component, reopen_directory
 from cachefs.store.index.records import Identity, Inode
 from cachefs.store.runs import next_connection
-from cachefs.system import syscalls
+from cachefs.system import past_pages, syscalls
 from cachefs.system.clock import SYSTEM, Clock
 from cachefs.system.descriptors import closing, closing_on_error
 from cachefs.system.stat import Stat
@@ -143,11 +143,14 @@ class Source:
         root_fd: int,
         *,
         root_device: int | None = None,
+        is_coherent: bool = True,
         simulate_latency_s: float = 0.0,
         clock: Clock = SYSTEM,
     ) -> None:
-        """`root_device`: st_dev of `root_fd`; None: read it here. `clock`: compared with times of the source."""
+        """`root_device`: st_dev of `root_fd`; None: read it here. `is_coherent`: filesystem.py. `clock`: compared with
+        times of the source."""
         self.root_fd = root_fd
+        self._is_coherent = is_coherent
         device = os.fstat(root_fd).st_dev if root_device is None else root_device
         self.connection = Connection((device,))
         self.generation = 0
@@ -317,13 +320,20 @@ class Source:
         """
         self.round_trip("open")
         with closing_on_error(self._open_expected(at, flags | os.O_NONBLOCK, run, to_change=to_change)) as fd:
+            self._refresh(fd)
             now = self.fstat(fd)
             if at.identity is not None:
                 check(at.identity, now)
             os.set_blocking(fd, True)
             return fd, now
 
+    def _refresh(self, fd: int) -> None:
+        """Versions are about to be compared: have the kernel ask the source if its attributes may be outdated."""
+        if not self._is_coherent:
+            syscalls.statx(fd, b"", ask=True)
+
     def check_version(self, fd: int, expected: Inode) -> None:
+        self._refresh(fd)
         self.counters.add("fstat")
         check_version(expected, os.fstat(fd))
 
@@ -334,12 +344,12 @@ class Source:
         """
         return self.open_file(at, flags)[0]
 
-    def pread(self, fd: int, length: int, offset: int) -> bytes:
-        """`length` bytes, fewer only at the end of the file."""
+    def pread(self, fd: int, length: int, offset: int, read: Callable[[int, int, int], bytes] = os.pread) -> bytes:
+        """`length` bytes, fewer only at the end of the file. `read`: as os.pread."""
         self.round_trip("read")
         parts: list[bytes] = []
         missing = length
-        while missing and (data := os.pread(fd, missing, offset + length - missing)):
+        while missing and (data := read(fd, missing, offset + length - missing)):
             if parts:  # `round_trip` has counted the first one
                 self.counters.add("read")
             self.counters.add_bytes(len(data))
@@ -364,7 +374,7 @@ class Source:
             fd = self._open_expected(at, _READ_FLAGS)  # compared after the read
         try:
             try:
-                data = self.pread(fd, length, offset)
+                data = self.pread(fd, length, offset, os.pread if self._is_coherent else past_pages.pread)
             except OSError:
                 self.check_version(fd, expected)  # a FIFO, for example
                 raise

@@ -53,6 +53,8 @@ _LAYERS = re.compile(r"\b(?:lowerdir\+?|upperdir|datadir\+?)=(?:\\.|[^,])*")
 _DEVICES = Path("/sys/dev/block")
 _SERIAL_NUMBERS = Path("/dev/disk/by-uuid")
 
+_INCOHERENT = frozenset(("nfs", "nfs4", "cifs", "smb3", "9p", "virtiofs", "beegfs"))
+
 
 @dataclass(frozen=True, slots=True)
 class Filesystem:
@@ -60,6 +62,17 @@ class Filesystem:
     """Empty: it is not in the mount table."""
     identity: bytes
     """The same for the same filesystem, whenever and wherever it is mounted. Empty: it cannot be recognized again."""
+
+
+def is_coherent(fstype: str) -> bool:
+    """Is what the kernel caches of such a filesystem always what the filesystem has? `fstype`: as in the mount table.
+
+    False: attributes and pages may be outdated (hazard 50). So versions are compared with AT_STATX_FORCE_SYNC, and
+    fetches bypass the page cache of the source. False as well where the type is not known.
+    """
+    if not fstype or fstype in _INCOHERENT:
+        return False
+    return not fstype.startswith("fuse") or fstype.startswith("fuse.ceph")
 
 
 def identify(fd: int) -> Filesystem:

@@ -79,6 +79,8 @@ class Mount(ABC):
     """Replace the running fast path by the installed one."""
     root_device: int | None = None
     """st_dev of the source's root. None: ask the source."""
+    is_coherent = True
+    """Of the source (filesystem.py)."""
     filesystem: Filesystem | None = None
     """Of the source. None: it was identified before, and stays mounted."""
     statfs: os.statvfs_result | None = None

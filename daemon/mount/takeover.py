@@ -16,6 +16,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 
+from cachefs.client import mount_table
 from cachefs.client.client import is_served
 from cachefs.client.hand_over import Handed
 from cachefs.contract.index import ROOT_INODE
@@ -28,6 +29,7 @@ from cachefs.options import Options
 from cachefs.source.source import Source
 from cachefs.store.blob.blob import Blob
 from cachefs.store.cache_directory import OpenedIndex
+from cachefs.store.filesystem import is_coherent
 from daemon.config import config
 from daemon.config.config import MountConfig
 from daemon.kernel.instance import FASTPATH_SOCKET, MountInstance
@@ -57,6 +59,7 @@ class TakenOverMount(Mount):
         """`handed`: from a daemon that left. None: it had died, and the fast path has data that only it knows."""
         super().__init__(mount_config, place, descriptors.source)
         self.root_device = descriptors.shared["root_device"]
+        self.is_coherent = is_coherent(mount_table.fstype_of(descriptors.source))
         self.device = descriptors.device
         self.descriptors = self._adopted = descriptors
         self.replaces_fastpath = handed is not None
@@ -100,6 +103,7 @@ class TakenOverMount(Mount):
         if self._adopted.blob >= 0:
             os.close(self._adopted.blob)
         self._adopted.blob = blob.fd
+        self._adopted.shared.is_coherent = self.is_coherent
         follow_index(self._adopted.shared, opened)
 
     def source_root(self, components: Components) -> Root:

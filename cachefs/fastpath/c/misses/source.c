@@ -76,9 +76,13 @@ static int64_t nanoseconds(const struct timespec *time)
 /* Is this the version of the index? identity.py has the rule: if nothing differs after the read, nothing changed before or
  * during it, and it was the right file, even if its path leads elsewhere by now (hazard 23). The number of the source's own
  * device does not count: it changes when the source is mounted anew. */
-static bool same_version(int fd, const struct inode_record *expected, struct counters *counters)
+static bool same_version(const struct shared *shared, int fd, const struct inode_record *expected, struct counters *counters)
 {
     struct stat now;
+    struct statx fresh; /* the kernel keeps it */
+    if ((shared->source_flags & SOURCE_INCOHERENT) &&
+        statx(fd, "", AT_EMPTY_PATH | AT_STATX_FORCE_SYNC, STATX_BASIC_STATS, &fresh))
+        return false;
     counters->source_fstats++;
     return !fstat(fd, &now) && S_ISREG(now.st_mode) && nanoseconds(&now.st_ctim) == expected->ctime_ns &&
            nanoseconds(&now.st_mtim) == expected->mtime_ns && (uint64_t)now.st_size == expected->size &&
@@ -91,6 +95,30 @@ static bool go_direct(int fd, bool direct)
 {
     int flags = fcntl(fd, F_GETFL);
     return flags >= 0 && !fcntl(fd, F_SETFL, direct ? flags | O_DIRECT : flags & ~O_DIRECT);
+}
+
+/* Past pages that the kernel keeps of the source, and that may be outdated (past_pages.py). */
+static bool read_past_pages(int fd, uint8_t *buffer, size_t length, uint64_t offset, struct counters *counters)
+{
+    bool direct = go_direct(fd, true);
+    if (!direct)
+        posix_fadvise(fd, 0, 0, POSIX_FADV_DONTNEED);
+    for (size_t done = 0; done < length;) {
+        counters->source_reads++;
+        ssize_t got = pread(fd, buffer + done, length - done, (off_t)(offset + done));
+        if (got < 0 && errno == EINTR)
+            continue;
+        if (got < 0 && errno == EINVAL && direct && go_direct(fd, false)) {
+            direct = false;
+            posix_fadvise(fd, 0, 0, POSIX_FADV_DONTNEED);
+            continue;
+        }
+        if (got <= 0)
+            return false;
+        done += (size_t)got;
+        counters->source_bytes += (uint64_t)got;
+    }
+    return true;
 }
 
 /* `room`: the size of the buffer, whole pages. */
@@ -131,7 +159,9 @@ uint8_t *source_read(const struct shared *shared, int directory, const char *pat
     bool good = false;
     if (fd >= 0) {
         simulate_latency(shared);
-        good = read_piece(fd, buffer, length, room, offset, counters) && same_version(fd, expected, counters);
+        good = shared->source_flags & SOURCE_INCOHERENT ? read_past_pages(fd, buffer, length, offset, counters)
+                                                        : read_piece(fd, buffer, length, room, offset, counters);
+        good = good && same_version(shared, fd, expected, counters);
         close(fd);
     }
     if (good)
