@@ -27,6 +27,7 @@ from cachefs.source.source import Source
 from cachefs.store import durable_index
 from cachefs.store.blob.blob import Blob
 from cachefs.store.cache_directory import CacheDirectory, OpenedIndex
+from cachefs.store.filesystem import has_change_times
 from daemon.config.config import MountConfig
 from daemon.kernel import mounts
 from daemon.kernel.source_connection import Root
@@ -123,6 +124,12 @@ class Session:
             log.warning("%s", warning)
         if self.config.options.settle_ns < SETTLE_NS:
             log.warning("--minimum-age is for tests: a file that is read while it is written may be cached wrongly")
+        if mount.is_new and not has_change_times(mount.fstype):
+            log.warning(
+                "files of the source (%s) may have no change times of their own: each mount reads those again whose "
+                "ctime is their mtime",
+                mount.fstype or "detached",
+            )
         if not mount.is_new:
             log.info("taking over the mount on %s", self.config.mountpoint)
         if mount.handed.broke_off:
@@ -148,7 +155,7 @@ class Session:
             Source,
             mount.source_fd,
             root_device=mount.root_device,
-            is_coherent=mount.is_coherent,
+            fstype=mount.fstype,
             simulate_latency_s=latency_s,
         )
         source = await ask_source(self.config, make)

@@ -88,7 +88,9 @@ class Components:
         metadata = self.metadata = InodeCache(
             index,
             options,
-            Run(state.run, state.floor, opened.strict_floor, opened.names_floor, opened.forgot),
+            Run(
+                state.run, state.floor, opened.strict_floor, opened.names_floor, opened.forgot, source.has_change_times
+            ),
             Numbers(state.run, opened.takeovers, lambda takeovers: later(opened.count_takeovers, takeovers)),
             notifier,
             partial(may_become_immutable_on_open, options),

@@ -15,6 +15,7 @@ from cachefs.contract.shared import ACCESS_ENTRIES, COUNTERS, SHARED, SLOT_COUNT
 from cachefs.options import CacheLevel, Options
 from cachefs.source.shares import UNKNOWN
 from cachefs.stats.latency import BUCKETS, KINDS, Histogram
+from cachefs.store.filesystem import is_coherent
 from cachefs.system.clock import NANOSECONDS
 
 COUNTERS_OFFSET = SHARED.offset("counters")
@@ -101,14 +102,9 @@ class Shared:
         self["root_device"] = root_device
         self["settle_ns"] = options.settle_ns
 
-    @property
-    def is_coherent(self) -> bool:
-        """Of the source (filesystem.py)."""
-        return not self["source_flags"] & SourceFlag.SOURCE_INCOHERENT
-
-    @is_coherent.setter
-    def is_coherent(self, is_coherent: bool) -> None:
-        self["source_flags"] = 0 if is_coherent else int(SourceFlag.SOURCE_INCOHERENT)
+    def set_source(self, fstype: str) -> None:
+        """Store what must be known of the source. `fstype`: as in the mount table."""
+        self["source_flags"] = 0 if is_coherent(fstype) else int(SourceFlag.SOURCE_INCOHERENT)
 
     def was_set_up_for(self, options: Options) -> bool:
         """Does this match what `configure` stores for these options, as far as a mount cannot change them?"""

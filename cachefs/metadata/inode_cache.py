@@ -201,7 +201,7 @@ class InodeCache(InodeTable):
         flags = before.flags & (PINNED | IMMUTABLE | WRITTEN | LISTED)
         version = before.version
         entries_valid_from = max(before.entries_valid_from, self._run.names_floor)
-        unchanged = old is not None and old.same_version(now)
+        unchanged = old is not None and old.same_version(now) and self.proves_contents(old, now)
         if not unchanged:
             # What was cached of an older version no longer counts.
             version = self.numbers.next()

@@ -19,6 +19,7 @@ from typing import NamedTuple
 
 from cachefs.options import Options
 from cachefs.store.index.records import IMMUTABLE, LISTED, PINNED, STALE, UNLINKED, UNSETTLED, Dentry, Inode
+from cachefs.system.stat import Stat
 
 FOREVER_NS = 1 << 63
 
@@ -34,6 +35,8 @@ class Run(NamedTuple):
     """The run since which `--mutable` has its present patterns: names that were pinned earlier are doubtful."""
     forgot: bool = False
     """The kernel may know inodes and versions of which no record is left."""
+    has_change_times: bool = True
+    """Of the source (store/filesystem.py)."""
 
 
 class Validity:
@@ -68,6 +71,15 @@ class Validity:
         if inode.validated_run >= self._run.strict_floor:
             return True
         return not inode.device and (inode.nlink <= 1 or inode.is_directory)
+
+    def proves_contents(self, inode: Inode, now: Stat) -> bool:
+        """Does `now`, which has the times of the record, prove that the contents are the recorded ones?
+
+        Between two runs a file may have been replaced by another one with the same size and mtime. That shows in its
+        ctime only, if it has one.
+        """
+        has_change_time = self._run.has_change_times or now.ctime_ns != now.mtime_ns
+        return has_change_time or inode.validated_run == self.run or not inode.is_regular
 
     def remaining_ns(self, inode: Inode) -> int:
         """How long the record is valid from now on: FOREVER_NS, or 0 if it must be compared first."""

@@ -18,6 +18,7 @@ from cachefs.errors import Busy
 from cachefs.source.directories import ROOT, Directory, SourceDirectories
 from cachefs.source.identity import GONE, Changed, check, check_version
 from cachefs.source.opening import Opener, component, reopen_directory
+from cachefs.store.filesystem import has_change_times, is_coherent
 from cachefs.store.index.records import Identity, Inode
 from cachefs.store.runs import next_connection
 from cachefs.system import past_pages, syscalls
@@ -143,14 +144,15 @@ class Source:
         root_fd: int,
         *,
         root_device: int | None = None,
-        is_coherent: bool = True,
+        fstype: str = "ext4",
         simulate_latency_s: float = 0.0,
         clock: Clock = SYSTEM,
     ) -> None:
-        """`root_device`: st_dev of `root_fd`; None: read it here. `is_coherent`: filesystem.py. `clock`: compared with
-        times of the source."""
+        """`root_device`: st_dev of `root_fd`; None: read it here. `fstype`: as in the mount table; empty: not known.
+        `clock`: compared with times of the source."""
         self.root_fd = root_fd
-        self._is_coherent = is_coherent
+        self._is_coherent = is_coherent(fstype)
+        self.has_change_times = has_change_times(fstype)
         device = os.fstat(root_fd).st_dev if root_device is None else root_device
         self.connection = Connection((device,))
         self.generation = 0

@@ -53,6 +53,8 @@ _LAYERS = re.compile(r"\b(?:lowerdir\+?|upperdir|datadir\+?)=(?:\\.|[^,])*")
 _DEVICES = Path("/sys/dev/block")
 _SERIAL_NUMBERS = Path("/dev/disk/by-uuid")
 
+_NO_CHANGE_TIMES = frozenset(("vfat", "msdos", "exfat", "cifs", "smb3"))
+_PASSES_TIMES_ON = frozenset(("fuse.bindfs", "fuse.mergerfs", "fuse.juicefs", "fuse.JuiceFS"))
 _INCOHERENT = frozenset(("nfs", "nfs4", "cifs", "smb3", "9p", "virtiofs", "beegfs"))
 
 
@@ -73,6 +75,14 @@ def is_coherent(fstype: str) -> bool:
     if not fstype or fstype in _INCOHERENT:
         return False
     return not fstype.startswith("fuse") or fstype.startswith("fuse.ceph")
+
+
+def has_change_times(fstype: str) -> bool:
+    """Does ctime move with each change on such a filesystem? False: it may be a copy of mtime, which can be set, as on
+    sshfs (hazard 52). A ctime that differs from mtime is none."""
+    if not fstype or fstype in _NO_CHANGE_TIMES:
+        return False
+    return not fstype.startswith("fuse") or fstype.startswith("fuse.ceph") or fstype in _PASSES_TIMES_ON
 
 
 def identify(fd: int) -> Filesystem:

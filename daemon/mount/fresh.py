@@ -20,7 +20,7 @@ from cachefs.source import rctime
 from cachefs.source.source import Source
 from cachefs.store.blob.blob import Blob
 from cachefs.store.cache_directory import OpenedIndex
-from cachefs.store.filesystem import identify, is_coherent
+from cachefs.store.filesystem import identify
 from cachefs.system import syscalls
 from daemon.config.config import MountConfig
 from daemon.kernel import fuse_device, mounts
@@ -58,7 +58,7 @@ class FreshMount(Mount):
         await abandonable(partial(mounts.make_mountpoint, place.path, timeout_s=timeout_s))
         mount = cls(mount_config, place, source_fd, await ask_source(mount_config, Root.of, source_fd))
         mount.filesystem = await ask_source(mount_config, identify, source_fd)
-        mount.is_coherent = is_coherent(mount.filesystem.fstype)
+        mount.fstype = mount.filesystem.fstype
         with suppress(OSError):  # a source may not have it
             mount.statfs = await ask_source(mount_config, syscalls.statvfs, source_fd)
         return mount
@@ -83,7 +83,7 @@ class FreshMount(Mount):
         if options.fastpath:
             shared = Shared.create(memory_name_of(self._instance))
             shared.configure(options, seed=blob.seed, root_device=source.root_device, threads=SERVING_THREADS)
-            shared.is_coherent = self.is_coherent
+            shared.set_source(self.fstype)
             follow_index(shared, opened)
             listener = listen(self._instance.directory / FASTPATH_SOCKET)
             self.descriptors = MountDescriptors(self.device, shared, self.source_fd, blob.fd, listener)

@@ -79,8 +79,8 @@ class Mount(ABC):
     """Replace the running fast path by the installed one."""
     root_device: int | None = None
     """st_dev of the source's root. None: ask the source."""
-    is_coherent = True
-    """Of the source (filesystem.py)."""
+    fstype: str
+    """Of the source, as in the mount table. Empty: not known."""
     filesystem: Filesystem | None = None
     """Of the source. None: it was identified before, and stays mounted."""
     statfs: os.statvfs_result | None = None

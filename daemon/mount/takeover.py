@@ -29,7 +29,6 @@ from cachefs.options import Options
 from cachefs.source.source import Source
 from cachefs.store.blob.blob import Blob
 from cachefs.store.cache_directory import OpenedIndex
-from cachefs.store.filesystem import is_coherent
 from daemon.config import config
 from daemon.config.config import MountConfig
 from daemon.kernel.instance import FASTPATH_SOCKET, MountInstance
@@ -59,7 +58,7 @@ class TakenOverMount(Mount):
         """`handed`: from a daemon that left. None: it had died, and the fast path has data that only it knows."""
         super().__init__(mount_config, place, descriptors.source)
         self.root_device = descriptors.shared["root_device"]
-        self.is_coherent = is_coherent(mount_table.fstype_of(descriptors.source))
+        self.fstype = mount_table.fstype_of(descriptors.source)
         self.device = descriptors.device
         self.descriptors = self._adopted = descriptors
         self.replaces_fastpath = handed is not None
@@ -103,7 +102,7 @@ class TakenOverMount(Mount):
         if self._adopted.blob >= 0:
             os.close(self._adopted.blob)
         self._adopted.blob = blob.fd
-        self._adopted.shared.is_coherent = self.is_coherent
+        self._adopted.shared.set_source(self.fstype)
         follow_index(self._adopted.shared, opened)
 
     def source_root(self, components: Components) -> Root:
