@@ -106,13 +106,12 @@ class Session:
             self._is_new = mount.is_new
             with ExitStack() as stack:
                 stack.callback(mount.close)
-                place_of_cache, same = self.config.cache_place, not mount.is_new
-                directory = CacheDirectory(place_of_cache, self.config.source, same_mount=same)
+                directory = CacheDirectory(
+                    self.config.cache_place, self.config.source, mount.filesystem, same_mount=not mount.is_new
+                )
                 stack.enter_context(closing(directory))
                 claimed(self.config.cache_place)
                 self._log_start(mount)
-                if mount.filesystem is not None:
-                    directory.belong_to(mount.filesystem)
                 blob = stack.enter_context(closing(directory.open_blob()))
                 await self._open_and_serve(mount, directory, blob, is_ready)
 

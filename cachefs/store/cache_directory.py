@@ -104,20 +104,19 @@ def check_inheritable(path: Path, source: str) -> None:
 class CacheDirectory:
     """An opened and locked cache directory."""
 
-    def __init__(self, path: Path, source: str, *, same_mount: bool = False) -> None:
+    def __init__(self, path: Path, source: str, on: Filesystem | None = None, *, same_mount: bool = False) -> None:
         """Create or open it, and lock it. Raises CacheFsError with one line that says what is wrong.
 
-        `same_mount`: a living mount of this source has it open.
+        `on`: the filesystem of the source; None: it is not compared. `same_mount`: a living mount has it open.
         """
         self.path = path
-        self._source = source
         try:
             private_files.make_directory(path)
-            self._claim(source, same_mount=same_mount)
+            self._claim(source, on, same_mount=same_mount)
         except OSError as error:
             raise CacheFsError(f"cannot use the cache directory {path}: {error.strerror or error}") from error
 
-    def _claim(self, source: str, *, same_mount: bool) -> None:
+    def _claim(self, source: str, filesystem: Filesystem | None, *, same_mount: bool) -> None:
         _check_contents(self.path)
         try:
             self._lock = lock_for_good(self.path / "lock")
@@ -131,15 +130,16 @@ class CacheDirectory:
             except (FileNotFoundError, owner.Damaged) as error:
                 if not same_mount:
                     self._set_aside(error)
-                owner.write(self.path, source)
+                owner.write(self.path, source, b"" if filesystem is None else filesystem.identity)
+            if filesystem is not None:
+                self._belong_to(source, filesystem)
 
-    def belong_to(self, filesystem: Filesystem) -> None:
-        """Empty the cache of a new mount unless it is of this filesystem. Call it before the blob is opened."""
+    def _belong_to(self, source: str, filesystem: Filesystem) -> None:
         if (self.path / "blob").exists() and (reason := owner.other_filesystem(self.path, filesystem)):
             log.warning("the cache %s starts empty: the source %s", self.path, reason)
             self._empty()
         if owner.filesystem_of(self.path) != filesystem.identity:
-            owner.write(self.path, self._source, filesystem.identity)
+            owner.write(self.path, source, filesystem.identity)
 
     def _set_aside(self, error: Exception) -> None:
         """Start with an empty cache. Its data may be those of another source."""
