@@ -6,6 +6,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -49,12 +50,16 @@ def test_identities_survive_packing() -> None:
 @pytest.mark.parametrize("number", IDS)
 def test_a_thread_takes_any_user_and_group(number: int, tmp_path: Path) -> None:
     tmp_path.chmod(0o777)
-    for uid, gid, groups in ((number, 1, ()), (1, number, ()), (number, number, (number,))):
-        path = tmp_path / f"{uid}-{gid}-{len(groups)}"
+    directory = os.open(tmp_path, os.O_RDONLY)  # others may not enter the directories above
+    for uid, gid, groups in ((number, 2, ()), (2, number, ()), (number, number, (number,))):
+        name = f"{uid}-{gid}-{len(groups)}"
         identity = Identity(uid, gid, groups, 0)
-        in_a_thread(lambda identity=identity, path=path: identity.run(path.touch))
-        assert (path.stat().st_uid, path.stat().st_gid) == (uid, gid)
+        make = partial(os.mknod, name, dir_fd=directory)
+        in_a_thread(partial(identity.run, make))
+        made = os.stat(name, dir_fd=directory)
+        assert (made.st_uid, made.st_gid) == (uid, gid)
         assert Identity.unpack(identity.pack()) == identity
+    os.close(directory)
 
 
 @pytest.mark.promise("PE-25")
