@@ -379,12 +379,12 @@ class Mutations:
             raise failed(errno.ESTALE)  # a name was just dropped: the kernel looks it up again
         if replaced:
             await self._descriptors.keep_readable(replaced)
+        if replaced and not flags & RENAME_EXCHANGE:
             await self._fs.invalidation.overwritten(replaced)
         with self._fs.own_change(moved, replaced):
             old, new = self._fs.directory(parent), self._fs.directory(new_parent)
             expected = self._pinned_name(parent, name, old)
-            if flags & RENAME_EXCHANGE:
-                expected += self._pinned_name(new_parent, new_name, new)
+            expected += self._pinned_name(new_parent, new_name, new) if flags & RENAME_EXCHANGE else []
             call = partial(self._source.rename, old, name, new, new_name, flags, caller, expected)
             with self._losing(parent, name):
                 now, old_directory, new_directory = await self._run(caller, parent, call, names_in=(parent, new_parent))

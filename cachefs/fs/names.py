@@ -328,9 +328,14 @@ class FileSystem:
                 if inode is None or not inode.is_regular or inode.flags & UNLINKED:
                     continue
                 record_wait_ns = age.worth_waiting_ns(inode, self.source.clock.realtime_ns(), self.options.settle_ns)
-                if inode.flags & UNSETTLED and self.metadata.is_pinned(inode):  # its last comparison is still due
-                    record_wait_ns = max(record_wait_ns, self.metadata.remaining_ns(inode))
-                if record_wait_ns or not self.metadata.remaining_ns(inode):
+                remaining_ns = self.metadata.remaining_ns(inode)
+                if (
+                    inode.flags & UNSETTLED
+                    and self.metadata.is_pinned(inode)
+                    and remaining_ns <= self.options.settle_ns
+                ):
+                    record_wait_ns = max(record_wait_ns, remaining_ns)  # its last comparison is due; not of results
+                if record_wait_ns or not remaining_ns:
                     with suppress(OSError):  # it has lost its name
                         paths[number] = self.metadata.paths.path(view, number)
                         wait_ns = max(wait_ns, record_wait_ns)

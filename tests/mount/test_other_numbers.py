@@ -23,6 +23,8 @@ SWAPPED = ("b", "a", "b/label", "a/label")
 LABELS = {"a": b"label of a", "b": b"label of b"}
 """Of one size."""
 
+LONG_AGO = 1577836800
+
 
 class Renumbered:
     """A FUSE mount of `root` that gives the numbers from 2 on to given paths; each time it is mounted, to others."""
@@ -57,6 +59,7 @@ def renumbered(tmp_path: Path) -> Iterator[Renumbered]:
     for name, label in LABELS.items():
         (root / name).mkdir(parents=True)
         (root / name / "label").write_bytes(label)
+        os.utime(root / name / "label", (LONG_AGO, LONG_AGO))  # so that its ctime is no copy of its mtime
     settle()
     made = Renumbered(root, tmp_path / "renumbered")
     made.mount(*FIRST)
