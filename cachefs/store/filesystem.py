@@ -94,8 +94,8 @@ def identify(fd: int) -> Filesystem:
     recognized = _TYPES.get(mount.fstype, Recognized.NAME)
     words: list[bytes] = []
     if recognized is Recognized.FSID:
-        number = os.fstatvfs(fd).f_fsid
-        words.append(b"%d" % number if number else b"")
+        fsid = os.fstatvfs(fd).f_fsid
+        words.append(b"%d" % fsid if fsid else b"")
     elif recognized is Recognized.LAYERS:
         words.append(b"\0".join(os.fsencode(layer) for layer in _LAYERS.findall(mount.options)))
     elif recognized in (Recognized.XFS_UUID, Recognized.UUID):
