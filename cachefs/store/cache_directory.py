@@ -130,7 +130,7 @@ class CacheDirectory:
             except (FileNotFoundError, owner.Damaged) as error:
                 if not same_mount:
                     self._set_aside(error)
-                owner.write(self.path, source, b"" if filesystem is None else filesystem.identity)
+                owner.write(self.path, source, owner.unknown() if filesystem is None else filesystem.identity)
             if filesystem is not None:
                 self._belong_to(source, filesystem)
 

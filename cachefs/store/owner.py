@@ -4,6 +4,7 @@ Its checksum tells damage from another source.
 """
 
 import json
+import secrets
 import zlib
 from pathlib import Path
 
@@ -46,6 +47,11 @@ def write(path: Path, source: str, filesystem: bytes = b"") -> None:
     content = {"format": FORMAT_VERSION, "source": source, "filesystem": filesystem.hex()}
     content["crc32"] = _checksum(FORMAT_VERSION, source, filesystem.hex())
     private_files.write_file(path / "cache.json", json.dumps(content).encode())
+
+
+def unknown() -> bytes:
+    """An identity that no filesystem has: a new mount does not use what is cached."""
+    return secrets.token_bytes(16)
 
 
 def filesystem_of(path: Path) -> bytes:

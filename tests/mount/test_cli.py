@@ -7,6 +7,7 @@ import re
 import signal
 import subprocess
 import sys
+import zlib
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -114,7 +115,9 @@ def test_a_cache_made_by_a_newer_version(mount: MakeMount, source: Path) -> None
     m = mount(source)
     m.umount()
     identity = m.cache / "cache.json"
-    identity.write_text(json.dumps(json.loads(identity.read_text()) | {"format": 99}))
+    content = json.loads(identity.read_text()) | {"format": 99}
+    content["crc32"] = zlib.crc32(json.dumps([99, content["source"], content["filesystem"]]).encode())
+    identity.write_text(json.dumps(content))
     assert "format 99" in refused("mount", source, m.path, "--cache-dir", m.cache)
 
 

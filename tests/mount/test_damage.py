@@ -1,5 +1,6 @@
 """The cache may fail, the mount may not: damaged blobs, lost indexes, full disks."""
 
+import json
 import os
 import random
 import shutil
@@ -383,11 +384,15 @@ def test_a_damaged_identity_of_the_cache_costs_the_cache(mount: MakeMount, sourc
 @pytest.mark.fastpath
 def test_a_damaged_identity_of_the_cache_of_a_living_mount(mount: MakeMount, source: Path) -> None:
     m, expected = filled(mount, source)
-    whole = (m.cache / "cache.json").read_bytes()
+    whole = json.loads((m.cache / "cache.json").read_bytes())
     fetched = m.ops()["open"]
     m.kill()
     (m.cache / "cache.json").write_bytes(b"{")
     cachefs("restart", m.path)
     m.pid = int(m.status()["pid"])
-    assert (m.cache / "cache.json").read_bytes() == whole
+    again = json.loads((m.cache / "cache.json").read_bytes())
+    assert again["source"] == whole["source"] and again["filesystem"] != whole["filesystem"]
     assert contents(m.path) == expected and m.ops()["open"] == fetched
+    m.umount()
+    m.start()  # nothing proves that the source is still the same filesystem
+    assert m.status()["cached_files"] == 0 and contents(m.path) == expected
