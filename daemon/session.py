@@ -112,6 +112,8 @@ class Session:
                 stack.enter_context(closing(directory))
                 claimed(self.config.cache_place)
                 self._log_start(mount)
+                if directory.emptied_because:
+                    log.warning("the cache %s starts empty: %s", directory.path, directory.emptied_because)
                 blob = stack.enter_context(closing(directory.open_blob()))
                 await self._open_and_serve(mount, directory, blob, is_ready)
 

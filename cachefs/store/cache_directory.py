@@ -38,16 +38,14 @@ log = logging.getLogger(__name__)
 
 SESSION_RESERVE_BYTES = 1 << 20
 """Allocated when a run begins, so that a session of this size has room in a full runtime directory."""
-FREE_SHARE = 0.9
-"""The default size of a cache, as a share of the free space of its disk."""
+FREE_SHARE = 0.9  # the default size of a cache, as a share of the free space of its disk
 _SESSION_KEY = b"session"
 _MUTABLE_KEY = b"mutable"
 _MUTABLE_SINCE_KEY = b"mutable-since"
 _SESSION = struct.Struct("<2I2Q")  # flags, `forgot`, run, `takeovers`
 _WRITTEN = {"cache.json", "secret"}
 _OWN_NAMES = {"lock", "blob", "index", "index.new", "index.broken", "daemon.log", "daemon.log.1", "lost+found"}
-_OWN_NAMES |= {"cache.json.broken"}
-_OWN_NAMES |= _WRITTEN | {private_files.temporary_of(Path(name)).name for name in _WRITTEN}
+_OWN_NAMES |= _WRITTEN | {"cache.json.broken"} | {private_files.temporary_of(Path(name)).name for name in _WRITTEN}
 
 
 def boot_id() -> bytes:
@@ -104,6 +102,8 @@ def check_inheritable(path: Path, source: str) -> None:
 class CacheDirectory:
     """An opened and locked cache directory."""
 
+    emptied_because = ""  # why it starts empty, for the log
+
     def __init__(self, path: Path, source: str, on: Filesystem | None = None, *, same_mount: bool = False) -> None:
         """Create or open it, and lock it. Raises CacheFsError with one line that says what is wrong.
 
@@ -136,7 +136,7 @@ class CacheDirectory:
 
     def _belong_to(self, source: str, filesystem: Filesystem) -> None:
         if (self.path / "blob").exists() and (reason := owner.other_filesystem(self.path, filesystem)):
-            log.warning("the cache %s starts empty: the source %s", self.path, reason)
+            self.emptied_because = f"the source {reason}"
             self._empty()
         if owner.filesystem_of(self.path) != filesystem.identity:
             owner.write(self.path, source, filesystem.identity)
