@@ -25,7 +25,7 @@ class Mount:
     fstype: str
     source: str
     options: str
-    """Of the filesystem, as in the mount table."""
+    """The options of the filesystem, not those of the mountpoint."""
     user: int
     """The uid of the user who mounted; 0 where the filesystem does not say."""
 
@@ -94,10 +94,16 @@ def number_of(fd: int) -> int:
         return next(int(line.split()[1]) for line in lines if line.startswith("mnt_id:"))
 
 
+def mount_of(fd: int) -> Mount | None:
+    """The mount of a descriptor, without accessing it. None if the mount is detached."""
+    number = number_of(fd)
+    return next((mount for mount in mounts() if mount.number == number), None)
+
+
 def fstype_of(fd: int) -> str:
     """The filesystem type of a descriptor's mount, without accessing it. Empty if the mount is detached."""
-    number = number_of(fd)
-    return next((mount.fstype for mount in mounts() if mount.number == number), "")
+    mount = mount_of(fd)
+    return "" if mount is None else mount.fstype
 
 
 def absolute(path: str, realpath: Callable[[str], str] = os.path.realpath) -> str:

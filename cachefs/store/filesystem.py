@@ -18,7 +18,6 @@ from pathlib import Path
 
 from cachefs.client import mount_table
 from cachefs.client.mount_table import Mount
-from cachefs.system.descriptors import closing
 
 
 class Recognized(enum.Enum):
@@ -72,23 +71,23 @@ def is_coherent(fstype: str) -> bool:
     False: attributes and pages may be outdated (hazard 50). So versions are compared with AT_STATX_FORCE_SYNC, and
     fetches bypass the page cache of the source. False as well where the type is not known.
     """
-    if not fstype or fstype in _INCOHERENT:
-        return False
-    return not fstype.startswith("fuse") or fstype.startswith("fuse.ceph")
+    return not _promises_nothing(fstype) and fstype not in _INCOHERENT
 
 
 def has_change_times(fstype: str) -> bool:
     """Does ctime move with each change on such a filesystem? False: it may be a copy of mtime, which can be set, as on
     sshfs (hazard 52). A ctime that differs from mtime is none."""
-    if not fstype or fstype in _NO_CHANGE_TIMES:
-        return False
-    return not fstype.startswith("fuse") or fstype.startswith("fuse.ceph") or fstype in _PASSES_TIMES_ON
+    return fstype in _PASSES_TIMES_ON or not (_promises_nothing(fstype) or fstype in _NO_CHANGE_TIMES)
+
+
+def _promises_nothing(fstype: str) -> bool:
+    """Is it a FUSE filesystem other than ceph-fuse, or not known?"""
+    return not fstype or (fstype.startswith("fuse") and not fstype.startswith("fuse.ceph"))
 
 
 def identify(fd: int) -> Filesystem:
-    """The filesystem of a descriptor. Accesses the source. Raises OSError."""
-    number = mount_table.number_of(fd)
-    mount = next((each for each in mount_table.mounts() if each.number == number), None)
+    """The filesystem of a directory that is open for reading. Accesses the source. Raises OSError."""
+    mount = mount_table.mount_of(fd)
     if mount is None:  # it was detached
         return Filesystem("", b"")
     recognized = _TYPES.get(mount.fstype, Recognized.NAME)
@@ -115,22 +114,16 @@ def identify(fd: int) -> Filesystem:
 
 def _uuid(fd: int, recognized: Recognized) -> bytes:
     """Empty where there is none."""
-    mode = os.fstat(fd).st_mode
-    if not (stat.S_ISDIR(mode) or stat.S_ISREG(mode)):
-        return b""
-    with (
-        suppress(OSError),
-        closing(os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)) as opened,
-    ):
+    with suppress(OSError):
         if recognized is Recognized.XFS_UUID:
-            return bytes(fcntl.ioctl(opened, _XFS_IOC_FSGEOMETRY, bytes(_XFS_GEOMETRY_BYTES))[_XFS_UUID])
-        answer = fcntl.ioctl(opened, _FS_IOC_GETFSUUID, bytes(17))
+            return bytes(fcntl.ioctl(fd, _XFS_IOC_FSGEOMETRY, bytes(_XFS_GEOMETRY_BYTES))[_XFS_UUID])
+        answer = fcntl.ioctl(fd, _FS_IOC_GETFSUUID, bytes(17))
         return bytes(answer[1 : 1 + answer[0]])
     return b""
 
 
 def _serial_number(device: str) -> bytes:
-    """Of a FAT or NTFS filesystem, as udev has read it. Empty: not known."""
+    """The serial number of a FAT or NTFS filesystem, which udev has read. Empty: not known."""
     with suppress(OSError):
         for link in _SERIAL_NUMBERS.iterdir():
             number = os.stat(link).st_rdev
