@@ -36,7 +36,7 @@ class Run(NamedTuple):
     forgot: bool = False
     """The kernel may know inodes and versions of which no record is left."""
     has_change_times: bool = True
-    """Of the source (store/filesystem.py)."""
+    """Does ctime move with each change at the source? (store/filesystem.py)"""
 
 
 class Validity:

@@ -21,32 +21,53 @@ _KEY = struct.Struct(">8sQQ")  # one of these, device, source inode
 _VALUE = struct.Struct("<IIq")  # flags, reserved, birth time
 
 
-def _key(file: Inode | Stat, kind: bytes = _WRITTEN) -> bytes:
+def _key(kind: bytes, file: Inode | Stat) -> bytes:
     return _KEY.pack(kind, file.device, file.source_inode if isinstance(file, Inode) else file.inode)
 
 
-def mark(update: Update, file: Inode) -> bool:
-    """Record that a file was written, or that a directory holds results. Returns whether that was new."""
-    key = _key(file, _RESULTS if file.is_directory else _WRITTEN)
-    value = _VALUE.pack(PINNED, 0, file.btime_ns)
+def _set(update: Update, kind: bytes, file: Inode) -> bool:
+    """Returns whether the mark is new. It costs nothing if it is there already."""
+    key, value = _key(kind, file), _VALUE.pack(PINNED, 0, file.btime_ns)
     is_new = update.get(Table.META, key) != value
     if is_new:
         update.put(Table.META, key, value)
     return is_new
 
 
-def keep(update: Update, file: Inode, *, kept: bool = True) -> None:
-    """`cachefs pin` has pinned a file, or `cachefs unpin` has unpinned it."""
-    key = _key(file, _KEPT)
-    if kept:
-        update.put(Table.META, key, _VALUE.pack(PINNED, 0, file.btime_ns))
-    elif update.get(Table.META, key) is not None:
+def _has(view: View, kind: bytes, file: Inode | Stat) -> bool:
+    value = view.get(Table.META, _key(kind, file))
+    return value is not None and _VALUE.unpack(value)[2] == file.btime_ns
+
+
+def _clear(update: Update, kind: bytes, file: Inode) -> None:
+    key = _key(kind, file)
+    if update.get(Table.META, key) is not None:
         update.delete(Table.META, key)
 
 
+def mark(update: Update, file: Inode) -> bool:
+    """Record that a file was written, or that a directory holds results. Returns whether that was new."""
+    return _set(update, _RESULTS if file.is_directory else _WRITTEN, file)
+
+
+def is_marked(view: View, now: Stat) -> bool:
+    return _has(view, _WRITTEN, now)
+
+
+def unmark(update: Update, file: Inode) -> None:
+    _clear(update, _WRITTEN, file)
+
+
+def keep(update: Update, file: Inode, *, kept: bool = True) -> None:
+    """`cachefs pin` has pinned a file, or `cachefs unpin` has unpinned it."""
+    if kept:
+        _set(update, _KEPT, file)
+    else:
+        _clear(update, _KEPT, file)
+
+
 def is_kept(view: View, file: Inode) -> bool:
-    value = view.get(Table.META, _key(file, _KEPT))
-    return value is not None and _VALUE.unpack(value)[2] == file.btime_ns
+    return _has(view, _KEPT, file)
 
 
 def are_results(view: View) -> bool:
@@ -55,15 +76,4 @@ def are_results(view: View) -> bool:
 
 
 def holds_results(view: View, directory: Inode) -> bool:
-    value = view.get(Table.META, _key(directory, _RESULTS))
-    return value is not None and _VALUE.unpack(value)[2] == directory.btime_ns
-
-
-def is_marked(view: View, now: Stat) -> bool:
-    value = view.get(Table.META, _key(now))
-    return value is not None and _VALUE.unpack(value)[2] == now.btime_ns
-
-
-def unmark(update: Update, file: Inode) -> None:
-    if update.get(Table.META, _key(file)) is not None:
-        update.delete(Table.META, _key(file))
+    return _has(view, _RESULTS, directory)
