@@ -54,13 +54,13 @@ class Refusals:
             self._writers[key] = self._monotonic_s() + CLEAN_UP_S
             if len(self._writers) > MOST_WRITERS:
                 self._writers.popitem(last=False)
-        if self._is_first(number, "change"):
-            log.warning(
-                "%s: a change was refused with EPERM, because the file is immutable: it was read, warmed up or pinned. "
-                "To keep such files mutable, mount with --mutable GLOB. For this file alone, run: "
-                "cachefs unpin MOUNTPOINT/%s",
-                *2 * [self._path(number)],
-            )
+        self._say_once(
+            number,
+            "change",
+            "%(path)s: a change was refused with EPERM, because the file is immutable: it was read, warmed up or "
+            "pinned. To keep such files mutable, mount with --mutable GLOB. For this file alone, run: "
+            "cachefs unpin MOUNTPOINT/%(path)s",
+        )
 
     def protects(self, number: int, caller: Caller) -> bool:
         """Must this process not unlink this immutable file, because it was refused to write to it just now?"""
@@ -70,26 +70,30 @@ class Refusals:
         if not self._writers or (number, caller.process()) not in self._writers:
             return False
         self._metrics.refused_changes += 1
-        if self._is_first(number, "unlink"):
-            log.warning(
-                "%s: an unlink was refused with EPERM, because the same process had failed to open the immutable file "
-                "for writing: its clean-up would have removed the old contents. To let jobs overwrite such files, "
-                "mount with --mutable GLOB. To remove the file, use another process, or wait %.0f s",
-                self._path(number),
-                CLEAN_UP_S,
-            )
+        self._say_once(
+            number,
+            "unlink",
+            "%(path)s: an unlink was refused with EPERM, because the same process had failed to open the immutable "
+            "file for writing: its clean-up would have removed the old contents. To let jobs overwrite such files, "
+            f"mount with --mutable GLOB. To remove the file, use another process, or wait {CLEAN_UP_S:.0f} s",
+        )
         return True
 
     def changed(self, number: int) -> None:
         """A read of an immutable file is about to fail with ESTALE."""
         self._metrics.stale_reads += 1
-        if self._is_first(number, "read"):
-            log.warning(
-                "%s: a read failed with ESTALE, because the file has changed at the source since it became immutable. "
-                "Open it again to read the new version. If files change while jobs read them, mount with "
-                "--mutable GLOB or --profile changing",
-                self._path(number),
-            )
+        self._say_once(
+            number,
+            "read",
+            "%(path)s: a read failed with ESTALE, because the file has changed at the source since it became "
+            "immutable. Open it again to read the new version. If files change while jobs read them, mount with "
+            "--mutable GLOB or --profile changing",
+        )
+
+    def _say_once(self, number: int, refused: str, message: str) -> None:
+        """Log it, if it is the first refusal of this kind for this file. `message`: contains %(path)s."""
+        if self._is_first(number, refused):
+            log.warning(message, {"path": self._path(number)})
 
     def _is_first(self, number: int, refused: str) -> bool:
         now_s = self._monotonic_s()
