@@ -33,7 +33,7 @@ LOCK_BYTES = (MAX_READERS + 64) * 64
 TOMBSTONE = b""
 _NOT_DAMAGE = (lmdb.DiskError, lmdb.MemoryError, lmdb.LockError, lmdb.ReadonlyError)  # of opening an environment
 _UNREADABLE = (*damage.ERRORS, struct.error)
-"""Of a value in place of another one, too."""
+"""Errors that damage causes. struct.error: a value has taken the place of another one."""
 _TRIED = b"tried"
 _FLAGS = struct.Struct("<I")
 

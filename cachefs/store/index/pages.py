@@ -23,13 +23,14 @@ from cachefs.errors import IndexDamaged
 from cachefs.system.descriptors import closing
 
 _META = struct.Struct("<16x2I16xI92xQ")
-"""Of a meta page: magic, version, page size, last page."""
+"""The fields of a meta page: magic, version, page size, last page."""
 _ROOTS = struct.Struct("<80xQ40xQ16xQ")
-"""Of a meta page: the roots of the table of free pages and of the table of tables; the transaction."""
+"""More fields of a meta page: the roots of the table of free pages and of the table of tables; the transaction."""
 _HEAD = struct.Struct("<Q2x3H")
-"""Of a page: its number, flags, and the bounds of its free space."""
+"""The head of a page: its number, flags, and the bounds of its free space."""
 _NODE = struct.Struct("<4H")
-"""Of a node: low and high part of the data's size, flags, the length of the key. Of a branch: three parts of a page."""
+"""The head of a node. In a leaf: low and high part of the size of the data, flags, the length of the key. In a branch
+the first three are parts of a page number."""
 _BRANCH, _LEAF, _TYPES = 1, 2, 0x27
 _BIG, _TABLE = 1, 2
 _ROOT_OF_TABLE = struct.Struct("<40xQ")
