@@ -311,6 +311,7 @@ def test_sizes_appear_in_the_unit_in_which_they_were_given(mount: MakeMount, sou
 
 
 @pytest.mark.fastpath
+@pytest.mark.usefixtures("fusectl")
 def test_the_log_has_start_take_over_and_umount_and_nothing_else(mount: MakeMount, source: Path) -> None:
     import cachefs as package
 
