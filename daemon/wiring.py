@@ -89,7 +89,13 @@ class Components:
             index,
             options,
             Run(
-                state.run, state.floor, opened.strict_floor, opened.names_floor, opened.forgot, source.has_change_times
+                state.run,
+                state.floor,
+                opened.strict_floor,
+                opened.names_floor,
+                opened.forgot,
+                source.has_change_times,
+                source.has_own_clock,
             ),
             Numbers(state.run, opened.takeovers, lambda takeovers: later(opened.count_takeovers, takeovers)),
             notifier,
@@ -138,6 +144,7 @@ class Components:
             changed=invalidation.modified_externally,
             own_change=filesystem.own_change_of,
             young=young,
+            record=metadata.current,
             reads_ahead=options.prefetch != "none",
         )
         descriptors = self.descriptors = Descriptors(

@@ -16,6 +16,7 @@ readdir or write) fails how for paths that end in this;
 FAULTS/numbers, read at the start, has inode numbers: each line of it, such as `2 d0`, is a number and a path;
 while FAULTS/statfs exists, each line of it, such as `f_files 0`, is a field of the answer to STATFS and its value;
 while FAULTS/tick exists, it is the ctime and mtime of everything, in nanoseconds;
+while FAULTS/behind exists, times are so many seconds earlier, as of a source whose clock is late;
 while FAULTS/short exists, READ of paths that end in it returns half of what was asked for.
 """
 
@@ -76,6 +77,9 @@ class FaultFs(pyfuse3.Operations):
             setattr(entry, name, getattr(found, name))
         if (FAULTS / "tick").exists():
             entry.st_ctime_ns = entry.st_mtime_ns = int((FAULTS / "tick").read_text())
+        if (FAULTS / "behind").exists():
+            behind_ns = int((FAULTS / "behind").read_text()) * 10**9
+            entry.st_ctime_ns, entry.st_mtime_ns = found.st_ctime_ns - behind_ns, found.st_mtime_ns - behind_ns
         entry.st_ino = number
         entry.entry_timeout = entry.attr_timeout = 0
         return entry

@@ -42,13 +42,15 @@ class Flag(enum.IntFlag):
     LISTED = 8
     """A directory whose listing is complete: a name that is not in it does not exist."""
     UNSETTLED = 16
-    """It had changed less than `settle_ns` before it was compared: it must be compared once more (hazard 11)."""
+    """It had changed shortly before it was compared: it must be compared once more (hazard 11)."""
     STALE = 32
     """Dropped: the next look-up compares it with the source; a different object gets another number."""
     UNLINKED = 64
     """It has no name any more, and is kept until the kernel forgets it."""
     IMMUTABLE_ON_OPEN = 128
     """The first read-only open makes this regular file immutable: the fast path may answer it, and reports it."""
+    YOUNG = 256
+    """A regular file whose data are not cached, because one write() may be under way (age.py). It is UNSETTLED, too."""
 
 
 KNOWN_FLAGS = sum(Flag)

@@ -84,6 +84,8 @@ class Fetcher:
     own_change: Callable[[int], trio.Event | None]
     """An event that is set at the end of the change that this mount is making to an inode. None: it makes none."""
     young: YoungFiles
+    record: Callable[[int], Inode | None]
+    """The present record of an inode number."""
     # constants
     reads_ahead: bool = False
 
@@ -159,7 +161,7 @@ class Fetcher:
             if not opened:
                 await self.open_source(file)
             under_way = self._under_way(inode, offset)  # another reader may have been faster
-        if under_way is None and self.young.is_young(inode):
+        if under_way is None and self._is_young(file):
             self.metrics.young_reads += 1
             return await self._fetch(file, offset, offset + length).wait(), False
         if under_way is None:
@@ -189,7 +191,7 @@ class Fetcher:
         end = min(start + CHUNK_BYTES, inode.size)
         if not self.reads_ahead or start >= end or file.fd is None or self._under_way(inode, start):
             return
-        if self.young.is_young(inode):
+        if self._is_young(file):
             return
         with self.data.index.view() as view:
             if self.data.range_at(view, inode, start) is not None:
@@ -200,6 +202,14 @@ class Fetcher:
             self._ahead[inode.number, inode.version] = start, end
             if len(self._ahead) > MAX_AHEAD:
                 self._ahead.popitem(last=False)
+
+    def _is_young(self, file: OpenFile) -> bool:
+        """May its data not be cached yet? A handle that stays open learns from the record when they may."""
+        if file.inode.is_young:
+            record = self.record(file.inode.number)
+            if record is not None and record.version == file.inode.version:
+                file.inode = record
+        return file.inode.is_young
 
     def _under_way(self, inode: Inode, offset: int) -> tuple[int, Flight[bytes]] | None:
         """The range that is being fetched and contains the byte at `offset`: its start and its flight."""
@@ -250,7 +260,7 @@ class Fetcher:
     def begin(self, view: View, file: OpenFile) -> None:
         """A small file was opened and will be read: begin to fetch it before the READ arrives."""
         inode = file.inode
-        if not inode.size or not self.data.is_small(inode) or self.young.is_young(inode):
+        if not inode.size or not self.data.is_small(inode) or inode.is_young:
             return
         if not self.data.holds_all(view, inode) and self.data.admits(inode.size):
             self._fetch_range(file, 0, inode.size, view)
@@ -259,7 +269,7 @@ class Fetcher:
         """Fetch a unit for a prefetch request, if there is room. Errors are ignored: a reader will get them."""
         inode = file.inode
         with self.data.index.view() as view:
-            wanted = not self.data.holds(view, inode, unit) and not self.young.is_young(inode)
+            wanted = not self.data.holds(view, inode, unit) and not inode.is_young
         if wanted and self.data.admits(unit[1], ahead=True):
             with contextlib.suppress(OSError, Changed):
                 if file.fd is None and not self.data.is_small(inode):
@@ -281,7 +291,7 @@ class Fetcher:
         """`fetched`: called with the data, unless the file is young: then only its readers get them."""
         inode = file.inode
         version = inode.number, inode.version
-        young = self.young.is_young(inode)  # before anything is read
+        young = self._is_young(file)  # before anything is read
 
         def finish(answer: Outcome[bytes]) -> bytes:
             ranges = self._ranges[version]

@@ -16,7 +16,6 @@ import trio
 
 from cachefs.contract.index import Table
 from cachefs.contract.shared import SETTLE_NS
-from cachefs.source import age
 from cachefs.store.index.index import Index
 from cachefs.store.index.records import FLAGGED_NUMBER, UNSETTLED, Inode, inode_key, inode_of_key
 from cachefs.system.clock import NANOSECONDS, SYSTEM, Clock
@@ -59,16 +58,13 @@ class YoungFiles:
         self._count = 0
         self._wake = trio.Event()
 
-    def is_young(self, inode: Inode) -> bool:
-        return age.is_young(inode, self.clock.realtime_ns(), self.settle_ns)
-
     def was_read(self, inode: Inode) -> None:
         """Call before the kernel gets data of a file that was young when the read began.
 
         The pages are not dropped before the record expires, so that a reader revalidates the file before it misses
         them.
         """
-        due_ns = self.clock.monotonic_ns() + age.until_written_ns(inode, self.clock.realtime_ns(), self.settle_ns)
+        due_ns = self.clock.monotonic_ns() + self.settle_ns
         due_ns = max(due_ns, inode.expires_ns if inode.flags & UNSETTLED else 0)
         self.note(inode.number, due_ns)
         if self.index is not None:

@@ -105,7 +105,7 @@ class OpenFiles:
 
     def _add(self, file: OpenFile) -> tuple[int, bool]:
         """A handle of an immutable file, and whether the kernel may keep its pages."""
-        return self.descriptors.add(Handle(file.inode.number, file=file)), not self.young.is_young(file.inode)
+        return self.descriptors.add(Handle(file.inode.number, file=file)), not file.inode.is_young
 
     async def make_immutable(self, number: int) -> bool:
         """Make a file immutable that is about to be read without a handle of the daemon. Returns whether it is.
@@ -127,7 +127,7 @@ class OpenFiles:
 
     def is_young(self, number: int) -> bool:
         """Must the kernel drop the pages of this file at each open?"""
-        return self.young.is_young(self.fs.inode(number))
+        return self.fs.inode(number).is_young
 
     def fetched_unseen(self, fetched: Iterable[tuple[int, int]]) -> None:
         """The fast path has fetched data of these files, (inode, version), because it had answered an OPEN.
@@ -235,9 +235,8 @@ class OpenFiles:
     async def _read_uncached(self, number: int, read: Awaitable[bytes]) -> bytes:
         """A read of a mutable file. The kernel keeps the pages as long as the times of the file stay the same."""
         inode = self._metadata.current(number)
-        young = inode is not None and self.young.is_young(inode)
         data = await read
-        if inode is not None and young:
+        if inode is not None and inode.is_young:
             self.young.was_read(inode)
         self.metrics.misses += 1
         self.metrics.miss_bytes += len(data)

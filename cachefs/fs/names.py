@@ -30,7 +30,6 @@ from cachefs.metadata.inode_cache import InodeCache
 from cachefs.metadata.notifier import Notifier
 from cachefs.metadata.validity import FOREVER_NS
 from cachefs.options import Options
-from cachefs.source import age
 from cachefs.source.call_pool import CallPool
 from cachefs.source.credentials import Caller
 from cachefs.source.directories import ROOT, Directory
@@ -242,6 +241,9 @@ class FileSystem:
             directory = self.metadata.paths.directory(view, parent)
             pin = self._pins_name(view, parent, name)
             guards = self.permissions.guards(view, directory)
+            dentry = self.metadata.dentry(view, parent, name)
+            known = self.metadata.inode(view, dentry.inode) if dentry is not None else None
+        ask = known is not None and bool(known.flags & UNSETTLED)
 
         def finish(answer: Outcome[tuple[Stat, int, list[permissions.Look]]]) -> Inode | None:
             try:
@@ -263,7 +265,7 @@ class FileSystem:
 
         start = partial(
             self.call_pool.start,
-            partial(permissions.lstat, self.source, directory, name, guards),
+            partial(permissions.lstat, self.source, directory, name, guards, ask=ask),
             question=(parent, name),
         )
         try:
@@ -317,9 +319,12 @@ class FileSystem:
     async def come_of_age(self, numbers: Sequence[int]) -> list[int]:
         """Wait until the data of these files may be cached (age.py), and compare the files with the source once more.
 
-        Returns their inode numbers; where a file has changed, the number that its path leads to now. Does not wait for
-        times far in the future.
+        Returns their inode numbers; where a file has changed, the number that its path leads to now.
         """
+        return await self._compared_in_time(await self._compared_in_time(numbers))  # the first time may be the first
+
+    async def _compared_in_time(self, numbers: Sequence[int]) -> list[int]:
+        """As `come_of_age`; files that had not been compared in this run may be young still."""
         wait_ns = 0
         paths: dict[int, bytes] = {}
         with self.metadata.index.view() as view:
@@ -327,18 +332,11 @@ class FileSystem:
                 inode = self.metadata.inode(view, number)
                 if inode is None or not inode.is_regular or inode.flags & UNLINKED:
                     continue
-                record_wait_ns = age.worth_waiting_ns(inode, self.source.clock.realtime_ns(), self.options.settle_ns)
                 remaining_ns = self.metadata.remaining_ns(inode)
-                if (
-                    inode.flags & UNSETTLED
-                    and self.metadata.is_pinned(inode)
-                    and remaining_ns <= self.options.settle_ns
-                ):
-                    record_wait_ns = max(record_wait_ns, remaining_ns)  # its last comparison is due; not of results
-                if record_wait_ns or not remaining_ns:
+                if inode.is_young or not remaining_ns:
                     with suppress(OSError):  # it has lost its name
                         paths[number] = self.metadata.paths.path(view, number)
-                        wait_ns = max(wait_ns, record_wait_ns)
+                        wait_ns = max(wait_ns, min(remaining_ns, self.options.settle_ns) if inode.is_young else 0)
         if not paths:
             return list(numbers)
         await trio.sleep(wait_ns / NANOSECONDS)
@@ -364,7 +362,10 @@ class FileSystem:
             self.permissions.recorded(inode, now, began_ns)
             return inode
 
-        start = partial(self.call_pool.start, partial(permissions.lstat, self.source, ROOT, b"", ()), question=(0, b""))
+        root = self.metadata.current(ROOT_INODE)
+        ask = root is not None and bool(root.flags & UNSETTLED)
+        call = partial(permissions.lstat, self.source, ROOT, b"", (), ask=ask)
+        start = partial(self.call_pool.start, call, question=(0, b""))
         await self._lstats.begin((0, b"", 0), start, finish).wait()
 
     # --- changes by this mount -------------------------------------------------------------------------------------

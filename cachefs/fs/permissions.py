@@ -130,10 +130,15 @@ def _enter(source: Source, guards: Iterable[Guard], caller: Caller) -> None:
             caller.run(partial(source.stat, fd, b"."))
 
 
-def lstat(source: Source, directory: Directory, name: bytes, guards: Sequence[Guard]) -> tuple[Stat, int, list[Look]]:
-    """lstat of a name, when it began, and looks at those directories above that do not vouch yet. In a thread."""
+def lstat(
+    source: Source, directory: Directory, name: bytes, guards: Sequence[Guard], *, ask: bool
+) -> tuple[Stat, int, list[Look]]:
+    """lstat of a name, when it began, and looks at those directories above that do not vouch yet. In a thread.
+
+    `ask`: as of `Source.stat`.
+    """
     began_ns = source.clock.realtime_ns()
-    now = source.lstat(directory, name)
+    now = source.lstat(directory, name, ask=ask)
     return now, began_ns, look(source, guards, now.ctime_ns)
 
 
@@ -147,7 +152,6 @@ class Permissions:
         self._call_pool = call_pool
         self._notifier = notifier
         # constants
-        self._settle_ns = options.settle_ns
         self._valid_s = min(VALID_S, options.unpinned_timeout_s)
         # state
         self._vouched: dict[int, tuple[int, int]] = {}
@@ -229,13 +233,13 @@ class Permissions:
             return True
         with self._metadata.index.update() as update:
             self._metadata.recognized(update, inode, now)
-        self._vouch(number, max(seen.asked_ns, seen.began_ns - self._settle_ns), now.ctime_ns)
+        self._vouch(number, max(seen.asked_ns, seen.began_ns - self._metadata.recent_ns), now.ctime_ns)
         return False
 
     def recorded(self, inode: Inode, now: Stat, began_ns: int) -> None:
         """`now`, the answer of an lstat that began at `began_ns`, has been recorded; `inode` is the result."""
         if inode.is_directory and inode.ctime_ns == now.ctime_ns:
-            self._vouch(inode.number, began_ns - self._settle_ns, now.ctime_ns)
+            self._vouch(inode.number, began_ns - self._metadata.recent_ns, now.ctime_ns)
 
     def _vouch(self, number: int, until_ns: int, ctime_ns: int) -> None:
         if number in self._not_notified:

@@ -1,7 +1,6 @@
 """The inode cache: what is recorded of inodes and names after a comparison, a change by this mount, or a drop.
 
-Decides about single records of the index. Nothing is awaited, and nothing but the index is read or written.
-validity.py says how long a record is valid.
+Decides about single records of the index, and awaits nothing. validity.py says how long a record is valid.
 
 Numbers (hazard 10): an inode has the number of the source, as long as that number belongs to one identity. Others get
 an alias above 2^62, which is kept in the `aliases` table: an object whose number is known with another identity, an
@@ -16,7 +15,6 @@ from cachefs.contract.index import FIRST_POSITION, ROOT_INODE, Table
 from cachefs.metadata import written_files
 from cachefs.metadata.inode_paths import link_key, link_value, links_of, name_expires_ns
 from cachefs.metadata.inode_table import InodeTable, lookups_unpinned
-from cachefs.source.age import is_young
 from cachefs.store.index.environment import Update, View
 from cachefs.store.index.records import (
     FLAGS_PINNED,
@@ -27,6 +25,7 @@ from cachefs.store.index.records import (
     STALE,
     UNSETTLED,
     WRITTEN,
+    YOUNG,
     Dentry,
     Inode,
     inode_key,
@@ -215,13 +214,13 @@ class InodeCache(InodeTable):
         if self._run.forgot and old is not None and old.validated_run != self.run:
             flags &= ~LISTED  # names may be missing
             next_position += FORGOTTEN_POSITIONS
-        checked_again = unchanged and before.flags & UNSETTLED
-        if (
-            result
-            or number in self._restless
-            or (is_young(now, self._realtime_ns(), self._settle_ns) and not checked_again)
-        ):
+        if result or number in self._restless:
             flags |= UNSETTLED
+        if self.is_recent(now) and not (unchanged and self.has_settled(before, now)):
+            flags |= UNSETTLED
+            if stat.S_ISREG(now.mode):
+                next_position = self.observed_since_ns(before if unchanged else None)
+                flags |= YOUNG
         inode = before.with_stat(now)._replace(
             flags=flags,
             version=version,
@@ -231,8 +230,7 @@ class InodeCache(InodeTable):
             lookups=before.lookups if flags & PINNED else lookups_unpinned(before),
         )
         if self.is_pinned(inode):
-            settle_ns = self._unpinned_timeout_ns if result else self._settle_ns
-            expires_ns = self._monotonic_ns() + settle_ns if flags & UNSETTLED else 0
+            expires_ns = self.settles_ns(inode, result=result)
         elif self.changes.happened_since(number, now.began_ns):
             expires_ns = 0
         else:
@@ -279,7 +277,9 @@ class InodeCache(InodeTable):
             if inode.flags & IMMUTABLE or self.is_pinned(inode):
                 return None, self.drop(update, number)
             inode = inode._replace(version=self.numbers.next())
-        inode = inode.with_stat(now)
+        inode = self.changed_now(inode, now)
+        if inode.is_young and self.is_pinned(inode):
+            inode = inode._replace(expires_ns=self.settles_ns(inode, result=self.is_result(update, number)))
         self.put_inode(update, inode)
         return inode, []
 
@@ -289,7 +289,7 @@ class InodeCache(InodeTable):
             inode = self.inode(update, number)
             if inode is None or inode.same_version(now) or self.is_pinned(inode) or self._is_overtaken(inode, now):
                 return False
-            self.put_inode(update, inode.with_stat(now)._replace(version=self.numbers.next()))
+            self.put_inode(update, self.changed_now(inode, now)._replace(version=self.numbers.next()))
         return True
 
     def permissions_changed(self, update: Update, inode: Inode, now: Stat) -> None:
@@ -309,11 +309,11 @@ class InodeCache(InodeTable):
         name by which the source has just been asked for the file.
         """
         result = self.is_result(update, inode.number)
-        unsettled = UNSETTLED if result else inode.flags & UNSETTLED
-        settle_ns = self._unpinned_timeout_ns if result else self._settle_ns
-        expires_ns = self._monotonic_ns() + settle_ns if unsettled else 0
-        flags = inode.flags & ~IMMUTABLE_ON_OPEN | PINNED | IMMUTABLE | unsettled
-        inode = inode._replace(flags=flags, expires_ns=expires_ns, validated_run=self.run)
+        if inode.is_young:
+            inode = inode._replace(next_position=self.observed_since_ns(inode))
+        flags = inode.flags & ~IMMUTABLE_ON_OPEN | PINNED | IMMUTABLE | (UNSETTLED if result else 0)
+        inode = inode._replace(flags=flags, validated_run=self.run)
+        inode = inode._replace(expires_ns=self.settles_ns(inode, result=result))
         self.put_inode(update, inode)
         number = inode.number
         while number != ROOT_INODE:

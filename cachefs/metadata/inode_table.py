@@ -33,7 +33,7 @@ from cachefs.store.index.records import (
     pair_key,
 )
 from cachefs.store.runs import Numbers
-from cachefs.system.clock import NANOSECONDS, SYSTEM, Clock
+from cachefs.system.clock import SYSTEM, Clock
 
 _UNLINKED_MARK = b"unlinked:"
 _UNCOUNTED = 1 << 62
@@ -60,18 +60,15 @@ class InodeTable(Validity):
 
         `retention`: None where the number of pinned inodes is not limited.
         """
-        super().__init__(options, run, clock.monotonic_ns)
+        super().__init__(options, run, clock)
         # dependencies
         self.index = index
         self.numbers = numbers
         self._notifier = notifier
         self._is_immutable_on_open = is_immutable_on_open
         self._retention = retention
-        self._realtime_ns = clock.realtime_ns
         # constants
         self._read_only = options.read_only
-        self._settle_ns = options.settle_ns
-        self._unpinned_timeout_ns = int(options.unpinned_timeout_s * NANOSECONDS)
         # state
         self.paths = Paths(run.number, clock.monotonic_ns)
         self.mutable_names = MutableNames(options.mutable_paths, options.mutable_names, self.paths)

@@ -1,8 +1,9 @@
-"""How long a record is valid. The fast path has the same rules (fastpath/c/cache/index.c).
+"""How long a record is valid, and whether its version has settled. The fast path has the same rules for the former
+(fastpath/c/cache/index.c).
 
 - Pinned, and compared with the source in this run (or in an earlier one from the floor on): for ever.
-- Pinned but *unsettled*, that is, changed less than two seconds before the comparison: for two seconds. Then it is
-  compared once more (hazard 11).
+- Pinned but *unsettled*, that is, changed shortly before the comparison: for two seconds. Then it is compared once more
+  (hazard 11). "Shortly" is two seconds, or ten minutes where another clock sets the times of files (source/age.py).
 - Everything else: for `unpinned_timeout_s` from the lstat.
 
 One number validates many records: a record counts if its `validated_run` is at or above the floor. So a new run
@@ -13,12 +14,12 @@ A directory that has not changed vouches for its names (dentries, listing, absen
 one lstat. Where it has changed, `entries_valid_from` makes its names doubtful.
 """
 
-import time
-from collections.abc import Callable
 from typing import NamedTuple
 
 from cachefs.options import Options
-from cachefs.store.index.records import IMMUTABLE, LISTED, PINNED, STALE, UNLINKED, UNSETTLED, Dentry, Inode
+from cachefs.source.age import recent_ns
+from cachefs.store.index.records import IMMUTABLE, LISTED, PINNED, STALE, UNLINKED, UNSETTLED, YOUNG, Dentry, Inode
+from cachefs.system.clock import NANOSECONDS, SYSTEM, Clock
 from cachefs.system.stat import Stat
 
 FOREVER_NS = 1 << 63
@@ -37,13 +38,20 @@ class Run(NamedTuple):
     """The kernel may know inodes and versions of which no record is left."""
     has_change_times: bool = True
     """Does ctime move with each change at the source? (store/filesystem.py)"""
+    has_own_clock: bool = False
+    """Does another clock than this machine's set the times of the source? (store/filesystem.py)"""
 
 
 class Validity:
-    def __init__(self, options: Options, run: Run, monotonic_ns: Callable[[], int] = time.monotonic_ns) -> None:
+    def __init__(self, options: Options, run: Run, clock: Clock = SYSTEM) -> None:
         # dependencies
-        self._monotonic_ns = monotonic_ns
+        self._monotonic_ns = clock.monotonic_ns
+        self._realtime_ns = clock.realtime_ns
         # constants
+        self._settle_ns = options.settle_ns
+        self._unpinned_timeout_ns = int(options.unpinned_timeout_s * NANOSECONDS)
+        self.recent_ns = recent_ns(options.settle_ns, has_own_clock=run.has_own_clock)
+        """How far behind this machine's clock a time of the source may be when it has just been set."""
         self._pins_files = options.pins_files
         self._pins_everything = options.pins_everything
         self._run = run
@@ -80,6 +88,43 @@ class Validity:
         """
         has_change_time = self._run.has_change_times or now.ctime_ns != now.mtime_ns
         return has_change_time or inode.validated_run == self.run or not inode.is_regular
+
+    def is_recent(self, now: Stat) -> bool:
+        """May this version have been made just now? (source/age.py)"""
+        changed_ns = now.ctime_ns if self._run.has_change_times else max(now.ctime_ns, now.mtime_ns)
+        return changed_ns + self.recent_ns > self._realtime_ns()
+
+    def has_settled(self, before: Inode, now: Stat) -> bool:
+        """Does `now`, which shows the version of the record, show that it is not being written any more?
+
+        The second comparison must reach the source; of a file it must begin `settle_ns` after the first one.
+        """
+        is_of_this_run = before.validated_run == self.run
+        if not before.flags & UNSETTLED or (before.is_regular and is_of_this_run and not before.is_young):
+            return True
+        if not now.is_fresh or not before.is_regular:
+            return now.is_fresh
+        return is_of_this_run and (now.began_ns or self._monotonic_ns()) - before.observed_ns >= self._settle_ns
+
+    def observed_since_ns(self, before: Inode | None) -> int:
+        """Since when the version of a young file is known. `before`: an earlier record of it."""
+        is_known = before is not None and before.is_young and before.validated_run == self.run
+        return before.observed_ns if before is not None and is_known else self._monotonic_ns()
+
+    def settles_ns(self, inode: Inode, *, result: bool) -> int:
+        """When a pinned record expires; 0: never. An answer that began before `settle_ns` less is overtaken."""
+        if not inode.flags & UNSETTLED:
+            return 0
+        if result:
+            return self._monotonic_ns() + self._unpinned_timeout_ns
+        return self._settle_ns + (inode.observed_ns if inode.is_young else self._monotonic_ns())
+
+    def changed_now(self, inode: Inode, now: Stat) -> Inode:
+        """The record of a file that has changed since its last comparison, which may be a moment ago."""
+        inode = inode.with_stat(now)
+        if not inode.is_regular or not self.is_recent(now):
+            return inode
+        return inode._replace(flags=inode.flags | UNSETTLED | YOUNG, next_position=self._monotonic_ns())
 
     def remaining_ns(self, inode: Inode) -> int:
         """How long the record is valid from now on: FOREVER_NS, or 0 if it must be compared first."""

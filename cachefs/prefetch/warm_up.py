@@ -8,7 +8,7 @@ data are never fetched again, so that an interrupted warm-up continues where it 
 from array import array
 from collections import deque
 from collections.abc import Iterable, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from functools import partial
 
 import trio
@@ -18,9 +18,8 @@ from cachefs.options import CacheLevel
 from cachefs.prefetch.engine import CHUNK_UNITS, PrefetchEngine, record_bytes
 from cachefs.prefetch.queue import PrefetchRequest
 from cachefs.prefetch.scan import CHUNK_NAMES, MAX_PROBLEMS, Scan, Tally
-from cachefs.source import age
 from cachefs.store.blob import record
-from cachefs.system.clock import NANOSECONDS
+from cachefs.store.index.records import STALE
 
 ROUNDS = 3
 """How many times a file is requested that is not cached when it should be."""
@@ -244,8 +243,7 @@ class WarmUp:
             await self._fs.call_pool.run(partial(self._fs.source.read_file, self._fs.object_of(number), 1, 0))
         except OSError as error:
             return error.strerror or str(error)
-        with suppress(OSError):
-            settle_ns = self._fs.options.settle_ns
-            if age.is_young(self._fs.inode(number), self._fs.source.clock.realtime_ns(), settle_ns):
-                return f"changed less than {settle_ns / NANOSECONDS:g} s ago, or has a time in the future"
+        inode = self._fs.metadata.current(number)
+        if inode is None or inode.is_young or inode.flags & STALE:
+            return "it changes again and again, or changed a moment ago"
         return "could not be cached"

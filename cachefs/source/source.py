@@ -18,7 +18,7 @@ from cachefs.errors import Busy
 from cachefs.source.directories import ROOT, Directory, SourceDirectories
 from cachefs.source.identity import GONE, Changed, check, check_version
 from cachefs.source.opening import Opener, component, reopen_directory
-from cachefs.store.filesystem import has_change_times, is_coherent
+from cachefs.store.filesystem import has_change_times, has_own_clock, is_coherent
 from cachefs.store.index.records import Identity, Inode
 from cachefs.store.runs import next_connection
 from cachefs.system import past_pages, syscalls
@@ -153,6 +153,7 @@ class Source:
         self.root_fd = root_fd
         self._is_coherent = is_coherent(fstype)
         self.has_change_times = has_change_times(fstype)
+        self.has_own_clock = has_own_clock(fstype)
         device = os.fstat(root_fd).st_dev if root_device is None else root_device
         self.connection = Connection((device,))
         self.generation = 0
@@ -182,9 +183,11 @@ class Source:
         """Check that the root answers, bypassing the kernel's attribute cache. Raises OSError. Not counted."""
         syscalls.statx(self.root_fd, b"", ask=True)
 
-    def stat(self, fd: int, name: bytes = b"") -> Stat:
-        """lstat of a name in a directory, or of `fd` itself. Not counted."""
-        return syscalls.statx(fd, name, *self.connection)
+    def stat(self, fd: int, name: bytes = b"", *, ask: bool = False) -> Stat:
+        """lstat of a name in a directory, or of `fd` itself. Not counted. `ask`: the result must be fresh."""
+        if self._is_coherent:
+            return syscalls.statx(fd, name, *self.connection)
+        return syscalls.statx(fd, name, *self.connection, ask=ask)._replace(is_fresh=ask)
 
     def _lstat_at(self, directory_fd: int, name: bytes) -> Stat:
         self.round_trip("lstat")
@@ -224,11 +227,11 @@ class Source:
 
     # --- metadata --------------------------------------------------------------------------------------------------
 
-    def lstat(self, directory: Directory, name: bytes = b"") -> Stat:
-        """Of a name in a directory; without one, of the directory itself."""
+    def lstat(self, directory: Directory, name: bytes = b"", *, ask: bool = False) -> Stat:
+        """Of a name in a directory; without one, of the directory itself. `ask`: as of `stat`."""
         self.round_trip("lstat")
         with self.directories.hold(directory) as fd:
-            return self.stat(fd, component(name) if name else b"")
+            return self.stat(fd, component(name) if name else b"", ask=ask)
 
     def lstat_or_error(self, directory_fd: int, name: bytes) -> Stat | OSError | None:
         """As in `Look`."""

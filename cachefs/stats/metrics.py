@@ -21,7 +21,7 @@ class Metrics:
     """Fetched units that were not cached: the cache or the write-behind queue was full, the disk failed, their file was
     not pinned any more, or the fast path left a read to Python."""
     young_reads: int = 0
-    """READ requests that were not cached: the file had changed less than 2 s before, or has a future time."""
+    """READ requests that were not cached: the file had changed shortly before."""
     evictions: int = 0
     """Units that were evicted to make room."""
     metadata_evictions: int = 0

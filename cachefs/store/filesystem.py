@@ -54,6 +54,7 @@ _SERIAL_NUMBERS = Path("/dev/disk/by-uuid")
 
 _NO_CHANGE_TIMES = frozenset(("vfat", "msdos", "exfat", "cifs", "smb3"))
 _PASSES_TIMES_ON = frozenset(("fuse.bindfs", "fuse.mergerfs", "fuse.juicefs", "fuse.JuiceFS"))
+_OUR_CLOCK = frozenset(_TYPES) - {"ceph", "overlay"}
 _INCOHERENT = frozenset(("nfs", "nfs4", "cifs", "smb3", "9p", "virtiofs", "beegfs"))
 
 
@@ -78,6 +79,11 @@ def has_change_times(fstype: str) -> bool:
     """Does ctime move with each change on such a filesystem? False: it may be a copy of mtime, which can be set, as on
     sshfs (hazard 52). A ctime that differs from mtime is none."""
     return fstype in _PASSES_TIMES_ON or not (_promises_nothing(fstype) or fstype in _NO_CHANGE_TIMES)
+
+
+def has_own_clock(fstype: str) -> bool:
+    """Does another clock than this machine's set the times of files? False of filesystems that lie on a local disk."""
+    return fstype not in _OUR_CLOCK
 
 
 def _promises_nothing(fstype: str) -> bool:

@@ -39,6 +39,8 @@ class Stat(NamedTuple):
     """CLOCK_MONOTONIC at the start of the call. 0: not known, and treated as later than everything."""
     connection: int = 0
     """The connection to the source in which it was asked (`Connection`). 0: inode numbers last."""
+    is_fresh: bool = True
+    """False: the kernel may have answered from a cache that is not coherent with the source (hazard 50)."""
 
     @property
     def permissions(self) -> tuple[int, int, int]:

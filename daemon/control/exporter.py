@@ -58,7 +58,7 @@ METRICS = (
     MetricSpec("source_lost", "cachefs_source_lost", "1 while the source is lost", counter=False),
     MetricSpec("prefetched", "cachefs_prefetched_units", "Files, or chunks of large files, fetched before a read"),
     MetricSpec("skipped_admissions", "cachefs_skipped_admissions", "Fetched units not cached: no room, or a slow disk"),
-    MetricSpec("young_reads", "cachefs_young_reads", "Reads not cached: the file had changed less than 2 s before"),
+    MetricSpec("young_reads", "cachefs_young_reads", "Reads not cached: the file had changed shortly before"),
     MetricSpec("evictions", "cachefs_evicted_units", "Files, or chunks of large files, evicted to make room"),
     MetricSpec("metadata_evictions", "cachefs_evicted_inodes", "Inodes unpinned to pin others"),
     MetricSpec("errors", "cachefs_cache_errors", "Failures of the cache; the source was used instead"),

@@ -33,17 +33,16 @@ static struct counters counters;
 
 /* --- time ---------------------------------------------------------------------------------------------------------- */
 
-static int64_t monotonic, realtime, boottime;
+static int64_t monotonic;
 
-void set_clocks(int64_t monotonic_, int64_t realtime_, int64_t boottime_)
+void set_clock(int64_t monotonic_)
 {
-    monotonic = monotonic_, realtime = realtime_, boottime = boottime_;
+    monotonic = monotonic_;
 }
 
-int clock_gettime(clockid_t clock, struct timespec *out)
+int clock_gettime(clockid_t, struct timespec *out)
 {
-    int64_t ns = clock == CLOCK_MONOTONIC ? monotonic : clock == CLOCK_REALTIME ? realtime : boottime;
-    *out = (struct timespec){.tv_sec = ns / 1000000000, .tv_nsec = ns % 1000000000};
+    *out = (struct timespec){.tv_sec = monotonic / 1000000000, .tv_nsec = monotonic % 1000000000};
     return 0;
 }
 
@@ -158,11 +157,6 @@ bool path_of(uint64_t inode, char *path, size_t size)
 }
 
 /* --- age ----------------------------------------------------------------------------------------------------------- */
-
-int64_t until_old(const struct inode_record *record)
-{
-    return until_old_ns(shared, record);
-}
 
 /* When the pages are dropped; 0: the data must not be given out. */
 uint64_t note_young(uint64_t inode, const struct inode_record *record)

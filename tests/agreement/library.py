@@ -49,7 +49,6 @@ def _load(library: Path) -> ctypes.CDLL:
     loaded = ctypes.CDLL(str(library))
     for name, result in {
         "remaining_ns": ctypes.c_uint64,
-        "until_old": ctypes.c_int64,
         "note_young": ctypes.c_uint64,
         "now": ctypes.c_void_p,
         "begin": ctypes.c_void_p,
@@ -93,7 +92,7 @@ class FastPath:
         self._c = library
         self.shared = shared
         assert library.attach(shared.fd)
-        library.set_clocks(*(ctypes.c_int64(0) for _ in range(3)))
+        library.set_clock(ctypes.c_int64(0))
 
     def set_up(self, options: Options, *, run: int = 1, floor: int = 0, strict_floor: int = 0, seed: int = 0) -> None:
         self.shared.configure(options, seed=seed, root_device=0, threads=4)
@@ -101,8 +100,8 @@ class FastPath:
             self.shared[field] = value
         self._c.set_floors()
 
-    def set_clocks(self, *, monotonic_ns: int = 0, realtime_ns: int = 0, boottime_ns: int = 0) -> None:
-        self._c.set_clocks(*map(ctypes.c_int64, (monotonic_ns, realtime_ns, boottime_ns)))
+    def set_clock(self, monotonic_ns: int) -> None:
+        self._c.set_clock(ctypes.c_int64(monotonic_ns))
 
     @contextmanager
     def disk(self, *, most: int = 0, error: int = 0, times: int = 0, stays_direct: bool = False) -> Iterator[None]:
@@ -161,9 +160,6 @@ class FastPath:
         return bool(self._c.is_immutable_on_open(record.pack()))
 
     # age
-
-    def until_old_ns(self, record: Inode) -> int:
-        return int(self._c.until_old(record.pack()))
 
     def note_young(self, record: Inode) -> int:
         return int(self._c.note_young(_u64(record.number), record.pack()))

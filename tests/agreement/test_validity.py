@@ -1,4 +1,4 @@
-"""What is valid, and for how long: metadata/validity.py and age.py against fastpath/c/cache/index.c and age.h."""
+"""What is valid, and how long: metadata/validity.py and young_files.py against fastpath/c/cache/index.c and age.h."""
 
 import math
 import stat
@@ -12,7 +12,6 @@ from cachefs.contract.shared import SETTLE_NS
 from cachefs.data.young_files import YoungFiles
 from cachefs.metadata.validity import Run, Validity
 from cachefs.options import CacheLevel, Options
-from cachefs.source import age
 from cachefs.store.index.records import (
     IMMUTABLE,
     IMMUTABLE_ON_OPEN,
@@ -36,7 +35,7 @@ _TIMES = st.integers(-(1 << 63), (1 << 63) - 1) | _NEAR.map(lambda by: NOW_NS + 
 @st.composite
 def inodes(draw: st.DrawFn) -> Inode:
     record = Inode(7, *[0] * 22)._replace(
-        flags=draw(st.integers(0, 255) | st.sampled_from([PINNED | IMMUTABLE, PINNED | UNSETTLED | IMMUTABLE])),
+        flags=draw(st.integers(0, 511) | st.sampled_from([PINNED | IMMUTABLE, PINNED | UNSETTLED | IMMUTABLE])),
         mode=draw(st.sampled_from([stat.S_IFREG, stat.S_IFDIR, stat.S_IFLNK])) | 0o644,
         nlink=draw(st.integers(0, 3)),
         device=draw(st.integers(0, 1)),
@@ -73,8 +72,8 @@ def test_both_believe_the_same(
     fast_path: FastPath, mount: Options, floors: dict[str, int], record: Inode, dentry: Dentry | None
 ) -> None:
     fast_path.set_up(mount, **floors)
-    fast_path.set_clocks(monotonic_ns=NOW_NS)
-    validity = Validity(mount, Run(floors["run"], floors["floor"], floors["strict_floor"]), lambda: NOW_NS)
+    fast_path.set_clock(NOW_NS)
+    validity = Validity(mount, Run(floors["run"], floors["floor"], floors["strict_floor"]), Clock(lambda: NOW_NS))
     assert fast_path.is_pinned(record) == validity.is_pinned(record)
     assert fast_path.remaining_ns(record) == validity.remaining_ns(record)
     assert fast_path.knows_absent(record, dentry) == validity.knows_absent(record, dentry)
@@ -113,24 +112,14 @@ def test_what_is_immutable_to_the_fast_path(fast_path: FastPath, mount: Options,
 
 
 @examples(1000)
-@given(
-    mount=mounts,
-    record=inodes(),
-    now_ns=_NEAR.map(lambda by: NOW_NS + by),
-    clock_is_ahead_by_ns=st.integers(0, 10**12),
-)
-def test_both_find_a_file_of_the_same_age(
-    fast_path: FastPath, mount: Options, record: Inode, now_ns: int, clock_is_ahead_by_ns: int
+@given(mount=mounts, record=inodes())
+def test_both_drop_the_pages_of_a_young_file_at_the_same_time(
+    fast_path: FastPath, mount: Options, record: Inode
 ) -> None:
-    """However far the clock was set forward since the daemon was started."""
-    boottime_ns = NOW_NS // 2
     fast_path.set_up(mount)
-    fast_path.shared["clock_offset_ns"] = now_ns - boottime_ns
-    fast_path.set_clocks(monotonic_ns=NOW_NS, realtime_ns=now_ns + clock_is_ahead_by_ns, boottime_ns=boottime_ns)
-    left_ns = age.until_old_ns(record, now_ns, mount.settle_ns)
-    assert fast_path.until_old_ns(record) == min(left_ns, (1 << 63) - 1)
+    fast_path.set_clock(NOW_NS)
     noted: list[int] = []
-    young = YoungFiles(_Kernel(), settle_ns=mount.settle_ns, clock=Clock(lambda: NOW_NS, lambda: now_ns))
+    young = YoungFiles(_Kernel(), settle_ns=mount.settle_ns, clock=Clock(lambda: NOW_NS))
     young.note = lambda number, due_ns, dropped=None: noted.append(due_ns)  # type: ignore[method-assign, assignment]
     young.was_read(record)
     assert [fast_path.note_young(record)] == noted
@@ -138,34 +127,17 @@ def test_both_find_a_file_of_the_same_age(
 
 
 def test_memory_that_says_nothing_of_an_age_means_the_usual_one(fast_path: FastPath) -> None:
-    fast_path.set_up(Options())
-    fast_path.set_clocks(realtime_ns=NOW_NS, boottime_ns=NOW_NS)
-    record = Inode(7, *[0] * 22)._replace(mtime_ns=NOW_NS - SETTLE_NS // 2)
-    usual_ns = fast_path.until_old_ns(record)
-    fast_path.shared["settle_ns"] = 0
-    assert fast_path.until_old_ns(record) == usual_ns > 0
-
-
-def test_a_clock_that_was_set_back_is_believed(fast_path: FastPath) -> None:
-    fast_path.set_up(Options())
-    fast_path.shared["clock_offset_ns"] = NOW_NS
-    fast_path.set_clocks(realtime_ns=NOW_NS - 10**12, boottime_ns=5)
-    record = Inode(7, *[0] * 22)._replace(mtime_ns=NOW_NS)
-    assert fast_path.until_old_ns(record) == age.until_old_ns(record, NOW_NS - 10**12, Options().settle_ns)
-
-
-def test_without_an_offset_the_clock_is_believed(fast_path: FastPath) -> None:
     """A daemon of an earlier version wrote none down."""
     fast_path.set_up(Options())
-    fast_path.shared["clock_offset_ns"] = 0
-    fast_path.set_clocks(realtime_ns=NOW_NS, boottime_ns=5)
-    record = Inode(7, *[0] * 22)._replace(mtime_ns=NOW_NS)
-    assert fast_path.until_old_ns(record) == age.until_old_ns(record, NOW_NS, Options().settle_ns)
+    fast_path.set_clock(NOW_NS)
+    fast_path.shared["settle_ns"] = 0
+    assert fast_path.note_young(Inode(7, *[0] * 22)) == NOW_NS + SETTLE_NS
+    fast_path.shared["young_taken"] = fast_path.shared["young_written"]
 
 
 def test_no_more_young_files_are_noted_than_there_is_room_for(fast_path: FastPath) -> None:
     fast_path.set_up(Options())
-    fast_path.set_clocks(monotonic_ns=NOW_NS, realtime_ns=NOW_NS)
+    fast_path.set_clock(NOW_NS)
     fast_path.shared["young_taken"] = fast_path.shared["young_written"]
     record = Inode(7, *[0] * 22)._replace(mtime_ns=NOW_NS, flags=UNSETTLED)
     for _ in range(8192):

@@ -35,10 +35,9 @@ class Sides:
         options, nothing = Options(), SimpleNamespace()
         data: Any = DataCache.__new__(DataCache)
         data.options, data.writes = options, writes
-        young: Any = SimpleNamespace(is_young=lambda _: False)
         self._fetcher = Fetcher(
             *(nothing, nothing, data, nothing),  # type: ignore[arg-type]
-            object_of=None, changed=None, own_change=None, young=young, reads_ahead=True,  # type: ignore[arg-type]
+            object_of=None, changed=None, own_change=None, young=None, record=None, reads_ahead=True,  # type: ignore[arg-type]
         )  # fmt: skip
 
     def know(self, record: Inode, cached: list[Piece], others: list[Piece], under_way: list[Piece]) -> None:

@@ -47,14 +47,20 @@ class Cache(InodeCache):
     """With a clock that stands still, and a kernel that notes what it was to drop."""
 
     def __init__(
-        self, index: Index, options: Options = READ_ONLY, run: int = 1, retention: InodeLimit | None = None
+        self,
+        index: Index,
+        options: Options = READ_ONLY,
+        run: int = 1,
+        retention: InodeLimit | None = None,
+        **of_source: bool,
     ) -> None:
+        """`of_source`: as of `Run`."""
         self.now_ns = NOW_NS
         self.kernel = Kernel()
         super().__init__(
             index,
             options,
-            Run(run, run),
+            Run(run, run, **of_source),  # type: ignore[arg-type]
             Numbers(run),
             self.kernel,
             partial(may_become_immutable_on_open, options),
@@ -112,17 +118,6 @@ def test_what_is_believed_no_more_is_compared(index: Index) -> None:
         assert cache.see(update, b"d", directory(time_ns=NOW_NS + 1)).mtime_ns == NOW_NS
         cache.now_ns += 1
         assert cache.see(update, b"d", directory(time_ns=NOW_NS + 1)).mtime_ns == NOW_NS + 1
-
-
-def test_a_file_that_was_made_in_the_future_settles(index: Index) -> None:
-    """Or it would be compared every two seconds until that time comes."""
-    cache = Cache(index)
-    with index.update() as update:
-        now = file(time_ns=NOW_NS + 1000 * NANOSECONDS)
-        assert cache.see(update, b"f", now).flags & UNSETTLED
-        cache.now_ns += 3 * NANOSECONDS
-        record = cache.see(update, b"f", now)
-        assert not record.flags & UNSETTLED and cache.remaining_ns(record) == FOREVER_NS
 
 
 @pytest.mark.parametrize("changed", [False, True])

@@ -221,6 +221,7 @@ class Parts:
             changed=lambda changed, error: self.dropped.append(changed.number),
             own_change=lambda number: None,
             young=YoungFiles(NoPages()),
+            record=lambda number: None,
         )
 
     def pin(self, record_: Inode) -> None:

@@ -44,9 +44,9 @@ class AgeingSource(Source):
         self._clocks = clocks
         super().__init__(root_fd, clock=clocks.clock)
 
-    def stat(self, fd: int, name: bytes = b"") -> Stat:
+    def stat(self, fd: int, name: bytes = b"", *, ask: bool = False) -> Stat:
         began_ns = self._clocks.monotonic_ns()
-        return self._shown(super().stat(fd, name))._replace(began_ns=began_ns)
+        return self._shown(super().stat(fd, name, ask=ask))._replace(began_ns=began_ns)
 
     def _shown(self, now: Stat) -> Stat:
         shown = self._clocks.shown_ns

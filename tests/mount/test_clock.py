@@ -68,7 +68,7 @@ def test_a_file_that_is_being_written_is_no_older_for_a_clock_that_is_set_forwar
 def test_caching_goes_on_when_the_clock_is_right_again(
     mount: MakeMount, tmp_path: Path, clock: NodeClock, arguments: list[str]
 ) -> None:
-    """If the clock is set back, files changed on the day before count as young as long as the clock is wrong."""
+    """If the clock is set back, files changed on the day before are young when they are first read."""
     source = tmp_path / "source"
     paths = make_files(source, 20)
     settle()

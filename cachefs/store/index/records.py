@@ -12,7 +12,7 @@ from cachefs.contract.index import DENTRY_RECORD, EXTENT_RECORD, INODE_RECORD, F
 from cachefs.system.stat import NO_CONNECTION, Stat
 
 # Plain ints: arithmetic with IntFlag takes a microsecond, and the hit path does it for each request.
-PINNED, IMMUTABLE, WRITTEN, LISTED, UNSETTLED, STALE, UNLINKED, IMMUTABLE_ON_OPEN = (int(flag) for flag in Flag)
+PINNED, IMMUTABLE, WRITTEN, LISTED, UNSETTLED, STALE, UNLINKED, IMMUTABLE_ON_OPEN, YOUNG = (int(flag) for flag in Flag)
 FLAGS_PINNED = PINNED.to_bytes(4, "little")
 FLAGS_NONE = bytes(4)
 FLAGGED_NUMBER = struct.Struct("<I4xQ")
@@ -81,7 +81,7 @@ class Inode(NamedTuple):
     entries_valid_from: int
     """Directories: entries that were last compared in an earlier run than this one must be compared again."""
     next_position: int
-    """Directories: the next listing position (d_off); none is used twice."""
+    """Directories: the next listing position (d_off); none is used twice. Young files: `observed_ns`."""
     expires_ns: int
     """CLOCK_MONOTONIC until which it is valid; 0: for ever."""
     lookups: int
@@ -103,6 +103,15 @@ class Inode(NamedTuple):
     @property
     def is_symlink(self) -> bool:
         return stat.S_ISLNK(self.mode)
+
+    @property
+    def is_young(self) -> bool:
+        return bool(self.flags & YOUNG)
+
+    @property
+    def observed_ns(self) -> int:
+        """Of a young file: since when its version is known, CLOCK_MONOTONIC of the run that compared it."""
+        return self.next_position
 
     @property
     def allocated_blocks(self) -> int:

@@ -1,8 +1,6 @@
-/* CLOCK_MONOTONIC, which cannot be set, and other clocks. Functions with external linkage, so that a test can replace them. */
+/* CLOCK_MONOTONIC, which cannot be set. A function with external linkage, so that a test can replace it. */
 #pragma once
 
 #include <stdint.h>
-#include <time.h>
 
 uint64_t monotonic_ns(void);
-int64_t clock_ns(clockid_t clock);

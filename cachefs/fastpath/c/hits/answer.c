@@ -5,7 +5,6 @@
 #include <string.h>
 #include <sys/stat.h>
 
-#include "cache/age.h"
 #include "hits/attributes.h"
 #include "hits/listing.h"
 #include "hits/reading.h"
@@ -138,7 +137,7 @@ static enum outcome serve_open(struct worker *worker, const struct request *requ
         return answer(worker, request, ENOSYS, NULL, 0); /* the kernel never asks again */
     if (!view_inode(&worker->view, request->header->nodeid, &record))
         return PASS;
-    if (is_young(worker->fastpath->shared, &record))
+    if (record.flags & YOUNG)
         out.open_flags &= ~(uint32_t)FOPEN_KEEP_CACHE;
     if (opens_for_reading(in) && is_immutable_on_open(&record) && remaining_ns(&worker->view, &record)) {
         /* Python gets the request before the kernel has our answer: a later open for writing arrives behind it, and is

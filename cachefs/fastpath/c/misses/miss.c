@@ -4,8 +4,8 @@
 #include <malloc.h>
 #include <stdlib.h>
 
-#include "cache/age.h"
 #include "common/buffer.h"
+#include "common/clock.h"
 #include "misses/miss_threads.h"
 #include "relay/lot.h"
 
@@ -72,7 +72,7 @@ static void start_readahead_locked(struct misses *misses, struct miss *miss, con
                                    uint64_t end) REQUIRES(miss_lock)
 {
     const struct shared *shared = misses->fastpath->shared;
-    if (!(shared->flags & READS_AHEAD) || !misses->idle_count || is_young(shared, miss->record))
+    if (!(shared->flags & READS_AHEAD) || !misses->idle_count || (miss->record->flags & YOUNG))
         return;
     struct window next = window_after_locked(known, miss->record->size, end);
     uint32_t length = (uint32_t)(next.end - next.start);
@@ -95,7 +95,7 @@ static struct fetch *begin_fetch_locked(struct worker *worker, struct miss *miss
     uint64_t start = miss->reader.offset;
     struct window window = is_small(shared, record->size) ? (struct window){0, record->size, false}
                                                           : window_of_locked(known, record->size, start, miss->end);
-    bool young = is_young(shared, record);
+    bool young = record->flags & YOUNG;
     bool cached = !young && may_cache_locked(misses, (uint32_t)(window.end - window.start), false);
     worker->counters->skipped_admissions += !cached && !young;
     if (!cached)

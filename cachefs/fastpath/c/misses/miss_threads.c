@@ -202,7 +202,7 @@ static struct fetch *begin_prefetch(struct miss_thread *thread, const struct pre
         return NULL;
     bool wanted = view_inode(view, request->inode, &record) && !(record.flags & (STALE | UNLINKED)) &&
                   remaining_ns(view, &record) && is_immutable(view, &record) && request->offset < record.size &&
-                  !is_young(misses->fastpath->shared, &record) && view_path(view, request->inode, path, sizeof path);
+                  !(record.flags & YOUNG) && view_path(view, request->inode, path, sizeof path);
     view_end(view);
     if (!wanted)
         return NULL;
