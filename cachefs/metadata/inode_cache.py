@@ -276,10 +276,8 @@ class InodeCache(InodeTable):
         if not unchanged and not inode.is_directory:
             if inode.flags & IMMUTABLE or self.is_pinned(inode):
                 return None, self.drop(update, number)
-            inode = inode._replace(version=self.numbers.next())
-        inode = self.changed_now(inode, now)
-        if inode.is_young and self.is_pinned(inode):
-            inode = inode._replace(expires_ns=self.settles_ns(inode, result=self.is_result(update, number)))
+            inode = self.changed_now(inode, now)._replace(version=self.numbers.next())
+        inode = inode.with_stat(now)  # a write by another node that begins later moves the mtime: it is not young
         self.put_inode(update, inode)
         return inode, []
 

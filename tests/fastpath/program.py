@@ -42,7 +42,7 @@ _PREFETCH_REQUEST = struct.Struct("<2Q")
 
 
 class Program:
-    """`options.settle_ns` is best one nanosecond: no file is young then."""
+    """`options.settle_ns`: how long the kernel keeps pages of young files."""
 
     def __init__(
         self,

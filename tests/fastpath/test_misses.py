@@ -20,7 +20,7 @@ from cachefs.fs.handles import FAST_HANDLE
 from cachefs.options import Options
 from cachefs.store.blob.blob import Blob
 from cachefs.store.blob.record import record_bytes
-from cachefs.store.index.records import IMMUTABLE, IMMUTABLE_ON_OPEN, PINNED, STALE, UNLINKED, pair_key
+from cachefs.store.index.records import IMMUTABLE, IMMUTABLE_ON_OPEN, PINNED, STALE, UNLINKED, YOUNG, pair_key
 from cachefs.store.recovery import scan
 from cachefs.system.clock import NANOSECONDS
 from tests.fastpath.program import GETATTR, INTERRUPT, OPEN, READ, READ_IN, READDIR, SEED, THREADS, Program, running
@@ -267,7 +267,7 @@ def test_another_version_is_left_to_python(program: Program, change: str) -> Non
 @pytest.mark.parametrize("change", CHANGES)
 def test_another_version_of_a_young_file_is_left_to_python(tmp_path: Path, change: str) -> None:
     with running(tmp_path, Options(settle_ns=2 * NANOSECONDS)) as program:
-        program.add(10, b"first" * 2000)
+        program.add(10, b"first" * 2000, PINNED | IMMUTABLE | YOUNG)
         CHANGES[change](program.source / "f10")
         program.python_says = errno.ESTALE
         assert program.answer(program.ask(10, 0, 100)) == (errno.ESTALE, b"")
@@ -357,7 +357,7 @@ def test_a_hit_of_any_size_up_to_the_largest_message_is_answered_at_once(program
 def test_data_of_a_young_file_are_given_out_and_not_kept(tmp_path: Path) -> None:
     with running(tmp_path, Options(settle_ns=2 * NANOSECONDS)) as program:
         began_ns = time.monotonic_ns()
-        record = program.add(10, b"young")
+        record = program.add(10, b"young", PINNED | IMMUTABLE | YOUNG)
         for count in (1, 2):
             assert program.read(10, 0, 9) == b"young"
             assert program.shared["young_written"] == count == program.counters().young_reads
