@@ -69,7 +69,7 @@ class Options:
     reconnect_timeout_s: float = 60.0
     """How long requests that need the daemon wait for a successor if it has died."""
     settle_ns: int = SETTLE_NS
-    """The age after the last change from which on an object is valid for ever, and file data are cached (age.py)."""
+    """How long an object must be unchanged to be valid for ever, and file data to be cached (validity.py)."""
 
     @property
     def rctime_grace_s(self) -> float:

@@ -141,6 +141,7 @@ class FastPathHost:
         writes.on_round.add(self._round_ended)
         self._seen = [0] * ACCESS_LOGS
         self.shared.accesses(self._seen)  # skip what was read before this daemon
+        self._components.source.connection.volumes.tell(lambda place, number: self.shared.set_volume(*place, number))
         self.refresh()
 
     def configure(self, options: Options) -> None:

@@ -218,6 +218,7 @@ class Serving:
             components.young.run,
             partial(tasks.every, READER_CHECK_S, partial(drop_dead_readers, index)),
             partial(tasks.drain, index),
+            partial(tasks.let_go_of_volumes, components),
             tasks.watch_clock,
         ]
         if host is not None:

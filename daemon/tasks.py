@@ -9,7 +9,7 @@ import trio
 from cachefs.contract.shared import SETTLE_NS
 from cachefs.errors import IndexUnavailable, met_damage
 from cachefs.source import rctime
-from cachefs.source.directories import ROOT
+from cachefs.source.directories import IDLE_S, ROOT
 from cachefs.source.source import Object
 from cachefs.store.index.index import Index
 from cachefs.system.clock import NANOSECONDS, TIME_OF_DAY
@@ -52,6 +52,14 @@ async def drain(index: Index) -> None:
         await trio.sleep(DRAIN_S)
         while index.drain():
             await trio.lowlevel.checkpoint()
+
+
+async def let_go_of_volumes(components: Components) -> None:
+    """For ever: let other filesystems beneath the source be unmounted when nobody uses them."""
+    while True:
+        await trio.sleep(IDLE_S)
+        components.source.directories.let_go()
+        await components.files.let_go()
 
 
 async def revalidate_earlier_runs(mount: Mount, components: Components) -> None:

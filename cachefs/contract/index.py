@@ -50,7 +50,7 @@ class Flag(enum.IntFlag):
     IMMUTABLE_ON_OPEN = 128
     """The first read-only open makes this regular file immutable: the fast path may answer it, and reports it."""
     YOUNG = 256
-    """A regular file whose data are not cached, because one write() may be under way (age.py). It is UNSETTLED, too."""
+    """A regular file whose data are not cached, because a write() may be under way (validity.py). UNSETTLED, too."""
 
 
 KNOWN_FLAGS = sum(Flag)

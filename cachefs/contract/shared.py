@@ -21,6 +21,7 @@ PARKED_BYTES = 1016
 """Of one request whose user has no slot left."""
 OPERATIONS = 64
 YOUNG_ENTRIES = 8192
+MAX_VOLUMES = 256
 ACCESS_LOGS = 16
 """One for each of the first serving threads."""
 ACCESS_ENTRIES = 4096
@@ -153,4 +154,9 @@ SHARED = Struct(
     aligned={"counters": PAGE},
 )
 HEAD_BYTES = -(-SHARED.size // PAGE) * PAGE
-SHARED_BYTES = HEAD_BYTES + SLOT_COUNT * SLOT_BYTES
+# Behind the slots, so that the memory of an earlier version can be extended. Written by the daemon, `count` last. What
+# is not in it is left to Python. mount: STATX_MNT_ID_UNIQUE. device: st_dev. number: see volumes.py.
+VOLUME = Struct("volume", ("atomic_u64", "mount device number"))
+VOLUMES = Struct("volumes", ("atomic_u64", "count"), (VOLUME, f"entries[{MAX_VOLUMES}]"))
+VOLUMES_OFFSET = HEAD_BYTES + SLOT_COUNT * SLOT_BYTES
+SHARED_BYTES = VOLUMES_OFFSET + VOLUMES.size

@@ -1,4 +1,4 @@
-"""Young files whose pages the kernel caches, and the task that drops these pages when they are old enough (age.py).
+"""Young files whose pages the kernel caches, and the task that drops these pages after a while (validity.py).
 
 Each read has its own entry, because its data may contain half of a write() that began after an earlier entry was made.
 

@@ -71,6 +71,9 @@ class Shared:
         if (self["magic"], self["version"]) != (layout.SHARED_MAGIC, layout.SHARED_VERSION):
             self._unmap()
             raise OtherVersion
+        if os.fstat(fd).st_size < layout.SHARED_BYTES:  # of an earlier version
+            os.ftruncate(fd, layout.SHARED_BYTES)
+        self._volumes = mmap.mmap(fd, layout.VOLUMES.size, offset=layout.VOLUMES_OFFSET)
 
     @classmethod
     def create(cls, name: str = "cachefs") -> "Shared":
@@ -105,6 +108,18 @@ class Shared:
     def set_source(self, fstype: str) -> None:
         """Store what must be known of the source. `fstype`: as in the mount table."""
         self["source_flags"] = 0 if is_coherent(fstype) else int(SourceFlag.SOURCE_INCOHERENT)
+
+    def set_volume(self, mount: int, device: int, number: int) -> None:
+        """Store the volume of a place (source/volumes.py). One of too many is left out: Python serves its files."""
+        with memoryview(self._volumes) as whole, whole.cast("Q") as words:
+            count = words[0]
+            at = next((at for at in range(1, 1 + 3 * count, 3) if (words[at], words[at + 1]) == (mount, device)), None)
+            if at is not None:
+                words[at + 2] = number
+            elif count < layout.MAX_VOLUMES:
+                at = 1 + 3 * count
+                words[at], words[at + 1], words[at + 2] = mount, device, number
+                words[0] = count + 1
 
     def was_set_up_for(self, options: Options) -> bool:
         """Does this match what `configure` stores for these options, as far as a mount cannot change them?"""
@@ -189,4 +204,5 @@ class Shared:
 
     def close(self) -> None:
         self._unmap()
+        self._volumes.close()
         os.close(self.fd)

@@ -275,6 +275,14 @@ class OpenFiles:
         finally:
             await self._shared.let_go(file)
 
+    async def let_go(self) -> None:
+        """Close what no reader uses and what keeps another filesystem beneath the source from being unmounted."""
+        for number in [number for number, file in self._recent.items() if file.inode.device]:
+            file = self._recent.get(number)
+            if file is not None and file.handles == 1:
+                del self._recent[number]
+                await self._shared.let_go(file)
+
     async def fetch_ahead(self, number: int, offset: int) -> None:
         """Cache a unit of a file before it is read, if the file is immutable."""
         inode = self._metadata.current(number)

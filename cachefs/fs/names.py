@@ -317,7 +317,7 @@ class FileSystem:
         raise failed(errno.ESTALE)
 
     async def come_of_age(self, numbers: Sequence[int]) -> list[int]:
-        """Wait until the data of these files may be cached (age.py), and compare the files with the source once more.
+        """Wait until the data of these files may be cached (validity.py), and compare the files once more.
 
         Returns their inode numbers; where a file has changed, the number that its path leads to now.
         """

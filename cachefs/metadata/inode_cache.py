@@ -270,7 +270,7 @@ class InodeCache(InodeTable):
         if inode is None:
             return None, []
         expected = inode.identity._replace(connection=now.connection)  # it was compared before the change
-        if not expected.is_of(now, by_name=True) or inode.device != now.device:
+        if not expected.is_of(now, by_name=True):
             return None, self.drop(update, number)
         unchanged = inode.size == now.size and inode.mtime_ns == now.mtime_ns
         if not unchanged and not inode.is_directory:

@@ -3,7 +3,7 @@
 
 - Pinned, and compared with the source in this run (or in an earlier one from the floor on): for ever.
 - Pinned but *unsettled*, that is, changed shortly before the comparison: for two seconds. Then it is compared once more
-  (hazard 11). "Shortly" is two seconds, or ten minutes where another clock sets the times of files (source/age.py).
+  (hazard 11). "Shortly" is two seconds, or ten minutes where another clock sets the times of files.
 - Everything else: for `unpinned_timeout_s` from the lstat.
 
 One number validates many records: a record counts if its `validated_run` is at or above the floor. So a new run
@@ -12,17 +12,34 @@ doubts, or trusts, a whole index in one step. `strict_floor` is the floor of wha
 
 A directory that has not changed vouches for its names (dentries, listing, absences), so that each object costs exactly
 one lstat. Where it has changed, `entries_valid_from` makes its names doubtful.
+
+Age: are data that are about to be read certainly of one version? The flag YOUNG of the record tells both languages.
+The kernel sets mtime and ctime before it copies what is written (hazard 25). Data that are read during one write()
+contain old and new bytes, and pass every later comparison of times. The clock that sets the times is the source's, or
+that of the node that writes, and may be late (hazard 53). So age is observed: a version that may be recent is *young*
+until two comparisons show it unchanged. The second one begins `settle_ns` after the first by this machine's monotonic
+clock, and reaches the source. Data of a young file are given to the reader and not cached, and the kernel's pages of
+them are dropped after `settle_ns` (young_files.py). Not covered: one write() that lasts longer than that, and a clock
+that is later than `LATE_NS`.
+
+A version may be recent if its change time is less than `LATE_NS` ago, or in the future. Where this machine's own clock
+sets the times, as on a local disk, less than `settle_ns` ago. Where ctime proves nothing (store/filesystem.py) the
+later of ctime and mtime counts.
+
+`settle_ns` is an option of the mount; tests use shorter times.
 """
 
 from typing import NamedTuple
 
+from cachefs.contract.shared import SETTLE_NS
 from cachefs.options import Options
-from cachefs.source.age import recent_ns
 from cachefs.store.index.records import IMMUTABLE, LISTED, PINNED, STALE, UNLINKED, UNSETTLED, YOUNG, Dentry, Inode
 from cachefs.system.clock import NANOSECONDS, SYSTEM, Clock
 from cachefs.system.stat import Stat
 
 FOREVER_NS = 1 << 63
+LATE_NS = 600 * NANOSECONDS
+"""How late another clock may be."""
 
 
 class Run(NamedTuple):
@@ -50,7 +67,8 @@ class Validity:
         # constants
         self._settle_ns = options.settle_ns
         self._unpinned_timeout_ns = int(options.unpinned_timeout_s * NANOSECONDS)
-        self.recent_ns = recent_ns(options.settle_ns, has_own_clock=run.has_own_clock)
+        is_late = run.has_own_clock and options.settle_ns >= SETTLE_NS
+        self.recent_ns = LATE_NS if is_late else options.settle_ns
         """How far behind this machine's clock a time of the source may be when it has just been set."""
         self._pins_files = options.pins_files
         self._pins_everything = options.pins_everything
@@ -90,7 +108,7 @@ class Validity:
         return has_change_time or inode.validated_run == self.run or not inode.is_regular
 
     def is_recent(self, now: Stat) -> bool:
-        """May this version have been made just now? (source/age.py)"""
+        """May this version have been made just now?"""
         changed_ns = now.ctime_ns if self._run.has_change_times else max(now.ctime_ns, now.mtime_ns)
         return changed_ns + self.recent_ns > self._realtime_ns()
 

@@ -34,6 +34,8 @@ from cachefs.system.stat import Stat
 MAX_KEPT = 1000
 PATIENCE_S = 1.0
 """How long a thread waits for another thread that opens the same directory."""
+IDLE_S = 2.0
+"""How long a directory of another volume than the source's own is kept without use: it keeps a filesystem mounted."""
 NAME_HOLDS_S = 1.0
 """For how long after a comparison a change relies on the name of a directory."""
 
@@ -73,6 +75,8 @@ class _Descriptor:
     fd: int
     identity: Identity | None
     named_until: float
+    used_s: float = 0.0
+    """When it was last released."""
     users: int = 1
     """The thread that has opened it is the first."""
     is_dropped: bool = False
@@ -116,7 +120,7 @@ class SourceDirectories:
             yield kept.fd
         except (FileNotFoundError, Changed) as error:
             is_known = isinstance(error, Changed) and bool(error.directory)
-            if not is_known and self.is_removed(kept.fd):
+            if not is_known and self.is_gone(directory, kept.fd):
                 raise Changed.at(directory.number) from error
             raise
         finally:
@@ -148,8 +152,32 @@ class SourceDirectories:
         if not leads_here:
             raise Renamed.away(parent.number, directory.name, directory.number)
 
-    def is_removed(self, fd: int) -> bool:
-        return self.stat(fd).nlink == 0
+    def is_gone(self, directory: Directory, fd: int) -> bool:
+        """Was it removed, or the filesystem that it is on?
+
+        A Btrfs subvolume that was deleted, and a filesystem that was unmounted, do not show it themselves. So where
+        another volume begins on the path, the name must still lead there.
+        """
+        if self.stat(fd).nlink == 0:
+            return True
+        below = directory
+        while below.parent is not None and below.identity is not None:
+            above = below.parent.identity
+            if below.identity.device != (0 if above is None else above.device):
+                try:
+                    self._compare_name(below, below.parent)
+                except Changed:
+                    return True
+            below = below.parent
+        return False
+
+    def let_go(self) -> None:
+        """Close idle descriptors that keep a filesystem beneath the source from being unmounted (hazard 55)."""
+        with self._lock:
+            for number, kept in list(self._kept.items()):
+                is_idle = not kept.users and self.clock.monotonic_s() - kept.used_s > IDLE_S
+                if is_idle and kept.identity is not None and kept.identity.device:
+                    self._drop(self._kept.pop(number))
 
     def clear(self) -> None:
         """The source was mounted anew: descriptors of the old mount are useless."""
@@ -245,10 +273,11 @@ class SourceDirectories:
     def _release(self, kept: _Descriptor) -> None:
         with self._lock:
             kept.users -= 1
+            kept.used_s = self.clock.monotonic_s()
             if kept.is_dropped and not kept.users:
                 os.close(kept.fd)
 
 
 def _are_alike(one: Identity | None, other: Identity | None) -> bool:
     """In the same connection. Change times are not compared: they move."""
-    return one is not None and other is not None and one[:3] == other[:3]
+    return one is not None and other is not None and one[:4] == other[:4]

@@ -3,8 +3,7 @@
 A path is only a hint. Between a look-up and an open another node may rename anything over any name. Therefore every
 object of the source is compared with its record after the open, before its bytes or attributes are used:
 
-- `check`: is it the same object? `Identity` has the rule. The device number is not compared, because it changes when
-  the source is mounted anew.
+- `check`: is it the same object? `Identity` has the rule.
 - `check_version`: is it the same object, and unchanged? Called after a read, this proves that the bytes belong to the
   record: if nothing differs afterwards, nothing changed before. The fast path has the same rule (misses/source.c).
 """
@@ -14,7 +13,7 @@ import os
 import stat
 
 from cachefs.store.index.records import Identity, Inode
-from cachefs.system.stat import Stat, clamped_ns
+from cachefs.system.stat import Stat
 
 GONE = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENXIO)
 """Errors of an open by a name that does not lead to the expected object any more.
@@ -71,16 +70,17 @@ def check(expected: Identity, now: Stat) -> None:
         raise Changed
 
 
-def check_version(expected: Inode, now: os.stat_result) -> None:
+def check_version(expected: Inode, now: Stat) -> None:
     """Raises `Changed` unless `now` is of the expected version of a regular file.
 
-    A plain fstat is enough: if inode number and change time are the same, the birth time is the same, too.
+    Birth times are not compared: if inode number and change time are the same, the birth time is the same, too.
     """
     if (
-        clamped_ns(now.st_ctime_ns) != expected.ctime_ns
-        or clamped_ns(now.st_mtime_ns) != expected.mtime_ns
-        or now.st_size != expected.size
-        or now.st_ino != expected.source_inode
-        or not stat.S_ISREG(now.st_mode)
+        now.ctime_ns != expected.ctime_ns
+        or now.mtime_ns != expected.mtime_ns
+        or now.size != expected.size
+        or now.inode != expected.source_inode
+        or now.device != expected.device
+        or not stat.S_ISREG(now.mode)
     ):
         raise Changed

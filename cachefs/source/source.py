@@ -18,9 +18,9 @@ from cachefs.errors import Busy
 from cachefs.source.directories import ROOT, Directory, SourceDirectories
 from cachefs.source.identity import GONE, Changed, check, check_version
 from cachefs.source.opening import Opener, component, reopen_directory
+from cachefs.source.volumes import Connection, Place, Volumes
 from cachefs.store.filesystem import has_change_times, has_own_clock, is_coherent
 from cachefs.store.index.records import Identity, Inode
-from cachefs.store.runs import next_connection
 from cachefs.system import past_pages, syscalls
 from cachefs.system.clock import SYSTEM, Clock
 from cachefs.system.descriptors import closing, closing_on_error
@@ -40,23 +40,6 @@ class Object(NamedTuple):
     """The expected identity. None: of the directory itself, which is compared when it is opened."""
     fd: int = -1
     """An open descriptor, which may be the only way to reach it. Then name and identity are not used."""
-
-
-class Connection(NamedTuple):
-    """To the source: since it was last mounted anew, and in the present run only.
-
-    In one piece, because threads use it while the source is mounted anew.
-    """
-
-    root_devices: tuple[int, ...]
-    """st_dev of the root, and where numbers last, of the root before: calls that are under way may answer with it."""
-    number: int = 0
-    """0: the source has birth times, or its inode numbers last. `Stat.connection`."""
-
-    def following(self, device: int) -> "Connection":
-        if self.number:
-            return Connection((device,), next_connection(self.number))
-        return Connection((device, self.root_devices[0]))
 
 
 Run = Callable[[Callable[[], int]], int]
@@ -154,8 +137,9 @@ class Source:
         self._is_coherent = is_coherent(fstype)
         self.has_change_times = has_change_times(fstype)
         self.has_own_clock = has_own_clock(fstype)
-        device = os.fstat(root_fd).st_dev if root_device is None else root_device
-        self.connection = Connection((device,))
+        roots = [Place(*syscalls.place_of(root_fd))] if root_device is None else []
+        device = roots[0].device if root_device is None else root_device
+        self.connection = Connection(Volumes(root_fd, roots), device)
         self.generation = 0
         """How many times the source was mounted anew. Descriptors of an earlier generation are dead."""
         self.counters = SourceCounters(simulate_latency_s)
@@ -166,14 +150,14 @@ class Source:
 
     @property
     def root_device(self) -> int:
-        return self.connection.root_devices[0]
+        return self.connection.root_device
 
-    def reconnect(self, fd: int, device: int) -> None:
+    def reconnect(self, fd: int, root: Place) -> None:
         """Replace the root by another one, which was compared with the old one. Closes `fd`. From any thread.
 
-        `device`: its st_dev. Makes no call to the source, because the caller has a lock.
+        Makes no call to the source, because the caller has a lock.
         """
-        self.connection = self.connection.following(device)
+        self.connection = self.connection.following(root)
         os.dup2(fd, self.root_fd, inheritable=False)
         os.close(fd)
         self.generation += 1
@@ -185,9 +169,26 @@ class Source:
 
     def stat(self, fd: int, name: bytes = b"", *, ask: bool = False) -> Stat:
         """lstat of a name in a directory, or of `fd` itself. Not counted. `ask`: the result must be fresh."""
-        if self._is_coherent:
-            return syscalls.statx(fd, name, *self.connection)
-        return syscalls.statx(fd, name, *self.connection, ask=ask)._replace(is_fresh=ask)
+        volumes, connection = self.connection.volumes, self.connection.number
+        ask = ask and not self._is_coherent
+        try:
+            now = syscalls.statx(fd, name, volumes.numbers, connection, ask=ask)
+            is_known = not volumes.may_be_another(now.inode, now.device)
+        except KeyError:
+            is_known = False
+        if not is_known:
+            now = self._stat_of_volume(fd, name, ask=ask)
+        return now if self._is_coherent else now._replace(is_fresh=ask)
+
+    def _stat_of_volume(self, fd: int, name: bytes, *, ask: bool) -> Stat:
+        """The same, of an object whose volume is not known."""
+        began_ns = time.monotonic_ns()
+        connection = self.connection
+        flags = os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC
+        with closing(os.open(name, flags, dir_fd=fd) if name else os.dup(fd)) as found:
+            connection.volumes.identify(found)
+            now = syscalls.statx(found, b"", connection.volumes.numbers, connection.number, ask=ask)
+        return now._replace(began_ns=began_ns)
 
     def _lstat_at(self, directory_fd: int, name: bytes) -> Stat:
         self.round_trip("lstat")
@@ -273,7 +274,7 @@ class Source:
         with self.directories.hold(directory) as path_fd:
             with closing(reopen_directory(path_fd)) as fd:
                 names = [os.fsencode(name) for name in os.listdir(fd)]
-            if not names and self.directories.is_removed(path_fd):
+            if not names and self.directories.is_gone(directory, path_fd):
                 raise Changed.at(directory.number)
             return names
 
@@ -340,7 +341,7 @@ class Source:
     def check_version(self, fd: int, expected: Inode) -> None:
         self._refresh(fd)
         self.counters.add("fstat")
-        check_version(expected, os.fstat(fd))
+        check_version(expected, self.stat(fd))
 
     def open_to_keep(self, at: Object, flags: int = _READ_FLAGS) -> int:
         """Open a file for more than one read. Raises `Changed` if its name leads to another file.

@@ -86,6 +86,11 @@ def has_own_clock(fstype: str) -> bool:
     return fstype not in _OUR_CLOCK
 
 
+def numbers_last(fstype: str) -> bool:
+    """Has an object the same inode number when such a filesystem is mounted again?"""
+    return not _promises_nothing(fstype)
+
+
 def _promises_nothing(fstype: str) -> bool:
     """Is it a FUSE filesystem other than ceph-fuse, or not known?"""
     return not fstype or (fstype.startswith("fuse") and not fstype.startswith("fuse.ceph"))

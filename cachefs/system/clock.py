@@ -1,6 +1,6 @@
 """The two clocks that validity depends on. Tests replace them.
 
-The time of day determines how old a file is (age.py), and until when permissions are known to be valid
+The time of day determines how old a file is (validity.py), and until when permissions are known to be valid
 (permissions.py). If it is ahead of the source's clock, data that are being written seem old enough to be cached, and
 old permissions seem to be the present ones. The clock of a machine may be set forward, correctly or by mistake, and the
 clock of the source cannot be read. Therefore `TimeOfDay` is never later than the time at which the daemon started plus

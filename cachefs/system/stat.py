@@ -33,7 +33,7 @@ class Stat(NamedTuple):
     mtime_ns: int
     ctime_ns: int
     btime_ns: int  # 0: not known
-    device: int  # 0: the device of the source's root; else st_dev
+    device: int  # its volume (source/volumes.py); 0: that of the source's root
     inode: int
     began_ns: int = 0
     """CLOCK_MONOTONIC at the start of the call. 0: not known, and treated as later than everything."""

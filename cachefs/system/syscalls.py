@@ -8,7 +8,7 @@ import errno
 import os
 import struct
 import time
-from collections.abc import Callable, Container
+from collections.abc import Callable, Mapping
 from typing import TypeVar
 
 from cachefs.errors import Busy
@@ -29,9 +29,10 @@ _libc.statx.argtypes = [ctypes.c_int, ctypes.c_char_p, ctypes.c_int, ctypes.c_ui
 AT_SYMLINK_NOFOLLOW = 0x100
 AT_EMPTY_PATH = 0x1000
 _AT_STATX_FORCE_SYNC = 0x2000
-_STATX_BASIC_AND_BTIME = 0x7FF | 0x800
 _STATX_BTIME = 0x800
-_STATX = struct.Struct("=IIQIIIHxxQQQQ" + "qI4x" * 4 + "IIII")
+_STATX_WANTED = 0x7FF | _STATX_BTIME | 0x1000 | 0x4000
+"""The attributes of stat(2), the birth time, and the mount: since Linux 6.8 a number that is never used twice."""
+_STATX = struct.Struct("=IIQIIIHxxQQQQ" + "qI4x" * 4 + "IIIIQ")
 
 _RESOLVE_NO_MAGICLINKS = 0x02
 _RESOLVE_NO_SYMLINKS = 0x04
@@ -58,23 +59,38 @@ def _checked(result: int, path: bytes | None = None) -> int:
     return result
 
 
+def _statx(directory_fd: int, path: bytes, *, ask: bool = False) -> tuple[int, ...]:
+    buffer = ctypes.create_string_buffer(256)
+    flags = AT_SYMLINK_NOFOLLOW | (0 if path else AT_EMPTY_PATH) | (_AT_STATX_FORCE_SYNC if ask else 0)
+    _checked(_libc.statx(directory_fd, path, flags, _STATX_WANTED, buffer), path)
+    return _STATX.unpack_from(buffer)
+
+
+def place_of(fd: int) -> tuple[int, int]:
+    """The number of the mount that an open object was reached by, and its st_dev."""
+    *_, dev_major, dev_minor, mount = _statx(fd, b"")
+    return mount, os.makedev(dev_major, dev_minor)
+
+
 def statx(
-    directory_fd: int, path: bytes, root_devices: Container[int] = (), connection: int = 0, *, ask: bool = False
+    directory_fd: int,
+    path: bytes,
+    volumes: Mapping[tuple[int, int], int] | None = None,
+    connection: int = 0,
+    *,
+    ask: bool = False,
 ) -> Stat:
     """lstat of `path` in `directory_fd`, or of the descriptor itself for an empty path. Follows no symlink.
 
-    `root_devices`: device numbers that are replaced by 0. `connection`: to the source, as in `Stat`. `ask`: ask the
-    source, and do not use cached attributes.
+    `volumes`: (mount, st_dev) → `Stat.device`; raises KeyError where it is not known. None: st_dev itself.
+    `connection`: to the source, as in `Stat`. `ask`: ask the source, and do not use cached attributes.
     """
     began_ns = time.monotonic_ns()
-    buffer = ctypes.create_string_buffer(256)
-    flags = AT_SYMLINK_NOFOLLOW | (0 if path else AT_EMPTY_PATH) | (_AT_STATX_FORCE_SYNC if ask else 0)
-    _checked(_libc.statx(directory_fd, path, flags, _STATX_BASIC_AND_BTIME, buffer), path)
     (
         mask, blksize, _, nlink, uid, gid, mode, inode, size, blocks, _,
         atime, atime_ns, btime, btime_ns, ctime, ctime_ns, mtime, mtime_ns,
-        rdev_major, rdev_minor, dev_major, dev_minor,
-    ) = _STATX.unpack_from(buffer)  # fmt: skip
+        rdev_major, rdev_minor, dev_major, dev_minor, mount,
+    ) = _statx(directory_fd, path, ask=ask)  # fmt: skip
     device = os.makedev(dev_major, dev_minor)
     return Stat(
         mode,
@@ -89,7 +105,7 @@ def statx(
         clamped_ns(mtime * NANOSECONDS + mtime_ns),
         clamped_ns(ctime * NANOSECONDS + ctime_ns),
         clamped_ns(btime * NANOSECONDS + btime_ns) if mask & _STATX_BTIME else 0,
-        0 if device in root_devices else device,
+        device if volumes is None else volumes[mount, device],
         inode,
         began_ns,
         connection,

@@ -83,7 +83,7 @@ def _milliseconds(value: Any) -> float:
 
 
 def _minimum_age(value: Any) -> float:
-    """How old files must be to be cached: never longer than the rule of age.py, and never 0."""
+    """How old files must be to be cached: never longer than the rule of validity.py, and never 0."""
     seconds = _seconds(value)
     if not 0.001 <= seconds <= SETTLE_NS / NANOSECONDS:
         raise ValueError(f"must be between 0.001 and {SETTLE_NS / NANOSECONDS:g}")

@@ -32,6 +32,7 @@ from cachefs.errors import CacheFsError
 from cachefs.source.call_pool import CallPool
 from cachefs.source.calls.doubt import may_be_lost
 from cachefs.source.source import Source
+from cachefs.source.volumes import Place
 from cachefs.store.index.index import Index
 from cachefs.system import syscalls
 from cachefs.system.descriptors import closing_on_error
@@ -226,15 +227,15 @@ class SourceConnection:
 
         def reopen() -> str:
             try:
-                fd, device = self._open()
+                fd, place = self._open()
             except (OSError, CacheFsError) as error:
                 return str(error) if isinstance(error, CacheFsError) else f"{self._path}: {error.strerror}"
             with self._switching:  # an abandoned thread may return late
-                unmoved = only_if_moved and device == self._source.root_device
+                unmoved = only_if_moved and place.device == self._source.root_device
                 if self._source.generation != generation or unmoved:
                     os.close(fd)
                 else:
-                    self._source.reconnect(fd, device)
+                    self._source.reconnect(fd, place)
             return ""
 
         top = mount_table.covering(self._path)
@@ -243,8 +244,8 @@ class SourceConnection:
         except TimeoutError:
             return f"{self._path} does not answer"
 
-    def _open(self) -> tuple[int, int]:
-        """A descriptor of the root, and its st_dev; nothing else is asked of the source. Runs in a thread.
+    def _open(self) -> tuple[int, Place]:
+        """A descriptor of the root, and its place; nothing else is asked of the source. Runs in a thread.
 
         Raises CacheFsError with the reason if it is not the source.
         """
@@ -262,7 +263,7 @@ class SourceConnection:
                     f"{self._path} is another directory now: inode {found.inode} ({found.fstype}), "
                     f"not {self._root.inode} ({self._root.fstype})"
                 )
-            return fd, os.fstat(fd).st_dev
+            return fd, Place(*syscalls.place_of(fd))
 
     async def _in_thread(self, function: Callable[[], T], mount: int) -> T:
         """Access a mount, by its number. Raises TimeoutError; the result of a late thread is ignored."""

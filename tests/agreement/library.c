@@ -94,7 +94,7 @@ int fcntl(int fd, int command, ...)
 
 bool attach(int fd)
 {
-    shared = mmap(NULL, sizeof *shared, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
+    shared = mmap(NULL, SHARED_BYTES, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
     index_.shared = shared;
     return shared != MAP_FAILED;
 }

@@ -30,7 +30,7 @@ def source(tmp_path: Path) -> Iterator[Source]:
 
 def identity(path: Path) -> Identity:
     now = statx(-100, os.fsencode(path))
-    return Identity(now.inode, now.mode & 0o170000, now.btime_ns, now.ctime_ns, 0)
+    return Identity(now.inode, now.mode & 0o170000, 0, now.btime_ns, now.ctime_ns, 0)
 
 
 def below(parent: Directory, path: Path) -> Directory:
@@ -179,10 +179,10 @@ def test_what_is_opened_is_compared(source: Source, tmp_path: Path) -> None:
 
 def test_identity_does_without_birth_times_where_one_side_has_none() -> None:
     now = statx(-100, b"/proc")
-    expected = Identity(now.inode, now.mode & 0o170000, 0, now.ctime_ns, 0)
+    expected = Identity(now.inode, now.mode & 0o170000, now.device, 0, now.ctime_ns, 0)
     assert is_same(expected, now._replace(btime_ns=5))
     assert is_same(expected._replace(btime_ns=5), now._replace(btime_ns=0))
-    assert is_same(expected._replace(btime_ns=5), now._replace(btime_ns=5, device=99))
+    assert not is_same(expected._replace(btime_ns=5), now._replace(btime_ns=5, device=99))
     assert not is_same(expected._replace(btime_ns=5), now._replace(btime_ns=6))
     assert not is_same(expected, now._replace(inode=now.inode + 1))
     assert not is_same(expected, now._replace(mode=0o100644))

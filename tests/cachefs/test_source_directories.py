@@ -52,7 +52,7 @@ def make(source: Source, path: Path, number: int) -> Directory:
     path.mkdir(exist_ok=True)
     found = source.stat(source.root_fd, os.fsencode(path.name))
     return Directory(
-        number, Identity(found.inode, 0o040000, found.btime_ns, found.ctime_ns, 0), ROOT, os.fsencode(path.name)
+        number, Identity(found.inode, 0o040000, 0, found.btime_ns, found.ctime_ns, 0), ROOT, os.fsencode(path.name)
     )
 
 

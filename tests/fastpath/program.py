@@ -65,6 +65,7 @@ class Program:
         self.durable = Environment(place / "durable", sync=False)
         self.shared = Shared.create()
         self.shared.configure(options, seed=SEED, root_device=os.stat(self.source).st_dev, threads=THREADS)
+        self.shared.set_volume(*syscalls.place_of(self._source_fd), 0)
         self.shared["flags"] |= flags
         for field, value in {"run": RUN, "serving": 1, "capacity_bytes": capacity}.items():
             self.shared[field] = value
@@ -148,7 +149,7 @@ class Program:
             txn.put(key, value, db=self.durable.tables[table])
 
     def _record(self, number: int, name: bytes, flags: int) -> Inode:
-        now = syscalls.statx(self._source_fd, name, frozenset())
+        now = syscalls.statx(self._source_fd, name)
         return Inode(number, *[0] * 22).with_stat(now)._replace(flags=flags, version=1, validated_run=RUN, device=0)
 
     def add(

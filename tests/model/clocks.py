@@ -5,9 +5,7 @@ from bisect import bisect_right
 
 import trio.testing
 
-from cachefs.source.identity import check_version
 from cachefs.source.source import Source
-from cachefs.store.index.records import Inode
 from cachefs.system.clock import NANOSECONDS, Clock
 from cachefs.system.stat import Stat
 
@@ -51,15 +49,3 @@ class AgeingSource(Source):
     def _shown(self, now: Stat) -> Stat:
         shown = self._clocks.shown_ns
         return now._replace(mtime_ns=shown(now.mtime_ns), ctime_ns=shown(now.ctime_ns), btime_ns=shown(now.btime_ns))
-
-    def check_version(self, fd: int, expected: Inode) -> None:
-        now = self.stat(fd)
-        check_version(expected, _AsOs(now))  # type: ignore[arg-type]
-
-
-class _AsOs:
-    """A `Stat` by the names of os.stat_result."""
-
-    def __init__(self, now: Stat) -> None:
-        self.st_ctime_ns, self.st_mtime_ns, self.st_size = now.ctime_ns, now.mtime_ns, now.size
-        self.st_ino, self.st_mode = now.inode, now.mode

@@ -43,22 +43,24 @@ class Image:
             for file in self._tree.iterdir():
                 (self.place / file.name).write_bytes(file.read_bytes())
 
-    def mount_elsewhere(self, device: int) -> None:
-        """Mount it on another loop device than `device`: another file takes one first. Other tests use some, too."""
-        for _ in range(20):
-            other = self.path.with_name("other")
-            other.write_bytes(bytes(1 << 20))
-            subprocess.run(["losetup", "-f", other], check=True)
-            self.mount()
-            if self.loop() != device:
-                return
-            self.umount()
-        raise AssertionError(f"always on the loop device {device}")
+    def mount_elsewhere(self, loop: str) -> None:
+        """Mount it on another loop device than before: another file takes that one, unless another test has done so."""
+        other = self.path.with_name("other")
+        other.write_bytes(bytes(1 << 20))
 
-    def loop(self) -> int:
-        """The number of the loop device beneath the mount."""
-        found = subprocess.check_output(["findmnt", "-n", "-o", "SOURCE", self.place], text=True)
-        return os.stat(found.strip()).st_rdev
+        def is_taken() -> bool:  # a device is free a moment after the unmount
+            found = subprocess.run(
+                ["losetup", "-n", "-O", "BACK-FILE", loop], check=False, capture_output=True, text=True
+            )
+            return found.stdout.strip() not in ("", str(self.path))
+
+        wait_for(lambda: subprocess.run(["losetup", loop, other], check=False).returncode == 0 or is_taken(), bool)
+        self.mount()
+        assert self.loop() != loop
+
+    def loop(self) -> str:
+        """The loop device beneath the mount."""
+        return subprocess.check_output(["findmnt", "-n", "-o", "SOURCE", self.place], text=True).strip()
 
     def umount(self) -> None:
         """The processes of a mount that has ended may need a moment to close the source."""
@@ -122,9 +124,9 @@ def test_a_filesystem_is_recognized_on_another_loop_device(mount: Callable[..., 
     cached = m.flush()["cached_files"]
     assert cached == 2
     m.umount()
-    device = image.loop()
+    loop = image.loop()
     image.umount()
-    image.mount_elsewhere(device)
+    image.mount_elsewhere(loop)
     m.start()
     assert m.status()["cached_files"] == cached
     assert read(m) == first

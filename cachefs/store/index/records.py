@@ -25,6 +25,8 @@ class Identity(NamedTuple):
     inode: int
     kind: int
     """The type bits of its mode."""
+    device: int
+    """As in `Stat`."""
     btime_ns: int
     """0: not known."""
     ctime_ns: int
@@ -41,7 +43,7 @@ class Identity(NamedTuple):
 
         `by_name`: it has a recorded name of the object, in a directory that was compared.
         """
-        if self.inode != now.inode or self.kind != stat.S_IFMT(now.mode):
+        if self.inode != now.inode or self.kind != stat.S_IFMT(now.mode) or self.device != now.device:
             return False
         if self.btime_ns and now.btime_ns:
             return self.btime_ns == now.btime_ns
@@ -131,10 +133,11 @@ class Inode(NamedTuple):
 
     @property
     def identity(self) -> Identity:
-        return Identity(self.source_inode, stat.S_IFMT(self.mode), self.btime_ns, self.ctime_ns, self.connection)
+        kind = stat.S_IFMT(self.mode)
+        return Identity(self.source_inode, kind, self.device, self.btime_ns, self.ctime_ns, self.connection)
 
     def same_identity(self, other: Stat, *, by_name: bool = True) -> bool:
-        """Is it the same object of the source? Compares device and `Identity`.
+        """Is it the same object of the source? Compares `Identity`.
 
         Without birth times (a source that is a FUSE mount) the change time of pinned files is compared, too: they do
         not change. That of a directory or of a growing log moves all the time, and they would get a new number with
@@ -142,7 +145,7 @@ class Inode(NamedTuple):
 
         `by_name`: as in `Identity.is_of`.
         """
-        if self.device != other.device or not self.identity.is_of(other, by_name=by_name):
+        if not self.identity.is_of(other, by_name=by_name):
             return False
         has_births = self.btime_ns and other.btime_ns
         is_fixed = not has_births and (self.is_symlink or (self.is_regular and self.flags & PINNED))

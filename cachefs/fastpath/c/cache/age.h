@@ -1,5 +1,5 @@
 /* Age: data of a file whose record is YOUNG are given to the reader and not cached (hazard 25). The daemon decides which are;
- * `age.py` has the reasons. */
+ * `validity.py` has the reasons. */
 #pragma once
 
 #include <stdbool.h>

@@ -8,12 +8,16 @@
 #include <string.h>
 #include <sys/stat.h>
 #include <sys/syscall.h>
+#include <sys/sysmacros.h>
 #include <unistd.h>
 
 #include "cache/blob.h"
 #include "common/assertion.h"
 #include "common/buffer.h"
 
+#ifndef STATX_MNT_ID_UNIQUE
+#define STATX_MNT_ID_UNIQUE 0x4000u /* Linux 6.8 */
+#endif
 #define OPEN_TRIES 4
 #define DIRECT_BYTES (2u << 20) /* from this size on a read goes past the page cache; below it read-ahead is worth more */
 
@@ -67,26 +71,34 @@ static int open_beneath(int directory, const char *path)
 }
 
 /* Clamped to the range of times in the index: `clamped_ns` of system/stat.py. */
-static int64_t nanoseconds(const struct timespec *time)
+static int64_t nanoseconds(const struct statx_timestamp *time)
 {
     __int128 ns = (__int128)time->tv_sec * 1000000000 + time->tv_nsec;
     return ns > INT64_MAX ? INT64_MAX : ns < INT64_MIN ? INT64_MIN : (int64_t)ns;
 }
 
+/* volumes.py: is the object of this volume? A place that the daemon has not identified yet is of none. */
+static bool is_of_volume(const struct shared *shared, const struct statx *now, uint64_t number)
+{
+    struct volumes *volumes = shared_volumes(shared);
+    uint64_t device = makedev(now->stx_dev_major, now->stx_dev_minor), count = volumes->count;
+    for (uint64_t i = 0; i < count && i < MAX_VOLUMES; i++)
+        if (volumes->entries[i].mount == now->stx_mnt_id && volumes->entries[i].device == device)
+            return volumes->entries[i].number == number;
+    return false;
+}
+
 /* Is this the version of the index? identity.py has the rule: if nothing differs after the read, nothing changed before or
- * during it, and it was the right file, even if its path leads elsewhere by now (hazard 23). The number of the source's own
- * device does not count: it changes when the source is mounted anew. */
+ * during it, and it was the right file, even if its path leads elsewhere by now (hazard 23). */
 static bool same_version(const struct shared *shared, int fd, const struct inode_record *expected, struct counters *counters)
 {
-    struct stat now;
-    struct statx fresh; /* the kernel keeps it */
-    if ((shared->source_flags & SOURCE_INCOHERENT) &&
-        statx(fd, "", AT_EMPTY_PATH | AT_STATX_FORCE_SYNC, STATX_BASIC_STATS, &fresh))
-        return false;
+    struct statx now;
+    int flags = AT_EMPTY_PATH | (shared->source_flags & SOURCE_INCOHERENT ? AT_STATX_FORCE_SYNC : 0);
     counters->source_fstats++;
-    return !fstat(fd, &now) && S_ISREG(now.st_mode) && nanoseconds(&now.st_ctim) == expected->ctime_ns &&
-           nanoseconds(&now.st_mtim) == expected->mtime_ns && (uint64_t)now.st_size == expected->size &&
-           now.st_ino == expected->source_inode && (!expected->device || now.st_dev == expected->device);
+    return !statx(fd, "", flags, STATX_BASIC_STATS | STATX_MNT_ID | STATX_MNT_ID_UNIQUE, &now) && S_ISREG(now.stx_mode) &&
+           nanoseconds(&now.stx_ctime) == expected->ctime_ns && nanoseconds(&now.stx_mtime) == expected->mtime_ns &&
+           now.stx_size == expected->size && now.stx_ino == expected->source_inode &&
+           is_of_volume(shared, &now, expected->device);
 }
 
 /* Large pieces are read past the page cache of the source: they go to the blob and to the mount's page cache, and another

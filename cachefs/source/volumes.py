@@ -1,0 +1,152 @@
+"""Volumes: the filesystems that a source consists of, each as it is reached by one mount.
+
+Inode numbers are unique within a volume only. The device number of an object does not say which volume it is of: loop
+devices are given out in the order of their set-up (hazard 51), and a bind mount shows a directory at a second place
+(hazard 54). So each volume has a number of our own, which is `Stat.device`:
+
+- 0: what the root of the source lies on, reached by the same mount.
+- Otherwise it is made of what lasts: the identity of the filesystem (store/filesystem.py), on Btrfs of the subvolume;
+  the directory of it that is mounted; and where. So it is the same at the next mount.
+- A filesystem that cannot be recognized, and a FUSE filesystem, which may give its inode numbers to other objects when
+  it is mounted anew: of the number of the mount, which is not used again before the next boot.
+
+The kernel says mount and device with each lstat; the volumes of these places are remembered. The mount number that it
+gives is never used twice since Linux 6.8. Before, it may be another mount's later, and a filesystem that is mounted in
+the place of another one while cachefs is mounted may be taken for it.
+
+A Btrfs subvolume that is deleted leaves its device number to the next one. Therefore the root of a subvolume is
+identified each time it is looked at.
+
+Used from the threads of `call_pool.py`, concurrently.
+"""
+
+import hashlib
+import os
+import stat
+import threading
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from pathlib import Path
+from typing import NamedTuple
+
+from cachefs.client import mount_table
+from cachefs.client.mount_table import Mount
+from cachefs.store.filesystem import identify, numbers_last
+from cachefs.store.runs import next_connection
+from cachefs.system import syscalls
+from cachefs.system.descriptors import closing
+
+_FIRST_UNIQUE = 1 << 31
+"""Mount numbers that are never used twice begin here."""
+_FIRST_OF_SUBVOLUME = 256
+"""The inode number of the root of a Btrfs subvolume."""
+_OURS = 1 << 63
+
+
+class Place(NamedTuple):
+    """By what the kernel tells volumes apart while they are mounted."""
+
+    mount: int
+    device: int
+    """st_dev"""
+
+
+class Volumes:
+    def __init__(self, root_fd: int, roots: Iterable[Place] = (), found: Callable[[Place, int], None] | None = None):
+        """`roots`: of the source; empty: it is asked when a volume is identified. `found`: called with each volume."""
+        # dependencies
+        self._root_fd = root_fd
+        self._found = found
+        # state
+        self.numbers: dict[tuple[int, int], int] = dict.fromkeys(roots, 0)
+        """Read without the lock."""
+        self._subvolumes: set[int] = set()
+        """Volumes on Btrfs, beneath the source's own."""
+        self._lock = threading.Lock()
+
+    def following(self, roots: Iterable[Place]) -> "Volumes":
+        """The source was mounted anew. Its volumes get the numbers that they had."""
+        following = Volumes(self._root_fd, roots)
+        if self._found is not None:
+            following.tell(self._found)
+        return following
+
+    def tell(self, found: Callable[[Place, int], None]) -> None:
+        """Call this for each volume that is known, or becomes known."""
+        with self._lock:
+            self._found = found
+            for place, number in self.numbers.items():
+                found(Place(*place), number)
+
+    def may_be_another(self, inode: int, number: int) -> bool:
+        """May an object with this inode number be of another volume than this, which was found for its place?"""
+        return inode == _FIRST_OF_SUBVOLUME and number in self._subvolumes
+
+    def identify(self, fd: int) -> None:
+        """Make `numbers` know the volume of an open object. Accesses the source. Raises OSError."""
+        if 0 not in self.numbers.values():
+            self._note(Place(*syscalls.place_of(self._root_fd)), 0)
+        place = Place(*syscalls.place_of(fd))
+        if self.numbers.get(place) != 0:
+            mount = mount_table.mount_of(fd)
+            number = self._number(fd, place, mount)
+            if mount is not None and mount.fstype == "btrfs":
+                self._subvolumes.add(number)
+            self._note(place, number)
+
+    def _note(self, place: Place, number: int) -> None:
+        with self._lock:
+            if self.numbers.get(place) != number:
+                self.numbers[place] = number
+                if self._found is not None:
+                    self._found(place, number)
+
+    def _number(self, fd: int, place: Place, mount: Mount | None) -> int:
+        identity = b"" if mount is None else _identity(fd, place, mount)
+        if mount is not None and identity:
+            source = os.readlink(f"/proc/self/fd/{self._root_fd}")
+            at = mount_table.beneath(source, mount.mountpoint)
+            words = [identity, os.fsencode(mount.root), os.fsencode(mount.mountpoint if at is None else at)]
+        elif place.mount >= _FIRST_UNIQUE:
+            boot = Path("/proc/sys/kernel/random/boot_id").read_bytes()
+            words = [boot, b"%d" % place.mount, b"%d" % place.device]
+        else:
+            words = [os.urandom(16)]
+        digest = hashlib.blake2b(b"\0".join(words), digest_size=8).digest()
+        return int.from_bytes(digest, "big") | _OURS
+
+
+class Connection(NamedTuple):
+    """To the source: since it was last mounted anew, and in the present run only.
+
+    In one piece, because threads use it while the source is mounted anew.
+    """
+
+    volumes: Volumes
+    root_device: int
+    """st_dev of the root."""
+    number: int = 0
+    """0: the source has birth times, or its inode numbers last. `Stat.connection`."""
+
+    def following(self, root: Place) -> "Connection":
+        if self.number:
+            return Connection(self.volumes.following([root]), root.device, next_connection(self.number))
+        # Calls that are under way may have the root before.
+        before = [Place(*place) for place, number in self.volumes.numbers.items() if number == 0]
+        return Connection(self.volumes.following([root, *before[-1:]]), root.device)
+
+
+def _identity(fd: int, place: Place, mount: Mount) -> bytes:
+    """The identity of a filesystem. Empty: it is not known whether it is the same when it is mounted again."""
+    if not numbers_last(mount.fstype):
+        return b""
+    is_whole = mount.device == f"{os.major(place.device)}:{os.minor(place.device)}"
+    if not is_whole and mount.fstype != "btrfs":
+        return b""  # a layer of an overlay, which has a device number of its own
+    mode = os.fstat(fd).st_mode
+    if stat.S_ISDIR(mode) or stat.S_ISREG(mode):  # others may do something when they are opened
+        with suppress(OSError):
+            flags = os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
+            with closing(os.open(f"/proc/self/fd/{fd}", flags)) as readable:
+                return identify(readable).identity
+    return b""

@@ -1,0 +1,215 @@
+"""Several filesystems beneath the source, subvolumes, and one directory at two places (source/volumes.py)."""
+
+import os
+import subprocess
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import Mount, contents, settle, wait_for
+
+MakeMount = Callable[..., Mount]
+MODES = pytest.mark.parametrize(
+    "mode",
+    [("--read-only",), (), ("--read-only", "--no-fastpath"), ("--no-fastpath",)],
+    ids=["read-only", "read-write", "read-only-no-fastpath", "read-write-no-fastpath"],
+)
+
+
+def run(*command: object) -> None:
+    subprocess.run([str(word) for word in command], check=True, stdout=subprocess.DEVNULL)
+
+
+@pytest.fixture
+def cleanup(beneath: ExitStack) -> ExitStack:
+    """What is done when the mounts of the test have ended."""
+    return beneath
+
+
+@pytest.fixture
+def images(tmp_path: Path) -> Iterator[list[Path]]:
+    """Two SquashFS images whose files have the same inode numbers, sizes and times."""
+    made = []
+    for letter in "ab":
+        tree = tmp_path / letter
+        tree.mkdir()
+        for number in range(3):
+            (tree / f"shard{number}").write_bytes(letter.encode() * 200_000)
+        run("mksquashfs", tree, tmp_path / f"{letter}.sqsh", "-all-time", 1700000000, "-noappend", "-quiet")
+        made.append(tmp_path / f"{letter}.sqsh")
+    yield made
+
+
+def mount_image(image: Path, place: Path, cleanup: ExitStack) -> None:
+    place.mkdir(exist_ok=True)
+    run("mount", "-t", "squashfs", "-o", "loop,ro", image, place)
+    cleanup.callback(subprocess.run, ["umount", "-l", place], check=False, stderr=subprocess.DEVNULL)
+
+
+@pytest.mark.promise("CH-30")
+@MODES
+def test_two_images_beneath_the_source_are_exchanged_between_mounts(
+    mount: MakeMount, tmp_path: Path, images: list[Path], cleanup: ExitStack, mode: tuple[str, ...]
+) -> None:
+    """Before: their loop devices exchanged their numbers, and each file had the bytes of the other one."""
+    source = tmp_path / "source"
+    source.mkdir()
+    mount_image(images[0], source / "train", cleanup)
+    mount_image(images[1], source / "val", cleanup)
+    m = mount(source, *mode)
+    expected = contents(source)
+    assert contents(m.path) == expected
+    m.flush()
+    m.umount()
+    run("umount", source / "train")
+    run("umount", source / "val")
+    mount_image(images[1], source / "val", cleanup)  # it gets the loop device of the other one
+    mount_image(images[0], source / "train", cleanup)
+    m.start()
+    before = m.ops().get("read", 0)
+    assert contents(m.path) == expected
+    assert m.ops().get("read", 0) == before  # and what was cached is used
+    run("umount", "-l", source / "train")
+    run("umount", "-l", source / "val")
+    m.umount()
+
+
+@pytest.mark.promise("CH-30")
+@MODES
+def test_another_image_is_mounted_in_the_place_of_one(
+    mount: MakeMount, tmp_path: Path, images: list[Path], cleanup: ExitStack, mode: tuple[str, ...]
+) -> None:
+    """While cachefs is mounted. It lets go of a filesystem that nobody uses. Before: EBUSY for ever, or its bytes."""
+    source = tmp_path / "source"
+    source.mkdir()
+    mount_image(images[0], source / "set", cleanup)
+    m = mount(source, *mode)
+    assert (m.path / "set/shard0").read_bytes() == b"a" * 200_000
+    m.drop_caches()
+    wait_for(lambda: subprocess.run(["umount", source / "set"], check=False).returncode, lambda code: code == 0)
+    mount_image(images[1], source / "set", cleanup)
+    m.umount()
+    m.start()
+    assert {(m.path / f"set/shard{number}").read_bytes() for number in range(3)} == {b"b" * 200_000}
+
+
+@pytest.mark.promise("CH-30")
+@MODES
+def test_the_other_image_gets_the_loop_device_while_cachefs_is_mounted(
+    mount: MakeMount, tmp_path: Path, images: list[Path], cleanup: ExitStack, mode: tuple[str, ...]
+) -> None:
+    source = tmp_path / "source"
+    (source / "val").mkdir(parents=True)
+    mount_image(images[0], source / "train", cleanup)
+    m = mount(source, *mode, "--mutable", "val")
+    assert (m.path / "train/shard0").read_bytes() == b"a" * 200_000
+    m.drop_caches()
+    wait_for(lambda: subprocess.run(["umount", source / "train"], check=False).returncode, lambda code: code == 0)
+    mount_image(images[1], source / "val", cleanup)
+    wait_for(lambda: list((m.path / "val").iterdir()), bool)
+    assert {path.read_bytes() for path in (m.path / "val").iterdir()} == {b"b" * 200_000}
+
+
+@pytest.fixture
+def btrfs(tmp_path: Path, cleanup: ExitStack) -> Path:
+    """A Btrfs with a subvolume `cur`, and a snapshot of it, `keep`."""
+    source = tmp_path / "source"
+    source.mkdir()
+    run("truncate", "-s", "256M", tmp_path / "image")
+    run("mkfs.btrfs", "-q", tmp_path / "image")
+    run("mount", "-o", "loop", tmp_path / "image", source)
+    cleanup.callback(subprocess.run, ["umount", "-l", source], check=False)
+    run("btrfs", "subvolume", "create", source / "cur")
+    (source / "cur/sub").mkdir()
+    (source / "cur/f").write_text("old")
+    (source / "cur/sub/g").write_text("old")
+    run("btrfs", "subvolume", "snapshot", source / "cur", source / "keep")
+    settle()
+    return source
+
+
+@pytest.mark.promise("CH-32")
+@MODES
+def test_a_subvolume_is_rolled_back_to_its_snapshot(mount: MakeMount, btrfs: Path, mode: tuple[str, ...]) -> None:
+    """Before: the directory was empty for ever, and new files in it were lost."""
+    m = mount(btrfs, *mode)
+    assert os.listdir(m.path / "cur/sub") == ["g"]
+    assert (m.path / "cur/f").read_text() == "old"
+    run("btrfs", "subvolume", "delete", "-c", btrfs / "cur")
+    run("btrfs", "subvolume", "snapshot", btrfs / "keep", btrfs / "cur")
+
+    def found() -> set[str]:
+        try:
+            return set(os.listdir(m.path / "cur")) | set(os.listdir(m.path / "cur/sub"))
+        except OSError:  # ESTALE: the next look-up finds it
+            return set()
+
+    wait_for(found, lambda names: names == {"f", "sub", "g"})
+    if "--read-only" not in mode:
+        wait_for(lambda: (m.path / "cur/new").touch() or (btrfs / "cur/new").exists(), bool)  # type: ignore[func-returns-value]
+    m.umount()
+    m.start()
+    assert contents(m.path / "cur") == contents(btrfs / "cur")
+
+
+@pytest.mark.promise("CH-32")
+@MODES
+def test_a_subvolume_and_its_snapshot_exchange_names(mount: MakeMount, btrfs: Path, mode: tuple[str, ...]) -> None:
+    """Before: the listing of one with the files of the other, for good."""
+    (btrfs / "cur/later").write_text("new")
+    settle()
+    m = mount(btrfs, *mode)
+    assert set(os.listdir(m.path / "cur")) == {"f", "sub", "later"}
+    assert set(os.listdir(m.path / "keep")) == {"f", "sub"}
+    (btrfs / "cur").rename(btrfs / "other")
+    (btrfs / "keep").rename(btrfs / "cur")
+    (btrfs / "other").rename(btrfs / "keep")
+    if "--read-only" in mode:  # what it has seen stays as it was until the next mount
+        m.umount()
+        m.start()
+    wait_for(lambda: set(os.listdir(m.path / "cur")), lambda names: names == {"f", "sub"})
+    wait_for(lambda: set(os.listdir(m.path / "keep")), lambda names: names == {"f", "sub", "later"})
+    assert contents(m.path) == contents(btrfs)
+
+
+@pytest.mark.promise("CH-33")
+@MODES
+def test_one_directory_at_two_places(
+    mount: MakeMount, tmp_path: Path, cleanup: ExitStack, mode: tuple[str, ...]
+) -> None:
+    """Before: ESTALE in one of some hundred reads, and a shell was moved to the other place."""
+    source = tmp_path / "source"
+    (source / "set/sub").mkdir(parents=True)
+    for number in range(40):
+        (source / f"set/sub/f{number}").write_bytes(b"%d" % number * 1000)
+    (source / "all/set").mkdir(parents=True)
+    (source / "all/root").mkdir()
+    for what, where in ((source / "set", source / "all/set"), (source, source / "all/root")):
+        run("mount", "--bind", what, where)
+        cleanup.callback(subprocess.run, ["umount", "-l", where], check=False)
+    settle()
+    m = mount(source, *mode)
+    errors: list[Exception] = []
+
+    def read(place: Path) -> None:
+        try:
+            for _ in range(4):
+                for path in sorted(place.rglob("f*")):
+                    assert path.read_bytes() == (source / "set/sub" / path.name).read_bytes()
+        except Exception as error:
+            errors.append(error)
+
+    readers = [threading.Thread(target=read, args=(m.path / at,)) for at in ("set", "all/set", "all/root/set")]
+    for reader in readers:
+        reader.start()
+    for reader in readers:
+        reader.join()
+    assert errors == []
+    inside = os.open(m.path / "set", os.O_RDONLY)
+    assert len(os.listdir(m.path / "all/set/sub")) == 40
+    assert os.readlink(f"/proc/self/fd/{inside}") == str(m.path / "set")
+    os.close(inside)
+    assert len(subprocess.check_output(["find", m.path, "-type", "f"]).splitlines()) == 120
