@@ -17,11 +17,11 @@ from pathlib import Path
 
 from cachefs.client.client import server
 from cachefs.client.locations import is_root
-from cachefs.client.mount_table import FSTYPE, beneath, is_mounted, mounts, top_mount
+from cachefs.client.mount_table import FSTYPE, Mount, beneath, mounts, top_mount
 from cachefs.errors import CacheFsError
 from cachefs.system import syscalls
 from cachefs.system.claims import is_dying
-from daemon.kernel import probe
+from daemon.kernel import detached, probe
 from daemon.output import readable_size
 
 log = logging.getLogger(__name__)
@@ -35,10 +35,14 @@ _BUSY_PATIENCE_S = 1.0
 _BUSY_POLL_S = 0.02
 
 
-def check_mounted(place: str) -> None:
-    """Raises CacheFsError if no cachefs is mounted there."""
-    if not is_mounted(place):
-        raise CacheFsError(f"no cachefs is mounted on {place}")
+def check_mounted(place: str) -> Mount:
+    """The cachefs on top there. Raises CacheFsError if there is none: with the holders if one was, and is detached."""
+    top = top_mount(place)
+    if top is not None and top.fstype == FSTYPE:
+        return top
+    for held in detached.find(place):
+        raise CacheFsError(f"{held}. Run cachefs umount --force {place} to end it now")
+    raise CacheFsError(f"no cachefs is mounted on {place}")
 
 
 def unmount(path: str, *, lazy: bool = False) -> None:
