@@ -19,7 +19,7 @@ from cachefs.client.client import server
 from cachefs.client.locations import is_root
 from cachefs.client.mount_table import FSTYPE, Mount, beneath, mounts, top_mount
 from cachefs.errors import CacheFsError
-from cachefs.system import syscalls
+from cachefs.system import syscalls, user_namespace
 from cachefs.system.claims import is_dying
 from daemon.kernel import detached, probe
 from daemon.output import readable_size
@@ -70,6 +70,13 @@ def _try_to_unmount(path: str, *, lazy: bool) -> str | None:
 
 
 def check_fuse() -> None:
+    if not user_namespace.maps_all_users() and (
+        not user_namespace.owns_mounts() or user_namespace.is_unmapped(os.stat("/").st_uid)
+    ):
+        raise CacheFsError(
+            "this user namespace (unshare --user, a rootless container) has no right to the mounts of the machine: run "
+            "cachefs mount outside of it, before it is made; its processes can read that mount"
+        )
     if not os.path.exists("/dev/fuse"):
         raise CacheFsError("/dev/fuse does not exist: run modprobe fuse")
     if not os.access("/dev/fuse", os.R_OK | os.W_OK):
