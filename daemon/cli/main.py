@@ -33,7 +33,7 @@ from daemon.config.parameters import mountpoint_argument
 from daemon.kernel import detached, mounts
 from daemon.kernel.instance import MountInstance, detach_dead, remove_remains
 from daemon.output import name_output_in_errors, one_line_errors, say
-from daemon.service import background, process
+from daemon.service import background, memory, process
 
 UMOUNT_TIMEOUT_S = 90.0
 END_POLL_S = 0.1
@@ -255,6 +255,8 @@ def _check_replaceable(place: str) -> None:
     from cachefs.contract.shared import SHARED_VERSION
     from cachefs.fastpath import processes
 
+    if short := memory.shortage():
+        raise CacheFsError(short)
     status = Client(place).status()
     fastpath = status["fastpath"]
     if fastpath is None:
