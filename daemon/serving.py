@@ -200,6 +200,7 @@ class Serving:
             connection,
             self._nursery,
             self._lifecycle.started,
+            self._mount.is_detached,
         )
         afterwards = {"leave": self._lifecycle.dismissed}
         await self._nursery.start(server.serve, self._runtime / "control", commands.by_name(), afterwards)

@@ -34,7 +34,7 @@ from daemon.kernel.source_connection import Root
 from daemon.mount.fresh import FreshMount
 from daemon.mount.mount import ClaimedMountpoint, Mount, ask_source
 from daemon.mount.takeover import Dismiss, TakenOverMount, config_of_service
-from daemon.service import process
+from daemon.service import memory, process
 from daemon.serving import Serving
 from daemon.signals import SIGNALS, Lifecycle, Reread
 from daemon.wiring import Components
@@ -133,6 +133,8 @@ class Session:
             )
         if not mount.is_new:
             log.info("taking over the mount on %s", self.config.mountpoint)
+            if short := memory.shortage():  # jobs use it: to try is better than to leave it without a daemon
+                log.warning("%s", short)
         if mount.handed.broke_off:
             done = len(mount.handed.opened)
             log.warning("the hand-over of open files broke off after %d files; the others are opened by path", done)

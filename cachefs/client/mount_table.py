@@ -30,15 +30,16 @@ class Mount:
     """The uid of the user who mounted; 0 where the filesystem does not say."""
 
 
-def _unescape(field: str) -> str:
+def unescaped(field: str) -> str:
+    """A field of the mount table without its octal escapes."""
     raw = re.sub(rb"\\([0-7]{3})", lambda m: bytes([int(m[1], 8)]), os.fsencode(field))
     return os.fsdecode(raw)
 
 
-def mounts() -> list[Mount]:
-    """The mount table of this namespace, in the order of mounting."""
+def mounts(process: int | str = "self") -> list[Mount]:
+    """The mount table of the namespace of a process, in the order of mounting."""
     found = []
-    with open("/proc/self/mountinfo", encoding="utf-8", errors="surrogateescape") as table:
+    with open(f"/proc/{process}/mountinfo", encoding="utf-8", errors="surrogateescape") as table:
         for line in table:
             fields = line.split(" ")
             number, parent, device, root, mountpoint = fields[:5]
@@ -49,10 +50,10 @@ def mounts() -> list[Mount]:
                     int(number),
                     int(parent),
                     device,
-                    _unescape(root),
-                    _unescape(mountpoint),
+                    unescaped(root),
+                    unescaped(mountpoint),
                     fstype,
-                    _unescape(source),
+                    unescaped(source),
                     options.rstrip("\n"),
                     int(user[1]) if user is not None else 0,
                 )

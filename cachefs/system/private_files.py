@@ -17,6 +17,7 @@ from collections import deque
 from pathlib import Path
 
 from cachefs.errors import CacheFsError
+from cachefs.system import user_namespace
 from cachefs.system.descriptors import closing, closing_on_error
 
 FILE_MODE = 0o600
@@ -124,6 +125,8 @@ def _check_parent(path: Path, found: os.stat_result) -> None:
 
 
 def _owner(found: os.stat_result) -> str:
+    if user_namespace.is_unmapped(found.st_uid):
+        return "a user outside this user namespace"
     return "root" if found.st_uid == 0 else f"user {found.st_uid}"
 
 

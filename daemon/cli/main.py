@@ -30,13 +30,15 @@ from daemon.cli.tools.trace import trace
 from daemon.cli.warm_up import evict, info, invalidate, pin, unpin, warm_up
 from daemon.config import config
 from daemon.config.parameters import mountpoint_argument
-from daemon.kernel import mounts
+from daemon.kernel import detached, mounts
 from daemon.kernel.instance import MountInstance, detach_dead, remove_remains
-from daemon.output import name_output_in_errors, one_line_errors
-from daemon.service import background, process
+from daemon.output import name_output_in_errors, one_line_errors, say
+from daemon.service import background, memory, process
 
 UMOUNT_TIMEOUT_S = 90.0
 END_POLL_S = 0.1
+_BRIEF_S = 1.0
+"""A daemon that has not ended after this time is asked whether something still holds its mount."""
 _FIRST_SHARED_VERSION = 3
 """Version of the shared memory of daemons whose status does not have it."""
 
@@ -103,7 +105,8 @@ def umount(mountpoint: str, lazy: bool, force: bool) -> None:
     """Unmount, and wait until all data are on disk.
 
     With --lazy the daemon ends, and all data are on disk, when jobs have closed their last file. cachefs does not wait
-    for that.
+    for that. It does not wait either if a container has a copy of the mount, or an overlayfs lies on it: one line says
+    what holds the mount, and `cachefs status` lists it until its daemon ends. --force ends it at once.
 
     \b
     Example:
@@ -123,6 +126,10 @@ def umount(mountpoint: str, lazy: bool, force: bool) -> None:
 
 def unmount_and_wait(place: str, *, force: bool = False) -> None:
     """`force`: also if it is in use. Raises CacheFsError with the reason."""
+    if force and not mount_table.is_mounted(place) and (held := detached.find(place)):
+        for each in held:
+            _end_detached(each)
+        return
     mounts.check_mounted(place)
     _wake_daemon(place)
     try:
@@ -149,11 +156,21 @@ def unmount_and_wait(place: str, *, force: bool = False) -> None:
             raise CacheFsError(
                 f"unmounted, but still mounted on {', '.join(others)} (mount --bind): unmount that as well"
             )
-        if not _has_ended(pid, daemon, UMOUNT_TIMEOUT_S):
+        if _has_ended(pid, daemon, _BRIEF_S):
+            return
+        if held := [each for each in detached.find(place) if each.pid == pid]:
+            say(f"cachefs: {held[0]}", err=True)
+        elif not _has_ended(pid, daemon, UMOUNT_TIMEOUT_S):
             raise CacheFsError(
-                f"unmounted, but the daemon has not ended after {UMOUNT_TIMEOUT_S:.0f} s: it is still writing, or "
-                "another mount namespace (a container) has a copy of the mount"
+                f"unmounted, but the daemon has not ended after {UMOUNT_TIMEOUT_S:.0f} s: it is still writing"
             )
+
+
+def _end_detached(held: detached.Detached) -> None:
+    with closing(os.pidfd_open(held.pid)) as daemon:
+        signal.pidfd_send_signal(daemon, signal.SIGTERM)
+        if not _has_ended(held.pid, daemon, UMOUNT_TIMEOUT_S):
+            raise CacheFsError(f"the daemon (pid {held.pid}) has not ended after {UMOUNT_TIMEOUT_S:.0f} s")
 
 
 def _copies(place: str) -> list[mount_table.Mount]:
@@ -203,9 +220,7 @@ def restart(mountpoint: str, only_check: bool) -> None:
 
     process.leave_starter()
     place = mount_table.absolute(mountpoint)
-    top = mount_table.top_mount(place)
-    if top is None or top.fstype != mount_table.FSTYPE:
-        raise CacheFsError(f"no cachefs is mounted on {place}")
+    top = mounts.check_mounted(place)
     try:
         mounted = MountInstance(place, top.device)
     except FileNotFoundError:
@@ -240,6 +255,8 @@ def _check_replaceable(place: str) -> None:
     from cachefs.contract.shared import SHARED_VERSION
     from cachefs.fastpath import processes
 
+    if short := memory.shortage():
+        raise CacheFsError(short)
     status = Client(place).status()
     fastpath = status["fastpath"]
     if fastpath is None:

@@ -19,6 +19,7 @@ from cachefs.options import METADATA_RETENTION, MUTABLE_NAMES, CacheLevel, Optio
 from cachefs.system.clock import NANOSECONDS
 from daemon.config import config, config_file, mount_options, parameters, settings
 from daemon.kernel import probe
+from daemon.kernel.instance import remove_unfinished
 from daemon.output import say
 from daemon.service import background, process
 from policies import prefetch as prefetch_policies
@@ -359,7 +360,12 @@ def mount(**given: Any) -> None:
         session.serve(lambda: None, lambda _: None)
         return
     was_mounted = mount_table.is_mounted(mount_config.mountpoint)
-    background.run_in_background(session.serve, mount_config.log_level, ends_with_command=True)
+    try:
+        background.run_in_background(session.serve, mount_config.log_level, ends_with_command=True)
+    except Exception:
+        if not was_mounted:
+            remove_unfinished(mount_config.mountpoint)
+        raise
     if was_mounted:  # a take-over: the mount answered before, and its source may not answer now
         return
     try:

@@ -21,6 +21,7 @@ from cachefs.errors import CacheFsError
 from cachefs.printable import one_line
 from daemon.cli.display import hit_ratio, print_status, print_table, share
 from daemon.config.parameters import Mountpoint, json_option
+from daemon.kernel import detached
 from daemon.output import print_json, readable_size, say
 
 LIST_TIMEOUT_S = 5.0
@@ -41,7 +42,10 @@ class Listed:
     source: str
     user: int
     state: str = "no answer"
-    """"alive", "dead" (it has no daemon), "no answer", "another version", or "private" (only its user may ask)."""
+    """"alive", "dead" (it has no daemon), "detached", "no answer", "another version", or "private" (only its user may
+    ask)."""
+    held_by: str | None = None
+    """What holds a detached mount."""
     status: dict[str, Any] | None = None
     """As of `cachefs status MOUNTPOINT --json`."""
 
@@ -105,7 +109,9 @@ def all_mounts() -> list[Listed]:
     ends_s = time.monotonic() + LIST_TIMEOUT_S
     for thread in asked:
         thread.join(max(0.0, ends_s - time.monotonic()))
-    return rows
+    return rows + [
+        Listed(each.mountpoint, each.source, locations.user(), "detached", each.holders) for each in detached.find()
+    ]
 
 
 def list_table(rows: Sequence[Listed]) -> RenderableType:
@@ -119,7 +125,8 @@ def list_table(rows: Sequence[Listed]) -> RenderableType:
         table.add_column("user")
     for row in rows:
         ratio, filled = ("-", "-") if row.status is None else _figures(row.status)
-        values = [row.mountpoint, row.source, row.state, ratio, filled]
+        state = row.state if row.held_by is None else f"{row.state}, still held by {row.held_by}"
+        values = [row.mountpoint, row.source, state, ratio, filled]
         table.add_row(*(Text(one_line(value)) for value in values), *([str(row.user)] if several_users else []))
     return table
 
@@ -150,7 +157,7 @@ def status(mountpoint: str | None, as_json: bool, watched: bool, interval: float
     """
     if interval is not None and not watched:
         raise click.UsageError("--interval needs --watch")
-    client = client_of(mount_table.containing(mountpoint)) if mountpoint is not None else None
+    client = _client_at(mountpoint) if mountpoint is not None else None
     if as_json and watched:
         _print_lines(partial(_as_json, client), interval or JSON_INTERVAL_S)
     elif as_json:
@@ -165,6 +172,17 @@ def status(mountpoint: str | None, as_json: bool, watched: bool, interval: float
             raise DaemonOfOtherVersion(client.mountpoint) from None
     else:
         _print_list(all_mounts())
+
+
+def _client_at(path: str) -> Client:
+    """Of the mount that a path lies on, or of a detached one that was mounted there."""
+    try:
+        return client_of(mount_table.containing(path))
+    except CacheFsError:
+        for held in detached.find(mount_table.absolute(path)):
+            say(f"cachefs: {held}", err=True)
+            return Client(held.mountpoint, directory=held.directory)
+        raise
 
 
 def _answer(client: Client) -> dict[str, Any]:

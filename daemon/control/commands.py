@@ -50,6 +50,8 @@ class Commands:
     nursery: trio.Nursery
     started: float
     """time.monotonic() at the start of the daemon."""
+    is_detached: Callable[[], bool]
+    """Does the mount live without a mountpoint?"""
 
     def __post_init__(self) -> None:
         self.warm_ups = BackgroundWarmUps(self.nursery)
@@ -74,7 +76,7 @@ class Commands:
         }
 
     async def status(self, _: Request, tell: Tell) -> Answer:
-        return self.status_now()
+        return {**self.status_now(), "detached": self.is_detached()}
 
     def status_now(self) -> Answer:
         components, config = self.components, self.configuration()

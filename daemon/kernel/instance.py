@@ -222,6 +222,17 @@ def detach_dead(mountpoint: str, is_dead: Callable[[MountInstance], bool], claim
     return found
 
 
+def remove_unfinished(mountpoint: str) -> None:
+    """Remove a mount whose daemon was killed before it was ready. Nothing was mounted there before it."""
+
+    def is_dead(there: MountInstance) -> bool:
+        return not there.directory.exists() or there.has_lost_daemon()
+
+    with suppress(CacheFsError, FileNotFoundError):  # the daemon has not come so far
+        detach_dead(mountpoint, is_dead)
+        remove_remains(mountpoint)
+
+
 def _is_listened_to(path: Path) -> bool:
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection, suppress(OSError):
         connection.setblocking(False)

@@ -17,11 +17,11 @@ from pathlib import Path
 
 from cachefs.client.client import server
 from cachefs.client.locations import is_root
-from cachefs.client.mount_table import FSTYPE, beneath, is_mounted, mounts, top_mount
+from cachefs.client.mount_table import FSTYPE, Mount, beneath, mounts, top_mount
 from cachefs.errors import CacheFsError
-from cachefs.system import syscalls
+from cachefs.system import syscalls, user_namespace
 from cachefs.system.claims import is_dying
-from daemon.kernel import probe
+from daemon.kernel import detached, probe
 from daemon.output import readable_size
 
 log = logging.getLogger(__name__)
@@ -35,10 +35,14 @@ _BUSY_PATIENCE_S = 1.0
 _BUSY_POLL_S = 0.02
 
 
-def check_mounted(place: str) -> None:
-    """Raises CacheFsError if no cachefs is mounted there."""
-    if not is_mounted(place):
-        raise CacheFsError(f"no cachefs is mounted on {place}")
+def check_mounted(place: str) -> Mount:
+    """The cachefs on top there. Raises CacheFsError if there is none: with the holders if one was, and is detached."""
+    top = top_mount(place)
+    if top is not None and top.fstype == FSTYPE:
+        return top
+    for held in detached.find(place):
+        raise CacheFsError(f"{held}. Run cachefs umount --force {place} to end it now")
+    raise CacheFsError(f"no cachefs is mounted on {place}")
 
 
 def unmount(path: str, *, lazy: bool = False) -> None:
@@ -66,6 +70,13 @@ def _try_to_unmount(path: str, *, lazy: bool) -> str | None:
 
 
 def check_fuse() -> None:
+    if not user_namespace.maps_all_users() and (
+        not user_namespace.owns_mounts() or user_namespace.is_unmapped(os.stat("/").st_uid)
+    ):
+        raise CacheFsError(
+            "this user namespace (unshare --user, a rootless container) has no right to the mounts of the machine: run "
+            "cachefs mount outside of it, before it is made; its processes can read that mount"
+        )
     if not os.path.exists("/dev/fuse"):
         raise CacheFsError("/dev/fuse does not exist: run modprobe fuse")
     if not os.access("/dev/fuse", os.R_OK | os.W_OK):

@@ -27,7 +27,7 @@ from daemon.kernel import fuse_device, mounts
 from daemon.kernel.instance import FASTPATH_SOCKET, MountInstance, detach_dead
 from daemon.kernel.source_connection import Root
 from daemon.mount.mount import ClaimedMountpoint, Mount, abandonable, ask_source, follow_index, memory_name_of
-from daemon.service import descriptor_store
+from daemon.service import descriptor_store, memory
 from daemon.wiring import Components
 
 log = logging.getLogger(__name__)
@@ -46,6 +46,8 @@ class FreshMount(Mount):
     @classmethod
     async def prepare(cls, mount_config: MountConfig, place: ClaimedMountpoint) -> "FreshMount":
         """Raises CacheFsError, OSError if it cannot be mounted."""
+        if short := memory.shortage():
+            raise CacheFsError(short)
         source, timeout_s = mount_config.source, mount_config.options.source_timeout_s
         await abandonable(detach_dead, place.path, MountInstance.is_abandoned, place.claim)
         await abandonable(mounts.make_room, source, place.path)

@@ -14,6 +14,7 @@ from typing import Any, ClassVar, Self, TypeVar
 
 import trio
 
+from cachefs.client import mount_table
 from cachefs.client.hand_over import Handed
 from cachefs.data.handle import Handle
 from cachefs.errors import CacheFsError
@@ -127,6 +128,11 @@ class Mount(ABC):
     def is_unmounted(self) -> bool:
         """Has the kernel closed its connection?"""
         return is_unmounted(self.device)
+
+    def is_detached(self) -> bool:
+        """Does it live without a mountpoint in this namespace, because something holds it (detached.py)?"""
+        is_here = any(mount.device == self.instance.device for mount in mount_table.mounts())
+        return not is_here and not self.is_unmounted()
 
     def unmount(self) -> None:
         self.instance.unmount(self._place.claim)

@@ -7,6 +7,7 @@ import contextlib
 import logging
 import logging.handlers
 import os
+import select
 import signal
 import sys
 from collections.abc import Callable
@@ -17,12 +18,19 @@ from typing import Any
 from cachefs.errors import CacheFsError
 from cachefs.printable import one_line
 from cachefs.system import private_files
+from cachefs.system.descriptors import closing
 from daemon.output import Interrupted
 
 _READY = b"\n"
 LOG_NAME = "daemon.log"
 LOG_BYTES = 10 << 20
 LOG_FILES = 2
+_END_PATIENCE_S = 2.0
+"""How long the command waits for the end of a daemon that failed: until then it holds its locks."""
+_NO_MESSAGE = (
+    "the daemon was killed before it was ready, or ended without a message: see daemon.log in its cache, and the "
+    "kernel's log if memory is limited"
+)
 LOG_LEVELS = ("debug", "info", "warning", "error")
 SHORT_FORMAT = "cachefs: %(message)s"
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
@@ -116,9 +124,11 @@ def run_in_background(serve: Serve, log_level: str, *, ends_with_command: bool) 
         said = pipe.read()
     if said.endswith(_READY):
         return int(said)
-    os.waitpid(pid, os.WNOHANG)  # the child may wait in the kernel, for a source that hangs
+    with closing(os.pidfd_open(pid)) as daemon:  # it may wait in the kernel, for a source that hangs
+        select.select([daemon], [], [], _END_PATIENCE_S)
+    os.waitpid(pid, os.WNOHANG)
     failed = Interrupted if signal.SIGINT in received else CacheFsError
-    raise failed(said.decode(errors="replace") or "the daemon ended without a message: see daemon.log in its cache")
+    raise failed(said.decode(errors="replace") or _NO_MESSAGE)
 
 
 def _to_null(*fds: int) -> None:

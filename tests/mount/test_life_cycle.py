@@ -2,6 +2,7 @@
 
 import fcntl
 import os
+import shutil
 import signal
 import subprocess
 from collections.abc import Callable
@@ -239,6 +240,40 @@ def test_a_source_that_hangs_is_not_waited_for_longer_than_its_time_out(
         _, said = command.communicate(timeout=30)
     assert command.returncode == 1 and "does not answer" in said and said.count("\n") == 1, said
     assert not mounted_on(place) and not left_behind(place)
+
+
+# --- the session of a daemon that died --------------------------------------------------------------------------------
+
+
+@pytest.mark.promise("LC-31")
+def test_the_next_mount_uses_the_session_of_a_killed_daemon_and_removes_it(mount: MakeMount, source: Path) -> None:
+    m = mount(source, "--profile", "inference")
+    session = locations.session_directory(m.cache)
+    expected = contents(m.path)
+    m.flush()
+    m.kill()
+    cachefs("umount", m.path)
+    assert not left_behind(m.path) and session.exists()
+    m.start()
+    assert contents(m.path) == expected
+    assert not m.ops().get("read") and m.ops().get("lstat", 0) <= 1  # nothing but the root is compared
+    m.umount()
+    assert not session.exists()
+
+
+@pytest.mark.promise("LC-31")
+def test_a_mount_whose_cache_was_deleted_removes_the_session_of_a_killed_daemon(mount: MakeMount, source: Path) -> None:
+    m = mount(source)
+    session = locations.session_directory(m.cache)
+    contents(m.path)
+    m.kill()
+    cachefs("umount", m.path)
+    assert session.exists()
+    shutil.rmtree(m.cache)
+    m.start()
+    assert contents(m.path) == contents(source)
+    m.umount()
+    assert not session.exists()
 
 
 # --- also ------------------------------------------------------------------------------------------------------------
