@@ -269,13 +269,19 @@ class Source:
 
     def readdir(self, directory: Directory) -> list[bytes]:
         """All names of a directory, without "." and ".."."""
+        return self.listing(directory)[0]
+
+    def listing(self, directory: Directory) -> tuple[list[bytes], Stat]:
+        """The same, and the attributes of the directory, which are not newer than the names."""
         self.round_trip("readdir")
         with self.directories.hold(directory) as path_fd:
             with closing(reopen_directory(path_fd)) as fd:
+                self._refresh(fd)
+                now = self.fstat(fd)
                 names = [os.fsencode(name) for name in os.listdir(fd)]
             if not names and self.directories.is_removed(path_fd):
                 raise Changed.at(directory.number)
-            return names
+            return names, now
 
     def readlink(self, at: Object) -> bytes:
         self.round_trip("readlink")
