@@ -12,9 +12,11 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import NamedTuple, TypeVar
 
 from cachefs.errors import Busy
+from cachefs.source.credentials import as_admitted
 from cachefs.source.directories import ROOT, Directory, SourceDirectories
 from cachefs.source.identity import GONE, Changed, check, check_version
 from cachefs.source.opening import Opener, component, reopen_directory
@@ -60,10 +62,6 @@ class Connection(NamedTuple):
 
 
 Run = Callable[[Callable[[], int]], int]
-
-
-def as_myself(call: Callable[[], int]) -> int:
-    return call()
 
 
 def by_descriptor(fd: int) -> Object:
@@ -185,9 +183,10 @@ class Source:
 
     def stat(self, fd: int, name: bytes = b"", *, ask: bool = False) -> Stat:
         """lstat of a name in a directory, or of `fd` itself. Not counted. `ask`: the result must be fresh."""
-        if self._is_coherent:
-            return syscalls.statx(fd, name, *self.connection)
-        return syscalls.statx(fd, name, *self.connection, ask=ask)._replace(is_fresh=ask)
+        ask = ask and not self._is_coherent
+        # A filesystem beneath the source, which a user may have mounted, may be closed to all others.
+        now = as_admitted(partial(syscalls.statx, fd, name, *self.connection, ask=ask), lambda now: not now.device)
+        return now if self._is_coherent else now._replace(is_fresh=ask)
 
     def _lstat_at(self, directory_fd: int, name: bytes) -> Stat:
         self.round_trip("lstat")
@@ -195,7 +194,7 @@ class Source:
 
     # --- names -----------------------------------------------------------------------------------------------------
 
-    def _open_expected(self, at: Object, flags: int, run: Run = as_myself, *, to_change: bool = False) -> int:
+    def _open_expected(self, at: Object, flags: int, run: Run = as_admitted, *, to_change: bool = False) -> int:
         """Open an object; raises `Changed` if its name does not lead to such an object."""
         if at.fd >= 0:
             path = f"/proc/self/fd/{at.fd}"
@@ -275,13 +274,16 @@ class Source:
         """The same, and the attributes of the directory, which are not newer than the names."""
         self.round_trip("readdir")
         with self.directories.hold(directory) as path_fd:
-            with closing(reopen_directory(path_fd)) as fd:
-                self._refresh(fd)
-                now = self.fstat(fd)
-                names = [os.fsencode(name) for name in os.listdir(fd)]
+            names, now = as_admitted(partial(self._listing, path_fd))
             if not names and self.directories.is_removed(path_fd):
                 raise Changed.at(directory.number)
             return names, now
+
+    def _listing(self, path_fd: int) -> tuple[list[bytes], Stat]:
+        with closing(reopen_directory(path_fd)) as fd:
+            self._refresh(fd)
+            now = self.fstat(fd)
+            return [os.fsencode(name) for name in os.listdir(fd)], now
 
     def readlink(self, at: Object) -> bytes:
         self.round_trip("readlink")
@@ -291,7 +293,7 @@ class Source:
     def getxattr(self, at: Object, name: bytes) -> bytes:
         self.round_trip("getxattr")
         with self.hold(at) as fd:
-            return os.getxattr(f"/proc/self/fd/{fd}", name)
+            return as_admitted(partial(os.getxattr, f"/proc/self/fd/{fd}", name))
 
     def getxattr_of_directory(self, directory: Directory, name: bytes) -> bytes:
         return self.getxattr(Object(directory), name)
@@ -299,7 +301,7 @@ class Source:
     def listxattr(self, at: Object) -> list[bytes]:
         self.round_trip("listxattr")
         with self.hold(at) as fd:
-            return [os.fsencode(name) for name in os.listxattr(f"/proc/self/fd/{fd}")]
+            return [os.fsencode(name) for name in as_admitted(partial(os.listxattr, f"/proc/self/fd/{fd}"))]
 
     def with_stat(self, at: Object, read: Callable[[Object], T]) -> tuple[T, Stat | None]:
         """The result of `read`, and the attributes of the object afterwards.
@@ -322,7 +324,7 @@ class Source:
         return self.stat(fd)
 
     def open_file(
-        self, at: Object, flags: int = _READ_FLAGS, run: Run = as_myself, *, to_change: bool = False
+        self, at: Object, flags: int = _READ_FLAGS, run: Run = as_admitted, *, to_change: bool = False
     ) -> tuple[int, Stat]:
         """Open a regular file. Returns (descriptor, attributes). O_NONBLOCK: a FIFO in its place must not block
         (hazard 30).
