@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from daemon.cli import doctor
 from tests.conftest import Mount, cachefs, expire, settle
 from tests.users import as_user, open_to_all
 
@@ -152,6 +153,12 @@ def test_user_is_served_while_root_is_refused(mount: MakeMount, squashed: Path, 
     finally:
         stop.set()
         thread.join()
+
+
+def test_doctor_names_what_is_refused(squashed: Path, source: Path) -> None:
+    refused = doctor.refused_to_root(str(squashed))
+    assert refused is not None and refused.startswith(f"{squashed}/home/")
+    assert doctor.refused_to_root(str(source)) is None
 
 
 @pytest.mark.promise("PE-27")
