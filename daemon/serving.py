@@ -170,7 +170,7 @@ class Serving:
         now = await self._components.call_pool.run(partial(source.lstat, ROOT))
         with metadata.index.update() as update:
             root = metadata.apply_root(update, now, pin=filesystem.pins(b""))
-            filesystem.permissions.recorded(root, now, began_ns)
+            filesystem.permissions.recorded(update, root, now, began_ns)
 
     async def _start(self, connection: SourceConnection) -> None:
         """Start the fast path, the background tasks, the control socket and the metrics."""

@@ -17,6 +17,7 @@ FAULTS/numbers, read at the start, has inode numbers: each line of it, such as `
 while FAULTS/statfs exists, each line of it, such as `f_files 0`, is a field of the answer to STATFS and its value;
 while FAULTS/tick exists, it is the ctime and mtime of everything, in nanoseconds;
 while FAULTS/behind exists, times are so many seconds earlier, as of a source whose clock is late;
+while FAULTS/squash exists, modes are checked, and root is nobody, as on an NFS server with root_squash;
 while FAULTS/short exists, READ of paths that end in it returns half of what was asked for.
 """
 
@@ -61,6 +62,18 @@ class FaultFs(pyfuse3.Operations):
             if which == operation and path.endswith(end.encode()):
                 raise pyfuse3.FUSEError(getattr(errno, name))
 
+    def check(self, path: bytes, asked: int, ctx) -> None:
+        if not (FAULTS / "squash").exists():
+            return
+        found = os.lstat(path)
+        uid, groups = ctx.uid or 65534, set()
+        if ctx.uid:
+            status = Path(f"/proc/{ctx.pid}/status").read_text().partition("Groups:")[2].partition("\n")[0]
+            groups = {ctx.gid, *map(int, status.split())}
+        shift = 6 if uid == found.st_uid else 3 if found.st_gid in groups else 0
+        if found.st_mode >> shift & asked != asked:
+            raise pyfuse3.FUSEError(errno.EACCES)
+
     async def fault_of_all(self) -> None:
         while (FAULTS / "hang-all").exists():
             await trio.sleep(0.02)
@@ -88,6 +101,7 @@ class FaultFs(pyfuse3.Operations):
         path = self.paths[parent_inode] + b"/" + name
         await self.fault(path)
         self.fail("lookup", path)
+        self.check(self.paths[parent_inode], 1, ctx)
         try:
             return self.attributes(path)
         finally:
@@ -109,6 +123,7 @@ class FaultFs(pyfuse3.Operations):
         return self.attributes(self.paths[inode])
 
     async def opendir(self, inode, ctx):
+        self.check(self.paths[inode], 4, ctx)
         return inode
 
     async def readdir(self, fh, start_id, token):
@@ -121,11 +136,14 @@ class FaultFs(pyfuse3.Operations):
     async def open(self, inode, flags, ctx):
         await self.fault(self.paths[inode])
         self.fail("open", self.paths[inode])
+        self.check(self.paths[inode], {os.O_RDONLY: 4, os.O_WRONLY: 2, os.O_RDWR: 6}[flags & os.O_ACCMODE], ctx)
         return pyfuse3.FileInfo(fh=os.open(self.paths[inode], flags), keep_cache=False)
 
     async def create(self, parent_inode, name, mode, flags, ctx):
         path = self.paths[parent_inode] + b"/" + name
+        self.check(self.paths[parent_inode], 3, ctx)
         fd = os.open(path, flags | os.O_CREAT, mode)
+        os.fchown(fd, ctx.uid, ctx.gid)
         return pyfuse3.FileInfo(fh=fd), self.attributes(path)
 
     async def unlink(self, parent_inode, name, ctx):

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from cachefs.data.fetcher import OpenFile
 from cachefs.source import shares
-from cachefs.source.credentials import Identity
+from cachefs.source.credentials import Caller, Identity
 
 # Value flags, open(2) flags and those below, inode, owner. The writer's identity follows.
 _SAVED = struct.Struct("<2IQq")
@@ -36,6 +36,8 @@ class Handle:
     """Closed by the kernel, or a duplicate for one borrower: the last borrower closes `fd`."""
     owner: int = field(default_factory=shares.owner)
     """The user whose share of the descriptors it counts for (shares.py)."""
+    caller: Caller | None = field(default_factory=shares.caller)
+    """The process that opened it. None: not known, because a predecessor opened it."""
     generation: int = 0
     """Of the source in which `fd` was opened (`Source.generation`)."""
     changes: int = 0
@@ -74,7 +76,9 @@ class Handle:
         _, flags, number, owner = _SAVED.unpack_from(value)
         writer = Identity.unpack(value[_SAVED.size :]) if len(value) > _SAVED.size else None
         mode = flags & os.O_ACCMODE
-        opened = cls(number, writable=mode != os.O_RDONLY, flags=mode, handle=handle, owner=owner, writer=writer)
+        opened = cls(
+            number, writable=mode != os.O_RDONLY, flags=mode, handle=handle, owner=owner, caller=None, writer=writer
+        )
         if flags & (_LOST | _UNSYNCED):
             opened.unsynced_since = generation - 1 if flags & _LOST else generation
         return opened

@@ -13,6 +13,7 @@ from cachefs.contract import shared as layout
 from cachefs.contract.fuse import FUSE_OPERATIONS, IN_HEADER
 from cachefs.contract.shared import ACCESS_ENTRIES, COUNTERS, SHARED, SLOT_COUNT, YOUNG_ENTRIES, SharedFlag, SourceFlag
 from cachefs.options import CacheLevel, Options
+from cachefs.source.credentials import Caller
 from cachefs.source.shares import UNKNOWN
 from cachefs.stats.latency import BUCKETS, KINDS, Histogram
 from cachefs.store.filesystem import is_coherent
@@ -157,20 +158,20 @@ class Shared:
             counts[_COUNTED_AS.get(opcode, "other")] += count
         return dict(+counts)
 
-    def request_at(self, handle: int) -> tuple[int, int]:
-        """(inode, uid of the caller) of a request that was passed on with this handle (relay.c).
+    def request_at(self, handle: int) -> tuple[int, int, Caller | None]:
+        """(inode, uid of the caller, caller) of a request that was passed on with this handle (relay.c).
 
-        (0, UNKNOWN): the request was passed on again, so that nothing waits for this answer.
+        (0, UNKNOWN, None): the request was passed on again, so that nothing waits for this answer.
         """
         slot = handle & 0xFFFF
         if slot >= SLOT_COUNT:
-            return 0, UNKNOWN
+            return 0, UNKNOWN, None
         word = self._words["Q"][(SLOTS_OFFSET + slot * layout.SLOT_HEAD.size) // 8]
         if (word >> 8 << 16 | slot) & _PLACE_MASK != handle & _PLACE_MASK:
-            return 0, UNKNOWN
+            return 0, UNKNOWN, None
         request = os.pread(self.fd, _REQUEST.size, layout.HEAD_BYTES + slot * layout.SLOT_BYTES)
-        _, _, _, inode, uid, *_ = _REQUEST.unpack(request)
-        return inode, uid
+        _, _, _, inode, uid, gid, pid, *_ = _REQUEST.unpack(request)
+        return inode, uid, Caller(uid, gid, pid)
 
     def accesses(self, seen: list[int]) -> list[tuple[int, int]]:
         """(inode, number of the chunk) of READs since the last time, in order.

@@ -17,6 +17,7 @@ from cachefs.fs.names import FileSystem
 from cachefs.metadata.inode_paths import links_of
 from cachefs.metadata.listings import Listings, is_listed_at
 from cachefs.source import shares
+from cachefs.source.credentials import Caller
 from cachefs.source.identity import Changed
 from cachefs.source.shares import UNKNOWN
 from cachefs.store.index.environment import View
@@ -39,24 +40,24 @@ class Directories:
         self._listings = Listings(filesystem.metadata)
         self._comparisons = comparisons
         # state
-        self._handles: dict[int, tuple[int, int]] = {}
-        """Handle → (inode, owner)."""
+        self._handles: dict[int, tuple[int, int, Caller | None]] = {}
+        """Handle → (inode, owner, the process that opened it)."""
         self._next_handle = 1
 
     def opendir(self, number: int) -> int:
         self._next_handle += 1
-        self._handles[self._next_handle] = number, shares.owner()
+        self._handles[self._next_handle] = number, shares.owner(), shares.caller()
         return self._next_handle
 
-    def _asked(self, handle: int) -> tuple[int, int]:
-        """The inode that a request with this handle is for, and its owner."""
-        return self._request_at(handle) if handle & FAST_HANDLE else self._handles.get(handle, (0, UNKNOWN))
+    def _asked(self, handle: int) -> tuple[int, int, Caller | None]:
+        """The inode that a request with this handle is for, its owner, and the process."""
+        return self._request_at(handle) if handle & FAST_HANDLE else self._handles.get(handle, (0, UNKNOWN, None))
 
     def number_of(self, handle: int) -> int:
         return self._asked(handle)[0]
 
-    def owner_of(self, handle: int) -> int:
-        return self._asked(handle)[1]
+    def owner_of(self, handle: int) -> tuple[int, Caller | None]:
+        return self._asked(handle)[1:]
 
     def releasedir(self, handle: int) -> None:
         del self._handles[handle]
@@ -67,7 +68,7 @@ class Directories:
         Raises `Changed` if the directory was replaced. For a listing the kernel does not look up the name again. So the
         name is dropped before this returns, and the next listing finds the new directory.
         """
-        number, owner = self._asked(handle)
+        number, owner, _ = self._asked(handle)
         try:
             await self._readdir(number, owner, after, emit)
         except Changed as error:

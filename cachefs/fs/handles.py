@@ -24,10 +24,9 @@ from cachefs.fs.names import FileSystem, failed
 from cachefs.metadata import inode_values, written_files
 from cachefs.metadata.inode_paths import links_of
 from cachefs.options import CacheLevel
-from cachefs.source.credentials import Caller
+from cachefs.source.credentials import Caller, as_admitted
 from cachefs.source.identity import Changed
 from cachefs.source.shares import UNKNOWN
-from cachefs.source.source import as_myself
 from cachefs.stats.metrics import Metrics
 from cachefs.store.index.records import UNLINKED, WRITTEN, Inode
 from cachefs.system.stat import Stat
@@ -35,13 +34,13 @@ from cachefs.system.stat import Stat
 RECENT_FILES = 64
 """How many files stay open after the last READ that had no handle of the daemon."""
 
-RequestAt = Callable[[int], tuple[int, int]]
-"""Handle → (inode, uid) of a request that the fast path has passed on."""
+RequestAt = Callable[[int], tuple[int, int, Caller | None]]
+"""Handle → (inode, uid, caller) of a request that the fast path has passed on."""
 
 
-def no_request(_: int) -> tuple[int, int]:
+def no_request(_: int) -> tuple[int, int, Caller | None]:
     """A `RequestAt` where there is no fast path."""
-    return 0, UNKNOWN
+    return 0, UNKNOWN, None
 
 
 @dataclass(eq=False)
@@ -63,12 +62,12 @@ class OpenFiles:
         self._recent: OrderedDict[int, OpenFile] = OrderedDict()
         """Inode → the file that READs without a handle of the daemon share, for a while."""
 
-    def owner_of(self, handle: int) -> int:
-        """The user who opened a handle, or reads by it now; UNKNOWN where the daemon cannot know."""
+    def owner_of(self, handle: int) -> tuple[int, Caller | None]:
+        """Who opened a handle, or reads by it now: user and process. (UNKNOWN, None) where the daemon cannot know."""
         if handle & FAST_HANDLE:
-            return self.request_at(handle)[1]
+            return self.request_at(handle)[1:]
         opened = self.descriptors.handles.get(handle)
-        return UNKNOWN if opened is None else opened.owner
+        return (UNKNOWN, None) if opened is None else (opened.owner, opened.caller)
 
     # --- opening ---------------------------------------------------------------------------------------------------
 
@@ -179,7 +178,7 @@ class OpenFiles:
         execute a file; so an open to execute fails if the kernel does not know the present permissions.
         """
         inode = self.fs.inode(number)
-        call = partial(self.fs.source.open_file, run=as_myself if executes else caller.run)
+        call = partial(self.fs.source.open_file, run=as_admitted if executes else caller.run)
         try:
             fd, now = await self.descriptors.ask_object(number, call, discard=close_opened)
         except PermissionError:

@@ -75,9 +75,9 @@ class ListingComparisons:
         self._clock = filesystem.source.clock
         # state
         self._flights: SingleFlight[int, None] = SingleFlight()
-        self._fresh: dict[int, tuple[int, float]] = {}
-        """Directory → (version, until when its listing is valid). A FORGET deletes the record and its names; the next
-        record has another version."""
+        self._fresh: dict[int, tuple[tuple[int, int], float]] = {}
+        """Directory → (version and mtime, until when its listing is valid). A FORGET deletes the record and its names;
+        the next record has another version. The listing of before an mtime must not be shown with that mtime."""
         self._bare: dict[int, dict[bytes, OSError]] = {}
         """Directory → its bare names, and why they are bare."""
         self._under_way: dict[int, _Comparison] = {}
@@ -97,8 +97,8 @@ class ListingComparisons:
         complete = self._metadata.is_pinned(inode) and inode.flags & LISTED and inode.number not in self._bare
         if self._fs.options.pins_everything and complete:
             return True
-        version, until = self._fresh.get(inode.number, (0, 0.0))
-        return version == inode.version and self._clock.monotonic_s() < until
+        state, until = self._fresh.get(inode.number, (None, 0.0))
+        return state == (inode.version, inode.mtime_ns) and self._clock.monotonic_s() < until
 
     def changed(self, number: int) -> None:
         """This mount has changed the directory: the next listing reads it again."""
@@ -178,7 +178,8 @@ class ListingComparisons:
                 names = [name for _, name in self._listings.rows(view, number, 0)]
         else:
             try:
-                names = await self._fs.ask(number, partial(self._fs.source.readdir, at))
+                names, now = await self._fs.ask(number, partial(self._fs.source.listing, at))
+                directory = self._adopt(directory, now)
             except Changed:
                 if not directory.flags & UNLINKED:
                     raise
@@ -213,7 +214,16 @@ class ListingComparisons:
         else:
             listed = not found.bare
         if not listed and not found.overtaken:
-            self._remember(self._fresh, number, (directory.version, started + self._fs.options.unpinned_timeout_s))
+            state = directory.version, directory.mtime_ns
+            self._remember(self._fresh, number, (state, started + self._fs.options.unpinned_timeout_s))
+
+    def _adopt(self, before: Inode, now: Stat) -> Inode:
+        """The record of a directory with the attributes that it had when its names were read."""
+        with self._metadata.index.update() as update:
+            inode = self._metadata.inode(update, before.number)
+            if inode is None or inode.version != before.version:
+                return before
+            return self._fs.permissions.adopt(update, inode, now)
 
     def _remember(self, table: dict[int, T], number: int, value: T) -> None:
         if len(table) >= REMEMBERED_LISTINGS:
@@ -317,7 +327,7 @@ class ListingComparisons:
                 else:
                     pin = self._fs.pins(prefix + name)
                     inode = self._metadata.apply_stat(update, at.number, name, now, pin=pin, counted=False)
-                    self._fs.permissions.recorded(inode, now, began_ns)
+                    self._fs.permissions.recorded(update, inode, now, began_ns)
 
     async def _write_rows(
         self,

@@ -260,8 +260,7 @@ class FileSystem:
             self.permissions.judge(guards, looks)
             with self.metadata.index.update() as update:
                 inode = self.metadata.apply_stat(update, parent, name, now, pin=pin)
-            self.permissions.recorded(inode, now, began_ns)
-            return inode
+                return self.permissions.recorded(update, inode, now, began_ns)
 
         start = partial(
             self.call_pool.start,
@@ -359,8 +358,7 @@ class FileSystem:
             now, began_ns, _ = answer.unwrap()
             with self.metadata.index.update() as update:
                 inode = self.metadata.apply_root(update, now, pin=self.pins(b""))
-            self.permissions.recorded(inode, now, began_ns)
-            return inode
+                return self.permissions.recorded(update, inode, now, began_ns)
 
         root = self.metadata.current(ROOT_INODE)
         ask = root is not None and bool(root.flags & UNSETTLED)

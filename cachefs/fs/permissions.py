@@ -22,6 +22,10 @@ although their requests do not reach the names in it.
 Changes are made with the caller's identity, but relative to a descriptor of the directory: the source checks only that
 directory. So the pinned directories above it are looked at before a change, unless that was done within the last
 second.
+
+The mtime, the link count and the size of a directory belong to its names: each comparison that shows other ones than
+recorded has `adopt` record them, so that a new listing comes with them. The recorded ctime stays: it says for which
+state the names were compared.
 """
 
 import errno
@@ -40,7 +44,7 @@ from cachefs.source.call_pool import CallPool
 from cachefs.source.credentials import Caller
 from cachefs.source.directories import Directory
 from cachefs.source.source import Source
-from cachefs.store.index.environment import View
+from cachefs.store.index.environment import Update, View
 from cachefs.store.index.records import Inode
 from cachefs.system.stat import Stat
 
@@ -153,6 +157,7 @@ class Permissions:
         self._notifier = notifier
         # constants
         self._valid_s = min(VALID_S, options.unpinned_timeout_s)
+        self._pins_everything = options.pins_everything
         # state
         self._vouched: dict[int, tuple[int, int]] = {}
         """Directory → (`Guard.vouched_ns`, `Guard.ctime_ns`), where they are not those of its record."""
@@ -162,6 +167,8 @@ class Permissions:
         """Directories whose permissions have changed, and whose attributes the kernel has not dropped yet."""
         self._queued_until_s: dict[int, float] = {}
         """Directory whose attributes the kernel has dropped → until when requests may arrive that it had admitted."""
+        self._asked_ns: dict[int, int] = {}
+        """Directory → when the call began that has shown its latest attributes (`Stat.began_ns`)."""
 
     def guards(self, view: View, directory: Directory) -> tuple[Guard, ...]:
         """The pinned directories from this one up to the root. Others are not valid long enough to matter."""
@@ -232,14 +239,47 @@ class Permissions:
             self._not_notified.add(number)
             return True
         with self._metadata.index.update() as update:
-            self._metadata.recognized(update, inode, now)
+            self.adopt(update, self._metadata.recognized(update, inode, now), now)
         self._vouch(number, max(seen.asked_ns, seen.began_ns - self._metadata.recent_ns), now.ctime_ns)
         return False
 
-    def recorded(self, inode: Inode, now: Stat, began_ns: int) -> None:
-        """`now`, the answer of an lstat that began at `began_ns`, has been recorded; `inode` is the result."""
-        if inode.is_directory and inode.ctime_ns == now.ctime_ns:
+    def recorded(self, update: Update, inode: Inode, now: Stat, began_ns: int) -> Inode:
+        """`now`, the answer of an lstat that began at `began_ns`, has been recorded; `inode` is the result.
+
+        Returns the inode as it is then.
+        """
+        if not inode.is_directory:
+            return inode
+        if inode.ctime_ns == now.ctime_ns:
             self._vouch(inode.number, began_ns - self._metadata.recent_ns, now.ctime_ns)
+        return self.adopt(update, inode, now)
+
+    def adopt(self, update: Update, inode: Inode, now: Stat) -> Inode:
+        """Record the attributes of a directory that belong to its names. Returns the inode as it is then.
+
+        They stay if a later call has shown other ones, if this mount has changed the directory since, and if it pins
+        the listing: the old attributes belong to the old names.
+        """
+        number = inode.number
+        if now.began_ns < self._asked_ns.get(number, 0) or self._metadata.changes.happened_since(number, now.began_ns):
+            return inode
+        if len(self._asked_ns) >= MAX_REMEMBERED:
+            self._asked_ns.clear()
+        self._asked_ns[number] = now.began_ns
+        # If only mtime moves at this source, nothing else tells that the names have not been compared.
+        mtime_ns = inode.mtime_ns if inode.ctime_ns == now.ctime_ns else now.mtime_ns
+        newer = inode._replace(nlink=now.nlink, size=now.size, blocks=now.blocks, mtime_ns=mtime_ns)
+        if newer == inode or self._pins_names(update, number):
+            return inode
+        self._metadata.put_inode(update, newer)
+        update.afterwards(partial(self._notifier.attributes, number))
+        return newer
+
+    def _pins_names(self, view: View, number: int) -> bool:
+        """Does this mount pin the listing of a directory?"""
+        if not self._pins_everything:
+            return False
+        return not self._metadata.mutable_names.may_come(self._metadata.paths.directory(view, number).path)
 
     def _vouch(self, number: int, until_ns: int, ctime_ns: int) -> None:
         if number in self._not_notified:

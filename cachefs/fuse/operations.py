@@ -66,11 +66,11 @@ def _handler(function: Callable[P, Awaitable[R]]) -> Callable[P, Coroutine[Any, 
         operations: Any = args[0]
         if operations.recovering is not None:
             await operations.recovering.wait()
-        owner = _owner_of(operations, name, args)
+        owner, caller = _owner_of(operations, name, args)
         requests = operations.requests
         if refusable and requests.is_full(owner):
             raise pyfuse3.FUSEError(errno.EAGAIN)
-        shares.act_for(owner)
+        shares.act_for(owner, caller)
         requests.take(owner)
         began_ns = time.monotonic_ns()
         try:
@@ -106,15 +106,15 @@ async def _repeated(function: Callable[P, Awaitable[R]], *args: P.args, **kwargs
     raise pyfuse3.FUSEError(errno.EIO)
 
 
-def _owner_of(operations: "Operations", name: str, args: tuple[Any, ...]) -> int:
-    """The uid that a request counts for."""
+def _owner_of(operations: "Operations", name: str, args: tuple[Any, ...]) -> tuple[int, Caller | None]:
+    """The uid that a request counts for, and the process that waits for its answer."""
     if isinstance(args[-1], pyfuse3.RequestContext):
-        return int(args[-1].uid)
+        return int(args[-1].uid), _caller(args[-1])
     if name in _OF_FILES:
         return operations.files.owner_of(args[1])
     if name in _OF_DIRECTORIES:
         return operations.directories.owner_of(args[1])
-    return UNKNOWN
+    return UNKNOWN, None
 
 
 def _attributes(inode: Inode, timeout_s: float) -> pyfuse3.EntryAttributes:

@@ -14,11 +14,17 @@ checked the walk; the caller may have a directory open whose parents it cannot s
 
 The WRITE and FALLOCATE requests that reach us carry no usable identity. They are made with the identity that opened the
 file, as NFS servers do.
+
+Everything else is read as the daemon. A source that squashes root (NFS with root_squash, the default there) refuses the
+daemon what only the owner may read. Then the same system call is made once more, as a process that waits for the answer
+(`as_admitted`). The kernel has let that process in by mode and ACL, and by these it shows others what is cached then.
 """
 
 import os
 import struct
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache, partial
 from typing import TypeVar
@@ -70,15 +76,50 @@ class Identity:
         own = own_identity()
         if self == own:
             return function()
+        waiting, _thread.waiting = _thread.waiting, ()
         try:
             _take(self)
             return function()
         finally:
+            _thread.waiting = waiting
             try:
                 syscalls.set_thread_capabilities(own.capabilities)  # the rest needs CAP_SETUID and CAP_SETGID
                 _take(own)
             except BaseException:
                 os.abort()
+
+
+class _Thread(threading.local):
+    waiting: Sequence["Caller"] = ()
+    """Processes that wait for the present call of this thread. Empty while it has the identity of one of them."""
+
+
+_thread = _Thread()
+
+
+def call_for(waiting: Sequence["Caller"], function: Callable[[], T]) -> T:
+    """Call `function` in this thread for these processes."""
+    _thread.waiting = waiting
+    try:
+        return function()
+    finally:
+        _thread.waiting = ()
+
+
+def as_admitted(function: Callable[[], T], accepts: Callable[[T], bool] = lambda _: True) -> T:
+    """Make a system call that changes nothing as the daemon or, if the source refuses that, as a process that waits.
+
+    `accepts`: may the answer that such a process gets be used for others?
+    """
+    try:
+        return function()
+    except PermissionError:
+        for caller in tuple(_thread.waiting):
+            with suppress(PermissionError):
+                answer = caller.identity().run(function)
+                if accepts(answer):
+                    return answer
+        raise
 
 
 def _take(identity: Identity) -> None:

@@ -23,8 +23,10 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 
 from cachefs.contract.index import ROOT_INODE
+from cachefs.source.credentials import as_admitted
 from cachefs.source.identity import GONE, Changed, Renamed, check, is_same
 from cachefs.store.index.records import Identity
 from cachefs.system.clock import SYSTEM, Clock
@@ -244,7 +246,8 @@ class SourceDirectories:
     def _open_one(self, parent_fd: int, directory: Directory, generation: int) -> _Descriptor:
         assert directory.identity is not None
         try:
-            fd = self.open_at(parent_fd, directory.name, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW)
+            flags = os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW
+            fd = as_admitted(partial(self.open_at, parent_fd, directory.name, flags))
         except OSError as error:
             if error.errno in GONE:
                 raise Changed.at(directory.number) from error

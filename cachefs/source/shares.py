@@ -16,23 +16,29 @@ waits in the queue of another user that asked first.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+
+from cachefs.source.credentials import Caller
 
 DAEMON = -1
 UNKNOWN = -2
 """The owner of all requests on handles whose opener is not known."""
 LEAST = 2
+MAX_CALLERS = 16
 
 
 class Party:
     """The owners of a piece of work. The first one began it."""
 
-    __slots__ = ("owners", "waiting")
+    __slots__ = ("callers", "owners", "waiting")
 
-    def __init__(self, owner: int) -> None:
+    def __init__(self, owner: int, callers: Iterable[Caller] = ()) -> None:
         self.owners = [owner]
+        self.callers: list[Caller] = []
+        """Processes that wait for it, one of each user but root: a source may refuse root what it grants them."""
+        self.admit(callers)
         self.waiting: dict[object, Callable[[int], None]] = {}
         """Work that waits for room in a share of the party → function to call with another owner."""
 
@@ -42,11 +48,18 @@ class Party:
             for joined in list(self.waiting.values()):
                 joined(owner)
 
+    def admit(self, callers: Iterable[Caller]) -> None:
+        for caller in callers:
+            is_known = caller.uid == 0 or any(each.uid == caller.uid for each in self.callers)
+            if not is_known and len(self.callers) < MAX_CALLERS:
+                self.callers.append(caller)
+
     @contextmanager
     def waits_for(self, other: "Party") -> Iterator[None]:
         """While the block runs, our work waits for another party: our owners join it."""
         for owner in self.owners:
             other.join(owner)
+        other.admit(self.callers)
         self.waiting[other] = other.join
         try:
             yield
@@ -58,13 +71,22 @@ _DAEMONS_PARTY = Party(DAEMON)
 _party: ContextVar[Party] = ContextVar("party", default=_DAEMONS_PARTY)
 
 
-def act_for(uid: int) -> None:
-    """The work of this task from now on, and of the tasks that it starts, belongs to this user."""
-    _party.set(Party(uid))
+def act_for(uid: int, caller: Caller | None = None) -> None:
+    """The work of this task from now on, and of the tasks that it starts, belongs to this user.
+
+    `caller`: the process that waits for it. None: not known.
+    """
+    _party.set(Party(uid, () if caller is None else (caller,)))
 
 
 def owner() -> int:
     return _party.get().owners[0]
+
+
+def caller() -> Caller | None:
+    """A process that waits for the work of this task. None: not known, or of root."""
+    callers = _party.get().callers
+    return callers[0] if callers else None
 
 
 def party() -> Party:
@@ -74,7 +96,7 @@ def party() -> Party:
 @contextmanager
 def new_party() -> Iterator[Party]:
     """Work that is started in the block belongs to a new party, which others may join."""
-    made = Party(owner())
+    made = Party(owner(), _party.get().callers)
     token = _party.set(made)
     try:
         yield made

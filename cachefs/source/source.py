@@ -12,9 +12,11 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import NamedTuple, TypeVar
 
 from cachefs.errors import Busy
+from cachefs.source.credentials import as_admitted
 from cachefs.source.directories import ROOT, Directory, SourceDirectories
 from cachefs.source.identity import GONE, Changed, check, check_version
 from cachefs.source.opening import Opener, component, reopen_directory
@@ -43,10 +45,6 @@ class Object(NamedTuple):
 
 
 Run = Callable[[Callable[[], int]], int]
-
-
-def as_myself(call: Callable[[], int]) -> int:
-    return call()
 
 
 def by_descriptor(fd: int) -> Object:
@@ -169,25 +167,27 @@ class Source:
 
     def stat(self, fd: int, name: bytes = b"", *, ask: bool = False) -> Stat:
         """lstat of a name in a directory, or of `fd` itself. Not counted. `ask`: the result must be fresh."""
-        volumes, connection = self.connection.volumes, self.connection.number
         ask = ask and not self._is_coherent
         try:
-            now = syscalls.statx(fd, name, volumes.numbers, connection, ask=ask)
-            is_known = not volumes.may_be_another(now.inode, now.device)
-        except KeyError:
-            is_known = False
-        if not is_known:
-            now = self._stat_of_volume(fd, name, ask=ask)
+            now = self._stat(fd, name, ask=ask)
+        except PermissionError:
+            # A filesystem beneath the source, which a user may have mounted, may be closed to all others.
+            now = as_admitted(partial(self._stat, fd, name, ask=ask), lambda now: not now.device)
         return now if self._is_coherent else now._replace(is_fresh=ask)
 
-    def _stat_of_volume(self, fd: int, name: bytes, *, ask: bool) -> Stat:
-        """The same, of an object whose volume is not known."""
+    def _stat(self, fd: int, name: bytes, *, ask: bool) -> Stat:
         began_ns = time.monotonic_ns()
-        connection = self.connection
+        volumes, connection = self.connection.volumes, self.connection.number
+        try:
+            now = syscalls.statx(fd, name, volumes.numbers, connection, ask=ask)
+            if not volumes.may_be_another(now.inode, now.device):
+                return now
+        except KeyError:
+            pass  # identified now
         flags = os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC
         with closing(os.open(name, flags, dir_fd=fd) if name else os.dup(fd)) as found:
-            connection.volumes.identify(found)
-            now = syscalls.statx(found, b"", connection.volumes.numbers, connection.number, ask=ask)
+            volumes.identify(found)
+            now = syscalls.statx(found, b"", volumes.numbers, connection, ask=ask)
         return now._replace(began_ns=began_ns)
 
     def _lstat_at(self, directory_fd: int, name: bytes) -> Stat:
@@ -196,7 +196,7 @@ class Source:
 
     # --- names -----------------------------------------------------------------------------------------------------
 
-    def _open_expected(self, at: Object, flags: int, run: Run = as_myself, *, to_change: bool = False) -> int:
+    def _open_expected(self, at: Object, flags: int, run: Run = as_admitted, *, to_change: bool = False) -> int:
         """Open an object; raises `Changed` if its name does not lead to such an object."""
         if at.fd >= 0:
             path = f"/proc/self/fd/{at.fd}"
@@ -270,13 +270,21 @@ class Source:
 
     def readdir(self, directory: Directory) -> list[bytes]:
         """All names of a directory, without "." and ".."."""
+        return self.listing(directory)[0]
+
+    def listing(self, directory: Directory) -> tuple[list[bytes], Stat]:
+        """The same, and the attributes of the directory, which are not newer than the names."""
         self.round_trip("readdir")
         with self.directories.hold(directory) as path_fd:
-            with closing(reopen_directory(path_fd)) as fd:
-                names = [os.fsencode(name) for name in os.listdir(fd)]
+            names, now = as_admitted(partial(self._listing, path_fd))
             if not names and self.directories.is_gone(directory, path_fd):
                 raise Changed.at(directory.number)
-            return names
+            return names, now
+
+    def _listing(self, path_fd: int) -> tuple[list[bytes], Stat]:
+        with closing(reopen_directory(path_fd)) as fd:
+            now = self.fstat(fd, ask=True)
+            return [os.fsencode(name) for name in os.listdir(fd)], now
 
     def readlink(self, at: Object) -> bytes:
         self.round_trip("readlink")
@@ -286,7 +294,7 @@ class Source:
     def getxattr(self, at: Object, name: bytes) -> bytes:
         self.round_trip("getxattr")
         with self.hold(at) as fd:
-            return os.getxattr(f"/proc/self/fd/{fd}", name)
+            return as_admitted(partial(os.getxattr, f"/proc/self/fd/{fd}", name))
 
     def getxattr_of_directory(self, directory: Directory, name: bytes) -> bytes:
         return self.getxattr(Object(directory), name)
@@ -294,7 +302,7 @@ class Source:
     def listxattr(self, at: Object) -> list[bytes]:
         self.round_trip("listxattr")
         with self.hold(at) as fd:
-            return [os.fsencode(name) for name in os.listxattr(f"/proc/self/fd/{fd}")]
+            return [os.fsencode(name) for name in as_admitted(partial(os.listxattr, f"/proc/self/fd/{fd}"))]
 
     def with_stat(self, at: Object, read: Callable[[Object], T]) -> tuple[T, Stat | None]:
         """The result of `read`, and the attributes of the object afterwards.
@@ -312,12 +320,12 @@ class Source:
 
     # --- data ------------------------------------------------------------------------------------------------------
 
-    def fstat(self, fd: int) -> Stat:
+    def fstat(self, fd: int, *, ask: bool = False) -> Stat:
         self.counters.add("fstat")
-        return self.stat(fd)
+        return self.stat(fd, ask=ask)
 
     def open_file(
-        self, at: Object, flags: int = _READ_FLAGS, run: Run = as_myself, *, to_change: bool = False
+        self, at: Object, flags: int = _READ_FLAGS, run: Run = as_admitted, *, to_change: bool = False
     ) -> tuple[int, Stat]:
         """Open a regular file. Returns (descriptor, attributes). O_NONBLOCK: a FIFO in its place must not block
         (hazard 30).
@@ -326,22 +334,14 @@ class Source:
         """
         self.round_trip("open")
         with closing_on_error(self._open_expected(at, flags | os.O_NONBLOCK, run, to_change=to_change)) as fd:
-            self._refresh(fd)
-            now = self.fstat(fd)
+            now = self.fstat(fd, ask=True)
             if at.identity is not None:
                 check(at.identity, now)
             os.set_blocking(fd, True)
             return fd, now
 
-    def _refresh(self, fd: int) -> None:
-        """Versions are about to be compared: have the kernel ask the source if its attributes may be outdated."""
-        if not self._is_coherent:
-            syscalls.statx(fd, b"", ask=True)
-
     def check_version(self, fd: int, expected: Inode) -> None:
-        self._refresh(fd)
-        self.counters.add("fstat")
-        check_version(expected, self.stat(fd))
+        check_version(expected, self.fstat(fd, ask=True))
 
     def open_to_keep(self, at: Object, flags: int = _READ_FLAGS) -> int:
         """Open a file for more than one read. Raises `Changed` if its name leads to another file.

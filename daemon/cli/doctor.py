@@ -168,6 +168,9 @@ def ask_source(place: str, kind: str) -> Iterator[Finding]:
         slow = max(stat_ms, open_ms) > SLOW_SOURCE_MS
         value = f"stat {stat_ms:.2f} ms, open and read {open_ms:.2f} ms"
         yield found("source latency", value, slow, "run cachefs warmup before the first epoch, with more --jobs")
+    if (refused := refused_to_root(place)) is not None:
+        advice = "export the source with no_root_squash: files that only their owner may read are not cached in advance"
+        yield Finding("root at the source", f"squashed: {refused} is refused", advice)
     if kind == "ceph":
         yield from map(_caps, _kernel_caps())
     elif kind == "fuse.ceph-fuse":
@@ -181,6 +184,27 @@ def _sample(place: str) -> list[str]:
         if len(listed) > MAX_LISTED:
             break
     return random.Random(0).sample(listed, min(SAMPLE_FILES, len(listed)))
+
+
+def refused_to_root(place: str) -> str | None:
+    """A file or directory that the source refuses root, as NFS servers do with root_squash. None: none was found."""
+    looked_at = 0
+    waiting = [place] if is_root() else []
+    while waiting and looked_at < MAX_LISTED:
+        directory = waiting.pop()
+        try:
+            with os.scandir(directory) as entries:
+                for entry in entries:
+                    looked_at += 1
+                    if entry.is_dir(follow_symlinks=False):
+                        waiting.append(entry.path)
+                    elif entry.is_file(follow_symlinks=False) and not entry.stat().st_mode & stat.S_IROTH:
+                        _read_a_byte(entry.path)
+        except PermissionError as error:
+            return error.filename or directory
+        except OSError:
+            continue
+    return None
 
 
 def _timed(call: Callable[[str], object], path: str) -> float:

@@ -41,10 +41,10 @@ def test_a_request_is_found_by_its_handle_until_its_slot_has_another_generation(
     os.pwrite(memory.fd, header, layout.HEAD_BYTES + slot * layout.SLOT_BYTES)
     os.pwrite(memory.fd, struct.pack("<Q", generation << 8 & (1 << 64) - 1 | 4), shared_memory.SLOTS_OFFSET + slot * 32)
     handle = 1 << 63 | 5 << 16 | slot
-    assert memory.request_at(handle) == ((1 << 62) + 3, 4321)
-    assert memory.request_at(handle - (1 << 16)) == (0, UNKNOWN)
-    assert memory.request_at(handle - 1) == (0, UNKNOWN)
-    assert memory.request_at((1 << 64) - 1) == (0, UNKNOWN)
+    assert memory.request_at(handle)[:2] == ((1 << 62) + 3, 4321)
+    assert memory.request_at(handle - (1 << 16)) == (0, UNKNOWN, None)
+    assert memory.request_at(handle - 1) == (0, UNKNOWN, None)
+    assert memory.request_at((1 << 64) - 1) == (0, UNKNOWN, None)
     memory.close()
 
 

@@ -16,6 +16,7 @@ from cachefs.options import Options
 from cachefs.source.directories import ROOT
 from cachefs.source.source import Source
 from cachefs.store.index.index import Index
+from cachefs.store.index.records import Inode
 from cachefs.system.stat import Stat
 from tests.cachefs.inode_caches import Kernel, inode_cache
 
@@ -54,7 +55,8 @@ def test_the_clock_of_the_source_may_be_behind_ours(index: Index, permissions: P
     with index.view() as view:
         record = permissions._metadata.inode(view, ROOT_INODE)
     assert record is not None
-    permissions.recorded(record, NOW, LOOKED_NS)
+    with index.update() as update:
+        permissions.recorded(update, record, NOW, LOOKED_NS)
     assert vouched_ns(index, permissions) == LOOKED_NS - settle_ns
     look = Look(ROOT_INODE, NOW, None, CHANGED_NS, LOOKED_NS + 5)
     permissions.judge((), [look])
@@ -72,6 +74,47 @@ def test_other_permissions_are_not_known_to_have_held(index: Index, permissions:
         with pytest.raises(PermissionsChanged):
             permissions.judge((), [look])
         assert vouched_ns(index, permissions) == before
+
+
+def adopted(index: Index, permissions: Permissions, now: Stat) -> Inode:
+    with index.update() as update:
+        record = permissions._metadata.inode(update, ROOT_INODE)
+        assert record is not None
+        permissions.adopt(update, record, now)
+    with index.view() as view:
+        record = permissions._metadata.inode(view, ROOT_INODE)
+    assert record is not None
+    return record
+
+
+NEWER = NOW._replace(nlink=3, size=20, mtime_ns=CHANGED_NS + 5, ctime_ns=CHANGED_NS + 5, began_ns=2 * 10**18)
+
+
+@pytest.mark.promise("EX-24")
+def test_newer_attributes_leave_the_names_doubtful(index: Index, permissions: Permissions) -> None:
+    record = adopted(index, permissions, NEWER)
+    assert (record.nlink, record.size, record.mtime_ns, record.ctime_ns) == (3, 20, NEWER.mtime_ns, CHANGED_NS)
+    assert not record.same_version(NEWER)
+    assert permissions._notifier.attributes_of == [ROOT_INODE]  # type: ignore[attr-defined]
+    adopted(index, permissions, NEWER._replace(began_ns=NEWER.began_ns + 1))
+    assert permissions._notifier.attributes_of == [ROOT_INODE], "nothing is new"  # type: ignore[attr-defined]
+
+
+@pytest.mark.promise("EX-24")
+def test_names_stay_doubtful_on_a_source_whose_change_times_do_not_move(index: Index, permissions: Permissions) -> None:
+    record = adopted(index, permissions, NEWER._replace(ctime_ns=CHANGED_NS))
+    assert (record.nlink, record.mtime_ns) == (3, CHANGED_NS)
+    assert not record.same_version(NEWER)
+
+
+@pytest.mark.promise("EX-24")
+def test_answers_that_were_overtaken_are_not_adopted(index: Index, permissions: Permissions) -> None:
+    adopted(index, permissions, NEWER)
+    older = NEWER._replace(nlink=9, began_ns=NEWER.began_ns - 1)
+    assert adopted(index, permissions, older).nlink == 3
+    permissions._metadata.changes._when_ns[ROOT_INODE] = NEWER.began_ns + 1
+    before_own_change = NEWER._replace(nlink=9, began_ns=NEWER.began_ns + 1)
+    assert adopted(index, permissions, before_own_change).nlink == 3
 
 
 class Slots:

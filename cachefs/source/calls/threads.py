@@ -16,6 +16,7 @@ import outcome
 import trio
 
 from cachefs.source.calls.call import Call
+from cachefs.source.credentials import call_for
 from cachefs.system.threads import is_refused
 
 
@@ -72,7 +73,7 @@ class _Worker:
             call = self._call
             if call is None:
                 return
-            answer = outcome.capture(call.function)
+            answer = outcome.capture(call_for, call.party.callers, call.function)
             try:
                 self._token.run_sync_soon(self._is_idle, self, call, answer)
             except trio.RunFinishedError:

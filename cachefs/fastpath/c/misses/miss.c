@@ -79,7 +79,7 @@ static void start_readahead_locked(struct misses *misses, struct miss *miss, con
     if (!length || !may_cache_locked(misses, length, true))
         return;
     struct fetch *fetch =
-        add_fetch_locked(misses, miss->record, miss->inode, miss->path, true, next.start, length, miss->reader.owner);
+        add_fetch_locked(misses, miss->record, miss->inode, miss->path, true, next.start, length, &miss->reader);
     if (!fetch)
         return;
     fetch->readahead = true;
@@ -102,7 +102,7 @@ static struct fetch *begin_fetch_locked(struct worker *worker, struct miss *miss
         window = (struct window){start, miss->end, false};
     uint32_t length = (uint32_t)(window.end - window.start);
     struct fetch *fetch =
-        add_fetch_locked(misses, record, miss->inode, miss->path, cached, window.start, length, miss->reader.owner);
+        add_fetch_locked(misses, record, miss->inode, miss->path, cached, window.start, length, &miss->reader);
     if (fetch)
         fetch->young = young;
     if (fetch && window.streams)
@@ -196,7 +196,8 @@ enum outcome miss_read(struct worker *worker, const struct inode_record *record,
     struct miss miss = {.record = record, .path = path, .inode = inode, .end = end, .outcome = PASS};
     miss.reader = (struct waiter){
         .slot = worker->slot, .unique = request->header->unique, .offset = in->offset, .since_ns = worker->begun_ns,
-        .length = (uint32_t)(end - in->offset), .owner = request->header->uid};
+        .length = (uint32_t)(end - in->offset), .owner = request->header->uid,
+        .group = request->header->gid};
     lock_take(&miss_lock);
     decide_locked(worker, &miss);
     lock_release(&miss_lock);

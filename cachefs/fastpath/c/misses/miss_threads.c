@@ -68,7 +68,7 @@ struct miss_thread *thread_for_prefetch_locked(struct misses *misses)
 }
 
 struct fetch *add_fetch_locked(struct misses *misses, const struct inode_record *record, uint64_t inode, const char *path,
-                               bool cached, uint64_t offset, uint32_t length, uint32_t owner)
+                               bool cached, uint64_t offset, uint32_t length, const struct waiter *reader)
 {
     struct fetch *fetch = fetch_new(record, inode, path);
     if (!fetch)
@@ -76,7 +76,9 @@ struct fetch *add_fetch_locked(struct misses *misses, const struct inode_record 
     fetch->cached = cached;
     fetch->offset = offset;
     fetch->length = length;
-    fetch->owner = owner;
+    fetch->owner = reader ? reader->owner : DAEMON_OWNER;
+    fetch->reader = reader ? reader->owner : 0;
+    fetch->reader_group = reader ? reader->group : 0;
     fetch->since_ns = monotonic_ns();
     if (cached)
         count_buffered_locked(misses, length);
@@ -145,7 +147,7 @@ void run_fetch(struct misses *misses, struct fetch *fetch, struct counters *coun
     const struct fastpath *fastpath = misses->fastpath;
     uint64_t begun_ns = monotonic_ns();
     fetch->payload = source_read(fastpath->shared, fastpath->source, fetch->path, &fetch->record, fetch->offset,
-                                 fetch->length, counters);
+                                 fetch->length, fetch->reader, fetch->reader_group, counters);
     bool good = fetch->payload != NULL;
     uint64_t now_ns = monotonic_ns();
     lock_take(&miss_lock);
@@ -210,7 +212,7 @@ static struct fetch *begin_prefetch(struct miss_thread *thread, const struct pre
     lock_take(&miss_lock);
     struct known known = {&misses->table, view_begin(view) ? NULL : view, request->inode, record.version};
     if (known_until_locked(&known, start, start + unit) < start + unit && may_cache_locked(misses, unit, true))
-        fetch = add_fetch_locked(misses, &record, request->inode, path, true, start, unit, DAEMON_OWNER);
+        fetch = add_fetch_locked(misses, &record, request->inode, path, true, start, unit, NULL);
     view_end(view);
     if (fetch)
         mark_fetching_locked(misses, fetch);

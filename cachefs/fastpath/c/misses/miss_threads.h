@@ -65,9 +65,10 @@ bool is_stuck_locked(const struct misses *misses, uint32_t owner) REQUIRES(miss_
 void count_buffered_locked(struct misses *misses, int64_t bytes) REQUIRES(miss_lock);
 /* `prefetch`: no READ asks for it yet, so nothing is evicted for it. */
 bool may_cache_locked(struct misses *misses, uint32_t length, bool prefetch) REQUIRES(miss_lock);
-/* `cached`: for the blob. Else it is what one READ asks for. */
+/* `cached`: for the blob. Else it is what one READ asks for. `reader`: NULL: no READ asks for it yet. */
 struct fetch *add_fetch_locked(struct misses *misses, const struct inode_record *record, uint64_t inode, const char *path,
-                               bool cached, uint64_t offset, uint32_t length, uint32_t owner) REQUIRES(miss_lock);
+                               bool cached, uint64_t offset, uint32_t length, const struct waiter *reader)
+    REQUIRES(miss_lock);
 /* A thread begins to run the fetch. */
 void mark_fetching_locked(struct misses *misses, struct fetch *fetch) REQUIRES(miss_lock);
 /* Gives the fetch to an idle thread, which must be woken; NULL: the fetch is queued until a thread is idle. */
