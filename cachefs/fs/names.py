@@ -38,7 +38,7 @@ from cachefs.source.opening import component
 from cachefs.source.single_flight import Overtaken, SingleFlight
 from cachefs.source.source import Object, Source
 from cachefs.store.index.environment import View
-from cachefs.store.index.records import UNLINKED, UNSETTLED, Inode
+from cachefs.store.index.records import PINNED, UNLINKED, UNSETTLED, Inode
 from cachefs.system.clock import NANOSECONDS
 from cachefs.system.stat import Stat
 
@@ -197,17 +197,11 @@ class FileSystem:
             directory = await self.revalidated(parent, directory)
         with self.metadata.index.view() as view:
             dentry = self.metadata.dentry(view, parent, name)
-            absent = self.metadata.knows_absent(directory, dentry)
-            if absent and not (dentry is None and parent == ROOT_INODE):
+            if self.metadata.knows_absent(directory, dentry):
                 return Entry(None, self.timeout_s(directory))
             inode = self.metadata.valid_entry(view, directory, dentry)
             if inode is not None:
                 return Entry(inode, self.timeout_s(inode))
-        if absent:
-            # Absences in the root are recorded, because `invalidate` must notify the kernel of each name.
-            with self.metadata.index.update() as update:
-                self.metadata.apply_absence(update, parent, name, pin=True)
-            return Entry(None, self.timeout_s(directory))
         found = await self.compare(parent, name, caller)
         if found is None:
             return Entry(None, self._absence_timeout_s(parent, name))
@@ -221,8 +215,9 @@ class FileSystem:
         In the root it notifies the kernel of each such name. It drops other directories, and all names with them.
         """
         with self.metadata.index.view() as view:
-            if self._pins_name(view, parent, name):
-                return math.inf
+            dentry = self.metadata.dentry(view, parent, name)
+        if dentry is not None and not dentry.inode and dentry.flags & PINNED:
+            return math.inf
         timeout_s = self.options.unpinned_timeout_s
         if parent != ROOT_INODE:
             return timeout_s

@@ -246,10 +246,10 @@ class InodeCache(InodeTable):
         return inode
 
     def apply_absence(self, update: Update, parent: int, name: bytes, *, pin: bool) -> None:
-        """Record that `name` does not exist."""
+        """A look-up has shown that `name` does not exist: record that, if there is room."""
         self._lost(self.dentry(update, parent, name), parent, name)
         self.remove_name(update, parent, name)
-        if pin and self.index.available:
+        if pin and self.may_pin_absence():
             self.put_dentry(update, parent, name, Dentry(PINNED, 0, self.run, 0))
 
     # --- writing single records ------------------------------------------------------------------------------------
@@ -353,8 +353,8 @@ class InodeCache(InodeTable):
     def drop(self, update: Update, number: int) -> list[tuple[int, bytes]]:
         """Forget what is known and cached of an inode. The next look-up compares it with the source.
 
-        Its names stay, pinned and doubtful: in a complete listing a name without a dentry does not exist. They lead to
-        this number in this run only: later it may be another file's. Returns the names, which the kernel must drop.
+        Its names stay, pinned and doubtful, so that listings that are complete stay so. They lead to this number in
+        this run only: later it may be another file's. Returns the names, which the kernel must drop.
         """
         inode = self.inode(update, number)
         if inode is None:
