@@ -27,6 +27,7 @@ from cachefs.fs.immutability import Immutability
 from cachefs.fs.invalidation import Invalidation
 from cachefs.fs.permissions import Permissions, PermissionsChanged
 from cachefs.metadata.inode_cache import InodeCache
+from cachefs.metadata.inode_paths import SecondName, check_only_name
 from cachefs.metadata.notifier import Notifier
 from cachefs.metadata.validity import FOREVER_NS
 from cachefs.options import Options
@@ -75,8 +76,8 @@ class FileSystem:
         """How many there were: shows background work that requests wait."""
         self._own_changes: dict[int, trio.Event] = {}
         """Inode → set when the change that this mount is making to its names has been made."""
-        self._lstats: SingleFlight[tuple[int, bytes, int], Inode | None] = SingleFlight()
-        """By parent, name, and the number of changes by this mount: later requests do not join earlier calls."""
+        self._lstats: SingleFlight[tuple[int, bytes, int, bytes], Inode | None] = SingleFlight()
+        """By parent, name, number of changes by this mount, and `also`: later requests do not join earlier calls."""
 
     # --- names -----------------------------------------------------------------------------------------------------
 
@@ -227,10 +228,10 @@ class FileSystem:
         """As `pins`. The path may be long: it is made only if there are patterns to match."""
         return self.options.pins_everything and not self.metadata.mutable_names.matches(view, parent, name)
 
-    async def compare(self, parent: int, name: bytes, caller: Caller | None = None) -> Inode | None:
+    async def compare(self, parent: int, name: bytes, caller: Caller | None = None, also: bytes = b"") -> Inode | None:
         """lstat a name, and record the answer. None: the name does not exist.
 
-        `caller`: None for the daemon itself. Raises `PermissionsChanged`.
+        `caller`: None for the daemon itself. `also`: of `SecondName`. Raises `PermissionsChanged`.
         """
         with self.metadata.index.view() as view:
             directory = self.metadata.paths.directory(view, parent)
@@ -240,9 +241,9 @@ class FileSystem:
             known = self.metadata.inode(view, dentry.inode) if dentry is not None else None
         ask = known is not None and bool(known.flags & UNSETTLED)
 
-        def finish(answer: Outcome[tuple[Stat, int, list[permissions.Look]]]) -> Inode | None:
+        def finish(answer: Outcome[permissions.Answer]) -> Inode | None:
             try:
-                now, began_ns, looks = answer.unwrap()
+                now, began_ns, looks, is_folded = answer.unwrap()
             except Changed as error:
                 self.invalidation.replaced(error.directory or parent)
                 raise
@@ -253,20 +254,26 @@ class FileSystem:
                     self.metadata.apply_absence(update, parent, name, pin=pin)
                 return None
             self.permissions.judge(guards, looks)
+            if pin and not also:
+                with self.metadata.index.view() as view:
+                    check_only_name(view, parent, name, now)
             with self.metadata.index.update() as update:
-                inode = self.metadata.apply_stat(update, parent, name, now, pin=pin)
+                inode = self.metadata.apply_stat(update, parent, name, now, pin=pin, also=also if is_folded else b"")
             self.permissions.recorded(inode, now, began_ns)
             return inode
 
         start = partial(
             self.call_pool.start,
-            partial(permissions.lstat, self.source, directory, name, guards, ask=ask),
+            partial(permissions.lstat, self.source, directory, name, guards, ask=ask, also=also),
             question=(parent, name),
         )
         try:
-            found = await self._lstats.begin((parent, name, self.metadata.changes.count), start, finish).wait()
+            key = parent, name, self.metadata.changes.count, also
+            found = await self._lstats.begin(key, start, finish).wait()
         except Overtaken:
             return await self.compare(parent, name, caller)
+        except SecondName as error:
+            return await self.compare(parent, name, caller, also=error.name)
         except PermissionsChanged as error:
             await self.permissions.tell(error)
             raise
@@ -350,8 +357,8 @@ class FileSystem:
         return [now.get(number, number) for number in numbers]
 
     async def compare_root(self) -> None:
-        def finish(answer: Outcome[tuple[Stat, int, list[permissions.Look]]]) -> Inode:
-            now, began_ns, _ = answer.unwrap()
+        def finish(answer: Outcome[permissions.Answer]) -> Inode:
+            now, began_ns, _, _ = answer.unwrap()
             with self.metadata.index.update() as update:
                 inode = self.metadata.apply_root(update, now, pin=self.pins(b""))
             self.permissions.recorded(inode, now, began_ns)
@@ -361,7 +368,7 @@ class FileSystem:
         ask = root is not None and bool(root.flags & UNSETTLED)
         call = partial(permissions.lstat, self.source, ROOT, b"", (), ask=ask)
         start = partial(self.call_pool.start, call, question=(0, b""))
-        await self._lstats.begin((0, b"", 0), start, finish).wait()
+        await self._lstats.begin((0, b"", 0, b""), start, finish).wait()
 
     # --- changes by this mount -------------------------------------------------------------------------------------
 

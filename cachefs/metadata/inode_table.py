@@ -6,7 +6,7 @@ as a deleted file that is open, is kept until the kernel forgets it. inode_cache
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Iterable
 
 from cachefs.contract.index import ROOT_INODE, Table
 from cachefs.errors import IndexUnavailable
@@ -308,13 +308,13 @@ class InodeTable(Validity):
         if inode is not None and inode.flags & LISTED:
             self.put_inode(update, inode._replace(flags=inode.flags & ~LISTED))
 
-    def _purge_names(self, update: Update, number: int, *, keep: tuple[int, bytes], gone: bool) -> None:
+    def _purge_names(self, update: Update, number: int, *, keep: Container[tuple[int, bytes]], gone: bool) -> None:
         """An inode has one name at the source: drop its other names, by which a fetch would find another file.
 
         `gone`: the name to keep is new, so that the others do not exist any more. Otherwise they are doubtful.
         """
         for link in links_of(update, number):
-            if link == keep:
+            if link in keep:
                 continue
             self._lost(self.dentry(update, *link), *link)
             self._cut_link(update, number, link, is_known=not gone)

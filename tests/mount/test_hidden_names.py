@@ -92,3 +92,67 @@ def test_hidden_names_are_hidden_on_a_node_that_starts_with_a_snapshot(
     assert sorted(os.listdir(second.path / place)) == listed
     assert (second.path / place / ".snap/file").stat().st_size == len(b"snapshot")
     raises_errno(errno.ENOENT, lambda: (second.path / place / "never").stat())
+
+
+@pytest.mark.promise("CH-31")
+@pytest.mark.parametrize("listed_first", [True, False], ids=["listed first", "listed last"])
+@pytest.mark.parametrize("mode", MODES)
+def test_another_spelling_of_a_name_leads_to_the_same_object(
+    mount: MakeMount, source: Path, faulty: Faulty, mode: str, listed_first: bool
+) -> None:
+    (faulty[1] / "folds").touch()
+    m = mount(faulty[0], *MODES[mode])
+    if listed_first:
+        assert sorted(os.listdir(m.path / "d1")) == sorted(os.listdir(source / "d1"))
+    places = [m.path / directory / name for directory in ("d1", "D1") for name in ("f00001", "F00001")]
+    content = (source / "d1/f00001").read_bytes()
+    for place in [*reversed(places), *places]:
+        assert place.read_bytes() == content
+    assert len({place.stat().st_ino for place in places}) == 1
+    assert sorted(os.listdir(m.path)) == sorted(os.listdir(source))
+    for directory in ("d1", "D1"):
+        assert sorted(os.listdir(m.path / directory)) == sorted(os.listdir(source / "d1"))
+    m.flush()
+    m.drop_caches()
+    before = m.ops()
+    for place in [*places, *reversed(places)]:
+        assert place.read_bytes() == content
+    assert sorted(os.listdir(m.path / "D1")) == sorted(os.listdir(source / "d1"))
+    if mode.startswith("read-only"):
+        assert m.ops() == before or mode == "read-only, mutable"
+    if mode != "cache none":
+        assert m.ops().get("read") == before.get("read")
+
+
+@pytest.mark.promise("CH-31")
+def test_spellings_are_compared_after_a_remount_and_removed_by_an_invalidation(
+    mount: MakeMount, source: Path, faulty: Faulty
+) -> None:
+    (faulty[1] / "folds").touch()
+    (source / "d1/f00001").chmod(0o600)  # CH-28
+    settle()
+    m = mount(faulty[0], "--read-only")
+    names = ["f00001", "F00001"]
+    before = [(m.path / "d1" / name).read_bytes() for name in names]
+    m.flush()
+    m.remount("--read-only")
+    assert [(m.path / "d1" / name).read_bytes() for name in names] == before and not m.ops().get("read")
+    m.drop_caches()
+    asked = m.ops()
+    assert [(m.path / "d1" / name).read_bytes() for name in names] == before and m.ops() == asked
+    (source / "d1/f00001").rename(source / "d1/gone")
+    cachefs("invalidate", m.path / "d1/F00001")
+    assert [(m.path / "d1" / name).exists() for name in names] == [False, False]
+
+
+@pytest.mark.promise("CH-31")
+@pytest.mark.parametrize("mode", [["--read-only"], []], ids=["read-only", "read-write"])
+def test_a_directory_that_another_node_renamed_has_no_second_spelling(
+    mount: MakeMount, source: Path, mode: list[str]
+) -> None:
+    m = mount(source, *mode)
+    content = (m.path / "d1/f00001").read_bytes()
+    (source / "d1").rename(source / "D1")
+    assert (m.path / "D1/f00001").read_bytes() == content
+    m.drop_caches()
+    assert not (m.path / "d1").exists() and (m.path / "D1/f00001").read_bytes() == content
