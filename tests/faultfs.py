@@ -18,6 +18,8 @@ while FAULTS/statfs exists, each line of it, such as `f_files 0`, is a field of 
 while FAULTS/tick exists, it is the ctime and mtime of everything, in nanoseconds;
 while FAULTS/behind exists, times are so many seconds earlier, as of a source whose clock is late;
 while FAULTS/squash exists, modes are checked, and root is nobody, as on an NFS server with root_squash;
+while FAULTS/hidden exists, READDIR leaves out the names that are lines of it;
+while FAULTS/folds exists, a name that is not there leads to what the same name in other letters leads to;
 while FAULTS/short exists, READ of paths that end in it returns half of what was asked for.
 """
 
@@ -74,6 +76,13 @@ class FaultFs(pyfuse3.Operations):
         if found.st_mode >> shift & asked != asked:
             raise pyfuse3.FUSEError(errno.EACCES)
 
+    @staticmethod
+    def folded(directory: bytes, name: bytes) -> bytes:
+        """The name as the directory has it."""
+        if not (FAULTS / "folds").exists() or os.path.lexists(directory + b"/" + name):
+            return name
+        return next((each for each in os.listdir(directory) if each.lower() == name.lower()), name)
+
     async def fault_of_all(self) -> None:
         while (FAULTS / "hang-all").exists():
             await trio.sleep(0.02)
@@ -98,7 +107,7 @@ class FaultFs(pyfuse3.Operations):
         return entry
 
     async def lookup(self, parent_inode, name, ctx):
-        path = self.paths[parent_inode] + b"/" + name
+        path = self.paths[parent_inode] + b"/" + self.folded(self.paths[parent_inode], name)
         await self.fault(path)
         self.fail("lookup", path)
         self.check(self.paths[parent_inode], 1, ctx)
@@ -128,7 +137,8 @@ class FaultFs(pyfuse3.Operations):
 
     async def readdir(self, fh, start_id, token):
         self.fail("readdir", self.paths[fh])
-        names = sorted(os.listdir(self.paths[fh]))
+        hidden = (FAULTS / "hidden").read_bytes().split() if (FAULTS / "hidden").exists() else []
+        names = sorted(name for name in os.listdir(self.paths[fh]) if name not in hidden)
         for index, name in enumerate(names[start_id:], start_id + 1):
             if not pyfuse3.readdir_reply(token, name, self.attributes(self.paths[fh] + b"/" + name), index):
                 return

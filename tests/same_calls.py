@@ -141,6 +141,8 @@ def _errors(root: Path) -> Results:
         "open of a symlink that dangles": opened(directory / "dangling", os.O_RDONLY),
         "open of a path": opened(directory / "link", os.O_PATH | os.O_NOFOLLOW),
         "stat of nothing": result_of(lambda: os.stat(directory / "none")),
+        "stat of a name that is too long": result_of(lambda: os.stat(directory / ("n" * 300))),
+        "open of a name that is too long": opened(directory / ("n" * 300), os.O_RDONLY | os.O_CREAT),
         "stat with a slash": result_of(lambda: os.stat(f"{directory}/file/")),
         "stat of the parent": result_of(lambda: os.stat(directory / "nested/..").st_ino),
         "readdir of a file": result_of(lambda: os.listdir(directory / "file")),

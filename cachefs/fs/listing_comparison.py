@@ -341,7 +341,7 @@ class ListingComparisons:
         """Record a listing that was read when the directory was as in `before`. Returns whether it is LISTED now.
 
         It is, if all its names are pinned, no mutable name may appear, and the directory was not dropped or changed
-        meanwhile. A name without an entry in such a directory does not exist.
+        meanwhile. It says nothing about names that the directory does not list (validity.py).
         """
         number = before.number
         with self._metadata.index.update() as update:

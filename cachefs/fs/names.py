@@ -27,6 +27,7 @@ from cachefs.fs.immutability import Immutability
 from cachefs.fs.invalidation import Invalidation
 from cachefs.fs.permissions import Permissions, PermissionsChanged
 from cachefs.metadata.inode_cache import InodeCache
+from cachefs.metadata.inode_paths import SecondName, check_only_name
 from cachefs.metadata.notifier import Notifier
 from cachefs.metadata.validity import FOREVER_NS
 from cachefs.options import Options
@@ -38,7 +39,7 @@ from cachefs.source.opening import component
 from cachefs.source.single_flight import Overtaken, SingleFlight
 from cachefs.source.source import Object, Source
 from cachefs.store.index.environment import View
-from cachefs.store.index.records import UNLINKED, UNSETTLED, Inode
+from cachefs.store.index.records import PINNED, UNLINKED, UNSETTLED, Inode
 from cachefs.system.clock import NANOSECONDS
 from cachefs.system.stat import Stat
 
@@ -75,8 +76,8 @@ class FileSystem:
         """How many there were: shows background work that requests wait."""
         self._own_changes: dict[int, trio.Event] = {}
         """Inode → set when the change that this mount is making to its names has been made."""
-        self._lstats: SingleFlight[tuple[int, bytes, int], Inode | None] = SingleFlight()
-        """By parent, name, and the number of changes by this mount: later requests do not join earlier calls."""
+        self._lstats: SingleFlight[tuple[int, bytes, int, bytes], Inode | None] = SingleFlight()
+        """By parent, name, number of changes by this mount, and `also`: later requests do not join earlier calls."""
 
     # --- names -----------------------------------------------------------------------------------------------------
 
@@ -197,17 +198,11 @@ class FileSystem:
             directory = await self.revalidated(parent, directory)
         with self.metadata.index.view() as view:
             dentry = self.metadata.dentry(view, parent, name)
-            absent = self.metadata.knows_absent(directory, dentry)
-            if absent and not (dentry is None and parent == ROOT_INODE):
+            if self.metadata.knows_absent(directory, dentry):
                 return Entry(None, self.timeout_s(directory))
             inode = self.metadata.valid_entry(view, directory, dentry)
             if inode is not None:
                 return Entry(inode, self.timeout_s(inode))
-        if absent:
-            # Absences in the root are recorded, because `invalidate` must notify the kernel of each name.
-            with self.metadata.index.update() as update:
-                self.metadata.apply_absence(update, parent, name, pin=True)
-            return Entry(None, self.timeout_s(directory))
         found = await self.compare(parent, name, caller)
         if found is None:
             return Entry(None, self._absence_timeout_s(parent, name))
@@ -221,8 +216,9 @@ class FileSystem:
         In the root it notifies the kernel of each such name. It drops other directories, and all names with them.
         """
         with self.metadata.index.view() as view:
-            if self._pins_name(view, parent, name):
-                return math.inf
+            dentry = self.metadata.dentry(view, parent, name)
+        if dentry is not None and not dentry.inode and dentry.flags & PINNED:
+            return math.inf
         timeout_s = self.options.unpinned_timeout_s
         if parent != ROOT_INODE:
             return timeout_s
@@ -232,10 +228,10 @@ class FileSystem:
         """As `pins`. The path may be long: it is made only if there are patterns to match."""
         return self.options.pins_everything and not self.metadata.mutable_names.matches(view, parent, name)
 
-    async def compare(self, parent: int, name: bytes, caller: Caller | None = None) -> Inode | None:
+    async def compare(self, parent: int, name: bytes, caller: Caller | None = None, also: bytes = b"") -> Inode | None:
         """lstat a name, and record the answer. None: the name does not exist.
 
-        `caller`: None for the daemon itself. Raises `PermissionsChanged`.
+        `caller`: None for the daemon itself. `also`: of `SecondName`. Raises `PermissionsChanged`.
         """
         with self.metadata.index.view() as view:
             directory = self.metadata.paths.directory(view, parent)
@@ -245,9 +241,9 @@ class FileSystem:
             known = self.metadata.inode(view, dentry.inode) if dentry is not None else None
         ask = known is not None and bool(known.flags & UNSETTLED)
 
-        def finish(answer: Outcome[tuple[Stat, int, list[permissions.Look]]]) -> Inode | None:
+        def finish(answer: Outcome[permissions.Answer]) -> Inode | None:
             try:
-                now, began_ns, looks = answer.unwrap()
+                now, began_ns, looks, is_folded = answer.unwrap()
             except Changed as error:
                 self.invalidation.replaced(error.directory or parent)
                 raise
@@ -258,19 +254,25 @@ class FileSystem:
                     self.metadata.apply_absence(update, parent, name, pin=pin)
                 return None
             self.permissions.judge(guards, looks)
+            if pin and not also:
+                with self.metadata.index.view() as view:
+                    check_only_name(view, parent, name, now)
             with self.metadata.index.update() as update:
-                inode = self.metadata.apply_stat(update, parent, name, now, pin=pin)
+                inode = self.metadata.apply_stat(update, parent, name, now, pin=pin, also=also if is_folded else b"")
                 return self.permissions.recorded(update, inode, now, began_ns)
 
         start = partial(
             self.call_pool.start,
-            partial(permissions.lstat, self.source, directory, name, guards, ask=ask),
+            partial(permissions.lstat, self.source, directory, name, guards, ask=ask, also=also),
             question=(parent, name),
         )
         try:
-            found = await self._lstats.begin((parent, name, self.metadata.changes.count), start, finish).wait()
+            key = parent, name, self.metadata.changes.count, also
+            found = await self._lstats.begin(key, start, finish).wait()
         except Overtaken:
             return await self.compare(parent, name, caller)
+        except SecondName as error:
+            return await self.compare(parent, name, caller, also=error.name)
         except PermissionsChanged as error:
             await self.permissions.tell(error)
             raise
@@ -354,8 +356,8 @@ class FileSystem:
         return [now.get(number, number) for number in numbers]
 
     async def compare_root(self) -> None:
-        def finish(answer: Outcome[tuple[Stat, int, list[permissions.Look]]]) -> Inode:
-            now, began_ns, _ = answer.unwrap()
+        def finish(answer: Outcome[permissions.Answer]) -> Inode:
+            now, began_ns, _, _ = answer.unwrap()
             with self.metadata.index.update() as update:
                 inode = self.metadata.apply_root(update, now, pin=self.pins(b""))
                 return self.permissions.recorded(update, inode, now, began_ns)
@@ -364,7 +366,7 @@ class FileSystem:
         ask = root is not None and bool(root.flags & UNSETTLED)
         call = partial(permissions.lstat, self.source, ROOT, b"", (), ask=ask)
         start = partial(self.call_pool.start, call, question=(0, b""))
-        await self._lstats.begin((0, b"", 0), start, finish).wait()
+        await self._lstats.begin((0, b"", 0, b""), start, finish).wait()
 
     # --- changes by this mount -------------------------------------------------------------------------------------
 

@@ -32,6 +32,7 @@ import errno
 import math
 import os
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import NamedTuple
 
@@ -101,6 +102,10 @@ class Look(NamedTuple):
     """When the look began."""
 
 
+Answer = tuple[Stat, int, list[Look], bool]
+"""Of `lstat`."""
+
+
 def look(source: Source, guards: Iterable[Guard], ctime_ns: int) -> list[Look]:
     """Look at the directories that do not vouch yet for an object that changed at `ctime_ns`. In a thread.
 
@@ -135,15 +140,21 @@ def _enter(source: Source, guards: Iterable[Guard], caller: Caller) -> None:
 
 
 def lstat(
-    source: Source, directory: Directory, name: bytes, guards: Sequence[Guard], *, ask: bool
-) -> tuple[Stat, int, list[Look]]:
+    source: Source, directory: Directory, name: bytes, guards: Sequence[Guard], *, ask: bool, also: bytes = b""
+) -> Answer:
     """lstat of a name, when it began, and looks at those directories above that do not vouch yet. In a thread.
 
-    `ask`: as of `Source.stat`.
+    `ask`: as of `Source.stat`. `also`: another name in this directory. The last result is whether it leads to the same
+    object; a rename in between changes the ctime.
     """
     began_ns = source.clock.realtime_ns()
     now = source.lstat(directory, name, ask=ask)
-    return now, began_ns, look(source, guards, now.ctime_ns)
+    same = False
+    if also:
+        with suppress(FileNotFoundError):
+            there = source.lstat(directory, also, ask=ask)
+            same = (there.device, there.inode, there.ctime_ns) == (now.device, now.inode, now.ctime_ns)
+    return now, began_ns, look(source, guards, now.ctime_ns), same
 
 
 class Permissions:

@@ -87,13 +87,13 @@ class InodeCache(InodeTable):
         return inode.expires_ns - valid_for_ns > now.began_ns
 
     def apply_stat(
-        self, update: Update, parent: int, name: bytes, now: Stat, *, pin: bool, counted: bool = True
+        self, update: Update, parent: int, name: bytes, now: Stat, *, pin: bool, counted: bool = True, also: bytes = b""
     ) -> Inode:
         """Record what an lstat of `name` in `parent` said.
 
         A pinned and valid record is not replaced. If a later call was faster, only the name is recorded.
 
-        `pin`: this mount pins whatever it sees. `counted`: the answer goes to the kernel, which will send a FORGET.
+        `pin`: this mount pins whatever it sees. `counted`: the kernel will send a FORGET. `also`: another spelling.
         """
         number, old = self._number(update, parent, name, now)
         if old is not None:
@@ -123,7 +123,7 @@ class InodeCache(InodeTable):
         self._lost(self.dentry(update, parent, name), parent, name, unless=number)
         added = self._put_name(update, parent, name, number, pinned=bool(inode.flags & PINNED))
         if (now.nlink == 1 or inode.is_directory) and not overtaken:
-            self._purge_names(update, number, keep=(parent, name), gone=added)
+            self._purge_names(update, number, keep=((parent, name), (parent, also)), gone=added)
         return inode
 
     def _are_mutable(self, view: View, number: int, parent: int, name: bytes, now: Stat) -> list[bool]:
@@ -246,10 +246,10 @@ class InodeCache(InodeTable):
         return inode
 
     def apply_absence(self, update: Update, parent: int, name: bytes, *, pin: bool) -> None:
-        """Record that `name` does not exist."""
+        """A look-up has shown that `name` does not exist: record that, if there is room."""
         self._lost(self.dentry(update, parent, name), parent, name)
         self.remove_name(update, parent, name)
-        if pin and self.index.available:
+        if pin and self.may_pin_absence():
             self.put_dentry(update, parent, name, Dentry(PINNED, 0, self.run, 0))
 
     # --- writing single records ------------------------------------------------------------------------------------
@@ -351,8 +351,8 @@ class InodeCache(InodeTable):
     def drop(self, update: Update, number: int) -> list[tuple[int, bytes]]:
         """Forget what is known and cached of an inode. The next look-up compares it with the source.
 
-        Its names stay, pinned and doubtful: in a complete listing a name without a dentry does not exist. They lead to
-        this number in this run only: later it may be another file's. Returns the names, which the kernel must drop.
+        Its names stay, pinned and doubtful, so that listings that are complete stay so. They lead to this number in
+        this run only: later it may be another file's. Returns the names, which the kernel must drop.
         """
         inode = self.inode(update, number)
         if inode is None:

@@ -2,6 +2,7 @@
 
 import errno
 import os
+import stat
 import struct
 import time
 from collections.abc import Callable
@@ -10,7 +11,8 @@ from itertools import islice
 from cachefs.contract.index import ROOT_INODE, Table
 from cachefs.source.directories import ROOT, Directory
 from cachefs.store.index.environment import View
-from cachefs.store.index.records import PINNED, STALE, Dentry, Inode, inode_key, inode_of_key
+from cachefs.store.index.records import PINNED, STALE, Dentry, Inode, inode_key, inode_of_key, pair_key
+from cachefs.system.stat import Stat
 
 REMEMBERED_DIRECTORIES = 4096
 REMEMBERED_NAMES = 4096
@@ -65,6 +67,34 @@ def _validated_run(view: View, link: tuple[int, bytes]) -> int:
     """The run in which a name was compared last; 0: the name is doubtful."""
     value = view.get(Table.DENTRIES, inode_key(link[0]) + link[1])
     return Dentry.unpack(value).validated_run if value is not None else 0
+
+
+class SecondName(Exception):
+    """An object with one link has another known name in the directory in which it was looked up.
+
+    Either it has been renamed, or the directory folds names, and both spellings lead to it. Raised by
+    `check_only_name`; the caller asks the source for both names at once.
+    """
+
+    def __init__(self, name: bytes) -> None:
+        super().__init__(name)
+        self.name = name
+
+
+def check_only_name(view: View, parent: int, name: bytes, now: Stat) -> None:
+    """Raises `SecondName` if the object that `name` leads to has another name in this directory, the listed one if
+    there is one. Not for hard links."""
+    if now.nlink > 1 and not stat.S_ISDIR(now.mode):
+        return
+    alias = view.get(Table.ALIASES, pair_key(now.device, now.inode))
+    number = inode_of_key(alias[8:16]) if alias else now.inode
+    found: dict[bytes, int] = {}
+    for link in links_of(view, number, MOST_NAMES):
+        value = view.get(Table.DENTRIES, inode_key(link[0]) + link[1])
+        if link[0] == parent and link[1] != name and value is not None:
+            found[link[1]] = Dentry.unpack(value).position
+    if found:
+        raise SecondName(max(found, key=lambda each: found[each]))
 
 
 class Paths:
@@ -135,23 +165,22 @@ class Paths:
         name, which was invalidated, or looked up before the others, may lead to another inode by now. Such names are
         taken only where there is no other.
         """
-        two = links_of(view, number, 2)
-        if len(two) < 2:  # always so for a directory: the recursion by `_leads_up` ends here
-            return two[0] if two and leads_to(view, two[0], number) else None
+        few = links_of(view, number, 3)
+        if len({parent for parent, _ in few}) < 2 and len(few) < 3:
+            # Always so for a directory, which has one name, or two spellings of it: the recursion by `_leads_up` ends.
+            few = [link for link in few if leads_to(view, link, number)]
+            return max(few, key=lambda link: self._age(view, number, link), default=None)
         last = self._last.get(number)
         if last is not None and self._is_valid(view, number, last):
             return last
         names = self.names(view, number)
         if len(names) < 2:
             return names[0] if names else None
-        return max(
-            names,
-            key=lambda link: (
-                self._leads_up(view, link[0]),
-                _validated_run(view, link),
-                name_expires_ns(view, number, link),
-            ),
-        )
+        return max(names, key=lambda link: (self._leads_up(view, link[0]), *self._age(view, number, link)))
+
+    def _age(self, view: View, number: int, link: tuple[int, bytes]) -> tuple[int, int, bool]:
+        """Greater for a name that was looked up later."""
+        return _validated_run(view, link), name_expires_ns(view, number, link), link == self._last.get(number)
 
     def links(self, view: View, number: int) -> list[tuple[int, bytes]]:
         """The names of an inode; where there are very many, some of them and the one that was looked up last."""

@@ -6,9 +6,10 @@ as a deleted file that is open, is kept until the kernel forgets it. inode_cache
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Iterable
 
 from cachefs.contract.index import ROOT_INODE, Table
+from cachefs.errors import IndexUnavailable
 from cachefs.metadata import written_files
 from cachefs.metadata.inode_paths import Paths, directory_of, has_name, link_key, link_value, links_of
 from cachefs.metadata.last_changes import LastChanges
@@ -35,6 +36,9 @@ from cachefs.store.index.records import (
 from cachefs.store.runs import Numbers
 from cachefs.system.clock import SYSTEM, Clock
 
+MOST_ABSENCES = 1 << 16
+ABSENCES_PER_NAME = 4
+"""Four absences take less room in the index than one file."""
 _UNLINKED_MARK = b"unlinked:"
 _UNCOUNTED = 1 << 62
 """Stands for the look-ups of an inode while it was pinned, which are not counted. Later look-ups are added."""
@@ -140,6 +144,16 @@ class InodeTable(Validity):
         """May another inode be pinned: is the index available, and the limit not reached?"""
         return self.index.available and (self._retention is None or self._retention.admits(number))
 
+    def may_pin_absence(self) -> bool:
+        """May another absence be pinned? The limit is for programs that look up a new temporary name each time."""
+        if not self.index.available:
+            return False
+        try:
+            dentries, names = (self.index.durable.entries(table) for table in (Table.DENTRIES, Table.LINKS))
+        except IndexUnavailable:
+            return False
+        return dentries - names < MOST_ABSENCES + ABSENCES_PER_NAME * names  # each name of an inode has a link
+
     def put_inode(self, update: Update, inode: Inode) -> None:
         update.put(Table.INODES, inode_key(inode.number), inode.pack())
         if inode.flags & (WRITTEN | UNLINKED) == WRITTEN:
@@ -237,8 +251,8 @@ class InodeTable(Validity):
                 self._linked(update, inode)
 
     def _cut_link(self, update: Update, number: int, link: tuple[int, bytes], *, is_known: bool = True) -> None:
-        """Delete the link from an inode to a name. The dentry stays, and is doubtful: in a complete listing a name
-        without a dentry would not exist.
+        """Delete the link from an inode to a name. The dentry stays, and is doubtful: it has the name's position in the
+        listing.
 
         `is_known`: the name may still lead to this inode. Otherwise it keeps only its position in the listing.
         """
@@ -294,13 +308,13 @@ class InodeTable(Validity):
         if inode is not None and inode.flags & LISTED:
             self.put_inode(update, inode._replace(flags=inode.flags & ~LISTED))
 
-    def _purge_names(self, update: Update, number: int, *, keep: tuple[int, bytes], gone: bool) -> None:
+    def _purge_names(self, update: Update, number: int, *, keep: Container[tuple[int, bytes]], gone: bool) -> None:
         """An inode has one name at the source: drop its other names, by which a fetch would find another file.
 
         `gone`: the name to keep is new, so that the others do not exist any more. Otherwise they are doubtful.
         """
         for link in links_of(update, number):
-            if link == keep:
+            if link in keep:
                 continue
             self._lost(self.dentry(update, *link), *link)
             self._cut_link(update, number, link, is_known=not gone)

@@ -33,7 +33,7 @@ from typing import NamedTuple
 
 from cachefs.contract.shared import SETTLE_NS
 from cachefs.options import Options
-from cachefs.store.index.records import IMMUTABLE, LISTED, PINNED, STALE, UNLINKED, UNSETTLED, YOUNG, Dentry, Inode
+from cachefs.store.index.records import IMMUTABLE, PINNED, STALE, UNLINKED, UNSETTLED, YOUNG, Dentry, Inode
 from cachefs.system.clock import NANOSECONDS, SYSTEM, Clock
 from cachefs.system.stat import Stat
 
@@ -170,10 +170,8 @@ class Validity:
         )
 
     def knows_absent(self, parent: Inode, dentry: Dentry | None) -> bool:
-        """Is a name known not to exist? Only where the dataset counts as complete: the absence was recorded, or the
-        name is missing in a complete listing."""
-        if not self._pins_everything or self.remaining_ns(parent) == 0:
+        """Is a name known not to exist? Only where the dataset counts as complete, and a look-up has shown the absence.
+        A listing does not prove it: a directory may have names that it does not list, such as .snap on CephFS."""
+        if not self._pins_everything or dentry is None or self.remaining_ns(parent) == 0:
             return False
-        if dentry is not None:
-            return dentry.inode == 0 and self.entry_holds(parent, dentry)
-        return bool(parent.flags & LISTED)
+        return dentry.inode == 0 and self.entry_holds(parent, dentry)

@@ -217,8 +217,8 @@ def _valid(inodes: _Rows, dentries: _Rows, floor: int, strict_floor: int) -> tup
     kept = has_parent & has_child & (rows["flags"] & PINNED != 0)
     kept &= good[parent_at] & good[child_at] & (rows["validated_run"] >= records["entries_valid_from"][parent_at])
 
-    # A listing with an entry that is left out is not complete.
-    torn = np.unique(parents[~kept & (rows["inode"] != 0)])
+    # A listing with a row that is left out is not complete.
+    torn = np.unique(parents[~kept & (rows["position"] != 0)])
     named = np.unique(child_at[kept])
     wanted = np.zeros(len(numbers), bool)
     wanted[named] = True

@@ -248,7 +248,7 @@ bool read_blob(int fd, const uint8_t *value, size_t value_length, uint32_t start
 
 bool read_source(int root, const char *path, const struct inode_record *record, uint64_t offset, uint32_t length, void *out)
 {
-    uint8_t *data = source_read(shared, root, path, record, offset, length, &counters);
+    uint8_t *data = source_read(shared, root, path, record, offset, length, 0, 0, &counters);
     if (data) {
         memcpy(out, data, length);
         source_free(data, length);

@@ -150,8 +150,8 @@ class FastPath:
     def entry_holds(self, parent: Inode, dentry: Dentry) -> bool:
         return bool(self._c.entry_holds(self._view(), parent.pack(), dentry.pack()))
 
-    def knows_absent(self, parent: Inode, dentry: Dentry | None) -> bool:
-        return bool(self._c.knows_absent(self._view(), parent.pack(), dentry.pack() if dentry else None))
+    def knows_absent(self, parent: Inode, dentry: Dentry) -> bool:
+        return bool(self._c.knows_absent(self._view(), parent.pack(), dentry.pack()))
 
     def is_immutable(self, record: Inode) -> bool:
         return bool(self._c.is_immutable(self._view(), record.pack()))

@@ -245,7 +245,7 @@ def entry(number: int, record: Inode | None, remaining_ns: int) -> bytes:
 def look_up(index: Index, view: View, parent: int, name: bytes) -> Answer | None:
     above = index.valid_inode(view, parent)
     dentry = index.dentry(view, parent, name)
-    if above is None or (dentry is None and parent == ROOT_INODE):  # Python notes what is missing in the root
+    if above is None:
         return None
     if index.validity.knows_absent(above[0], dentry):
         return Answer(0, entry(0, None, above[1]))

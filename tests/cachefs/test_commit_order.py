@@ -1,6 +1,6 @@
 """A crash of the machine: what was not committed to the durable index is lost. No name may be believed missing then.
 
-A directory that is LISTED says of every name without an entry that it does not exist.
+The rows of a directory that is LISTED are its whole listing.
 """
 
 import shutil

@@ -297,6 +297,31 @@ def test_absences_are_forgotten_with_what_the_kernel_knows_of_them(index: Index)
         assert cache.drop_children(update, number) == ([FILE], [])
 
 
+@pytest.mark.promise("CH-31")
+def test_no_more_absences_are_pinned_than_the_limit(index: Index, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cachefs.metadata.inode_table.MOST_ABSENCES", 2)
+    monkeypatch.setattr("cachefs.metadata.inode_table.ABSENCES_PER_NAME", 1)
+    cache = Cache(index)
+
+    def commit_absence(name: bytes) -> bool:
+        """Returns whether it was pinned."""
+        with index.update() as update:
+            cache.apply_absence(update, ROOT_INODE, name, pin=True)
+            pinned = cache.dentry(update, ROOT_INODE, name) is not None
+        batch = index.take_dirty(100)
+        index.commit(batch, ())
+        batch.end()
+        return pinned
+
+    with index.update() as update:
+        cache.see(update, b"f", file())
+    assert [commit_absence(b"%d" % number) for number in range(5)] == [True, True, True, False, False]
+    with index.update() as update:
+        cache.drop_absence(update, ROOT_INODE, b"0")
+    assert not commit_absence(b"5")  # the durable index still has it
+    assert commit_absence(b"5")
+
+
 def test_a_directory_with_a_forgotten_absence_is_listed_anew(index: Index) -> None:
     cache = Cache(index)
     with index.update() as update:

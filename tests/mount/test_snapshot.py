@@ -71,11 +71,14 @@ def test_a_new_node_asks_for_nothing(mount: MakeMount, snapshot: Path, tree: Pat
     # Listing the source has moved the times of access of its directories.
     assert sorted(map(str, everything(m.path, "atime_ns"))) == sorted(map(str, everything(tree, "atime_ns")))
     assert os.getxattr(m.path / "d1/f00001", "user.colour") == b"green"
-    assert not (m.path / "d1/nobody").exists()
     subprocess.run(["find", m.path, "-ls"], stdout=subprocess.DEVNULL, check=True)
     assert m.ops() == {}
     assert contents(m.path) == contents(tree)
     assert set(m.ops()) <= {"open", "read", "fstat", "close"}
+    for _ in range(2):
+        assert not (m.path / "d1/nobody").exists()
+        assert m.ops()["lstat"] == 1  # a snapshot has no absences
+        m.drop_caches()
     log = m.log()
     m.umount()
     m.start()  # the cache is not new any more

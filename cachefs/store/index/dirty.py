@@ -1,8 +1,8 @@
 """The keys that must be committed to the durable index, and their order.
 
-The flag LISTED of a directory means that a name without an entry does not exist. So the durable index may have this
-flag only together with all names: otherwise, after a crash of the machine, files whose names were not committed would
-seem not to exist. Two rules ensure that:
+The flag LISTED of a directory means that its rows are the whole listing. So the durable index may have this flag only
+together with all rows: otherwise, after a crash of the machine, a listing would lack the files whose names were not
+committed. Two rules ensure that:
 
 - Keys are committed in the order in which they were last written, and so the flag after the names of its directory. A
   batch whose commit failed is committed first.

@@ -122,7 +122,7 @@ class Index:
     def drain(self) -> bool:
         """Write some of the overflow to the session. False: it still cannot be written, or there is nothing."""
         overflow = self.session.overflow
-        # A directory's record is written after its names, because LISTED says that there are no others.
+        # A directory's record is written after its names, because LISTED says that its listing has no others.
         waiting = overflow.first(DRAIN_KEYS, last=Table.INODES)
         if not waiting:
             return False

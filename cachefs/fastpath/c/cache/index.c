@@ -340,11 +340,8 @@ bool entry_holds(const struct view *view, const struct inode_record *parent, con
 
 bool knows_absent(const struct view *view, const struct inode_record *parent, const struct dentry_record *dentry)
 {
-    if (!(view->index->shared->flags & PINS_EVERYTHING) || !remaining_ns(view, parent))
-        return false;
-    if (dentry)
-        return !dentry->inode && entry_holds(view, parent, dentry);
-    return parent->flags & LISTED;
+    return (view->index->shared->flags & PINS_EVERYTHING) && !dentry->inode && remaining_ns(view, parent) &&
+           entry_holds(view, parent, dentry);
 }
 
 bool is_immutable(const struct view *view, const struct inode_record *record)

@@ -37,14 +37,11 @@ static enum outcome serve_lookup(struct worker *worker, const struct request *re
     uint64_t remaining = valid_inode(worker, request->header->nodeid, &parent);
     if (!remaining || request->name_length > MAX_NAME_BYTES) /* Python answers ENAMETOOLONG */
         return PASS;
-    bool known = view_dentry(view, request->header->nodeid, request->name, request->name_length, &dentry);
-    if (!known && request->header->nodeid == ROOT_INODE)
-        return PASS; /* Python notes which names of the root do not exist: fs/names.py */
-    if (view->damaged)
-        return PASS;
-    if (knows_absent(view, &parent, known ? &dentry : NULL)) {
+    if (!view_dentry(view, request->header->nodeid, request->name, request->name_length, &dentry) || view->damaged)
+        return PASS; /* a listing does not prove that a name does not exist */
+    if (knows_absent(view, &parent, &dentry)) {
         split_timeout(remaining, &out.entry_valid, &out.entry_valid_nsec);
-    } else if (known && dentry.inode && entry_holds(view, &parent, &dentry) &&
+    } else if (dentry.inode && entry_holds(view, &parent, &dentry) &&
                (remaining = valid_inode(worker, dentry.inode, &record))) {
         fill_entry(&out, dentry.inode, &record, remaining);
     } else {
