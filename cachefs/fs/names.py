@@ -268,7 +268,7 @@ class FileSystem:
             question=(parent, name),
         )
         try:
-            found = await self._lstats.begin((parent, name, self.metadata.changes.count), start, finish).wait()
+            found = await self._lstats.ask((parent, name, self.metadata.changes.count), start, finish)
         except Overtaken:
             return await self.compare(parent, name, caller)
         except PermissionsChanged as error:
@@ -364,7 +364,7 @@ class FileSystem:
         ask = root is not None and bool(root.flags & UNSETTLED)
         call = partial(permissions.lstat, self.source, ROOT, b"", (), ask=ask)
         start = partial(self.call_pool.start, call, question=(0, b""))
-        await self._lstats.begin((0, b"", 0), start, finish).wait()
+        await self._lstats.ask((0, b"", 0), start, finish)
 
     # --- changes by this mount -------------------------------------------------------------------------------------
 
