@@ -123,12 +123,16 @@ class Fetcher:
 
     async def _read_part(self, file: OpenFile, offset: int, length: int) -> tuple[bytes | memoryview, bool]:
         """Up to `length` bytes, at least one, and whether that was a hit."""
+        refused = False
         while True:
             inode, generation = file.inode, self.source.generation
             file.drop_stale(generation)
             try:
                 return await self._read_version(file, inode, offset, length)
             except OSError as error:
+                if isinstance(error, PermissionError) and not refused:  # as in `SingleFlight.ask`
+                    refused = True
+                    continue
                 if not isinstance(error, Changed):
                     if not await self.is_anew(error, generation):
                         raise
@@ -338,7 +342,7 @@ class Fetcher:
         if file.fd is None:
             call = partial(self.source.open_to_keep, self.object_of(file.inode.number, None))
             start = partial(self.call_pool.start, call, discard=close_quietly)
-            await self._opens.begin((file.inode.number, file.inode.version), start, finish).wait()
+            await self._opens.ask((file.inode.number, file.inode.version), start, finish)
 
 
 def close_quietly(fd: int) -> None:

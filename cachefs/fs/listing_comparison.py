@@ -26,7 +26,7 @@ from cachefs.fs.permissions import PermissionsChanged
 from cachefs.metadata.listings import Listings
 from cachefs.source.directories import Directory
 from cachefs.source.identity import Changed
-from cachefs.source.single_flight import Flight, SingleFlight, in_task, unwrap
+from cachefs.source.single_flight import SingleFlight, in_task, unwrap
 from cachefs.source.source import Look
 from cachefs.store.index.records import LISTED, UNLINKED, Inode
 from cachefs.system.stat import Stat
@@ -139,18 +139,16 @@ class ListingComparisons:
     async def _make(self, number: int, owner: int = ROOT_USER) -> None:
         """Raises `PermissionsChanged` if the user may no longer list the directory. For other changes it does not: the
         kernel does not walk the path again for a listing."""
+        start = in_task(self._nursery, partial(self._list_once, number))
         if number in self._under_way and self._under_way[number].overtaken:
             with suppress(OSError):  # it began before a change that this request must see
-                await self._begin(number).wait()
+                await self._flights.ask(number, start, unwrap)
         try:
-            await self._begin(number).wait()
+            await self._flights.ask(number, start, unwrap)
         except PermissionsChanged as error:
             if not error.admits(owner):
                 raise
-            await self._begin(number).wait()
-
-    def _begin(self, number: int) -> Flight[None]:
-        return self._flights.begin(number, in_task(self._nursery, partial(self._list_once, number)), unwrap)
+            await self._flights.ask(number, start, unwrap)
 
     async def _step_aside(self, number: int) -> None:
         """If only background work waits for this listing, pause for a moment where requests have arrived."""

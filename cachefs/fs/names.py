@@ -268,7 +268,7 @@ class FileSystem:
         )
         try:
             key = parent, name, self.metadata.changes.count, also
-            found = await self._lstats.begin(key, start, finish).wait()
+            found = await self._lstats.ask(key, start, finish)
         except Overtaken:
             return await self.compare(parent, name, caller)
         except SecondName as error:
@@ -366,7 +366,7 @@ class FileSystem:
         ask = root is not None and bool(root.flags & UNSETTLED)
         call = partial(permissions.lstat, self.source, ROOT, b"", (), ask=ask)
         start = partial(self.call_pool.start, call, question=(0, b""))
-        await self._lstats.begin((0, b"", 0, b""), start, finish).wait()
+        await self._lstats.ask((0, b"", 0, b""), start, finish)
 
     # --- changes by this mount -------------------------------------------------------------------------------------
 

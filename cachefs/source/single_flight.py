@@ -83,6 +83,13 @@ class SingleFlight(Generic[K, V]):
                 start(done)
         return flight
 
+    async def ask(self, key: K, start: Start[Any], finish: Callable[[outcome.Outcome[Any]], V]) -> V:
+        """Begin or join, and wait. Ask again where the source may have refused root before this request joined."""
+        try:
+            return await self.begin(key, start, finish).wait()
+        except PermissionError:
+            return await self.begin(key, start, finish).wait()
+
     def overtake(self, key: K) -> None:
         flight = self._flights.pop(key, None)
         if flight is not None:
