@@ -211,7 +211,7 @@ class Fetcher:
         """May its data not be cached yet? A handle that stays open learns from the record when they may."""
         if file.inode.is_young:
             record = self.record(file.inode.number)
-            if record is not None and record.version == file.inode.version:
+            if record is not None and record.version == file.inode.version and not record.is_young:
                 file.inode = record
         return file.inode.is_young
 

@@ -35,7 +35,7 @@ class SharedFiles:
         file = self._files.get((inode.number, inode.version))
         if file is None:
             file = self._files[inode.number, inode.version] = OpenFile(inode)
-        elif file.inode.is_young:
+        elif file.inode.is_young and not inode.is_young:
             file.inode = inode
         file.handles += 1
         return file
