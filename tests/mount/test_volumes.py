@@ -1,5 +1,6 @@
 """Several filesystems beneath the source, subvolumes, and one directory at two places (source/volumes.py)."""
 
+import errno
 import os
 import subprocess
 import threading
@@ -170,8 +171,16 @@ def test_a_subvolume_and_its_snapshot_exchange_names(mount: MakeMount, btrfs: Pa
     if "--read-only" in mode:  # what it has seen stays as it was until the next mount
         m.umount()
         m.start()
-    wait_for(lambda: set(os.listdir(m.path / "cur")), lambda names: names == {"f", "sub"})
-    wait_for(lambda: set(os.listdir(m.path / "keep")), lambda names: names == {"f", "sub", "later"})
+
+    def found(name: str) -> set[str]:
+        try:
+            return set(os.listdir(m.path / name))
+        except OSError as error:
+            assert error.errno == errno.ESTALE  # the change is noticed; the next look-up finds the other one
+            return set()
+
+    wait_for(lambda: found("cur"), lambda names: names == {"f", "sub"})
+    wait_for(lambda: found("keep"), lambda names: names == {"f", "sub", "later"})
     assert contents(m.path) == contents(btrfs)
 
 
