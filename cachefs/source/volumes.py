@@ -133,7 +133,7 @@ class Connection(NamedTuple):
             return Connection(self.volumes.following([root]), root.device, next_connection(self.number))
         # Calls that are under way may have the root before.
         before = [Place(*place) for place, number in self.volumes.numbers.items() if number == 0]
-        return Connection(self.volumes.following([root, *before[-1:]]), root.device)
+        return Connection(self.volumes.following([root, *before[:1]]), root.device)
 
 
 def _identity(fd: int, place: Place, mount: Mount) -> bytes:

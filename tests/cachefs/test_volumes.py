@@ -1,0 +1,17 @@
+"""Which places are of the root, when the source is mounted anew."""
+
+import pytest
+
+from cachefs.source.volumes import Connection, Place, Volumes
+
+FIRST, SECOND, THIRD = Place(1, 10), Place(2, 20), Place(3, 30)
+
+
+@pytest.mark.parametrize("number", [0, 5])
+def test_calls_that_are_under_way_may_have_the_root_before(number: int) -> None:
+    """Not where inode numbers do not last. Regression: after the second time the first root was kept instead."""
+    connection = Connection(Volumes(-1, [FIRST]), FIRST.device, number)
+    for before, root in ((FIRST, SECOND), (SECOND, THIRD)):
+        connection = connection.following(root)
+        assert connection.root_device == root.device
+        assert connection.volumes.numbers == dict.fromkeys([root] if number else [root, before], 0)
