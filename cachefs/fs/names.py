@@ -322,7 +322,8 @@ class FileSystem:
 
         Returns their inode numbers; where a file has changed, the number that its path leads to now.
         """
-        return await self._compared_in_time(await self._compared_in_time(numbers))  # the first time may be the first
+        # A file that this run has not compared before is young after the first time.
+        return await self._compared_in_time(await self._compared_in_time(numbers))
 
     async def _compared_in_time(self, numbers: Sequence[int]) -> list[int]:
         """As `come_of_age`; files that had not been compared in this run may be young still."""

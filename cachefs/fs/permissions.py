@@ -103,7 +103,7 @@ class Look(NamedTuple):
 
 
 Answer = tuple[Stat, int, list[Look], bool]
-"""Of `lstat`."""
+"""What `lstat` returns: attributes, when the call began, looks, and whether the other name leads there, too."""
 
 
 def look(source: Source, guards: Iterable[Guard], ctime_ns: int) -> list[Look]:

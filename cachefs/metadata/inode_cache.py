@@ -13,7 +13,7 @@ from functools import partial
 
 from cachefs.contract.index import FIRST_POSITION, ROOT_INODE, Table
 from cachefs.metadata import written_files
-from cachefs.metadata.inode_paths import link_key, link_value, links_of, name_expires_ns
+from cachefs.metadata.inode_paths import link_key, link_value, links_of, name_expires_ns, number_of
 from cachefs.metadata.inode_table import InodeTable, lookups_unpinned
 from cachefs.store.index.environment import Update, View
 from cachefs.store.index.records import (
@@ -29,10 +29,8 @@ from cachefs.store.index.records import (
     Dentry,
     Inode,
     inode_key,
-    inode_of_key,
     pair_key,
 )
-from cachefs.store.runs import FIRST_ALIAS
 from cachefs.system.stat import NO_CONNECTION, Stat
 
 FORGOTTEN_POSITIONS = 1 << 32
@@ -48,14 +46,7 @@ class InodeCache(InodeTable):
     def _number(self, update: Update, parent: int, name: bytes, now: Stat) -> tuple[int, Inode | None]:
         """The number of an object, and the inode that it continues; a new number where hazard 10 or 11 needs one."""
         dentry = self.dentry(update, parent, name)
-        key = pair_key(now.device, now.inode)
-        alias = update.get(Table.ALIASES, key)
-        if alias:
-            number = inode_of_key(alias[8:16])
-        elif now.device == 0 and ROOT_INODE < now.inode < FIRST_ALIAS:
-            number = now.inode
-        else:
-            number = 0
+        number = number_of(update, now)
         if number:
             inode = self.inode(update, number)
             if inode is None and not self._run.forgot and self._is_free(update, number):
@@ -67,7 +58,7 @@ class InodeCache(InodeTable):
             ):
                 return number, inode
         number = self.numbers.next_alias(partial(self._is_free, update))
-        update.put(Table.ALIASES, key, FLAGS_PINNED + bytes(4) + inode_key(number))
+        update.put(Table.ALIASES, pair_key(now.device, now.inode), FLAGS_PINNED + bytes(4) + inode_key(number))
         return number, None
 
     def _kernel_has_data(self, inode: Inode) -> bool:

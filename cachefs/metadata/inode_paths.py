@@ -12,6 +12,7 @@ from cachefs.contract.index import ROOT_INODE, Table
 from cachefs.source.directories import ROOT, Directory
 from cachefs.store.index.environment import View
 from cachefs.store.index.records import PINNED, STALE, Dentry, Inode, inode_key, inode_of_key, pair_key
+from cachefs.store.runs import FIRST_ALIAS
 from cachefs.system.stat import Stat
 
 REMEMBERED_DIRECTORIES = 4096
@@ -81,13 +82,20 @@ class SecondName(Exception):
         self.name = name
 
 
+def number_of(view: View, now: Stat) -> int:
+    """The inode number that an object of the source has here, or would get. 0: a new one."""
+    alias = view.get(Table.ALIASES, pair_key(now.device, now.inode))
+    if alias:
+        return inode_of_key(alias[8:16])
+    return now.inode if now.device == 0 and ROOT_INODE < now.inode < FIRST_ALIAS else 0
+
+
 def check_only_name(view: View, parent: int, name: bytes, now: Stat) -> None:
     """Raises `SecondName` if the object that `name` leads to has another name in this directory, the listed one if
     there is one. Not for hard links."""
     if now.nlink > 1 and not stat.S_ISDIR(now.mode):
         return
-    alias = view.get(Table.ALIASES, pair_key(now.device, now.inode))
-    number = inode_of_key(alias[8:16]) if alias else now.inode
+    number = number_of(view, now)
     found: dict[bytes, int] = {}
     for link in links_of(view, number, MOST_NAMES):
         value = view.get(Table.DENTRIES, inode_key(link[0]) + link[1])

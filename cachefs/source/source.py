@@ -176,7 +176,6 @@ class Source:
         return now if self._is_coherent else now._replace(is_fresh=ask)
 
     def _stat(self, fd: int, name: bytes, *, ask: bool) -> Stat:
-        began_ns = time.monotonic_ns()
         volumes, connection = self.connection.volumes, self.connection.number
         try:
             now = syscalls.statx(fd, name, volumes.numbers, connection, ask=ask)
@@ -184,6 +183,7 @@ class Source:
                 return now
         except KeyError:
             pass  # identified now
+        began_ns = time.monotonic_ns()
         flags = os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC
         with closing(os.open(name, flags, dir_fd=fd) if name else os.dup(fd)) as found:
             volumes.identify(found)

@@ -33,6 +33,7 @@ from cachefs.source.call_pool import CallPool
 from cachefs.source.calls.doubt import may_be_lost
 from cachefs.source.source import Source
 from cachefs.source.volumes import Place
+from cachefs.store.filesystem import numbers_last
 from cachefs.store.index.index import Index
 from cachefs.system import syscalls
 from cachefs.system.descriptors import closing_on_error
@@ -48,8 +49,6 @@ TIMEOUT_S = 5.0
 """Or `--source-timeout`, if that is less."""
 MAX_THREADS = 4
 """How many threads may wait for one mount."""
-_LASTING = ("fuse.ceph", "fuse.ceph-fuse")
-"""FUSE filesystems without birth times whose inode numbers last."""
 _KEY = b"source root"
 _SAVED = struct.Struct("<I2Q")  # flags of the value, inode number, birth time; the type of the filesystem follows
 
@@ -76,8 +75,7 @@ class Root:
 
         libfuse gives numbers by the order of look-ups, unless a filesystem has its own.
         """
-        is_fuse = not self.fstype or self.fstype.startswith("fuse")
-        return bool(self.birth_ns) or not is_fuse or self.fstype in _LASTING
+        return bool(self.birth_ns) or numbers_last(self.fstype)
 
     def is_same(self, other: "Root") -> bool:
         births = {self.birth_ns, other.birth_ns}

@@ -41,14 +41,9 @@ def test_what_is_read_during_a_write_is_not_there_afterwards(
     drop_caches_of(slow)  # the rest must come from there
     settle()
     m = mount(place, *mode)
-    before = (place / "victim").stat().st_mtime_ns
-    write = StalledWrite(place / "victim", new[:HALF], slow / "rest", faults)
-    try:
-        wait_for(lambda: (place / "victim").stat().st_mtime_ns, lambda mtime_ns: mtime_ns != before)
+    with StalledWrite(place / "victim", new[:HALF], slow / "rest", faults):
         opened = os.open(m.path / "victim", os.O_RDONLY)
         torn = os.read(opened, 4 * HALF)
-    finally:
-        write.finish()
     try:
         assert (place / "victim").read_bytes() == new
         wait_for((m.path / "victim").read_bytes, lambda content: bool(content == new))
@@ -155,16 +150,11 @@ def test_what_is_read_during_a_write_is_not_there_after_a_take_over(
     drop_caches_of(slow)  # the rest must come from there
     settle()
     m = mount(place, *mode)
-    before = (place / "victim").stat().st_mtime_ns
-    write = StalledWrite(place / "victim", new[:HALF], slow / "rest", faults)
     with ExitStack() as cleanup:
-        try:
-            wait_for(lambda: (place / "victim").stat().st_mtime_ns, lambda mtime_ns: mtime_ns != before)
+        with StalledWrite(place / "victim", new[:HALF], slow / "rest", faults):
             holder = cleanup.enter_context(Holder(m.path / "victim", flags=os.O_RDONLY))
             read = holder.ask("kinds", 0)
             replace_processes(m, what)
-        finally:
-            write.finish()
         assert (place / "victim").read_bytes() == new
         if read != "a":  # the same version, by a handle that stays open: an open might drop the pages
             wait_for(lambda: holder.ask("kinds", 0), lambda kinds: kinds == "b")

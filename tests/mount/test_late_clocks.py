@@ -37,14 +37,9 @@ def test_what_is_read_during_a_write_is_not_there_afterwards_whatever_the_clock_
     (source / "rest").write_bytes(new[HALF:])
     drop_caches_of(slow)  # the rest must come from there
     m = mount(slow, *mode)
-    before = (source / "victim").stat().st_mtime_ns
-    write = StalledWrite(source / "victim", new[:HALF], slow / "rest", faults)
-    try:
-        wait_for(lambda: (source / "victim").stat().st_mtime_ns, lambda mtime_ns: mtime_ns != before)
+    with StalledWrite(source / "victim", new[:HALF], slow / "rest", faults):
         opened = os.open(m.path / "victim", os.O_RDONLY)
         torn = os.read(opened, 4 * HALF)
-    finally:
-        write.finish()
     try:
         assert torn[:HALF] == new[:HALF]
         wait_for((m.path / "victim").read_bytes, lambda content: bool(content == new))

@@ -33,7 +33,9 @@ class Image:
         for name in ("a", "b"):
             (self._tree / name).write_bytes(content * 1000)
         new = self.path.with_name("image.new")
-        subprocess.run(MAKE[self.fstype].format(tree=self._tree, image=new), shell=True, check=True)
+        command = MAKE[self.fstype].format(tree=self._tree, image=new)
+        # mkfs.btrfs fails if a loop device of another test goes while it looks through them.
+        wait_for(lambda: subprocess.run(command, shell=True, check=False).returncode, lambda code: code == 0)
         new.rename(self.path)
 
     def mount(self) -> None:

@@ -120,7 +120,9 @@ def btrfs(tmp_path: Path, cleanup: ExitStack) -> Path:
     source = tmp_path / "source"
     source.mkdir()
     run("truncate", "-s", "256M", tmp_path / "image")
-    run("mkfs.btrfs", "-q", tmp_path / "image")
+    # It fails if a loop device of another test goes while it looks through them.
+    make = ["mkfs.btrfs", "-q", "-f", tmp_path / "image"]
+    wait_for(lambda: subprocess.run(make, check=False).returncode, lambda code: code == 0)
     run("mount", "-o", "loop", tmp_path / "image", source)
     cleanup.callback(subprocess.run, ["umount", "-l", source], check=False)
     run("btrfs", "subvolume", "create", source / "cur")

@@ -7,7 +7,7 @@
 struct waiter { /* a READ that waits for a fetch; its slot belongs to the fetch */
     struct waiter *next;
     uint64_t unique, offset, since_ns;
-    uint32_t slot, length, owner, group; /* `owner`, `group`: the user who reads, and the user's first group */
+    uint32_t slot, length, owner, group; /* `owner`, `group`: ids of the reader */
 };
 
 enum fetch_state {
@@ -23,7 +23,7 @@ struct fetch {
     struct inode_record record;
     uint64_t inode, offset, since_ns;
     uint32_t length;
-    uint32_t reader, reader_group; /* who has asked for it first; 0: no user, or root */
+    uint32_t reader, reader_group; /* ids of the first reader; 0: none, or root */
     bool cached; /* to be appended; else it is just the bytes of one READ */
     bool young;  /* the file was young when this began */
     /* Written by the thread that fetches, and constant from FETCH_FETCHED on, until the last reference is dropped. */

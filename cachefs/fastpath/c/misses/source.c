@@ -20,7 +20,7 @@
 #define STATX_MNT_ID_UNIQUE 0x4000u /* Linux 6.8 */
 #endif
 #define OPEN_TRIES 4
-#define MAX_GROUPS 256 /* of the fast path itself, which is root */
+#define MAX_GROUPS 256 /* more than root has */
 #define DIRECT_BYTES (2u << 20) /* from this size on a read goes past the page cache; below it read-ahead is worth more */
 
 static void simulate_latency(const struct shared *shared)
@@ -85,7 +85,7 @@ static int open_as(uint32_t user, uint32_t group, int directory, const char *pat
     uint32_t own_user = geteuid(), own_group = getegid();
     gid_t groups[MAX_GROUPS];
     int fd = -1, count = getgroups(MAX_GROUPS, groups);
-    if (own_user || count < 0 || syscall(SYS_setgroups, 0, NULL)) /* of this thread; setgroups() would change all threads */
+    if (own_user || count < 0 || syscall(SYS_setgroups, 0, NULL)) /* setgroups() would change all threads */
         return -1;
     setfsgid(group);
     setfsuid(user); /* takes the capabilities for files as well */
