@@ -84,17 +84,15 @@ class Directories:
         after = max(after, 2)
         failed_at, attempts = -1, 0
         while True:
-            complete, after = self._emit_rows(number, after, emit, compared=failed_at + 1)
+            bare = attempts >= MAX_ATTEMPTS
+            complete, after = self._emit_rows(number, after, emit, compared=failed_at + 1, compared_is_bare=bare)
             if complete:
                 return
-            # The entry behind position `after` must be compared with the source first.
+            # The entry behind position `after` must be compared with the source first. Several attempts, because a
+            # FORGET may drop the record that was just made. If it always does, the name is listed without attributes.
             attempts = attempts + 1 if after == failed_at else 1
             failed_at = after
-            if attempts > MAX_ATTEMPTS:
-                after += 1  # its record goes as fast as it is made
-            else:
-                # Several attempts, because a FORGET may drop the record that was just made.
-                await self._comparisons.make(number, owner)
+            await self._comparisons.make(number, owner)
 
     async def entries(self, number: int) -> list[int]:
         """The inodes of a directory in the order of its listing, which is made if it is not valid.
@@ -141,10 +139,13 @@ class Directories:
                 return False
         return True
 
-    def _emit_rows(self, number: int, after: int, emit: Emit, *, compared: int) -> tuple[bool, int]:
+    def _emit_rows(
+        self, number: int, after: int, emit: Emit, *, compared: int, compared_is_bare: bool
+    ) -> tuple[bool, int]:
         """(True, _) at the end or if the reply is full; (False, p) if the entry at position p + 1 must be compared.
 
-        `compared`: the position of an entry that was just compared. If it exists, it is emitted without a check.
+        `compared`: the position of an entry that was just compared. If it exists, it is emitted without a check, and
+        if `compared_is_bare`, without a record.
         """
         complete = True
         counted: list[int] = []
@@ -154,7 +155,8 @@ class Directories:
             for position, name in self._listings.rows(view, number, after):
                 dentry = self._metadata.dentry(view, number, name)
                 inode = self._metadata.inode(view, dentry.inode) if dentry is not None and dentry.inode else None
-                if name in bare and not self._is_valid(directory, dentry, inode):
+                is_bare = name in bare or (compared_is_bare and position == compared)
+                if is_bare and not self._is_valid(directory, dentry, inode):
                     shown: tuple[Inode | None, float] | None = None, 0.0
                 elif directory is None or dentry is None or inode is None:
                     complete, after = False, position - 1

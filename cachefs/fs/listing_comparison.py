@@ -211,6 +211,9 @@ class ListingComparisons:
             listed = await self._write_rows(directory, at.path, shown, pin, found.bare, {*before, *found.bare})
         else:
             listed = not found.bare
+            if found.gone:  # a row may be left of a name that has no dentry
+                with self._metadata.index.update() as update:
+                    self._listings.remove_rows(update, number, set(names) - found.gone)
         if not listed and not found.overtaken:
             state = directory.version, directory.mtime_ns
             self._remember(self._fresh, number, (state, started + self._fs.options.unpinned_timeout_s))

@@ -14,6 +14,9 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TypeVar
 
+import trio
+from outcome import acapture
+
 from cachefs.contract.index import ROOT_INODE
 from cachefs.fs.mutations import Changes
 from cachefs.source import shares
@@ -155,6 +158,14 @@ class Kernel:
             del self._inodes[inode.number]
         self._forgotten += [(inode.number, inode.lookups) for inode in gone]
         if self._draw.random() < 0.5:
+            await self._send_forgets()
+
+    async def _forget_meanwhile(self) -> None:
+        """While a request is under way, memory may be short."""
+        for _ in range(self._draw.choice([0, 0, 1, 10])):
+            for _ in range(self._draw.randrange(20)):
+                await trio.lowlevel.checkpoint()
+            await self.shrink(0.5)
             await self._send_forgets()
 
     async def _send_forgets(self) -> None:
@@ -365,7 +376,10 @@ class Kernel:
                     reply.append((name, record, timeout_s, position))
                     return True
 
-                await directories.readdir(handle, position, emit)
+                async with trio.open_nursery() as nursery:
+                    nursery.start_soon(self._forget_meanwhile)
+                    outcome = await acapture(directories.readdir, handle, position, emit)
+                outcome.unwrap()
                 if not reply:
                     return names
                 for name, record, timeout_s, next_position in reply:

@@ -2,7 +2,7 @@
 
 import math
 
-from cachefs.options import CacheLevel, Options
+from cachefs.options import CacheLevel, Options, Revalidate
 from policies.globs import Globs
 
 SMALL = 64 << 10
@@ -19,4 +19,17 @@ OPTIONS = {
     "mutable": _options(mutable=Globs(("**",))),
     "none": _options(cache=CacheLevel.NONE),
     "metadata": _options(cache=CacheLevel.METADATA),
+    "limited": _options(metadata_limit=3, metadata_retention="lru"),
+    "never": _options(read_only=True, attr_timeout_s=math.inf, revalidate=Revalidate.NEVER),
+    "limited-never": _options(
+        read_only=True,
+        attr_timeout_s=math.inf,
+        revalidate=Revalidate.NEVER,
+        metadata_limit=3,
+        metadata_retention="lru",
+        mutable=Globs(("d/*",)),
+    ),
+    "full-never": _options(
+        read_only=True, attr_timeout_s=math.inf, revalidate=Revalidate.NEVER, metadata_limit=3, mutable=Globs(("e/*",))
+    ),
 }

@@ -117,6 +117,8 @@ class Node:
                 self.kernel.attach(parts, await self._look_at_root(parts))
                 nursery.start_soon(parts.writes.run)
                 nursery.start_soon(parts.young.run)
+                if parts.limit is not None:
+                    nursery.start_soon(parts.invalidation.limit_metadata, parts.limit, parts.metrics)
                 is_ready.set()
                 await self._stopped.wait()
                 if self._is_killed:

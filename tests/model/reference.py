@@ -27,7 +27,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Generic, NamedTuple, TypeVar
 
-from cachefs.options import CacheLevel, Options
+from cachefs.options import CacheLevel, Options, Revalidate
 from cachefs.system.syscalls import statx
 
 T = TypeVar("T")
@@ -228,7 +228,10 @@ class Reference:
         self.source = source
         self._options = options
         self._belief_s = options.unpinned_timeout_s + slack
-        self.began: float
+        self._compares = options.revalidate is not Revalidate.NEVER
+        self.began = now
+        self.disturbed = False
+        """Was the source changed behind this mount's back?"""
         self._names: dict[Name, float] = {}
         """Pinned, maybe: since when."""
         self._files: dict[Id, float] = {}
@@ -248,19 +251,19 @@ class Reference:
 
     def mounted(self, now: float) -> None:
         """A new mount. What was pinned before is still pinned, if a comparison after `now` agrees: a directory that has
-        not changed vouches for its names."""
-        self.began = now
-        self._names = dict.fromkeys(self._names, now)
-        self._files = dict.fromkeys(self._files, now)
-        self._listed = dict.fromkeys(self._listed, now)
+        not changed vouches for its names. With --revalidate=never nothing is compared, except after a damage."""
+        if self._compares:
+            self.began = now
+            self._names = dict.fromkeys(self._names, now)
+            self._files = dict.fromkeys(self._files, now)
+            self._listed = dict.fromkeys(self._listed, now)
+            self.disturbed = False
         self.frozen: set[Id] = set()
         """Immutable for certain."""
         self.refused: set[Id] = set()
         """Refused to be written to: not unlinked for a while."""
         self._unpinned: set[Id] = set()
         """Maybe: mutable until a new mount."""
-        self.disturbed = False
-        """Was the source changed behind this mount's back?"""
         self.opened = []
 
     # --- windows ---------------------------------------------------------------------------------------------------
@@ -380,6 +383,8 @@ class Reference:
     def is_immutable(self, files: set[Id]) -> bool:
         """Opened for reading now, for certain."""
         if not self._options.pins_files or self._options.mutable or files & (self.written | self._unpinned):
+            return False
+        if self._options.metadata_limit is not None:  # any of them may be dropped, or not be pinned
             return False
         if self._are_results(files):
             return False

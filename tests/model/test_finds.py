@@ -207,6 +207,24 @@ def test_a_file_is_fetched_ahead_once_and_when_it_is_old_enough(tree: Tree, age_
         node.flush()
 
 
+@pytest.mark.parametrize("tree", ["mutable", "limited-never"], indirect=True)
+def test_a_name_is_listed_though_its_record_goes_as_fast_as_it_is_made(tree: Tree) -> None:
+    """Memory is short, and other processes look the name up again and again: a FORGET follows each comparison."""
+    parts = tree.node._node._parts
+    comparisons = parts.directories._comparisons
+    make, number = comparisons.make, (tree.root / "d/a").stat().st_ino
+
+    async def forgotten_at_once(*arguments: object) -> None:
+        await make(*arguments)
+        await parts.files.forget([(number, 1)])
+
+    comparisons.make = forgotten_at_once
+    assert tree.node.listdir("d") == ["a"]
+    os.unlink(tree.root / "d/a")
+    tree.node.pass_time(5.0)
+    assert tree.node.listdir("d") == []
+
+
 @pytest.mark.promise("IM-3")
 def test_another_name_of_a_file_that_has_expired_is_not_pinned_with_it(tree: Tree) -> None:
     """Another node exchanges it between its last look-up and the read by the other name."""
