@@ -22,21 +22,27 @@ from tests.model.mounted import OURS, Mounted
 
 pytestmark = pytest.mark.mount
 PROGRAM = shlex.split(os.environ.get("MODEL_PROGRAM", "")) or OURS
-RUNS, STEPS = int(os.environ.get("MODEL_RUNS", "4")), int(os.environ.get("MODEL_STEPS", "30"))
+RUNS, STEPS = int(os.environ.get("MODEL_RUNS", "3")), int(os.environ.get("MODEL_STEPS", "30"))
 SHRINKS = "MODEL_SHRINK" in os.environ
 ATTRIBUTES_S = 0.1
+LIMITED = ["--metadata-limit", "3"]
+NEVER = ["--read-only", "--revalidate", "never"]
 ARGUMENTS = {
     "read-write": [],
     "read-only": ["--read-only"],
     "mutable": ["--mutable", "**"],
     "none": ["--cache", "none"],
     "metadata": ["--cache", "metadata"],
+    "limited": [*LIMITED, "--metadata-retention", "lru"],
+    "never": NEVER,
+    "limited-never": [*NEVER, *LIMITED, "--metadata-retention", "lru", "--mutable", "d/*"],
+    "full-never": [*NEVER, *LIMITED, "--mutable", "e/*"],
 }
 
 
 def machine_for(mode: str) -> type[Machine]:
     class OnMount(Machine):
-        options: Options = replace(OPTIONS[mode], **{} if mode == "read-only" else {"attr_timeout_s": ATTRIBUTES_S})
+        options: Options = replace(OPTIONS[mode], **{} if OPTIONS[mode].read_only else {"attr_timeout_s": ATTRIBUTES_S})
         slack_s = 0.3
         outlives_daemon = PROGRAM == OURS and "--no-fastpath" not in Mount.given()
         judges_errors = "MODEL_ANY_ERROR" not in os.environ
@@ -44,7 +50,7 @@ def machine_for(mode: str) -> type[Machine]:
 
         def make(self) -> Driven:
             arguments = ["--small-file", "64K", *ARGUMENTS[mode], *(Mount.given() if PROGRAM == OURS else ())]
-            if mode != "read-only":
+            if not OPTIONS[mode].read_only:
                 arguments += ["--attr-timeout", str(ATTRIBUTES_S)]
             self._mounted = Mounted(PROGRAM, self.root, self.place, arguments)
             return self._mounted
