@@ -31,7 +31,7 @@ from numpy.typing import NDArray
 from cachefs.contract.index import DENTRY_RECORD, INODE_RECORD, ROOT_INODE, Table
 from cachefs.contract.structs import Struct
 from cachefs.errors import CacheFsError
-from cachefs.store.cache_directory import mutable_patterns, only_loses_default_names
+from cachefs.store import mutable_patterns
 from cachefs.store.index.environment import Environment
 from cachefs.store.index.records import IMMUTABLE, LISTED, PINNED, STALE, UNLINKED, UNSETTLED, inode_of_key
 from cachefs.store.runs import FIRST_ALIAS, RUN_BITS, RunState, ended, run_of
@@ -164,7 +164,7 @@ def export(index: Path, path: Path, source: str) -> int:
         with environment.lmdb.begin() as txn:
             tables = {table: _Rows(txn.cursor(db=environment.tables[table])) for table in Table}
             floor, strict_floor = _floors(txn.get(b"run", db=environment.tables[Table.META]))
-        mutable = sorted(mutable_patterns(environment))
+        mutable = sorted(mutable_patterns.last(environment))
     inodes, dentries, names = _valid(tables[Table.INODES], tables[Table.DENTRIES], floor, strict_floor)
     numbers = inodes["number"]
     header = {
@@ -306,7 +306,7 @@ def load(path: Path, index: Path, root: RootIdentity, mutable: Iterable[str]) ->
     version = run << RUN_BITS
     """The run itself never gives this number out: its first is one higher."""
     records["version"] = version
-    validated_run = run if only_loses_default_names(header.get("mutable", ()), mutable) else last.run
+    validated_run = run if mutable_patterns.only_loses_defaults(header.get("mutable", ()), mutable) else last.run
     """With other patterns below the floor of the new index, so that everything is compared."""
     records["validated_run"] = records["entries_valid_from"] = validated_run
     at_root = records[numbers == ROOT_INODE]
