@@ -21,7 +21,7 @@ from typing import NamedTuple
 from cachefs.contract.index import Table
 from cachefs.errors import CacheFsError, IndexUnavailable
 from cachefs.options import Revalidate
-from cachefs.store import durable_index, mutable_patterns, owner, runs
+from cachefs.store import aliases, durable_index, mutable_patterns, owner, runs
 from cachefs.store.blob.blob import Blob
 from cachefs.store.filesystem import Filesystem
 from cachefs.store.index import overflow
@@ -213,6 +213,7 @@ class _Survivor(NamedTuple):
     lost_records: bool
     """The durable index is not the one that the session belongs to: it was lost or damaged, and rebuilt."""
     run: int
+    given_aliases: aliases.Given
 
 
 def _survivor(session_path: Path, before: RunState, *, same_mount: bool) -> _Survivor | None:
@@ -225,7 +226,7 @@ def _survivor(session_path: Path, before: RunState, *, same_mount: bool) -> _Sur
         return None
     try:
         with closing(Environment(session_path, sync=False)) as session:
-            value = session.get(Table.META, _SESSION_KEY)
+            value, given = session.get(Table.META, _SESSION_KEY), aliases.recorded(session)
     except IndexUnavailable as error:
         log.warning("the session of the last run cannot be opened: %s", error)
         return None
@@ -235,7 +236,7 @@ def _survivor(session_path: Path, before: RunState, *, same_mount: bool) -> _Sur
     lost_records = same_mount and is_complete and not (is_of_boot and run == before.run)
     if not (run == before.run or lost_records or not is_complete):
         return None
-    return _Survivor(takeovers, bool(forgot), is_complete and not lost_records, lost_records, run)
+    return _Survivor(takeovers, bool(forgot), is_complete and not lost_records, lost_records, run, given)
 
 
 def _next_run(before: RunState, rctime: bytes, *, trusted: bool, is_lax: bool) -> RunState:
@@ -283,6 +284,12 @@ class OpenedIndex:
             if same_mount:
                 raise CacheFsError(f"cannot take over the mount: {session_path} is gone; unmount, then mount again")
             shutil.rmtree(session_path, ignore_errors=True)
+        given = aliases.recorded_at_start(durable)
+        if survivor is not None:
+            given = given.and_those(survivor.given_aliases)
+        if not is_complete and not (survivor is None and before.clean):
+            given = given.and_lost_ones()
+        self._given_aliases = given
         recorded = mutable_patterns.last(durable)
         same_patterns = mutable_patterns.only_loses_defaults(recorded, mutable)
         # After a crash of the machine the last changes may be lost.
@@ -306,6 +313,8 @@ class OpenedIndex:
         self.count_takeovers(self.takeovers)
         if self.state != last or recorded != set(mutable):
             self._begin_run(mutable)
+        with self.index.update() as update:
+            aliases.record(update, self._given_aliases)
 
     def _recover(self, rctime: bytes, *, same_mount: bool) -> None:
         """Continue with the session of a daemon that died. If there is no room for that and no mount needs it, a new
@@ -326,6 +335,7 @@ class OpenedIndex:
     def _begin_run(self, mutable: Sequence[str]) -> None:
         durable = self.index.durable
         self.state.store(durable)
+        self._given_aliases.store(durable)
         # After the floor: a crash in between only causes another comparison.
         mutable_patterns.store(durable, mutable, self.names_floor)
         self.index.note_run(self.state.run, time.time_ns())
