@@ -40,8 +40,6 @@ LEFT_OUT = 1 << 18
 _KEY, _SESSION_KEY = b"aliases", b"given aliases"
 _BY_NUMBER = (Table.INODES, Table.LINKS, Table.DENTRIES, Table.LISTING)
 """Tables whose keys begin with the number of an inode."""
-
-
 _CODEC = struct.Struct("<I4x2Q")  # flags, then `Given`
 
 
@@ -89,11 +87,13 @@ class Given(NamedTuple):
 
 
 def recorded(index: Environment | View) -> Given:
+    """By the record or its copy in the session: one of them may be lost."""
     given, copy = (Given.unpack(index.get(Table.META, key)) for key in (_KEY, _SESSION_KEY))
     return given.and_those(copy)
 
 
 def record(update: Update, given: Given) -> None:
+    """In the session and, with the next commit, in the durable index."""
     for key, value in ((_KEY, given.pack()), (_SESSION_KEY, given.pack(flags=0))):
         if update.get(Table.META, key) != value:
             update.put(Table.META, key, value)
