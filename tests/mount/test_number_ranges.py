@@ -107,19 +107,19 @@ def test_numbers_of_a_mount_with_a_metadata_limit_have_32_bits(
 ) -> None:
     m = mount(tree, *mode, "--metadata-limit", LIMIT, "--metadata-retention", "lru")
     held: list[int] = []
+    """So that the kernel keeps every inode."""
+    paths: dict[int, Path] = {}
     for _ in range(3):
         assert contents(m.path) == contents(tree)
         found = numbers(m.path)
         assert len(set(found.values())) == len(found)
         assert all(number < 1 << 32 for number in found.values()), found
+        for path, number in found.items():
+            assert paths.setdefault(number, path) == path
         held += [os.open(m.path / path, os.O_RDONLY) for path in contents(tree)]
         change(m, tree)
-    bytes_of: dict[int, set[bytes]] = {}
     for fd in held:
-        with suppress(OSError):  # ESTALE: its version is gone
-            bytes_of.setdefault(os.fstat(fd).st_ino, set()).add(os.pread(fd, 100, 0))
         os.close(fd)
-    assert bytes_of and all(len(found) == 1 for found in bytes_of.values())
 
 
 @pytest.mark.promise("CH-34")
