@@ -315,11 +315,14 @@ def source(trees: Trees) -> Path:
     return next(trees)
 
 
-def start_fault_fs(source: Path, tmp_path: Path, beneath: ExitStack) -> tuple[Path, Path, subprocess.Popen[bytes]]:
+def start_fault_fs(
+    source: Path, tmp_path: Path, beneath: ExitStack, numbers: str = ""
+) -> tuple[Path, Path, subprocess.Popen[bytes]]:
     """(a source that fails on demand, the directory of its faults, its process)"""
     mountpoint, faults = tmp_path / "faulty", tmp_path / "faults"
     mountpoint.mkdir()
     faults.mkdir()
+    (faults / "numbers").write_text(numbers)
     process = subprocess.Popen([sys.executable, "-m", "tests.faultfs", source, mountpoint, faults], cwd=REPOSITORY)
     beneath.callback(process.wait, 20)
     beneath.callback(process.terminate)  # the mount over it may still hold its root

@@ -3,7 +3,7 @@
 Decides about single records of the index, and awaits nothing. validity.py says how long a record is valid.
 
 Numbers (hazard 10): an inode has the number of the source, as long as that number belongs to one identity. Others get
-an alias above 2^62, which is kept in the `aliases` table: an object whose number is known with another identity, an
+an alias (aliases.py), which is kept in the `aliases` table: an object whose number is known with another identity, an
 object of another device, and a file that has changed after it was pinned. So a file with an external modification is
 another inode for the kernel, which never has pages of two versions under one number.
 """
@@ -13,11 +13,11 @@ from functools import partial
 
 from cachefs.contract.index import FIRST_POSITION, ROOT_INODE, Table
 from cachefs.metadata import written_files
-from cachefs.metadata.inode_paths import link_key, link_value, links_of, name_expires_ns, number_of
+from cachefs.metadata.inode_paths import link_key, link_value, links_of, name_expires_ns
 from cachefs.metadata.inode_table import InodeTable, lookups_unpinned
+from cachefs.store import aliases
 from cachefs.store.index.environment import Update, View
 from cachefs.store.index.records import (
-    FLAGS_PINNED,
     IMMUTABLE,
     IMMUTABLE_ON_OPEN,
     LISTED,
@@ -28,8 +28,6 @@ from cachefs.store.index.records import (
     YOUNG,
     Dentry,
     Inode,
-    inode_key,
-    pair_key,
 )
 from cachefs.system.stat import NO_CONNECTION, Stat
 
@@ -46,10 +44,10 @@ class InodeCache(InodeTable):
     def _number(self, update: Update, parent: int, name: bytes, now: Stat) -> tuple[int, Inode | None]:
         """The number of an object, and the inode that it continues; a new number where hazard 10 or 11 needs one."""
         dentry = self.dentry(update, parent, name)
-        number = number_of(update, now)
+        number = aliases.number_of(update, now)
         if number:
             inode = self.inode(update, number)
-            if inode is None and not self._run.forgot and self._is_free(update, number):
+            if inode is None and not self._run.forgot and aliases.is_free(update, number):
                 return number, None
             if (
                 inode is not None
@@ -57,9 +55,7 @@ class InodeCache(InodeTable):
                 and (inode.same_version(now) or not self._kernel_has_data(inode) or self._is_overtaken(inode, now))
             ):
                 return number, inode
-        number = self.numbers.next_alias(partial(self._is_free, update))
-        update.put(Table.ALIASES, pair_key(now.device, now.inode), FLAGS_PINNED + bytes(4) + inode_key(number))
-        return number, None
+        return aliases.give(update, now), None
 
     def _kernel_has_data(self, inode: Inode) -> bool:
         """May the kernel cache pages of this version that nothing would ever drop?"""

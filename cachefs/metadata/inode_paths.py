@@ -10,9 +10,9 @@ from itertools import islice
 
 from cachefs.contract.index import ROOT_INODE, Table
 from cachefs.source.directories import ROOT, Directory
+from cachefs.store.aliases import number_of
 from cachefs.store.index.environment import View
-from cachefs.store.index.records import PINNED, STALE, Dentry, Inode, inode_key, inode_of_key, pair_key
-from cachefs.store.runs import FIRST_ALIAS
+from cachefs.store.index.records import PINNED, STALE, Dentry, Inode, inode_key, inode_of_key
 from cachefs.system.stat import Stat
 
 REMEMBERED_DIRECTORIES = 4096
@@ -80,14 +80,6 @@ class SecondName(Exception):
     def __init__(self, name: bytes) -> None:
         super().__init__(name)
         self.name = name
-
-
-def number_of(view: View, now: Stat) -> int:
-    """The inode number that an object of the source has here, or would get. 0: a new one."""
-    alias = view.get(Table.ALIASES, pair_key(now.device, now.inode))
-    if alias:
-        return inode_of_key(alias[8:16])
-    return now.inode if now.device == 0 and ROOT_INODE < now.inode < FIRST_ALIAS else 0
 
 
 def check_only_name(view: View, parent: int, name: bytes, now: Stat) -> None:

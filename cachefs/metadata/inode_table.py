@@ -42,8 +42,6 @@ ABSENCES_PER_NAME = 4
 _UNLINKED_MARK = b"unlinked:"
 _UNCOUNTED = 1 << 62
 """Stands for the look-ups of an inode while it was pinned, which are not counted. Later look-ups are added."""
-_BY_NUMBER = (Table.INODES, Table.LINKS, Table.DENTRIES, Table.LISTING)
-"""Tables whose keys begin with the number of an inode."""
 
 
 class InodeTable(Validity):
@@ -90,15 +88,6 @@ class InodeTable(Validity):
         self.paths.begin_run(self.run)
 
     # --- records -----------------------------------------------------------------------------------------------------
-
-    @staticmethod
-    def _is_free(update: Update, number: int) -> bool:
-        """Is nothing left of an object that had this number: no record, names, children or data?
-
-        Otherwise the next object with this number would inherit it: a directory would show another one's children.
-        """
-        key = inode_key(number)
-        return all(update.first_key(table, key) is None for table in _BY_NUMBER) and not update.extents.has_any(number)
 
     def inode(self, view: View, number: int) -> Inode | None:
         value = view.get(Table.INODES, inode_key(number))

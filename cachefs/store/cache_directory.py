@@ -12,7 +12,7 @@ import struct
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import closing, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -20,14 +20,13 @@ from typing import NamedTuple
 
 from cachefs.contract.index import Table
 from cachefs.errors import CacheFsError, IndexUnavailable
-from cachefs.options import DEFAULT_NAME, Revalidate
-from cachefs.store import durable_index, owner, runs
+from cachefs.options import Revalidate
+from cachefs.store import aliases, durable_index, mutable_patterns, owner, runs
 from cachefs.store.blob.blob import Blob
 from cachefs.store.filesystem import Filesystem
 from cachefs.store.index import overflow
 from cachefs.store.index.environment import DATA, Environment
 from cachefs.store.index.index import Index
-from cachefs.store.index.records import FLAGGED_NUMBER, FLAGS_PINNED, PINNED
 from cachefs.store.runs import RunState
 from cachefs.store.secret import make_seed, read_seed
 from cachefs.system import private_files
@@ -40,8 +39,6 @@ SESSION_RESERVE_BYTES = 1 << 20
 """Allocated when a run begins, so that a session of this size has room in a full runtime directory."""
 FREE_SHARE = 0.9  # the default size of a cache, as a share of the free space of its disk
 _SESSION_KEY = b"session"
-_MUTABLE_KEY = b"mutable"
-_MUTABLE_SINCE_KEY = b"mutable-since"
 _SESSION = struct.Struct("<2I2Q")  # flags, `forgot`, run, `takeovers`
 _WRITTEN = {"cache.json", "secret"}
 _OWN_NAMES = {"lock", "blob", "index", "index.new", "index.broken", "daemon.log", "daemon.log.1", "lost+found"}
@@ -207,27 +204,6 @@ class CacheDirectory:
         os.close(self._lock)
 
 
-def mutable_patterns(durable: Environment) -> set[str]:
-    """`--mutable` of the last run."""
-    patterns = (durable.get(Table.META, _MUTABLE_KEY) or FLAGS_PINNED)[len(FLAGS_PINNED) :]
-    return set(map(os.fsdecode, patterns.split(b"\0"))) if patterns else set()
-
-
-def only_loses_default_names(before: Iterable[str], now: Iterable[str]) -> bool:
-    """Are these patterns of two mounts the same, but for default names that the second one does not have?
-
-    What the first one has pinned then holds for the second one, as for a read-only mount after a read-write one.
-    """
-    lost = set(before) - set(now)
-    return set(now) <= set(before) and all(pattern.startswith(DEFAULT_NAME) for pattern in lost)
-
-
-def _mutable_since(durable: Environment) -> int:
-    """The run in which the patterns last changed."""
-    value = durable.get(Table.META, _MUTABLE_SINCE_KEY)
-    return int(FLAGGED_NUMBER.unpack(value)[1]) if value else 0
-
-
 class _Survivor(NamedTuple):
     """The session of a daemon that crashed, in this boot of the machine."""
 
@@ -237,6 +213,7 @@ class _Survivor(NamedTuple):
     lost_records: bool
     """The durable index is not the one that the session belongs to: it was lost or damaged, and rebuilt."""
     run: int
+    given_aliases: aliases.Given
 
 
 def _survivor(session_path: Path, before: RunState, *, same_mount: bool) -> _Survivor | None:
@@ -249,7 +226,7 @@ def _survivor(session_path: Path, before: RunState, *, same_mount: bool) -> _Sur
         return None
     try:
         with closing(Environment(session_path, sync=False)) as session:
-            value = session.get(Table.META, _SESSION_KEY)
+            value, given = session.get(Table.META, _SESSION_KEY), aliases.recorded(session)
     except IndexUnavailable as error:
         log.warning("the session of the last run cannot be opened: %s", error)
         return None
@@ -259,7 +236,7 @@ def _survivor(session_path: Path, before: RunState, *, same_mount: bool) -> _Sur
     lost_records = same_mount and is_complete and not (is_of_boot and run == before.run)
     if not (run == before.run or lost_records or not is_complete):
         return None
-    return _Survivor(takeovers, bool(forgot), is_complete and not lost_records, lost_records, run)
+    return _Survivor(takeovers, bool(forgot), is_complete and not lost_records, lost_records, run, given)
 
 
 def _next_run(before: RunState, rctime: bytes, *, trusted: bool, is_lax: bool) -> RunState:
@@ -307,8 +284,14 @@ class OpenedIndex:
             if same_mount:
                 raise CacheFsError(f"cannot take over the mount: {session_path} is gone; unmount, then mount again")
             shutil.rmtree(session_path, ignore_errors=True)
-        recorded = mutable_patterns(durable)
-        same_patterns = only_loses_default_names(recorded, mutable)
+        given = aliases.recorded_at_start(durable)
+        if survivor is not None:
+            given = given.and_those(survivor.given_aliases)
+        if not is_complete and not (survivor is None and before.clean):
+            given = given.and_lost_ones()
+        self._given_aliases = given
+        recorded = mutable_patterns.last(durable)
+        same_patterns = mutable_patterns.only_loses_defaults(recorded, mutable)
         # After a crash of the machine the last changes may be lost.
         trusted = last is not None and (before.clean or is_complete) and same_patterns
         self._is_lax = revalidate is Revalidate.NEVER
@@ -318,7 +301,7 @@ class OpenedIndex:
         self.forgot = same_mount and survivor is not None and (survivor.forgot or not is_complete)
         """The kernel may know inodes and versions that an earlier daemon knew, and this one does not."""
         is_known = same_patterns and (is_complete or survivor is None)
-        self.names_floor = _mutable_since(durable) if is_known else before.run + 1
+        self.names_floor = mutable_patterns.since(durable) if is_known else before.run + 1
         """The run since which the patterns are the same, and no name is missing: a directory that has not changed
         does not prove that names that were recorded earlier are valid."""
         self.takeovers = survivor.takeovers + 1 if same_mount and survivor is not None else 0
@@ -330,6 +313,8 @@ class OpenedIndex:
         self.count_takeovers(self.takeovers)
         if self.state != last or recorded != set(mutable):
             self._begin_run(mutable)
+        with self.index.update() as update:
+            aliases.record(update, self._given_aliases)
 
     def _recover(self, rctime: bytes, *, same_mount: bool) -> None:
         """Continue with the session of a daemon that died. If there is no room for that and no mount needs it, a new
@@ -350,11 +335,9 @@ class OpenedIndex:
     def _begin_run(self, mutable: Sequence[str]) -> None:
         durable = self.index.durable
         self.state.store(durable)
-        with durable.write() as txn:  # after the floor: a crash in between only causes another comparison
-            patterns = b"\0".join(os.fsencode(pattern) for pattern in sorted(set(mutable)))
-            txn.put(_MUTABLE_KEY, FLAGS_PINNED + patterns, db=durable.tables[Table.META])
-            since = FLAGGED_NUMBER.pack(PINNED, self.names_floor)
-            txn.put(_MUTABLE_SINCE_KEY, since, db=durable.tables[Table.META])
+        self._given_aliases.store(durable)
+        # After the floor: a crash in between only causes another comparison.
+        mutable_patterns.store(durable, mutable, self.names_floor)
         self.index.note_run(self.state.run, time.time_ns())
         self.index.session.overflow.begin()
 

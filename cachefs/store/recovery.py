@@ -15,6 +15,7 @@ from cachefs.contract.blob import RECORD_DATA, RECORD_HEADER_BYTES, SLAB_BYTES
 from cachefs.contract.index import Table
 from cachefs.errors import CorruptRecord
 from cachefs.store import runs
+from cachefs.store.aliases import Given
 from cachefs.store.blob import record
 from cachefs.store.blob.blob import Blob
 from cachefs.store.blob.space import place_of
@@ -67,15 +68,18 @@ def rebuild(blob: Blob, durable: Environment) -> Totals:
     """Inode → its valid version."""
     owners: dict[tuple[int, int], tuple[int, int]] = {}
     """Object of the source (device, inode number) → its last (version, number) in the cache."""
-    highest = 0
+    highest, given = 0, Given()
     for header, live in _headers(blob):
         highest = max(highest, run_of(header.version), run_of_inode(header.inode))
+        if _has_alias(header):
+            given = given.and_numbers([header.inode])
         if live is not None:
             newest[header.inode] = max(header.version, newest.get(header.inode, 0))
             place, owner = (header.device, header.source_inode), (header.version, header.inode)
             owners[place] = max(owner, owners.get(place, owner))
     # Before any record: an interrupted rebuild must not give their numbers out again.
     runs.ended(highest).store(durable)
+    given.store(durable)
     totals = Totals()
     rows: list[tuple[record.Header, Extent]] = []
 
@@ -93,7 +97,7 @@ def rebuild(blob: Blob, durable: Environment) -> Totals:
                 if txn.put(key, _inode(header).pack(), overwrite=False, db=tables[Table.INODES]):
                     totals.cached_files += 1
                 place = header.device, header.source_inode
-                if (header.inode != header.source_inode or header.device) and owners[place][1] == header.inode:
+                if _has_alias(header) and owners[place][1] == header.inode:
                     alias = PINNED.to_bytes(8, "little") + key
                     txn.put(pair_key(*place), alias, db=tables[Table.ALIASES])
                 within = extents.add(header.inode, header.file_offset, extent)
@@ -118,6 +122,10 @@ def rebuild(blob: Blob, durable: Environment) -> Totals:
             write()
     write()
     return totals
+
+
+def _has_alias(header: record.Header) -> bool:
+    return header.inode != header.source_inode or header.device != 0
 
 
 def _inode(header: record.Header) -> Inode:

@@ -1,15 +1,16 @@
-"""Runs, and the numbers that they give out: no number is used twice, even if the index or the blob is lost.
+"""Runs, and the versions that they give out: no version is used twice, even if the index or the blob is lost.
 
-A run is the life of one mount of a cache. The versions of inodes, and the inode numbers that are not the source's
-(*aliases*), are sequence numbers whose upper part is the run. They are unique if runs are, and runs are unique because
-of this rule: **a new run is higher than every run whose numbers the index, the blob or a snapshot still contains.**
+A run is the life of one mount of a cache. The versions of inodes are sequence numbers whose upper part is the run. They
+are unique if runs are, and runs are unique because of this rule: **a new run is higher than every run whose numbers the
+index, the blob or a snapshot still contains.**
 
 - An index counts its runs (META `run`).
 - A rebuilt index continues above the records of the blob (recovery.py).
-- An imported snapshot begins above the aliases of the exporter (snapshot.py).
+- An imported snapshot begins above the old aliases of the exporter (snapshot.py).
 - An index that has records but no run, because it was damaged, is searched for the highest run.
 
-Sequence number: `(run << 40) + (takeovers << 28) + n`. Alias: a sequence number with bit 62 set.
+Sequence number: `(run << 40) + (takeovers << 28) + n`. Earlier versions took their aliases (aliases.py) from the same
+sequence, with bit 62 set. Caches may contain such *old aliases*.
 """
 
 import struct
@@ -24,22 +25,22 @@ from cachefs.store.index.records import PINNED, Extent, Inode, inode_of_key
 from cachefs.system.stat import NO_CONNECTION
 
 RUN_BITS, TAKEOVER_BITS = 40, 28
-FIRST_ALIAS = 1 << 62
-MAX_RUN = (FIRST_ALIAS >> RUN_BITS) - 1
-"""Higher runs would reach the bit that marks an alias."""
+FIRST_OLD_ALIAS = 1 << 62
+MAX_RUN = (FIRST_OLD_ALIAS >> RUN_BITS) - 1
+"""Higher runs would reach the bit that marks an old alias."""
 CONNECTION_BITS = 10
-_KEY, _CONNECTION_KEY = b"run", b"source connection"
+RUN_KEY, _CONNECTION_KEY = b"run", b"source connection"
 _CONNECTION = struct.Struct("<IQ")  # flags of the value, number
 
 
 def run_of(number: int) -> int:
-    """The run that gave out a version or an alias."""
-    return (number & (FIRST_ALIAS - 1)) >> RUN_BITS
+    """The run that gave out a version or an old alias."""
+    return (number & (FIRST_OLD_ALIAS - 1)) >> RUN_BITS
 
 
 def run_of_inode(number: int) -> int:
-    """The run that gave out an inode number; 0: the number is the source's."""
-    return run_of(number) if number & FIRST_ALIAS else 0
+    """The run that gave out an inode number; 0: it is no old alias."""
+    return run_of(number) if number & FIRST_OLD_ALIAS else 0
 
 
 def first_connection(run: int) -> int:
@@ -93,7 +94,7 @@ class RunState:
 
     def store(self, durable: Environment) -> None:
         with durable.write() as txn:
-            txn.put(_KEY, self.pack(), db=durable.tables[Table.META])
+            txn.put(RUN_KEY, self.pack(), db=durable.tables[Table.META])
 
 
 def ended(highest: int) -> RunState:
@@ -105,7 +106,7 @@ def ended(highest: int) -> RunState:
 
 def last_run(durable: Environment) -> RunState | None:
     """The last run of this index. None: there was none."""
-    value = durable.get(Table.META, _KEY)
+    value = durable.get(Table.META, RUN_KEY)
     if value:
         return RunState.unpack(value)
     highest = _highest_run(durable)
@@ -150,12 +151,3 @@ class Numbers:
         if self._last & (1 << TAKEOVER_BITS) - 1 == 0:
             self._on_range((self._last & (1 << RUN_BITS) - 1) >> TAKEOVER_BITS)
         return self._last
-
-    def next_alias(self, is_free: Callable[[int], bool]) -> int:
-        """An inode number that was never given out. `is_free`: the number is not in use.
-
-        A cache of an early version may contain numbers of this run: those are skipped.
-        """
-        while not is_free(number := FIRST_ALIAS | self.next()):
-            pass
-        return number

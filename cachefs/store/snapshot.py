@@ -31,10 +31,11 @@ from numpy.typing import NDArray
 from cachefs.contract.index import DENTRY_RECORD, INODE_RECORD, ROOT_INODE, Table
 from cachefs.contract.structs import Struct
 from cachefs.errors import CacheFsError
-from cachefs.store.cache_directory import mutable_patterns, only_loses_default_names
+from cachefs.store import mutable_patterns
+from cachefs.store.aliases import Given
 from cachefs.store.index.environment import Environment
 from cachefs.store.index.records import IMMUTABLE, LISTED, PINNED, STALE, UNLINKED, UNSETTLED, inode_of_key
-from cachefs.store.runs import FIRST_ALIAS, RUN_BITS, RunState, ended, run_of
+from cachefs.store.runs import RUN_BITS, RunState, ended, run_of_inode
 from cachefs.system.private_files import open_given, opener
 
 MAGIC = b"CHFSNAP\n"
@@ -164,7 +165,7 @@ def export(index: Path, path: Path, source: str) -> int:
         with environment.lmdb.begin() as txn:
             tables = {table: _Rows(txn.cursor(db=environment.tables[table])) for table in Table}
             floor, strict_floor = _floors(txn.get(b"run", db=environment.tables[Table.META]))
-        mutable = sorted(mutable_patterns(environment))
+        mutable = sorted(mutable_patterns.last(environment))
     inodes, dentries, names = _valid(tables[Table.INODES], tables[Table.DENTRIES], floor, strict_floor)
     numbers = inodes["number"]
     header = {
@@ -300,17 +301,17 @@ def load(path: Path, index: Path, root: RootIdentity, mutable: Iterable[str]) ->
         records[f"{name}_ns"] = _unshuffled(columns[name]) + records["mtime_ns"]
     records["source_inode"] = _unshuffled(columns["source_inode"]).view(np.uint64) + numbers
     aliases = columns["aliases"]
-    last = _last_run(numbers, aliases)
+    given = _aliases(numbers, records["source_inode"], aliases)
+    last = ended(max(map(run_of_inode, given), default=0))
     run = last.run + 1
     """The first run of the new index; imported records count as validated in it."""
     version = run << RUN_BITS
     """The run itself never gives this number out: its first is one higher."""
     records["version"] = version
-    validated_run = run if only_loses_default_names(header.get("mutable", ()), mutable) else last.run
+    validated_run = run if mutable_patterns.only_loses_defaults(header.get("mutable", ()), mutable) else last.run
     """With other patterns below the floor of the new index, so that everything is compared."""
     records["validated_run"] = records["entries_valid_from"] = validated_run
-    at_root = records[numbers == ROOT_INODE]
-    found = [RootIdentity(int(row["source_inode"]), int(row["btime_ns"])) for row in at_root]
+    found = [RootIdentity(int(row["source_inode"]), int(row["btime_ns"])) for row in records[numbers == ROOT_INODE]]
     if len(found) != 1 or not found[0].may_be(root):
         raise CacheFsError(f"{path} is a snapshot of another tree ({header['source']}): export one of this source")
     parents = _sums(_unshuffled(columns["parent"])).view(np.uint64)
@@ -335,16 +336,15 @@ def load(path: Path, index: Path, root: RootIdentity, mutable: Iterable[str]) ->
             rows = (aliases[start : start + 24] for start in range(0, len(aliases), 24))
             put(Table.ALIASES, ((row[:16], pinned + bytes(4) + row[16:]) for row in rows))
         replace(last, unmoved_floor=run + 1).store(environment)  # our rctime does not cover what others have compared
+        Given().and_numbers(given).store(environment)
         environment.lmdb.sync(True)
     temporary.rename(index)
     return len(names)
 
 
-def _last_run(numbers: NDArray[np.uint64], aliases: bytes) -> RunState:
-    """The state after the last run of the exporter whose inode numbers are in the snapshot."""
-    given = np.concatenate([numbers, np.frombuffer(aliases, ">u8")[2::3].astype(np.uint64)])
-    ours = given[given >= np.uint64(FIRST_ALIAS)].tolist()
-    return ended(max(map(run_of, ours), default=0))
+def _aliases(numbers: NDArray[np.uint64], source_inodes: Any, aliases: bytes) -> list[int]:
+    """All numbers in the snapshot that are not the source's."""
+    return [*numbers[numbers != source_inodes].tolist(), *np.frombuffer(aliases, ">u8")[2::3].tolist()]
 
 
 def _put_all(

@@ -1,4 +1,4 @@
-"""Numbers are never used twice: not after a lost index, and not after a snapshot was imported (hazard 26)."""
+"""Versions are never used twice: not after a lost index, and not after a snapshot was imported (hazard 26)."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -8,18 +8,15 @@ import pytest
 from cachefs.contract.blob import RECORD_HEADER_BYTES
 from cachefs.contract.index import Table
 from cachefs.errors import CacheFsError
-from cachefs.options import Options, Revalidate
+from cachefs.options import Revalidate
 from cachefs.store import recovery, runs
 from cachefs.store.blob import record
 from cachefs.store.blob.blob import Blob
 from cachefs.store.blob.space import place_of
 from cachefs.store.cache_directory import OpenedIndex
 from cachefs.store.index.environment import Environment
-from cachefs.store.index.index import Index
 from cachefs.store.index.records import PINNED, Inode, inode_key, pair_key
-from cachefs.store.runs import FIRST_ALIAS, RUN_BITS, Numbers, RunState, run_of, run_of_inode
-from cachefs.system.stat import Stat
-from tests.cachefs.inode_caches import inode_cache
+from cachefs.store.runs import FIRST_OLD_ALIAS, RUN_BITS, Numbers, RunState, run_of, run_of_inode
 
 SEED = 7
 
@@ -63,10 +60,10 @@ def test_after_a_rebuild_the_run_is_above_every_record_of_the_blob(
     assert state.run == 4 and state.floor == 4  # and nothing of the blob is taken on trust
 
 
-def test_after_a_rebuild_the_run_is_above_the_aliases_of_the_blob(
+def test_after_a_rebuild_the_run_is_above_the_old_aliases_of_the_blob(
     blob: Blob, durable: Environment, tmp_path: Path
 ) -> None:
-    blob.append([(header(FIRST_ALIAS | in_run(6, 2), in_run(1, 5), source_inode=40), b"abcd")])
+    blob.append([(header(FIRST_OLD_ALIAS | in_run(6, 2), in_run(1, 5), source_inode=40), b"abcd")])
     recovery.rebuild(blob, durable)
     assert first_run(durable, tmp_path).run == 7
 
@@ -94,7 +91,7 @@ def test_a_rebuild_that_is_interrupted_has_stored_the_run(
 @pytest.mark.parametrize("order", [1, -1], ids=["oldest first", "newest first"])
 def test_of_several_numbers_of_one_object_the_last_is_restored(blob: Blob, durable: Environment, order: int) -> None:
     """A file that was replaced twice: its aliases are in the blob, in any order."""
-    numbers = [40, FIRST_ALIAS | in_run(1, 5), FIRST_ALIAS | in_run(1, 8)]
+    numbers = [40, FIRST_OLD_ALIAS | in_run(1, 5), FIRST_OLD_ALIAS | in_run(1, 8)]
     records = [(header(number, in_run(1, 4 + n), source_inode=40), b"abcd") for n, number in enumerate(numbers)]
     blob.append(records[::order])
     recovery.rebuild(blob, durable)
@@ -107,7 +104,7 @@ def test_an_index_that_lost_its_run_is_searched_for_the_highest(durable: Environ
     with durable.lmdb.begin(write=True) as txn:
         row = Inode(9, PINNED, *(0,) * 21)._replace(version=in_run(4, 1))
         txn.put(inode_key(9), row.pack(), db=durable.tables[Table.INODES])
-        alias = PINNED.to_bytes(8, "little") + inode_key(FIRST_ALIAS | in_run(5, 2))
+        alias = PINNED.to_bytes(8, "little") + inode_key(FIRST_OLD_ALIAS | in_run(5, 2))
         txn.put(pair_key(0, 77), alias, db=durable.tables[Table.ALIASES])
     assert first_run(durable, tmp_path).run == 6
 
@@ -116,16 +113,15 @@ def test_an_empty_index_begins_with_run_1(durable: Environment, tmp_path: Path) 
     assert first_run(durable, tmp_path).run == 1
 
 
-def test_a_run_that_would_reach_the_bit_of_the_aliases_is_refused() -> None:
+def test_a_run_that_would_reach_the_bit_of_old_aliases_is_refused() -> None:
     assert runs.ended(runs.MAX_RUN - 1).run == runs.MAX_RUN - 1
     with pytest.raises(CacheFsError):
         runs.ended(runs.MAX_RUN)
 
 
 def test_the_run_of_a_number() -> None:
-    numbers = Numbers(3, takeovers=2)
-    version, alias = numbers.next(), numbers.next_alias(lambda number: True)
-    assert run_of(version) == run_of(alias) == run_of_inode(alias) == 3
+    version = Numbers(3, takeovers=2).next()
+    assert run_of(version) == run_of_inode(FIRST_OLD_ALIAS | version) == 3
     assert run_of_inode(1 << 41) == 0  # a number of the source, as CephFS has them
 
 
@@ -167,28 +163,14 @@ def test_a_session_that_is_not_complete_begins_another_run(tmp_path: Path, same_
     third.close(flushed=False)
 
 
-def test_a_fresh_number_is_free(durable: Environment, tmp_path: Path) -> None:
-    """The index holds numbers of this very run: those of a snapshot that an older cachefs imported."""
-    index = Index(durable, Environment(tmp_path / "session", sync=False))
-    metadata = inode_cache(index, Options(read_only=True))
-    taken = {FIRST_ALIAS | in_run(1, n) for n in range(1, 30)}
-    now = Stat(0o100644, 1, 0, 0, 0, 4096, 10, 8, 1, 2, 3, 4, 9, 99)  # of another device: it gets an alias
-    with index.update() as update:
-        for number in taken:
-            update.put(Table.INODES, inode_key(number), Inode(number, PINNED, *(0,) * 21).pack())
-        made = metadata.apply_stat(update, 1, b"name", now, pin=True)
-    assert made.number not in taken and made.number & FIRST_ALIAS
-    index.close()
-
-
 @pytest.mark.promise("CH-22")
-@pytest.mark.parametrize("where", ["version", "alias", "validated_run"])
+@pytest.mark.parametrize("where", ["version", "old alias", "validated_run"])
 def test_without_a_record_of_the_run_it_is_above_every_number_of_the_index(
     durable: Environment, tmp_path: Path, where: str
 ) -> None:
-    number = FIRST_ALIAS + in_run(9, 1) if where == "alias" else 5
+    number = FIRST_OLD_ALIAS + in_run(9, 1) if where == "old alias" else 5
     record_ = Inode(number, PINNED, *(0,) * 21)._replace(mode=0o100644, version=in_run(2, 1), validated_run=2)
-    if where != "alias":
+    if where != "old alias":
         record_ = record_._replace(**{where: in_run(9, 1) if where == "version" else 9})
     with durable.write() as txn:
         txn.put(inode_key(number), record_.pack(), db=durable.tables[Table.INODES])
