@@ -21,12 +21,12 @@ from cachefs.source.directories import ROOT, Directory, SourceDirectories
 from cachefs.source.identity import GONE, Changed, check, check_version
 from cachefs.source.opening import Opener, component, reopen_directory
 from cachefs.source.volumes import Connection, Place, Volumes
-from cachefs.store.filesystem import has_change_times, has_own_clock, is_coherent
+from cachefs.store.filesystem import has_change_times, has_own_clock, is_coherent, numbers_stay
 from cachefs.store.index.records import Identity, Inode
 from cachefs.system import past_pages, syscalls
 from cachefs.system.clock import SYSTEM, Clock
 from cachefs.system.descriptors import closing, closing_on_error
-from cachefs.system.stat import Stat
+from cachefs.system.stat import NO_NUMBER, Stat
 
 T = TypeVar("T")
 _READ_FLAGS = os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_NOCTTY  # hazard 21
@@ -137,7 +137,7 @@ class Source:
         self.has_own_clock = has_own_clock(fstype)
         roots = [Place(*syscalls.place_of(root_fd))] if root_device is None else []
         device = roots[0].device if root_device is None else root_device
-        self.connection = Connection(Volumes(root_fd, roots), device)
+        self.connection = Connection(Volumes(root_fd, roots, has_numbers=numbers_stay(fstype)), device)
         self.generation = 0
         """How many times the source was mounted anew. Descriptors of an earlier generation are dead."""
         self.counters = SourceCounters(simulate_latency_s)
@@ -177,6 +177,10 @@ class Source:
 
     def _stat(self, fd: int, name: bytes, *, ask: bool) -> Stat:
         volumes, connection = self.connection.volumes, self.connection.number
+        now = self._numbered_stat(volumes, connection, fd, name, ask=ask)
+        return now._replace(inode=NO_NUMBER) if now.device in volumes.without_numbers else now
+
+    def _numbered_stat(self, volumes: Volumes, connection: int, fd: int, name: bytes, *, ask: bool) -> Stat:
         try:
             now = syscalls.statx(fd, name, volumes.numbers, connection, ask=ask)
             if not volumes.may_be_another(now.inode, now.device):

@@ -31,7 +31,7 @@ from typing import NamedTuple
 
 from cachefs.client import mount_table
 from cachefs.client.mount_table import Mount
-from cachefs.store.filesystem import identify, numbers_last
+from cachefs.store.filesystem import identify, numbers_last, numbers_stay
 from cachefs.store.runs import next_connection
 from cachefs.system import syscalls
 from cachefs.system.descriptors import closing
@@ -52,21 +52,31 @@ class Place(NamedTuple):
 
 
 class Volumes:
-    def __init__(self, root_fd: int, roots: Iterable[Place] = (), found: Callable[[Place, int], None] | None = None):
-        """`roots`: of the source; empty: it is asked when a volume is identified. `found`: called with each volume."""
+    def __init__(
+        self,
+        root_fd: int,
+        roots: Iterable[Place] = (),
+        found: Callable[[Place, int], None] | None = None,
+        *,
+        has_numbers: bool = True,
+    ) -> None:
+        """`roots`: of the source; empty: it is asked when a volume is identified. `found`: called with each volume.
+        `has_numbers`: do inode numbers of the source's own volume stay (store/filesystem.py)?"""
         # dependencies
         self._root_fd = root_fd
         self._found = found
         # state
         self.numbers: dict[tuple[int, int], int] = dict.fromkeys(roots, 0)
         """Read without the lock."""
+        self.without_numbers: set[int] = set() if has_numbers else {0}
+        """Volumes whose inode numbers do not stay. Read without the lock."""
         self._subvolumes: set[int] = set()
         """Volumes on Btrfs, beneath the source's own."""
         self._lock = threading.Lock()
 
     def following(self, roots: Iterable[Place]) -> "Volumes":
         """The source was mounted anew. Its volumes get the numbers that they had."""
-        following = Volumes(self._root_fd, roots)
+        following = Volumes(self._root_fd, roots, has_numbers=0 not in self.without_numbers)
         if self._found is not None:
             following.tell(self._found)
         return following
@@ -92,6 +102,8 @@ class Volumes:
             number = self._number(fd, place, mount)
             if mount is not None and mount.fstype == "btrfs":
                 self._subvolumes.add(number)
+            if mount is not None and not numbers_stay(mount.fstype):
+                self.without_numbers.add(number)
             self._note(place, number)
 
     def _note(self, place: Place, number: int) -> None:
