@@ -21,7 +21,7 @@ from cachefs.source.directories import ROOT, Directory, SourceDirectories
 from cachefs.source.identity import GONE, Changed, check, check_version
 from cachefs.source.opening import Opener, component, reopen_directory
 from cachefs.source.volumes import Connection, Place, Volumes
-from cachefs.store.filesystem import has_change_times, has_own_clock, is_coherent, numbers_stay
+from cachefs.store.filesystem import has_change_times, has_own_clock, is_coherent
 from cachefs.store.index.records import Identity, Inode
 from cachefs.system import past_pages, syscalls
 from cachefs.system.clock import SYSTEM, Clock
@@ -137,7 +137,7 @@ class Source:
         self.has_own_clock = has_own_clock(fstype)
         roots = [Place(*syscalls.place_of(root_fd))] if root_device is None else []
         device = roots[0].device if root_device is None else root_device
-        self.connection = Connection(Volumes(root_fd, roots, has_numbers=numbers_stay(fstype)), device)
+        self.connection = Connection(Volumes(root_fd, roots), device)
         self.generation = 0
         """How many times the source was mounted anew. Descriptors of an earlier generation are dead."""
         self.counters = SourceCounters(simulate_latency_s)

@@ -52,23 +52,15 @@ class Place(NamedTuple):
 
 
 class Volumes:
-    def __init__(
-        self,
-        root_fd: int,
-        roots: Iterable[Place] = (),
-        found: Callable[[Place, int], None] | None = None,
-        *,
-        has_numbers: bool = True,
-    ) -> None:
-        """`roots`: of the source; empty: it is asked when a volume is identified. `found`: called with each volume.
-        `has_numbers`: do inode numbers of the source's own volume stay (store/filesystem.py)?"""
+    def __init__(self, root_fd: int, roots: Iterable[Place] = (), found: Callable[[Place, int], None] | None = None):
+        """`roots`: of the source; empty: it is asked when a volume is identified. `found`: called with each volume."""
         # dependencies
         self._root_fd = root_fd
         self._found = found
         # state
         self.numbers: dict[tuple[int, int], int] = dict.fromkeys(roots, 0)
         """Read without the lock."""
-        self.without_numbers: set[int] = set() if has_numbers else {0}
+        self.without_numbers: set[int] = set()
         """Volumes whose inode numbers do not stay. Read without the lock."""
         self._subvolumes: set[int] = set()
         """Volumes on Btrfs, beneath the source's own."""
@@ -76,10 +68,15 @@ class Volumes:
 
     def following(self, roots: Iterable[Place]) -> "Volumes":
         """The source was mounted anew. Its volumes get the numbers that they had."""
-        following = Volumes(self._root_fd, roots, has_numbers=0 not in self.without_numbers)
+        following = Volumes(self._root_fd, roots)
+        following.without_numbers = self.without_numbers & {0}
         if self._found is not None:
             following.tell(self._found)
         return following
+
+    def forgo_numbers(self) -> None:
+        """Inode numbers of the source's own volume do not stay (store/filesystem.py). Called before any look-up."""
+        self.without_numbers.add(0)
 
     def tell(self, found: Callable[[Place, int], None]) -> None:
         """Call this for each volume that is known, or becomes known."""

@@ -364,3 +364,29 @@ def test_what_another_node_renames_is_read_by_its_new_name(mount: MakeMount, vol
     (volatile.root / "d").rename(volatile.root / "moved")
     drop_caches_of(volatile.path)
     assert wait_for((m.path / "moved/c").read_bytes, lambda found: found == content("d/c"))
+
+
+@pytest.mark.promise("CH-36")
+@pytest.mark.promise("FA-28")
+@pytest.mark.fastpath
+@pytest.mark.parametrize("mode", ["read-only", "read-write"])
+def test_a_successor_knows_it_of_a_source_that_was_detached(mount: MakeMount, volatile: Volatile, mode: str) -> None:
+    """The mount table has no type of such a source."""
+    aside = volatile.path.with_name("aside")
+    aside.mkdir()
+    subprocess.run(["mount", "--bind", volatile.path, aside], check=True)  # the test reaches it by another way
+    try:
+        m = mount(volatile.path, *MODES[mode])
+        numbers = look_around(m.path)
+        with open(m.path / "d/large", "rb", buffering=0) as opened:
+            assert os.pread(opened.fileno(), 10, 0) == b"a" * 10
+            subprocess.run(["umount", "-l", volatile.path], check=True)
+            take_over(m, "restart")
+            expire()
+            volatile._replace(path=aside).renumber()
+            assert os.pread(opened.fileno(), 10, SIZE - 10) == b"a" * 10
+            check(m)
+            assert look_around(m.path) == numbers
+    finally:
+        subprocess.run(["mount", "--bind", aside, volatile.path], check=False)
+        subprocess.run(["umount", "-l", aside], check=True)
