@@ -30,6 +30,7 @@ from cachefs.prefetch.prefetcher import Prefetcher
 from cachefs.prefetch.queue import OwnPrefetchQueue
 from cachefs.source.directories import ROOT
 from cachefs.store import runs
+from cachefs.store.filesystem import numbers_stay
 from daemon import tasks
 from daemon.config import config
 from daemon.config.config import MountConfig
@@ -141,6 +142,9 @@ class Serving:
         root.save(components.opened.index)
         if not root.numbers_last:
             self._begin_connection()
+        # The type with which it was mounted: a source that was detached has none in the mount table.
+        if not numbers_stay(root.fstype):
+            source.connection.volumes.forgo_numbers()
 
         def changed() -> None:
             components.descriptors.save_losses()  # before a successor can get the new source from the fast path

@@ -87,12 +87,15 @@ class FaultFs(pyfuse3.Operations):
         while (FAULTS / "hang-all").exists():
             await trio.sleep(0.02)
 
+    def number_of(self, path, inode):
+        return self.numbers.get(path, inode)
+
     def attributes(self, path, inode=None):
         try:
             found = os.lstat(path)
         except OSError as error:
             raise pyfuse3.FUSEError(error.errno) from None
-        number = pyfuse3.ROOT_INODE if path == os.fsencode(ROOT) else self.numbers.get(path, found.st_ino)
+        number = pyfuse3.ROOT_INODE if path == os.fsencode(ROOT) else self.number_of(path, found.st_ino)
         self.paths[number] = path
         entry = pyfuse3.EntryAttributes()
         for name in ("st_mode", "st_nlink", "st_uid", "st_gid", "st_size", "st_atime_ns", "st_mtime_ns", "st_ctime_ns"):
@@ -215,7 +218,11 @@ class FaultFs(pyfuse3.Operations):
         raise pyfuse3.FUSEError(errno.ENODATA)
 
 
-if __name__ == "__main__":
-    pyfuse3.init(FaultFs(), str(MOUNTPOINT), {"fsname=faultfs", "default_permissions", "allow_other"})
+def serve(filesystem, *options):
+    pyfuse3.init(filesystem, str(MOUNTPOINT), {"default_permissions", "allow_other", *options})
     trio.run(pyfuse3.main, 1, 2000)
     pyfuse3.close(unmount=False)
+
+
+if __name__ == "__main__":
+    serve(FaultFs(), "fsname=faultfs")

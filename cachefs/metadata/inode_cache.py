@@ -5,7 +5,8 @@ Decides about single records of the index, and awaits nothing. validity.py says 
 Numbers (hazard 10): an inode has the number of the source, as long as that number belongs to one identity. Others get
 an alias (aliases.py), which is kept in the `aliases` table: an object whose number is known with another identity, an
 object of another device, and a file that has changed after it was pinned. So a file with an external modification is
-another inode for the kernel, which never has pages of two versions under one number.
+another inode for the kernel, which never has pages of two versions under one number. Where numbers of the source do not
+stay (hazard 56), each inode has an alias, and its name leads to it.
 """
 
 import stat
@@ -13,7 +14,7 @@ from functools import partial
 
 from cachefs.contract.index import FIRST_POSITION, ROOT_INODE, Table
 from cachefs.metadata import written_files
-from cachefs.metadata.inode_paths import link_key, link_value, links_of, name_expires_ns
+from cachefs.metadata.inode_paths import link_key, link_value, links_of, name_expires_ns, number_of
 from cachefs.metadata.inode_table import InodeTable, lookups_unpinned
 from cachefs.store import aliases
 from cachefs.store.index.environment import Update, View
@@ -44,7 +45,7 @@ class InodeCache(InodeTable):
     def _number(self, update: Update, parent: int, name: bytes, now: Stat) -> tuple[int, Inode | None]:
         """The number of an object, and the inode that it continues; a new number where hazard 10 or 11 needs one."""
         dentry = self.dentry(update, parent, name)
-        number = aliases.number_of(update, now)
+        number = number_of(update, now, (parent, name))
         if number:
             inode = self.inode(update, number)
             if inode is None and not self._run.forgot and aliases.is_free(update, number):
@@ -97,7 +98,7 @@ class InodeCache(InodeTable):
                 old = old._replace(flags=old.flags & ~(PINNED | IMMUTABLE), lookups=lookups_unpinned(old))
             result = stat.S_ISREG(now.mode) and self.holds_results(update, parent)
             inode = self._compared(number, old, now, pin and not any(mutable), result=result)
-            if self._was_written(update, old, now):
+            if self._was_written(update, old, now, (parent, name)):
                 inode = inode._replace(flags=inode.flags | WRITTEN)
             if inode.flags & LISTED and self.mutable_names.may_come(self.paths.beneath(update, parent, name)):
                 inode = inode._replace(flags=inode.flags & ~LISTED)
@@ -122,10 +123,12 @@ class InodeCache(InodeTable):
             names.update(self.paths.names(view, number))
         return [self.mutable_names.matches(view, *each, number) for each in names]
 
-    def _was_written(self, view: View, old: Inode | None, now: Stat) -> bool:
+    def _was_written(self, view: View, old: Inode | None, now: Stat, link: tuple[int, bytes]) -> bool:
         """Was a file written in an earlier run, and not pinned since?"""
         is_known = old is not None and (old.validated_run == self.run or old.flags & IMMUTABLE)
-        return not is_known and not self._read_only and stat.S_ISREG(now.mode) and written_files.is_marked(view, now)
+        return (
+            not is_known and not self._read_only and stat.S_ISREG(now.mode) and written_files.is_marked(view, now, link)
+        )
 
     def recognized(self, update: Update, inode: Inode, now: Stat) -> Inode:
         """`now` is of this inode, whose record stays: its number counts in this connection, too. Returns the record."""

@@ -10,10 +10,10 @@ from itertools import islice
 
 from cachefs.contract.index import ROOT_INODE, Table
 from cachefs.source.directories import ROOT, Directory
-from cachefs.store.aliases import number_of
+from cachefs.store import aliases
 from cachefs.store.index.environment import View
 from cachefs.store.index.records import PINNED, STALE, Dentry, Inode, inode_key, inode_of_key
-from cachefs.system.stat import Stat
+from cachefs.system.stat import NO_NUMBER, Stat
 
 REMEMBERED_DIRECTORIES = 4096
 REMEMBERED_NAMES = 4096
@@ -82,12 +82,26 @@ class SecondName(Exception):
         self.name = name
 
 
+def number_of(view: View, now: Stat, found_by: tuple[int, bytes]) -> int:
+    """The inode number that an object of the source has here, or would get. 0: a new one.
+
+    `found_by`: the name that has led to it. It decides where inode numbers do not stay. There each name is an inode of
+    its own: nothing shows that two names are of one object.
+    """
+    if now.inode == NO_NUMBER:
+        value = view.get(Table.DENTRIES, inode_key(found_by[0]) + found_by[1])
+        number = Dentry.unpack(value).inode if value is not None else 0
+        others = (link for link in links_of(view, number, MOST_NAMES) if link != found_by)
+        return 0 if any(leads_to(view, link, number) for link in others) else number
+    return aliases.number_of(view, now)
+
+
 def check_only_name(view: View, parent: int, name: bytes, now: Stat) -> None:
     """Raises `SecondName` if the object that `name` leads to has another name in this directory, the listed one if
-    there is one. Not for hard links."""
-    if now.nlink > 1 and not stat.S_ISDIR(now.mode):
+    there is one. Not for hard links, and not where numbers do not stay: there each name is an inode of its own."""
+    if (now.nlink > 1 and not stat.S_ISDIR(now.mode)) or now.inode == NO_NUMBER:
         return
-    number = number_of(view, now)
+    number = number_of(view, now, (parent, name))
     found: dict[bytes, int] = {}
     for link in links_of(view, number, MOST_NAMES):
         value = view.get(Table.DENTRIES, inode_key(link[0]) + link[1])

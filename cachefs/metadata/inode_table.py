@@ -35,6 +35,7 @@ from cachefs.store.index.records import (
 )
 from cachefs.store.runs import Numbers
 from cachefs.system.clock import SYSTEM, Clock
+from cachefs.system.stat import NO_NUMBER
 
 MOST_ABSENCES = 1 << 16
 ABSENCES_PER_NAME = 4
@@ -194,6 +195,8 @@ class InodeTable(Validity):
         inode = self.inode(update, dentry.inode)
         if inode is None or inode.is_directory:
             self.paths.forget()
+        elif inode.flags & WRITTEN and inode.source_inode == NO_NUMBER:
+            written_files.unmark(update, inode, (parent, name))
         if inode is not None and not has_name(update, dentry.inode):
             if inode.validated_run < self.floor:  # of an earlier run: the kernel does not know it
                 self._delete_inode(update, inode.number)

@@ -7,41 +7,67 @@ keeps a mark of it: META `written:` and the identity of the file at the source. 
 time differs, and the mark does not apply to it. Without birth times it does, which costs caching, not correctness.
 Directories have the same mark, META `results:`, which stays. A file that `cachefs pin` has pinned has the mark
 `pinned::`, so that it stays immutable where a directory holds results.
+
+Where inode numbers do not stay (NO_NUMBER), a hash of the path stands for the number. So a directory that is renamed
+leaves the marks of what is beneath it behind.
 """
 
 import struct
+from hashlib import blake2b
 
-from cachefs.contract.index import Table
+from cachefs.contract.index import ROOT_INODE, Table
+from cachefs.metadata.inode_paths import links_of
 from cachefs.store.index.environment import Update, View
 from cachefs.store.index.records import PINNED, Inode
-from cachefs.system.stat import Stat
+from cachefs.system.stat import NO_NUMBER, Stat
 
 _WRITTEN, _RESULTS, _KEPT = b"written:", b"results:", b"pinned::"
-_KEY = struct.Struct(">8sQQ")  # one of these, device, source inode
+_KEY = struct.Struct(">8sQQ")  # one of these, device, source inode or hash of the path
 _VALUE = struct.Struct("<IIq")  # flags, reserved, birth time
+Link = tuple[int, bytes]
+"""A name: directory, and name in it."""
 
 
-def _key(kind: bytes, file: Inode | Stat) -> bytes:
-    return _KEY.pack(kind, file.device, file.source_inode if isinstance(file, Inode) else file.inode)
+def _key(view: View, kind: bytes, file: Inode | Stat, link: Link | None = None) -> bytes | None:
+    """`link`: a name of the file; None: its record has one. None where no name leads to a file without a number."""
+    number: int | None = file.source_inode if isinstance(file, Inode) else file.inode
+    if number == NO_NUMBER:
+        number = _hash_of_path(view, file.number if isinstance(file, Inode) else 0, link)
+    return None if number is None else _KEY.pack(kind, file.device, number)
+
+
+def _hash_of_path(view: View, number: int, link: Link | None) -> int | None:
+    names: list[bytes] = []
+    passed = set()
+    while number != ROOT_INODE:
+        link = link or next(iter(links_of(view, number, 1)), None)
+        if link is None or link in passed:  # the names form a circle
+            return None
+        passed.add(link)
+        number, name = link
+        names.append(name)
+        link = None
+    return int.from_bytes(blake2b(b"/".join(names), digest_size=8).digest(), "big")
 
 
 def _set(update: Update, kind: bytes, file: Inode) -> bool:
     """Returns whether the mark is new. It costs nothing if it is there already."""
-    key, value = _key(kind, file), _VALUE.pack(PINNED, 0, file.btime_ns)
-    is_new = update.get(Table.META, key) != value
-    if is_new:
+    key, value = _key(update, kind, file), _VALUE.pack(PINNED, 0, file.btime_ns)
+    is_new = key is not None and update.get(Table.META, key) != value
+    if key is not None and is_new:
         update.put(Table.META, key, value)
     return is_new
 
 
-def _has(view: View, kind: bytes, file: Inode | Stat) -> bool:
-    value = view.get(Table.META, _key(kind, file))
+def _has(view: View, kind: bytes, file: Inode | Stat, link: Link | None = None) -> bool:
+    key = _key(view, kind, file, link)
+    value = None if key is None else view.get(Table.META, key)
     return value is not None and _VALUE.unpack(value)[2] == file.btime_ns
 
 
-def _clear(update: Update, kind: bytes, file: Inode) -> None:
-    key = _key(kind, file)
-    if update.get(Table.META, key) is not None:
+def _clear(update: Update, kind: bytes, file: Inode, link: Link | None = None) -> None:
+    key = _key(update, kind, file, link)
+    if key is not None and update.get(Table.META, key) is not None:
         update.delete(Table.META, key)
 
 
@@ -50,12 +76,14 @@ def mark(update: Update, file: Inode) -> bool:
     return _set(update, _RESULTS if file.is_directory else _WRITTEN, file)
 
 
-def is_marked(view: View, now: Stat) -> bool:
-    return _has(view, _WRITTEN, now)
+def is_marked(view: View, now: Stat, link: Link) -> bool:
+    """`link`: the name that has led to the file."""
+    return _has(view, _WRITTEN, now, link)
 
 
-def unmark(update: Update, file: Inode) -> None:
-    _clear(update, _WRITTEN, file)
+def unmark(update: Update, file: Inode, link: Link | None = None) -> None:
+    """`link`: the name that the file has just lost; None: it has one."""
+    _clear(update, _WRITTEN, file, link)
 
 
 def keep(update: Update, file: Inode, *, kept: bool = True) -> None:

@@ -12,7 +12,7 @@ import errno
 import os
 import stat
 
-from cachefs.store.index.records import Identity, Inode
+from cachefs.store.index.records import Identity, Inode, same_number
 from cachefs.system.stat import Stat
 
 GONE = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENXIO)
@@ -73,13 +73,14 @@ def check(expected: Identity, now: Stat) -> None:
 def check_version(expected: Inode, now: Stat) -> None:
     """Raises `Changed` unless `now` is of the expected version of a regular file.
 
-    Birth times are not compared: if inode number and change time are the same, the birth time is the same, too.
+    Birth times are not compared: if inode number and change time are the same, the birth time is the same, too. Without
+    inode numbers the times and the size decide.
     """
     if (
         now.ctime_ns != expected.ctime_ns
         or now.mtime_ns != expected.mtime_ns
         or now.size != expected.size
-        or now.inode != expected.source_inode
+        or not same_number(expected.source_inode, now)
         or now.device != expected.device
         or not stat.S_ISREG(now.mode)
     ):

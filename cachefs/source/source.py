@@ -26,7 +26,7 @@ from cachefs.store.index.records import Identity, Inode
 from cachefs.system import past_pages, syscalls
 from cachefs.system.clock import SYSTEM, Clock
 from cachefs.system.descriptors import closing, closing_on_error
-from cachefs.system.stat import Stat
+from cachefs.system.stat import NO_NUMBER, Stat
 
 T = TypeVar("T")
 _READ_FLAGS = os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_NOCTTY  # hazard 21
@@ -177,6 +177,10 @@ class Source:
 
     def _stat(self, fd: int, name: bytes, *, ask: bool) -> Stat:
         volumes, connection = self.connection.volumes, self.connection.number
+        now = self._numbered_stat(volumes, connection, fd, name, ask=ask)
+        return now._replace(inode=NO_NUMBER) if now.device in volumes.without_numbers else now
+
+    def _numbered_stat(self, volumes: Volumes, connection: int, fd: int, name: bytes, *, ask: bool) -> Stat:
         try:
             now = syscalls.statx(fd, name, volumes.numbers, connection, ask=ask)
             if not volumes.may_be_another(now.inode, now.device):

@@ -31,7 +31,7 @@ from typing import NamedTuple
 
 from cachefs.client import mount_table
 from cachefs.client.mount_table import Mount
-from cachefs.store.filesystem import identify, numbers_last
+from cachefs.store.filesystem import identify, numbers_last, numbers_stay
 from cachefs.store.runs import next_connection
 from cachefs.system import syscalls
 from cachefs.system.descriptors import closing
@@ -60,6 +60,8 @@ class Volumes:
         # state
         self.numbers: dict[tuple[int, int], int] = dict.fromkeys(roots, 0)
         """Read without the lock."""
+        self.without_numbers: set[int] = set()
+        """Volumes whose inode numbers do not stay. Read without the lock."""
         self._subvolumes: set[int] = set()
         """Volumes on Btrfs, beneath the source's own."""
         self._lock = threading.Lock()
@@ -67,9 +69,14 @@ class Volumes:
     def following(self, roots: Iterable[Place]) -> "Volumes":
         """The source was mounted anew. Its volumes get the numbers that they had."""
         following = Volumes(self._root_fd, roots)
+        following.without_numbers = self.without_numbers & {0}
         if self._found is not None:
             following.tell(self._found)
         return following
+
+    def forgo_numbers(self) -> None:
+        """Inode numbers of the source's own volume do not stay (store/filesystem.py). Called before any look-up."""
+        self.without_numbers.add(0)
 
     def tell(self, found: Callable[[Place, int], None]) -> None:
         """Call this for each volume that is known, or becomes known."""
@@ -92,6 +99,8 @@ class Volumes:
             number = self._number(fd, place, mount)
             if mount is not None and mount.fstype == "btrfs":
                 self._subvolumes.add(number)
+            if mount is not None and not numbers_stay(mount.fstype):
+                self.without_numbers.add(number)
             self._note(place, number)
 
     def _note(self, place: Place, number: int) -> None:

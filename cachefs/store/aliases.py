@@ -30,7 +30,7 @@ from cachefs.contract.index import ROOT_INODE, Table
 from cachefs.store.index.environment import Environment, Update, View
 from cachefs.store.index.records import FLAGS_PINNED, PINNED, Inode, inode_key, inode_of_key, pair_key
 from cachefs.store.runs import FIRST_OLD_ALIAS, RUN_KEY
-from cachefs.system.stat import Stat
+from cachefs.system.stat import NO_NUMBER, Stat
 
 LOW = range((1 << 32) - (1 << 28), (1 << 32) - 1)
 """Without 2^32 - 1, which 32-bit programs may take for -1."""
@@ -143,9 +143,13 @@ def is_free(update: Update, number: int) -> bool:
 
 
 def give(update: Update, now: Stat) -> int:
-    """Give an object of the source an alias that no object ever had. It replaces the one that the object has."""
+    """Give an object of the source an alias that no object ever had. It replaces the one that the object has.
+
+    Where inode numbers do not stay (NO_NUMBER), only the name leads to the alias.
+    """
     given = recorded(update)
     number = next(filter(partial(is_free, update), given.not_given(now.inode)))
     record(update, given.and_numbers([number]))
-    update.put(Table.ALIASES, pair_key(now.device, now.inode), FLAGS_PINNED + bytes(4) + inode_key(number))
+    if now.inode != NO_NUMBER:
+        update.put(Table.ALIASES, pair_key(now.device, now.inode), FLAGS_PINNED + bytes(4) + inode_key(number))
     return number

@@ -54,6 +54,7 @@ _SERIAL_NUMBERS = Path("/dev/disk/by-uuid")
 
 _NO_CHANGE_TIMES = frozenset(("vfat", "msdos", "exfat", "cifs", "smb3"))
 _PASSES_TIMES_ON = frozenset(("fuse.bindfs", "fuse.mergerfs", "fuse.juicefs", "fuse.JuiceFS"))
+_HAS_OWN_NUMBERS = _PASSES_TIMES_ON | {"fuse.glusterfs"}
 _OUR_CLOCK = frozenset(_TYPES) - {"ceph", "overlay"}
 _INCOHERENT = frozenset(("nfs", "nfs4", "cifs", "smb3", "9p", "virtiofs", "beegfs"))
 
@@ -89,6 +90,17 @@ def has_own_clock(fstype: str) -> bool:
 def numbers_last(fstype: str) -> bool:
     """Has an object the same inode number when such a filesystem is mounted again?"""
     return not _promises_nothing(fstype)
+
+
+def numbers_stay(fstype: str) -> bool:
+    """Does an object keep its inode number as long as such a filesystem is mounted?
+
+    False: libfuse's interface with paths, unless its option use_ino is given (sshfs, rclone and many others), gives a
+    number to each object that is looked up, and another one when the kernel has forgotten the object (hazard 56). Such
+    a program has a type of its own, because libfuse makes the type of the program's name. A FUSE filesystem whose type
+    is plain "fuse" is bindfs, which passes numbers on, or a program that chooses its numbers itself.
+    """
+    return not fstype.startswith("fuse.") or numbers_last(fstype) or fstype in _HAS_OWN_NUMBERS
 
 
 def _promises_nothing(fstype: str) -> bool:

@@ -3,7 +3,8 @@
 A scan starts at the beginning of each slab, follows the lengths of the records, and stops at the first invalid header.
 It never searches for a magic number, which the payload of a dataset file could forge. Of several records of one inode
 the highest sequence number is valid. Names are not in the blob: a rebuilt inode has no dentry and validated_run 0, and
-is valid again when a look-up finds the same version (docs/FORMAT.md, recovery). The next run has a higher number than
+is valid again when a look-up finds the same version (docs/FORMAT.md, recovery). Data of objects without a number
+(NO_NUMBER) are dropped, because only their names would find them. The next run has a higher number than
 the run of any record, including dead records (runs.py).
 """
 
@@ -24,6 +25,7 @@ from cachefs.store.index.extents import Extents
 from cachefs.store.index.index import Totals
 from cachefs.store.index.records import PINNED, STALE, Extent, Inode, inode_key, pair_key
 from cachefs.store.runs import run_of, run_of_inode
+from cachefs.system.stat import NO_NUMBER
 
 log = logging.getLogger(__name__)
 
@@ -114,7 +116,7 @@ def rebuild(blob: Blob, durable: Environment) -> Totals:
         rows.clear()
 
     for header, extent in scan(blob):
-        if header.version != newest[header.inode]:
+        if header.version != newest[header.inode] or header.source_inode == NO_NUMBER:  # only a name would find it
             forget(extent)
             continue
         rows.append((header, extent))

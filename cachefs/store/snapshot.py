@@ -64,10 +64,10 @@ class RootIdentity(NamedTuple):
 
     inode: int
     btime_ns: int
-    """0: not known."""
+    """Of both, 0: not known."""
 
     def may_be(self, other: "RootIdentity") -> bool:
-        return self.inode == other.inode and (self.btime_ns == other.btime_ns or not (self.btime_ns and other.btime_ns))
+        return self.inode in (0, other.inode) and len({self.btime_ns, other.btime_ns} - {0}) < 2
 
 
 class _Hashed:

@@ -4,6 +4,8 @@ from typing import NamedTuple
 
 _MIN_TIME_NS, _MAX_TIME_NS = -(1 << 63), (1 << 63) - 1
 
+NO_NUMBER = 0
+"""In the place of an inode number: the source has none that stays. The name of an object says which one it is."""
 NO_CONNECTION = 1 << 32
 """More than a record can hold: a connection of which no record is."""
 
@@ -34,7 +36,7 @@ class Stat(NamedTuple):
     ctime_ns: int
     btime_ns: int  # 0: not known
     device: int  # its volume (source/volumes.py); 0: that of the source's root
-    inode: int
+    inode: int  # or NO_NUMBER
     began_ns: int = 0
     """CLOCK_MONOTONIC at the start of the call. 0: not known, and treated as later than everything."""
     connection: int = 0

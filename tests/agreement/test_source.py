@@ -14,7 +14,7 @@ from cachefs.source.directories import ROOT
 from cachefs.source.identity import Changed
 from cachefs.source.source import Object, Source
 from cachefs.store.index.records import Inode
-from cachefs.system.stat import clamped_ns
+from cachefs.system.stat import NO_NUMBER, clamped_ns
 from tests.agreement.library import FastPath
 
 MIB = 1 << 20
@@ -125,6 +125,14 @@ def test_large_parts_are_read_past_the_page_cache_where_that_can_be(
         assert fast_path.direct_reads() == 1
     with fast_path.disk(error=errno.EINVAL, times=1, stays_direct=True):
         assert sides.read_deep(b"file", expected, size) is None
+
+
+@pytest.mark.promise("CH-36")
+def test_both_read_a_file_whose_number_does_not_stay(sides: Sides) -> None:
+    (sides.root / "file").write_bytes(b"data")
+    expected = sides.record_of("file")._replace(source_inode=NO_NUMBER)
+    assert sides.read("file", expected, 0, 4) == b"data"
+    assert sides.read("file", expected._replace(mtime_ns=expected.mtime_ns + 1), 0, 4) is None
 
 
 CHANGES = {

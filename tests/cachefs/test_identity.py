@@ -13,8 +13,9 @@ from cachefs.source.identity import Changed, is_same
 from cachefs.source.opening import component
 from cachefs.source.source import Look, Object, Source
 from cachefs.store import runs
+from cachefs.store.filesystem import numbers_stay
 from cachefs.store.index.records import Identity
-from cachefs.system.stat import NO_CONNECTION
+from cachefs.system.stat import NO_CONNECTION, NO_NUMBER
 from cachefs.system.syscalls import statx
 from daemon.kernel.source_connection import Root
 
@@ -202,6 +203,33 @@ def test_numbers_last_except_in_fuse_filesystems_without_birth_times() -> None:
     lasting = [Root(1, 0, "fuse.ceph"), Root(1, 0, "fuse.ceph-fuse"), Root(1, 7, "fuse.any"), Root(1, 0, "nfs")]
     assert all(root.numbers_last for root in lasting)
     assert not any(root.numbers_last for root in (Root(1, 0, "fuse.any"), Root(1, 0, "fuse"), Root(1, 0, "")))
+
+
+@pytest.mark.promise("CH-36")
+def test_numbers_stay_except_on_fuse_filesystems_that_have_none_of_their_own() -> None:
+    staying = (
+        "ext4",
+        "ceph",
+        "nfs",
+        "virtiofs",
+        "fuseblk",
+        "fuse",
+        "fuse.ceph-fuse",
+        "fuse.bindfs",
+        "fuse.mergerfs",
+        "",
+    )
+    assert all(map(numbers_stay, staying))
+    assert not any(map(numbers_stay, ("fuse.sshfs", "fuse.rclone", "fuse.anything")))
+
+
+@pytest.mark.promise("CH-36")
+def test_without_a_number_type_and_volume_tell_objects_apart() -> None:
+    now = statx(-100, b"/proc")
+    expected = Identity(NO_NUMBER, now.mode & 0o170000, now.device, 0, now.ctime_ns, 0)
+    assert is_same(expected, now) and is_same(expected, now._replace(inode=NO_NUMBER))
+    assert not is_same(expected, now._replace(mode=0o100644))
+    assert not is_same(expected, now._replace(device=99))
 
 
 @pytest.mark.promise("CH-25")

@@ -1,13 +1,13 @@
-"""A source whose ctime is a copy of mtime, in whole seconds: sshfs, here with an SFTP server on a pipe."""
+"""A source whose ctime is a copy of mtime, in whole seconds: sshfs."""
 
 import os
-import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.conftest import Mount, mounted_on, settle, wait_for
+from tests.conftest import Mount, settle
+from tests.sshfs import sshfs as mounted_by_sshfs
 
 LONG_AGO = 1577836800
 SIZE = 50_000
@@ -18,19 +18,11 @@ def sshfs(tmp_path: Path) -> Iterator[tuple[Path, Path]]:
     """(the directory of the server, where it is mounted)."""
     root, path = tmp_path / "root", tmp_path / "source"
     root.mkdir()
-    path.mkdir()
     (root / "file").write_bytes(b"a" * SIZE)
     os.utime(root / "file", (LONG_AGO, LONG_AGO))
     settle()
-    server = tmp_path / "server"
-    server.write_text("#!/bin/sh\nexec /usr/lib/openssh/sftp-server\n")
-    server.chmod(0o755)
-    # The shell has no copies of the files of this process.
-    command = ["bash", "-c", 'exec sshfs -o ssh_command="$1" "host:$2" "$3"', "bash", server, root, path]
-    subprocess.run(command, check=True)
-    wait_for(lambda: mounted_on(path), bool)
-    yield root, path
-    subprocess.run(["umount", "-l", path], check=True)
+    with mounted_by_sshfs(root, path):
+        yield root, path
 
 
 @pytest.mark.promise("CH-28")

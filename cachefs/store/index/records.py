@@ -9,7 +9,7 @@ import struct
 from typing import NamedTuple
 
 from cachefs.contract.index import DENTRY_RECORD, EXTENT_RECORD, INODE_RECORD, Flag
-from cachefs.system.stat import NO_CONNECTION, Stat
+from cachefs.system.stat import NO_CONNECTION, NO_NUMBER, Stat
 
 # Plain ints: arithmetic with IntFlag takes a microsecond, and the hit path does it for each request.
 PINNED, IMMUTABLE, WRITTEN, LISTED, UNSETTLED, STALE, UNLINKED, IMMUTABLE_ON_OPEN, YOUNG = (int(flag) for flag in Flag)
@@ -19,10 +19,17 @@ FLAGGED_NUMBER = struct.Struct("<I4xQ")
 """Several values of the table META: flags, and one number."""
 
 
+def same_number(inode: int, now: Stat) -> bool:
+    """May an object with this number be the one that `now` is of? NO_NUMBER on either side says nothing. The fast path
+    has the same rule (misses/source.c)."""
+    return inode == now.inode or NO_NUMBER in (inode, now.inode)
+
+
 class Identity(NamedTuple):
     """Which object of the source."""
 
     inode: int
+    """Its number, or NO_NUMBER."""
     kind: int
     """The type bits of its mode."""
     device: int
@@ -41,9 +48,11 @@ class Identity(NamedTuple):
         are; of a directory, whose names are recorded, the change time must be the same, too. (Number and change time
         are not enough: many objects may be made within one tick of the source's clock.)
 
+        Where numbers do not stay (NO_NUMBER), name and type alone say which object it is (hazard 56).
+
         `by_name`: it has a recorded name of the object, in a directory that was compared.
         """
-        if self.inode != now.inode or self.kind != stat.S_IFMT(now.mode) or self.device != now.device:
+        if self.kind != stat.S_IFMT(now.mode) or self.device != now.device or not same_number(self.inode, now):
             return False
         if self.btime_ns and now.btime_ns:
             return self.btime_ns == now.btime_ns

@@ -116,6 +116,12 @@ static bool is_of_volume(const struct shared *shared, const struct statx *now, u
     return false;
 }
 
+/* records.py: a record without a number (NO_NUMBER) is of a source whose numbers do not stay. */
+static bool same_number(uint64_t recorded, uint64_t now)
+{
+    return recorded == now || !recorded;
+}
+
 /* Is this the version of the index? identity.py has the rule: if nothing differs after the read, nothing changed before or
  * during it, and it was the right file, even if its path leads elsewhere by now (hazard 23). */
 static bool same_version(const struct shared *shared, int fd, const struct inode_record *expected, struct counters *counters)
@@ -125,7 +131,7 @@ static bool same_version(const struct shared *shared, int fd, const struct inode
     counters->source_fstats++;
     return !statx(fd, "", flags, STATX_BASIC_STATS | STATX_MNT_ID | STATX_MNT_ID_UNIQUE, &now) && S_ISREG(now.stx_mode) &&
            nanoseconds(&now.stx_ctime) == expected->ctime_ns && nanoseconds(&now.stx_mtime) == expected->mtime_ns &&
-           now.stx_size == expected->size && now.stx_ino == expected->source_inode &&
+           now.stx_size == expected->size && same_number(expected->source_inode, now.stx_ino) &&
            is_of_volume(shared, &now, expected->device);
 }
 

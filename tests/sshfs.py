@@ -1,0 +1,25 @@
+"""A source on sshfs, with an SFTP server on a pipe."""
+
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from tests.conftest import mounted_on, wait_for
+
+
+@contextmanager
+def sshfs(root: Path, path: Path, *options: str) -> Iterator[None]:
+    """While the block runs, `root` is mounted on `path`, a new directory."""
+    path.mkdir()
+    server = path.with_name("server")
+    server.write_text("#!/bin/sh\nexec /usr/lib/openssh/sftp-server\n")
+    server.chmod(0o755)
+    # The shell has no copies of the files of this process.
+    script = 'exec sshfs -o "ssh_command=$1" "host:$2" "$3" "${@:4}"'
+    subprocess.run(["bash", "-c", script, "bash", server, root, path, *options], check=True)
+    wait_for(lambda: mounted_on(path), bool)
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", "-l", path], check=True)
