@@ -43,17 +43,19 @@ class InodeCache(InodeTable):
 
     # --- what an lstat said ----------------------------------------------------------------------------------------
 
-    def _number(self, update: Update, parent: int, name: bytes, now: Stat) -> tuple[int, Inode | None]:
+    def _number(self, update: Update, parent: int, names: tuple[bytes, ...], now: Stat) -> tuple[int, Inode | None]:
         """The number of an object, and the inode that it continues; a new number where hazard 10 or 11 needs one."""
-        dentry = self.dentry(update, parent, name)
         number = number_of(update, now)
+        dentries = [self.dentry(update, parent, name) for name in names]
+        is_known = any(dentry is not None and dentry.inode == number for dentry in dentries)
         if number:
             inode = self.inode(update, number)
             if inode is None and not self._run.forgot and self._is_free(update, number):
                 return number, None
             if (
                 inode is not None
-                and inode.same_identity(now, by_name=dentry is not None and dentry.inode == number)
+                and inode.same_identity(now, by_name=is_known)
+                and (is_known or inode.may_have_moved(now))
                 and (inode.same_version(now) or not self._kernel_has_data(inode) or self._is_overtaken(inode, now))
             ):
                 return number, inode
@@ -86,7 +88,7 @@ class InodeCache(InodeTable):
 
         `pin`: this mount pins whatever it sees. `counted`: the kernel will send a FORGET. `also`: another spelling.
         """
-        number, old = self._number(update, parent, name, now)
+        number, old = self._number(update, parent, (name, also), now)
         if old is not None:
             old = self._linked(update, old)
         overtaken = old is not None and self._is_overtaken(old, now)
