@@ -14,7 +14,7 @@ from functools import partial
 from cachefs.contract.index import FIRST_POSITION, ROOT_INODE, Table
 from cachefs.metadata import written_files
 from cachefs.metadata.inode_paths import link_key, link_value, links_of, name_expires_ns, number_of
-from cachefs.metadata.inode_table import InodeTable, lookups_unpinned
+from cachefs.metadata.inode_table import UNLINKED_MARK, InodeTable, lookups_unpinned
 from cachefs.store.index.environment import Update, View
 from cachefs.store.index.records import (
     FLAGS_PINNED,
@@ -29,6 +29,7 @@ from cachefs.store.index.records import (
     Dentry,
     Inode,
     inode_key,
+    inode_of_key,
     pair_key,
 )
 from cachefs.system.stat import NO_CONNECTION, Stat
@@ -367,6 +368,11 @@ class InodeCache(InodeTable):
                 self.put_dentry(update, parent, name, dentry._replace(validated_run=0))
             update.put(Table.LINKS, link_key(number, (parent, name)), link_value(0))
         return links
+
+    def directories_without_name(self, view: View) -> list[int]:
+        """Those in which names may be pinned. Another node has moved or removed them."""
+        marked = [inode_of_key(key[len(UNLINKED_MARK) :]) for key, _ in view.scan(Table.META, UNLINKED_MARK)]
+        return [number for number in marked if (found := self.inode(view, number)) is not None and found.is_directory]
 
     def follow_names(self, update: Update, number: int) -> tuple[list[tuple[int, bytes]], bool]:
         """An inode has other names than before: apply the rules for mutable names to it (mutable_names.py).
