@@ -132,14 +132,19 @@ class Invalidation:
         """Drop a file or a subtree, and return when the kernel has dropped it. Returns the number of inodes.
 
         If a name on the path is absent or unknown, its absence is dropped: the next look-up asks the source.
+
+        Directories without a known name are dropped with everything beneath them: another node may have moved them to
+        this path.
         """
         number, missing = self._known(path)
         if missing is not None:
             with self._metadata.index.update() as update:
                 self._metadata.drop_absence(update, number, missing)
             await self._notifier.drop([(number, missing)], [number])
-            return 0
-        waiting = [number]
+        with self._metadata.index.view() as view:
+            waiting = self._metadata.directories_without_name(view)
+        if missing is None:
+            waiting.append(number)
         dropped = 0
         while waiting:
             part, waiting = waiting[-CHUNK:], waiting[:-CHUNK]

@@ -15,7 +15,7 @@ from functools import partial
 from cachefs.contract.index import FIRST_POSITION, ROOT_INODE, Table
 from cachefs.metadata import written_files
 from cachefs.metadata.inode_paths import link_key, link_value, links_of, name_expires_ns, number_of
-from cachefs.metadata.inode_table import InodeTable, lookups_unpinned
+from cachefs.metadata.inode_table import UNLINKED_MARK, InodeTable, lookups_unpinned
 from cachefs.store import aliases
 from cachefs.store.index.environment import Update, View
 from cachefs.store.index.records import (
@@ -29,6 +29,7 @@ from cachefs.store.index.records import (
     YOUNG,
     Dentry,
     Inode,
+    inode_of_key,
 )
 from cachefs.system.stat import NO_CONNECTION, Stat
 
@@ -42,17 +43,19 @@ class InodeCache(InodeTable):
 
     # --- what an lstat said ----------------------------------------------------------------------------------------
 
-    def _number(self, update: Update, parent: int, name: bytes, now: Stat) -> tuple[int, Inode | None]:
+    def _number(self, update: Update, parent: int, names: tuple[bytes, ...], now: Stat) -> tuple[int, Inode | None]:
         """The number of an object, and the inode that it continues; a new number where hazard 10 or 11 needs one."""
-        dentry = self.dentry(update, parent, name)
-        number = number_of(update, now, (parent, name))
+        number = number_of(update, now, (parent, names[0]))
+        dentries = [self.dentry(update, parent, name) for name in names]
+        is_known = any(dentry is not None and dentry.inode == number for dentry in dentries)
         if number:
             inode = self.inode(update, number)
             if inode is None and not self._run.forgot and aliases.is_free(update, number):
                 return number, None
             if (
                 inode is not None
-                and inode.same_identity(now, by_name=dentry is not None and dentry.inode == number)
+                and inode.same_identity(now, by_name=is_known)
+                and (is_known or inode.may_have_moved(now))
                 and (inode.same_version(now) or not self._kernel_has_data(inode) or self._is_overtaken(inode, now))
             ):
                 return number, inode
@@ -83,7 +86,7 @@ class InodeCache(InodeTable):
 
         `pin`: this mount pins whatever it sees. `counted`: the kernel will send a FORGET. `also`: another spelling.
         """
-        number, old = self._number(update, parent, name, now)
+        number, old = self._number(update, parent, (name, also), now)
         if old is not None:
             old = self._linked(update, old)
         overtaken = old is not None and self._is_overtaken(old, now)
@@ -364,6 +367,11 @@ class InodeCache(InodeTable):
                 self.put_dentry(update, parent, name, dentry._replace(validated_run=0))
             update.put(Table.LINKS, link_key(number, (parent, name)), link_value(0))
         return links
+
+    def directories_without_name(self, view: View) -> list[int]:
+        """Those in which names may be pinned. Another node has moved or removed them."""
+        marked = [inode_of_key(key[len(UNLINKED_MARK) :]) for key, _ in view.scan(Table.META, UNLINKED_MARK)]
+        return [number for number in marked if (found := self.inode(view, number)) is not None and found.is_directory]
 
     def follow_names(self, update: Update, number: int) -> tuple[list[tuple[int, bytes]], bool]:
         """An inode has other names than before: apply the rules for mutable names to it (mutable_names.py).

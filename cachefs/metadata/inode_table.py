@@ -40,7 +40,7 @@ from cachefs.system.stat import NO_NUMBER
 MOST_ABSENCES = 1 << 16
 ABSENCES_PER_NAME = 4
 """Four absences take less room in the index than one file."""
-_UNLINKED_MARK = b"unlinked:"
+UNLINKED_MARK = b"unlinked:"
 _UNCOUNTED = 1 << 62
 """Stands for the look-ups of an inode while it was pinned, which are not counted. Later look-ups are added."""
 
@@ -205,8 +205,8 @@ class InodeTable(Validity):
             self.put_inode(update, inode)
             if inode.flags & WRITTEN:
                 written_files.unmark(update, inode)
-            if inode.flags & PINNED:
-                update.put(Table.META, _UNLINKED_MARK + inode_key(inode.number), FLAGS_PINNED)
+            if inode.flags & PINNED or (inode.is_directory and inode.flags & STALE):  # names in it may be pinned
+                update.put(Table.META, UNLINKED_MARK + inode_key(inode.number), FLAGS_PINNED)
         return inode
 
     def _cut_name(self, update: Update, parent: int, name: bytes) -> None:
@@ -269,7 +269,7 @@ class InodeTable(Validity):
         if inode.flags & UNLINKED:
             inode = inode._replace(flags=inode.flags & ~UNLINKED)
             self.put_inode(update, inode)
-            update.delete(Table.META, _UNLINKED_MARK + inode_key(inode.number))
+            update.delete(Table.META, UNLINKED_MARK + inode_key(inode.number))
         return inode
 
     def lost_name(self, update: Update, number: int) -> None:
@@ -360,7 +360,7 @@ class InodeTable(Validity):
                 self.put_inode(update, inode._replace(lookups=0, version=version, flags=flags))
                 return False
         if inode.flags & UNLINKED:
-            update.delete(Table.META, _UNLINKED_MARK + inode_key(number))
+            update.delete(Table.META, UNLINKED_MARK + inode_key(number))
         self._delete_inode(update, number)
         return True
 
@@ -379,8 +379,8 @@ class InodeTable(Validity):
 
     def drop_unlinked(self, update: Update) -> None:
         """At the start of a run: inodes that had no name at the end of the last one cannot be reached any more."""
-        for key, _ in list(update.scan(Table.META, _UNLINKED_MARK)):
-            self._delete_inode(update, inode_of_key(key[len(_UNLINKED_MARK) :]))
+        for key, _ in list(update.scan(Table.META, UNLINKED_MARK)):
+            self._delete_inode(update, inode_of_key(key[len(UNLINKED_MARK) :]))
             update.delete(Table.META, key)
 
 

@@ -17,6 +17,7 @@ change that was meant for the directory of that name must not be made in another
 Used from the threads of `call_pool.py`, concurrently.
 """
 
+import errno
 import os
 import threading
 from collections import OrderedDict
@@ -29,6 +30,7 @@ from cachefs.contract.index import ROOT_INODE
 from cachefs.source.credentials import as_admitted
 from cachefs.source.identity import GONE, Changed, Renamed, check, is_same
 from cachefs.store.index.records import Identity
+from cachefs.system import syscalls
 from cachefs.system.clock import SYSTEM, Clock
 from cachefs.system.descriptors import closing_on_error
 from cachefs.system.stat import Stat
@@ -40,6 +42,8 @@ IDLE_S = 2.0
 """How long a directory of another volume than the source's own is kept without use: it keeps a filesystem mounted."""
 NAME_HOLDS_S = 1.0
 """For how long after a comparison a change relies on the name of a directory."""
+_REMOVED = (errno.ENOENT, errno.ESTALE)
+"""Errors of a call by the descriptor of a directory that was removed; also of one whose source is gone."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -120,9 +124,9 @@ class SourceDirectories:
             if to_change:
                 self._compare_names(directory)
             yield kept.fd
-        except (FileNotFoundError, Changed) as error:
+        except OSError as error:
             is_known = isinstance(error, Changed) and bool(error.directory)
-            if not is_known and self.is_gone(directory, kept.fd):
+            if error.errno in _REMOVED and not is_known and self.is_gone(directory, kept.fd):
                 raise Changed.at(directory.number) from error
             raise
         finally:
@@ -160,7 +164,14 @@ class SourceDirectories:
         A Btrfs subvolume that was deleted, and a filesystem that was unmounted, do not show it themselves. So where
         another volume begins on the path, the name must still lead there.
         """
-        if self.stat(fd).nlink == 0:
+        try:
+            if self.stat(fd).nlink == 0:
+                return True
+        except OSError as error:
+            if error.errno not in _REMOVED:
+                raise
+            syscalls.statx(self.root_fd, b"", ask=True)  # raises if the whole source is gone
+            self._give_up(directory.number, fd)
             return True
         below = directory
         while below.parent is not None and below.identity is not None:
@@ -172,6 +183,16 @@ class SourceDirectories:
                     return True
             below = below.parent
         return False
+
+    def _give_up(self, number: int, fd: int) -> None:
+        """The source knows no object of this descriptor any more: the directory is opened by its name again.
+
+        A FUSE filesystem does not keep a directory that was removed, and may give its number to the next one.
+        """
+        with self._lock:
+            kept = self._kept.get(number)
+            if kept is not None and kept.fd == fd:
+                self._drop(self._kept.pop(number))
 
     def let_go(self) -> None:
         """Close idle descriptors that keep a filesystem beneath the source from being unmounted (hazard 55)."""

@@ -160,6 +160,16 @@ class Inode(NamedTuple):
         is_fixed = not has_births and (self.is_symlink or (self.is_regular and self.flags & PINNED))
         return not is_fixed or self.ctime_ns == other.ctime_ns
 
+    def may_have_moved(self, now: Stat) -> bool:
+        """May this object have got a name that did not lead to it before? `now`: of an object with its number.
+
+        Without birth times a file may also be a new one, which got the number of a file that was removed. The kernel
+        may know the number by a name of that file. So the number counts only if the times prove that nothing changed.
+        """
+        if (self.btime_ns and now.btime_ns) or not self.is_regular or now.nlink > 1:
+            return True
+        return self.same_version(now) and not self.flags & UNSETTLED
+
     def same_version(self, other: Stat) -> bool:
         """Is it the same object, and unchanged, so that what was pinned or fetched of it is still valid?
 

@@ -1,0 +1,111 @@
+"""A source without birth times that gives the inode number of a removed object to the next one."""
+
+import errno
+import os
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.bindfs import Bindfs
+from tests.conftest import Mount, expire, settle
+
+ENOUGH = 200
+MODES = {
+    "read-only": ("--read-only",),
+    "read-write": (),
+    "no-fastpath": ("--no-fastpath",),
+    "changing": ("--profile", "changing"),
+}
+
+
+@pytest.fixture
+def old_ext4(tmp_path: Path) -> Iterator[Path]:
+    """An ext4 without birth times, with times in whole seconds."""
+    image, path = tmp_path / "image", tmp_path / "old-ext4"
+    with open(image, "wb") as file:
+        file.truncate(16 << 20)
+    subprocess.run(["mkfs.ext4", "-q", "-I", "128", image], check=True, capture_output=True)
+    path.mkdir()
+    subprocess.run(["mount", "-o", "loop", image, path], check=True)
+    yield path
+    subprocess.run(["umount", "-l", path], check=True)
+
+
+@pytest.fixture
+def source(tmp_path: Path, old_ext4: Path) -> Iterator[Bindfs]:
+    made = Bindfs(old_ext4, tmp_path / "source")
+    yield made
+    made.close()
+
+
+def make_with_number(path: Path, number: int) -> None:
+    """Make a directory that has this inode number: ext4 gives a free number to one of the next directories."""
+    for at in range(ENOUGH):
+        made = path.with_name(f"spare{at}")
+        made.mkdir()
+        if made.stat().st_ino == number:
+            made.rename(path)
+            return
+    raise AssertionError("the number was not used again")
+
+
+@pytest.mark.promise("CH-40")
+@pytest.mark.promise("CH-2")
+@pytest.mark.parametrize("mode", MODES.values(), ids=MODES)
+def test_a_directory_with_the_number_of_a_removed_one_shows_its_own_names(
+    mount: Callable[..., Mount], source: Bindfs, mode: tuple[str, ...]
+) -> None:
+    """Before: the descriptor of the removed directory was kept, and no name in the new one was ever found."""
+    directory = source.path / "directory"
+    directory.mkdir()
+    (directory / "first").write_bytes(b"first")
+    settle()
+    m = mount(source.path, *mode)
+    assert (m.path / "directory" / "first").stat().st_size == len(b"first")
+    number = os.stat(directory).st_ino
+    (directory / "first").unlink()
+    directory.rmdir()
+    make_with_number(directory, number)
+    (directory / "second").write_bytes(b"the second")
+    expire()
+    assert (m.path / "directory" / "second").read_bytes() == b"the second"
+    assert os.listdir(m.path / "directory") == ["second"]
+
+
+def replace_with_number(path: Path, new: Path, content: bytes) -> None:
+    """Remove a file, and make another one that gets its inode number."""
+    number = path.stat().st_ino
+    path.unlink()
+    new.write_bytes(content)
+    assert new.stat().st_ino == number
+
+
+def read_after_change(path: Path) -> bytes:
+    """A fetch that notices another version fails, and the next open sees that version (CH-10)."""
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        assert error.errno == errno.ESTALE
+        return path.read_bytes()
+
+
+@pytest.mark.promise("CH-41")
+@pytest.mark.promise("TE-1")
+@pytest.mark.parametrize("mode", MODES.values(), ids=MODES)
+def test_the_name_of_a_removed_file_does_not_show_a_file_that_got_its_number(
+    mount: Callable[..., Mount], old_ext4: Path, mode: tuple[str, ...]
+) -> None:
+    """Before: while the kernel knew the removed file by its name, that name showed the bytes of the new file."""
+    source = old_ext4 / "directory"
+    source.mkdir()
+    (source / "label").write_bytes(b"an old label")
+    m = mount(source, "--attr-timeout", "60", *mode)
+    path = m.path / "label"
+    assert path.stat().st_size == len(b"an old label")
+    replace_with_number(source / "label", source / "other", b"a secret")
+    (source / "label").write_bytes(b"a new label")
+    assert (m.path / "other").read_bytes() == b"a secret"
+    assert read_after_change(path) == b"a new label"
+    assert path.stat().st_ino != (m.path / "other").stat().st_ino
