@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import Mount, mounted_on, settle, wait_for
+from tests.conftest import Mount, settle
+from tests.sources.kinds import start_sshfs
 
 LONG_AGO = 1577836800
 SIZE = 50_000
@@ -22,13 +23,7 @@ def sshfs(tmp_path: Path) -> Iterator[tuple[Path, Path]]:
     (root / "file").write_bytes(b"a" * SIZE)
     os.utime(root / "file", (LONG_AGO, LONG_AGO))
     settle()
-    server = tmp_path / "server"
-    server.write_text("#!/bin/sh\nexec /usr/lib/openssh/sftp-server\n")
-    server.chmod(0o755)
-    # The shell has no copies of the files of this process.
-    command = ["bash", "-c", 'exec sshfs -o ssh_command="$1" "host:$2" "$3"', "bash", server, root, path]
-    subprocess.run(command, check=True)
-    wait_for(lambda: mounted_on(path), bool)
+    start_sshfs(root, path)
     yield root, path
     subprocess.run(["umount", "-l", path], check=True)
 
