@@ -207,13 +207,16 @@ class BindfsReadOnly(BindfsReadWrite):
 
 
 class Sshfs(OnDisk):
-    """Without the directory cache of sshfs, which answers for 20 seconds whatever the server has."""
+    """Without the directory cache of sshfs, which answers for 20 seconds whatever the server has.
+
+    noforget: it keeps the inode number of an object that the kernel has forgotten.
+    """
 
     has_change_times = has_numbers = has_attributes = knows_files = is_kept = False
     own_results = ("access ",)  # the server knows the rights, and sshfs says yes
 
     def mount(self) -> None:
-        start_sshfs(self.behind, self.path, "-o", "dir_cache=no")
+        start_sshfs(self.behind, self.path, "-o", "dir_cache=no,noforget")
 
 
 class Mergerfs(OnDisk):
