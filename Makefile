@@ -23,7 +23,7 @@ FUZZ_S    ?= 10
 # A client and an MDS that are killed, and a restart, on a read-only mount.
 CEPH_SHORT := "(killed_and and read-only) or (nothing_is_compared and read-only)"
 
-.PHONY: demo test check lint fuzz stress soak soak-ceph soak-sanitized crash mutate test-posix test-ceph test-deb dist \
+.PHONY: demo test check lint fuzz nightly stress soak soak-ceph soak-sanitized crash mutate test-posix test-ceph test-deb dist \
 	deb format bench clean
 .DELETE_ON_ERROR:
 
@@ -71,6 +71,26 @@ stress: $(VENV)/.dev
 	$(BIN)/python -m pytest tests/mount/test_space.py --sequences 30
 	$(BIN)/python -m pytest tests/mount/test_space.py --sequences 30 --no-fastpath
 	$(call tests,,tests/mount --no-fastpath)
+
+# The long and random forms, three hours: make nightly [POSIX_SUITES=directory for pjdfstest] [MINUTES=10]
+nightly: MINUTES = 10
+nightly: NIGHT = -s --timeout 3600
+nightly: $(VENV)/.dev
+	scripts/system-packages --sources
+	scripts/system-packages --ceph
+	scripts/build-fastpath
+	$(BIN)/python -m pytest -n $(AT_ONCE) --dist worksteal tests/sources --all-sources
+	$(BIN)/python -m pytest $(NIGHT) tests/damage --damages 300
+	MODEL_RUNS=500 $(BIN)/python -m pytest $(NIGHT) tests/model/test_node.py
+	MODEL_RUNS=20 $(BIN)/python -m pytest $(NIGHT) tests/model/test_mounted.py
+	MODEL_RUNS=20 $(BIN)/python -m pytest $(NIGHT) tests/model/test_mounted.py --no-fastpath
+	RELAY_WALKS=20000 $(BIN)/python -m pytest $(NIGHT) tests/model/test_relay.py
+	RACES=20000 $(BIN)/python -m pytest $(NIGHT) tests/security/test_races.py
+	RACES=20000 $(BIN)/python -m pytest $(NIGHT) tests/security/test_races.py --no-fastpath
+	$(MAKE) crash
+	$(BIN)/python -m pytest $(STRESS) --stress-seconds $$(($(MINUTES) * 60))
+	$(BIN)/python -m pytest $(STRESS) --stress-seconds $$(($(MINUTES) * 60)) --no-fastpath
+	$(if $(POSIX_SUITES),$(MAKE) test-posix SUITES=pjdfstest)
 
 # Everything at once: make soak MINUTES=60 [SOAK_SOURCE=directory for the source]; on a real CephFS: make soak-ceph
 MINUTES ?= 60

@@ -388,6 +388,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--sequences", type=int, default=3, help="how many random sequences tests/mount/test_space.py runs"
     )
 
+    parser.addoption("--all-sources", action="store_true", help="tests/sources runs on all kinds of sources, not three")
     parser.addoption("--stress-seconds", type=int, default=0, help="how long each stress test lasts; 0: a short form")
     parser.addoption("--crash-points", type=int, default=40, help="how many power cuts tests/crash checks")
     parser.addoption("--kills", type=int, default=6, help="how many SIGKILLs tests/crash has its writers survive")
@@ -423,7 +424,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:  # before its fixtures, als
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     usable = os.geteuid() == 0 and os.path.exists("/dev/fuse")
     for item in items:
-        if any(f"/tests/{where}/" in str(item.path) for where in ("mount", "crash", "security", "damage")):
+        if any(f"/tests/{where}/" in str(item.path) for where in ("mount", "crash", "security", "damage", "sources")):
             item.add_marker(pytest.mark.mount)
             if not usable:
                 item.add_marker(pytest.mark.skip(reason="needs root and /dev/fuse"))

@@ -16,6 +16,8 @@ from pathlib import Path
 from typing import Any
 
 Results = dict[str, Any]
+HIGH = 4_294_967_293
+"""A user id that no signed number holds."""
 FREE = ("f_blocks", "f_bfree", "f_bavail", "f_files", "f_ffree", "f_favail")
 _ATTRIBUTES = "st_mode st_ino st_nlink st_uid st_gid st_size st_rdev st_blocks st_blksize st_mtime_ns st_ctime_ns"
 
@@ -27,7 +29,7 @@ def result_of(call: Callable[[], object]) -> object:
         return errno.errorcode[error.errno or 0]
 
 
-def make_tree(root: Path) -> None:
+def make_tree(root: Path, owner: int = HIGH) -> None:
     """Every kind of object that the calls distinguish, and a git repository. It grows old before it is used."""
     (root / "directory/nested/empty").mkdir(parents=True)
     (root / "directory/file").write_bytes(os.urandom(300_000))
@@ -36,7 +38,7 @@ def make_tree(root: Path) -> None:
     (root / "directory/script").chmod(0o4750)
     (root / "directory/private").mkdir(0o700)
     (root / "directory/other").write_bytes(b"of another user")
-    os.chown(root / "directory/other", 3_000_000_000, 4242)
+    os.chown(root / "directory/other", owner, 4242)
     os.link(root / "directory/file", root / "directory/second name")
     (root / "directory/link").symlink_to("nested/empty-file")
     (root / "directory/dangling").symlink_to("../nothing")
@@ -67,7 +69,7 @@ def reads(root: Path, *, directory_sizes: bool = True) -> Results:
         )
         for path in [Path(directory), *(Path(directory) / name for name in [*names, *files])]:
             _reads_of(root, path, found)
-            if path.is_dir() and not path.is_symlink() and not directory_sizes:
+            if not directory_sizes and not path.is_symlink() and path.is_dir():
                 found[f"lstat {path.relative_to(root)}"] |= {"st_size": 0, "st_blocks": 0}
     found |= _errors(root)
     pathconf = {name: result_of(lambda name=name: os.pathconf(root, name)) for name in ("PC_NAME_MAX", "PC_PATH_MAX")}
@@ -121,6 +123,19 @@ def _reads_of_file(path: Path) -> Results:
         os.close(fd)
 
 
+def without_numbers(found: Results) -> Results:
+    """Results of `reads` without those of inode numbers."""
+    kept: Results = {}
+    for name, value in found.items():
+        if name.startswith("readdir ") and isinstance(value, list):
+            kept[name] = [entry[:-1] for entry in value]
+        elif name.startswith("lstat "):
+            kept[name] = value | {"st_ino": 0}
+        elif not (name.startswith("stat ") and isinstance(value, int)):
+            kept[name] = value
+    return kept
+
+
 def _errors(root: Path) -> Results:
     """What the calls refuse."""
     directory = root / "directory"
@@ -149,7 +164,7 @@ def _errors(root: Path) -> Results:
     }
 
 
-def changes(root: Path) -> Results:
+def changes(root: Path, owner: int = HIGH) -> Results:
     """Calls that change something, in a new directory, and what is there after each of them."""
     place = root / "changes"
     found: Results = {"mkdir": result_of(lambda: place.mkdir(0o750))}
@@ -165,8 +180,8 @@ def changes(root: Path) -> Results:
     step("ftruncate", lambda: os.ftruncate(fd, 5000))
     step("fsync", lambda: os.fsync(fd))
     step("fchmod", lambda: os.fchmod(fd, 0o4711))
-    step("fchown", lambda: os.fchown(fd, 3_000_000_000, 17))
-    step("lchown", lambda: os.lchown(file, 0, 4_294_967_294))
+    step("fchown", lambda: os.fchown(fd, owner, 17))
+    step("lchown", lambda: os.lchown(file, 0, owner + 1))
     step("futimens", lambda: os.utime(fd, ns=(1_500_000_000_000_000_001, 1_400_000_000_000_000_002)))
     step("append", lambda: _append(file))
     step("setxattr", lambda: os.setxattr(file, "user.name", b"value"))
@@ -196,6 +211,22 @@ def changes(root: Path) -> Results:
     return found
 
 
+def new_repository(place: Path) -> Results:
+    """What git says while it makes a repository, changes it and reads it."""
+    place.mkdir()
+    found = {"git init": _run(place, "git init -q .")}
+    author = "-c user.name=a -c user.email=a@b -c commit.gpgsign=false"
+    for version in ("first", "second"):
+        (place / "file").write_text(f"{version}\n" * 1000)
+        found[f"git add {version}"] = _run(place, "git add file")
+        found[f"git commit {version}"] = _run(place, f"git {author} commit -qm {version} --date 2020-01-01T00:00:00Z")
+    (place / "file").write_text("third\n")
+    for command in ("git diff --stat", "git checkout -q -- file", "git status", "git fsck --strict", "git gc -q"):
+        found[command] = _run(place, command)
+    found["git log"] = _run(place, "git", "log", "-p", "--format=%s %ad")
+    return found
+
+
 def _append(path: Path) -> None:
     with open(path, "ab") as file:
         file.write(b"more")
@@ -206,22 +237,26 @@ def _changed(place: Path, path: Path) -> tuple[object, ...]:
     content = hashlib.sha256(path.read_bytes()).hexdigest() if stat.S_ISREG(now.st_mode) else ""
     size = now.st_size if stat.S_ISREG(now.st_mode) else 0  # of a directory it is the filesystem's own affair
     time_ns = now.st_mtime_ns if now.st_mtime_ns < 1_500_000_000_000_000_000 else 0
-    attributes = sorted(os.listxattr(path, follow_symlinks=False))
+    attributes = result_of(lambda: sorted(os.listxattr(path, follow_symlinks=False)))
     return (
         str(path.relative_to(place)), now.st_mode, now.st_nlink, now.st_uid, now.st_gid, now.st_rdev, size, time_ns,
-        content, attributes,
+        content, [] if attributes == "ENOTSUP" else attributes,
     )  # fmt: skip
 
 
-def programs(root: Path, out: Path, *, counts: bool = True) -> Results:
-    """What the programs themselves say and make of `root`. `counts`: of free space and of sizes of directories, too."""
+def programs(root: Path, out: Path, *, counts: bool = True, numbers: bool = True) -> Results:
+    """What the programs themselves say and make of `root`. `counts`: of free space and of sizes of directories, too.
+
+    `numbers`: of inodes.
+    """
     out.mkdir()
-    find = r"%p %y %i %m %n %U %G %l %T@ %C@" + r" %s %b" * counts + r"\n"
+    find = r"%p %y %m %n %U %G %l %T@ %C@" + r" %i" * numbers + r" %s %b" * counts + r"\n"
     found: Results = {
         "find": sorted(_run(root, "find", ".", "-mindepth", "1", "-printf", find).splitlines()),
         "stat -f": _run(root, "stat", "-f", "-c", "%l %s %S" + " %a %b %c %d %f" * counts, "."),
         "git status": _run(root / "repository", "git status --porcelain"),
         "git fsck": _run(root / "repository", "git fsck --strict"),
+        "git clone": _run(root, f"git clone -q --no-hardlinks repository {out}/clone"),
         "git log": _run(root / "repository", "git log -p --no-color"),
         "tar": _tar(out / "a.tar", root, "--xattrs --acls"),
         "tar -S": _tar(out / "b.tar", root, "-S"),
@@ -234,6 +269,7 @@ def programs(root: Path, out: Path, *, counts: bool = True) -> Results:
     _run(root, f"rsync -aHAXS ./ {out}/rsync")
     found["cp -a"] = _run(root, f"rsync -aHAXnci --delete ./ {out}/cp/")
     found["rsync"] = _run(root, f"rsync -aHAXnci --delete ./ {out}/rsync/")
+    found["clone"] = _run(root / "repository", f"rsync -rlnci --delete --exclude /.git ./ {out}/clone/")
     return found
 
 
@@ -243,12 +279,12 @@ def _tar(archive: Path, root: Path, options: str) -> str:
 
 
 def _run(directory: Path, *command: str) -> str:
-    """What a program says, errors included. One string: its words."""
+    """What a program says, errors included; "." is the directory. One string: its words."""
     words = command[0].split() if len(command) == 1 else command
     environment = {"PATH": os.environ["PATH"], "GIT_CONFIG_COUNT": "1", "GIT_CONFIG_KEY_0": "safe.directory"}
     environment |= {"GIT_CONFIG_VALUE_0": "*", "GIT_OPTIONAL_LOCKS": "0", "LC_ALL": "C", "TZ": "UTC"}
     done = subprocess.run(words, cwd=directory, env=environment, capture_output=True, text=True, timeout=60)
-    return f"{done.returncode}\n{done.stdout}{done.stderr}"
+    return f"{done.returncode}\n{done.stdout}{done.stderr}".replace(str(directory), ".")
 
 
 def differences(mounted: Results, source: Results) -> Results:

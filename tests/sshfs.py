@@ -7,18 +7,25 @@ from pathlib import Path
 
 from tests.conftest import mounted_on, wait_for
 
+SFTP_SERVER = "/usr/lib/openssh/sftp-server"
 
-@contextmanager
-def sshfs(root: Path, path: Path, *options: str) -> Iterator[None]:
-    """While the block runs, `root` is mounted on `path`, a new directory."""
-    path.mkdir()
+
+def start_sshfs(root: Path, path: Path, *options: str) -> None:
+    """Mount a directory of the server."""
     server = path.with_name("server")
-    server.write_text("#!/bin/sh\nexec /usr/lib/openssh/sftp-server\n")
+    server.write_text(f"#!/bin/sh\nexec {SFTP_SERVER}\n")
     server.chmod(0o755)
     # The shell has no copies of the files of this process.
     script = 'exec sshfs -o "ssh_command=$1" "host:$2" "$3" "${@:4}"'
     subprocess.run(["bash", "-c", script, "bash", server, root, path, *options], check=True)
     wait_for(lambda: mounted_on(path), bool)
+
+
+@contextmanager
+def sshfs(root: Path, path: Path, *options: str) -> Iterator[None]:
+    """While the block runs, `root` is mounted on `path`, a new directory."""
+    path.mkdir()
+    start_sshfs(root, path, *options)
     try:
         yield
     finally:

@@ -8,15 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import Mount, contents, wait_for
-
-MAKE = {
-    "squashfs": "mksquashfs {tree} {image} -all-time 1700000000 -noappend -quiet -no-progress",
-    "erofs": "mkfs.erofs -T 1700000000 -U 11111111-1111-1111-1111-111111111111 {image} {tree}",
-    "ext4": "mke2fs -q -t ext4 -d {tree} {image} 32M",
-    "xfs": "truncate -s 320M {image} && mkfs.xfs -q {image}",
-    "btrfs": "mkfs.btrfs -q -r {tree} {image}",
-}
-IMAGES = ("squashfs", "erofs")
+from tests.sources.images import MAKE, READ_ONLY, make_image, mount_image, umount_when_free
 
 
 class Image:
@@ -32,15 +24,10 @@ class Image:
         self._tree.mkdir(exist_ok=True)
         for name in ("a", "b"):
             (self._tree / name).write_bytes(content * 1000)
-        new = self.path.with_name("image.new")
-        command = MAKE[self.fstype].format(tree=self._tree, image=new)
-        # mkfs.btrfs fails if a loop device of another test goes while it looks through them.
-        wait_for(lambda: subprocess.run(command, shell=True, check=False).returncode, lambda code: code == 0)
-        new.rename(self.path)
+        make_image(self.fstype, self._tree, self.path)
 
     def mount(self) -> None:
-        options = "loop,ro" if self.fstype in IMAGES else "loop"
-        subprocess.run(["mount", "-t", self.fstype, "-o", options, self.path, self.place], check=True)
+        mount_image(self.fstype, self.path, self.place)
         if not any(self.place.iterdir()):  # XFS: an empty one was made
             for file in self._tree.iterdir():
                 (self.place / file.name).write_bytes(file.read_bytes())
@@ -65,8 +52,7 @@ class Image:
         return subprocess.check_output(["findmnt", "-n", "-o", "SOURCE", self.place], text=True).strip()
 
     def umount(self) -> None:
-        """The processes of a mount that has ended may need a moment to close the source."""
-        wait_for(lambda: subprocess.run(["umount", self.place], check=False).returncode, lambda code: code == 0)
+        umount_when_free(self.place)
 
 
 @pytest.fixture
@@ -89,7 +75,7 @@ def read(m: Mount) -> dict[Path, bytes]:
 
 @pytest.mark.promise("CH-26")
 @pytest.mark.parametrize("mode", [("--read-only",), (), ("--revalidate", "never")], ids=["ro", "rw", "never"])
-@pytest.mark.parametrize("image", IMAGES, indirect=True)
+@pytest.mark.parametrize("image", READ_ONLY, indirect=True)
 def test_another_release_of_an_image_gets_nothing_of_the_last_one(
     mount: Callable[..., Mount], image: Image, mode: tuple[str, ...]
 ) -> None:

@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import Mount, contents, settle, wait_for
+from tests.sources.images import make_image, mount_image
+from tests.sources.kinds import run
 
 MakeMount = Callable[..., Mount]
 MODES = pytest.mark.parametrize(
@@ -18,10 +20,6 @@ MODES = pytest.mark.parametrize(
     [("--read-only",), (), ("--read-only", "--no-fastpath"), ("--no-fastpath",)],
     ids=["read-only", "read-write", "read-only-no-fastpath", "read-write-no-fastpath"],
 )
-
-
-def run(*command: object) -> None:
-    subprocess.run([str(word) for word in command], check=True, stdout=subprocess.DEVNULL)
 
 
 @pytest.fixture
@@ -39,14 +37,14 @@ def images(tmp_path: Path) -> Iterator[list[Path]]:
         tree.mkdir()
         for number in range(3):
             (tree / f"shard{number}").write_bytes(letter.encode() * 200_000)
-        run("mksquashfs", tree, tmp_path / f"{letter}.sqsh", "-all-time", 1700000000, "-noappend", "-quiet")
+        make_image("squashfs", tree, tmp_path / f"{letter}.sqsh")
         made.append(tmp_path / f"{letter}.sqsh")
     yield made
 
 
-def mount_image(image: Path, place: Path, cleanup: ExitStack) -> None:
+def mount_until_the_end(image: Path, place: Path, cleanup: ExitStack) -> None:
     place.mkdir(exist_ok=True)
-    run("mount", "-t", "squashfs", "-o", "loop,ro", image, place)
+    mount_image("squashfs", image, place)
     cleanup.callback(subprocess.run, ["umount", "-l", place], check=False, stderr=subprocess.DEVNULL)
 
 
@@ -58,8 +56,8 @@ def test_two_images_beneath_the_source_are_exchanged_between_mounts(
     """Before: their loop devices exchanged their numbers, and each file had the bytes of the other one."""
     source = tmp_path / "source"
     source.mkdir()
-    mount_image(images[0], source / "train", cleanup)
-    mount_image(images[1], source / "val", cleanup)
+    mount_until_the_end(images[0], source / "train", cleanup)
+    mount_until_the_end(images[1], source / "val", cleanup)
     m = mount(source, *mode)
     expected = contents(source)
     assert contents(m.path) == expected
@@ -67,8 +65,8 @@ def test_two_images_beneath_the_source_are_exchanged_between_mounts(
     m.umount()
     run("umount", source / "train")
     run("umount", source / "val")
-    mount_image(images[1], source / "val", cleanup)  # it gets the loop device of the other one
-    mount_image(images[0], source / "train", cleanup)
+    mount_until_the_end(images[1], source / "val", cleanup)  # it gets the loop device of the other one
+    mount_until_the_end(images[0], source / "train", cleanup)
     m.start()
     before = m.ops().get("read", 0)
     assert contents(m.path) == expected
@@ -86,12 +84,12 @@ def test_another_image_is_mounted_in_the_place_of_one(
     """While cachefs is mounted. It lets go of a filesystem that nobody uses. Before: EBUSY for ever, or its bytes."""
     source = tmp_path / "source"
     source.mkdir()
-    mount_image(images[0], source / "set", cleanup)
+    mount_until_the_end(images[0], source / "set", cleanup)
     m = mount(source, *mode)
     assert (m.path / "set/shard0").read_bytes() == b"a" * 200_000
     m.drop_caches()
     wait_for(lambda: subprocess.run(["umount", source / "set"], check=False).returncode, lambda code: code == 0)
-    mount_image(images[1], source / "set", cleanup)
+    mount_until_the_end(images[1], source / "set", cleanup)
     m.umount()
     m.start()
     assert {(m.path / f"set/shard{number}").read_bytes() for number in range(3)} == {b"b" * 200_000}
@@ -104,12 +102,12 @@ def test_the_other_image_gets_the_loop_device_while_cachefs_is_mounted(
 ) -> None:
     source = tmp_path / "source"
     (source / "val").mkdir(parents=True)
-    mount_image(images[0], source / "train", cleanup)
+    mount_until_the_end(images[0], source / "train", cleanup)
     m = mount(source, *mode, "--mutable", "val")
     assert (m.path / "train/shard0").read_bytes() == b"a" * 200_000
     m.drop_caches()
     wait_for(lambda: subprocess.run(["umount", source / "train"], check=False).returncode, lambda code: code == 0)
-    mount_image(images[1], source / "val", cleanup)
+    mount_until_the_end(images[1], source / "val", cleanup)
     wait_for(lambda: list((m.path / "val").iterdir()), bool)
     assert {path.read_bytes() for path in (m.path / "val").iterdir()} == {b"b" * 200_000}
 
@@ -119,11 +117,8 @@ def btrfs(tmp_path: Path, cleanup: ExitStack) -> Path:
     """A Btrfs with a subvolume `cur`, and a snapshot of it, `keep`."""
     source = tmp_path / "source"
     source.mkdir()
-    run("truncate", "-s", "256M", tmp_path / "image")
-    # It fails if a loop device of another test goes while it looks through them.
-    make = ["mkfs.btrfs", "-q", "-f", tmp_path / "image"]
-    wait_for(lambda: subprocess.run(make, check=False).returncode, lambda code: code == 0)
-    run("mount", "-o", "loop", tmp_path / "image", source)
+    make_image("btrfs", source, tmp_path / "image")
+    mount_image("btrfs", tmp_path / "image", source)
     cleanup.callback(subprocess.run, ["umount", "-l", source], check=False)
     run("btrfs", "subvolume", "create", source / "cur")
     (source / "cur/sub").mkdir()
