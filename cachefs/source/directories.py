@@ -165,7 +165,7 @@ class SourceDirectories:
         another volume begins on the path, the name must still lead there.
         """
         try:
-            if self.stat(fd).nlink == 0:
+            if self.stat(fd).nlink == 0 and not self._is_named_without_links(directory):
                 return True
         except OSError as error:
             if error.errno not in _REMOVED:
@@ -183,6 +183,22 @@ class SourceDirectories:
                     return True
             below = below.parent
         return False
+
+    def _is_named_without_links(self, directory: Directory) -> bool:
+        """Does its name lead to it although it has no links?
+
+        So does the place where a directory is mounted that was removed, and some FUSE filesystems count no links.
+        """
+        if directory.parent is None or directory.identity is None:
+            return False
+        with self.hold(directory.parent) as above:
+            try:
+                now = self.lstat(above, directory.name)
+            except OSError as error:
+                if error.errno not in GONE:
+                    raise
+                return False
+        return is_same(directory.identity, now) and now.nlink == 0
 
     def _give_up(self, number: int, fd: int) -> None:
         """The source knows no object of this descriptor any more: the directory is opened by its name again.

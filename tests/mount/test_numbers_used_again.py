@@ -93,9 +93,10 @@ def read_after_change(path: Path) -> bytes:
 
 @pytest.mark.promise("CH-41")
 @pytest.mark.promise("TE-1")
+@pytest.mark.parametrize("links", [1, 2])
 @pytest.mark.parametrize("mode", MODES.values(), ids=MODES)
 def test_the_name_of_a_removed_file_does_not_show_a_file_that_got_its_number(
-    mount: Callable[..., Mount], old_ext4: Path, mode: tuple[str, ...]
+    mount: Callable[..., Mount], old_ext4: Path, mode: tuple[str, ...], links: int
 ) -> None:
     """Before: while the kernel knew the removed file by its name, that name showed the bytes of the new file."""
     source = old_ext4 / "directory"
@@ -105,7 +106,25 @@ def test_the_name_of_a_removed_file_does_not_show_a_file_that_got_its_number(
     path = m.path / "label"
     assert path.stat().st_size == len(b"an old label")
     replace_with_number(source / "label", source / "other", b"a secret")
+    if links == 2:
+        (source / "another").hardlink_to(source / "other")
     (source / "label").write_bytes(b"a new label")
     assert (m.path / "other").read_bytes() == b"a secret"
     assert read_after_change(path) == b"a new label"
     assert path.stat().st_ino != (m.path / "other").stat().st_ino
+
+
+@pytest.mark.promise("CH-41")
+@pytest.mark.parametrize("mode", [(), ("--no-fastpath",), ("--profile", "changing")])
+def test_another_hard_link_has_the_number_of_the_file(
+    mount: Callable[..., Mount], old_ext4: Path, mode: tuple[str, ...]
+) -> None:
+    """Not where the file is pinned: a change time that moved makes another inode of it there."""
+    source = old_ext4 / "directory"
+    source.mkdir()
+    (source / "one").write_bytes(b"data")
+    m = mount(source, *mode)
+    number = (m.path / "one").stat().st_ino
+    (source / "two").hardlink_to(source / "one")
+    expire()
+    assert (m.path / "two").stat().st_ino == number

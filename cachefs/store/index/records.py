@@ -165,9 +165,12 @@ class Inode(NamedTuple):
 
         Without birth times a file may also be a new one, which got the number of a file that was removed. The kernel
         may know the number by a name of that file. So the number counts only if the times prove that nothing changed.
+        Another hard link moves ctime, and may be looked up while the file is young.
         """
-        if (self.btime_ns and now.btime_ns) or not self.is_regular or now.nlink > 1:
+        if (self.btime_ns and now.btime_ns) or not self.is_regular:
             return True
+        if now.nlink > 1:
+            return self.mtime_ns == now.mtime_ns and self.size == now.size
         return self.same_version(now) and not self.flags & UNSETTLED
 
     def same_version(self, other: Stat) -> bool:
