@@ -81,7 +81,7 @@ nightly: $(VENV)/.dev
 	scripts/build-fastpath
 	$(BIN)/python -m pytest -n $(AT_ONCE) --dist worksteal tests/sources --all-sources
 	$(BIN)/python -m pytest $(NIGHT) tests/damage --damages 300
-	MODEL_RUNS=500 $(BIN)/python -m pytest $(NIGHT) tests/model/test_node.py
+	MODEL_RUNS=600 $(BIN)/python -m pytest $(NIGHT) tests/model/test_node.py
 	MODEL_RUNS=20 $(BIN)/python -m pytest $(NIGHT) tests/model/test_mounted.py
 	MODEL_RUNS=20 $(BIN)/python -m pytest $(NIGHT) tests/model/test_mounted.py --no-fastpath
 	RELAY_WALKS=20000 $(BIN)/python -m pytest $(NIGHT) tests/model/test_relay.py
