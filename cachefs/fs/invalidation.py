@@ -230,6 +230,7 @@ class Invalidation:
         waiting = [number for number in numbers if number] if self._metadata.mutable_names else []
         all_names: list[tuple[int, bytes]] = []
         unpinned: list[int] = []
+        directories: set[int] = set()
         while waiting:
             part, waiting = waiting[-CHUNK:], waiting[:-CHUNK]
             with self._metadata.index.update() as update:
@@ -237,7 +238,10 @@ class Invalidation:
                     inode = self._metadata.inode(update, number)
                     if inode is None:
                         continue
+                    if inode.is_directory and number in directories:  # as in `_drop`
+                        continue
                     if inode.is_directory and self._metadata.mutable_names.reach_beneath(update, number):
+                        directories.add(number)
                         waiting += self._metadata.children(update, number)
                     names, ends = self._metadata.follow_names(update, number)
                     all_names += names
