@@ -146,9 +146,10 @@ class Invalidation:
         if missing is None:
             waiting.append(number)
         dropped = 0
+        directories: set[int] = set()
         while waiting:
             part, waiting = waiting[-CHUNK:], waiting[:-CHUNK]
-            count, children = await self._drop(part)
+            count, children = await self._drop(part, directories)
             waiting += children
             dropped += count
         return dropped
@@ -229,6 +230,7 @@ class Invalidation:
         waiting = [number for number in numbers if number] if self._metadata.mutable_names else []
         all_names: list[tuple[int, bytes]] = []
         unpinned: list[int] = []
+        directories: set[int] = set()
         while waiting:
             part, waiting = waiting[-CHUNK:], waiting[:-CHUNK]
             with self._metadata.index.update() as update:
@@ -236,7 +238,10 @@ class Invalidation:
                     inode = self._metadata.inode(update, number)
                     if inode is None:
                         continue
+                    if inode.is_directory and number in directories:  # as in `_drop`
+                        continue
                     if inode.is_directory and self._metadata.mutable_names.reach_beneath(update, number):
+                        directories.add(number)
                         waiting += self._metadata.children(update, number)
                     names, ends = self._metadata.follow_names(update, number)
                     all_names += names
@@ -300,17 +305,22 @@ class Invalidation:
                 metrics.metadata_evictions += (await self._drop(numbers))[0]
             await retention.wait_for_excess()
 
-    async def _drop(self, numbers: list[int]) -> tuple[int, list[int]]:
-        """Drop inodes, in the kernel too. Returns how many there were, and the inodes beneath them."""
+    async def _drop(self, numbers: list[int], directories: set[int] | None = None) -> tuple[int, list[int]]:
+        """Drop inodes, in the kernel too. Returns how many there were, and the inodes beneath them.
+
+        `directories`: those that were dropped before, which are passed over. Doubtful names may form a circle.
+        """
         dropped: list[int] = []
         links: list[tuple[int, bytes]] = []
         children: list[int] = []
         with self._metadata.index.update() as update:
             for number in numbers:
                 inode = self._metadata.inode(update, number)
-                if inode is None:
+                if inode is None or (directories is not None and number in directories):
                     continue
                 if inode.is_directory:
+                    if directories is not None:
+                        directories.add(number)
                     beneath, absent = self._metadata.drop_children(update, number)
                     children += beneath
                     if number == ROOT_INODE:  # the kernel drops other absences with the directory that they are in
