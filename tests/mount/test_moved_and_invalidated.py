@@ -13,7 +13,7 @@ RENAME_EXCHANGE = 2
 MODES = {"read-only": ("--read-only",), "no-fastpath": ("--read-only", "--no-fastpath"), "read-write": ()}
 
 
-@pytest.mark.promise("CH-42")
+@pytest.mark.promise("CH-41")
 @pytest.mark.promise("PI-7")
 @pytest.mark.parametrize("invalidated", [".", "two"])
 @pytest.mark.parametrize("mode", MODES.values(), ids=MODES)

@@ -51,7 +51,7 @@ def make_with_number(path: Path, number: int) -> None:
     raise AssertionError("the number was not used again")
 
 
-@pytest.mark.promise("CH-40")
+@pytest.mark.promise("CH-39")
 @pytest.mark.promise("CH-2")
 @pytest.mark.parametrize("mode", MODES.values(), ids=MODES)
 def test_a_directory_with_the_number_of_a_removed_one_shows_its_own_names(
@@ -91,7 +91,7 @@ def read_after_change(path: Path) -> bytes:
         return path.read_bytes()
 
 
-@pytest.mark.promise("CH-41")
+@pytest.mark.promise("CH-40")
 @pytest.mark.promise("TE-1")
 @pytest.mark.parametrize("links", [1, 2])
 @pytest.mark.parametrize("mode", MODES.values(), ids=MODES)
@@ -114,7 +114,7 @@ def test_the_name_of_a_removed_file_does_not_show_a_file_that_got_its_number(
     assert path.stat().st_ino != (m.path / "other").stat().st_ino
 
 
-@pytest.mark.promise("CH-41")
+@pytest.mark.promise("CH-40")
 @pytest.mark.parametrize("mode", [(), ("--no-fastpath",), ("--profile", "changing")])
 def test_another_hard_link_has_the_number_of_the_file(
     mount: Callable[..., Mount], old_ext4: Path, mode: tuple[str, ...]

@@ -23,7 +23,7 @@ def source(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", "-l", root / "place"], check=True)
 
 
-@pytest.mark.promise("CH-43")
+@pytest.mark.promise("CH-42")
 @pytest.mark.parametrize("mode", MODES.values(), ids=MODES)
 def test_a_directory_without_links_is_listed_and_looked_up_in(
     mount: Callable[..., Mount], source: Path, mode: tuple[str, ...]
