@@ -283,6 +283,15 @@ def contents(root: Path) -> dict[Path, bytes]:
     return {p.relative_to(root): p.read_bytes() for p in sorted(root.rglob("*")) if p.is_file() and not p.is_symlink()}
 
 
+def read_after_change(path: Path) -> bytes:
+    """A fetch that notices another version fails, and the next open sees that version (CH-10)."""
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        assert error.errno == errno.ESTALE
+        return path.read_bytes()
+
+
 class Trees:
     """Small trees, some of which are made long before they are wanted: they must be old enough to be believed."""
 

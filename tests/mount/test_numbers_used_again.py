@@ -1,6 +1,5 @@
 """A source without birth times that gives the inode number of a removed object to the next one."""
 
-import errno
 import os
 import subprocess
 from collections.abc import Callable, Iterator
@@ -9,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.bindfs import Bindfs
-from tests.conftest import Mount, expire, settle
+from tests.conftest import Mount, expire, read_after_change, settle
 
 ENOUGH = 200
 MODES = {
@@ -80,15 +79,6 @@ def replace_with_number(path: Path, new: Path, content: bytes) -> None:
     path.unlink()
     new.write_bytes(content)
     assert new.stat().st_ino == number
-
-
-def read_after_change(path: Path) -> bytes:
-    """A fetch that notices another version fails, and the next open sees that version (CH-10)."""
-    try:
-        return path.read_bytes()
-    except OSError as error:
-        assert error.errno == errno.ESTALE
-        return path.read_bytes()
 
 
 @pytest.mark.promise("CH-40")
