@@ -166,3 +166,21 @@ def test_the_last_key_with_a_prefix(
         found = view.last_key(Table.XATTRS, prefix)
     assert found == max((key for key in durable | session if key.startswith(prefix)), default=None)
     index.close()
+
+
+@pytest.mark.promise("FA-34")
+def test_rows_of_a_damaged_index_do_not_count(index: Index) -> None:
+    """Before: a listing was made anew from rows of the index, and was believed when more of them were lost."""
+    metadata = inode_cache(index, Options(read_only=True, attr_timeout_s=float("inf")))
+    listings = Listings(metadata)
+    directory = look_up(metadata, OLD, pin=True)
+    with index.update() as update:
+        directory, _ = listings.add_rows(update, directory, OLD, pin=True)
+    index.forget_committed(index.commit(index.take_dirty(100), []).flushed)
+    index.durable.damage.found(ValueError("a page is no page"))
+    assert rows(listings, index) == []
+    with index.update() as update:
+        listings.add_rows(update, directory, OLD, pin=True)
+    with index.durable.lmdb.begin(write=True) as txn:
+        txn.drop(index.durable.tables[Table.LISTING], delete=False)  # the rest is lost as well
+    assert rows(listings, index) == OLD
