@@ -90,9 +90,9 @@ def sockets(pid: int) -> set[str]:
     return {target for target in found if target.startswith("socket:")}
 
 
-def has_connected(pid: int) -> bool:
-    """Has this child connected to a daemon? Before exec() it has the sockets of this process."""
-    return bool(sockets(pid) - sockets(os.getpid()))
+def has_connected(pid: int, before: set[str]) -> bool:
+    """Has this child connected to a daemon? Before exec() it has the sockets that this process had before the fork."""
+    return bool(sockets(pid) - before)
 
 
 def test_ctrl_c_ends_commands_with_130(mount: MakeMount, faulty: tuple[Path, Path]) -> None:
@@ -103,11 +103,12 @@ def test_ctrl_c_ends_commands_with_130(mount: MakeMount, faulty: tuple[Path, Pat
     for arguments in (("warmup", m.path), ("warmup", "--wait", m.path)):
         if "--wait" in arguments:
             cachefs("warmup", m.path / "d1", "--background")
+        before = sockets(os.getpid())
         pid, terminal = pty.fork()
         if pid == 0:
             os.chdir(REPOSITORY)
             os.execv(CLI[0], [*CLI, *map(str, arguments)])
-        wait_for(partial(has_connected, pid), bool)
+        wait_for(partial(has_connected, pid, before), bool)
         os.write(terminal, b"\x03")
         said = b""
         try:
