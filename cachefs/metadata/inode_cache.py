@@ -86,7 +86,7 @@ class InodeCache(InodeTable):
 
         `pin`: this mount pins whatever it sees. `counted`: the kernel will send a FORGET. `also`: another spelling.
         """
-        number, old = self._number(update, parent, (name, also), now)
+        number, old = self._number(update, parent, (name, also) if also else (name,), now)
         if old is not None:
             old = self._linked(update, old)
         overtaken = old is not None and self._is_overtaken(old, now)
