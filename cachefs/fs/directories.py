@@ -84,8 +84,9 @@ class Directories:
         after = max(after, 2)
         failed_at, attempts = -1, 0
         while True:
-            bare = attempts >= MAX_ATTEMPTS
-            complete, after = self._emit_rows(number, after, emit, compared=failed_at + 1, compared_is_bare=bare)
+            complete, after = self._emit_rows(
+                number, after, emit, compared=failed_at + 1, compared_is_bare=attempts >= MAX_ATTEMPTS
+            )
             if complete:
                 return
             # The entry behind position `after` must be compared with the source first. Several attempts, because a

@@ -64,7 +64,7 @@ class RootIdentity(NamedTuple):
 
     inode: int
     btime_ns: int
-    """Of both, 0: not known."""
+    """0 in either field: not known."""
 
     def may_be(self, other: "RootIdentity") -> bool:
         return self.inode in (0, other.inode) and len({self.btime_ns, other.btime_ns} - {0}) < 2

@@ -22,7 +22,7 @@ from tests.cachefs.inode_caches import inode_cache
 
 READ_ONLY = Options(read_only=True, attr_timeout_s=float("inf"))
 DEVICE = 3
-"""Of a filesystem beneath the source."""
+"""The device number of a filesystem beneath the source."""
 
 
 def stat(number: int, *, device: int = 0, btime_ns: int = 1) -> Stat:

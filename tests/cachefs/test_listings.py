@@ -39,6 +39,16 @@ def look_up(metadata: InodeCache, names: list[bytes], *, pin: bool) -> Inode:
     return directory
 
 
+def pinned_listing(index: Index) -> tuple[Listings, Inode]:
+    """A listing of OLD on a read-only mount, and the directory's record."""
+    metadata = inode_cache(index, Options(read_only=True, attr_timeout_s=float("inf")))
+    listings = Listings(metadata)
+    directory = look_up(metadata, OLD, pin=True)
+    with index.update() as update:
+        directory, _ = listings.add_rows(update, directory, OLD, pin=True)
+    return listings, directory
+
+
 def rows(listings: Listings, index: Index) -> list[bytes]:
     with index.view() as view:
         return [name for _, name in listings.rows(view, DIRECTORY, 0)]
@@ -94,11 +104,8 @@ def test_names_that_are_not_pinned_are_told(index: Index) -> None:
 
 
 def test_a_row_that_is_left_over_goes_with_the_next_listing(index: Index) -> None:
-    metadata = inode_cache(index, Options(read_only=True, attr_timeout_s=float("inf")))
-    listings = Listings(metadata)
-    directory = look_up(metadata, OLD, pin=True)
+    listings, _ = pinned_listing(index)
     with index.update() as update:
-        directory, _ = listings.add_rows(update, directory, OLD, pin=True)
         update.put(Table.LISTING, pair_key(DIRECTORY, 90), bytes(4) + b"gone")
         update.put(Table.LISTING, pair_key(DIRECTORY, 91), bytes(4) + OLD[1])
         listings.remove_rows(update, DIRECTORY, {OLD[0]})
@@ -170,12 +177,8 @@ def test_the_last_key_with_a_prefix(
 
 @pytest.mark.promise("FA-34")
 def test_rows_of_a_damaged_index_do_not_count(index: Index) -> None:
-    """Before: a listing was made anew from rows of the index, and was believed when more of them were lost."""
-    metadata = inode_cache(index, Options(read_only=True, attr_timeout_s=float("inf")))
-    listings = Listings(metadata)
-    directory = look_up(metadata, OLD, pin=True)
-    with index.update() as update:
-        directory, _ = listings.add_rows(update, directory, OLD, pin=True)
+    """Before: the next listing used such rows, and stayed valid when more of them were lost."""
+    listings, directory = pinned_listing(index)
     index.forget_committed(index.commit(index.take_dirty(100), []).flushed)
     index.durable.damage.found(ValueError("a page is no page"))
     assert rows(listings, index) == []

@@ -1,4 +1,4 @@
-"""Which places are of the root, when the source is mounted anew."""
+"""Which places belong to the root when the source is mounted anew."""
 
 import pytest
 

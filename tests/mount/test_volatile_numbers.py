@@ -22,7 +22,7 @@ SIZE = 9 * MIB
 LONG_AGO = 1577836800
 MODES = {"read-only": ["--read-only"], "read-write": [], "mutable": ["--mutable", "**"], "none": ["--cache", "none"]}
 SMALL = ("d/a", "d/b", "d/c")
-"""Of one size and time."""
+"""They have the same size, and get the same time."""
 
 
 class Volatile(NamedTuple):

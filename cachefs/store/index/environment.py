@@ -251,7 +251,7 @@ class View:
         if self._above is not None:
             session = _merge(self._above.scan(table, prefix, start), session, hidden=None)
         durable = _prefixed(self._durable, self._durable_tables[table], prefix, start)
-        if table is Table.LISTING and self._durable_environment.damage.is_found:
+        if table is Table.LISTING and isinstance(self._durable, LenientTransaction):  # damage.py says why
             durable = iter(())
         return _merge(session, durable, hidden=TOMBSTONE)
 
