@@ -142,6 +142,7 @@ class Components:
             metrics,
             object_of=filesystem.object_of,
             changed=invalidation.modified_externally,
+            other_name=invalidation.other_name,
             own_change=filesystem.own_change_of,
             young=young,
             record=metadata.current,

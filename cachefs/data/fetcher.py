@@ -80,7 +80,9 @@ class Fetcher:
     object_of: Callable[[int, View | None], Object]
     """The object of an inode number in the source. Raises ESTALE if it has no name."""
     changed: Callable[[Inode, Changed], None]
-    """Called with a file that was changed or replaced."""
+    """Called with a file that was changed or replaced, or whose directory was."""
+    other_name: Callable[[int, Changed], tuple[int, bytes] | None]
+    """After that: another name of an inode number that may lead to it."""
     own_change: Callable[[int], trio.Event | None]
     """An event that is set at the end of the change that this mount is making to an inode. None: it makes none."""
     young: YoungFiles
@@ -124,6 +126,7 @@ class Fetcher:
     async def _read_part(self, file: OpenFile, offset: int, length: int) -> tuple[bytes | memoryview, bool]:
         """Up to `length` bytes, at least one, and whether that was a hit."""
         refused = False
+        tried: set[tuple[int, bytes]] = set()
         while True:
             inode, generation = file.inode, self.source.generation
             file.drop_stale(generation)
@@ -141,8 +144,11 @@ class Fetcher:
                 own_change = self.own_change(inode.number)
                 if own_change is not None:
                     await own_change.wait()
-                if file.inode is inode:
+                other = self.other_name(inode.number, error)
+                if file.inode is inode and (other is None or other in tried):
                     raise
+                if other is not None:
+                    tried.add(other)
 
     async def is_anew(self, error: OSError, generation: int) -> bool:
         """After an error of a call by a descriptor: was the source mounted anew? Waits until that is known."""

@@ -203,9 +203,18 @@ class Descriptors:
 
         if opened.released:  # a lent duplicate has no handle of the kernel, and cannot be opened again
             raise failed(errno.EBADF if opened.handle else errno.ESTALE)
-        call = partial(self.fs.source.open_to_keep, self.fs.object_of(opened.number), opened.flags)
-        start = partial(self.fs.call_pool.start, call, discard=close_quietly)
-        await self._reopens.begin(id(opened), start, finish).wait()
+
+        async def reopen(at: Object) -> None:
+            call = partial(self.fs.source.open_to_keep, at, opened.flags)
+            start = partial(self.fs.call_pool.start, call, discard=close_quietly)
+            try:
+                await self._reopens.begin(id(opened), start, finish).wait()
+            except Changed as error:
+                if error.directory:
+                    self.fs.invalidation.replaced(error.directory)
+                raise
+
+        await self._by_names(opened.number, reopen)
 
     @asynccontextmanager
     async def descriptor(self, number: int, every: bool) -> AsyncIterator[Use | None]:
@@ -261,12 +270,38 @@ class Descriptors:
             if use is not None:
                 return await use(lambda fd: call(by_descriptor(fd)))
         try:
-            return await self.fs.ask(number, partial(call, self.fs.object_of(number)), discard=discard, once=once)
+            return await self.ask_by_name(number, call, discard=discard, once=once)
         except Renamed:
             raise  # the path may lead elsewhere: the change must not be made by a descriptor either
         except OSError as error:
             async with self.without_name(number, error) as use:
                 return await use(lambda fd: call(by_descriptor(fd)))
+
+    async def ask_by_name(
+        self,
+        number: int,
+        call: Callable[[Object], T],
+        *,
+        discard: Callable[[T], object] | None = None,
+        once: bool = False,
+    ) -> T:
+        """Call the source for an object by a name; by its other names, too, if a directory is not where it was."""
+        ask = self.fs.ask
+        return await self._by_names(number, lambda at: ask(number, partial(call, at), discard=discard, once=once))
+
+    async def _by_names(self, number: int, ask: Callable[[Object], Awaitable[T]]) -> T:
+        tried = set()
+        while True:
+            at = self.fs.object_of(number)
+            tried.add((at.directory.number, at.name))
+            try:
+                return await ask(at)
+            except Renamed:
+                raise  # the path may lead elsewhere: the change must not be made by another name either
+            except Changed as error:
+                other = self.fs.invalidation.other_name(number, error)
+                if other is None or other in tried:
+                    raise
 
     async def keep_readable(self, number: int) -> None:
         """Before a name is unlinked or replaced: open a descriptor of an immutable file that may be open.

@@ -204,8 +204,10 @@ class OpenFiles:
             with self._metadata.index.update() as update:
                 return self._shared.share(self._metadata.pin_file(update, inode))
         generation = self.fs.source.generation
-        at = self.fs.object_of(number)
-        fd, now = await self.fs.ask(number, partial(self.fs.source.open_file, at), discard=close_opened)
+        call = self.fs.source.open_file
+        (fd, now), at = await self.descriptors.ask_by_name(
+            number, lambda at: (call(at), at), discard=lambda made: close_opened(made[0])
+        )
         with closed_on_error(fd), self._metadata.index.update() as update:
             current = self._metadata.inode(update, number)
             if current is None or not current.same_version(now) or self._immutability.is_written(current):

@@ -71,13 +71,26 @@ class Invalidation:
 
     def modified_externally(self, inode: Inode, error: Changed) -> None:
         """A read of an immutable file fails, because the source has another version of it."""
-        self._refusals.changed(inode.number)
         if error.directory:
             self.replaced(error.directory)  # the file may be unchanged, under another name
+        if self.other_name(inode.number, error) is not None:
+            return  # the read is repeated
+        self._refusals.changed(inode.number)
+        if error.directory:
             return
         current = self._metadata.current(inode.number)
         if current is not None and current.version == inode.version:
             self.replaced(inode.number)
+
+    def other_name(self, number: int, error: Changed) -> tuple[int, bytes] | None:
+        """A call by a name of an object has failed with `error`, and what is not where it was has been dropped.
+
+        Returns another name of the object that may lead to it.
+        """
+        if not error.directory:
+            return None
+        with self._metadata.index.view() as view:
+            return self._metadata.paths.known_name(view, number)
 
     def replaced(self, number: int) -> None:
         """The names of an inode lead to another object of the source, or to none."""

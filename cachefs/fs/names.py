@@ -313,6 +313,8 @@ class FileSystem:
                 found = await self.compare(parent, name)
             except PermissionsChanged:  # recorded by now; for a request without a path that is enough
                 found = await self.compare(parent, name)
+            except Changed:  # the directory is not where it was: another name may lead to the inode
+                continue
             if found is not None and found.number == number:
                 return found
         raise failed(errno.ESTALE)

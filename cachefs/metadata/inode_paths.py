@@ -6,6 +6,7 @@ import stat
 import struct
 import time
 from collections.abc import Callable
+from enum import IntEnum
 from itertools import islice
 
 from cachefs.contract.index import ROOT_INODE, Table
@@ -176,8 +177,8 @@ class Paths:
         """The best name that leads to the inode: (parent, name).
 
         A name in a directory without a path may be of no use: only a descriptor leads to such a directory. A doubtful
-        name, which was invalidated, or looked up before the others, may lead to another inode by now. Such names are
-        taken only where there is no other.
+        name, which was invalidated, or looked up before the others, may lead to another inode by now; so may a name in
+        a directory that was invalidated. Such names are taken only where there is no other.
         """
         few = links_of(view, number, 3)
         if len({parent for parent, _ in few}) < 2 and len(few) < 3:
@@ -214,15 +215,30 @@ class Paths:
             leads_to(view, link, number)
             and _validated_run(view, link) == self._run
             and name_expires_ns(view, number, link) > self._monotonic_ns()
-            and self._leads_up(view, link[0])
+            and self._leads_up(view, link[0]) is _Way.KNOWN
         )
 
-    def _leads_up(self, view: View, directory: int) -> bool:
+    def known_name(self, view: View, number: int) -> tuple[int, bytes] | None:
+        """The best name, if the inode and the directories above it were not dropped since they were looked up."""
+        link = self.name(view, number)
+        if link is None or _is_stale(view, number) or self._leads_up(view, link[0]) is not _Way.KNOWN:
+            return None
+        return link
+
+    def _leads_up(self, view: View, directory: int) -> "_Way":
         """Does a path lead to the directory? A directory has one name only, so this does not recurse deeply."""
         try:
-            return self.directory(view, directory).path is not None
+            at = self.directory(view, directory)
         except OSError:
-            return False
+            return _Way.NONE
+        way = _Way.KNOWN
+        while at.identity is not None:
+            if at.parent is None:
+                return _Way.NONE
+            if _is_stale(view, at.number):
+                way = _Way.DOUBTFUL
+            at = at.parent
+        return way
 
     def directory(self, view: View, number: int) -> Directory:
         """A directory and all directories above it. Raises OSError ESTALE where there is no such directory."""
@@ -254,6 +270,20 @@ class Paths:
             self._directories[number] = above
         assert above is not None
         return above
+
+
+class _Way(IntEnum):
+    """How the names of directories lead from the root to one of them."""
+
+    NONE = 0
+    DOUBTFUL = 1
+    """One of them was dropped, and has not been looked up since."""
+    KNOWN = 2
+
+
+def _is_stale(view: View, number: int) -> bool:
+    value = view.get(Table.INODES, inode_key(number))
+    return value is not None and bool(Inode.unpack(number, value).flags & STALE)
 
 
 def _has_pinned_name(inode: Inode) -> bool:

@@ -37,7 +37,7 @@ class Sides:
         data.options, data.writes = options, writes
         self._fetcher = Fetcher(
             *(nothing, nothing, data, nothing),  # type: ignore[arg-type]
-            object_of=None, changed=None, own_change=None, young=None, record=None, reads_ahead=True,  # type: ignore[arg-type]
+            object_of=None, changed=None, other_name=None, own_change=None, young=None, record=None, reads_ahead=True,  # type: ignore[arg-type]
         )  # fmt: skip
 
     def know(self, record: Inode, cached: list[Piece], others: list[Piece], under_way: list[Piece]) -> None:

@@ -218,6 +218,7 @@ class Parts:
             self.data,
             self.metrics,
             object_of=lambda number, view: Object(ROOT, b"name"),
+            other_name=lambda number, error: None,
             changed=lambda changed, error: self.dropped.append(changed.number),
             own_change=lambda number: None,
             young=YoungFiles(NoPages()),

@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from cachefs.source.directories import MAX_KEPT
+from tests.bindfs import take_over
 from tests.conftest import Mount, raises_errno, settle, wait_for
 
 MakeMount = Callable[..., Mount]
@@ -90,3 +92,71 @@ def test_the_last_of_64_names_counts(mount: MakeMount, tmp_path: Path) -> None:
     with open(m.path / "names" / "z.log", "ab") as file:
         file.write(b"more")
     assert (source / "names" / "n0000").read_bytes() == b"many namesmore"
+
+
+@pytest.mark.promise("CH-1")
+@pytest.mark.parametrize("fastpath", [[], ["--no-fastpath"]], ids=["fastpath", "python"])
+@pytest.mark.parametrize("mode", [["--read-only"], ["--read-only", "--cache", "metadata"], ["--cache", "metadata"], []])
+def test_a_file_is_read_whichever_directories_of_its_other_names_are_gone(
+    mount: MakeMount, tmp_path: Path, mode: list[str], fastpath: list[str]
+) -> None:
+    """Regression: a read of an open file failed with ESTALE; an open, too, if there were several such directories."""
+    source = make_names_in_directories(tmp_path / "source")
+    m = mount(source, *mode, *fastpath)
+    look_up_all(m.path)
+    opened = os.open(m.path / "d3/file", os.O_RDONLY)
+    if fastpath:
+        for number in range(MAX_KEPT + 1):  # so that the daemon has no descriptors of the directories
+            assert not (m.path / f"other/{number}/file").exists()
+    else:
+        take_over(m, "restart")
+    replace_directories(source)
+    assert os.read(opened, 100) == b"several names"
+    os.close(opened)
+    assert (m.path / "d3/file").read_bytes() == b"several names"
+    assert os.listxattr(m.path / "d3/file") == []
+
+
+@pytest.mark.promise("CH-1")
+@pytest.mark.parametrize("flags", [os.O_RDONLY, os.O_RDWR], ids=["reader", "writer"])
+def test_an_open_mutable_file_is_reopened_whichever_directories_of_its_other_names_are_gone(
+    mount: MakeMount, tmp_path: Path, flags: int
+) -> None:
+    source = make_names_in_directories(tmp_path / "source")
+    m = mount(source, "--mutable", "*", "--attr-timeout", "100")
+    look_up_all(m.path)
+    opened = os.open(m.path / "d3/file", flags)
+    m.kill()
+    replace_directories(source)
+    m.start()  # this daemon opens the file again
+    if flags == os.O_RDWR:
+        assert os.pwrite(opened, b"Several", 0) == 7
+    assert os.pread(opened, 100, 0) == (b"Several names" if flags == os.O_RDWR else b"several names")
+    os.close(opened)
+    assert (source / "former0/file").read_bytes()[1:] == b"everal names"
+
+
+def make_names_in_directories(source: Path) -> Path:
+    for number in range(8):
+        (source / f"d{number}").mkdir(parents=True)
+        if number:
+            os.link(source / "d0/file", source / f"d{number}/file")
+        else:
+            (source / "d0/file").write_bytes(b"several names")
+    for number in range(MAX_KEPT + 1):
+        (source / f"other/{number}").mkdir(parents=True)
+    settle()
+    return source
+
+
+def look_up_all(root: Path) -> None:
+    for number in (3, *range(8)):
+        assert (root / f"d{number}/file").stat().st_nlink == 8
+
+
+def replace_directories(source: Path) -> None:
+    """All but one of those that have a name of the file."""
+    for number in set(range(8)) - {3}:
+        (source / f"d{number}").rename(source / f"former{number}")
+        (source / f"d{number}").mkdir()
+        (source / f"d{number}/file").write_bytes(b"another file")
