@@ -1,12 +1,15 @@
 """The cost of a change: this checkout against another one, interleaved in one run.
 
     git worktree add ../before COMMIT && (cd ../before && make .venv/.run && scripts/build-fastpath)
-    python -m benchmarks.against ../before [--seconds N] [--only WORD]
+    python -m benchmarks.against ../before [--seconds N] [--only WORD] [--source DIRECTORY]
 
 Both mount the same source, each with its own cache. A row holds if ours is at most 3 % slower. There are many short
 rounds: on a shared machine one round is off by a tenth or more, but the median of a hundred by one or two percent.
 There are several pairs of mounts: the medians of two pairs of the same programs differ by some percent, for any number
 of rounds.
+
+`--source` is an empty directory of another filesystem, such as CephFS. Its files count as recent for ten minutes, so
+the benchmark waits that long; the next run reads the same files and does not wait. No latency is added to it.
 """
 
 import os
@@ -14,7 +17,7 @@ import random
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -24,16 +27,47 @@ import click
 
 from benchmarks.fastpath import LATENCY_MS, Rate, alternate, listing, rate_of, wait_until_cached
 from benchmarks.harness import CACHEFS, Comparison, make_tree, mounted, read_files, report, timed_readers
+from cachefs.metadata.validity import LATE_NS
+from cachefs.system.clock import NANOSECONDS
 
 BOUND = 0.97
 DIRECTORIES, FILES, SIZES = 20, 4000, (25_000, 75_000)
 """Small enough for the machine to keep both caches in memory."""
 STATES = (("warm", 4000, ""), ("dentries dropped", 2000, "2"), ("from SSD", 1000, "3"))
 """Name, files in one round, what the kernel drops before it."""
+READERS = (1, 8, 32)
 MISSES, MOST_MISSES, ROUNDS = 60, 480, 10
-"""Files of one reader and of all in one round of first epochs, and rounds of each pair of mounts."""
+"""Of first epochs: files of one reader and of all in one round, and rounds of each pair of mounts."""
 PAIRS = 6
 """How often both are mounted again, with empty caches."""
+
+
+class Trees:
+    """The files that both sides read, below `root`. They are made once; a later run uses them again."""
+
+    def __init__(self, root: Path) -> None:
+        self.of_hits = root / "hits"
+        self._of_misses = {readers: root / f"misses-{readers}" for readers in READERS}
+        is_new = not self.of_hits.exists()
+        self.hits = self._tree(self.of_hits, DIRECTORIES, FILES // DIRECTORIES, is_new)
+        self._misses = {
+            readers: self._tree(path, ROUNDS, min(MISSES * readers, MOST_MISSES), is_new)
+            for readers, path in self._of_misses.items()
+        }
+
+    @staticmethod
+    def _tree(root: Path, directories: int, files: int, is_new: bool) -> list[str]:
+        if is_new:
+            return make_tree(root, directories, files, SIZES)
+        return sorted(str(path.relative_to(root)) for path in root.glob("*/*"))
+
+    def misses(self, readers: int) -> tuple[Path, list[str]]:
+        """Source and paths of the files for first epochs of so many readers."""
+        return self._of_misses[readers], self._misses[readers]
+
+    def wait_until_old(self) -> None:
+        newest_s = max(path.stat().st_ctime for path in self._of_misses[READERS[-1]].glob("*/*"))
+        time.sleep(max(0.0, newest_s + LATE_NS / NANOSECONDS + 1 - time.time()))
 
 
 class Sides:
@@ -103,17 +137,15 @@ def hit_rows(
     return list(rows.values())
 
 
-def miss_rows(base: Path, other: Path) -> list[Comparison]:
-    """First epochs after a scan. The source is in memory; each call takes 1 ms or nothing."""
+def miss_rows(base: Path, trees: Trees, other: Path, latencies_ms: Sequence[float]) -> list[Comparison]:
+    """First epochs after a scan. Local source: it is in memory, and each call takes 1 ms or nothing."""
     rows = []
-    for latency_ms in (LATENCY_MS, 0):
-        for readers in (1, 8, 32):
+    for latency_ms in latencies_ms:
+        for readers in READERS:
             row = Comparison(f"first epoch, {latency_ms:.0f} ms a call, {readers} reader{'s' * (readers > 1)}", BOUND)
-            share = min(MISSES * readers, MOST_MISSES)
-            with tempfile.TemporaryDirectory(dir=base) as source:
-                paths = make_tree(Path(source), ROUNDS, share, SIZES)
-                for pair in range(PAIRS):
-                    compare_misses(row, base, Path(source), other, pair, readers, latency_ms, paths)
+            source, paths = trees.misses(readers)
+            for pair in range(PAIRS):
+                compare_misses(row, base, source, other, pair, readers, latency_ms, paths)
             rows.append(row)
     return rows
 
@@ -139,16 +171,19 @@ def compare_misses(
 @click.option("--seconds", default=42.0, show_default=True, help="For each row of hits.")
 @click.option("--only", default="", help="hits or misses.")
 @click.option("--rows", default="", help="Rows of hits whose name contains this.")
-def main(other: Path, seconds: float, only: str, rows: str) -> None:
+@click.option("--source", type=click.Path(exists=True, file_okay=False, path_type=Path), help="Empty, or of a run.")
+def main(other: Path, seconds: float, only: str, rows: str, source: Path | None) -> None:
     """This checkout against the one in OTHER, which has a virtual environment and a fast path of its own."""
     found: list[Comparison] = []
     with tempfile.TemporaryDirectory(dir=os.environ.get("BENCH_DIR")) as work:
         base = Path(work)
+        trees = Trees(source or base / "sources")
+        if source:
+            trees.wait_until_old()
         if only in ("", "hits"):
-            paths = make_tree(base / "source", DIRECTORIES, FILES // DIRECTORIES, SIZES)
-            found += hit_rows(base, base / "source", other.resolve(), paths, seconds, rows)
+            found += hit_rows(base, trees.of_hits, other.resolve(), trees.hits, seconds, rows)
         if only in ("", "misses"):
-            found += miss_rows(base, other.resolve())
+            found += miss_rows(base, trees, other.resolve(), (0,) if source else (LATENCY_MS, 0))
     holds = report(f"This checkout against {other.resolve().name}", found, "files/s or entries/s", ("this", "other"))
     raise SystemExit(0 if holds else 1)
 
