@@ -127,7 +127,7 @@ class CacheDirectory:
             except (FileNotFoundError, owner.Damaged) as error:
                 if not same_mount:
                     self._set_aside(error)
-                owner.write(self.path, source, owner.unknown() if filesystem is None else filesystem.identity)
+                owner.write(self.path, source, (filesystem and filesystem.identity) or owner.unknown())
             if filesystem is not None:
                 self._belong_to(source, filesystem)
 
@@ -135,8 +135,8 @@ class CacheDirectory:
         if (self.path / "blob").exists() and (reason := owner.other_filesystem(self.path, filesystem)):
             self.emptied_because = f"the source {reason}"
             self._empty()
-        if owner.filesystem_of(self.path) != filesystem.identity:
-            owner.write(self.path, source, filesystem.identity)
+        if not filesystem.identity or owner.filesystem_of(self.path) != filesystem.identity:
+            owner.write(self.path, source, filesystem.identity or owner.unknown())
 
     def _set_aside(self, error: Exception) -> None:
         """Start with an empty cache. Its data may be those of another source."""

@@ -3,21 +3,29 @@
 Device numbers do not last: loop devices are given out in the order of their set-up (hazard 51). Nor does a UUID alone
 prove that a filesystem is the same, because images are copied: of a block device the identity also has the file of a
 loop device, or the name of a device-mapper volume. A read-only image keeps its times when it is replaced by another
-release (hazard 52), so its file must be the same file, unchanged.
+release (hazard 52), so its file must be the same file, unchanged, on the same filesystem.
+
+The path of that file may lead to another one by now: a release is installed while the former one is mounted. So the
+kernel is asked which file the loop device has. Where it does not say, the filesystem is not recognized.
 """
 
 import enum
 import fcntl
 import hashlib
 import os
-import re
 import stat
+import struct
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from cachefs.client import mount_table
 from cachefs.client.mount_table import Mount
+from cachefs.system.descriptors import closing
+
+
+class _Unknown(Exception):
+    """Nothing says which file a loop device has, or which filesystem a layer lies on."""
 
 
 class Recognized(enum.Enum):
@@ -31,7 +39,7 @@ class Recognized(enum.Enum):
     IMAGE = enum.auto()
     """A read-only image: its file, as it is now."""
     LAYERS = enum.auto()
-    """The directories that an overlay combines."""
+    """The directories that an overlay combines, and the filesystems that they lie on."""
     NAME = enum.auto()
     """Type and source, as in the mount table; of a block device the serial number of the filesystem."""
 
@@ -48,8 +56,11 @@ _XFS_IOC_FSGEOMETRY = 0x8100587E
 _XFS_GEOMETRY_BYTES = 256
 _XFS_UUID = slice(64, 80)
 """Where a struct xfs_fsop_geom has it."""
-_LAYERS = re.compile(r"\b(?:lowerdir\+?|upperdir|datadir\+?)=(?:\\.|[^,])*")
 _DEVICES = Path("/sys/dev/block")
+_LOOP_GET_STATUS64 = 0x4C05
+_LOOP_INFO_BYTES = 232
+_LOOP_INFO = struct.Struct("=QQ8xQQ")
+"""Of its file device and inode number; offset and size limit of the part of it that the device has."""
 _SERIAL_NUMBERS = Path("/dev/disk/by-uuid")
 
 _NO_CHANGE_TIMES = frozenset(("vfat", "msdos", "exfat", "cifs", "smb3"))
@@ -113,26 +124,52 @@ def identify(fd: int) -> Filesystem:
     mount = mount_table.mount_of(fd)
     if mount is None:  # it was detached
         return Filesystem("", b"")
+    try:
+        identity = _identity(fd, mount)
+    except _Unknown:
+        identity = b""
+    return Filesystem(mount.fstype, identity and hashlib.blake2b(identity, digest_size=16).digest())
+
+
+def _identity(fd: int, mount: Mount) -> bytes:
+    """What identifies a filesystem. Empty, or raises _Unknown: it cannot be recognized again."""
     recognized = _TYPES.get(mount.fstype, Recognized.NAME)
     words: list[bytes] = []
     if recognized is Recognized.FSID:
         fsid = os.fstatvfs(fd).f_fsid
         words.append(b"%d" % fsid if fsid else b"")
     elif recognized is Recognized.LAYERS:
-        words.append(b"\0".join(os.fsencode(layer) for layer in _LAYERS.findall(mount.options)))
+        for layer in mount_table.layers(mount):
+            words += [os.fsencode(layer), _lies_on(layer)]
     elif recognized in (Recognized.XFS_UUID, Recognized.UUID):
         words.append(_uuid(fd, recognized))
     is_image, is_on_device = recognized is Recognized.IMAGE, not mount.device.startswith("0:")
     if is_on_device and recognized is Recognized.NAME:
         words.append(_serial_number(mount.device))
     if is_image or is_on_device:
-        words.append(_image(mount, as_it_is=is_image or bool(os.fstatvfs(fd).f_flag & os.ST_RDONLY)))
+        as_it_is = is_image or bool(os.fstatvfs(fd).f_flag & os.ST_RDONLY)
+        device = _DEVICES / mount.device
+        words.append(_loop_file(device, as_it_is=as_it_is) or (b"" if is_image else _volume(device)))
     elif recognized in (Recognized.NAME, Recognized.UUID):
         words.append(os.fsencode(mount.source))
     is_proven = bool(words[-1] if is_image else b"".join(words))
     fstype = "nfs" if mount.fstype == "nfs4" else mount.fstype
-    identity = b"\0".join([fstype.encode(), *words])
-    return Filesystem(mount.fstype, hashlib.blake2b(identity, digest_size=16).digest() if is_proven else b"")
+    return b"\0".join([fstype.encode(), *words]) if is_proven else b""
+
+
+def _lies_on(layer: str) -> bytes:
+    """The identity of the filesystem of a layer. Empty: its path leads nowhere, as in a container.
+
+    Raises _Unknown for a read-only image as well: another one may be mounted there by now, with the same times.
+    """
+    try:
+        with closing(os.open(layer, os.O_RDONLY | os.O_DIRECTORY)) as fd:
+            filesystem = identify(fd)
+    except OSError:
+        return b""
+    if not filesystem.identity or _TYPES.get(filesystem.fstype) is Recognized.IMAGE:
+        raise _Unknown
+    return filesystem.identity
 
 
 def _uuid(fd: int, recognized: Recognized) -> bytes:
@@ -155,22 +192,37 @@ def _serial_number(device: str) -> bytes:
     return b""
 
 
-def _image(mount: Mount, *, as_it_is: bool) -> bytes:
-    """The file that a filesystem lies in, or a device-mapper volume. Empty: neither, so a device without a name.
+def _volume(device: Path) -> bytes:
+    """The name of a device-mapper volume. Empty: it is none."""
+    with suppress(OSError):
+        return (device / "dm" / "uuid").read_bytes().strip()
+    return b""
+
+
+def _loop_file(device: Path, *, as_it_is: bool) -> bytes:
+    """What identifies the file of a loop device, and the part of it that is mounted. Empty: it is no loop device, or
+    this process may not read the two. Raises _Unknown.
 
     `as_it_is`: nothing writes to the filesystem, so that another size or time means another image.
     """
-    place = _DEVICES / mount.device
-    with suppress(OSError):
-        if name := (place / "dm" / "uuid").read_bytes().strip():
-            return name
-    with suppress(OSError):
-        path = os.fsencode(mount.source)  # EROFS can be mounted without a loop device
-        if not mount.device.startswith("0:"):
-            path = (place / "loop" / "backing_file").read_bytes().rstrip(b"\n")
-        now = os.stat(path)
-        if not stat.S_ISREG(now.st_mode):
+    try:
+        start = b""
+        if (device / "partition").exists():
+            start = (device / "start").read_bytes().strip()
+            device = device.resolve().parent
+        if not (device / "loop").exists():
             return b""
-        numbers = [now.st_ino] + ([now.st_size, now.st_mtime_ns, now.st_ctime_ns] if as_it_is else [])
-        return b"\0".join([path, *(b"%d" % number for number in numbers)])
-    return b""
+        path = (device / "loop" / "backing_file").read_bytes().rstrip(b"\n")
+        with closing(os.open(b"/dev/" + os.fsencode(device.resolve().name), os.O_RDONLY)) as loop:
+            info = fcntl.ioctl(loop, _LOOP_GET_STATUS64, bytes(_LOOP_INFO_BYTES))
+        with closing(os.open(path, os.O_RDONLY | os.O_NONBLOCK)) as file:
+            now, lies_on = os.fstat(file), identify(file).identity
+    except PermissionError:
+        return b""
+    except OSError as error:
+        raise _Unknown from error
+    *actual, offset, size_limit = _LOOP_INFO.unpack_from(info)
+    if not stat.S_ISREG(now.st_mode) or actual != [now.st_dev, now.st_ino] or not lies_on:
+        raise _Unknown
+    numbers = [now.st_ino, offset, size_limit] + ([now.st_size, now.st_mtime_ns, now.st_ctime_ns] if as_it_is else [])
+    return b"\0".join([path, lies_on, start, *(b"%d" % number for number in numbers)])

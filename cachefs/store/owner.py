@@ -43,14 +43,16 @@ def check(path: Path, source: str) -> None:
 
 
 def write(path: Path, source: str, filesystem: bytes = b"") -> None:
-    """`filesystem`: what identifies the filesystem of the source; empty: not known."""
+    """`filesystem`: what identifies the filesystem of the source. Empty: any filesystem that can be recognized may be
+    it, as in a cache of an earlier version."""
     content = {"format": FORMAT_VERSION, "source": source, "filesystem": filesystem.hex()}
     content["crc32"] = _checksum(FORMAT_VERSION, source, filesystem.hex())
     private_files.write_file(path / "cache.json", json.dumps(content).encode())
 
 
 def unknown() -> bytes:
-    """An identity that no filesystem has: a new mount does not use what is cached."""
+    """An identity that no filesystem has. It stands for one that cannot be recognized: a new mount does not use what
+    is cached of it."""
     return secrets.token_bytes(16)
 
 

@@ -26,8 +26,8 @@ class Image:
             (self._tree / name).write_bytes(content * 1000)
         make_image(self.fstype, self._tree, self.path)
 
-    def mount(self) -> None:
-        mount_image(self.fstype, self.path, self.place)
+    def mount(self, options: str = "") -> None:
+        mount_image(self.fstype, self.path, self.place, options)
         if not any(self.place.iterdir()):  # XFS: an empty one was made
             for file in self._tree.iterdir():
                 (self.place / file.name).write_bytes(file.read_bytes())
@@ -99,6 +99,87 @@ def test_another_release_of_an_image_gets_nothing_of_the_last_one(
     assert read(m) == contents(image.place)
     assert m.log().count("is another filesystem than before") == 1
     m.umount()
+
+
+@pytest.mark.promise("CH-26")
+@pytest.mark.parametrize("mode", [("--read-only",), (), ("--no-fastpath",)], ids=["ro", "rw", "no-fastpath"])
+@pytest.mark.parametrize(
+    ("image", "options"),
+    [("squashfs", "loop,ro"), ("erofs", "loop,ro"), ("erofs", "ro")],  # EROFS needs no loop device
+    indirect=["image"],
+)
+def test_another_release_replaces_the_file_of_a_mounted_image(
+    mount: Callable[..., Mount], image: Image, mode: tuple[str, ...], options: str
+) -> None:
+    """Regression: the data of the mounted image were recorded as those of the file that has its path now."""
+    image.mount(options)
+    image.make(b"new")
+    m = mount(image.place, *mode)
+    assert read(m)[Path("a")] == b"old" * 1000
+    m.umount()
+    image.umount()
+    image.mount(options)
+    m.start()
+    assert read(m)[Path("a")] == b"new" * 1000
+    m.umount()
+
+
+@pytest.mark.promise("CH-26")
+@pytest.mark.parametrize("image", ["squashfs"], indirect=True)
+def test_two_images_in_one_file(mount: Callable[..., Mount], image: Image) -> None:
+    """Regression: the offset of the mounted image did not count."""
+    old = image.path.read_bytes()
+    image.make(b"new")
+    offset = -(-len(old) // 4096) * 4096
+    image.path.write_bytes(old.ljust(offset, b"\0") + image.path.read_bytes())
+    image.mount()
+    m = mount(image.place, "--read-only")
+    assert read(m)[Path("a")] == b"old" * 1000
+    m.umount()
+    image.umount()
+    image.mount(f"loop,ro,offset={offset}")
+    m.start()
+    assert read(m)[Path("a")] == b"new" * 1000
+    m.umount()
+
+
+@pytest.mark.promise("CH-26")
+@pytest.mark.parametrize("above", ["another image", "an overlay"])
+def test_the_image_that_an_image_or_an_overlay_lies_on_is_exchanged(
+    mount: Callable[..., Mount], tmp_path: Path, above: str
+) -> None:
+    """Regression: they have the path, number, size and times of the former one, and were taken for it."""
+    for name in ("tree", "packed/one", "packed/two", "outer", "source"):
+        (tmp_path / name).mkdir(parents=True)
+
+    def put_together(content: bytes) -> None:
+        for directory in ("tree", "packed/one"):
+            (tmp_path / directory / "a").write_bytes(content)
+        make_image("squashfs", tmp_path / "tree", tmp_path / "packed/image")
+        make_image("squashfs", tmp_path / "packed", tmp_path / "outer.image")
+        mount_image("squashfs", tmp_path / "outer.image", tmp_path / "outer")
+        if above == "an overlay":
+            layers = f"lowerdir={tmp_path}/outer/one:{tmp_path}/outer/two"
+            subprocess.run(["mount", "-t", "overlay", "-o", layers, "overlay", tmp_path / "source"], check=True)
+        else:
+            mount_image("squashfs", tmp_path / "outer/image", tmp_path / "source")
+
+    def take_apart() -> None:
+        umount_when_free(tmp_path / "source")
+        umount_when_free(tmp_path / "outer")
+
+    put_together(b"old")
+    try:
+        m = mount(tmp_path / "source", "--read-only")
+        assert read(m)[Path("a")] == b"old"
+        m.umount()
+        take_apart()
+        put_together(b"new")
+        m.start()
+        assert read(m)[Path("a")] == b"new"
+        m.umount()
+    finally:
+        subprocess.run(["umount", "-l", tmp_path / "source", tmp_path / "outer"], check=False)
 
 
 @pytest.mark.promise("CH-26")

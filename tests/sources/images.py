@@ -30,8 +30,8 @@ def make_image(fstype: str, tree: Path, image: Path) -> None:
     new.rename(image)
 
 
-def mount_image(fstype: str, image: Path, place: Path) -> None:
-    options = "loop,ro" if fstype in READ_ONLY else "loop"
+def mount_image(fstype: str, image: Path, place: Path, options: str = "") -> None:
+    options = options or ("loop,ro" if fstype in READ_ONLY else "loop")
     subprocess.run(["mount", "-t", fstype, "-o", options, image, place], check=True)
 
 
