@@ -5,6 +5,7 @@ the mount (`runs/*/checkpoints`), where `*` and `?` stay within one component an
 A pattern that matches a directory includes everything beneath it. The rules are those of .gitignore, without negation.
 """
 
+import functools
 import re
 from collections.abc import Callable, Iterable, Iterator
 
@@ -139,19 +140,23 @@ class Globs:
         return self.matches(directory) or any(expression.fullmatch(prefix) for expression in self._holders)
 
 
+REMEMBERED_NAMES = 1 << 14
+
+
 class Names:
     """Patterns of names without slashes. Unlike a glob, a name covers nothing beneath a directory that has it."""
 
     def __init__(self, patterns: Iterable[str]) -> None:
         self.patterns = tuple(patterns)
         expression = "|".join(map(_component, self.patterns)) if self.patterns else "(?!)"
-        self._compiled = re.compile(expression.encode(), re.DOTALL)
+        compiled = re.compile(expression.encode(), re.DOTALL)
+        self.matches: Callable[[bytes], bool] = functools.lru_cache(REMEMBERED_NAMES)(
+            lambda name: compiled.fullmatch(name) is not None
+        )
+        """Does this name match? Each listing asks again for each of its names."""
 
     def __bool__(self) -> bool:
         return bool(self.patterns)
-
-    def matches(self, name: bytes) -> bool:
-        return self._compiled.fullmatch(name) is not None
 
 
 class AllExcept(Globs):

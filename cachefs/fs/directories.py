@@ -153,11 +153,11 @@ class Directories:
         with self._metadata.index.view() as view:
             directory = self._metadata.inode(view, number)
             bare = self._comparisons.bare(number)
+            bare_position = compared if compared_is_bare else 0
             for position, name in self._listings.rows(view, number, after):
                 dentry = self._metadata.dentry(view, number, name)
                 inode = self._metadata.inode(view, dentry.inode) if dentry is not None and dentry.inode else None
-                is_bare = name in bare or (compared_is_bare and position == compared)
-                if is_bare and not self._is_valid(directory, dentry, inode):
+                if (name in bare or position == bare_position) and not self._is_valid(directory, dentry, inode):
                     shown: tuple[Inode | None, float] | None = None, 0.0
                 elif directory is None or dentry is None or inode is None:
                     complete, after = False, position - 1

@@ -122,7 +122,7 @@ def _attributes(inode: Inode, timeout_s: float) -> pyfuse3.EntryAttributes:
     entry.st_ino = inode.number
     entry.st_mode, entry.st_nlink, entry.st_rdev = inode.mode, inode.nlink, inode.rdev
     entry.st_uid, entry.st_gid = inode.uid, inode.gid
-    entry.st_size, entry.st_blocks, entry.st_blksize = inode.size, inode.allocated_blocks, inode.blksize
+    entry.st_size, entry.st_blocks, entry.st_blksize = inode.size, inode.blocks or inode.allocated_blocks, inode.blksize
     entry.st_atime_ns, entry.st_mtime_ns, entry.st_ctime_ns = inode.atime_ns, inode.mtime_ns, inode.ctime_ns
     entry.entry_timeout = entry.attr_timeout = timeout_s
     return entry

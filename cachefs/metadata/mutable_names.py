@@ -26,6 +26,7 @@ class MutableNames:
         """`names`: of regular files; a directory with such a name is like any other."""
         self._globs = globs
         self._names = names
+        self._has_names = bool(names)
         self._paths = paths
 
     def __bool__(self) -> bool:
@@ -40,7 +41,7 @@ class MutableNames:
 
         `number`: of the inode that the name leads to; 0: what the index says.
         """
-        if self._names.matches(name) and not self._is_directory(view, parent, name, number):
+        if self._has_names and self._names.matches(name) and not self._is_directory(view, parent, name, number):
             return True
         if not self._globs:
             return False

@@ -158,15 +158,19 @@ def _identity(fd: int, mount: Mount) -> bytes:
 
 
 def _lies_on(layer: str) -> bytes:
-    """The identity of the filesystem of a layer. Empty: its path leads nowhere, as in a container.
+    """The identity of the filesystem of a layer.
 
-    Raises _Unknown for a read-only image as well: another one may be mounted there by now, with the same times.
+    Raises _Unknown where the path of the layer leads nowhere, as in a container, or depends on the working directory of
+    the process that mounted it. So it does for a read-only image: another one may be mounted there by now, with the
+    same times.
     """
+    if not os.path.isabs(layer):
+        raise _Unknown
     try:
         with closing(os.open(layer, os.O_RDONLY | os.O_DIRECTORY)) as fd:
             filesystem = identify(fd)
-    except OSError:
-        return b""
+    except OSError as error:
+        raise _Unknown from error
     if not filesystem.identity or _TYPES.get(filesystem.fstype) is Recognized.IMAGE:
         raise _Unknown
     return filesystem.identity

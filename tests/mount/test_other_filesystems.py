@@ -144,7 +144,7 @@ def test_two_images_in_one_file(mount: Callable[..., Mount], image: Image) -> No
 
 
 @pytest.mark.promise("CH-26")
-@pytest.mark.parametrize("above", ["another image", "an overlay"])
+@pytest.mark.parametrize("above", ["another image", "an overlay", "an overlay with relative paths"])
 def test_the_image_that_an_image_or_an_overlay_lies_on_is_exchanged(
     mount: Callable[..., Mount], tmp_path: Path, above: str
 ) -> None:
@@ -158,11 +158,13 @@ def test_the_image_that_an_image_or_an_overlay_lies_on_is_exchanged(
         make_image("squashfs", tmp_path / "tree", tmp_path / "packed/image")
         make_image("squashfs", tmp_path / "packed", tmp_path / "outer.image")
         mount_image("squashfs", tmp_path / "outer.image", tmp_path / "outer")
-        if above == "an overlay":
-            layers = f"lowerdir={tmp_path}/outer/one:{tmp_path}/outer/two"
-            subprocess.run(["mount", "-t", "overlay", "-o", layers, "overlay", tmp_path / "source"], check=True)
-        else:
+        if above == "another image":
             mount_image("squashfs", tmp_path / "outer/image", tmp_path / "source")
+        else:
+            place = "." if "relative" in above else tmp_path
+            layers = f"lowerdir={place}/outer/one:{place}/outer/two"
+            run = ["mount", "-t", "overlay", "-o", layers, "overlay", tmp_path / "source"]
+            subprocess.run(run, check=True, cwd=tmp_path)
 
     def take_apart() -> None:
         umount_when_free(tmp_path / "source")
