@@ -91,7 +91,8 @@ class Components:
             Run(
                 state.run,
                 state.floor,
-                opened.strict_floor,
+                opened.state.run,
+                opened.links_floor,
                 opened.names_floor,
                 opened.forgot,
                 source.has_change_times,

@@ -2,17 +2,13 @@
 
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 
 from cachefs.errors import CacheFsError
 
 FSTYPE = "fuse.cachefs"
-_LAYERS = ("lowerdir", "lowerdir+", "upperdir", "datadir+")
-"""Options of an overlayfs."""
-_ESCAPED = re.compile(r"\\(.)")
-"""Colons and commas in the names of layers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,11 +152,3 @@ def beneath(place: str, path: str) -> str | None:
     if path == place:
         return ""
     return path[len(place) :].strip("/") if path.startswith(place.rstrip("/") + "/") else None
-
-
-def layers(mount: Mount) -> Iterator[str]:
-    """The directories that an overlayfs combines, as they were named when it was mounted."""
-    for option in re.split(r"(?<!\\),", unescaped(mount.options)):
-        name, _, value = option.partition("=")
-        if name in _LAYERS:
-            yield from (_ESCAPED.sub(r"\1", layer) for layer in re.split(r"(?<!\\):", value) if layer)

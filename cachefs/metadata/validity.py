@@ -7,8 +7,9 @@
 - Everything else: for `unpinned_timeout_s` from the lstat.
 
 One number validates many records: a record counts if its `validated_run` is at or above the floor. So a new run
-doubts, or trusts, a whole index in one step. `strict_floor` is the floor of what a recursive ctime does not cover
-(rctime.py): files with several names, and objects of other devices.
+doubts, or trusts, a whole index in one step. Of what a recursive ctime does not cover (rctime.py) only this run
+counts: objects of other filesystems from `strict_floor` on, files with several names from `links_floor` on. With
+--revalidate=never the latter is the floor of all. The former is not: another filesystem may be mounted there by now.
 
 A directory that has not changed vouches for its names (dentries, listing, absences), so that each object costs exactly
 one lstat. Where it has changed, `entries_valid_from` makes its names doubtful.
@@ -49,6 +50,7 @@ class Run(NamedTuple):
     floor: int
     """At the start; `Validity.floor` may be lowered later."""
     strict_floor: int = 0
+    links_floor: int = 0
     names_floor: int = 0
     """The run since which `--mutable` has its present patterns: names that were pinned earlier are doubtful."""
     forgot: bool = False
@@ -82,7 +84,9 @@ class Validity:
         """Records were lost: begin another run, which compares everything, and believes no listing to be complete."""
         self.run += 1
         self.floor = self.run
-        self._run = self._run._replace(number=self.run, floor=self.run, strict_floor=self.run, forgot=True)
+        self._run = self._run._replace(
+            number=self.run, floor=self.run, strict_floor=self.run, links_floor=self.run, forgot=True
+        )
 
     def is_pinned(self, inode: Inode) -> bool:
         """Pinned in the sense of this mount: a read-write mount pins directories and files that were opened to read."""
@@ -92,11 +96,9 @@ class Validity:
 
     def counts(self, inode: Inode) -> bool:
         """Was it compared with the source recently enough?"""
-        if inode.validated_run < self.floor:
+        if inode.validated_run < self.floor or (inode.device and inode.validated_run < self._run.strict_floor):
             return False
-        if inode.validated_run >= self._run.strict_floor:
-            return True
-        return not inode.device and (inode.nlink <= 1 or inode.is_directory)
+        return inode.nlink <= 1 or inode.is_directory or inode.validated_run >= self._run.links_floor
 
     def proves_contents(self, inode: Inode, now: Stat) -> bool:
         """Does `now`, which has the times of the record, prove that the contents are the recorded ones?

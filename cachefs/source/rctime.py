@@ -14,7 +14,8 @@ that run or later are valid if the number is the same now. But the number may la
 
 Changes by this mount move the number, too: the next run compares.
 
-The number does not show everything, so some records are compared in each run nevertheless (`strict_floor`):
+The number does not show everything, so some records are compared in each run nevertheless (`strict_floor` and
+`links_floor` in metadata/validity.py):
 
 - CephFS counts a file with several names where its first name is, which may be outside the source, regardless of the
   name that it is changed by. Files with several names are compared. So are objects of filesystems mounted beneath.

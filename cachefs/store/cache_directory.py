@@ -342,8 +342,9 @@ class OpenedIndex:
         self.index.session.overflow.begin()
 
     @property
-    def strict_floor(self) -> int:
-        """The floor of what rctime.py cannot vouch for: earlier runs are valid only with --revalidate=never."""
+    def links_floor(self) -> int:
+        """The floor of files with several names. rctime.py cannot vouch for them: earlier runs are valid only with
+        --revalidate=never."""
         return self.state.floor if self._is_lax else self.state.run
 
     @property

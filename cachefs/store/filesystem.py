@@ -21,11 +21,12 @@ from pathlib import Path
 
 from cachefs.client import mount_table
 from cachefs.client.mount_table import Mount
+from cachefs.system import syscalls
 from cachefs.system.descriptors import closing
 
 
 class _Unknown(Exception):
-    """Nothing says which file a loop device has, or which filesystem a layer lies on."""
+    """Nothing says which file a loop device has."""
 
 
 class Recognized(enum.Enum):
@@ -38,8 +39,8 @@ class Recognized(enum.Enum):
     """FS_IOC_GETFSUUID (Linux 6.9), and type and source."""
     IMAGE = enum.auto()
     """A read-only image: its file, as it is now."""
-    LAYERS = enum.auto()
-    """The directories that an overlay combines, and the filesystems that they lie on."""
+    NOT = enum.auto()
+    """An overlay: paths name its layers, and may lead elsewhere by now."""
     NAME = enum.auto()
     """Type and source, as in the mount table; of a block device the serial number of the filesystem."""
 
@@ -47,7 +48,7 @@ class Recognized(enum.Enum):
 _TYPES = {
     **dict.fromkeys(("ext2", "ext3", "ext4", "btrfs", "ceph", "zfs", "tmpfs"), Recognized.FSID),
     "xfs": Recognized.XFS_UUID,
-    "overlay": Recognized.LAYERS,
+    "overlay": Recognized.NOT,
     **dict.fromkeys(("squashfs", "erofs", "iso9660", "udf", "cramfs", "romfs"), Recognized.IMAGE),
     **dict.fromkeys(("bcachefs", "f2fs"), Recognized.UUID),
 }
@@ -114,6 +115,15 @@ def numbers_stay(fstype: str) -> bool:
     return not fstype.startswith("fuse.") or numbers_last(fstype) or fstype in _HAS_OWN_NUMBERS
 
 
+def descriptors_stay(fstype: str) -> bool:
+    """Does the descriptor of a directory always lead to that directory?
+
+    False: libfuse's interface with paths (bindfs, mergerfs, sshfs and many others). There it leads to what has its path
+    now (hazard 57).
+    """
+    return not _promises_nothing(fstype)
+
+
 def _promises_nothing(fstype: str) -> bool:
     """Is it a FUSE filesystem other than ceph-fuse, or not known?"""
     return not fstype or (fstype.startswith("fuse") and not fstype.startswith("fuse.ceph"))
@@ -134,13 +144,12 @@ def identify(fd: int) -> Filesystem:
 def _identity(fd: int, mount: Mount) -> bytes:
     """What identifies a filesystem. Empty, or raises _Unknown: it cannot be recognized again."""
     recognized = _TYPES.get(mount.fstype, Recognized.NAME)
+    if recognized is Recognized.NOT:
+        return b""
     words: list[bytes] = []
     if recognized is Recognized.FSID:
         fsid = os.fstatvfs(fd).f_fsid
         words.append(b"%d" % fsid if fsid else b"")
-    elif recognized is Recognized.LAYERS:
-        for layer in mount_table.layers(mount):
-            words += [os.fsencode(layer), _lies_on(layer)]
     elif recognized in (Recognized.XFS_UUID, Recognized.UUID):
         words.append(_uuid(fd, recognized))
     is_image, is_on_device = recognized is Recognized.IMAGE, not mount.device.startswith("0:")
@@ -152,28 +161,11 @@ def _identity(fd: int, mount: Mount) -> bytes:
         words.append(_loop_file(device, as_it_is=as_it_is) or (b"" if is_image else _volume(device)))
     elif recognized in (Recognized.NAME, Recognized.UUID):
         words.append(os.fsencode(mount.source))
+    elif lies_in := _loop_file(_device_of(mount.source), as_it_is=bool(os.fstatvfs(fd).f_flag & os.ST_RDONLY)):
+        words.append(lies_in)  # Btrfs has a device number of its own
     is_proven = bool(words[-1] if is_image else b"".join(words))
     fstype = "nfs" if mount.fstype == "nfs4" else mount.fstype
     return b"\0".join([fstype.encode(), *words]) if is_proven else b""
-
-
-def _lies_on(layer: str) -> bytes:
-    """The identity of the filesystem of a layer.
-
-    Raises _Unknown where the path of the layer leads nowhere, as in a container, or depends on the working directory of
-    the process that mounted it. So it does for a read-only image: another one may be mounted there by now, with the
-    same times.
-    """
-    if not os.path.isabs(layer):
-        raise _Unknown
-    try:
-        with closing(os.open(layer, os.O_RDONLY | os.O_DIRECTORY)) as fd:
-            filesystem = identify(fd)
-    except OSError as error:
-        raise _Unknown from error
-    if not filesystem.identity or _TYPES.get(filesystem.fstype) is Recognized.IMAGE:
-        raise _Unknown
-    return filesystem.identity
 
 
 def _uuid(fd: int, recognized: Recognized) -> bytes:
@@ -194,6 +186,15 @@ def _serial_number(device: str) -> bytes:
             if f"{os.major(number)}:{os.minor(number)}" == device:
                 return os.fsencode(link.name)
     return b""
+
+
+def _device_of(path: str) -> Path:
+    """Of a block device the place in sysfs; else a path that leads nowhere."""
+    number = 0
+    with suppress(OSError):
+        now = os.stat(path)
+        number = now.st_rdev if stat.S_ISBLK(now.st_mode) else 0
+    return _DEVICES / f"{os.major(number)}:{os.minor(number)}"
 
 
 def _volume(device: Path) -> bytes:
@@ -220,13 +221,15 @@ def _loop_file(device: Path, *, as_it_is: bool) -> bytes:
         with closing(os.open(b"/dev/" + os.fsencode(device.resolve().name), os.O_RDONLY)) as loop:
             info = fcntl.ioctl(loop, _LOOP_GET_STATUS64, bytes(_LOOP_INFO_BYTES))
         with closing(os.open(path, os.O_RDONLY | os.O_NONBLOCK)) as file:
-            now, lies_on = os.fstat(file), identify(file).identity
+            now, lies_on = syscalls.statx(file, b""), identify(file).identity
     except PermissionError:
         return b""
     except OSError as error:
         raise _Unknown from error
     *actual, offset, size_limit = _LOOP_INFO.unpack_from(info)
-    if not stat.S_ISREG(now.st_mode) or actual != [now.st_dev, now.st_ino] or not lies_on:
+    if not stat.S_ISREG(now.mode) or actual != [now.device, now.inode] or not lies_on:
         raise _Unknown
-    numbers = [now.st_ino, offset, size_limit] + ([now.st_size, now.st_mtime_ns, now.st_ctime_ns] if as_it_is else [])
+    numbers = [now.inode, now.btime_ns, offset, size_limit]
+    if as_it_is:
+        numbers += [now.size, now.mtime_ns, now.ctime_ns]
     return b"\0".join([path, lies_on, start, *(b"%d" % number for number in numbers)])

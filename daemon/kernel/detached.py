@@ -6,6 +6,7 @@ The daemon serves the mount until the last of these ends.
 """
 
 import os
+import re
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from cachefs.errors import CacheFsError
 
 _TIMEOUT_S = 2.0
 _NAMED_PROCESSES = 4
+_ESCAPED = re.compile(r"\\(.)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,8 +78,7 @@ def _holders(device: str, mountpoint: str) -> Iterator[str]:
         if namespace != own and any(mount.device == device for mount in _table(pids)):
             yield f"{_named(pids)} in another mount namespace (a container)"
     for mount in mount_table.mounts():
-        layers = mount_table.layers(mount)
-        if mount.fstype == "overlay" and any(mount_table.beneath(mountpoint, each) is not None for each in layers):
+        if mount.fstype == "overlay" and any(mount_table.beneath(mountpoint, d) is not None for d in _layers(mount)):
             yield f"an overlayfs on {mount.mountpoint}"
 
 
@@ -95,3 +96,11 @@ def _named(pids: list[int]) -> str:
             named.append(f"{pid} ({Path(f'/proc/{pid}/comm').read_text(errors='replace').strip()})")
     more = len(pids) - len(named)
     return f"process {', '.join(named)}" + (f" and {more} more" if more else "")
+
+
+def _layers(mount: mount_table.Mount) -> Iterator[str]:
+    """The lower directories of an overlayfs. Colons and commas in their names are escaped."""
+    for option in re.split(r"(?<!\\),", mount_table.unescaped(mount.options)):
+        name, _, value = option.partition("=")
+        if name in ("lowerdir", "lowerdir+"):
+            yield from (_ESCAPED.sub(r"\1", layer) for layer in re.split(r"(?<!\\):", value))

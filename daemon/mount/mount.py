@@ -176,7 +176,7 @@ def follow_index(shared: Shared, opened: OpenedIndex) -> None:
     def serve(*_: bool) -> None:
         shared["serving"] = not (overflow or damage.is_found)
 
-    shared["strict_floor"] = opened.strict_floor
+    shared["strict_floor"], shared["links_floor"] = opened.state.run, opened.links_floor
     shared["run"], shared["floor"] = opened.state.run, opened.state.floor
     overflow.on_change.add(serve)
     damage.on_found.add(serve)

@@ -138,6 +138,7 @@ void set_floors(void)
     view.index = &index_;
     view.floor = shared->floor;
     view.strict_floor = shared->strict_floor;
+    view.links_floor = shared->links_floor ? shared->links_floor : shared->strict_floor;
     view.run = shared->run;
 }
 

@@ -94,10 +94,12 @@ class FastPath:
         assert library.attach(shared.fd)
         library.set_clock(ctypes.c_int64(0))
 
-    def set_up(self, options: Options, *, run: int = 1, floor: int = 0, strict_floor: int = 0, seed: int = 0) -> None:
+    def set_up(self, options: Options, *, seed: int = 0, run: int = 1, **floors: int) -> None:
+        """`floors`: those of validity.py that are not 0."""
         self.shared.configure(options, seed=seed, root_device=0, threads=4)
-        for field, value in {"run": run, "floor": floor, "strict_floor": strict_floor}.items():
-            self.shared[field] = value
+        for field in ("floor", "strict_floor", "links_floor"):
+            self.shared[field] = floors.get(field, 0)
+        self.shared["run"] = run
         self._c.set_floors()
 
     def set_clock(self, monotonic_ns: int) -> None:

@@ -455,10 +455,10 @@ def test_it_answers_what_it_may_and_passes_on_what_it_must(
 ) -> None:
     session, durable, blob = place
     know((session, durable), content)
-    fast_path.set_up(mount, run=RUN, floor=floors[0], strict_floor=floors[1], seed=SEED)
+    fast_path.set_up(mount, run=RUN, floor=floors[0], strict_floor=floors[1], links_floor=floors[1], seed=SEED)
     fast_path.shared["serving"] = 1
     fast_path.set_clock(NOW_NS)
-    validity = Validity(mount, Run(RUN, *floors), Clock(monotonic_ns=lambda: NOW_NS))
+    validity = Validity(mount, Run(RUN, *floors, floors[1]), Clock(monotonic_ns=lambda: NOW_NS))
     index = Index(mount, validity, session, durable)
     with fast_path.over(session, durable), fast_path.answering(blob):
 

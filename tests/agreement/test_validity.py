@@ -56,7 +56,7 @@ mounts = st.builds(
     attr_timeout_s=st.sampled_from([1.0, math.inf]),
     settle_ns=st.sampled_from([SETTLE_NS, SETTLE_NS // 20]),
 )
-floors = st.fixed_dictionaries({"run": _RUNS, "floor": _RUNS, "strict_floor": _RUNS})
+floors = st.fixed_dictionaries({"run": _RUNS, "floor": _RUNS, "strict_floor": _RUNS, "links_floor": st.integers(1, 3)})
 
 
 class _Kernel:
@@ -73,7 +73,8 @@ def test_both_believe_the_same(
 ) -> None:
     fast_path.set_up(mount, **floors)
     fast_path.set_clock(NOW_NS)
-    validity = Validity(mount, Run(floors["run"], floors["floor"], floors["strict_floor"]), Clock(lambda: NOW_NS))
+    run = Run(floors["run"], floors["floor"], floors["strict_floor"], floors["links_floor"])
+    validity = Validity(mount, run, Clock(lambda: NOW_NS))
     assert fast_path.is_pinned(record) == validity.is_pinned(record)
     assert fast_path.remaining_ns(record) == validity.remaining_ns(record)
     if dentry is not None:
@@ -85,12 +86,13 @@ def test_both_believe_the_same(
 @pytest.mark.parametrize("nlink", [0, 1, 2])
 @pytest.mark.parametrize("device", [0, 1])
 @pytest.mark.parametrize("validated_run", [1, 2, 3])
-def test_both_count_the_same_from_the_strict_floor(
-    fast_path: FastPath, mode: int, nlink: int, device: int, validated_run: int
+@pytest.mark.parametrize("links_floor", [2, 3])
+def test_both_count_the_same_from_the_strict_floors(
+    fast_path: FastPath, mode: int, nlink: int, device: int, validated_run: int, links_floor: int
 ) -> None:
     mount = Options(read_only=True, attr_timeout_s=math.inf)
-    fast_path.set_up(mount, run=4, floor=2, strict_floor=3)
-    validity = Validity(mount, Run(4, 2, 3))
+    fast_path.set_up(mount, run=4, floor=2, strict_floor=3, links_floor=links_floor)
+    validity = Validity(mount, Run(4, 2, 3, links_floor))
     record = Inode(7, PINNED, *[0] * 21)._replace(
         mode=mode | 0o644, nlink=nlink, device=device, validated_run=validated_run
     )

@@ -98,8 +98,8 @@ def test_other_times_become_the_nearest_ones(time_ns: int) -> None:
     [({}, True), ({"nlink": 2}, False), ({"device": 1}, False), ({"nlink": 2, "mode": 0o040755}, True)],
     ids=["", "hard links", "another filesystem", "a directory"],
 )
-def test_what_rctime_cannot_know_of_counts_from_the_strict_floor(changes: dict[str, int], counts: bool) -> None:
-    validity = Validity(READ_ONLY, Run(9, 3, 7))
+def test_what_rctime_cannot_know_of_counts_from_a_later_floor(changes: dict[str, int], counts: bool) -> None:
+    validity = Validity(READ_ONLY, Run(9, 3, 7, 7))
     record = Inode(7, PINNED, *(0,) * 21)._replace(**{"mode": 0o100644, "nlink": 1} | changes)
     assert [validity.counts(record._replace(validated_run=validated_run)) for validated_run in (2, 3, 6, 7)] == [
         False,
@@ -107,6 +107,13 @@ def test_what_rctime_cannot_know_of_counts_from_the_strict_floor(changes: dict[s
         counts,
         True,
     ]
+
+
+def test_without_revalidation_other_filesystems_count_from_this_run_and_files_with_several_names_from_any() -> None:
+    validity = Validity(READ_ONLY, Run(9, 3, 9, 3))
+    record = Inode(7, PINNED, *(0,) * 21)._replace(mode=0o100644, nlink=2, validated_run=8)
+    assert validity.counts(record)
+    assert not validity.counts(record._replace(device=1))
 
 
 def test_what_is_believed_no_more_is_compared(index: Index) -> None:

@@ -97,6 +97,30 @@ def test_another_image_is_mounted_in_the_place_of_one(
 
 @pytest.mark.promise("CH-30")
 @MODES
+def test_another_image_is_mounted_in_the_place_of_one_before_a_mount_that_compares_nothing(
+    mount: MakeMount, tmp_path: Path, images: list[Path], cleanup: ExitStack, mode: tuple[str, ...]
+) -> None:
+    source = tmp_path / "source"
+    source.mkdir()
+    (source / "one").write_bytes(b"x")
+    os.link(source / "one", source / "two")
+    mount_until_the_end(images[0], source / "set", cleanup)
+    settle()
+    m = mount(source, *mode, "--revalidate", "never")
+    assert (m.path / "set/shard0").read_bytes() == b"a" * 200_000
+    assert [(m.path / name).read_bytes() for name in ("one", "two")] == [b"x"] * 2
+    m.umount()
+    run("umount", source / "set")
+    mount_until_the_end(images[1], source / "set", cleanup)
+    m.start()
+    assert {(m.path / f"set/shard{number}").read_bytes() for number in range(3)} == {b"b" * 200_000}
+    before = m.ops().get("lstat", 0)
+    assert (m.path / "two").read_bytes() == b"x"
+    assert "--read-only" not in mode or m.ops().get("lstat", 0) == before
+
+
+@pytest.mark.promise("CH-30")
+@MODES
 def test_the_other_image_gets_the_loop_device_while_cachefs_is_mounted(
     mount: MakeMount, tmp_path: Path, images: list[Path], cleanup: ExitStack, mode: tuple[str, ...]
 ) -> None:

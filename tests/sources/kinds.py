@@ -168,6 +168,8 @@ class Tmpfs(OnDisk):
 class Overlay(OnDisk):
     """The tree lies in the lower directory. Only through the overlay may it change."""
 
+    is_kept = False
+
     def start(self, make: MakeTree) -> None:
         super().start(make)
         self.behind = self.path

@@ -98,6 +98,7 @@ int view_begin(struct view *view)
     const struct shared *shared = view->index->shared;
     view->floor = shared->floor;
     view->strict_floor = shared->strict_floor;
+    view->links_floor = shared->links_floor ? shared->links_floor : view->strict_floor;
     view->run = shared->run;
     /* The session first: a record is in the durable index before it leaves the session. */
     int error = mdb_txn_renew(view->txn[SESSION]);
@@ -309,9 +310,9 @@ bool is_immutable_on_open(const struct inode_record *record)
 /* Was it compared with the source recently enough? validity.py has the same rule. */
 static bool counts(const struct view *view, const struct inode_record *record)
 {
-    return record->validated_run >= view->floor &&
-           (record->validated_run >= view->strict_floor ||
-            (!record->device && (record->nlink <= 1 || S_ISDIR(record->mode))));
+    if (record->validated_run < view->floor || (record->device && record->validated_run < view->strict_floor))
+        return false;
+    return record->nlink <= 1 || S_ISDIR(record->mode) || record->validated_run >= view->links_floor;
 }
 
 uint64_t remaining_ns(const struct view *view, const struct inode_record *record)

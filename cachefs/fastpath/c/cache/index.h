@@ -30,7 +30,7 @@ struct view {
     const struct index *index;
     MDB_txn *txn[LAYERS];
     MDB_cursor *cursors[LAYERS][TABLES]; /* of the tables that are scanned */
-    uint64_t floor, strict_floor, run;
+    uint64_t floor, strict_floor, links_floor, run;
     bool open;
     bool damaged; /* something could not be read: what was not found may be there. Python decides (damage.py) */
 };
