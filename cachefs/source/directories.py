@@ -4,6 +4,9 @@ A descriptor leads to the directory that the kernel knows by a number, even afte
 its children, and another directory that has got its name is never mistaken for it. It also saves the walk: a path of
 six components costs one look-up at the source instead of six.
 
+On FUSE sources other than ceph-fuse a descriptor may follow its path instead (hazard 57). There the directory is
+compared with its record after each use of its descriptor, and before each change.
+
 About a thousand descriptors are kept; the least recently used are closed. Each directory is compared with its record
 once, when it is opened by its name in the directory above it; the inode of a descriptor never changes. A directory
 whose name leads elsewhere, and whose descriptor was closed, cannot be reached any more: `Changed`.
@@ -97,6 +100,9 @@ class SourceDirectories:
     stat: Callable[[int], Stat]
     lstat: Callable[[int, bytes], Stat]
     """`lstat(directory descriptor, name)`."""
+    leads_to: Callable[[int, Identity, bool], bool]
+    """`leads_to(descriptor, identity, ask)`: does the descriptor of a directory still lead there? `ask`: as of
+    `Source.stat`."""
     clock: Clock = SYSTEM
     # constants
     limit: int = MAX_KEPT
@@ -119,11 +125,16 @@ class SourceDirectories:
         if directory.identity is None:
             yield self.root_fd
             return
-        kept = self._take(directory) or self._open(directory)
+        kept = self._take_checked(directory, ask=to_change) or self._open(directory)
         try:
             if to_change:
                 self._compare_names(directory)
-            yield kept.fd
+                yield kept.fd
+                return
+            try:
+                yield kept.fd
+            finally:
+                self._check(directory, kept.fd)
         except OSError as error:
             is_known = isinstance(error, Changed) and bool(error.directory)
             if error.errno in _REMOVED and not is_known and self.is_gone(directory, kept.fd):
@@ -131,6 +142,25 @@ class SourceDirectories:
             raise
         finally:
             self._release(kept)
+
+    def _take_checked(self, directory: Directory, *, ask: bool = False) -> _Descriptor | None:
+        """`_take`, unless the descriptor leads elsewhere: then the directory is opened by its name."""
+        kept = self._take(directory)
+        if kept is None:
+            return None
+        try:
+            self._check(directory, kept.fd, ask=ask)
+        except OSError:
+            self._give_up(directory.number, kept.fd)
+            self._release(kept)
+            return None
+        return kept
+
+    def _check(self, directory: Directory, fd: int, *, ask: bool = True) -> None:
+        """Raises `Changed` if what was found, or not found, by this descriptor is that of another directory."""
+        assert directory.identity is not None
+        if not self.leads_to(fd, directory.identity, ask):
+            raise Changed.at(directory.number)
 
     def _compare_names(self, directory: Directory) -> None:
         """Of the directory and of all above it. A loop, because paths may be of any depth."""
@@ -246,7 +276,7 @@ class SourceDirectories:
         missing = []
         above: Directory | None = directory
         start = None
-        while above is not None and above.identity is not None and (start := self._take(above)) is None:
+        while above is not None and above.identity is not None and (start := self._take_checked(above)) is None:
             missing.append(above)
             above = above.parent
         if above is None:

@@ -6,9 +6,7 @@ call is counted, and delayed if a latency is simulated.
 """
 
 import os
-import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -18,10 +16,11 @@ from typing import NamedTuple, TypeVar
 from cachefs.errors import Busy
 from cachefs.source.credentials import as_admitted
 from cachefs.source.directories import ROOT, Directory, SourceDirectories
-from cachefs.source.identity import GONE, Changed, check, check_version
+from cachefs.source.identity import GONE, Changed, check, check_version, is_same
 from cachefs.source.opening import Opener, component, reopen_directory
 from cachefs.source.volumes import Connection, Place, Volumes
-from cachefs.store.filesystem import has_change_times, has_own_clock, is_coherent
+from cachefs.stats.source_counters import SourceCounters
+from cachefs.store.filesystem import descriptors_stay, has_change_times, has_own_clock, is_coherent
 from cachefs.store.index.records import Identity, Inode
 from cachefs.system import past_pages, syscalls
 from cachefs.system.clock import SYSTEM, Clock
@@ -49,35 +48,6 @@ Run = Callable[[Callable[[], int]], int]
 
 def by_descriptor(fd: int) -> Object:
     return Object(ROOT, fd=fd)
-
-
-class SourceCounters:
-    """The number of system calls of each kind. Used by many threads."""
-
-    def __init__(self, simulate_latency_s: float = 0.0) -> None:
-        self._latency_s = simulate_latency_s
-        self._lock = threading.Lock()
-        self._counts: Counter[str] = Counter()
-        self.bytes_read = 0
-        """Of files, not of directories."""
-
-    def add(self, operation: str, count: int = 1) -> None:
-        with self._lock:
-            self._counts[operation] += count
-
-    def add_bytes(self, count: int) -> None:
-        with self._lock:
-            self.bytes_read += count
-
-    def snapshot(self) -> dict[str, int]:
-        with self._lock:
-            return dict(self._counts)
-
-    def round_trip(self, operation: str) -> None:
-        """Count one system call to the source, and wait for the simulated latency."""
-        self.add(operation)
-        if self._latency_s:
-            time.sleep(self._latency_s)
 
 
 @dataclass(slots=True, eq=False)
@@ -138,13 +108,17 @@ class Source:
         roots = [Place(*syscalls.place_of(root_fd))] if root_device is None else []
         device = roots[0].device if root_device is None else root_device
         self.connection = Connection(Volumes(root_fd, roots), device)
+        if not descriptors_stay(fstype):
+            self.connection.volumes.with_paths.add(0)
         self.generation = 0
         """How many times the source was mounted anew. Descriptors of an earlier generation are dead."""
         self.counters = SourceCounters(simulate_latency_s)
         self.round_trip = self.counters.round_trip
         self.clock = clock
         self.opener = Opener()
-        self.directories = SourceDirectories(root_fd, self.opener.open_at, self.fstat, self._lstat_at, clock)
+        self.directories = SourceDirectories(
+            root_fd, self.opener.open_at, self.fstat, self._lstat_at, self._leads_to, clock
+        )
 
     @property
     def root_device(self) -> int:
@@ -174,6 +148,14 @@ class Source:
             # A filesystem beneath the source, which a user may have mounted, may be closed to all others.
             now = as_admitted(partial(self._stat, fd, name, ask=ask), lambda now: not now.device)
         return now if self._is_coherent else now._replace(is_fresh=ask)
+
+    def _leads_to(self, fd: int, identity: Identity, ask: bool) -> bool:
+        """As `SourceDirectories.leads_to`."""
+        volumes = self.connection.volumes
+        if identity.device not in volumes.with_paths or identity.device in volumes.without_numbers:
+            return True
+        self.counters.add("fstat")
+        return is_same(identity, self._stat(fd, b"", ask=ask))
 
     def _stat(self, fd: int, name: bytes, *, ask: bool) -> Stat:
         volumes, connection = self.connection.volumes, self.connection.number

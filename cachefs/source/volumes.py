@@ -31,7 +31,7 @@ from typing import NamedTuple
 
 from cachefs.client import mount_table
 from cachefs.client.mount_table import Mount
-from cachefs.store.filesystem import identify, numbers_last, numbers_stay
+from cachefs.store.filesystem import descriptors_stay, identify, numbers_last, numbers_stay
 from cachefs.store.runs import next_connection
 from cachefs.system import syscalls
 from cachefs.system.descriptors import closing
@@ -62,6 +62,8 @@ class Volumes:
         """Read without the lock."""
         self.without_numbers: set[int] = set()
         """Volumes whose inode numbers do not stay. Read without the lock."""
+        self.with_paths: set[int] = set()
+        """Volumes on which a descriptor leads to what has its path now. Read without the lock."""
         self._subvolumes: set[int] = set()
         """Volumes on Btrfs, beneath the source's own."""
         self._lock = threading.Lock()
@@ -70,6 +72,7 @@ class Volumes:
         """The source was mounted anew. Its volumes get the numbers that they had."""
         following = Volumes(self._root_fd, roots)
         following.without_numbers = self.without_numbers & {0}
+        following.with_paths = self.with_paths & {0}
         if self._found is not None:
             following.tell(self._found)
         return following
@@ -101,6 +104,8 @@ class Volumes:
                 self._subvolumes.add(number)
             if mount is not None and not numbers_stay(mount.fstype):
                 self.without_numbers.add(number)
+            if mount is not None and not descriptors_stay(mount.fstype):
+                self.with_paths.add(number)
             self._note(place, number)
 
     def _note(self, place: Place, number: int) -> None:

@@ -45,7 +45,9 @@ def counted(tmp_path: Path) -> Iterator[Counted]:
 
 @pytest.fixture
 def directories(counted: Counted) -> SourceDirectories:
-    return SourceDirectories(counted.source.root_fd, counted.open_at, counted.source.fstat, counted.source.stat)
+    return SourceDirectories(
+        counted.source.root_fd, counted.open_at, counted.source.fstat, counted.source.stat, lambda *_: True
+    )
 
 
 def make(source: Source, path: Path, number: int) -> Directory:

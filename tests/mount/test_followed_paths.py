@@ -1,0 +1,114 @@
+"""Sources whose descriptors follow paths (hazard 57): another node exchanges directories, and a descriptor of one leads
+to the other."""
+
+import errno
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from cachefs.system.syscalls import renameat2
+from tests.bindfs import Bindfs
+from tests.conftest import Mount, settle, wait_for
+from tests.users import as_user, open_to_all
+
+MakeMount = Callable[..., Mount]
+USER = 1234
+RENAME_EXCHANGE = 2
+MODES = pytest.mark.parametrize(
+    "mode",
+    [
+        ("--read-only",),
+        ("--read-only", "--cache", "metadata"),
+        ("--read-only", "--no-fastpath"),
+        (),
+        ("--no-fastpath",),
+    ],
+    ids=["read-only", "metadata", "read-only-no-fastpath", "read-write", "read-write-no-fastpath"],
+)
+
+
+@pytest.fixture
+def tree(bindfs: Bindfs) -> Path:
+    """Beneath the bindfs: `open`, with a file, and `closed`, which only root may list, with two files."""
+    open_to_all(bindfs.root)
+    open_to_all(bindfs.path)
+    for name in ("open/public", "closed/secret", "closed/unread"):
+        (bindfs.root / name).parent.mkdir(exist_ok=True)
+        (bindfs.root / name).write_text(name)
+    (bindfs.root / "closed").chmod(0o700)
+    settle()
+    return bindfs.root
+
+
+def exchange(bindfs: Bindfs) -> None:
+    """By another node. Returns when the kernel has dropped what it cached of the bindfs."""
+    names = ("open", "closed")
+    before = [(bindfs.path / name).stat().st_ino for name in names]
+    renameat2(-100, os.fsencode(bindfs.root / "open"), -100, os.fsencode(bindfs.root / "closed"), RENAME_EXCHANGE)
+    wait_for(lambda: [(bindfs.path / name).stat().st_ino for name in names], lambda now: now == before[::-1])
+
+
+@pytest.mark.promise("CH-2")
+@pytest.mark.promise("PE-6")
+@MODES
+def test_nothing_of_a_closed_directory_is_shown_under_the_name_of_an_open_one(
+    mount: MakeMount, bindfs: Bindfs, tree: Path, mode: tuple[str, ...]
+) -> None:
+    """Regression: another user got the names and the bytes of the closed directory."""
+    m = mount(bindfs.path, *mode)
+    open_to_all(m.path)
+    assert as_user(USER, USER, [], (m.path / "open/public").read_text) == "open/public"
+    assert (m.path / "closed/secret").read_text() == "closed/secret"
+    exchange(bindfs)
+    for name in ("secret", "unread"):
+        found = as_user(USER, USER, [], (m.path / "open" / name).read_text)
+        assert found in (errno.EACCES, errno.ENOENT)
+    assert as_user(USER, USER, [], lambda: os.listdir(m.path / "open")) in (errno.EACCES, ["public"])
+    wait_for(lambda: (m.path / "open").stat().st_ino, lambda number: number == (tree / "open").stat().st_ino)
+    assert (m.path / "open").stat().st_mode & 0o777 == 0o700
+    assert (m.path / "open/unread").read_text() == "closed/unread"
+    assert sorted(os.listdir(m.path / "open")) == ["secret", "unread"]
+
+
+@pytest.mark.promise("CH-4")
+@pytest.mark.parametrize("mode", [(), ("--no-fastpath",)], ids=["fastpath", "python"])
+def test_a_file_is_created_where_the_path_leads(
+    mount: MakeMount, bindfs: Bindfs, tree: Path, mode: tuple[str, ...]
+) -> None:
+    m = mount(bindfs.path, *mode)
+    assert (m.path / "open/public").read_text() == "open/public"
+    opened = os.open(m.path / "open", os.O_RDONLY | os.O_DIRECTORY)
+    exchange(bindfs)
+    try:
+        os.close(os.open("made", os.O_CREAT | os.O_WRONLY, 0o600, dir_fd=opened))
+    except OSError as error:
+        assert error.errno == errno.ESTALE
+        assert not list(tree.glob("*/made"))
+    else:
+        assert (tree / "closed/made").exists()  # the directory that is open, under its new name
+    finally:
+        os.close(opened)
+    (m.path / "open/new").write_text("new")
+    assert (tree / "open/new").read_text() == "new"
+
+
+@pytest.mark.promise("CH-39")
+@MODES
+def test_a_new_directory_with_the_number_of_a_removed_one_has_none_of_its_files(
+    mount: MakeMount, bindfs: Bindfs, tree: Path, mode: tuple[str, ...]
+) -> None:
+    m = mount(bindfs.path, *mode)
+    assert (m.path / "open/public").read_text() == "open/public"
+    assert (m.path / "closed/secret").read_text() == "closed/secret"
+    exchange(bindfs)
+    for name in os.listdir(tree / "closed"):
+        (tree / "closed" / name).unlink()
+    (tree / "closed").rmdir()
+    (tree / "closed").mkdir()  # a filesystem may give it the same number
+    (tree / "closed/other").write_text("other")
+    wait_for(lambda: os.path.exists(bindfs.path / "closed/other"), bool)
+    assert not (m.path / "open/other").exists()
+    assert (m.path / "open/unread").read_text() == "closed/unread"
+    assert (m.path / "closed/other").read_text() == "other"
