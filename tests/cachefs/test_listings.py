@@ -125,7 +125,7 @@ def test_a_row_that_is_left_over_shows_background_work_no_file_twice(index: Inde
         return directory
 
     filesystem: Any = SimpleNamespace(metadata=metadata, revalidated=revalidated)
-    comparisons: Any = SimpleNamespace(is_valid=lambda _: True)
+    comparisons: Any = SimpleNamespace(is_valid=lambda _: True, bare=lambda _: {})
     directories = Directories(filesystem, comparisons, no_request)
     assert trio.run(directories.entries, DIRECTORY) == [100, 101, 102, 103, 104]
 
