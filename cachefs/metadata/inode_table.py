@@ -281,15 +281,19 @@ class InodeTable(Validity):
             self.put_inode(update, inode._replace(nlink=nlink))
 
     def drop_children(self, update: Update, directory: int) -> tuple[list[int], list[bytes]]:
-        """Forget the absences in a directory. Returns the inodes that its names lead to, and the absent names."""
+        """Forget the absences in a directory. Returns the inodes that its names lead to, and the absent names.
+
+        A doubtful name that leads to no inode stays: a listing that is under way may not have shown it yet.
+        """
         children, absent = [], []
         for key, value in list(update.scan(Table.DENTRIES, inode_key(directory))):
             dentry = Dentry.unpack(value)
             if dentry.inode:
                 children.append(dentry.inode)
-            else:
+                continue
+            if not dentry.position:
                 self.remove_name(update, directory, key[8:])
-                absent.append(key[8:])
+            absent.append(key[8:])
         return children, absent
 
     def drop_absence(self, update: Update, directory: int, name: bytes) -> None:
