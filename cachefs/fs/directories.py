@@ -96,22 +96,35 @@ class Directories:
             await self._comparisons.make(number, owner)
 
     async def entries(self, number: int) -> list[int]:
-        """The inodes of a directory in the order of its listing, which is made if it is not valid.
+        """The inodes of a directory in the order of its listing, which is made if it is not valid, or has a name that
+        must be compared.
 
         For background work: making it yields to requests, until a request wants the same listing.
         """
-        if not self._comparisons.is_valid(await self._fs.revalidated(number)):
-            await self._comparisons.make_politely(number)
-            await self._comparisons.ask_bare(number)
+        if self._comparisons.is_valid(await self._fs.revalidated(number)):
+            found, doubtful = await self._known_entries(number)
+            if doubtful <= self.without_attributes(number).keys():
+                return found
+        await self._comparisons.make_politely(number)
+        await self._comparisons.ask_bare(number)
+        return (await self._known_entries(number))[0]
+
+    async def _known_entries(self, number: int) -> tuple[list[int], set[bytes]]:
+        """The inodes of the listing as it is recorded, and the listed names that lead to none."""
         found: list[int] = []
+        doubtful: set[bytes] = set()
         after = 0
         while True:
             with self._metadata.index.view() as view:
                 rows = list(itertools.islice(self._listings.rows(view, number, after), CHUNK_NAMES))
-                dentries = [(at, self._metadata.dentry(view, number, name)) for at, name in rows]
-            found += [dentry.inode for at, dentry in dentries if dentry and dentry.inode and is_listed_at(dentry, at)]
+                for position, name in rows:
+                    dentry = self._metadata.dentry(view, number, name)
+                    if dentry is None or not dentry.inode:
+                        doubtful.add(name)
+                    elif is_listed_at(dentry, position):
+                        found.append(dentry.inode)
             if not rows:
-                return found
+                return found, doubtful
             after = rows[-1][0]
             await trio.lowlevel.checkpoint()
 

@@ -101,12 +101,15 @@ class Invalidation:
         self._notifier.drop_soon(links)
 
     def drop_name(self, parent: int, name: bytes, number: int = 0) -> None:
-        """The source has shown that a name does not lead to inode `number` (0: to what is recorded)."""
+        """The source has shown that a name does not lead to inode `number` (0: to what is recorded).
+
+        The source may have the name all the time, so listings compare it.
+        """
         with self._metadata.index.update() as update:
             dentry = self._metadata.dentry(update, parent, name)
             if number and (dentry is None or dentry.inode != number):
                 return  # another request has recorded something newer
-            self._metadata.remove_name(update, parent, name)
+            self._metadata.cut_name(update, parent, name)
         self._notifier.drop_soon([(parent, name)])
 
     async def forget_names(self, number: int) -> None:

@@ -169,7 +169,7 @@ class InodeTable(Validity):
         old = self.dentry(update, parent, name)
         known = old is not None and old.inode == number
         if old is not None and old.inode not in (0, number):
-            self._cut_name(update, parent, name)
+            self.cut_name(update, parent, name)
         new = Dentry(PINNED if pinned else 0, number, self.run, old.position if old is not None else 0)
         link = link_key(number, (parent, name))
         if new != old:
@@ -209,8 +209,9 @@ class InodeTable(Validity):
                 update.put(Table.META, UNLINKED_MARK + inode_key(inode.number), FLAGS_PINNED)
         return inode
 
-    def _cut_name(self, update: Update, parent: int, name: bytes) -> None:
-        """What a name leads to loses it. The name keeps its position in the listing, and is doubtful."""
+    def cut_name(self, update: Update, parent: int, name: bytes) -> None:
+        """A name leads elsewhere: what it led to loses it. The name is doubtful, and keeps its position in the listing:
+        the next listing compares it, and leaves it out only if the source does not have it."""
         dentry = self.dentry(update, parent, name)
         if dentry is None:
             return
@@ -224,7 +225,7 @@ class InodeTable(Validity):
         """Rename a dentry over whatever had the new name."""
         dentry = self.dentry(update, parent, name)
         if dentry is None or dentry.inode == 0:
-            self._cut_name(update, new_parent, new_name)
+            self.cut_name(update, new_parent, new_name)
             self.remove_name(update, parent, name)
             return
         self._put_name(update, new_parent, new_name, dentry.inode, pinned=bool(dentry.flags & PINNED))
@@ -235,7 +236,7 @@ class InodeTable(Validity):
         places = ((parent, name), (new_parent, new_name))
         dentries = [self.dentry(update, *place) for place in places]
         for place in places:
-            self._cut_name(update, *place)
+            self.cut_name(update, *place)
         for place, dentry in zip(places, reversed(dentries), strict=True):
             inode = self.inode(update, dentry.inode) if dentry is not None and dentry.inode else None
             if dentry is not None and inode is not None:
@@ -280,15 +281,19 @@ class InodeTable(Validity):
             self.put_inode(update, inode._replace(nlink=nlink))
 
     def drop_children(self, update: Update, directory: int) -> tuple[list[int], list[bytes]]:
-        """Forget the absences in a directory. Returns the inodes that its names lead to, and the absent names."""
+        """Forget the absences in a directory. Returns the inodes that its names lead to, and the absent names.
+
+        A doubtful name that leads to no inode stays: a listing that is under way may not have shown it yet.
+        """
         children, absent = [], []
         for key, value in list(update.scan(Table.DENTRIES, inode_key(directory))):
             dentry = Dentry.unpack(value)
             if dentry.inode:
                 children.append(dentry.inode)
-            else:
+                continue
+            if not dentry.position:
                 self.remove_name(update, directory, key[8:])
-                absent.append(key[8:])
+            absent.append(key[8:])
         return children, absent
 
     def drop_absence(self, update: Update, directory: int, name: bytes) -> None:

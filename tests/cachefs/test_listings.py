@@ -125,9 +125,22 @@ def test_a_row_that_is_left_over_shows_background_work_no_file_twice(index: Inde
         return directory
 
     filesystem: Any = SimpleNamespace(metadata=metadata, revalidated=revalidated)
-    comparisons: Any = SimpleNamespace(is_valid=lambda _: True)
+    comparisons: Any = SimpleNamespace(is_valid=lambda _: True, bare=lambda _: {})
     directories = Directories(filesystem, comparisons, no_request)
     assert trio.run(directories.entries, DIRECTORY) == [100, 101, 102, 103, 104]
+
+
+@pytest.mark.promise("PI-8")
+def test_a_name_that_must_be_compared_stays_listed_when_its_directory_is_invalidated(index: Index) -> None:
+    """A listing that is under way may not have shown it yet."""
+    listings, _ = pinned_listing(index)
+    metadata = inode_cache(index, Options(read_only=True, attr_timeout_s=float("inf")))
+    with index.update() as update:
+        metadata.cut_name(update, DIRECTORY, OLD[1])
+        metadata.apply_absence(update, DIRECTORY, b"absent", pin=True)
+        metadata.drop_children(update, DIRECTORY)
+        assert metadata.dentry(update, DIRECTORY, b"absent") is None
+    assert rows(listings, index) == OLD
 
 
 def test_a_pinned_file_that_is_listed_again_gets_a_place_behind_all_others(index: Index) -> None:

@@ -227,6 +227,47 @@ def test_a_pinned_name_that_the_source_does_not_have_goes_with_the_attempt(
     assert sorted(os.listdir(m.path / "first")) == ["below", "unread"]
 
 
+@pytest.mark.promise("CH-9")
+@pytest.mark.parametrize("mode", [[], ["--no-fastpath"], ["--mutable", "*.log"]], ids=["", "no-fastpath", "mutable"])
+@pytest.mark.parametrize("change", [create, open_for_writing, unlink])
+def test_a_directory_whose_name_was_dropped_stays_listed(
+    mount: MakeMount, tree: Path, change: Callable[[Path], None], mode: list[str]
+) -> None:
+    """Before: listings left the name out until they expired, although the source had it all the time.
+
+    The listing is of after the exchange: it shows the new modification time, and trusts the pinned name.
+    """
+    m = pinned(mount, tree, "--attr-timeout", "60", *mode)
+    renameat2(-1, bytes(tree / "first/below"), -1, bytes(tree / "other/below"), RENAME_EXCHANGE)
+    time.sleep(1.5 * NAME_HOLDS_S)
+    names = sorted(os.listdir(m.path / "first"))
+    change(m.path / "first/below")
+    for _ in range(2):
+        assert sorted(os.listdir(m.path / "first")) == names == ["below", "read", "unread"]
+    assert (m.path / "first/below").stat().st_ino == (tree / "first/below").stat().st_ino
+
+
+@pytest.mark.promise("CH-9")
+@pytest.mark.parametrize("mode", [[], ["--no-fastpath"]], ids=["", "no-fastpath"])
+@pytest.mark.parametrize("use", ["listing", "warm-up"])
+def test_a_dropped_name_is_compared_before_its_directory_is_listed(
+    mount: MakeMount, tree: Path, use: str, mode: list[str]
+) -> None:
+    """A process that has the old directory open drops its name, and does not look it up."""
+    m = pinned(mount, tree, "--attr-timeout", "60", *mode)
+    below = os.open(m.path / "first/below", os.O_RDONLY | os.O_DIRECTORY)
+    renameat2(-1, bytes(tree / "first/below"), -1, bytes(tree / "other/below"), RENAME_EXCHANGE)
+    time.sleep(1.5 * NAME_HOLDS_S)
+    os.listdir(m.path / "first")
+    os.mkdir("made", dir_fd=below)
+    os.close(below)
+    if use == "listing":
+        assert sorted(os.listdir(m.path / "first")) == ["below", "read", "unread"]
+    else:
+        assert "4 of 4 files cached" in cachefs("warmup", m.path / "first").stdout
+    assert (m.path / "first/below/read").read_bytes() == NEW
+
+
 @pytest.mark.promise("CH-4")
 def test_a_change_beneath_many_pinned_directories(mount: MakeMount, tree: Path) -> None:
     deep = Path(*["d"] * 500)
