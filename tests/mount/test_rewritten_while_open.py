@@ -143,3 +143,79 @@ def test_open_file_keeps_its_version_when_its_names_change(
             cachefs("restart", m.path)
         for fd, size, _ in opened:
             check(fd, size)
+
+
+def open_for_writing(fd: int) -> None:
+    os.close(os.open(f"/proc/self/fd/{fd}", os.O_RDWR))
+
+
+def truncate(fd: int) -> None:
+    os.truncate(f"/proc/self/fd/{fd}", 10)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        open_for_writing,
+        truncate,
+        lambda fd: os.chmod(fd, 0o600),
+        lambda fd: os.utime(fd),
+        lambda fd: os.setxattr(fd, "user.a", b"b"),
+    ],
+    ids=["open", "truncate", "chmod", "utimens", "setxattr"],
+)
+@pytest.mark.parametrize("dropped", [False, True], ids=["", "dropped"])
+def test_open_file_keeps_its_version_when_it_is_changed_by_a_descriptor(
+    mount: MakeMount, tree: Path, change: Callable[[int], None], dropped: bool
+) -> None:
+    """Such a change reaches the file by its inode number, without a look-up of its name."""
+    m = mount(tree)
+    with ExitStack() as stack:
+        opened = []
+        for name, (size, _) in FILES.items():
+            fd = stack.enter_context(open(m.path / name / "file", "rb", buffering=0)).fileno()
+            assert os.pread(fd, PAGE, 0) == version(1, size)[:PAGE]
+            opened.append((fd, size))
+        m.flush()
+        rewrite(tree)
+        for name in FILES if dropped else ():
+            rename(m.path / name)
+        for fd, size in opened:
+            try:
+                change(fd)
+            except OSError as error:
+                assert error.errno in (errno.EPERM, errno.ESTALE)
+            check(fd, size)
+        m.drop_caches()
+        for fd, size in opened:
+            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+            check(fd, size)
+
+
+@pytest.mark.parametrize("arguments", [(), ("--read-only",)], ids=["", "read-only"])
+def test_open_file_keeps_its_version_after_invalidate(mount: MakeMount, tree: Path, arguments: tuple[str, ...]) -> None:
+    m = mount(tree, *arguments)
+    with ExitStack() as stack:
+        opened = []
+        for name, (size, _) in FILES.items():
+            fd = stack.enter_context(open(m.path / name / "file", "rb", buffering=0)).fileno()
+            assert os.pread(fd, PAGE, 0) == version(1, size)[:PAGE]
+            opened.append((fd, size))
+        m.flush()
+        rewrite(tree)
+        cachefs("invalidate", m.path)
+        for fd, size in opened:
+            check(fd, size)
+
+
+def test_file_that_another_node_rewrote_can_be_opened_for_writing_by_its_name(mount: MakeMount, tree: Path) -> None:
+    """The open reaches the new version, also while the kernel may still have the dropped name."""
+    m = mount(tree)
+    for name, (size, new_size) in FILES.items():
+        with open(m.path / name / "file", "rb", buffering=0) as opened:
+            assert opened.read(PAGE) == version(1, size)[:PAGE]
+            (tree / name / "file").write_bytes(version(2, new_size))
+            link(m.path / name)
+            with open(m.path / name / "file", "r+b") as again:
+                assert again.read() == version(2, new_size)
+            check(opened.fileno(), size)
