@@ -9,7 +9,7 @@ from functools import partial
 
 from cachefs.data.fetcher import OpenFile, close_quietly
 from cachefs.source.call_pool import CallPool
-from cachefs.store.index.records import Inode
+from cachefs.store.index.records import IMMUTABLE, WRITTEN, Inode
 
 
 class SharedFiles:
@@ -29,6 +29,13 @@ class SharedFiles:
     def of(self, number: int) -> list[OpenFile]:
         """All versions of an inode that are open."""
         return [file for (inode, _), file in self._files.items() if inode == number]
+
+    def keeps_version(self, inode: Inode) -> bool:
+        """Must everything that is shown by this inode number be of the recorded version? The kernel has pages of an
+        immutable file by it, and processes have it open: also after it was dropped, or has lost its name."""
+        if not inode.is_regular or inode.flags & WRITTEN:
+            return False
+        return bool(inode.flags & IMMUTABLE) or any(not file.is_mutable for file in self.of(inode.number))
 
     def share(self, inode: Inode) -> OpenFile:
         """Add a handle, which `let_go` removes."""

@@ -22,7 +22,7 @@ from cachefs.fs.names import Entry, FileSystem, failed
 from cachefs.metadata import inode_values
 from cachefs.source.identity import Changed
 from cachefs.source.source import Object
-from cachefs.store.index.records import LISTED, UNLINKED, Inode
+from cachefs.store.index.records import LISTED, STALE, UNLINKED, Inode
 from cachefs.system.stat import Stat
 
 MAX_EXTENTS = 256
@@ -59,9 +59,15 @@ class Attributes:
     async def _getattr_open(self, number: int, use: Use) -> Entry:
         """By a descriptor: the name may be gone, or lead to another file by now."""
         now = await use(self.fs.source.fstat)
-        inode = self.fs.inode(number).with_stat(now)
-        with self._metadata.index.update() as update:
-            self._metadata.put_inode(update, inode)
+        inode = self.fs.inode(number)
+        if not self.descriptors.shared.keeps_version(inode):
+            inode = inode.with_stat(now)
+            with self._metadata.index.update() as update:
+                self._metadata.put_inode(update, inode)
+        elif inode.same_data(now):
+            inode = inode.with_stat(now)  # shown, and not recorded: data are compared with the recorded ctime
+        elif inode.flags & STALE:
+            raise failed(errno.ESTALE)
         return Entry(inode, 0.0 if inode.flags & UNLINKED else min(1.0, self.fs.options.unpinned_timeout_s))
 
     async def statfs(self) -> os.statvfs_result:
@@ -116,7 +122,7 @@ class Attributes:
         """
         if inode.is_directory and self._metadata.is_pinned(inode):  # its times move with each name in it
             await self.fs.learnt_in(self.fs.directory(inode.number), now.ctime_ns)
-        elif self._metadata.is_pinned(inode):
+        elif self._metadata.is_pinned(inode) or self.descriptors.shared.keeps_version(inode):
             error = Changed()
             self.fs.invalidation.modified_externally(inode, error)
             raise error

@@ -11,6 +11,8 @@ may answer an OPEN and report it later. `InodeCache.apply_stat` sets the flag wh
 allows it, and `opening_for_writing` clears it.
 """
 
+import errno
+import os
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -53,7 +55,14 @@ class Immutability:
 
     @contextmanager
     def opening_for_writing(self, number: int) -> Iterator[None]:
-        """Around an open for writing at the source: meanwhile no reader may make the file immutable."""
+        """Around an open for writing at the source: meanwhile no reader may make the file immutable.
+
+        Raises ESTALE for an immutable file that was dropped: the kernel looks its name up again. Without that, as by
+        /proc/PID/fd/N, the file may be another version than processes have open by this number.
+        """
+        inode = self._metadata.current(number)
+        if inode is not None and inode.flags & (IMMUTABLE | STALE) == IMMUTABLE | STALE:
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
         self.add_writer(number)
         try:
             self._metadata.withdraw_immutable_on_open(number)

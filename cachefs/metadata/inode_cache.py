@@ -265,8 +265,7 @@ class InodeCache(InodeTable):
         expected = inode.identity._replace(connection=now.connection)  # it was compared before the change
         if not expected.is_of(now, by_name=True):
             return None, self.drop(update, number)
-        unchanged = inode.size == now.size and inode.mtime_ns == now.mtime_ns
-        if not unchanged and not inode.is_directory:
+        if not inode.is_directory and not inode.same_data(now):
             if inode.flags & IMMUTABLE or self.is_pinned(inode):
                 return None, self.drop(update, number)
             inode = self.changed_now(inode, now)._replace(version=self.numbers.next())

@@ -185,6 +185,10 @@ class Inode(NamedTuple):
             and self.same_identity(other)
         )
 
+    def same_data(self, now: Stat) -> bool:
+        """Does a file have the recorded contents, as far as size and mtime tell? A change of its names moves ctime."""
+        return self.size == now.size and self.mtime_ns == now.mtime_ns
+
     def with_stat(self, now: Stat) -> "Inode":
         """`now`: of this object."""
         connection = now.connection % NO_CONNECTION
