@@ -26,15 +26,15 @@ class MutableNames:
         """`names`: of regular files; a directory with such a name is like any other."""
         self._globs = globs
         self._names = names
-        self._has_names = bool(names)
+        self._has_globs, self._has_names = bool(globs), bool(names)
         self._paths = paths
 
     def __bool__(self) -> bool:
         """Are there any?"""
-        return bool(self._globs) or bool(self._names)
+        return self._has_globs or self._has_names
 
     def matches_path(self, path: bytes) -> bool:
-        return bool(self._globs) and self._globs.matches(path)
+        return self._has_globs and self._globs.matches(path)
 
     def matches(self, view: View, parent: int, name: bytes, number: int = 0) -> bool:
         """A name in a directory of which no record is left does not match: jobs may have read the file by that name.
@@ -43,7 +43,7 @@ class MutableNames:
         """
         if self._has_names and self._names.matches(name) and not self._is_directory(view, parent, name, number):
             return True
-        if not self._globs:
+        if not self._has_globs:
             return False
         try:
             return self._globs.matches(self._paths.beneath(view, parent, name))
@@ -59,9 +59,9 @@ class MutableNames:
 
     def may_come(self, directory: bytes | None) -> bool:
         """May a matching name appear in the directory at this path? Then no listing of the directory is complete."""
-        if self._names:
+        if self._has_names:
             return True
-        return bool(self._globs) and (directory is None or self._globs.match_within(directory))
+        return self._has_globs and (directory is None or self._globs.match_within(directory))
 
     def names(self, view: View, number: int) -> tuple[list[tuple[int, bytes]], list[tuple[int, bytes]]]:
         """The known names of an inode (some of them, where there are very many): (those that match, the others)."""
@@ -77,4 +77,4 @@ class MutableNames:
     def reach_beneath(self, view: View, directory: int) -> bool:
         """May names beneath a directory match because of its path?"""
         path = self._paths.directory(view, directory).path
-        return bool(self._globs) and path is not None and self._globs.reach_beneath(path)
+        return self._has_globs and path is not None and self._globs.reach_beneath(path)
