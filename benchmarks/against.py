@@ -37,7 +37,7 @@ STATES = (("warm", 4000, ""), ("dentries dropped", 2000, "2"), ("from SSD", 1000
 """Name, files in one round, what the kernel drops before it."""
 READERS = (1, 8, 32)
 MISSES, MOST_MISSES, ROUNDS = 60, 480, 10
-"""Of first epochs: files of one reader and of all in one round, and rounds of each pair of mounts."""
+"""In first epochs: files that one reader reads in a round, the most that all read, rounds of each pair of mounts."""
 PAIRS = 6
 """How often both are mounted again, with empty caches."""
 

@@ -112,6 +112,15 @@ def check_only_name(view: View, parent: int, name: bytes, now: Stat) -> None:
         raise SecondName(max(found, key=lambda each: found[each]))
 
 
+class _Way(IntEnum):
+    """How the names of directories lead from the root to one of them."""
+
+    NONE = 0
+    DOUBTFUL = 1
+    """One of them was dropped, and has not been looked up since."""
+    KNOWN = 2
+
+
 class Paths:
     """Finds paths. Remembers directories with all directories above them, until one of them moves or goes (`forget`).
 
@@ -225,7 +234,7 @@ class Paths:
             return None
         return link
 
-    def _leads_up(self, view: View, directory: int) -> "_Way":
+    def _leads_up(self, view: View, directory: int) -> _Way:
         """Does a path lead to the directory? A directory has one name only, so this does not recurse deeply."""
         try:
             at = self.directory(view, directory)
@@ -270,15 +279,6 @@ class Paths:
             self._directories[number] = above
         assert above is not None
         return above
-
-
-class _Way(IntEnum):
-    """How the names of directories lead from the root to one of them."""
-
-    NONE = 0
-    DOUBTFUL = 1
-    """One of them was dropped, and has not been looked up since."""
-    KNOWN = 2
 
 
 def _is_stale(view: View, number: int) -> bool:

@@ -129,12 +129,11 @@ class SourceDirectories:
         try:
             if to_change:
                 self._compare_names(directory)
-                yield kept.fd
-                return
             try:
                 yield kept.fd
             finally:
-                self._check(directory, kept.fd)
+                if not to_change:
+                    self._check(directory, kept.fd)
         except OSError as error:
             is_known = isinstance(error, Changed) and bool(error.directory)
             if error.errno in _REMOVED and not is_known and self.is_gone(directory, kept.fd):

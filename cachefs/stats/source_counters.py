@@ -13,7 +13,7 @@ class SourceCounters:
         self._lock = threading.Lock()
         self._counts: Counter[str] = Counter()
         self.bytes_read = 0
-        """Of files, not of directories."""
+        """Bytes of files. Listings of directories do not count."""
 
     def add(self, operation: str, count: int = 1) -> None:
         with self._lock:

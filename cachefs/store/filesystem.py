@@ -61,7 +61,7 @@ _DEVICES = Path("/sys/dev/block")
 _LOOP_GET_STATUS64 = 0x4C05
 _LOOP_INFO_BYTES = 232
 _LOOP_INFO = struct.Struct("=QQ8xQQ")
-"""Of its file device and inode number; offset and size limit of the part of it that the device has."""
+"""Device and inode number of the file; offset and size limit of the part that the loop device shows."""
 _SERIAL_NUMBERS = Path("/dev/disk/by-uuid")
 
 _NO_CHANGE_TIMES = frozenset(("vfat", "msdos", "exfat", "cifs", "smb3"))
@@ -156,16 +156,20 @@ def _identity(fd: int, mount: Mount) -> bytes:
     if is_on_device and recognized is Recognized.NAME:
         words.append(_serial_number(mount.device))
     if is_image or is_on_device:
-        as_it_is = is_image or bool(os.fstatvfs(fd).f_flag & os.ST_RDONLY)
         device = _DEVICES / mount.device
-        words.append(_loop_file(device, as_it_is=as_it_is) or (b"" if is_image else _volume(device)))
+        lies_in = _loop_file(device, as_it_is=is_image or _is_read_only(fd))
+        words.append(lies_in or (b"" if is_image else _volume(device)))
     elif recognized in (Recognized.NAME, Recognized.UUID):
         words.append(os.fsencode(mount.source))
-    elif lies_in := _loop_file(_device_of(mount.source), as_it_is=bool(os.fstatvfs(fd).f_flag & os.ST_RDONLY)):
+    elif lies_in := _loop_file(_device_of(mount.source), as_it_is=_is_read_only(fd)):
         words.append(lies_in)  # Btrfs has a device number of its own
     is_proven = bool(words[-1] if is_image else b"".join(words))
     fstype = "nfs" if mount.fstype == "nfs4" else mount.fstype
     return b"\0".join([fstype.encode(), *words]) if is_proven else b""
+
+
+def _is_read_only(fd: int) -> bool:
+    return bool(os.fstatvfs(fd).f_flag & os.ST_RDONLY)
 
 
 def _uuid(fd: int, recognized: Recognized) -> bytes:
@@ -189,7 +193,7 @@ def _serial_number(device: str) -> bytes:
 
 
 def _device_of(path: str) -> Path:
-    """Of a block device the place in sysfs; else a path that leads nowhere."""
+    """The place of a block device in sysfs. Any other path gives a place that does not exist."""
     number = 0
     with suppress(OSError):
         now = os.stat(path)

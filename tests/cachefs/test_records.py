@@ -98,7 +98,7 @@ def test_other_times_become_the_nearest_ones(time_ns: int) -> None:
     [({}, True), ({"nlink": 2}, False), ({"device": 1}, False), ({"nlink": 2, "mode": 0o040755}, True)],
     ids=["", "hard links", "another filesystem", "a directory"],
 )
-def test_what_rctime_cannot_know_of_counts_from_a_later_floor(changes: dict[str, int], counts: bool) -> None:
+def test_records_that_rctime_does_not_cover_count_from_a_later_floor(changes: dict[str, int], counts: bool) -> None:
     validity = Validity(READ_ONLY, Run(9, 3, 7, 7))
     record = Inode(7, PINNED, *(0,) * 21)._replace(**{"mode": 0o100644, "nlink": 1} | changes)
     assert [validity.counts(record._replace(validated_run=validated_run)) for validated_run in (2, 3, 6, 7)] == [

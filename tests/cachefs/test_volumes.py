@@ -1,4 +1,4 @@
-"""Which places belong to the root when the source is mounted anew."""
+"""The places of the root before and after the source is mounted anew."""
 
 import pytest
 

@@ -145,6 +145,18 @@ def test_open_file_keeps_its_version_when_its_names_change(
             check(fd, size)
 
 
+def open_and_rewrite(m: Mount, tree: Path, stack: ExitStack) -> list[tuple[int, int]]:
+    """Open each file and read its first page; then another node rewrites them. Returns (descriptor, size)."""
+    opened = []
+    for name, (size, _) in FILES.items():
+        fd = stack.enter_context(open(m.path / name / "file", "rb", buffering=0)).fileno()
+        assert os.pread(fd, PAGE, 0) == version(1, size)[:PAGE]
+        opened.append((fd, size))
+    m.flush()
+    rewrite(tree)
+    return opened
+
+
 def open_for_writing(fd: int) -> None:
     os.close(os.open(f"/proc/self/fd/{fd}", os.O_RDWR))
 
@@ -171,13 +183,7 @@ def test_open_file_keeps_its_version_when_it_is_changed_by_a_descriptor(
     """Such a change reaches the file by its inode number, without a look-up of its name."""
     m = mount(tree)
     with ExitStack() as stack:
-        opened = []
-        for name, (size, _) in FILES.items():
-            fd = stack.enter_context(open(m.path / name / "file", "rb", buffering=0)).fileno()
-            assert os.pread(fd, PAGE, 0) == version(1, size)[:PAGE]
-            opened.append((fd, size))
-        m.flush()
-        rewrite(tree)
+        opened = open_and_rewrite(m, tree, stack)
         for name in FILES if dropped else ():
             rename(m.path / name)
         for fd, size in opened:
@@ -196,13 +202,7 @@ def test_open_file_keeps_its_version_when_it_is_changed_by_a_descriptor(
 def test_open_file_keeps_its_version_after_invalidate(mount: MakeMount, tree: Path, arguments: tuple[str, ...]) -> None:
     m = mount(tree, *arguments)
     with ExitStack() as stack:
-        opened = []
-        for name, (size, _) in FILES.items():
-            fd = stack.enter_context(open(m.path / name / "file", "rb", buffering=0)).fileno()
-            assert os.pread(fd, PAGE, 0) == version(1, size)[:PAGE]
-            opened.append((fd, size))
-        m.flush()
-        rewrite(tree)
+        opened = open_and_rewrite(m, tree, stack)
         cachefs("invalidate", m.path)
         for fd, size in opened:
             check(fd, size)

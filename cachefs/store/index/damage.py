@@ -5,8 +5,8 @@ LMDB has no checksums: damage shows when a page that is needed is no page, or ha
 - the daemon reads through a `LenientTransaction`: what cannot be read is not known, as if it had never been cached;
 - nothing is written to the index, nothing new is pinned, and the fast path passes all requests on;
 - a new run begins within the mount: everything is compared with the source before it is used, and no listing counts as
-  complete, because names may be missing (`Validity.doubt_everything`). The next listing
-  goes to the session. It does not use rows of the index, because more of them may be lost while it is valid.
+  complete, because names may be missing (`Validity.doubt_everything`). The next listing goes to the session. It
+  does not use rows of the index, because more of them may be lost while it is valid.
 
 So requests are served from the source, slower. The index is rebuilt from the blob by the next daemon, with or without
 an unmount.
