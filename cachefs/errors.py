@@ -38,6 +38,11 @@ class Busy(BlockingIOError):
         super().__init__(errno.EAGAIN, os.strerror(errno.EAGAIN))
 
 
+def failed(number: int) -> OSError:
+    """The error of a system call that fails with this errno."""
+    return OSError(number, os.strerror(number))
+
+
 def errno_of(error: BaseException) -> int:
     """The errno that a system call on the mount fails with."""
     if isinstance(error, OSError) and error.errno:

@@ -16,9 +16,10 @@ from typing import Any
 
 from cachefs.contract.index import Table
 from cachefs.data.data_cache import DataCache
+from cachefs.errors import failed
 from cachefs.fs import permissions
 from cachefs.fs.descriptors import Descriptors, Use
-from cachefs.fs.names import Entry, FileSystem, failed
+from cachefs.fs.names import Entry, FileSystem
 from cachefs.metadata import inode_values
 from cachefs.source.identity import Changed
 from cachefs.source.source import Object

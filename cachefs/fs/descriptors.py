@@ -30,7 +30,8 @@ from cachefs.data.data_cache import DataCache
 from cachefs.data.fetcher import Fetcher, close_quietly
 from cachefs.data.handle import Handle
 from cachefs.data.shared_files import SharedFiles, close_all
-from cachefs.fs.names import FileSystem, failed
+from cachefs.errors import failed
+from cachefs.fs.names import FileSystem
 from cachefs.source import shares
 from cachefs.source.credentials import Identity
 from cachefs.source.identity import Changed, Renamed
@@ -296,9 +297,7 @@ class Descriptors:
             tried.add((at.directory.number, at.name))
             try:
                 return await ask(at)
-            except Renamed:
-                raise  # the path may lead elsewhere: the change must not be made by another name either
-            except Changed as error:
+            except Changed as error:  # for `Renamed` there is no other name: the change must not be made by one
                 other = self.fs.invalidation.other_name(number, error)
                 if other is None or other in tried:
                     raise

@@ -19,8 +19,9 @@ from cachefs.data.data_cache import DataCache
 from cachefs.data.fetcher import OpenFile, close_quietly
 from cachefs.data.handle import Handle
 from cachefs.data.young_files import YoungFiles
+from cachefs.errors import failed
 from cachefs.fs.descriptors import Descriptors
-from cachefs.fs.names import FileSystem, failed
+from cachefs.fs.names import FileSystem
 from cachefs.metadata import inode_values, written_files
 from cachefs.metadata.inode_paths import links_of
 from cachefs.options import CacheLevel

@@ -12,11 +12,11 @@ allows it, and `opening_for_writing` clears it.
 """
 
 import errno
-import os
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from cachefs.errors import failed
 from cachefs.metadata.inode_cache import InodeCache
 from cachefs.options import Options
 from cachefs.store.index.records import IMMUTABLE, IMMUTABLE_ON_OPEN, STALE, UNLINKED, WRITTEN, Inode
@@ -62,7 +62,7 @@ class Immutability:
         """
         inode = self._metadata.current(number)
         if inode is not None and inode.flags & (IMMUTABLE | STALE) == IMMUTABLE | STALE:
-            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+            raise failed(errno.ESTALE)
         self.add_writer(number)
         try:
             self._metadata.withdraw_immutable_on_open(number)

@@ -21,7 +21,8 @@ from typing import TypeVar
 
 import trio
 
-from cachefs.fs.names import FileSystem, failed
+from cachefs.errors import failed
+from cachefs.fs.names import FileSystem
 from cachefs.fs.permissions import PermissionsChanged
 from cachefs.metadata.listings import Listings
 from cachefs.source.directories import Directory

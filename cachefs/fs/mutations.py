@@ -5,8 +5,7 @@ EPERM. Its names may change: unlink and rename change the directory. (`Refusals.
 
 A change of a name by this mount moves the ctime, as a change by another node would. Open files continue with the new
 ctime, and fetches that see it wait until the change has been made (`FileSystem.own_change`). A file that loses a name
-stays readable by handles that are open (`Descriptors.keep_readable`). Afterwards the inode is compared by another name,
-or by a descriptor.
+stays readable by open handles (`Descriptors.keep_readable`). Comparisons then use another name, or a descriptor.
 """
 
 import errno
@@ -19,10 +18,11 @@ from functools import partial
 from typing import TypeVar
 
 from cachefs.data.fetcher import close_quietly
+from cachefs.errors import failed
 from cachefs.fs.descriptors import Descriptors
 from cachefs.fs.handles import closed_on_error
 from cachefs.fs.listing_comparison import ListingComparisons
-from cachefs.fs.names import FileSystem, failed
+from cachefs.fs.names import FileSystem
 from cachefs.fs.refusals import Refusals
 from cachefs.metadata import inode_values
 from cachefs.source.credentials import CAP_SETFCAP, Caller, unknown_writer

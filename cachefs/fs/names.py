@@ -11,7 +11,6 @@ No method that serves a request waits for a notification of the kernel: the noti
 
 import errno
 import math
-import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -22,6 +21,7 @@ import trio
 from outcome import Outcome
 
 from cachefs.contract.index import ROOT_INODE
+from cachefs.errors import failed
 from cachefs.fs import permissions
 from cachefs.fs.immutability import Immutability
 from cachefs.fs.invalidation import Invalidation
@@ -52,10 +52,6 @@ class Entry(NamedTuple):
     inode: Inode | None
     timeout_s: float
     """How long the kernel may cache the entry and the attributes."""
-
-
-def failed(number: int) -> OSError:
-    return OSError(number, os.strerror(number))
 
 
 @dataclass(eq=False)

@@ -1,7 +1,6 @@
 """Names of an inode, and the paths that they form."""
 
 import errno
-import os
 import stat
 import struct
 import time
@@ -10,6 +9,7 @@ from enum import IntEnum
 from itertools import islice
 
 from cachefs.contract.index import ROOT_INODE, Table
+from cachefs.errors import failed
 from cachefs.source.directories import ROOT, Directory
 from cachefs.store import aliases
 from cachefs.store.index.environment import View
@@ -175,7 +175,7 @@ class Paths:
             return _path_of(known)
         link = self.name(view, number)
         if link is None:
-            raise _stale()
+            raise failed(errno.ESTALE)
         return _joined(_path_of(self.directory(view, link[0])), link[1])
 
     def beneath(self, view: View, directory: int, name: bytes) -> bytes:
@@ -261,7 +261,7 @@ class Paths:
             else:
                 value = view.get(Table.INODES, inode_key(number))
                 if value is None or number in waiting:  # the names form a circle
-                    raise _stale()
+                    raise failed(errno.ESTALE)
                 inode = Inode.unpack(number, value)
                 link = self.name(view, number)
                 waiting[number] = link, inode
@@ -271,7 +271,7 @@ class Paths:
         while waiting:
             number, (link, inode) = waiting.popitem()
             if not inode.is_directory:
-                raise OSError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))
+                raise failed(errno.ENOTDIR)
             name = link[1] if link is not None else b""
             above = Directory(number, inode.identity, above, name, _has_pinned_name(inode))
             if len(self._directories) >= REMEMBERED_DIRECTORIES:
@@ -296,9 +296,5 @@ def _joined(path: bytes | None, name: bytes) -> bytes:
 
 def _path_of(directory: Directory) -> bytes:
     if directory.path is None:
-        raise _stale()
+        raise failed(errno.ESTALE)
     return directory.path
-
-
-def _stale() -> OSError:
-    return OSError(errno.ESTALE, os.strerror(errno.ESTALE))

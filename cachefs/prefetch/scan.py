@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import trio
 
+from cachefs.errors import failed
 from cachefs.prefetch.engine import PrefetchEngine, walk
 from cachefs.store.index.records import Inode
 
@@ -122,7 +123,7 @@ class Scan:
             for _ in range(ATTEMPTS):
                 if not await self._take([(await self._fs.resolve(path)).number], directories):
                     return
-            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+            raise failed(errno.ESTALE)
         except OSError as error:
             self.problems.failed(path, error)
 

@@ -17,7 +17,6 @@ A call that cannot be made at once waits in one of these places:
 
 import errno
 import math
-import os
 import time
 from collections.abc import Callable, Hashable
 from typing import Any, TypeVar
@@ -25,7 +24,7 @@ from typing import Any, TypeVar
 import outcome
 import trio
 
-from cachefs.errors import Busy
+from cachefs.errors import Busy, failed
 from cachefs.source.calls.call import Call
 from cachefs.source.calls.doubt import FAILURES, KeptCalls, may_be_lost
 from cachefs.source.calls.fair_queue import FairQueue
@@ -278,4 +277,4 @@ class CallPool:
 
 
 def _time_out(call: Call[Any]) -> None:
-    call.done(outcome.Error(OSError(errno.ETIMEDOUT, os.strerror(errno.ETIMEDOUT))))
+    call.done(outcome.Error(failed(errno.ETIMEDOUT)))

@@ -9,7 +9,7 @@ import errno
 import os
 
 from cachefs.contract.index import MAX_NAME_BYTES
-from cachefs.errors import Busy
+from cachefs.errors import Busy, failed
 from cachefs.source.identity import Changed
 from cachefs.system import syscalls
 from cachefs.system.descriptors import closing
@@ -63,9 +63,9 @@ def component(name: bytes) -> bytes:
     Raises ENOENT or ENAMETOOLONG for other names.
     """
     if name in (b"", b".", b"..") or b"/" in name:
-        raise OSError(errno.ENOENT, os.strerror(errno.ENOENT))
+        raise failed(errno.ENOENT)
     if len(name) > MAX_NAME_BYTES:
-        raise OSError(errno.ENAMETOOLONG, os.strerror(errno.ENAMETOOLONG))
+        raise failed(errno.ENAMETOOLONG)
     return name
 
 
