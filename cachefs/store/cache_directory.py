@@ -24,7 +24,7 @@ from cachefs.options import Revalidate
 from cachefs.store import aliases, durable_index, mutable_patterns, owner, runs
 from cachefs.store.blob.blob import Blob
 from cachefs.store.filesystem import Filesystem
-from cachefs.store.index import overflow
+from cachefs.store.index import overflow, pages
 from cachefs.store.index.environment import DATA, Environment
 from cachefs.store.index.index import Index
 from cachefs.store.runs import RunState
@@ -381,4 +381,5 @@ class OpenedIndex:
                 flushed = False
         self.index.close()
         if flushed:
+            pages.write_checksum(self.index.durable.path / DATA)
             shutil.rmtree(self.index.session.path, ignore_errors=True)

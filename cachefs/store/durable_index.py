@@ -2,7 +2,8 @@
 
 LMDB has no checksums: damage shows when a page that is needed contradicts itself. Then the index is *damaged*, and
 `Environment.failed` marks it in a file beside it (damage.py says how the mount goes on). The next daemon sets the
-index aside as `index.broken`, and rebuilds it. A flipped bit in a page that stays consistent goes unnoticed.
+index aside as `index.broken`, and rebuilds it. A run that ends cleanly leaves a checksum of the whole index (pages.py).
+So a flipped bit in a page that stays consistent is noticed if it flips between two mounts, and not while one serves.
 """
 
 import logging
@@ -62,6 +63,7 @@ def begin_blob_again(durable: Environment, blob: Blob, size_bytes: int) -> None:
 def _checked(path: Path) -> Environment:
     """Raises IndexDamaged if an earlier daemon met damage, or if the pages that each run uses first are damaged."""
     pages.check_length(path / DATA)
+    pages.check_checksum(path / DATA)
     pages.check_pages(path / DATA)
     with ExitStack() as stack:
         environment = stack.enter_context(closing(Environment(path, sync=True)))

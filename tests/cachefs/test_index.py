@@ -4,6 +4,7 @@ import itertools
 import os
 import random
 import shutil
+import struct
 import subprocess
 import sys
 import tempfile
@@ -422,6 +423,67 @@ def test_pages_that_exchanged_their_places_are_noticed(tmp_path: Path) -> None:
         except IndexDamaged:
             noticed += 1
     assert noticed > len(used) // 2  # the others are not in use
+
+
+@pytest.mark.promise("FA-37")
+def test_the_pages_of_the_last_transaction_are_checked(tmp_path: Path) -> None:
+    """Before: always those that the first of the two meta pages leads to, which may be those of the last but one."""
+    environment = Environment(tmp_path / "index", sync=True)
+    path = environment.path / DATA
+    for _ in range(4):
+        before = path.read_bytes()
+        environment.try_to_write()
+        whole = path.read_bytes()
+        written = [at for at in range(2 * 4096, len(whole), 4096) if whole[at : at + 4096] != before[at : at + 4096]]
+        path_of_copy = tmp_path / "copy"
+        for at in written:
+            path_of_copy.write_bytes(whole[:at] + bytes(4096) + whole[at + 4096 :])
+            with pytest.raises(IndexDamaged):
+                pages.check_pages(path_of_copy)
+    environment.close()
+
+
+@pytest.mark.promise("FA-40")
+def test_each_flipped_bit_of_an_index_that_nobody_uses_is_noticed(tmp_path: Path) -> None:
+    environment = Environment(tmp_path / "index", sync=True)
+    environment.try_to_write()
+    environment.close()
+    path = environment.path / DATA
+    pages.write_checksum(path)
+    pages.check_checksum(path)
+    whole = path.read_bytes()
+    for at in {*range(200), *range(4096, 4296), *range(0, len(whole), 97)}:
+        path.write_bytes(whole[:at] + bytes([whole[at] ^ 1 << at % 8]) + whole[at + 1 :])
+        with pytest.raises((IndexDamaged, struct.error)):
+            pages.check_length(path)
+            pages.check_checksum(path)
+    path.write_bytes(whole + b"appended")
+    pages.check_checksum(path)
+
+
+@pytest.mark.promise("FA-40")
+def test_a_checksum_says_nothing_about_later_transactions(tmp_path: Path) -> None:
+    """Of a daemon that was killed, or of an earlier version of cachefs."""
+    environment = Environment(tmp_path / "index", sync=True)
+    path = environment.path / DATA
+    environment.try_to_write()
+    old = path.read_bytes()
+    environment.try_to_write()
+    environment.close()
+    pages.write_checksum(path)
+    now = path.read_bytes()
+    environment = Environment(tmp_path / "index", sync=True)
+    pages.check_checksum(path)  # opened and not written to
+    environment.try_to_write()
+    environment.close()
+    assert path.read_bytes() != now
+    pages.check_checksum(path)
+    path.write_bytes(old)
+    with pytest.raises(IndexDamaged):
+        pages.check_checksum(path)
+    for content in (b"", b"damaged"):
+        (environment.path / "checksum").write_bytes(content)
+        pages.check_checksum(path)
 
 
 @pytest.mark.promise("FA-33")

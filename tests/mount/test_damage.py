@@ -158,6 +158,30 @@ def test_no_damaged_page_of_the_index_stops_a_mount(mount: MakeMount, source: Pa
     assert "Traceback" not in m.log()
 
 
+@pytest.mark.promise("FA-40")
+@pytest.mark.parametrize("revalidate", ["auto", "never"])
+def test_a_flipped_bit_hides_no_name_of_an_unmounted_cache(mount: MakeMount, source: Path, revalidate: str) -> None:
+    """Found by tests/damage: the number of the directory in the key of a row of its listing was another one. The page
+    was consistent, and the name was missing, for ever."""
+    m, expected = filled(mount, source)
+    m.umount()
+    name = next(path.name.encode() for path in sorted(expected) if len(path.name) > 5 and path.parent.name)
+    data = bytearray((m.cache / "index/data.mdb").read_bytes())
+    found, at = 0, data.find(bytes(3) + name)
+    while at >= 0:
+        row = data[at - 17 : at + 3]  # the key of a listing, two numbers, and the flags
+        if row[8:14] == bytes(6):
+            data[at - 17] ^= 1
+            found += 1
+        at = data.find(bytes(3) + name, at + 1)
+    assert found
+    (m.cache / "index/data.mdb").write_bytes(data)
+    m.start("--revalidate", revalidate)
+    assert contents(m.path) == expected
+    assert (m.cache / "index.broken").exists()
+    assert "open" not in m.ops()  # the data are still there
+
+
 @pytest.mark.promise("FA-34", "FA-35", "TE-2")
 @pytest.mark.parametrize("mode", [["--read-only"], []], ids=["read-only", "read-write"])
 def test_pages_that_are_damaged_while_a_mount_serves(mount: MakeMount, source: Path, mode: list[str]) -> None:

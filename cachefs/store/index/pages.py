@@ -1,4 +1,4 @@
-"""The length of an LMDB file, and the structure of its pages, which LMDB does not check.
+"""The length of an LMDB file, the structure of its pages, and its checksum: LMDB checks none of them.
 
 LMDB maps data.mdb and reads whatever page a tree refers to. A page beyond the end of the file kills the process
 (SIGBUS). So the length of the file is compared with its last page before LMDB opens it.
@@ -10,6 +10,10 @@ is rebuilt.
 `check_pages` walks all trees when cachefs is mounted. Each page must have its own number, so that pages that have
 exchanged their places are noticed, and its nodes must lie within it, because LMDB follows them beyond the page. Of a
 large index only the heads of leaf pages are checked, which costs about one second for ten million files.
+
+`write_checksum` records the checksum of a file that nobody uses any more, and the last transaction in it. It notices
+what leaves every page consistent: a flipped bit in the key of a listing's row hides a name (`check_checksum`). It says
+nothing about a file with a later transaction: the daemon was killed, or had an earlier version of cachefs.
 """
 
 import mmap
@@ -19,12 +23,15 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import xxhash
+
 from cachefs.errors import IndexDamaged
+from cachefs.system import private_files
 from cachefs.system.descriptors import closing
 
 _META = struct.Struct("<16x2I16xI92xQ")
 """The fields of a meta page: magic, version, page size, last page."""
-_ROOTS = struct.Struct("<80xQ40xQ16xQ")
+_ROOTS = struct.Struct("<80xQ40xQ8xQ")
 """More fields of a meta page: the roots of the table of free pages and of the table of tables; the transaction."""
 _HEAD = struct.Struct("<Q2x3H")
 """The head of a page: its number, flags, and the bounds of its free space."""
@@ -35,7 +42,13 @@ _BRANCH, _LEAF, _TYPES = 1, 2, 0x27
 _BIG, _TABLE = 1, 2
 _ROOT_OF_TABLE = struct.Struct("<40xQ")
 _NO_PAGE = (1 << 64) - 1
+_CHECKSUM = struct.Struct("<3Q")
+"""The last transaction, the length in bytes, and the XXH3-64 of that length."""
+_CHECKSUM_NAME = "checksum"
 _MAX_THOROUGH_BYTES = 64 << 20
+_MAX_SUMMED_BYTES = 1 << 30
+"""Half a second to read."""
+_CHUNK_BYTES = 1 << 20
 _MAGIC, _VERSION = 0xBEEFC0DE, 1
 _PAGE_SIZES = range(512, (1 << 16) + 1)
 
@@ -78,6 +91,46 @@ def extend(path: Path, environment: Any) -> None:
     with suppress(OSError):  # then the next mount may rebuild the index
         if path.stat().st_size < length:
             os.truncate(path, length)
+
+
+def write_checksum(path: Path) -> None:
+    """For the next `check_checksum`. The file must not be in use."""
+    with suppress(OSError):  # then the next mount does not check it
+        with open(path, "rb") as file:
+            length = _needed(file.fileno())
+            if length is None or length > _MAX_SUMMED_BYTES:
+                return
+            found = _transactions(file.fileno())[1], length, _checksum(file.fileno(), length)
+        private_files.write_file(path.with_name(_CHECKSUM_NAME), _CHECKSUM.pack(*found))
+
+
+def check_checksum(path: Path) -> None:
+    """Raises IndexDamaged if the file has changed without a transaction since `write_checksum`. It must be as long as
+    `check_length` wants it."""
+    try:
+        transaction, length, expected = _CHECKSUM.unpack(path.with_name(_CHECKSUM_NAME).read_bytes())
+    except (OSError, struct.error):
+        return
+    with open(path, "rb") as file:
+        earlier, last = _transactions(file.fileno())
+        if last > transaction and last - earlier <= 1:
+            return
+        is_whole = last == transaction and _checksum(file.fileno(), length) == expected
+    if not is_whole:
+        raise IndexDamaged(f"the index in {path.parent} is damaged: {path.name} is not as it was left")
+
+
+def _transactions(fd: int) -> list[int]:
+    """The transactions of the two meta pages, in order. They follow one another."""
+    page_bytes = _META.unpack(os.pread(fd, _META.size, 0))[2]
+    return sorted(_ROOTS.unpack(os.pread(fd, _ROOTS.size, offset))[2] for offset in (0, page_bytes))
+
+
+def _checksum(fd: int, length: int) -> int:
+    state = xxhash.xxh3_64()
+    for offset in range(0, length, _CHUNK_BYTES):
+        state.update(os.pread(fd, min(_CHUNK_BYTES, length - offset), offset))
+    return int(state.intdigest())
 
 
 def check_pages(path: Path) -> None:
