@@ -296,14 +296,18 @@ class FileSystem:
 
     async def revalidated(self, number: int, inode: Inode | None = None) -> Inode:
         """An inode, compared with the source first unless valid. Raises ESTALE if another object has its names."""
-        inode = inode or self.inode(number)
-        if self.metadata.remaining_ns(inode):
+        inode = inode or self.metadata.current(number)
+        if inode is not None and self.metadata.remaining_ns(inode):
             return inode
         if number == ROOT_INODE:
             await self.compare_root()
             return self.inode(number)
         with self.metadata.index.view() as view:
             links = self.metadata.paths.links(view, number)
+        if not links:
+            links = await self.metadata.index.lost_names(number)
+            for parent, _ in links:
+                await self.revalidated(parent)  # its names may be lost, too
         for parent, name in links:
             try:
                 found = await self.compare(parent, name)

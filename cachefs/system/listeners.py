@@ -22,6 +22,10 @@ class Listeners(Generic[P]):
     def add(self, function: Callable[P, object]) -> None:
         self._functions.append(function)
 
+    def clear(self) -> None:
+        """They listen no more."""
+        self._functions.clear()
+
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> None:
         for function in self._functions:
             function(*args, **kwargs)

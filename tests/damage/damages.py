@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 PAGE = 4096
-COLD_FILES = ("index/data.mdb", "index/data.mdb", "blob", "blob", "secret", "index/lock.mdb")
+COLD_FILES = ("index/data.mdb", "index/data.mdb", "blob", "blob", "secret", "index/lock.mdb", "index/checksum")
 LIVE_FILES = ("index/data.mdb", "blob")
 
 

@@ -4,6 +4,7 @@ import json
 import os
 import random
 import shutil
+import struct
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from functools import partial
@@ -200,6 +201,50 @@ def test_pages_that_are_damaged_while_a_mount_serves(mount: MakeMount, source: P
             assert contents(m.path) == expected, at
     assert m.status()["index_problem"]
     assert m.log().count("the index is damaged") == 1
+
+
+def pages_of_links(index: bytes) -> Iterator[int]:
+    """Where the leaf pages of the table LINKS begin: keys of two numbers and a name, values of four bytes."""
+    for at in range(2 * PAGE, len(index), PAGE):
+        flags, lower = struct.unpack_from("<2H", index, at + 10)
+        if flags == 2 and lower > 16:
+            (first,) = struct.unpack_from("<H", index, at + 16)
+            value_bytes, _, _, key_bytes = struct.unpack_from("<4H", index, at + first)
+            if value_bytes == 4 and key_bytes > 16:
+                yield at
+
+
+@pytest.mark.promise("FA-34")
+@pytest.mark.parametrize("mode", [["--read-only"], []], ids=["read-only", "read-write"])
+def test_a_directory_is_listed_although_its_name_is_lost(mount: MakeMount, source: Path, mode: list[str]) -> None:
+    """Found by tests/damage: ESTALE, in each epoch until the kernel forgot the directory."""
+    m = mount(source, *mode)
+    expected = contents(m.path)
+    m.flush()
+    cachefs("restart", m.path)  # the kernel knows directories that the daemon has not looked up
+    m.pid = int(m.status()["pid"])
+    with open(m.cache / "index/data.mdb", "r+b") as index:
+        lost = list(pages_of_links(index.read()))
+        for at in lost:
+            os.pwrite(index.fileno(), bytes(PAGE), at)
+    assert lost
+    for _ in range(2):
+        assert contents(m.path) == expected
+        m.drop_caches()
+    assert m.status()["index_problem"]
+
+
+@pytest.mark.promise("FA-34")
+def test_damage_that_the_end_of_a_mount_meets_is_no_failure(mount: MakeMount, source: Path) -> None:
+    """Found by tests/damage: "the daemon has failed", with a traceback, because those who are told were closed."""
+    m, expected = filled(mount, source)
+    with open(m.cache / "index/data.mdb", "r+b") as index:
+        size = os.fstat(index.fileno()).st_size
+        os.pwrite(index.fileno(), bytes(size - 2 * PAGE), 2 * PAGE)
+    m.umount()
+    assert "Traceback" not in m.log()
+    m.start()
+    assert contents(m.path) == expected
 
 
 @pytest.mark.promise("FA-35")

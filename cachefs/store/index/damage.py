@@ -8,6 +8,9 @@ LMDB has no checksums: damage shows when a page that is needed is no page, or ha
   complete, because names may be missing (`Validity.doubt_everything`). The next listing goes to the session. It
   does not use rows of the index, because more of them may be lost while it is valid.
 
+- the names of an inode whose links are lost are found in the dentries (`names_of`): the kernel does not look up the
+  name of a directory again that it lists by its number.
+
 So requests are served from the source, slower. The index is rebuilt from the blob by the next daemon, with or without
 an unmount.
 """
@@ -21,6 +24,7 @@ from typing import Any
 import lmdb
 
 from cachefs.contract.index import DENTRY_RECORD, EXTENT_RECORD, INODE_RECORD, Table
+from cachefs.store.index.records import inode_key, inode_of_key
 from cachefs.system import private_files
 from cachefs.system.listeners import Listeners
 
@@ -173,3 +177,14 @@ class _LenientCursor:
         while more:
             yield self.key(), self.value()
             more = self.prev()
+
+
+def names_of(environment: Any, number: int) -> list[tuple[int, bytes]]:
+    """The names that lead to an inode, as (parent, name), by the dentries alone. Reads all of them; from any thread."""
+    wanted = inode_key(number)[::-1]  # little-endian, as in the record
+    txn = LenientTransaction(environment.lmdb, environment.tables)
+    try:
+        rows = txn.cursor(db=environment.tables[Table.DENTRIES])
+        return [(inode_of_key(key), bytes(key[8:])) for key, value in rows if value[8:16] == wanted]
+    finally:
+        txn.abort()

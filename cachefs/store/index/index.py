@@ -21,19 +21,21 @@ import logging
 import struct
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import lmdb
 
 from cachefs.contract.index import Table
 from cachefs.errors import IndexUnavailable
-from cachefs.store.index import pages
+from cachefs.store.index import damage, pages
 from cachefs.store.index.dirty import Batch, Dirty
 from cachefs.store.index.environment import DATA, TOMBSTONE, Environment, Key, Update, View
 from cachefs.store.index.extents import Extents
 from cachefs.store.index.overflow import MISSING, Missing
 from cachefs.store.index.records import FLAGGED_NUMBER, LISTED, PINNED, Extent, Inode, inode_key, inode_of_key
 from cachefs.system.listeners import Listeners
+from cachefs.system.threads import in_thread
 
 log = logging.getLogger(__name__)
 
@@ -106,6 +108,10 @@ class Index:
     def available(self) -> bool:
         """Can new values be pinned?"""
         return self.is_writable and not self.durable.damage.is_found
+
+    async def lost_names(self, number: int) -> list[tuple[int, bytes]]:
+        """Names that lead to an inode whose links a damaged index has lost, as (parent, name)."""
+        return await in_thread(partial(damage.names_of, self.durable, number)) if self.durable.damage.is_found else []
 
     def view(self) -> View:
         return View(self.session, self.durable)
