@@ -135,7 +135,8 @@ class Components:
 
         # At once where requests are served; the thread that commits may find damage, too.
         serving, damage = get_ident(), index.durable.damage
-        damage.on_found.add(lambda: self._records_lost() if get_ident() == serving else later(self._records_lost))
+        damage.run = lambda call: call() if get_ident() == serving else later(call)
+        damage.on_found.add(self._records_lost)
         fetcher = Fetcher(
             source,
             call_pool,

@@ -372,7 +372,7 @@ class OpenedIndex:
 
     def close(self, *, flushed: bool) -> None:
         """`flushed`: all pinned values are in the durable index, so that the next run may trust it."""
-        self.index.durable.damage.on_found.clear()  # they are closed
+        self.index.durable.damage.close()
         if flushed:
             self.state = replace(self.state, clean=True)
             try:

@@ -1,5 +1,6 @@
 """Positions of listings: never used twice, also by a record of the directory that is made anew (hazard 27)."""
 
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -186,6 +187,19 @@ def test_the_last_key_with_a_prefix(
         found = view.last_key(Table.XATTRS, prefix)
     assert found == max((key for key in durable | session if key.startswith(prefix)), default=None)
     index.close()
+
+
+@pytest.mark.promise("FA-34")
+def test_no_request_sees_a_damaged_index_before_its_listings_are_doubted(index: Index) -> None:
+    """Found by tests/damage: the thread that commits met the damage, and a complete listing had no names."""
+    listings, _ = pinned_listing(index)
+    index.forget_committed(index.commit(index.take_dirty(100), []).flushed)
+    waiting: list[Callable[[], None]] = []
+    index.durable.damage.run = waiting.append
+    index.durable.damage.found(ValueError("a page is no page"))
+    assert rows(listings, index) == OLD
+    waiting[0]()
+    assert rows(listings, index) == []
 
 
 @pytest.mark.promise("FA-34")

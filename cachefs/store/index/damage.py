@@ -16,8 +16,9 @@ an unmount.
 """
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,10 @@ _FLAGS_BYTES = 4
 log = logging.getLogger(__name__)
 
 
+def _here(call: Callable[[], None]) -> None:
+    call()
+
+
 class Damage:
     """What is known about the damage of one environment."""
 
@@ -49,7 +54,10 @@ class Damage:
         self._path = path
         self.is_found = False
         self.on_found: Listeners[[]] = Listeners()
-        """Called once, in the thread that met the damage."""
+        """Called once, in the thread of `run`."""
+        self.run: Callable[[Callable[[], None]], object] = _here
+        """Runs a function in the thread that serves requests. No request must see that rows are gone and listings still
+        count as complete: such a listing has no names."""
 
     @property
     def is_marked(self) -> bool:
@@ -66,7 +74,16 @@ class Damage:
             "unmount and mount again"
         )
 
+    def close(self) -> None:
+        """Nobody listens any more."""
+        self.on_found.clear()
+        self.run = _here
+
     def found(self, error: BaseException) -> None:
+        """From any thread."""
+        self.run(partial(self._found, error))
+
+    def _found(self, error: BaseException) -> None:
         if self.is_found:
             return
         self.is_found = True
