@@ -30,7 +30,7 @@ from cachefs.prefetch.prefetcher import Prefetcher
 from cachefs.prefetch.queue import OwnPrefetchQueue
 from cachefs.source.directories import ROOT
 from cachefs.store import runs
-from cachefs.store.filesystem import numbers_stay
+from cachefs.store.filesystem import numbers_snapshots, numbers_stay
 from daemon import tasks
 from daemon.config import config
 from daemon.config.config import MountConfig
@@ -141,7 +141,9 @@ class Serving:
         root = self._mount.source_root(components)
         root.save(components.opened.index)
         if not root.numbers_last:
-            self._begin_connection()
+            source.connection = source.connection._replace(number=self._connection_number())
+        elif numbers_snapshots(root.fstype):
+            source.connection.volumes.number_snapshots(self._connection_number(), root.inode)
         # The type with which it was mounted: a source that was detached has none in the mount table.
         if not numbers_stay(root.fstype):
             source.connection.volumes.forgo_numbers()
@@ -149,7 +151,7 @@ class Serving:
         def changed() -> None:
             components.descriptors.save_losses()  # before a successor can get the new source from the fast path
             components.metadata.paths.forget()
-            runs.save_connection(components.opened.index, source.connection.number)
+            runs.save_connection(components.opened.index, source.connection.counted)
             if self._host is not None:
                 self._host.source_changed(source.root_device)
 
@@ -158,12 +160,12 @@ class Serving:
             connection.doubt()
         return connection
 
-    def _begin_connection(self) -> None:
-        """Inode numbers of the source count in one connection only: number it, or go on with that of a predecessor."""
-        opened, source = self._components.opened, self._components.source
+    def _connection_number(self) -> int:
+        """Inode numbers of the source count in one connection only: its number, which a successor goes on with."""
+        opened = self._components.opened
         if self._mount.is_new:
             runs.save_connection(opened.index, runs.first_connection(opened.state.run))
-        source.connection = source.connection._replace(number=runs.saved_connection(opened.index))
+        return runs.saved_connection(opened.index)
 
     async def _record_root(self) -> None:
         metadata, filesystem, source = self._components.metadata, self._components.filesystem, self._components.source

@@ -97,6 +97,7 @@ class Components:
                 opened.forgot,
                 source.has_change_times,
                 source.has_own_clock,
+                source.sets_no_time_back,
             ),
             Numbers(state.run, opened.takeovers, lambda takeovers: later(opened.count_takeovers, takeovers)),
             notifier,

@@ -25,7 +25,8 @@ that is later than `LATE_NS`.
 
 A version may be recent if its change time is less than `LATE_NS` ago, or in the future. Where this machine's own clock
 sets the times, as on a local disk, less than `settle_ns` ago. Where ctime proves nothing (store/filesystem.py) the
-later of ctime and mtime counts.
+later of ctime and mtime counts. On CephFS, which never sets a time back, a file stays young as long as its ctime is in
+the future: until then a rewrite by a node with the right time leaves no trace (hazard 59).
 
 `settle_ns` is an option of the mount; tests use shorter times.
 """
@@ -59,6 +60,8 @@ class Run(NamedTuple):
     """Does ctime move with each change at the source? (store/filesystem.py)"""
     has_own_clock: bool = False
     """Does another clock than this machine's set the times of the source? (store/filesystem.py)"""
+    sets_no_time_back: bool = False
+    """May a rewrite leave a later time as it is? (store/filesystem.py)"""
 
 
 class Validity:
@@ -119,6 +122,8 @@ class Validity:
 
         The second comparison must reach the source; of a file it must begin `settle_ns` after the first one.
         """
+        if self._run.sets_no_time_back and before.is_regular and now.ctime_ns > self._realtime_ns():
+            return False
         is_of_this_run = before.validated_run == self.run
         if not before.flags & UNSETTLED or (before.is_regular and is_of_this_run and not before.is_young):
             return True

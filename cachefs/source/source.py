@@ -20,7 +20,14 @@ from cachefs.source.identity import GONE, Changed, check, check_version, is_same
 from cachefs.source.opening import Opener, component, reopen_directory
 from cachefs.source.volumes import Connection, Place, Volumes
 from cachefs.stats.source_counters import SourceCounters
-from cachefs.store.filesystem import descriptors_stay, has_change_times, has_own_clock, is_coherent
+from cachefs.store.filesystem import (
+    FIRST_OF_SNAPSHOTS,
+    descriptors_stay,
+    has_change_times,
+    has_own_clock,
+    is_coherent,
+    sets_no_time_back,
+)
 from cachefs.store.index.records import Identity, Inode
 from cachefs.system import past_pages, syscalls
 from cachefs.system.clock import SYSTEM, Clock
@@ -105,6 +112,7 @@ class Source:
         self._is_coherent = is_coherent(fstype)
         self.has_change_times = has_change_times(fstype)
         self.has_own_clock = has_own_clock(fstype)
+        self.sets_no_time_back = sets_no_time_back(fstype)
         roots = [Place(*syscalls.place_of(root_fd))] if root_device is None else []
         device = roots[0].device if root_device is None else root_device
         self.connection = Connection(Volumes(root_fd, roots), device)
@@ -160,6 +168,9 @@ class Source:
     def _stat(self, fd: int, name: bytes, *, ask: bool) -> Stat:
         volumes, connection = self.connection.volumes, self.connection.number
         now = self._numbered_stat(volumes, connection, fd, name, ask=ask)
+        if now.inode >= FIRST_OF_SNAPSHOTS and now.device in volumes.snapshots:
+            device, connection = volumes.snapshots[now.device]
+            return now._replace(device=device, connection=connection)
         return now._replace(inode=NO_NUMBER) if now.device in volumes.without_numbers else now
 
     def _numbered_stat(self, volumes: Volumes, connection: int, fd: int, name: bytes, *, ask: bool) -> Stat:

@@ -7,6 +7,8 @@ devices are given out in the order of their set-up (hazard 51), and a bind mount
 - 0: what the root of the source lies on, reached by the same mount.
 - Otherwise it is made of what lasts: the identity of the filesystem (store/filesystem.py), on Btrfs of the subvolume;
   the directory of it that is mounted; and where. So it is the same at the next mount.
+- The objects in the snapshots of a CephFS on ceph-fuse are of a volume of their own: their inode numbers count in one
+  connection only (hazard 58), and no recursive ctime covers them. Not where the source itself lies in a snapshot.
 - A filesystem that cannot be recognized, and a FUSE filesystem, which may give its inode numbers to other objects when
   it is mounted anew: of the number of the mount, which is not used again before the next boot.
 
@@ -22,6 +24,7 @@ Used from the threads of `call_pool.py`, concurrently.
 
 import hashlib
 import os
+import secrets
 import stat
 import threading
 from collections.abc import Callable, Iterable
@@ -31,7 +34,14 @@ from typing import NamedTuple
 
 from cachefs.client import mount_table
 from cachefs.client.mount_table import Mount
-from cachefs.store.filesystem import descriptors_stay, identify, numbers_last, numbers_stay
+from cachefs.store.filesystem import (
+    FIRST_OF_SNAPSHOTS,
+    descriptors_stay,
+    identify,
+    numbers_last,
+    numbers_snapshots,
+    numbers_stay,
+)
 from cachefs.store.runs import next_connection
 from cachefs.system import syscalls
 from cachefs.system.descriptors import closing
@@ -64,6 +74,9 @@ class Volumes:
         """Volumes whose inode numbers do not stay. Read without the lock."""
         self.with_paths: set[int] = set()
         """Volumes on which a descriptor leads to what has its path now. Read without the lock."""
+        self.snapshots: dict[int, tuple[int, int]] = {}
+        """Volumes on ceph-fuse: `Stat.device` and `Stat.connection` of the objects in their snapshots. Read without the
+        lock."""
         self._subvolumes: set[int] = set()
         """Volumes on Btrfs, beneath the source's own."""
         self._lock = threading.Lock()
@@ -73,6 +86,9 @@ class Volumes:
         following = Volumes(self._root_fd, roots)
         following.without_numbers = self.without_numbers & {0}
         following.with_paths = self.with_paths & {0}
+        if 0 in self.snapshots:
+            device, connection = self.snapshots[0]
+            following.snapshots[0] = device, next_connection(connection)
         if self._found is not None:
             following.tell(self._found)
         return following
@@ -80,6 +96,11 @@ class Volumes:
     def forgo_numbers(self) -> None:
         """Inode numbers of the source's own volume do not stay (store/filesystem.py). Called before any look-up."""
         self.without_numbers.add(0)
+
+    def number_snapshots(self, connection: int, root_inode: int) -> None:
+        """The source's own volume is on ceph-fuse. Called before any look-up. `root_inode`: of the source."""
+        is_snapshot = root_inode >= FIRST_OF_SNAPSHOTS
+        self.snapshots[0] = 0 if is_snapshot else _of_snapshots(0), connection
 
     def tell(self, found: Callable[[Place, int], None]) -> None:
         """Call this for each volume that is known, or becomes known."""
@@ -106,6 +127,8 @@ class Volumes:
                 self.without_numbers.add(number)
             if mount is not None and not descriptors_stay(mount.fstype):
                 self.with_paths.add(number)
+            if mount is not None and numbers_snapshots(mount.fstype):
+                self.snapshots[number] = _of_snapshots(number), secrets.randbits(32)
             self._note(place, number)
 
     def _note(self, place: Place, number: int) -> None:
@@ -126,8 +149,16 @@ class Volumes:
             words = [boot, b"%d" % place.mount, b"%d" % place.device]
         else:
             words = [os.urandom(16)]
-        digest = hashlib.blake2b(b"\0".join(words), digest_size=8).digest()
-        return int.from_bytes(digest, "big") | _OURS
+        return _digest(words)
+
+
+def _of_snapshots(volume: int) -> int:
+    """The volume of the objects in the snapshots of another one."""
+    return _digest([b"snapshots", b"%d" % volume])
+
+
+def _digest(words: list[bytes]) -> int:
+    return int.from_bytes(hashlib.blake2b(b"\0".join(words), digest_size=8).digest(), "big") | _OURS
 
 
 class Connection(NamedTuple):
@@ -141,6 +172,11 @@ class Connection(NamedTuple):
     """st_dev of the root."""
     number: int = 0
     """0: the source has birth times, or its inode numbers last. `Stat.connection`."""
+
+    @property
+    def counted(self) -> int:
+        """The number of this connection, if some of the inode numbers do not last."""
+        return self.number or self.volumes.snapshots.get(0, (0, 0))[1]
 
     def following(self, root: Place) -> "Connection":
         if self.number:

@@ -68,6 +68,9 @@ _NO_CHANGE_TIMES = frozenset(("vfat", "msdos", "exfat", "cifs", "smb3"))
 _PASSES_TIMES_ON = frozenset(("fuse.bindfs", "fuse.mergerfs", "fuse.juicefs", "fuse.JuiceFS"))
 _HAS_OWN_NUMBERS = _PASSES_TIMES_ON | {"fuse.glusterfs"}
 _OUR_CLOCK = frozenset(_TYPES) - {"ceph", "overlay"}
+FIRST_OF_SNAPSHOTS = 1 << 48
+"""Inode numbers from this on are of objects in snapshots. The upper 16 bits are the number of the snapshot."""
+_CEPH = frozenset(("ceph", "fuse.ceph", "fuse.ceph-fuse"))
 _INCOHERENT = frozenset(("nfs", "nfs4", "cifs", "smb3", "9p", "virtiofs", "beegfs"))
 
 
@@ -122,6 +125,18 @@ def descriptors_stay(fstype: str) -> bool:
     now (hazard 57).
     """
     return not _promises_nothing(fstype)
+
+
+def sets_no_time_back(fstype: str) -> bool:
+    """Do the times of a file never become earlier? Then a rewrite by a node whose clock is behind leaves no trace
+    (hazard 59)."""
+    return fstype in _CEPH
+
+
+def numbers_snapshots(fstype: str) -> bool:
+    """Does such a filesystem give its snapshots numbers of its own, in the order in which it meets them (hazard 58)?
+    Then the numbers of objects in them, FIRST_OF_SNAPSHOTS and more, count in one connection only."""
+    return fstype in _CEPH and fstype != "ceph"
 
 
 def _promises_nothing(fstype: str) -> bool:

@@ -33,7 +33,7 @@ from cachefs.source.call_pool import CallPool
 from cachefs.source.calls.doubt import may_be_lost
 from cachefs.source.source import Source
 from cachefs.source.volumes import Place
-from cachefs.store.filesystem import numbers_last
+from cachefs.store.filesystem import FIRST_OF_SNAPSHOTS, numbers_last, numbers_snapshots
 from cachefs.store.index.index import Index
 from cachefs.system import syscalls
 from cachefs.system.descriptors import closing_on_error
@@ -77,10 +77,19 @@ class Root:
         """
         return bool(self.birth_ns) or numbers_last(self.fstype)
 
+    @property
+    def _lasting_inode(self) -> int:
+        """The part of the inode number that is the same when the filesystem is mounted again."""
+        return self.inode % FIRST_OF_SNAPSHOTS if numbers_snapshots(self.fstype) else self.inode
+
     def is_same(self, other: "Root") -> bool:
         births = {self.birth_ns, other.birth_ns}
         types = {self.fstype, other.fstype}
-        return self.inode == other.inode and (len(births) == 1 or 0 in births) and (len(types) == 1 or "" in types)
+        return (
+            self._lasting_inode == other._lasting_inode
+            and (len(births) == 1 or 0 in births)
+            and (len(types) == 1 or "" in types)
+        )
 
     def save(self, index: Index) -> None:
         """Store it for a successor, which may find the source lost."""

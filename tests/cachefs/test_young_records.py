@@ -39,6 +39,21 @@ def test_mtime_counts_where_there_are_no_change_times(index: Index, mtime_ago_s:
         assert cache.see(update, b"f", now).is_young == (not has_change_times and mtime_ago_s == 1)
 
 
+@pytest.mark.promise("CH-15")
+@pytest.mark.parametrize("sets_no_time_back", [True, False])
+def test_a_file_from_the_future_stays_young_where_times_are_never_set_back(
+    index: Index, sets_no_time_back: bool
+) -> None:
+    cache = Cache(index, sets_no_time_back=sets_no_time_back)
+    now = file(time_ns=NOW_NS + 1000 * NANOSECONDS)
+    with index.update() as update:
+        cache.see(update, b"f", now)
+        cache.now_ns += 3 * NANOSECONDS
+        assert cache.see(update, b"f", now).is_young == sets_no_time_back
+        cache.now_ns += 1000 * NANOSECONDS
+        assert not cache.see(update, b"f", now).is_young
+
+
 def test_a_young_file_is_old_enough_at_the_second_comparison_two_seconds_later(index: Index) -> None:
     """Also one that was made in the future, which would be compared every two seconds until that time comes."""
     cache = Cache(index)

@@ -17,8 +17,8 @@ import sys
 import tempfile
 import time
 import uuid
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -148,6 +148,18 @@ class CephFs:
     def _mount(self) -> None:
         self._start("client", "ceph-fuse", "-f", "--name", "client.admin", self.path)
         self._until(self._is_mounted, bool, "ceph-fuse has not mounted")
+
+    @contextmanager
+    def another_client(self, path: Path, clock_s: int = 0) -> Iterator[None]:
+        """Mounted at `path`, on a node whose clock is ahead by `clock_s` seconds."""
+        path.mkdir()
+        self._start("another", "faketime", "-f", f"{clock_s:+}s", "ceph-fuse", "-f", "--name", "client.admin", path)
+        try:
+            self._until(lambda: mounted_on(path), bool, "another ceph-fuse has not mounted")
+            yield
+        finally:
+            subprocess.run(["umount", path], check=True)
+            self._end("another")
 
     def _is_mounted(self) -> bool:
         """Not os.path.ismount(): that would wait for the cluster."""

@@ -19,7 +19,7 @@ BACK_WITHIN_S = 5.0
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     here = str(Path(__file__).parent)
-    usable = os.geteuid() == 0 and all(map(shutil.which, ("ceph-mon", "ceph-osd", "ceph-mds", "ceph-fuse")))
+    usable = os.geteuid() == 0 and all(map(shutil.which, ("ceph-mon", "ceph-osd", "ceph-mds", "ceph-fuse", "faketime")))
     for item in items:
         if str(item.path).startswith(here):
             for marker in (pytest.mark.mount, pytest.mark.slow, pytest.mark.ceph, pytest.mark.timeout(300)):
