@@ -29,7 +29,7 @@ from cachefs.source.directories import Directory
 from cachefs.source.identity import Changed
 from cachefs.source.single_flight import SingleFlight, in_task, unwrap
 from cachefs.source.source import Look
-from cachefs.store.index.records import LISTED, UNLINKED, Inode
+from cachefs.store.index.records import LISTED, Inode
 from cachefs.system.stat import Stat
 
 BATCH_NAMES = 16
@@ -180,9 +180,9 @@ class ListingComparisons:
                 names, now = await self._fs.ask(number, partial(self._fs.source.listing, at))
                 directory = self._adopt(directory, now)
             except Changed:
-                if not directory.flags & UNLINKED:
+                if directory.nlink:
                     raise
-                names = []  # removed, and still open
+                names = []  # this mount has removed it, and it is still open
         started = self._clock.monotonic_s()
         doubtful, is_current = await self._doubtful(directory, names)
         asked = [name for name in doubtful if self._fs.call_pool.may_ask((number, name))]

@@ -5,7 +5,8 @@ import errno
 import os
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -391,3 +392,44 @@ def test_a_file_with_the_times_and_size_of_another_is_not_taken_for_it(
         assert (m.path / "d/f").read_bytes() == b"a" * 5000  # of what was looked up
     except OSError as error:
         assert error.errno == errno.ESTALE
+
+
+@pytest.mark.promise("CH-1")
+@pytest.mark.parametrize("ends", ["", "kill", "restart"])
+@pytest.mark.parametrize("way", ["renamed", "exchanged"])
+@pytest.mark.parametrize("mode", [[], ["--no-fastpath"], ["--cache", "none"]], ids=["", "Python alone", "changing"])
+def test_an_open_directory_that_another_node_has_moved_is_never_shown_as_empty(
+    mount: MakeMount, tree: Path, mode: list[str], way: str, ends: str
+) -> None:
+    """Before: its name had led elsewhere, so a listing took it for a directory that this mount has removed."""
+    m = mount(tree, "--attr-timeout", "0.2", *mode)
+    if ends and (m.no_fastpath or "--no-fastpath" in mode):
+        pytest.skip("needs a fast path")
+    with opened_directory(m.path / "first") as fd:
+        if way == "renamed":
+            (tree / "first").rename(tree / "between")
+        else:
+            renameat2(-100, os.fsencode(tree / "first"), -100, os.fsencode(tree / "other"), RENAME_EXCHANGE)
+        time.sleep(1.5 * NAME_HOLDS_S)
+        with suppress(FileNotFoundError):
+            assert (m.path / "first/read").read_bytes() == NEW
+        if ends == "kill":
+            m.kill()
+            m.start()
+        elif ends == "restart":
+            cachefs("restart", m.path)
+            m.pid = int(m.status()["pid"])
+        for _ in range(2):
+            try:
+                assert sorted(os.listdir(fd)) == ["below", "read", "unread"]
+            except OSError as error:
+                assert error.errno == errno.ESTALE
+
+
+@contextmanager
+def opened_directory(path: Path) -> Iterator[int]:
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        yield fd
+    finally:
+        os.close(fd)
