@@ -1,6 +1,5 @@
 """Damages while nothing is mounted, and while a mount serves."""
 
-import errno
 import random
 import shutil
 from collections.abc import Callable
@@ -8,18 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import Mount, contents, wait_for
+from tests.conftest import Mount, contents, contents_of_damaged, wait_for
 from tests.damage.damages import drawn
-
-
-def read_again(root: Path) -> dict[Path, bytes]:
-    """The first request for a directory or file that is open may meet the damage, and fail with ESTALE (FA-34)."""
-    try:
-        return contents(root)
-    except OSError as error:
-        assert error.errno == errno.ESTALE
-        return contents(root)
-
 
 MODES = {"read-only": ["--read-only"], "read-write": [], "Python alone": ["--read-only", "--no-fastpath"]}
 LIVE = 3
@@ -49,7 +38,7 @@ def test_random_damages_of_a_cache(
             if not live:
                 shutil.rmtree(m.cache / "index.broken", ignore_errors=True)
                 m.start()
-            assert read_again(m.path) == expected, done
+            assert contents_of_damaged(m.path) == expected, done
             m.drop_caches()
-            assert read_again(m.path) == expected, done
+            assert contents_of_damaged(m.path) == expected, done
             left -= 1

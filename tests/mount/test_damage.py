@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from tests.conftest import Mount, cachefs, contents, make_files, settle, small_disk, wait_for
+from tests.conftest import Mount, cachefs, contents, contents_of_damaged, make_files, settle, small_disk, wait_for
 
 pytestmark = pytest.mark.promise("FA-16")
 
@@ -214,6 +214,7 @@ def pages_of_links(index: bytes) -> Iterator[int]:
                 yield at
 
 
+@pytest.mark.fastpath
 @pytest.mark.promise("FA-34")
 @pytest.mark.parametrize("mode", [["--read-only"], []], ids=["read-only", "read-write"])
 def test_a_directory_is_listed_although_its_name_is_lost(mount: MakeMount, source: Path, mode: list[str]) -> None:
@@ -285,7 +286,7 @@ def test_the_next_daemon_of_a_mount_rebuilds_a_damaged_index(
     if way == "kill":
         m.start()
     else:
-        assert contents(m.path) == expected
+        assert contents_of_damaged(m.path) == expected
         cachefs("restart", m.path)
     m.drop_caches()
     assert contents(m.path) == expected
