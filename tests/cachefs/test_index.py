@@ -463,7 +463,7 @@ def test_each_flipped_bit_of_an_index_that_nobody_uses_is_noticed(tmp_path: Path
 
 @pytest.mark.promise("FA-40")
 def test_a_checksum_says_nothing_about_later_transactions(tmp_path: Path) -> None:
-    """Of a daemon that was killed, or of an earlier version of cachefs."""
+    """A daemon that was killed, or an earlier version of cachefs, leaves such transactions."""
     environment = Environment(tmp_path / "index", sync=True)
     path = environment.path / DATA
     environment.try_to_write()

@@ -4,7 +4,9 @@ cover them (hazard 58)."""
 import os
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 import pytest
 
@@ -13,6 +15,7 @@ from tests.ceph.conftest import BACK_WITHIN_S, drop_caches
 from tests.ceph.test_restart import SOON_OLD, wait_until_believed, wait_until_old
 from tests.conftest import Mount, contents, settle, wait_for
 
+T = TypeVar("T")
 MakeMount = Callable[..., Mount]
 MODES = {"read-only": ["--read-only"], "read-write": [], "Python alone": ["--read-only", "--no-fastpath"]}
 
@@ -54,6 +57,16 @@ def mount_client_anew(cephfs: CephFs, root: Path) -> None:
     assert (root / ".snap/s1/f").stat().st_ino != number
 
 
+def until_back(read: Callable[[], T]) -> T:
+    """Read again as long as that fails: what was open, or known to the kernel, is looked up again."""
+    deadline = time.monotonic() + BACK_WITHIN_S
+    while True:
+        try:
+            return read()
+        except OSError:
+            assert time.monotonic() < deadline
+
+
 @pytest.mark.promise("CH-25")
 @pytest.mark.parametrize("mode", MODES)
 def test_snapshots_exchange_their_numbers_while_cachefs_is_mounted(
@@ -67,13 +80,7 @@ def test_snapshots_exchange_their_numbers_while_cachefs_is_mounted(
         m.drop_caches()
     mount_client_anew(cephfs, two)
     m.drop_caches()
-    deadline = time.monotonic() + BACK_WITHIN_S
-    while True:
-        try:
-            check(m, two, "s2", "s1")
-            break
-        except OSError:  # what was open, or known to the kernel, is looked up again
-            assert time.monotonic() < deadline
+    until_back(partial(check, m, two, "s2", "s1"))
     m.drop_caches()
     check(m, two, "s1", "s2")
 
@@ -137,13 +144,7 @@ def test_a_source_in_a_snapshot_comes_back(cephfs: CephFs, two: Path, mount: Mak
     m.flush()
     mount_client_anew(cephfs, two)
     m.drop_caches()
-    deadline = time.monotonic() + BACK_WITHIN_S
-    while True:
-        try:
-            assert contents(m.path) == expected
-            break
-        except OSError:
-            assert time.monotonic() < deadline
+    assert until_back(partial(contents, m.path)) == expected
     m.umount()
     m.start()
     assert contents(m.path) == expected

@@ -5,14 +5,15 @@ import errno
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
 from cachefs.client.client import Client
 from cachefs.system.syscalls import renameat2
+from tests import crowds
 from tests.conftest import Mount, cachefs, raises_errno, settle, wait_for
 
 MakeMount = Callable[..., Mount]
@@ -405,7 +406,7 @@ def test_an_open_directory_that_another_node_has_moved_is_never_shown_as_empty(
     m = mount(tree, "--attr-timeout", "0.2", *mode)
     if ends and (m.no_fastpath or "--no-fastpath" in mode):
         pytest.skip("needs a fast path")
-    with opened_directory(m.path / "first") as fd:
+    with crowds.directory(m.path / "first") as fd:
         if way == "renamed":
             (tree / "first").rename(tree / "between")
         else:
@@ -424,12 +425,3 @@ def test_an_open_directory_that_another_node_has_moved_is_never_shown_as_empty(
                 assert sorted(os.listdir(fd)) == ["below", "read", "unread"]
             except OSError as error:
                 assert error.errno == errno.ESTALE
-
-
-@contextmanager
-def opened_directory(path: Path) -> Iterator[int]:
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        yield fd
-    finally:
-        os.close(fd)

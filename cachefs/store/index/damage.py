@@ -25,7 +25,7 @@ from typing import Any
 import lmdb
 
 from cachefs.contract.index import DENTRY_RECORD, EXTENT_RECORD, INODE_RECORD, Table
-from cachefs.store.index.records import inode_key, inode_of_key
+from cachefs.store.index.records import Dentry, inode_of_key
 from cachefs.system import private_files
 from cachefs.system.listeners import Listeners
 
@@ -198,10 +198,9 @@ class _LenientCursor:
 
 def names_of(environment: Any, number: int) -> list[tuple[int, bytes]]:
     """The names that lead to an inode, as (parent, name), by the dentries alone. Reads all of them; from any thread."""
-    wanted = inode_key(number)[::-1]  # little-endian, as in the record
     txn = LenientTransaction(environment.lmdb, environment.tables)
     try:
         rows = txn.cursor(db=environment.tables[Table.DENTRIES])
-        return [(inode_of_key(key), bytes(key[8:])) for key, value in rows if value[8:16] == wanted]
+        return [(inode_of_key(key), bytes(key[8:])) for key, value in rows if Dentry.unpack(value).inode == number]
     finally:
         txn.abort()
