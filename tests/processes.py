@@ -1,5 +1,7 @@
 """Commands in the background, the processes of a mount, and what a mount leaves behind."""
 
+import os
+import signal
 import subprocess
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -31,6 +33,20 @@ def has_forked(process: subprocess.Popen[str]) -> bool:
 
 def wait_for_end(pid: int) -> None:
     wait_for(lambda: processes.is_running(pid), lambda is_there: not is_there, timeout_s=60)
+
+
+def state(pid: int) -> str:
+    """As ps shows it; empty where there is no such process."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return ""
+
+
+def stop(pid: int) -> None:
+    """Returns when the process has stopped. Right after the signal its threads may still run for a moment."""
+    os.kill(pid, signal.SIGSTOP)
+    wait_for(lambda: state(pid), lambda now: now == "T")
 
 
 def device_of(place: Path) -> str:

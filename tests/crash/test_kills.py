@@ -16,6 +16,7 @@ import pytest
 
 from tests.conftest import REPOSITORY, Mount, contents, make_files, raises_errno, settle, wait_for
 from tests.crash.writer import data_of, models, read_whole
+from tests.processes import stop
 
 MakeMount = Callable[..., Mount]
 WRITERS = 3
@@ -36,7 +37,7 @@ def kill_daemon(m: Mount) -> None:
 def kill_both(m: Mount) -> None:
     """The daemon first: it must not start another fast path."""
     fast_path = int(m.status()["fastpath"]["pid"])
-    os.kill(m.pid, signal.SIGSTOP)
+    stop(m.pid)
     os.kill(fast_path, signal.SIGKILL)
     m.kill()
     m.start()

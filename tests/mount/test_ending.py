@@ -14,6 +14,7 @@ import pytest
 
 from cachefs.fastpath.processes import is_running
 from tests.conftest import Mount, cachefs, contents, mounted_on, stuck_threads, wait_for
+from tests.processes import stop
 
 pytestmark = pytest.mark.usefixtures("fusectl")
 
@@ -150,7 +151,7 @@ def test_a_mount_ends_though_its_source_is_stopped(mount: MakeMount, hanging: tu
     expected, pids = contents(m.path / "d0"), processes(m)
     os.stat(m.path / "h1/known")
     source = next(pid for pid in children() if b"tests.faultfs" in Path(f"/proc/{pid}/cmdline").read_bytes())
-    os.kill(source, signal.SIGSTOP)
+    stop(source)
     try:
         waiting = [Waiting((m.path / name).read_bytes) for name in ("h1/known", "h2/unknown")]
         wait_for(lambda: stuck_threads(*pids), lambda count: count >= 2)

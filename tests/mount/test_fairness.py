@@ -27,6 +27,7 @@ from tests.crowds import (
     read_all,
     read_at,
 )
+from tests.processes import stop
 from tests.users import MAY_NOT_RAISE_LIMITS
 
 fork = multiprocessing.get_context("fork")
@@ -329,7 +330,7 @@ def stop_the_next_child(pid: int, before: set[int]) -> int:
     while not (found := children(pid) - before):
         assert time.monotonic() < deadline
     child = found.pop()
-    os.kill(child, signal.SIGSTOP)
+    stop(child)
     return child
 
 

@@ -22,6 +22,7 @@ from cachefs.errors import CacheFsError
 from cachefs.fastpath import processes
 from tests.conftest import Mount, cachefs, contents, make_files, settle, wait_for
 from tests.load import KILLS, Load, fork, sums_of
+from tests.processes import stop
 from tests.service_manager import ServiceManager
 
 MakeMount = Callable[..., Mount]
@@ -282,7 +283,7 @@ def test_a_first_open_does_not_wait_for_python_and_a_later_writer_is_refused(mou
     for name in names:  # until one was looked up and opened within the second for which a look-up is valid
         path = m.path / name
         os.stat(path)
-        os.kill(m.pid, signal.SIGSTOP)
+        stop(m.pid)
         since = time.monotonic()
         opened = subprocess.Popen(["cat", path], stdout=subprocess.PIPE)
         try:

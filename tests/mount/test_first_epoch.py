@@ -10,6 +10,7 @@ import pytest
 
 from tests.conftest import Mount, make_files, settle
 from tests.load import fork
+from tests.processes import stop
 
 MakeMount = Callable[..., Mount]
 FILES = 1500
@@ -68,7 +69,7 @@ def test_data_that_arrive_before_the_daemon_has_handled_the_first_open_are_cache
     m = mount(source, "--attr-timeout", "60")
     for path in part:
         os.stat(m.path / path)
-    os.kill(m.pid, signal.SIGSTOP)
+    stop(m.pid)
     # In any case after a while: the kernel may have dropped a name, which only the daemon can look up.
     going_on = threading.Timer(4, os.kill, (m.pid, signal.SIGCONT))
     going_on.start()

@@ -24,6 +24,7 @@ from cachefs.system.unix_socket import socket_address
 from tests import conftest
 from tests.conftest import Mount, cachefs, contents, mounted_on, raises_errno, settle, wait_for
 from tests.holder import Holder
+from tests.processes import stop
 from tests.users import MAY_NOT_RAISE_LIMITS
 
 MakeMount = Callable[..., Mount]
@@ -211,7 +212,7 @@ def test_a_predecessor_that_dies_while_it_sends(mount: MakeMount, source: Path) 
 @pytest.mark.fastpath
 def test_a_successor_that_goes_before_it_is_answered_changes_nothing(mount: MakeMount, source: Path) -> None:
     m = mount(source)
-    os.kill(m.pid, signal.SIGSTOP)
+    stop(m.pid)
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as successor:
         with socket_address(locations.mount_directory(str(m.path)) / "control") as address:
             successor.connect(address)

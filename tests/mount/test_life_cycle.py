@@ -20,6 +20,7 @@ from tests.processes import (
     device_of,
     left_behind,
     start,
+    stop,
     wait_for_end,
 )
 
@@ -56,7 +57,7 @@ def test_h3_the_daemon_of_a_detached_mount_leaves_the_next_one_alone(mount: Make
 def test_h3_a_daemon_that_ends_late_leaves_the_next_mount_alone(mount: MakeMount, source: Path) -> None:
     """The kernel gives the next mount the same device number."""
     first = mount(source)
-    os.kill(first.pid, signal.SIGSTOP)
+    stop(first.pid)
     try:
         syscalls.umount2(str(first.path), syscalls.MNT_DETACH)  # umount(8) would look at it first
         second = mount(source)
@@ -144,7 +145,7 @@ def test_h5_a_start_that_was_stopped_is_ended_by_its_command(source: Path, tmp_p
     command = start("mount", source, place, "--cache-dir", tmp_path / "cache", "--simulate-latency", "60000")
     wait_for(lambda: mounted_on(place), bool)
     (daemon,) = (int(pid) for pid in Path(f"/proc/{command.pid}/task/{command.pid}/children").read_text().split())
-    os.kill(daemon, signal.SIGSTOP)
+    stop(daemon)
     try:
         command.send_signal(signal.SIGTERM)
         _, said = command.communicate(timeout=30)

@@ -20,7 +20,7 @@ from cachefs.errors import CacheFsError
 from cachefs.fastpath import processes
 from cachefs.system.syscalls import pidfd_getfd
 from tests.conftest import Mount, cachefs, children, contents, settle, start_fault_fs, wait_for
-from tests.processes import connections, device_of
+from tests.processes import connections, device_of, state, stop
 
 MakeMount = Callable[..., Mount]
 MODES = [("--read-only",), (), ("--mutable", "**"), ("--cache", "none"), ("--cache", "metadata")]
@@ -37,8 +37,7 @@ class Deaf:
         self._process = process
 
     def stop(self) -> None:
-        self._process.send_signal(signal.SIGSTOP)
-        wait_for(lambda: state(self._process.pid), lambda now: now == "T")
+        stop(self._process.pid)
 
     def go_on(self) -> None:
         self._process.send_signal(signal.SIGCONT)
@@ -50,14 +49,6 @@ def deaf(tmp_path: Path, source: Path, beneath: ExitStack) -> Iterator[Deaf]:
     made = Deaf(path, process)
     yield made
     made.go_on()
-
-
-def state(pid: int) -> str:
-    """As ps shows it; empty where there is no such process."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except OSError:
-        return ""
 
 
 def notifies(pid: int) -> bool:
@@ -216,12 +207,11 @@ def test_a_request_that_nobody_has_read_does_not_keep_a_dead_mount(
     m = mount(deaf.path, "--source-timeout", "100", "--no-fastpath")
     (m.path / "d1/f00001").stat()
     notifier = started_notifier(m.pid)
-    os.kill(notifier, signal.SIGSTOP)
-    wait_for(lambda: state(notifier), lambda now: now == "T")
+    stop(notifier)
     asked = invalidate_soon(m, "d1/f00001")
     wait_for(lambda: has_work(notifier), bool)
     with freed(m, tmp_path):
-        os.kill(m.pid, signal.SIGSTOP)
+        stop(m.pid)
         with looking_at(m.path / "d1/missing") as looking:
             wait_for(lambda: "request_wait_answer" in stack(looking.pid), bool)
             os.kill(notifier, signal.SIGCONT)
@@ -295,7 +285,7 @@ def test_what_a_killed_notifier_had_not_confirmed_is_sent_again(mount: MakeMount
     path = m.path / "d1/f00001"
     path.read_bytes()
     first = started_notifier(m.pid)
-    os.kill(first, signal.SIGSTOP)
+    stop(first)
     (source / "d1/f00001").write_bytes(b"another content")
     asked = invalidate_soon(m, "d1/f00001")
     asked.join(1)
@@ -313,7 +303,7 @@ def test_a_restart_does_not_wait_for_a_notification_and_the_successor_sends_it(m
     path.read_bytes()
     assert m.flush()["cached_files"] == 1
     predecessor, stopped = m.pid, started_notifier(m.pid)
-    os.kill(stopped, signal.SIGSTOP)
+    stop(stopped)
     try:
         (source / "d1/f00001").write_bytes(b"another content")
         settle()

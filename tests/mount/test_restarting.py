@@ -24,6 +24,7 @@ from tests.processes import (
     has_forked,
     left_behind,
     start,
+    stop,
 )
 from tests.service_manager import ServiceManager
 
@@ -141,7 +142,7 @@ def test_h2_a_stopped_fast_path_is_ended_before_another_is_started(
     m = mount(source, "--read-only")
     expected = contents(source)
     stopped, device = fastpath_pid(m), device_of(m.path)
-    os.kill(stopped, signal.SIGSTOP)
+    stop(stopped)
     m.kill()
     if command == "restart":
         cachefs("restart", m.path)
@@ -162,7 +163,7 @@ def test_h2_a_stopped_fast_path_under_a_service_manager(source: Path, tmp_path: 
         manager.start()
         wait_for(lambda: manager.heard("READY=1"), bool)
         stopped, device = Client(place).status()["fastpath"]["pid"], device_of(place)
-        os.kill(stopped, signal.SIGSTOP)
+        stop(stopped)
         manager.kill_and_wait(signal.SIGKILL)
         since = len(manager.said)
         manager.start()

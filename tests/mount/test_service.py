@@ -17,6 +17,7 @@ from daemon.cli.mount import mount as mount_command
 from tests.conftest import CLI, REPOSITORY, Mount, cachefs, contents, make_files, mounted_on, settle, wait_for
 from tests.load import Load, sums_of
 from tests.machine import machine
+from tests.processes import stop
 from tests.service_manager import ServiceManager, services, status
 
 MakeMount = Callable[..., Mount]
@@ -132,7 +133,7 @@ def test_the_watchdog_is_fed_as_long_as_the_mount_answers(
     assert manager.process is not None
     # With a fast path the daemon itself is well, and notices.
     stopped = manager.process.pid if Mount.no_fastpath else status(tmp_path / "mnt")["fastpath"]["pid"]
-    os.kill(stopped, signal.SIGSTOP)
+    stop(stopped)
     try:
         manager.collect()
         seen = len(manager.said) + 1  # one may be on its way

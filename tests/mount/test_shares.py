@@ -21,6 +21,7 @@ from tests.crowds import (
     opened,
     prompt,
 )
+from tests.processes import stop
 
 MakeMount = Callable[..., Mount]
 pytestmark = pytest.mark.alone
@@ -94,7 +95,7 @@ def test_two_users_who_ask_for_one_thing_at_once_each_count_for_themselves(
         crowd = Crowd(GREEDY, [lambda n=n: os.stat(f"{n}/hangs", dir_fd=fd) for n in range(100)])  # type: ignore[misc]
         wait_for(lambda: waiting(served), lambda count: count >= SOURCE_SLOTS)  # all that GREEDY may have
         before = passed_on()
-        os.kill(m.pid, signal.SIGSTOP)  # it finds both requests when it goes on
+        stop(m.pid)  # it finds both requests when it goes on
         try:
             other = Crowd(OTHER, [partial(ask, 1)])
             wait_for(passed_on, lambda count: count == before + 1)

@@ -15,6 +15,7 @@ import pytest
 from tests.bindfs import Bindfs, take_over
 from tests.conftest import Mount, cachefs, contents, raises_errno, settle, wait_for
 from tests.holder import Holder
+from tests.processes import stop
 
 MakeMount = Callable[..., Mount]
 
@@ -209,7 +210,7 @@ def test_c1_a_source_mounted_anew_that_hangs_stays_lost_until_it_answers(
     m.flush()
     bindfs.kill()
     bindfs.again()
-    os.kill(bindfs.pid(), signal.SIGSTOP)
+    stop(bindfs.pid())
     try:
         missing = m.path / next(iter(rest))
         raises_errno(errno.ETIMEDOUT, missing.stat)
@@ -236,7 +237,7 @@ def test_c1_one_that_hangs_for_ever_does_not_keep_the_next_one_out(bindfs: Bindf
     bindfs.kill()
     bindfs.again()
     stopped = bindfs.pid()
-    os.kill(stopped, signal.SIGSTOP)
+    stop(stopped)
     try:
         raises_errno(errno.ETIMEDOUT, (m.path / next(iter(rest))).stat)
         wait_for(lambda: open_calls(m.pid), lambda count: count >= 4, 60)

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import REPOSITORY, Mount, cachefs, contents, make_files, mounted_on, settle, small_disk, wait_for
+from tests.processes import stop
 
 MakeMount = Callable[..., Mount]
 MIB = 1 << 20
@@ -72,7 +73,7 @@ def read(path: Path) -> int:
 def kill_everything(m: Mount) -> None:
     """Kill both processes at once, and remove the mount that they leave behind."""
     fast = m.status()["fastpath"]
-    os.kill(m.pid, signal.SIGSTOP)  # it must not start another fast path
+    stop(m.pid)  # it must not start another fast path
     if fast:
         os.kill(fast["pid"], signal.SIGKILL)
     m.kill()

@@ -13,8 +13,8 @@ import pytest
 from cachefs.fastpath.processes import is_running
 from tests.conftest import Mount, cachefs, children, contents, mounted_on, stuck_threads, wait_for
 from tests.holder import Holder
-from tests.mount.test_notifications import kill_and_wait, started_notifier, state
-from tests.processes import device_of, fastpath_pid, left_behind
+from tests.mount.test_notifications import kill_and_wait, started_notifier
+from tests.processes import device_of, fastpath_pid, left_behind, stop
 
 pytestmark = pytest.mark.promise("LC-8")
 
@@ -27,8 +27,7 @@ SERVING = {"fast path": [], "Python alone": ["--no-fastpath"]}
 @contextmanager
 def stopped(*pids: int) -> Iterator[None]:
     for pid in pids:
-        os.kill(pid, signal.SIGSTOP)
-        wait_for(lambda pid=pid: state(pid), lambda now: now == "T")  # type: ignore[misc]
+        stop(pid)
     try:
         yield
     finally:

@@ -1,7 +1,6 @@
 """Mounts that are unmounted or aborted, also while a successor starts, and mounts in more than one place."""
 
 import os
-import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -23,6 +22,7 @@ from tests.processes import (
     has_forked,
     left_behind,
     start,
+    stop,
     wait_for_end,
 )
 
@@ -141,7 +141,7 @@ def test_an_unmount_while_a_successor_starts_leaves_nothing(
     fastpath = fastpath_pid(m)
     m.kill()
     if is_stopped:
-        os.kill(fastpath, signal.SIGSTOP)
+        stop(fastpath)
     command = [sys.executable, "-c", UNMOUNT_AT, when, "restart", str(m.path)]
     restart = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=60)
     assert restart.returncode == 1 and restart.stderr.count("\n") == 1, restart.stderr
@@ -232,7 +232,7 @@ def test_a_fast_path_that_is_stopped_ends_with_a_mount_that_is_unmounted_during_
 ) -> None:
     m = mount(source)
     fastpath = fastpath_pid(m)
-    os.kill(fastpath, signal.SIGSTOP)
+    stop(fastpath)
     command = start("restart", m.path)
     wait_for_end(m.pid)  # from now on the successor waits for the fast path
     m.pid = 0
