@@ -336,10 +336,11 @@ class InodeTable(Validity):
 
         - while the inode is pinned: its look-ups are not counted. A FORGET that arrives after the inode was unpinned
           may be for those look-ups only, and a later look-up may have overtaken it (`_UNCOUNTED`).
-        - of a dropped directory: when a look-up answers with another inode than the kernel expects under the name, the
-          kernel sends a FORGET, and may still know the same inode by another name. If an object of another type got
-          the number, requests that go through the directory would fail with EIO. (A dropped file that gets another
-          name is another version, and another inode.)
+        - while the kernel knows the inode, as it says when it is asked. It may have the inode again since the FORGET,
+          or by another name: when a look-up answers with another inode than it expects under a name, it forgets that
+          one look-up. If a later version got the number, a process that has the file open would read both.
+        - of a dropped directory: if an object of another type got the number, requests that go through the directory
+          would fail with EIO.
         - of a directory that has pinned names: the next object with its number would inherit them.
         - of a file that was written: it stays mutable, even if the kernel does not remember it.
         """
@@ -355,6 +356,9 @@ class InodeTable(Validity):
         is_kept = number in self._kept or inode.flags & WRITTEN
         if inode.lookups > count or (is_kept and not inode.flags & UNLINKED):
             self.put_inode(update, inode._replace(lookups=max(0, inode.lookups - count)))
+            return False
+        if self._notifier.attributes(number):
+            self.put_inode(update, inode._replace(lookups=_UNCOUNTED))
             return False
         if inode.is_directory:
             self._forget_names(update, number)

@@ -20,6 +20,8 @@ class Kernel:
         self.names: list[tuple[int, bytes]] = []
         self.numbers: list[int] = []
         self.attributes_of: list[int] = []
+        self.known: set[int] = set()
+        """The inodes that it has not forgotten."""
 
     def drop_soon(self, entries: Sequence[tuple[int, bytes]], numbers: Sequence[int] = ()) -> None:
         self.names += entries
@@ -30,7 +32,7 @@ class Kernel:
 
     def attributes(self, number: int) -> bool:
         self.attributes_of.append(number)
-        return True
+        return number in self.known
 
 
 def inode_cache(

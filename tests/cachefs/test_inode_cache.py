@@ -10,7 +10,7 @@ from cachefs.store.index.index import Index
 from cachefs.store.index.records import Inode
 from cachefs.system.clock import NANOSECONDS, Clock
 from cachefs.system.stat import Stat
-from tests.cachefs.inode_caches import inode_cache
+from tests.cachefs.inode_caches import Kernel, inode_cache
 
 DIRECTORY, FILE = 50, 60
 READ_ONLY = Options(read_only=True, attr_timeout_s=float("inf"))
@@ -102,6 +102,29 @@ def test_a_forget_that_a_lookup_has_overtaken_takes_no_record_along(index: Index
         if known_again:
             assert metadata.inode(update, found.number) is not None
             assert metadata.forget(update, found.number, 1)
+
+
+@pytest.mark.parametrize("removed", [False, True], ids=["", "removed"])
+@pytest.mark.parametrize("options", [READ_ONLY, Options()], ids=["read-only", "read-write"])
+def test_a_later_version_never_gets_the_number_of_a_file_that_the_kernel_still_knows(
+    index: Index, options: Options, removed: bool
+) -> None:
+    """A process has it open. It was dropped, and the kernel forgot a look-up of another of its names."""
+    kernel = Kernel()
+    metadata = inode_cache(index, options, kernel=kernel)
+    with index.update() as update:
+        found = metadata.apply_stat(update, ROOT_INODE, b"file", stat(FILE, 0o100644, 2), pin=options.read_only)
+        metadata.pin_file(update, found)
+        kernel.known = {found.number}
+        metadata.drop(update, found.number)
+        if removed:
+            metadata.apply_absence(update, ROOT_INODE, b"file", pin=options.read_only)
+        assert not metadata.forget(update, found.number, 1)
+        later = stat(FILE, 0o100644, 2)._replace(ctime_ns=3)
+        rewritten = metadata.apply_stat(update, ROOT_INODE, b"file", later, pin=options.read_only)
+        assert rewritten.number != found.number
+        kernel.known = set()
+        assert metadata.forget(update, found.number, 1)
 
 
 @pytest.mark.parametrize("options", [READ_ONLY, Options()], ids=["read-only", "read-write"])
