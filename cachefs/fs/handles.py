@@ -250,11 +250,10 @@ class OpenFiles:
         if nameless is not None and not nameless.is_mutable:
             return await self._fetcher.read(nameless, offset, size)
         inode = await self.fs.revalidated(number)
-        immutable = self._immutability.is_immutable(inode)
-        if not immutable and self._immutability.is_immutable_on_open(inode):  # the report of its OPEN may come later
+        if not self._immutability.is_immutable(inode) and self._immutability.is_open_as_immutable(inode):
             with self._metadata.index.update() as update:
                 inode = self._metadata.pin_file(update, inode)
-            immutable = self._immutability.is_immutable(inode)
+        immutable = self._immutability.is_immutable(inode) or self._immutability.outlives_its_name(inode)
         if not immutable:
             return await self._read_uncached(
                 number, self.descriptors.ask_object(number, lambda at: self.fs.source.read_file(at, size, offset))

@@ -102,6 +102,11 @@ class Immutability:
         """Has a file become immutable, because the fast path has answered an OPEN of it?"""
         return inode.flags & (IMMUTABLE_ON_OPEN | STALE) == IMMUTABLE_ON_OPEN and self.may_be_immutable(inode)
 
+    def is_open_as_immutable(self, inode: Inode) -> bool:
+        """The fast path has opened a file that is not pinned. Is it immutable all the same? The report of the OPEN may
+        come later, or the file was dropped since (`InodeCache.drop`), and is the same as before."""
+        return self.is_immutable_on_open(inode) or bool(inode.flags & IMMUTABLE and self.may_be_immutable(inode))
+
     def is_mutable(self, inode: Inode) -> bool:
         """Is a file open for writing, was it written, or does --mutable match one of its names?"""
         return self.is_written(inode) or self._has_mutable_name(inode.number)

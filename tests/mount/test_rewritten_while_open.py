@@ -208,6 +208,31 @@ def test_open_file_keeps_its_version_after_invalidate(mount: MakeMount, tree: Pa
             check(fd, size)
 
 
+LIMITED = ("--metadata-limit", "1", "--metadata-retention", "fifo")
+
+
+@pytest.mark.parametrize("mode", [(), ("--read-only",)], ids=["", "read-only"])
+@pytest.mark.parametrize("limit", [(), LIMITED], ids=["invalidate", "limit"])
+def test_open_file_keeps_its_version_when_it_is_rewritten_after_it_was_dropped(
+    mount: MakeMount, tree: Path, mode: tuple[str, ...], limit: tuple[str, ...]
+) -> None:
+    """It is read between the two, so that it is compared while it is still the same."""
+    m = mount(tree, *mode, *limit)
+    with ExitStack() as stack:
+        files = [(stack.enter_context(open(m.path / name / "file", "rb", buffering=0)), name) for name in FILES]
+        for file, _ in files:
+            assert os.pread(file.fileno(), PAGE, 0) == version(1, PAGE)
+        if not limit:
+            cachefs("invalidate", m.path)
+        for file, _ in files:
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+            assert os.pread(file.fileno(), PAGE, 2 * PAGE) == version(1, 3 * PAGE)[2 * PAGE :]
+        rewrite(tree)
+        for file, name in files:
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+            check(file.fileno(), FILES[name][0])
+
+
 def test_file_that_another_node_rewrote_can_be_opened_for_writing_by_its_name(mount: MakeMount, tree: Path) -> None:
     """The open reaches the new version, also while the kernel may still have the dropped name."""
     m = mount(tree)
