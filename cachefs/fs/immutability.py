@@ -104,7 +104,7 @@ class Immutability:
 
     def is_open_as_immutable(self, inode: Inode) -> bool:
         """The fast path has opened a file that is not pinned. Is it immutable all the same? The report of the OPEN may
-        come later, or the file was dropped since (`InodeCache.drop`), and is the same as before."""
+        come later, or the file was dropped since, and is the same as before (hazard 61)."""
         return self.is_immutable_on_open(inode) or bool(inode.flags & IMMUTABLE and self.may_be_immutable(inode))
 
     def is_mutable(self, inode: Inode) -> bool:

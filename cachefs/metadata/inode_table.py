@@ -336,7 +336,7 @@ class InodeTable(Validity):
 
         - while the inode is pinned: its look-ups are not counted. A FORGET that arrives after the inode was unpinned
           may be for those look-ups only, and a later look-up may have overtaken it (`_UNCOUNTED`).
-        - while the kernel knows the inode, as it says when it is asked. It may have the inode again since the FORGET,
+        - while the kernel knows the inode: it is asked (hazard 60). It may have the inode again since the FORGET,
           or by another name: when a look-up answers with another inode than it expects under a name, it forgets that
           one look-up. If a later version got the number, a process that has the file open would read both.
         - of a dropped directory: if an object of another type got the number, requests that go through the directory
