@@ -309,7 +309,7 @@ class Descriptors:
         """
         with self._metadata.index.view() as view:
             inode = self._metadata.inode(view, number)
-            immutable = inode is not None and self.fs.immutability.is_immutable(inode)
+            immutable = inode is not None and self.fs.immutability.may_have_readers(inode)
             cached = inode is not None and self.data.holds_all(view, inode)
         if self.has_fastpath and inode is not None and immutable:
             self.shared.hold(inode)

@@ -250,10 +250,13 @@ class OpenFiles:
         if nameless is not None and not nameless.is_mutable:
             return await self._fetcher.read(nameless, offset, size)
         inode = await self.fs.revalidated(number)
-        if not self._immutability.is_immutable(inode) and self._immutability.is_open_as_immutable(inode):
+        rules = self._immutability
+        immutable = rules.is_immutable(inode) or rules.outlives_its_name(inode)
+        # The report of the OPEN may come later, or the file was dropped since.
+        if not immutable and (rules.is_immutable_on_open(inode) or rules.may_have_readers(inode)):
             with self._metadata.index.update() as update:
                 inode = self._metadata.pin_file(update, inode)
-        immutable = self._immutability.is_immutable(inode) or self._immutability.outlives_its_name(inode)
+            immutable = rules.is_immutable(inode)
         if not immutable:
             return await self._read_uncached(
                 number, self.descriptors.ask_object(number, lambda at: self.fs.source.read_file(at, size, offset))

@@ -102,10 +102,9 @@ class Immutability:
         """Has a file become immutable, because the fast path has answered an OPEN of it?"""
         return inode.flags & (IMMUTABLE_ON_OPEN | STALE) == IMMUTABLE_ON_OPEN and self.may_be_immutable(inode)
 
-    def is_open_as_immutable(self, inode: Inode) -> bool:
-        """The fast path has opened a file that is not pinned. Is it immutable all the same? The report of the OPEN may
-        come later, or the file was dropped since, and is the same as before (hazard 61)."""
-        return self.is_immutable_on_open(inode) or bool(inode.flags & IMMUTABLE and self.may_be_immutable(inode))
+    def may_have_readers(self, inode: Inode) -> bool:
+        """May processes read a file as immutable, whether or not it was dropped since they opened it (hazard 61)?"""
+        return self.is_immutable(inode) or bool(inode.flags & IMMUTABLE and self.may_be_immutable(inode))
 
     def is_mutable(self, inode: Inode) -> bool:
         """Is a file open for writing, was it written, or does --mutable match one of its names?"""

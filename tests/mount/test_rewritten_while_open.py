@@ -233,6 +233,23 @@ def test_open_file_keeps_its_version_when_it_is_rewritten_after_it_was_dropped(
             check(file.fileno(), FILES[name][0])
 
 
+@pytest.mark.parametrize("change", [unlink, replace])
+def test_open_file_is_read_on_after_it_was_dropped_and_removed(
+    mount: MakeMount, tree: Path, change: Callable[[Path], None]
+) -> None:
+    """As on a local disk. Before: ESTALE, where the fast path had opened it."""
+    m = mount(tree)
+    with ExitStack() as stack:
+        files = [(stack.enter_context(open(m.path / name / "file", "rb", buffering=0)), name) for name in FILES]
+        for file, _ in files:
+            assert os.pread(file.fileno(), PAGE, 0) == version(1, PAGE)
+        cachefs("invalidate", m.path)
+        for file, name in files:
+            change(m.path / name)
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+            assert os.pread(file.fileno(), FILES[name][0], 0) == version(1, FILES[name][0])
+
+
 def test_file_that_another_node_rewrote_can_be_opened_for_writing_by_its_name(mount: MakeMount, tree: Path) -> None:
     """The open reaches the new version, also while the kernel may still have the dropped name."""
     m = mount(tree)
