@@ -112,7 +112,9 @@ class Attributes:
                 break
         with self._metadata.index.update() as update:
             current = self._metadata.inode(update, number)
-            if current is not None and current.version == inode.version and self._metadata.is_pinned(current):
+            if current is None or current.version != inode.version or self._metadata.hides_changes(current):
+                return value
+            if self._metadata.is_pinned(current):
                 inode_values.put(update, table, current, name, value)
         return value
 
