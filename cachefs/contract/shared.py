@@ -63,6 +63,8 @@ class SourceFlag(enum.IntFlag):
 
     SOURCE_INCOHERENT = 1
     """Versions are compared with AT_STATX_FORCE_SYNC, and reads bypass the page cache of the source."""
+    SOURCE_BY_PATH = 2
+    """A descriptor leads to what has its path now (hazard 57): the directory must not move while a file is opened."""
 
 
 class SlotState(enum.IntEnum):

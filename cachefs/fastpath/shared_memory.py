@@ -8,6 +8,7 @@ import mmap
 import os
 import struct
 from collections import Counter
+from collections.abc import Mapping
 
 from cachefs.contract import shared as layout
 from cachefs.contract.fuse import FUSE_OPERATIONS, IN_HEADER
@@ -16,7 +17,7 @@ from cachefs.options import CacheLevel, Options
 from cachefs.source.credentials import Caller
 from cachefs.source.shares import UNKNOWN
 from cachefs.stats.latency import BUCKETS, KINDS, Histogram
-from cachefs.store.filesystem import is_coherent
+from cachefs.store.filesystem import descriptors_stay, is_coherent, numbers_stay
 from cachefs.system.clock import NANOSECONDS
 
 COUNTERS_OFFSET = SHARED.offset("counters")
@@ -50,6 +51,10 @@ def mount_flags(options: Options) -> int:
         SharedFlag.READS_AHEAD: options.prefetch != "none",
         SharedFlag.EVICTS_FOR_PREFETCH: options.evicts_ahead,
     }
+    return _sum(asked)
+
+
+def _sum(asked: Mapping[SharedFlag, bool] | Mapping[SourceFlag, bool]) -> int:
     return sum(int(flag) for flag, is_on in asked.items() if is_on)
 
 
@@ -108,7 +113,11 @@ class Shared:
 
     def set_source(self, fstype: str) -> None:
         """Store what must be known of the source. `fstype`: as in the mount table."""
-        self["source_flags"] = 0 if is_coherent(fstype) else int(SourceFlag.SOURCE_INCOHERENT)
+        asked = {
+            SourceFlag.SOURCE_INCOHERENT: not is_coherent(fstype),
+            SourceFlag.SOURCE_BY_PATH: not descriptors_stay(fstype) and numbers_stay(fstype),
+        }
+        self["source_flags"] = _sum(asked)
 
     def set_volume(self, mount: int, device: int, number: int) -> None:
         """Store the volume of a place (source/volumes.py). One of too many is left out: Python serves its files."""

@@ -5,7 +5,8 @@ its children, and another directory that has got its name is never mistaken for 
 six components costs one look-up at the source instead of six.
 
 On FUSE sources other than ceph-fuse a descriptor may follow its path instead (hazard 57). There the directory is
-compared with its record after each use of its descriptor, and before each change.
+compared with its record before and after each use of its descriptor, and before each change. A use during which the
+directory has moved away and back is repeated: a rename changes its ctime, and not its mtime (`has_moved`).
 
 About a thousand descriptors are kept; the least recently used are closed. Each directory is compared with its record
 once, when it is opened by its name in the directory above it; the inode of a descriptor never changes. A directory
@@ -30,6 +31,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from cachefs.contract.index import ROOT_INODE
+from cachefs.errors import Busy
 from cachefs.source.credentials import as_admitted
 from cachefs.source.identity import GONE, Changed, Renamed, check, is_same
 from cachefs.store.index.records import Identity
@@ -100,9 +102,9 @@ class SourceDirectories:
     stat: Callable[[int], Stat]
     lstat: Callable[[int, bytes], Stat]
     """`lstat(directory descriptor, name)`."""
-    leads_to: Callable[[int, Identity, bool], bool]
-    """`leads_to(descriptor, identity, ask)`: does the descriptor of a directory still lead there? `ask`: as of
-    `Source.stat`."""
+    compare: Callable[[int, Identity, bool], Stat | None]
+    """`compare(descriptor, identity, ask)`: the attributes of a directory, if its descriptor may lead elsewhere. Raises
+    `Changed` if it does. `ask`: as of `Source.stat`."""
     clock: Clock = SYSTEM
     # constants
     limit: int = MAX_KEPT
@@ -115,12 +117,14 @@ class SourceDirectories:
     """Of the source: a directory that is opened while the source is mounted anew is not kept."""
 
     @contextmanager
-    def hold(self, directory: Directory, *, to_change: bool = False) -> Iterator[int]:
+    def hold(self, directory: Directory, *, to_change: bool = False, repeats: bool = True) -> Iterator[int]:
         """An O_PATH descriptor of the directory, open while the block runs. Raises `Changed` if it is gone.
 
         `to_change`: for a change in it. Raises `Renamed` if pinned names do not lead there any more.
 
         If the block does not find something, the directory may have been removed: then this raises `Changed`, too.
+        Raises `Busy` if the block has to be repeated, because the directory has moved meanwhile. `repeats`: False: the
+        block changes the directory itself.
         """
         if directory.identity is None:
             yield self.root_fd
@@ -129,11 +133,15 @@ class SourceDirectories:
         try:
             if to_change:
                 self._compare_names(directory)
+                yield kept.fd
+                return
+            before = self._check(directory, kept.fd)
             try:
                 yield kept.fd
             finally:
-                if not to_change:
-                    self._check(directory, kept.fd)
+                after = self._check(directory, kept.fd)
+                if repeats and before is not None and after is not None and has_moved(before, after):
+                    raise Busy
         except OSError as error:
             is_known = isinstance(error, Changed) and bool(error.directory)
             if error.errno in _REMOVED and not is_known and self.is_gone(directory, kept.fd):
@@ -155,11 +163,13 @@ class SourceDirectories:
             return None
         return kept
 
-    def _check(self, directory: Directory, fd: int, *, ask: bool = True) -> None:
+    def _check(self, directory: Directory, fd: int, *, ask: bool = True) -> Stat | None:
         """Raises `Changed` if what was found, or not found, by this descriptor is that of another directory."""
         assert directory.identity is not None
-        if not self.leads_to(fd, directory.identity, ask):
-            raise Changed.at(directory.number)
+        try:
+            return self.compare(fd, directory.identity, ask)
+        except Changed:
+            raise Changed.at(directory.number) from None
 
     def _compare_names(self, directory: Directory) -> None:
         """Of the directory and of all above it. A loop, because paths may be of any depth."""
@@ -345,6 +355,14 @@ class SourceDirectories:
             kept.used_s = self.clock.monotonic_s()
             if kept.is_dropped and not kept.users:
                 os.close(kept.fd)
+
+
+def has_moved(before: Stat, after: Stat) -> bool:
+    """Was a directory renamed between these? That changes its ctime. A change of its names sets ctime and mtime to the
+    same time."""
+    if after.ctime_ns == before.ctime_ns:
+        return False
+    return after.mtime_ns == before.mtime_ns or after.mtime_ns != after.ctime_ns
 
 
 def _are_alike(one: Identity | None, other: Identity | None) -> bool:

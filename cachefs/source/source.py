@@ -8,7 +8,7 @@ call is counted, and delayed if a latency is simulated.
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple, TypeVar
@@ -16,12 +16,11 @@ from typing import NamedTuple, TypeVar
 from cachefs.errors import Busy
 from cachefs.source.credentials import as_admitted
 from cachefs.source.directories import ROOT, Directory, SourceDirectories
-from cachefs.source.identity import GONE, Changed, check, check_version, is_same
+from cachefs.source.identity import GONE, Changed, check, check_version
 from cachefs.source.opening import Opener, component, reopen_directory
 from cachefs.source.volumes import Connection, Place, Volumes
 from cachefs.stats.source_counters import SourceCounters
 from cachefs.store.filesystem import (
-    FIRST_OF_SNAPSHOTS,
     descriptors_stay,
     has_change_times,
     has_own_clock,
@@ -32,7 +31,7 @@ from cachefs.store.index.records import Identity, Inode
 from cachefs.system import past_pages, syscalls
 from cachefs.system.clock import SYSTEM, Clock
 from cachefs.system.descriptors import closing, closing_on_error
-from cachefs.system.stat import NO_NUMBER, Stat
+from cachefs.system.stat import Stat
 
 T = TypeVar("T")
 _READ_FLAGS = os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_NOCTTY  # hazard 21
@@ -116,7 +115,9 @@ class Source:
         roots = [Place(*syscalls.place_of(root_fd))] if root_device is None else []
         device = roots[0].device if root_device is None else root_device
         self.connection = Connection(Volumes(root_fd, roots), device)
-        if not descriptors_stay(fstype):
+        self._follows_paths = not descriptors_stay(fstype)
+        """Then the kernel may keep attributes of what had the path a moment ago: it always asks."""
+        if self._follows_paths:
             self.connection.volumes.with_paths.add(0)
         self.generation = 0
         """How many times the source was mounted anew. Descriptors of an earlier generation are dead."""
@@ -125,7 +126,7 @@ class Source:
         self.clock = clock
         self.opener = Opener()
         self.directories = SourceDirectories(
-            root_fd, self.opener.open_at, self.fstat, self._lstat_at, self._leads_to, clock
+            root_fd, self.opener.open_at, self.fstat, self._lstat_at, self._compare_directory, clock
         )
 
     @property
@@ -149,43 +150,23 @@ class Source:
 
     def stat(self, fd: int, name: bytes = b"", *, ask: bool = False) -> Stat:
         """lstat of a name in a directory, or of `fd` itself. Not counted. `ask`: the result must be fresh."""
-        ask = ask and not self._is_coherent
+        ask = (ask or self._follows_paths) and not self._is_coherent
         try:
-            now = self._stat(fd, name, ask=ask)
+            now = self.connection.stat(fd, name, ask=ask)
         except PermissionError:
             # A filesystem beneath the source, which a user may have mounted, may be closed to all others.
-            now = as_admitted(partial(self._stat, fd, name, ask=ask), lambda now: not now.device)
+            now = as_admitted(partial(self.connection.stat, fd, name, ask=ask), lambda now: not now.device)
         return now if self._is_coherent else now._replace(is_fresh=ask)
 
-    def _leads_to(self, fd: int, identity: Identity, ask: bool) -> bool:
-        """As `SourceDirectories.leads_to`."""
+    def _compare_directory(self, fd: int, identity: Identity, ask: bool) -> Stat | None:
+        """As `SourceDirectories.compare`."""
         volumes = self.connection.volumes
         if identity.device not in volumes.with_paths or identity.device in volumes.without_numbers:
-            return True
+            return None
         self.counters.add("fstat")
-        return is_same(identity, self._stat(fd, b"", ask=ask))
-
-    def _stat(self, fd: int, name: bytes, *, ask: bool) -> Stat:
-        volumes, connection = self.connection.volumes, self.connection.number
-        now = self._numbered_stat(volumes, connection, fd, name, ask=ask)
-        if now.inode >= FIRST_OF_SNAPSHOTS and now.device in volumes.snapshots:
-            device, connection = volumes.snapshots[now.device]
-            return now._replace(device=device, connection=connection)
-        return now._replace(inode=NO_NUMBER) if now.device in volumes.without_numbers else now
-
-    def _numbered_stat(self, volumes: Volumes, connection: int, fd: int, name: bytes, *, ask: bool) -> Stat:
-        try:
-            now = syscalls.statx(fd, name, volumes.numbers, connection, ask=ask)
-            if not volumes.may_be_another(now.inode, now.device):
-                return now
-        except KeyError:
-            pass  # identified now
-        began_ns = time.monotonic_ns()
-        flags = os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC
-        with closing(os.open(name, flags, dir_fd=fd) if name else os.dup(fd)) as found:
-            volumes.identify(found)
-            now = syscalls.statx(found, b"", volumes.numbers, connection, ask=ask)
-        return now._replace(began_ns=began_ns)
+        now = self.connection.stat(fd, b"", ask=ask)
+        check(identity, now)
+        return now
 
     def _lstat_at(self, directory_fd: int, name: bytes) -> Stat:
         self.round_trip("lstat")
@@ -193,34 +174,48 @@ class Source:
 
     # --- names -----------------------------------------------------------------------------------------------------
 
-    def _open_expected(self, at: Object, flags: int, run: Run = as_admitted, *, to_change: bool = False) -> int:
-        """Open an object; raises `Changed` if its name does not lead to such an object."""
+    @contextmanager
+    def _opening(self, at: Object, flags: int, run: Run = as_admitted, *, to_change: bool = False) -> Iterator[int]:
+        """Open an object, and compare it in the block. The descriptor stays open, unless that fails.
+
+        Raises `Changed` if the name does not lead to such an object. Where a descriptor follows its path, only a
+        comparison in the block shows what was opened.
+        """
         if at.fd >= 0:
             path = f"/proc/self/fd/{at.fd}"
             try:
-                return run(lambda: os.open(path, flags & ~os.O_NOFOLLOW | os.O_CLOEXEC))
+                fd = run(lambda: os.open(path, flags & ~os.O_NOFOLLOW | os.O_CLOEXEC))
             except BlockingIOError as error:
                 raise Busy from error
-        with self.directories.hold(at.directory, to_change=to_change) as directory:
-            try:
-                return run(lambda: self.opener.open_at(directory, at.name, flags))
-            except OSError as error:
-                if error.errno in GONE:
-                    raise Changed from error
-                raise
+            with closing_on_error(fd):
+                yield fd
+            return
+        with ExitStack() as opened:
+            with self.directories.hold(at.directory, to_change=to_change) as directory:
+                try:
+                    fd = run(lambda: self.opener.open_at(directory, at.name, flags))
+                except OSError as error:
+                    if error.errno in GONE:
+                        raise Changed from error
+                    raise
+                opened.callback(os.close, fd)
+                yield fd
+            opened.pop_all()
 
     @contextmanager
-    def hold(self, at: Object) -> Iterator[int]:
-        """A descriptor of an object of any type, compared with its identity."""
+    def hold(self, at: Object, *, to_change: bool = False) -> Iterator[int]:
+        """A descriptor of an object of any type, compared with its identity. `to_change`: for a change of the object,
+        which is not repeated."""
         if at.fd >= 0:
             yield at.fd
         elif not at.name:
-            with self.directories.hold(at.directory) as fd:
+            with self.directories.hold(at.directory, repeats=not to_change) as fd:
                 yield fd
         else:
-            with closing(self._open_expected(at, os.O_PATH)) as fd:
+            with self._opening(at, os.O_PATH) as fd:
                 if at.identity is not None:
                     check(at.identity, self.fstat(fd))
+            with closing(fd):
                 yield fd
 
     # --- metadata --------------------------------------------------------------------------------------------------
@@ -330,12 +325,12 @@ class Source:
         `run`: opens it with another identity. `to_change`: also compare the names on the path.
         """
         self.round_trip("open")
-        with closing_on_error(self._open_expected(at, flags | os.O_NONBLOCK, run, to_change=to_change)) as fd:
+        with self._opening(at, flags | os.O_NONBLOCK, run, to_change=to_change) as fd:
             now = self.fstat(fd, ask=True)
             if at.identity is not None:
                 check(at.identity, now)
             os.set_blocking(fd, True)
-            return fd, now
+        return fd, now
 
     def check_version(self, fd: int, expected: Inode) -> None:
         check_version(expected, self.fstat(fd, ask=True))
@@ -374,17 +369,24 @@ class Source:
         """
         if fd is None:
             self.round_trip("open")
-            fd = self._open_expected(at, _READ_FLAGS)  # compared after the read
-        try:
-            try:
-                data = self.pread(fd, length, offset, os.pread if self._is_coherent else past_pages.pread)
-            except OSError:
-                self.check_version(fd, expected)  # a FIFO, for example
-                raise
-            self.check_version(fd, expected)
-            if len(data) != length:
-                raise Changed
+            with self._opening(at, _READ_FLAGS) as fd:
+                data = self._read_compared(fd, expected, offset, length)
+            if not keep:
+                os.close(fd)
             return data
+        try:
+            return self._read_compared(fd, expected, offset, length)
         finally:
             if not keep:
                 os.close(fd)
+
+    def _read_compared(self, fd: int, expected: Inode, offset: int, length: int) -> bytes:
+        try:
+            data = self.pread(fd, length, offset, os.pread if self._is_coherent else past_pages.pread)
+        except OSError:
+            self.check_version(fd, expected)  # a FIFO, for example
+            raise
+        self.check_version(fd, expected)
+        if len(data) != length:
+            raise Changed
+        return data

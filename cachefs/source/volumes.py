@@ -27,6 +27,7 @@ import os
 import secrets
 import stat
 import threading
+import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
@@ -45,6 +46,7 @@ from cachefs.store.filesystem import (
 from cachefs.store.runs import next_connection
 from cachefs.system import syscalls
 from cachefs.system.descriptors import closing
+from cachefs.system.stat import NO_NUMBER, Stat
 
 _FIRST_UNIQUE = 1 << 31
 """Mount numbers that are never used twice begin here."""
@@ -107,7 +109,7 @@ class Volumes:
         with self._lock:
             self._found = found
             for place, number in self.numbers.items():
-                found(Place(*place), number)
+                self._tell(Place(*place), number)
 
     def may_be_another(self, inode: int, number: int) -> bool:
         """May an object with this inode number be of another volume than this, which was found for its place?"""
@@ -135,8 +137,13 @@ class Volumes:
         with self._lock:
             if self.numbers.get(place) != number:
                 self.numbers[place] = number
-                if self._found is not None:
-                    self._found(place, number)
+                self._tell(place, number)
+
+    def _tell(self, place: Place, number: int) -> None:
+        """Where a descriptor follows its path, the fast path has a rule for the source's own volume only."""
+        follows = number in self.with_paths and number not in self.without_numbers
+        if self._found is not None and not (number and follows):
+            self._found(place, number)
 
     def _number(self, fd: int, place: Place, mount: Mount | None) -> int:
         identity = b"" if mount is None else _identity(fd, place, mount)
@@ -177,6 +184,28 @@ class Connection(NamedTuple):
     def counted(self) -> int:
         """The number of this connection, if some of the inode numbers do not last."""
         return self.number or self.volumes.snapshots.get(0, (0, 0))[1]
+
+    def stat(self, fd: int, name: bytes, *, ask: bool) -> Stat:
+        """lstat of a name in a directory; if it is empty, of `fd` itself. `ask`: as of `Source.stat`."""
+        now = self._numbered_stat(fd, name, ask=ask)
+        if now.inode >= FIRST_OF_SNAPSHOTS and now.device in self.volumes.snapshots:
+            device, connection = self.volumes.snapshots[now.device]
+            return now._replace(device=device, connection=connection)
+        return now._replace(inode=NO_NUMBER) if now.device in self.volumes.without_numbers else now
+
+    def _numbered_stat(self, fd: int, name: bytes, *, ask: bool) -> Stat:
+        try:
+            now = syscalls.statx(fd, name, self.volumes.numbers, self.number, ask=ask)
+            if not self.volumes.may_be_another(now.inode, now.device):
+                return now
+        except KeyError:
+            pass  # identified now
+        began_ns = time.monotonic_ns()
+        flags = os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC
+        with closing(os.open(name, flags, dir_fd=fd) if name else os.dup(fd)) as found:
+            self.volumes.identify(found)
+            now = syscalls.statx(found, b"", self.volumes.numbers, self.number, ask=ask)
+        return now._replace(began_ns=began_ns)
 
     def following(self, root: Place) -> "Connection":
         if self.number:

@@ -110,7 +110,7 @@ class SourceWriter:
     def change(self, operation: str, at: Object, make: Callable[[str], None], caller: Caller) -> Stat:
         """chmod, chown, utimens, setxattr, removexattr: `make` gets a path of the object. Returns the object."""
         self._source.round_trip(operation)
-        with self._source.hold(at) as fd:
+        with self._source.hold(at, to_change=True) as fd:
             caller.run(partial(make, f"/proc/self/fd/{fd}"))
             return self._stat(fd)
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from cachefs.errors import Busy
 from cachefs.source import directories as source_directories
 from cachefs.source.directories import ROOT, Directory, SourceDirectories
 from cachefs.source.identity import Changed
@@ -46,7 +47,7 @@ def counted(tmp_path: Path) -> Iterator[Counted]:
 @pytest.fixture
 def directories(counted: Counted) -> SourceDirectories:
     return SourceDirectories(
-        counted.source.root_fd, counted.open_at, counted.source.fstat, counted.source.stat, lambda *_: True
+        counted.source.root_fd, counted.open_at, counted.source.fstat, counted.source.stat, lambda *_: None
     )
 
 
@@ -134,3 +135,29 @@ def test_an_open_that_hangs_keeps_no_other_thread_from_the_directory(
     counted.hangs.set()
     first.join(20)
     assert inodes == [(tmp_path / "d").stat().st_ino] * 3
+
+
+@pytest.mark.parametrize("change", ["names", "moved away and back"])
+def test_what_is_done_while_a_directory_moves_away_and_back_is_repeated(
+    counted: Counted, tmp_path: Path, change: str
+) -> None:
+    """Where a descriptor follows its path, it led to another directory meanwhile (hazard 57)."""
+    source = counted.source
+    directories = SourceDirectories(
+        source.root_fd, counted.open_at, source.fstat, source.stat, lambda fd, *_: source.stat(fd)
+    )
+    directory = make(source, tmp_path / "d", 100)
+
+    def use(*, repeats: bool) -> None:
+        with directories.hold(directory, repeats=repeats):
+            if change == "names":
+                (tmp_path / "d/file").touch()
+            else:
+                (tmp_path / "d").rename(tmp_path / "away").rename(tmp_path / "d")
+
+    if change == "names":
+        use(repeats=True)
+    else:
+        with pytest.raises(Busy):
+            use(repeats=True)
+    use(repeats=False)

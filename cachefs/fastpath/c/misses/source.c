@@ -20,6 +20,7 @@
 #define STATX_MNT_ID_UNIQUE 0x4000u /* Linux 6.8 */
 #endif
 #define OPEN_TRIES 4
+#define READ_FLAGS (O_RDONLY | O_NONBLOCK | O_NOCTTY)
 #define MAX_GROUPS 256 /* more than root has */
 #define DIRECT_BYTES (2u << 20) /* from this size on a read goes past the page cache; below it read-ahead is worth more */
 
@@ -49,7 +50,7 @@ static int open_at(int directory, const char *path, uint64_t flags)
 
 /* A system call takes PATH_MAX bytes, the final zero included. A longer path is walked in pieces: a directory that is moved
  * meanwhile keeps its children, and `same_version` compares the file that is found. */
-static int open_beneath(int directory, const char *path)
+static int open_beneath(int directory, const char *path, uint64_t flags)
 {
     int above = directory, fd = 0;
     for (size_t length = strlen(path); length >= PATH_MAX && fd >= 0;) {
@@ -66,7 +67,7 @@ static int open_beneath(int directory, const char *path)
         length -= taken + 1;
     }
     if (fd >= 0)
-        fd = open_at(above, path, O_RDONLY | O_NONBLOCK | O_NOCTTY);
+        fd = open_at(above, path, flags);
     if (above != directory && above >= 0)
         close(above);
     return fd;
@@ -80,7 +81,7 @@ static bool has_ids(uint32_t user, uint32_t group)
 /* Opens a file as the user who reads it, whom the kernel has let in by the mode of the file. A source that squashes root (NFS
  * with root_squash) refuses root what only the owner may read: credentials.py has the rule. The user's other groups do not
  * count here; if they matter, Python serves the file. A user who is not root has no capabilities for files. */
-static int open_as(uint32_t user, uint32_t group, int directory, const char *path)
+static int open_as(uint32_t user, uint32_t group, int directory, const char *path, uint64_t flags)
 {
     uint32_t own_user = geteuid(), own_group = getegid();
     gid_t groups[MAX_GROUPS];
@@ -90,12 +91,19 @@ static int open_as(uint32_t user, uint32_t group, int directory, const char *pat
     setfsgid(group);
     setfsuid(user); /* takes the capabilities for files as well */
     if (has_ids(user, group))
-        fd = open_beneath(directory, path);
+        fd = open_beneath(directory, path, flags);
     setfsuid(own_user);
     setfsgid(own_group);
     if (!has_ids(own_user, own_group) || syscall(SYS_setgroups, (size_t)count, groups))
         abort(); /* this thread must not go on as another user */
     return fd;
+}
+
+/* `user`: 0: as this process only. */
+static int open_as_admitted(uint32_t user, uint32_t group, int directory, const char *path, uint64_t flags)
+{
+    int fd = open_beneath(directory, path, flags);
+    return fd < 0 && (errno == EACCES || errno == EPERM) && user ? open_as(user, group, directory, path, flags) : fd;
 }
 
 /* Clamped to the range of times in the index: `clamped_ns` of system/stat.py. */
@@ -133,6 +141,29 @@ static bool same_version(const struct shared *shared, int fd, const struct inode
            nanoseconds(&now.stx_ctime) == expected->ctime_ns && nanoseconds(&now.stx_mtime) == expected->mtime_ns &&
            now.stx_size == expected->size && same_number(expected->source_inode, now.stx_ino) &&
            is_of_volume(shared, &now, expected->device);
+}
+
+/* Of the directory in which a path leads to a file now. */
+static bool look_above(uint32_t user, uint32_t group, int directory, const char *path, struct statx *now,
+                       struct counters *counters)
+{
+    char *above = strndup(path, (size_t)(strrchr(path, '/') - path));
+    int fd = above ? open_as_admitted(user, group, directory, above, O_PATH | O_DIRECTORY) : -1;
+    counters->source_fstats += fd >= 0;
+    bool good = fd >= 0 && !statx(fd, "", AT_EMPTY_PATH | AT_STATX_FORCE_SYNC, STATX_BASIC_STATS, now);
+    if (fd >= 0)
+        close(fd);
+    free(above);
+    return good;
+}
+
+/* `has_moved` of directories.py */
+static bool has_moved(const struct statx *before, const struct statx *after)
+{
+    if (before->stx_ino != after->stx_ino)
+        return true;
+    int64_t changed = nanoseconds(&after->stx_ctime), modified = nanoseconds(&after->stx_mtime);
+    return changed != nanoseconds(&before->stx_ctime) && (modified == nanoseconds(&before->stx_mtime) || modified != changed);
 }
 
 /* Large pieces are read past the page cache of the source: they go to the blob and to the mount's page cache, and another
@@ -201,16 +232,21 @@ uint8_t *source_read(const struct shared *shared, int directory, const char *pat
         return NULL;
     counters->source_opens++;
     simulate_latency(shared);
-    int fd = open_beneath(directory, path);
-    /* A filesystem beneath the source, which a user may have mounted, may be closed to all others. */
-    if (fd < 0 && (errno == EACCES || errno == EPERM) && user && !expected->device)
-        fd = open_as(user, group, directory, path);
-    bool good = false;
+    if (expected->device)
+        user = 0; /* a filesystem beneath the source, which a user may have mounted, may be closed to all others */
+    /* Where a descriptor follows its path, so does the comparison. Between these two looks the directory stays where it is. */
+    struct statx before, after;
+    bool follows = shared->source_flags & SOURCE_BY_PATH && strchr(path, '/');
+    bool good = !follows || look_above(user, group, directory, path, &before, counters);
+    int fd = good ? open_as_admitted(user, group, directory, path, READ_FLAGS) : -1;
+    good = false;
     if (fd >= 0) {
         simulate_latency(shared);
         good = shared->source_flags & SOURCE_INCOHERENT ? read_past_pages(fd, buffer, length, offset, counters)
                                                         : read_piece(fd, buffer, length, room, offset, counters);
         good = good && same_version(shared, fd, expected, counters);
+        if (good && follows)
+            good = look_above(user, group, directory, path, &after, counters) && !has_moved(&before, &after);
         close(fd);
     }
     if (good)
