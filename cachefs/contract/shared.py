@@ -62,9 +62,11 @@ class SourceFlag(enum.IntFlag):
     """What the fast path must know of the source. 0: of a daemon of an earlier version."""
 
     SOURCE_INCOHERENT = 1
-    """Versions are compared with AT_STATX_FORCE_SYNC, and reads bypass the page cache of the source."""
+    """Versions are compared with AT_STATX_FORCE_SYNC."""
     SOURCE_BY_PATH = 2
     """A descriptor leads to what has its path now (hazard 57): the directory must not move while a file is opened."""
+    SOURCE_KEEPS_OLD_PAGES = 4
+    """Reads bypass the page cache of the source."""
 
 
 class SlotState(enum.IntEnum):

@@ -25,6 +25,7 @@ from cachefs.store.filesystem import (
     has_change_times,
     has_own_clock,
     is_coherent,
+    keeps_old_pages,
     sets_no_time_back,
 )
 from cachefs.store.index.records import Identity, Inode
@@ -109,6 +110,7 @@ class Source:
         `clock`: compared with times of the source."""
         self.root_fd = root_fd
         self._is_coherent = is_coherent(fstype)
+        self._keeps_old_pages = keeps_old_pages(fstype)
         self.has_change_times = has_change_times(fstype)
         self.has_own_clock = has_own_clock(fstype)
         self.sets_no_time_back = sets_no_time_back(fstype)
@@ -382,7 +384,7 @@ class Source:
 
     def _read_compared(self, fd: int, expected: Inode, offset: int, length: int) -> bytes:
         try:
-            data = self.pread(fd, length, offset, os.pread if self._is_coherent else past_pages.pread)
+            data = self.pread(fd, length, offset, past_pages.pread if self._keeps_old_pages else os.pread)
         except OSError:
             self.check_version(fd, expected)  # a FIFO, for example
             raise

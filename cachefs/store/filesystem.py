@@ -70,7 +70,8 @@ _HAS_OWN_NUMBERS = _PASSES_TIMES_ON | {"fuse.glusterfs"}
 _OUR_CLOCK = frozenset(_TYPES) - {"ceph", "overlay"}
 FIRST_OF_SNAPSHOTS = 1 << 48
 """Inode numbers from this on are of objects in snapshots. The upper 16 bits are the number of the snapshot."""
-_CEPH = frozenset(("ceph", "fuse.ceph", "fuse.ceph-fuse"))
+_CEPH_FUSE = frozenset(("fuse.ceph", "fuse.ceph-fuse"))
+_CEPH = _CEPH_FUSE | {"ceph"}
 _INCOHERENT = frozenset(("nfs", "nfs4", "cifs", "smb3", "9p", "virtiofs", "beegfs"))
 
 
@@ -89,6 +90,11 @@ def is_coherent(fstype: str) -> bool:
     fetches bypass the page cache of the source. False as well where the type is not known.
     """
     return not _promises_nothing(fstype) and fstype not in _INCOHERENT
+
+
+def keeps_old_pages(fstype: str) -> bool:
+    """May the kernel's pages be older than the times that it shows? So on ceph-fuse, too (hazard 62)."""
+    return not is_coherent(fstype) or fstype in _CEPH_FUSE
 
 
 def has_change_times(fstype: str) -> bool:
@@ -136,7 +142,7 @@ def sets_no_time_back(fstype: str) -> bool:
 def numbers_snapshots(fstype: str) -> bool:
     """Does such a filesystem give its snapshots numbers of its own, in the order in which it meets them (hazard 58)?
     Then the numbers of objects in them, FIRST_OF_SNAPSHOTS and more, count in one connection only."""
-    return fstype in _CEPH and fstype != "ceph"
+    return fstype in _CEPH_FUSE
 
 
 def _promises_nothing(fstype: str) -> bool:

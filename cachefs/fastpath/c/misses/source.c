@@ -242,8 +242,8 @@ uint8_t *source_read(const struct shared *shared, int directory, const char *pat
     good = false;
     if (fd >= 0) {
         simulate_latency(shared);
-        good = shared->source_flags & SOURCE_INCOHERENT ? read_past_pages(fd, buffer, length, offset, counters)
-                                                        : read_piece(fd, buffer, length, room, offset, counters);
+        good = shared->source_flags & SOURCE_KEEPS_OLD_PAGES ? read_past_pages(fd, buffer, length, offset, counters)
+                                                             : read_piece(fd, buffer, length, room, offset, counters);
         good = good && same_version(shared, fd, expected, counters);
         if (good && follows)
             good = look_above(user, group, directory, path, &after, counters) && !has_moved(&before, &after);
