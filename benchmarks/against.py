@@ -27,7 +27,7 @@ import click
 
 from benchmarks.fastpath import LATENCY_MS, Rate, alternate, listing, rate_of, wait_until_cached
 from benchmarks.harness import CACHEFS, Comparison, make_tree, mounted, read_files, report, timed_readers
-from cachefs.metadata.validity import LATE_NS
+from cachefs.contract.shared import LATE_NS
 from cachefs.system.clock import NANOSECONDS
 
 BOUND = 0.97

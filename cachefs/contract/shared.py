@@ -32,6 +32,8 @@ LATENCY_BUCKETS = 104
 LATENCY_FIRST_BIT = 10
 """Shorter than 1,024 ns: bucket 0."""
 PAGE = 4096
+LATE_NS = 600_000_000_000
+"""How late another clock may be: a version whose ctime is not older may be recent."""
 SETTLE_NS = 2_000_000_000
 """The age that a file must have before its data are cached: no single write() lasts longer. Less is not safe."""
 
@@ -62,11 +64,11 @@ class SourceFlag(enum.IntFlag):
     """What the fast path must know of the source. 0: of a daemon of an earlier version."""
 
     SOURCE_INCOHERENT = 1
-    """Versions are compared with AT_STATX_FORCE_SYNC."""
+    """Versions are compared with AT_STATX_FORCE_SYNC, and reads bypass the page cache of the source."""
     SOURCE_BY_PATH = 2
     """A descriptor leads to what has its path now (hazard 57): the directory must not move while a file is opened."""
-    SOURCE_KEEPS_OLD_PAGES = 4
-    """Reads bypass the page cache of the source."""
+    SOURCE_PAGES_ARE_LATE = 4
+    """Reads of a version that may be recent bypass the page cache of the source (hazard 62)."""
 
 
 class SlotState(enum.IntEnum):

@@ -17,7 +17,7 @@ from cachefs.options import CacheLevel, Options
 from cachefs.source.credentials import Caller
 from cachefs.source.shares import UNKNOWN
 from cachefs.stats.latency import BUCKETS, KINDS, Histogram
-from cachefs.store.filesystem import descriptors_stay, is_coherent, keeps_old_pages, numbers_stay
+from cachefs.store.filesystem import descriptors_stay, has_late_pages, is_coherent, numbers_stay
 from cachefs.system.clock import NANOSECONDS
 
 COUNTERS_OFFSET = SHARED.offset("counters")
@@ -115,7 +115,7 @@ class Shared:
         """Store what must be known of the source. `fstype`: as in the mount table."""
         asked = {
             SourceFlag.SOURCE_INCOHERENT: not is_coherent(fstype),
-            SourceFlag.SOURCE_KEEPS_OLD_PAGES: keeps_old_pages(fstype),
+            SourceFlag.SOURCE_PAGES_ARE_LATE: has_late_pages(fstype),
             SourceFlag.SOURCE_BY_PATH: not descriptors_stay(fstype) and numbers_stay(fstype),
         }
         self["source_flags"] = _sum(asked)

@@ -33,15 +33,13 @@ the future: until then a rewrite by a node with the right time leaves no trace (
 
 from typing import NamedTuple
 
-from cachefs.contract.shared import SETTLE_NS
+from cachefs.contract.shared import LATE_NS, SETTLE_NS
 from cachefs.options import Options
 from cachefs.store.index.records import IMMUTABLE, PINNED, STALE, UNLINKED, UNSETTLED, YOUNG, Dentry, Inode
 from cachefs.system.clock import NANOSECONDS, SYSTEM, Clock
 from cachefs.system.stat import Stat
 
 FOREVER_NS = 1 << 63
-LATE_NS = 600 * NANOSECONDS
-"""How late another clock may be."""
 
 
 class Run(NamedTuple):

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple, TypeVar
 
+from cachefs.contract.shared import LATE_NS
 from cachefs.errors import Busy
 from cachefs.source.credentials import as_admitted
 from cachefs.source.directories import ROOT, Directory, SourceDirectories
@@ -23,9 +24,9 @@ from cachefs.stats.source_counters import SourceCounters
 from cachefs.store.filesystem import (
     descriptors_stay,
     has_change_times,
+    has_late_pages,
     has_own_clock,
     is_coherent,
-    keeps_old_pages,
     sets_no_time_back,
 )
 from cachefs.store.index.records import Identity, Inode
@@ -110,7 +111,7 @@ class Source:
         `clock`: compared with times of the source."""
         self.root_fd = root_fd
         self._is_coherent = is_coherent(fstype)
-        self._keeps_old_pages = keeps_old_pages(fstype)
+        self._has_late_pages = has_late_pages(fstype)
         self.has_change_times = has_change_times(fstype)
         self.has_own_clock = has_own_clock(fstype)
         self.sets_no_time_back = sets_no_time_back(fstype)
@@ -382,9 +383,13 @@ class Source:
             if not keep:
                 os.close(fd)
 
+    def _may_have_old_pages(self, expected: Inode) -> bool:
+        may_be_recent = expected.ctime_ns + LATE_NS > self.clock.realtime_ns()
+        return not self._is_coherent or (self._has_late_pages and may_be_recent)
+
     def _read_compared(self, fd: int, expected: Inode, offset: int, length: int) -> bytes:
         try:
-            data = self.pread(fd, length, offset, past_pages.pread if self._keeps_old_pages else os.pread)
+            data = self.pread(fd, length, offset, past_pages.pread if self._may_have_old_pages(expected) else os.pread)
         except OSError:
             self.check_version(fd, expected)  # a FIFO, for example
             raise

@@ -92,9 +92,9 @@ def is_coherent(fstype: str) -> bool:
     return not _promises_nothing(fstype) and fstype not in _INCOHERENT
 
 
-def keeps_old_pages(fstype: str) -> bool:
-    """May the kernel's pages be older than the times that it shows? So on ceph-fuse, too (hazard 62)."""
-    return not is_coherent(fstype) or fstype in _CEPH_FUSE
+def has_late_pages(fstype: str) -> bool:
+    """May the kernel show new times for some seconds before it drops the old pages (hazard 62)?"""
+    return fstype in _CEPH_FUSE
 
 
 def has_change_times(fstype: str) -> bool:

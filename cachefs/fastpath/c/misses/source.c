@@ -198,6 +198,15 @@ static bool read_past_pages(int fd, uint8_t *buffer, size_t length, uint64_t off
     return true;
 }
 
+static bool may_have_old_pages(const struct shared *shared, const struct inode_record *expected)
+{
+    struct timespec now;
+    if (shared->source_flags & SOURCE_INCOHERENT)
+        return true;
+    clock_gettime(CLOCK_REALTIME, &now);
+    return shared->source_flags & SOURCE_PAGES_ARE_LATE && expected->ctime_ns > (now.tv_sec * 1000000000LL) - (int64_t)LATE_NS;
+}
+
 /* `room`: the size of the buffer, whole pages. */
 static bool read_piece(int fd, uint8_t *buffer, size_t length, size_t room, uint64_t offset, struct counters *counters)
 {
@@ -242,8 +251,8 @@ uint8_t *source_read(const struct shared *shared, int directory, const char *pat
     good = false;
     if (fd >= 0) {
         simulate_latency(shared);
-        good = shared->source_flags & SOURCE_KEEPS_OLD_PAGES ? read_past_pages(fd, buffer, length, offset, counters)
-                                                             : read_piece(fd, buffer, length, room, offset, counters);
+        good = may_have_old_pages(shared, expected) ? read_past_pages(fd, buffer, length, offset, counters)
+                                                    : read_piece(fd, buffer, length, room, offset, counters);
         good = good && same_version(shared, fd, expected, counters);
         if (good && follows)
             good = look_above(user, group, directory, path, &after, counters) && !has_moved(&before, &after);
