@@ -138,7 +138,7 @@ def test_an_open_that_hangs_keeps_no_other_thread_from_the_directory(
 
 
 @pytest.mark.parametrize("change", ["names", "moved away and back"])
-def test_what_is_done_while_a_directory_moves_away_and_back_is_repeated(
+def test_a_use_of_a_directory_is_repeated_only_if_the_directory_has_moved(
     counted: Counted, tmp_path: Path, change: str
 ) -> None:
     """Where a descriptor follows its path, it led to another directory meanwhile (hazard 57)."""

@@ -145,13 +145,19 @@ def test_open_file_keeps_its_version_when_its_names_change(
             check(fd, size)
 
 
+def open_files(m: Mount, stack: ExitStack) -> list[tuple[int, str]]:
+    """Open each file and read its first page. Returns (descriptor, name in FILES)."""
+    opened = []
+    for name in FILES:
+        fd = stack.enter_context(open(m.path / name / "file", "rb", buffering=0)).fileno()
+        assert os.pread(fd, PAGE, 0) == version(1, PAGE)
+        opened.append((fd, name))
+    return opened
+
+
 def open_and_rewrite(m: Mount, tree: Path, stack: ExitStack) -> list[tuple[int, int]]:
     """Open each file and read its first page; then another node rewrites them. Returns (descriptor, size)."""
-    opened = []
-    for name, (size, _) in FILES.items():
-        fd = stack.enter_context(open(m.path / name / "file", "rb", buffering=0)).fileno()
-        assert os.pread(fd, PAGE, 0) == version(1, size)[:PAGE]
-        opened.append((fd, size))
+    opened = [(fd, FILES[name][0]) for fd, name in open_files(m, stack)]
     m.flush()
     rewrite(tree)
     return opened
@@ -219,18 +225,16 @@ def test_open_file_keeps_its_version_when_it_is_rewritten_after_it_was_dropped(
     """It is read between the two, so that it is compared while it is still the same."""
     m = mount(tree, *mode, *limit)
     with ExitStack() as stack:
-        files = [(stack.enter_context(open(m.path / name / "file", "rb", buffering=0)), name) for name in FILES]
-        for file, _ in files:
-            assert os.pread(file.fileno(), PAGE, 0) == version(1, PAGE)
+        files = open_files(m, stack)
         if not limit:
             cachefs("invalidate", m.path)
-        for file, _ in files:
-            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-            assert os.pread(file.fileno(), PAGE, 2 * PAGE) == version(1, 3 * PAGE)[2 * PAGE :]
+        for fd, _ in files:
+            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+            assert os.pread(fd, PAGE, 2 * PAGE) == version(1, 3 * PAGE)[2 * PAGE :]
         rewrite(tree)
-        for file, name in files:
-            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-            check(file.fileno(), FILES[name][0])
+        for fd, name in files:
+            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+            check(fd, FILES[name][0])
 
 
 @pytest.mark.parametrize("change", [unlink, replace])
@@ -240,14 +244,12 @@ def test_open_file_is_read_on_after_it_was_dropped_and_removed(
     """As on a local disk. Before: ESTALE, where the fast path had opened it."""
     m = mount(tree)
     with ExitStack() as stack:
-        files = [(stack.enter_context(open(m.path / name / "file", "rb", buffering=0)), name) for name in FILES]
-        for file, _ in files:
-            assert os.pread(file.fileno(), PAGE, 0) == version(1, PAGE)
+        files = open_files(m, stack)
         cachefs("invalidate", m.path)
-        for file, name in files:
+        for fd, name in files:
             change(m.path / name)
-            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-            assert os.pread(file.fileno(), FILES[name][0], 0) == version(1, FILES[name][0])
+            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+            assert os.pread(fd, FILES[name][0], 0) == version(1, FILES[name][0])
 
 
 def test_file_that_another_node_rewrote_can_be_opened_for_writing_by_its_name(mount: MakeMount, tree: Path) -> None:

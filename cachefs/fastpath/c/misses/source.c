@@ -143,7 +143,7 @@ static bool same_version(const struct shared *shared, int fd, const struct inode
            is_of_volume(shared, &now, expected->device);
 }
 
-/* Of the directory in which a path leads to a file now. */
+/* Looks at the directory that a file is in, by its path. */
 static bool look_above(uint32_t user, uint32_t group, int directory, const char *path, struct statx *now,
                        struct counters *counters)
 {
