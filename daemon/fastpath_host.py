@@ -245,7 +245,13 @@ class FastPathHost:
         self.fastpath.send(Message.SLAB, self._components.blob.grant())
 
     def refresh(self) -> None:
-        """Share the size and the limit of the cache, and the time of day, with the fast path."""
+        """Share the size and the limit of the cache, and the time of day, with the fast path.
+
+        A fast path that has lost the index (unreadable.py) has set `serving` to 0.
+        """
+        index = self._components.opened.index
+        if not (self.shared["serving"] or index.session.overflow or index.durable.damage.is_found):
+            index.durable.damage.found_by_fastpath()
         self.shared["committed_bytes"] = self._components.opened.index.totals.blob_bytes
         self.shared["capacity_bytes"] = self._components.data.admission_bytes
         self.shared["clock_offset_ns"] = TIME_OF_DAY.offset_ns

@@ -16,6 +16,7 @@ an unmount.
 """
 
 import logging
+import struct
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import partial
@@ -25,6 +26,7 @@ from typing import Any
 import lmdb
 
 from cachefs.contract.index import DENTRY_RECORD, EXTENT_RECORD, INODE_RECORD, Table
+from cachefs.store.index import unreadable
 from cachefs.store.index.records import Dentry, inode_of_key
 from cachefs.system import private_files
 from cachefs.system.listeners import Listeners
@@ -32,8 +34,9 @@ from cachefs.system.listeners import Listeners
 ERRORS = (
     lmdb.CorruptedError, lmdb.PageNotFoundError, lmdb.InvalidError, lmdb.VersionMismatchError, lmdb.BadDbiError,
     lmdb.BadTxnError, lmdb.IncompatibleError, lmdb.CursorFullError, lmdb.PageFullError, lmdb.BadValsizeError,
+    struct.error,
 )  # fmt: skip
-"""LMDB raises them for a damaged file, and not for a full or dying disk."""
+"""LMDB raises them for a damaged file, and not for a full disk. struct.error: a value has another one's place."""
 MARK = "damaged"
 _SIZES = {Table.INODES: INODE_RECORD.codec().size, Table.DENTRIES: DENTRY_RECORD.codec().size}
 _LEAST = {Table.EXTENTS: EXTENT_RECORD.codec().size}
@@ -52,6 +55,7 @@ class Damage:
     def __init__(self, path: Path) -> None:
         """`path`: the directory of the environment."""
         self._path = path
+        self._faults_before = unreadable.faults
         self.is_found = False
         self.on_found: Listeners[[]] = Listeners()
         """Called once, in the thread of `run`."""
@@ -74,6 +78,20 @@ class Damage:
             "unmount and mount again"
         )
 
+    def unread_page(self) -> lmdb.Error | None:
+        """Something was read while a page of the file was zeros, because the disk cannot read it: use none of it.
+
+        None if there is no such page, or if everybody knows by now.
+        """
+        if unreadable.faults == self._faults_before or self.is_found:
+            return None
+        return lmdb.CorruptedError("the disk does not read a page of it, or does not write its table of readers")
+
+    def check_pages(self) -> None:
+        """Raises the error of `unread_page`."""
+        if error := self.unread_page():
+            raise error
+
     def close(self) -> None:
         """Nobody listens any more."""
         self.on_found.clear()
@@ -82,6 +100,10 @@ class Damage:
     def found(self, error: BaseException) -> None:
         """From any thread."""
         self.run(partial(self._found, error))
+
+    def found_by_fastpath(self) -> None:
+        """It has replaced a page, as this process does (unreadable.py)."""
+        self.found(lmdb.CorruptedError("the fast path cannot read it"))
 
     def _found(self, error: BaseException) -> None:
         if self.is_found:
@@ -113,6 +135,8 @@ class LenientTransaction:
     def _begin(self) -> None:
         """After an error LMDB refuses everything else in a transaction."""
         self.abort()
+        if unreadable.faults > unreadable.MOST_FAULTS:
+            return
         with suppress(lmdb.Error):
             self._txn = self._environment.begin()
 

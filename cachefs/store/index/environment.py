@@ -18,7 +18,7 @@ import lmdb
 
 from cachefs.contract.index import MAP_BYTES, Table
 from cachefs.errors import IndexDamaged, IndexUnavailable
-from cachefs.store.index import damage, pages
+from cachefs.store.index import damage, pages, unreadable
 from cachefs.store.index.damage import Damage, LenientTransaction
 from cachefs.store.index.extents import Extents
 from cachefs.store.index.overflow import MISSING, Missing, Overflow, Value
@@ -28,12 +28,9 @@ from cachefs.system.descriptors import closing
 
 DATA = "data.mdb"
 MAX_READERS = 1024
-LOCK_BYTES = (MAX_READERS + 64) * 64
-"""The size of lock.mdb: one cache line for each reader, and a header."""
+LOCK_BYTES = (MAX_READERS + 64) * 64  # of lock.mdb: one cache line for each reader, and a header
 TOMBSTONE = b""
 _NOT_DAMAGE = (lmdb.DiskError, lmdb.MemoryError, lmdb.LockError, lmdb.ReadonlyError)  # of opening an environment
-_UNREADABLE = (*damage.ERRORS, struct.error)
-"""Errors that damage causes. struct.error: a value has taken the place of another one."""
 _TRIED = b"tried"
 _FLAGS = struct.Struct("<I")
 
@@ -63,6 +60,7 @@ class Environment:
 
     def __init__(self, path: Path, *, sync: bool) -> None:
         self.path = path
+        unreadable.survive()
         private_files.make_directory(path)
         if sync:  # a session is lost with the machine, so its file needs no check
             pages.check_length(path / DATA)
@@ -107,6 +105,7 @@ class Environment:
         with self.failing("write to"):
             with self.lmdb.begin(write=True) as txn:
                 yield txn
+                self.damage.check_pages()
             pages.extend(self.path / DATA, self.lmdb)
 
     @contextmanager
@@ -114,12 +113,13 @@ class Environment:
         """Errors of LMDB become IndexUnavailable: "cannot `what` the index"."""
         try:
             yield
+            self.damage.check_pages()
         except (lmdb.Error, struct.error) as error:
             raise self.failed(what, error) from error
 
     def failed(self, what: str, error: Exception) -> IndexUnavailable:
         """The same for an error that was caught."""
-        if isinstance(error, _UNREADABLE):
+        if isinstance(error, damage.ERRORS):
             self.damage.found(error)
             return IndexDamaged(f"cannot {what} the index in {self.path}: {error}")
         return IndexUnavailable(f"cannot {what} the index in {self.path}: {error}")
@@ -193,7 +193,8 @@ class View:
 
     def _translate(self, error: object) -> None:
         """Raises IndexDamaged. The session is in memory, so damage is in the durable index."""
-        if isinstance(error, _UNREADABLE):
+        error = error or self._durable_environment.damage.unread_page()
+        if isinstance(error, damage.ERRORS):
             raise self._durable_environment.failed("read", error) from error
 
     def _end(self) -> None:

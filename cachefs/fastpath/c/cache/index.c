@@ -6,6 +6,7 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
+#include "cache/lost_index.h"
 #include "common/assertion.h"
 #include "common/clock.h"
 
@@ -39,14 +40,16 @@ static bool is_read_only(const struct index *index)
     return false;
 }
 
-int index_open(struct index *index, const char *session, const char *durable, const struct shared *shared)
+int index_open(struct index *index, const char *session, const char *durable, struct shared *shared)
 {
     *index = (struct index){.shared = shared};
     snprintf(index->lock_path, sizeof index->lock_path, "%s/lock.mdb", durable);
     index->is_unregistered = is_read_only(index);
-    int error = open_environment(&index->env[SESSION], session, index->tables[SESSION]);
+    int error = open_environment(&index->env[DURABLE], durable, index->tables[DURABLE]);
+    if (!error && !lost_index_watch(shared))
+        error = errno;
     if (!error)
-        error = open_environment(&index->env[DURABLE], durable, index->tables[DURABLE]);
+        error = open_environment(&index->env[SESSION], session, index->tables[SESSION]);
     if (error)
         index->env[SESSION] = index->env[DURABLE] = NULL;
     return error;
@@ -93,7 +96,7 @@ int view_begin(struct view *view)
 {
     if (view->open)
         return 0;
-    if (!view->txn[SESSION] || !view->txn[DURABLE]) /* the index could not be opened */
+    if (!view->txn[SESSION] || !view->txn[DURABLE] || index_is_lost()) /* without: the index could not be opened */
         return EIO;
     const struct shared *shared = view->index->shared;
     view->floor = shared->floor;
@@ -124,8 +127,16 @@ void view_end(struct view *view)
 
 static bool was_found(struct view *view, int error)
 {
-    view->damaged |= error && error != MDB_NOTFOUND;
-    return !error;
+    bool lost = index_is_lost();
+    view->damaged |= lost || (error && error != MDB_NOTFOUND);
+    return !error && !lost;
+}
+
+/* A value of `size` bytes. False: it was lost meanwhile. */
+static bool copied(struct view *view, void *out, const MDB_val *value)
+{
+    memcpy(out, value->mv_data, value->mv_size);
+    return was_found(view, 0);
 }
 
 bool view_get(struct view *view, enum table table, const void *key, size_t key_length, MDB_val *value)
@@ -156,8 +167,7 @@ bool view_inode(struct view *view, uint64_t inode, struct inode_record *out)
     MDB_val value;
     if (!view_get(view, INODES, &key, sizeof key, &value) || value.mv_size != sizeof *out)
         return false;
-    memcpy(out, value.mv_data, sizeof *out);
-    return !(out->flags & ~KNOWN_FLAGS);
+    return copied(view, out, &value) && !(out->flags & ~KNOWN_FLAGS);
 }
 
 bool view_dentry(struct view *view, uint64_t parent, const char *name, size_t length, struct dentry_record *out)
@@ -165,19 +175,16 @@ bool view_dentry(struct view *view, uint64_t parent, const char *name, size_t le
     MDB_val value;
     if (!view_get_named(view, DENTRIES, parent, name, length, &value))
         return false;
-    if (value.mv_size == sizeof *out)
-        memcpy(out, value.mv_data, sizeof *out);
-    if (value.mv_size != sizeof *out || (out->flags & ~KNOWN_FLAGS))
+    if (value.mv_size != sizeof *out || !copied(view, out, &value) || (out->flags & ~KNOWN_FLAGS))
         *out = (struct dentry_record){.inode = UINT64_MAX}; /* the name exists, and nothing else is known: not absent */
     return true;
 }
 
-static bool parse_extent(const MDB_val *value, struct extent *out)
+static bool parse_extent(struct view *view, const MDB_val *value, struct extent *out)
 {
     if (value->mv_size < sizeof out->record || value->mv_size > offsetof(struct extent, start))
         return false;
-    memcpy(out, value->mv_data, value->mv_size);
-    return !(out->record.flags & ~KNOWN_FLAGS) &&
+    return copied(view, out, value) && !(out->record.flags & ~KNOWN_FLAGS) &&
            value->mv_size == sizeof out->record + block_count(out->record.length) * sizeof(uint64_t);
 }
 
@@ -194,7 +201,7 @@ bool view_extent(struct view *view, uint64_t inode, uint64_t offset, struct exte
     MDB_val k = {sizeof key, key}, value;
     out->start = offset;
     if (!mdb_get(view->txn[DURABLE], view->index->tables[DURABLE][EXTENTS], &k, &value))
-        return parse_extent(&value, out) && out->record.length;
+        return parse_extent(view, &value, out) && out->record.length;
     MDB_cursor *cursor = offset ? extents_of(view) : NULL;
     if (!cursor)
         return false;
@@ -202,7 +209,7 @@ bool view_extent(struct view *view, uint64_t inode, uint64_t offset, struct exte
     if (mdb_cursor_get(cursor, &k, &value, back) || k.mv_size != sizeof key || memcmp(k.mv_data, key, sizeof *key))
         return false;
     out->start = second_number(&k);
-    return parse_extent(&value, out) && offset - out->start < out->record.length;
+    return parse_extent(view, &value, out) && offset - out->start < out->record.length;
 }
 
 bool view_has_range(struct view *view, uint64_t inode, uint64_t version, uint64_t start, uint64_t end)

@@ -42,7 +42,7 @@ struct extent {
 };
 
 /* All return 0 or an LMDB error code. Without an index every `view_begin` fails, and all requests are passed on. */
-int index_open(struct index *index, const char *session, const char *durable, const struct shared *shared);
+int index_open(struct index *index, const char *session, const char *durable, struct shared *shared);
 int view_init(struct view *view, const struct index *index);
 void view_destroy(struct view *view);
 /* Opened while the disk was read-only, and the disk can be written again: this process must be replaced. */

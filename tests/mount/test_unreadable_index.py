@@ -1,0 +1,82 @@
+"""A disk of the cache that cannot read pages of the index: a mapping of them is a SIGBUS, not an error (hazard 63)."""
+
+import fcntl
+import os
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import Mount, cachefs, contents, make_files, settle, wait_for
+from tests.sources.images import make_image, mount_image
+
+MakeMount = Callable[..., Mount]
+SHUTDOWN = 0x8004587D
+"""XFS: from now on each access to the disk fails, and each page that is not in memory."""
+FILES = 2500
+"""Their index has several hundred kilobytes: a fault maps 16 pages at once, and what is mapped stays in memory."""
+
+
+@pytest.fixture(scope="module")
+def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("tree")
+    make_files(root, FILES, sizes=(1, 100), directories=8)
+    settle()
+    return root
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[Path]:
+    image, place = tmp_path / "image", tmp_path / "disk"
+    place.mkdir()
+    make_image("xfs", tmp_path, image)
+    mount_image("xfs", image, place)
+    try:
+        yield place
+    finally:
+        subprocess.run(["umount", "-l", place], check=True)
+
+
+def make_unreadable(disk: Path, m: Mount) -> None:
+    os.sync()  # the next write to a page that is mapped asks the disk
+    fd = os.open(disk, os.O_RDONLY)
+    fcntl.ioctl(fd, SHUTDOWN, b"\2\0\0\0")
+    os.close(fd)
+    m.drop_caches()
+
+
+@pytest.mark.promise("FA-16", "FA-25", "FA-34", "TE-2")
+@pytest.mark.parametrize(
+    "arguments",
+    [[], ["--read-only"], ["--no-fastpath"], ["--no-fastpath", "--read-only"]],
+    ids=["read-write", "read-only", "no-fastpath", "no-fastpath-read-only"],
+)
+def test_a_disk_that_cannot_read_the_index_kills_no_process(
+    mount: MakeMount, tree: Path, disk: Path, tmp_path: Path, arguments: list[str]
+) -> None:
+    """What the index says of a file that it cannot read is read from the source."""
+    m = mount(tree, *arguments, cache=disk / "cache")
+    expected = contents(tree)
+    assert contents(m.path) == expected
+    m.flush()
+    m.umount()
+    m = mount(tree, *arguments, cache=disk / "cache")
+    before = m.status()
+    make_unreadable(disk, m)
+    assert contents(m.path) == expected
+    status = wait_for(m.status, lambda status: status["index_problem"])
+    assert (status["pid"], status["fastpath"] and status["fastpath"]["pid"]) == (
+        before["pid"],
+        before["fastpath"] and before["fastpath"]["pid"],
+    )
+    assert "restart" in status["index_problem"]
+    if "--read-only" not in arguments:
+        new = Path("d0") / tmp_path.name
+        (m.path / new).write_bytes(b"new")
+        assert (tree / new).read_bytes() == b"new"
+    if before["fastpath"]:  # otherwise a mount cannot be restarted
+        done = cachefs("restart", m.path, check=False)
+        assert done.returncode == 1 and "Input/output error" in done.stderr and m.status()["pid"] == before["pid"]
+    m.umount()
+    m.cache = tmp_path / "no log"  # it was on that disk
