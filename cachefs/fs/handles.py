@@ -230,13 +230,11 @@ class OpenFiles:
         opened = self.descriptors.handle(handle)
         if opened.file is not None and opened.is_cached:
             return await self._fetcher.read(opened.file, offset, size)
-        return await self._read_uncached(
-            opened.number, self.descriptors.use(opened, lambda fd: self.fs.source.pread(fd, size, offset))
-        )
+        inode, pread = self._metadata.current(opened.number), self.fs.source.pread
+        return await self._read_uncached(inode, self.descriptors.use(opened, lambda fd: pread(fd, size, offset, inode)))
 
-    async def _read_uncached(self, number: int, read: Awaitable[bytes]) -> bytes:
+    async def _read_uncached(self, inode: Inode | None, read: Awaitable[bytes]) -> bytes:
         """A read of a mutable file. The kernel keeps the pages as long as the times of the file stay the same."""
-        inode = self._metadata.current(number)
         data = await read
         if inode is not None and inode.is_young:
             self.young.was_read(inode)
@@ -258,8 +256,9 @@ class OpenFiles:
                 inode = self._metadata.pin_file(update, inode)
             immutable = rules.is_immutable(inode)
         if not immutable:
+            read = self.fs.source.read_file
             return await self._read_uncached(
-                number, self.descriptors.ask_object(number, lambda at: self.fs.source.read_file(at, size, offset))
+                inode, self.descriptors.ask_object(number, lambda at: read(at, size, offset, inode))
             )
         file = self._recent.pop(number, None)
         if file is None or file.inode.version != inode.version:

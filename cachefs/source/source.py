@@ -345,8 +345,10 @@ class Source:
         """
         return self.open_file(at, flags)[0]
 
-    def pread(self, fd: int, length: int, offset: int, read: Callable[[int, int, int], bytes] = os.pread) -> bytes:
-        """`length` bytes, fewer only at the end of the file. `read`: as os.pread."""
+    def pread(self, fd: int, length: int, offset: int, inode: Inode | None, *, past: bool = False) -> bytes:
+        """`length` bytes, fewer only at the end of the file. `past`: the kernel's pages of a file, whatever its age."""
+        is_recent = inode is None or inode.ctime_ns + LATE_NS > self.clock.realtime_ns()
+        read = past_pages.pread if past or (self._has_late_pages and is_recent) else os.pread
         self.round_trip("read")
         parts: list[bytes] = []
         missing = length
@@ -358,10 +360,10 @@ class Source:
             missing -= len(data)
         return b"".join(parts)  # no copy of a single part
 
-    def read_file(self, at: Object, length: int, offset: int) -> bytes:
+    def read_file(self, at: Object, length: int, offset: int, inode: Inode | None = None) -> bytes:
         """Open, compare, read, close: for a file that is not cached."""
         with closing(self.open_file(at)[0]) as fd:
-            return self.pread(fd, length, offset)
+            return self.pread(fd, length, offset, inode)
 
     def read_version(
         self, at: Object, expected: Inode, offset: int, length: int, fd: int | None = None, *, keep: bool = False
@@ -383,13 +385,9 @@ class Source:
             if not keep:
                 os.close(fd)
 
-    def _may_have_old_pages(self, expected: Inode) -> bool:
-        may_be_recent = expected.ctime_ns + LATE_NS > self.clock.realtime_ns()
-        return not self._is_coherent or (self._has_late_pages and may_be_recent)
-
     def _read_compared(self, fd: int, expected: Inode, offset: int, length: int) -> bytes:
         try:
-            data = self.pread(fd, length, offset, past_pages.pread if self._may_have_old_pages(expected) else os.pread)
+            data = self.pread(fd, length, offset, expected, past=not self._is_coherent)
         except OSError:
             self.check_version(fd, expected)  # a FIFO, for example
             raise

@@ -36,3 +36,25 @@ def test_a_fetch_bypasses_the_pages_of_the_source(
     assert cached_pages(root / "file") == 0
     (root / "file").read_bytes()
     assert cached_pages(root / "file") > 0, "pages cannot be counted here"
+
+
+@pytest.mark.promise("EX-8")
+@pytest.mark.parametrize("arguments", [[], ["--no-fastpath"]], ids=["fastpath", "no-fastpath"])
+def test_a_read_of_a_mutable_file_bypasses_the_pages_of_the_source(
+    cephfs: CephFs, tmp_path: Path, mount: MakeMount, arguments: list[str]
+) -> None:
+    """Before: processes that opened it later got old pages, while others read it and another node had rewritten it."""
+    root = cephfs.path / tmp_path.name
+    root.mkdir()
+    (root / "file").write_bytes(b"content " * 2500)
+    settle()
+    drop_caches()
+    m = mount(root, "--profile", "changing", *arguments)
+    assert (m.path / "file").read_bytes() == b"content " * 2500
+    assert cached_pages(root / "file") == 0
+    with open(m.path / "file", "r+b") as file:  # the same descriptor reads and writes
+        file.write(b"changed ")
+        assert file.read(8) == b"content "
+        file.seek(3)
+        file.write(b"NGED")
+    assert (root / "file").read_bytes() == (m.path / "file").read_bytes() == b"chaNGED " + b"content " * 2499
