@@ -34,6 +34,7 @@ from cachefs.system.stat import Stat
 
 RECENT_FILES = 64
 """How many files stay open after the last READ that had no handle of the daemon."""
+MAX_REPEATED = 4096
 
 RequestAt = Callable[[int], tuple[int, int, Caller | None]]
 """Handle → (inode, uid, caller) of a request that the fast path has passed on."""
@@ -62,6 +63,8 @@ class OpenFiles:
         # state
         self._recent: OrderedDict[int, OpenFile] = OrderedDict()
         """Inode → the file that READs without a handle of the daemon share, for a while."""
+        self._repeated: set[tuple[int, int]] = set()
+        """(inode, thread): opens that the kernel is about to repeat."""
 
     def owner_of(self, handle: int) -> tuple[int, Caller | None]:
         """Who opened a handle, or reads by it now: user and process. (UNKNOWN, None) where the daemon cannot know."""
@@ -179,6 +182,11 @@ class OpenFiles:
         execute a file; so an open to execute fails if the kernel does not know the present permissions.
         """
         inode = self.fs.inode(number)
+        opening = number, caller.pid
+        is_repeated = opening in self._repeated
+        self._repeated.discard(opening)
+        if len(self._repeated) == MAX_REPEATED:  # some never come, because their process was killed
+            self._repeated.clear()
         call = partial(self.fs.source.open_file, run=as_admitted if executes else caller.run)
         try:
             fd, now = await self.descriptors.ask_object(number, call, discard=close_opened)
@@ -189,6 +197,11 @@ class OpenFiles:
             await self.fs.learnt(number, now)
             if not self._immutability.has_writers(number) and self._metadata.apply_fstat(number, now):
                 self.fs.notifier.attributes(number)
+                # sendfile and splice ask for no other size than the kernel has (hazard 64). ESTALE makes it look up the
+                # name and open again; not twice, because the file may grow all the time.
+                if inode.size != now.size and not is_repeated:
+                    self._repeated.add(opening)
+                    raise failed(errno.ESTALE)
             if executes and inode.permissions != now.permissions:
                 raise failed(errno.ESTALE)
         return fd

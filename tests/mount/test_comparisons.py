@@ -137,6 +137,51 @@ def test_who_opens_a_mutable_file_gets_the_size_that_it_has_now(
     assert path.stat().st_size == pieces * 512
 
 
+@pytest.mark.promise("EX-8")
+@pytest.mark.parametrize("pieces", [1, 300], ids=["shorter", "longer"])
+def test_sendfile_of_a_mutable_file_that_another_node_rewrote_gets_all_of_it(
+    mount: MakeMount, tmp_path: Path, pieces: int
+) -> None:
+    """The kernel asks for no new size there (hazard 64)."""
+    source = tmp_path / "source"
+    source.mkdir()
+    (source / "file").write_bytes(b"a" * 100 * 512)
+    m = mount(source, "--mutable", "**", "--attr-timeout", "60")
+    path = m.path / "file"
+    assert path.read_bytes() == b"a" * 100 * 512
+    for number in range(1, 4):  # each time anew, from the same thread
+        expected = b"%d" % number * pieces * number * 512
+        (source / "file").write_bytes(expected)
+        with open(path, "rb") as opened, (tmp_path / "copy").open("w+b") as copy:
+            while os.sendfile(copy.fileno(), opened.fileno(), None, 1 << 20):
+                pass
+            copy.seek(0)
+            assert copy.read() == expected
+
+
+@pytest.mark.promise("EX-8")
+def test_a_mutable_file_that_grows_all_the_time_can_be_opened(mount: MakeMount, tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    source.mkdir()
+    (source / "log").write_bytes(b"line\n")
+    m = mount(source, "--mutable", "**", "--attr-timeout", "60")
+    stop = threading.Event()
+
+    def write() -> None:
+        with open(source / "log", "ab", buffering=0) as file:
+            while not stop.is_set():
+                file.write(b"line\n")
+
+    thread = threading.Thread(target=write)
+    thread.start()
+    try:
+        for _ in range(300):
+            assert (m.path / "log").read_bytes().startswith(b"line\n")
+    finally:
+        stop.set()
+        thread.join()
+
+
 @pytest.mark.promise("IM-2")
 def test_what_is_pinned_is_what_the_source_says_when_it_is_opened(mount: MakeMount, source: Path) -> None:
     """Not what it said at the look-up. (With a fast path it may be that; then the read fails.)"""
