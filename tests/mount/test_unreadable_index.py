@@ -4,6 +4,7 @@ import fcntl
 import os
 import subprocess
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -27,11 +28,14 @@ def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def disk(tmp_path: Path) -> Iterator[Path]:
-    image, place = tmp_path / "image", tmp_path / "disk"
+def disk(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Path]:
+    """An XFS of its own, or a filesystem of another kind."""
+    kind = getattr(request, "param", "xfs")
+    image, place, empty = tmp_path / "image", tmp_path / "disk", tmp_path / "empty"
     place.mkdir()
-    make_image("xfs", tmp_path, image)
-    mount_image("xfs", image, place)
+    empty.mkdir()
+    make_image(kind, empty, image)
+    mount_image(kind, image, place)
     try:
         yield place
     finally:
@@ -80,3 +84,31 @@ def test_a_disk_that_cannot_read_the_index_kills_no_process(
         assert done.returncode == 1 and "Input/output error" in done.stderr and m.status()["pid"] == before["pid"]
     m.umount()
     m.cache = tmp_path / "no log"  # it was on that disk
+
+
+@pytest.mark.promise("FA-16", "TE-2")
+@pytest.mark.parametrize("disk", ["btrfs"], indirect=True)
+@pytest.mark.parametrize("arguments", [[], ["--read-only"], ["--no-fastpath"]], ids=lambda a: a[0] if a else "default")
+def test_a_copy_on_write_disk_that_fills_up_kills_no_process(
+    mount: MakeMount, source: Path, disk: Path, tmp_path: Path, arguments: list[str]
+) -> None:
+    """A write to the mapping of lock.mdb needs a new block there: SIGBUS."""
+    m = mount(source, *arguments, "--cache-size", "50M", cache=disk / "cache")
+    expected = contents(source)
+    first = sorted(expected)[0]
+    assert (m.path / first).read_bytes() == expected[first]
+    before = m.status()
+    for block_bytes in (1 << 20, 4096, 4096):
+        with suppress(OSError), open(disk / f"junk{block_bytes}", "ab", buffering=0) as file:
+            while file.write(bytes(block_bytes)):
+                pass
+        os.sync()
+    for _ in range(2):
+        assert contents(m.path) == expected
+        m.drop_caches()
+    after = m.status()
+    assert after["pid"] == before["pid"]
+    if before["fastpath"]:
+        assert after["fastpath"]["pid"] == before["fastpath"]["pid"]
+    m.umount()
+    m.cache = tmp_path / "no log"
