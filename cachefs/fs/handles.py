@@ -35,6 +35,7 @@ from cachefs.system.stat import Stat
 RECENT_FILES = 64
 """How many files stay open after the last READ that had no handle of the daemon."""
 MAX_REPEATED = 4096
+"""How many opens may be expected to be repeated."""
 
 RequestAt = Callable[[int], tuple[int, int, Caller | None]]
 """Handle → (inode, uid, caller) of a request that the fast path has passed on."""
@@ -185,7 +186,7 @@ class OpenFiles:
         opening = number, caller.pid
         is_repeated = opening in self._repeated
         self._repeated.discard(opening)
-        if len(self._repeated) == MAX_REPEATED:  # some never come, because their process was killed
+        if len(self._repeated) == MAX_REPEATED:  # some never are, because their process was killed
             self._repeated.clear()
         call = partial(self.fs.source.open_file, run=as_admitted if executes else caller.run)
         try:

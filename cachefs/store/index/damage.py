@@ -79,7 +79,7 @@ class Damage:
         )
 
     def unread_page(self) -> lmdb.Error | None:
-        """Something was read while a page of the file was zeros, because the disk cannot read it: use none of it.
+        """Something was read while a page of the file was replaced (unreadable.py): use none of it.
 
         None if there is no such page, or if everybody knows by now.
         """

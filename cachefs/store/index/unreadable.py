@@ -58,6 +58,7 @@ _libc.mmap.argtypes = [
     ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long,
 ]  # fmt: skip
 _libc.mremap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_size_t, ctypes.c_int, ctypes.c_void_p]
+_libc.signal.argtypes = [ctypes.c_int, ctypes.c_void_p]
 _replaced: list[range] = []
 
 
@@ -119,7 +120,7 @@ def _handle(number: int, info: "ctypes._Pointer[_SigInfo]", context: object) -> 
     if found.code == _BUS_ADRERR and _replace(found.address or 0):
         faults += 1
     else:
-        signal.signal(number, signal.SIG_DFL)  # the instruction is repeated, and ends the process
+        _libc.signal(number, None)  # SIG_DFL; Python's may not be called here. The instruction is repeated, and ends it
 
 
 _action: _SigAction | None = None
