@@ -157,6 +157,12 @@ def lstat(
     return now, began_ns, look(source, guards, now.ctime_ns), same
 
 
+def _is_public(view: View, directory: Inode) -> bool:
+    """May everyone list and enter it? The bits for all others say nothing of the group, and none of them of an ACL."""
+    is_open = directory.mode & 0o555 == 0o555
+    return is_open and inode_values.get(view, Table.XATTRS, directory, ACL) == inode_values.ABSENT
+
+
 class Permissions:
     def __init__(
         self, metadata: InodeCache, source: Source, call_pool: CallPool, notifier: Notifier, options: Options
@@ -227,8 +233,8 @@ class Permissions:
     def _error(self, numbers: tuple[int, ...]) -> "PermissionsChanged":
         with self._metadata.index.view() as view:
             records = [self._metadata.inode(view, number) for number in numbers]
-        found = [inode for inode in records if inode is not None]
-        public = len(found) == len(numbers) and all(inode.mode & 0o005 == 0o005 for inode in found)
+            found = [inode for inode in records if inode is not None]
+            public = len(found) == len(numbers) and all(_is_public(view, inode) for inode in found)
         owners = {inode.uid if inode.mode & 0o500 == 0o500 else None for inode in found}
         return PermissionsChanged(numbers, public, owners.pop() if len(owners) == 1 else None)
 

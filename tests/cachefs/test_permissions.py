@@ -12,6 +12,7 @@ import trio
 from cachefs.contract.index import ROOT_INODE
 from cachefs.fs import permissions as permissions_module
 from cachefs.fs.permissions import Look, Permissions, PermissionsChanged
+from cachefs.metadata import inode_values
 from cachefs.options import Options
 from cachefs.source.directories import ROOT
 from cachefs.source.source import Source
@@ -176,6 +177,28 @@ def test_who_was_let_in_by_permissions_of_before_must_have_the_new_ones(
         assert slots.calls == (uid == 8)
 
     trio.run(main)
+
+
+@pytest.mark.promise("PE-6")
+@pytest.mark.parametrize(
+    ("mode", "acl", "is_public"),
+    [
+        (0o755, inode_values.ABSENT, True),
+        (0o705, inode_values.ABSENT, False),
+        (0o055, inode_values.ABSENT, False),
+        (0o755, inode_values.KNOWN + b"user:8:---", False),
+        (0o755, None, False),
+    ],
+    ids=["everyone", "not the group", "not the owner", "not a user of its ACL", "an ACL that is not known"],
+)
+def test_whom_a_directory_excludes_is_not_let_in_because_others_may_enter(
+    index: Index, permissions: Permissions, mode: int, acl: bytes | None, is_public: bool
+) -> None:
+    """Before: a queued look-up of a member of its group showed what was new in a directory of mode 0705."""
+    now = NOW._replace(mode=0o040000 | mode, gid=2000)
+    with pytest.raises(PermissionsChanged) as changed:
+        permissions.judge((), [Look(ROOT_INODE, now, acl, CHANGED_NS, LOOKED_NS)])
+    assert changed.value.admits(8) == is_public
 
 
 def test_directories_are_looked_at_once_for_changes_that_follow_each_other(
