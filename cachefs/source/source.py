@@ -347,8 +347,9 @@ class Source:
 
     def pread(self, fd: int, length: int, offset: int, inode: Inode | None, *, past: bool = False) -> bytes:
         """`length` bytes, fewer only at the end of the file. `past`: the kernel's pages of a file, whatever its age."""
-        is_recent = inode is None or inode.ctime_ns + LATE_NS > self.clock.realtime_ns()
-        read = past_pages.pread if past or (self._has_late_pages and is_recent) else os.pread
+        if self._has_late_pages:
+            past = past or inode is None or inode.ctime_ns + LATE_NS > self.clock.realtime_ns()
+        read = past_pages.pread if past else os.pread
         self.round_trip("read")
         parts: list[bytes] = []
         missing = length

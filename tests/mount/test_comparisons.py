@@ -149,7 +149,7 @@ def test_sendfile_of_a_mutable_file_that_another_node_rewrote_gets_all_of_it(
     m = mount(source, "--mutable", "**", "--attr-timeout", "60")
     path = m.path / "file"
     assert path.read_bytes() == b"a" * 100 * 512
-    for number in range(1, 4):  # each time anew, from the same thread
+    for number in range(1, 4):  # the same thread opens a changed file each time
         expected = b"%d" % number * pieces * number * 512
         (source / "file").write_bytes(expected)
         with open(path, "rb") as opened, (tmp_path / "copy").open("w+b") as copy:

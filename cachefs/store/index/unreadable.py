@@ -23,7 +23,7 @@ _MREMAP = 3  # MAYMOVE, FIXED
 _SA_SIGINFO = 4
 _DATA, _LOCK = b"/data.mdb", b"/lock.mdb"
 _LARGEST_PAGE_BYTES = 32768
-"""Of LMDB. Otherwise its pages are those of the machine."""
+"""LMDB uses pages of the machine's size, but no larger ones than this."""
 
 log = logging.getLogger(__name__)
 

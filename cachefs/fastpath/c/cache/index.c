@@ -96,7 +96,7 @@ int view_begin(struct view *view)
 {
     if (view->open)
         return 0;
-    if (!view->txn[SESSION] || !view->txn[DURABLE] || index_is_lost()) /* without: the index could not be opened */
+    if (!view->txn[SESSION] || !view->txn[DURABLE] || index_is_lost()) /* it could not be opened, or is lost */
         return EIO;
     const struct shared *shared = view->index->shared;
     view->floor = shared->floor;
@@ -132,7 +132,7 @@ static bool was_found(struct view *view, int error)
     return !error && !lost;
 }
 
-/* A value of `size` bytes. False: it was lost meanwhile. */
+/* Copies a value. False: the index was lost meanwhile. */
 static bool copied(struct view *view, void *out, const MDB_val *value)
 {
     memcpy(out, value->mv_data, value->mv_size);
