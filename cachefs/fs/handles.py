@@ -363,7 +363,7 @@ class OpenFiles:
         await self._shared.close()
 
 
-def close_opened(opened: tuple[int, Stat]) -> None:
+def close_opened(opened: tuple[int, Stat] | tuple[int, Stat, Stat]) -> None:
     close_quietly(opened[0])
 
 

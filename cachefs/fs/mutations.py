@@ -17,10 +17,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
 
-from cachefs.data.fetcher import close_quietly
 from cachefs.errors import failed
 from cachefs.fs.descriptors import Descriptors
-from cachefs.fs.handles import closed_on_error
+from cachefs.fs.handles import close_opened, closed_on_error
 from cachefs.fs.listing_comparison import ListingComparisons
 from cachefs.fs.names import FileSystem
 from cachefs.fs.refusals import Refusals
@@ -164,9 +163,7 @@ class Mutations:
         generation = self._fs.source.generation
         call = partial(self._source.create, self._fs.directory(parent), name, flags, stat.S_IMODE(mode), caller)
         try:
-            fd, now, directory = await self._run(
-                caller, parent, call, names_in=(parent,), discard=lambda made: close_quietly(made[0])
-            )
+            fd, now, directory = await self._run(caller, parent, call, names_in=(parent,), discard=close_opened)
         except Changed as error:
             if not error.directory and not isinstance(error, Renamed):
                 self._fs.invalidation.drop_name(parent, name)
@@ -180,13 +177,14 @@ class Mutations:
         generation = self._fs.source.generation
         with self._fs.immutability.opening_for_writing(number):
             await self._fs.before_object_changes(caller, number)
-            fd = await self._descriptors.ask_object(number, call, discard=close_quietly)
+            fd, now = await self._descriptors.ask_object(number, call, discard=close_opened)
         with closed_on_error(fd):
             self._check_writable(number, writer=caller)
         with self._metadata.index.update() as update:
-            inode = self._metadata.inode(update, number)
-            if inode is not None:
+            if (inode := self._metadata.inode(update, number)) is not None:
                 self._metadata.put_inode(update, inode.written()._replace(expires_ns=0))
+        if inode is not None and inode.size != now.size:
+            self._fs.notifier.attributes(number)  # read and lseek ask for the size then
         await self._fs.invalidation.overwritten(number)
         return self._descriptors.add_source_handle(number, fd, flags, caller.identity(), generation)
 

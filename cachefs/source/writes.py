@@ -49,16 +49,19 @@ class SourceWriter:
             os.set_blocking(fd, True)
             return fd, now, self._stat(parent)
 
-    def open_file(self, at: Object, flags: int, caller: Caller) -> int:
-        """Open an existing file for writing. It is truncated after the check that it is the right one."""
+    def open_file(self, at: Object, flags: int, caller: Caller) -> tuple[int, Stat]:
+        """Open an existing file for writing. Returns (descriptor, attributes before the file is truncated).
+
+        It is truncated after the check that it is the right one.
+        """
         flags_at_source = flags & ~(_NOT_PASSED_ON | os.O_TRUNC)
         if flags & os.O_TRUNC and flags & os.O_ACCMODE == os.O_RDONLY:
             flags_at_source |= os.O_RDWR  # the kernel has checked for this; the handle can only read
-        fd, _ = self._source.open_file(at, flags_at_source, run=caller.run, to_change=True)
+        fd, now = self._source.open_file(at, flags_at_source, run=caller.run, to_change=True)
         with closing_on_error(fd):
             if flags & os.O_TRUNC:
                 caller.run(lambda: os.ftruncate(fd, 0))
-            return fd
+            return fd, now
 
     def add(
         self, operation: str, directory: Directory, name: bytes, make: Callable[[int], None], caller: Caller
@@ -115,7 +118,7 @@ class SourceWriter:
             return self._stat(fd)
 
     def truncate(self, at: Object, size: int, caller: Caller) -> Stat:
-        with closing(self.open_file(at, os.O_WRONLY, caller)) as fd:
+        with closing(self.open_file(at, os.O_WRONLY, caller)[0]) as fd:
             return self.ftruncate(fd, size, caller)
 
     def ftruncate(self, fd: int, size: int, caller: Caller) -> Stat:

@@ -139,6 +139,27 @@ def test_who_opens_a_mutable_file_gets_the_size_that_it_has_now(
 
 @pytest.mark.promise("EX-8")
 @pytest.mark.parametrize("pieces", [1, 300], ids=["shorter", "longer"])
+def test_who_opens_a_mutable_file_also_for_writing_gets_the_size_that_it_has_now(
+    mount: MakeMount, tmp_path: Path, pieces: int
+) -> None:
+    source = tmp_path / "source"
+    source.mkdir()
+    (source / "file").write_bytes(b"a" * 100 * 512)
+    m = mount(source, "--mutable", "**", "--attr-timeout", "60")
+    path = m.path / "file"
+    assert path.read_bytes() == b"a" * 100 * 512
+    for number in range(1, 4):
+        expected = b"%d" % number * pieces * number * 512
+        (source / "file").write_bytes(expected)
+        with open(path, "r+b", buffering=0) as opened:
+            assert opened.seek(0, os.SEEK_END) == len(expected)
+            opened.seek(0)
+            assert opened.read() == expected
+            assert opened.read() == b""
+
+
+@pytest.mark.promise("EX-8")
+@pytest.mark.parametrize("pieces", [1, 300], ids=["shorter", "longer"])
 def test_sendfile_of_a_mutable_file_that_another_node_rewrote_gets_all_of_it(
     mount: MakeMount, tmp_path: Path, pieces: int
 ) -> None:
