@@ -225,7 +225,7 @@ class ListingComparisons:
             inode = self._metadata.inode(update, before.number)
             if inode is None or inode.version != before.version:
                 return before
-            return self._fs.permissions.adopt(update, inode, now)
+            return self._fs.permissions.adopt(update, inode, now, has_listed=True)
 
     def _remember(self, table: dict[int, T], number: int, value: T) -> None:
         if len(table) >= REMEMBERED_LISTINGS:

@@ -271,11 +271,11 @@ class Permissions:
             self._vouch(inode.number, began_ns - self._metadata.recent_ns, now.ctime_ns)
         return self.adopt(update, inode, now)
 
-    def adopt(self, update: Update, inode: Inode, now: Stat) -> Inode:
+    def adopt(self, update: Update, inode: Inode, now: Stat, *, has_listed: bool = False) -> Inode:
         """Record the attributes of a directory that belong to its names. Returns the inode as it is then.
 
         They stay if a later call has shown other ones, if this mount has changed the directory since, and if it pins
-        the listing: the old attributes belong to the old names.
+        the listing: the old attributes belong to the old names. `has_listed`: the names were just read anew.
         """
         number = inode.number
         if now.began_ns < self._asked_ns.get(number, 0) or self._metadata.changes.happened_since(number, now.began_ns):
@@ -286,7 +286,7 @@ class Permissions:
         # If only mtime moves at this source, nothing else tells that the names have not been compared.
         mtime_ns = inode.mtime_ns if inode.ctime_ns == now.ctime_ns else now.mtime_ns
         newer = inode._replace(nlink=now.nlink, size=now.size, blocks=now.blocks, mtime_ns=mtime_ns)
-        if newer == inode or self._pins_names(update, number):
+        if newer == inode or (not has_listed and self._pins_names(update, number)):
             return inode
         self._metadata.put_inode(update, newer)
         update.afterwards(partial(self._notifier.attributes, number))

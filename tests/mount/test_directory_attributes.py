@@ -217,3 +217,22 @@ def test_read_only_mount_that_lists_again_has_new_attributes(mount: MakeMount, p
     expire()
     assert sorted(os.listdir(m.path / "package")) == ["beneath", "first.py", "job.log"]
     assert attributes(m.path / "package") == attributes(package / "package")
+
+
+@pytest.mark.promise("EX-25")
+@BOTH_WAYS
+@pytest.mark.parametrize("first", ["package", "package/first.py", "package/missing"])
+def test_read_only_mount_has_the_attributes_of_its_first_listing(
+    mount: MakeMount, package: Path, first: str, mode: list[str]
+) -> None:
+    """They were pinned before, by a look-up."""
+    m = mount(package, "--read-only", *mode)
+    assert (m.path / first).exists() == (first != "package/missing")
+    before = attributes(m.path / "package")
+    add(package)
+    expire()
+    assert sorted(os.listdir(m.path / "package")) == NAMES
+    assert attributes(m.path / "package") == attributes(package / "package") != before
+    m.drop_caches()
+    m.remount("--read-only", *mode)
+    assert attributes(m.path / "package") == attributes(package / "package")
