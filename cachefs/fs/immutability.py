@@ -86,7 +86,8 @@ class Immutability:
 
     def outlives_its_name(self, inode: Inode) -> bool:
         """Is a file immutable and without a name? Handles that are open go on reading it (hazard 2)."""
-        return bool(inode.flags & UNLINKED and inode.flags & IMMUTABLE)
+        was_fixed = inode.flags & IMMUTABLE or (self._is_fixed(inode) and self._metadata.is_pinned(inode))
+        return bool(inode.flags & UNLINKED and was_fixed)
 
     def may_be_immutable(self, inode: Inode) -> bool:
         """Is a file immutable, or would an open for reading make it so now?"""

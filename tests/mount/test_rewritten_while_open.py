@@ -6,6 +6,7 @@ import errno
 import mmap
 import os
 import signal
+import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
@@ -263,3 +264,45 @@ def test_file_that_another_node_rewrote_can_be_opened_for_writing_by_its_name(mo
             with open(m.path / name / "file", "r+b") as again:
                 assert again.read() == version(2, new_size)
             check(opened.fileno(), size)
+
+
+@pytest.mark.parametrize(
+    "arguments", [(), ("--read-only",), ("--read-only", "--no-fastpath"), ("--read-only", "--cache", "metadata")]
+)
+@pytest.mark.parametrize("dropped", [False, True], ids=["", "dropped"])
+def test_open_file_whose_name_was_found_missing_keeps_its_version(
+    mount: MakeMount, tmp_path: Path, arguments: tuple[str, ...], dropped: bool
+) -> None:
+    """The daemon reads by a descriptor, because the directory was moved before the first read."""
+    source, size = tmp_path / "source", 16 << 20
+    (source / "a").mkdir(parents=True)
+    m = mount(source, *arguments, "--minimum-age", "1.5")
+    (source / "a/file").write_bytes(b"1" * size)
+    with open(m.path / "a/file", "rb", buffering=0) as opened:
+        os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_RANDOM)
+        (source / "a").rename(source / "b")
+        (source / "a").mkdir()
+        assert os.pread(opened.fileno(), 1, 0) == b"1"
+        if dropped:
+            write_twos(source / "b/file", size)
+            assert read_or_stale(opened.fileno(), 1 << 20) in (b"1", None)
+        while (m.path / "a/file").exists():  # for as long as the record is valid
+            time.sleep(0.05)
+        if not dropped:
+            write_twos(source / "b/file", size)
+        for offset in range(5 << 20, size, 4 << 20):
+            assert read_or_stale(opened.fileno(), offset) in (b"1", None)
+
+
+def write_twos(path: Path, size: int) -> None:
+    with open(path, "r+b") as file:
+        file.write(b"2" * size)
+
+
+def read_or_stale(fd: int, offset: int) -> bytes | None:
+    """One byte; None for ESTALE."""
+    try:
+        return os.pread(fd, 1, offset)
+    except OSError as error:
+        assert error.errno == errno.ESTALE
+        return None
