@@ -1,6 +1,7 @@
 """A source without birth times that gives the inode number of a removed object to the next one."""
 
 import os
+import shutil
 import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -8,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.bindfs import Bindfs
-from tests.conftest import Mount, expire, read_after_change, settle
+from tests.conftest import Mount, cachefs, expire, read_after_change, settle
 
 ENOUGH = 200
 MODES = {
@@ -71,6 +72,39 @@ def test_a_directory_with_the_number_of_a_removed_one_shows_its_own_names(
     expire()
     assert (m.path / "directory" / "second").read_bytes() == b"the second"
     assert os.listdir(m.path / "directory") == ["second"]
+
+
+@pytest.mark.fastpath
+@pytest.mark.promise("CH-40")
+@pytest.mark.promise("TE-1")
+@pytest.mark.parametrize("killed", [False, True], ids=["restart", "kill"])
+@pytest.mark.parametrize("mode", ["read-only", "read-write", "changing"])
+def test_a_directory_with_the_number_of_a_removed_one_of_another_name_shows_its_own_names(
+    mount: Callable[..., Mount], source: Bindfs, mode: str, killed: bool
+) -> None:
+    """Without a daemon nothing holds the removed directory. Times in whole seconds, and equal sizes."""
+    directory = source.path / "directory"
+    directory.mkdir()
+    (directory / "first").write_bytes(b"old")
+    (directory / "name").write_bytes(b"old")
+    settle()
+    m = mount(source.path, *MODES[mode])
+    assert os.listdir(m.path / "directory")
+    assert (m.path / "directory/name").read_bytes() == b"old"
+    number = os.stat(directory).st_ino
+    if killed:
+        m.kill()
+        shutil.rmtree(directory)
+        m.start()
+    else:
+        cachefs("restart", m.path)
+        shutil.rmtree(directory)
+    make_with_number(source.path / "other", number)
+    (source.path / "other/name").write_bytes(b"new")
+    (source.path / "other/second").write_bytes(b"new")
+    expire()
+    assert (m.path / "other/name").read_bytes() == b"new"
+    assert sorted(os.listdir(m.path / "other")) == ["name", "second"]
 
 
 def replace_with_number(path: Path, new: Path, content: bytes) -> None:

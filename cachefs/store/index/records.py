@@ -163,13 +163,13 @@ class Inode(NamedTuple):
     def may_have_moved(self, now: Stat) -> bool:
         """May this object have got a name that did not lead to it before? `now`: of an object with its number.
 
-        Without birth times a file may also be a new one, which got the number of a file that was removed. The kernel
-        may know the number by a name of that file. So the number counts only if the times prove that nothing changed.
-        Another hard link moves ctime, and may be looked up while the file is young.
+        Without birth times a file or directory may also be a new one, which got the number of one that was removed. The
+        kernel may know the number by a name of that one. So the number counts only if the times prove that nothing
+        changed. Another hard link moves ctime, and may be looked up while the file is young.
         """
-        if (self.btime_ns and now.btime_ns) or not self.is_regular:
+        if (self.btime_ns and now.btime_ns) or not (self.is_regular or self.is_directory):
             return True
-        if now.nlink > 1:
+        if self.is_regular and now.nlink > 1:
             return self.mtime_ns == now.mtime_ns and self.size == now.size
         return self.same_version(now) and not self.flags & UNSETTLED
 
