@@ -120,7 +120,8 @@ def lock_for_good(path: Path) -> int:
                     raise Taken(pid or "unknown")
                 path.unlink(missing_ok=True)
                 continue
-            _write(fd, f"{os.getpid()} {_started('self')}\n")
+            with suppress(OSError):  # the disk is full: the line of a dead process may stay
+                _write(fd, f"{os.getpid()} {_started('self')}\n")
             return fd
 
 

@@ -2,6 +2,7 @@
 
 import fcntl
 import os
+import signal
 import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -88,6 +89,14 @@ def test_a_disk_that_cannot_read_the_index_kills_no_process(
     m.cache = tmp_path / "no log"  # it was on that disk
 
 
+def fill(disk: Path) -> None:
+    for block_bytes in (1 << 20, 4096, 4096):
+        with suppress(OSError), open(disk / f"junk{block_bytes}", "ab", buffering=0) as file:
+            while file.write(bytes(block_bytes)):
+                pass
+        os.sync()
+
+
 @pytest.mark.promise("FA-16", "FA-36", "TE-2")
 @pytest.mark.parametrize("disk", ["btrfs"], indirect=True)
 @pytest.mark.parametrize("arguments", [[], ["--read-only"], ["--no-fastpath"]], ids=lambda a: a[0] if a else "default")
@@ -100,11 +109,7 @@ def test_a_copy_on_write_disk_that_fills_up_kills_no_process(
     assert contents(m.path) == expected
     m.flush()
     before = processes(m)
-    for block_bytes in (1 << 20, 4096, 4096):
-        with suppress(OSError), open(disk / f"junk{block_bytes}", "ab", buffering=0) as file:
-            while file.write(bytes(block_bytes)):
-                pass
-        os.sync()
+    fill(disk)
     for _ in range(2):
         assert contents(m.path) == expected
         m.drop_caches()
@@ -121,3 +126,28 @@ def test_a_copy_on_write_disk_that_fills_up_kills_no_process(
     assert contents(m.path) == expected and not m.status()["index_problem"]
     m.drop_caches()
     assert contents(m.path) == expected and m.status()["hits"] >= hits + len(expected)
+
+
+@pytest.mark.fastpath
+@pytest.mark.promise("FA-25", "TE-2")
+@pytest.mark.parametrize("disk", ["btrfs"], indirect=True)
+@pytest.mark.parametrize("arguments", [[], ["--read-only"]], ids=["read-write", "read-only"])
+def test_a_fast_path_can_be_started_on_a_full_copy_on_write_disk(
+    mount: MakeMount, source: Path, disk: Path, arguments: list[str]
+) -> None:
+    """It registers in the table of readers while it opens the index: SIGBUS."""
+    m = mount(source, *arguments, "--cache-size", "50M", cache=disk / "cache")
+    expected = contents(source)
+    assert contents(m.path) == expected
+    m.flush()
+    fill(disk)
+    daemon = m.pid
+    for _ in range(2):
+        _, killed = processes(m)
+        assert killed is not None
+        os.kill(killed, signal.SIGKILL)
+        assert contents(m.path) == expected
+        wait_for(lambda: processes(m)[1], lambda pid, killed=killed: pid not in (None, killed))
+        m.drop_caches()
+        assert contents(m.path) == expected
+    assert processes(m)[0] == daemon

@@ -45,9 +45,9 @@ int index_open(struct index *index, const char *session, const char *durable, st
     *index = (struct index){.shared = shared};
     snprintf(index->lock_path, sizeof index->lock_path, "%s/lock.mdb", durable);
     index->is_unregistered = is_read_only(index);
-    int error = open_environment(&index->env[DURABLE], durable, index->tables[DURABLE]);
-    if (!error && !lost_index_watch(shared))
-        error = errno;
+    int error = lost_index_watch(shared) ? 0 : errno;
+    if (!error)
+        error = open_environment(&index->env[DURABLE], durable, index->tables[DURABLE]);
     if (!error)
         error = open_environment(&index->env[SESSION], session, index->tables[SESSION]);
     if (error)

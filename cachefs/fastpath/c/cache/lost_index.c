@@ -1,10 +1,10 @@
 #include "cache/lost_index.h"
 
 #include <errno.h>
+#include <fcntl.h>
 #include <limits.h>
 #include <signal.h>
 #include <stdatomic.h>
-#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
@@ -12,22 +12,58 @@
 #include <unistd.h>
 
 #define LINE_BYTES (PATH_MAX + 128)
+#define PART_BYTES 4096
 #define LARGEST_PAGE_BYTES 32768u
 
 struct mapping {
     uintptr_t start, end;
 };
 
-static struct mapping data, table;
 static struct shared *watched;
 static uint8_t *silent;
 static size_t page_bytes;
-static atomic_bool is_lost, has_copy;
+static atomic_bool is_lost;
 static atomic_flag busy = ATOMIC_FLAG_INIT;
 
-static bool holds(const struct mapping *mapping, uintptr_t address)
+static bool ends_with(const char *text, const char *end)
 {
-    return mapping->start <= address && address < mapping->end;
+    size_t length = strlen(text), suffix = strlen(end);
+    return length >= suffix && !strcmp(text + length - suffix, end);
+}
+
+/* Is this line of /proc/self/maps that of the mapping with this address? */
+static bool is_of(const char *line, uintptr_t address, struct mapping *found)
+{
+    char *end;
+    found->start = strtoul(line, &end, 16);
+    found->end = *end == '-' ? strtoul(end + 1, NULL, 16) : 0;
+    return found->start <= address && address < found->end;
+}
+
+/* Returns the line of the mapping with this address, which ends with the path of its file; NULL if there is none. Without
+ * stdio, which a signal handler must not call. */
+static const char *find_mapping(uintptr_t address, struct mapping *found)
+{
+    static char line[LINE_BYTES], part[PART_BYTES];
+    const char *answer = NULL;
+    size_t length = 0;
+    ssize_t got;
+    int maps = open("/proc/self/maps", O_RDONLY | O_CLOEXEC);
+    while (maps >= 0 && !answer && (got = read(maps, part, sizeof part)) > 0)
+        for (ssize_t at = 0; at < got && !answer; at++) {
+            if (part[at] != '\n') {
+                if (length < sizeof line - 1)
+                    line[length++] = part[at];
+                continue;
+            }
+            line[length] = 0;
+            length = 0;
+            if (is_of(line, address, found))
+                answer = line;
+        }
+    if (maps >= 0)
+        close(maps);
+    return answer;
 }
 
 /* A leaf with one empty key, and, as a meta page, no tables. An empty leaf would not do: LMDB reads its last key. */
@@ -59,12 +95,15 @@ static bool put(uintptr_t start, size_t size, const void *from)
 
 static bool replace(uintptr_t address)
 {
-    if (holds(&data, address))
-        return put(address - address % page_bytes, page_bytes, silent);
-    if (!holds(&table, address))
+    struct mapping found;
+    const char *line = find_mapping(address, &found);
+    if (!line)
         return false;
-    return atomic_load(&has_copy) || (put(table.start, table.end - table.start, (void *)table.start) &&
-                                      (atomic_store(&has_copy, true), true));
+    if (ends_with(line, "/data.mdb"))
+        return put(address - address % page_bytes, page_bytes, silent);
+    if (ends_with(line, "/lock.mdb"))
+        return put(found.start, found.end - found.start, (void *)found.start);
+    return !strchr(line, '/'); /* no file any more: another thread was faster */
 }
 
 static void handle(int number, siginfo_t *info, void *context)
@@ -84,29 +123,8 @@ static void handle(int number, siginfo_t *info, void *context)
     errno = saved;
 }
 
-static bool ends_with(const char *text, const char *end)
-{
-    size_t length = strlen(text), suffix = strlen(end);
-    return length >= suffix && !strcmp(text + length - suffix, end);
-}
-
 bool lost_index_watch(struct shared *shared)
 {
-    static char line[LINE_BYTES];
-    FILE *maps = fopen("/proc/self/maps", "re");
-    if (!maps)
-        return false;
-    while (fgets(line, sizeof line, maps)) {
-        struct mapping found;
-        line[strcspn(line, "\n")] = 0;
-        if (sscanf(line, "%lx-%lx", &found.start, &found.end) != 2)
-            continue;
-        if (ends_with(line, "/data.mdb"))
-            data = found;
-        else if (ends_with(line, "/lock.mdb"))
-            table = found;
-    }
-    fclose(maps);
     watched = shared;
     if (!make_silent_page())
         return false;

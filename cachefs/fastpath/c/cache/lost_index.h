@@ -6,8 +6,7 @@
 
 #include "common/shared.h"
 
-/* All environments that are open are watched from now on: call it when the durable index is the only one. False: not
- * possible, errno is set. */
+/* Call it before an index is opened: LMDB writes to its table of readers then. False: not possible, errno is set. */
 bool lost_index_watch(struct shared *shared);
 
 /* Forget what was just read of the index, and read no more of it: `serving` is 0. */
