@@ -33,6 +33,22 @@ VIRTUAL = b"user.cachefs."
 _USUAL_NAMESPACES = (b"security.", b"system.", b"trusted.", b"user.")
 
 
+@dataclass(frozen=True, slots=True)
+class Changes:
+    """The attributes to set. None: leave as it is.
+
+    `now`: whether atime, and mtime, shall become the present time of the source. None: not known.
+    """
+
+    size: int | None = None
+    mode: int | None = None
+    uid: int | None = None
+    gid: int | None = None
+    atime_ns: int | None = None
+    mtime_ns: int | None = None
+    now: tuple[bool, bool] | None = None
+
+
 @dataclass(eq=False)
 class Attributes:
     # dependencies

@@ -13,11 +13,11 @@ import os
 import stat
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
 
 from cachefs.errors import failed
+from cachefs.fs.attributes import Changes
 from cachefs.fs.descriptors import Descriptors
 from cachefs.fs.handles import close_opened, closed_on_error
 from cachefs.fs.listing_comparison import ListingComparisons
@@ -37,22 +37,6 @@ from cachefs.system.syscalls import UTIME_NOW, UTIME_OMIT
 T = TypeVar("T")
 RENAME_EXCHANGE = 2
 _CAPABILITY = b"security.capability"
-
-
-@dataclass(frozen=True, slots=True)
-class Changes:
-    """The attributes to set. None: leave as it is.
-
-    `now`: whether atime, and mtime, shall become the present time of the source. None: not known.
-    """
-
-    size: int | None = None
-    mode: int | None = None
-    uid: int | None = None
-    gid: int | None = None
-    atime_ns: int | None = None
-    mtime_ns: int | None = None
-    now: tuple[bool, bool] | None = None
 
 
 class Mutations:
@@ -176,6 +160,7 @@ class Mutations:
         call = partial(self._source.open_file, flags=flags, caller=caller)
         generation = self._fs.source.generation
         with self._fs.immutability.opening_for_writing(number):
+            await self._compare_names(number)
             await self._fs.before_object_changes(caller, number)
             fd, now = await self._descriptors.ask_object(number, call, discard=close_opened)
         with closed_on_error(fd):
@@ -187,6 +172,16 @@ class Mutations:
             self._fs.notifier.attributes(number)  # read and lseek ask for the size then
         await self._fs.invalidation.overwritten(number)
         return self._descriptors.add_source_handle(number, fd, flags, caller.identity(), generation)
+
+    async def _compare_names(self, number: int) -> None:
+        """Before the contents of a file with several names change: the kernel does not say by which one. Raises ESTALE
+        if one of them leads elsewhere, so that the kernel looks it up again."""
+        with self._metadata.index.view() as view:
+            links = self._metadata.paths.links(view, number)
+        for parent, name in links if len(links) > 1 else ():
+            found = await self._fs.compare(parent, name)
+            if found is None or found.number != number:
+                raise failed(errno.ESTALE)
 
     async def write(self, handle: int, offset: int, data: bytes) -> int:
         opened = self._descriptors.handle(handle)
@@ -224,6 +219,7 @@ class Mutations:
             if opened is not None and opened.writable:
                 now = await self._descriptors.change(opened, lambda fd: self._source.ftruncate(fd, size, caller))
             else:
+                await self._compare_names(number)
                 truncate = partial(self._source.truncate, size=changes.size, caller=caller)
                 now = await self._descriptors.ask_object(number, truncate, once=True)
             self._store(number, now, written=True)

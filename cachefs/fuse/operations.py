@@ -19,11 +19,11 @@ import trio
 from cachefs.client.client import ALIVE
 from cachefs.contract.messages import FAST_HANDLE, OPEN_REPORT
 from cachefs.errors import IndexDamaged, errno_of, met_damage
-from cachefs.fs.attributes import VIRTUAL, Attributes
+from cachefs.fs.attributes import VIRTUAL, Attributes, Changes
 from cachefs.fs.descriptors import Descriptors
 from cachefs.fs.directories import Directories
 from cachefs.fs.handles import OpenFiles
-from cachefs.fs.mutations import Changes, Mutations
+from cachefs.fs.mutations import Mutations
 from cachefs.fs.names import Entry, FileSystem
 from cachefs.source import shares
 from cachefs.source.credentials import Caller

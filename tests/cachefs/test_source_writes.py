@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from cachefs.fs.mutations import Changes
+from cachefs.fs.attributes import Changes
 from cachefs.source.credentials import Caller
 from cachefs.system import syscalls
 from cachefs.system.syscalls import UTIME_NOW, UTIME_OMIT

@@ -18,7 +18,7 @@ import trio
 from outcome import acapture
 
 from cachefs.contract.index import ROOT_INODE
-from cachefs.fs.mutations import Changes
+from cachefs.fs.attributes import Changes
 from cachefs.source import shares
 from cachefs.source.credentials import Caller
 from cachefs.store.index.records import Inode

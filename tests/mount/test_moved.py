@@ -425,3 +425,30 @@ def test_an_open_directory_that_another_node_has_moved_is_never_shown_as_empty(
                 assert sorted(os.listdir(fd)) == ["below", "read", "unread"]
             except OSError as error:
                 assert error.errno == errno.ESTALE
+
+
+@pytest.mark.promise("CH-4")
+@pytest.mark.parametrize("truncates", [False, True], ids=["open", "truncate"])
+@pytest.mark.parametrize("mode", [(), ("--no-fastpath",), ("--profile", "changing"), ("--mutable", "**")])
+@pytest.mark.parametrize("replaced", ["file", "directory/other"])
+def test_a_write_by_one_of_two_names_goes_to_the_file_that_has_that_name(
+    mount: Callable[..., Mount], tmp_path: Path, mode: tuple[str, ...], replaced: str, truncates: bool
+) -> None:
+    """The kernel does not say by which name it opens a file, and caches where the name led."""
+    source = tmp_path / "source"
+    (source / "directory").mkdir(parents=True)
+    m = mount(source, *mode, "--attr-timeout", "60")
+    (m.path / "file").write_text("first")
+    os.link(m.path / "file", m.path / "directory/other")
+    for name in ("file", "directory/other"):
+        (m.path / name).stat()
+    (source / "new").write_text("second")
+    (source / "new").rename(source / replaced)
+    if truncates:
+        os.truncate(m.path / replaced, 3)
+    else:
+        with (m.path / replaced).open("r+") as file:
+            file.write("SECOND")
+    old = {"file": "directory/other", "directory/other": "file"}[replaced]
+    assert (source / old).read_text() == "first"
+    assert (source / replaced).read_text() == ("sec" if truncates else "SECOND")
