@@ -194,6 +194,8 @@ class InodeCache(InodeTable):
         version = before.version
         entries_valid_from = max(before.entries_valid_from, self._run.names_floor)
         unchanged = old is not None and old.same_version(now) and self.proves_contents(old, now)
+        if before.is_directory and before.flags & UNSETTLED and before.validated_run != self.run:
+            unchanged = False  # a name may have come in the same tick of the clock, after the last run had looked
         if not unchanged:
             # What was cached of an older version no longer counts.
             version = self.numbers.next()

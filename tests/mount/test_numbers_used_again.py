@@ -3,6 +3,7 @@
 import os
 import shutil
 import subprocess
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -82,7 +83,7 @@ def test_a_directory_with_the_number_of_a_removed_one_shows_its_own_names(
 def test_a_directory_with_the_number_of_a_removed_one_of_another_name_shows_its_own_names(
     mount: Callable[..., Mount], source: Bindfs, mode: str, killed: bool
 ) -> None:
-    """Without a daemon nothing holds the removed directory. Times in whole seconds, and equal sizes."""
+    """Without a daemon nothing holds the removed directory."""
     directory = source.path / "directory"
     directory.mkdir()
     (directory / "first").write_bytes(b"old")
@@ -92,6 +93,7 @@ def test_a_directory_with_the_number_of_a_removed_one_of_another_name_shows_its_
     assert os.listdir(m.path / "directory")
     assert (m.path / "directory/name").read_bytes() == b"old"
     number = os.stat(directory).st_ino
+    time.sleep(1.1)  # its times are in whole seconds
     if killed:
         m.kill()
         shutil.rmtree(directory)
@@ -152,3 +154,29 @@ def test_another_hard_link_has_the_number_of_the_file(
     (source / "two").hardlink_to(source / "one")
     expire()
     assert (m.path / "two").stat().st_ino == number
+
+
+@pytest.mark.promise("CH-12", "CH-17")
+@pytest.mark.parametrize("mode", [("--read-only",), ("--read-only", "--no-fastpath"), ()])
+def test_a_name_that_came_in_the_second_of_the_last_listing_is_shown_by_the_next_mount(
+    mount: Callable[..., Mount], old_ext4: Path, mode: tuple[str, ...]
+) -> None:
+    """Times in whole seconds: the directory has the same times with and without the name."""
+    for attempt in range(10):
+        source = old_ext4 / str(attempt)
+        (source / "directory").mkdir(parents=True)
+        m = mount(source, *mode, name=f"mnt{attempt}", cache=old_ext4.parent / f"cache{attempt}")
+        time.sleep(1.02 - time.time() % 1)
+        (source / "directory/first").touch()
+        assert os.listdir(m.path / "directory") == ["first"]
+        before = os.stat(source / "directory")
+        m.umount()
+        (source / "directory/second").touch()
+        after = os.stat(source / "directory")
+        if (before.st_mtime_ns, before.st_ctime_ns) != (after.st_mtime_ns, after.st_ctime_ns):
+            continue
+        settle()
+        m.start()
+        assert sorted(os.listdir(m.path / "directory")) == ["first", "second"]
+        return
+    raise AssertionError("no unmount was quick enough")
