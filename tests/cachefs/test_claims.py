@@ -1,5 +1,6 @@
 """Claims: one holder at a time, and nothing stays behind."""
 
+import errno
 import os
 import signal
 from pathlib import Path
@@ -81,3 +82,16 @@ def test_the_lock_on_a_file_that_stays(tmp_path: Path) -> None:
     os.waitpid(zombie, 0)
     for fd in (read, write, gate, gate_end):
         os.close(fd)
+
+
+def test_a_full_disk_does_not_prevent_the_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Btrfs needs a new block to overwrite the line of the last process."""
+
+    def pwrite(fd: int, data: bytes, offset: int) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "pwrite", pwrite)
+    fd = lock_for_good(tmp_path / "lock")
+    with pytest.raises(Taken):
+        lock_for_good(tmp_path / "lock")
+    os.close(fd)
