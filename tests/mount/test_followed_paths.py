@@ -61,12 +61,13 @@ def test_nothing_of_a_closed_directory_is_shown_under_the_name_of_an_open_one(
     open_to_all(m.path)
     assert as_user(USER, USER, [], (m.path / "open/public").read_text) == "open/public"
     assert (m.path / "closed/secret").read_text() == "closed/secret"
+    former = (m.path / "open").stat().st_ino
     exchange(bindfs)
     for name in ("secret", "unread"):
         found = as_user(USER, USER, [], (m.path / "open" / name).read_text)
         assert found in (errno.EACCES, errno.ENOENT)
     assert as_user(USER, USER, [], lambda: os.listdir(m.path / "open")) in (errno.EACCES, ["public"])
-    wait_for(lambda: (m.path / "open").stat().st_ino, lambda number: number == (tree / "open").stat().st_ino)
+    wait_for(lambda: (m.path / "open").stat().st_ino, lambda number: number != former)  # a bindfs has no birth times
     assert (m.path / "open").stat().st_mode & 0o777 == 0o700
     assert (m.path / "open/unread").read_text() == "closed/unread"
     assert sorted(os.listdir(m.path / "open")) == ["secret", "unread"]
