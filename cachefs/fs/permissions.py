@@ -275,7 +275,7 @@ class Permissions:
         """Record the attributes of a directory that belong to its names. Returns the inode as it is then.
 
         They stay if a later call has shown other ones, if this mount has changed the directory since, and if it pins
-        the listing: the old attributes belong to the old names. `has_listed`: the names were just read anew.
+        the listing: the old attributes belong to the old names. `has_listed`: the names have just been read.
         """
         number = inode.number
         if now.began_ns < self._asked_ns.get(number, 0) or self._metadata.changes.happened_since(number, now.began_ns):

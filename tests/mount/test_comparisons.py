@@ -4,7 +4,7 @@ import errno
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -137,11 +137,8 @@ def test_who_opens_a_mutable_file_gets_the_size_that_it_has_now(
     assert path.stat().st_size == pieces * 512
 
 
-@pytest.mark.promise("EX-8")
-@pytest.mark.parametrize("pieces", [1, 300], ids=["shorter", "longer"])
-def test_who_opens_a_mutable_file_also_for_writing_gets_the_size_that_it_has_now(
-    mount: MakeMount, tmp_path: Path, pieces: int
-) -> None:
+def rewritten_by_another_node(mount: MakeMount, tmp_path: Path, pieces: int) -> Iterator[tuple[Path, bytes]]:
+    """A mutable file that the kernel knows with another size, and its contents; three times, for the same thread."""
     source = tmp_path / "source"
     source.mkdir()
     (source / "file").write_bytes(b"a" * 100 * 512)
@@ -151,6 +148,15 @@ def test_who_opens_a_mutable_file_also_for_writing_gets_the_size_that_it_has_now
     for number in range(1, 4):
         expected = b"%d" % number * pieces * number * 512
         (source / "file").write_bytes(expected)
+        yield path, expected
+
+
+@pytest.mark.promise("EX-8")
+@pytest.mark.parametrize("pieces", [1, 300], ids=["shorter", "longer"])
+def test_an_open_for_writing_sees_the_present_size_of_a_mutable_file(
+    mount: MakeMount, tmp_path: Path, pieces: int
+) -> None:
+    for path, expected in rewritten_by_another_node(mount, tmp_path, pieces):
         with open(path, "r+b", buffering=0) as opened:
             assert opened.seek(0, os.SEEK_END) == len(expected)
             opened.seek(0)
@@ -164,15 +170,7 @@ def test_sendfile_of_a_mutable_file_that_another_node_rewrote_gets_all_of_it(
     mount: MakeMount, tmp_path: Path, pieces: int
 ) -> None:
     """The kernel asks for no new size there (hazard 64)."""
-    source = tmp_path / "source"
-    source.mkdir()
-    (source / "file").write_bytes(b"a" * 100 * 512)
-    m = mount(source, "--mutable", "**", "--attr-timeout", "60")
-    path = m.path / "file"
-    assert path.read_bytes() == b"a" * 100 * 512
-    for number in range(1, 4):  # the same thread opens a changed file each time
-        expected = b"%d" % number * pieces * number * 512
-        (source / "file").write_bytes(expected)
+    for path, expected in rewritten_by_another_node(mount, tmp_path, pieces):
         with open(path, "rb") as opened, (tmp_path / "copy").open("w+b") as copy:
             while os.sendfile(copy.fileno(), opened.fileno(), None, 1 << 20):
                 pass

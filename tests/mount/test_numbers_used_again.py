@@ -165,7 +165,8 @@ def test_a_name_that_came_in_the_second_of_the_last_listing_is_shown_by_the_next
     for attempt in range(10):
         source = old_ext4 / str(attempt)
         (source / "directory").mkdir(parents=True)
-        m = mount(source, *mode, name=f"mnt{attempt}", cache=old_ext4.parent / f"cache{attempt}")
+        cache = old_ext4.parent / f"cache{attempt}"
+        m = mount(source, *mode, "--minimum-age", "2", name=f"mnt{attempt}", cache=cache)
         time.sleep(1.02 - time.time() % 1)
         (source / "directory/first").touch()
         assert os.listdir(m.path / "directory") == ["first"]
