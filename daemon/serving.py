@@ -59,6 +59,8 @@ LAST_ANSWERS_S = 2.0
 CLOSE_S = 5.0
 READER_CHECK_S = 60.0
 FOLLOW_S = 1.0
+TELL_S = 1.0
+"""How often the kernel is told of permissions that no request was told of."""
 COLLECT_S = 0.1
 UNMOUNT_POLL_S = 0.5
 _ANSWER_POLL_S = 0.05
@@ -225,6 +227,7 @@ class Serving:
             components.young.run,
             partial(tasks.every, READER_CHECK_S, partial(drop_dead_readers, index)),
             partial(tasks.drain, index),
+            partial(tasks.every, TELL_S, components.filesystem.permissions.tell),
             partial(tasks.let_go_of_volumes, components),
             tasks.watch_clock,
         ]

@@ -132,7 +132,8 @@ class Components:
         )
         refusals = Refusals(metadata, metrics)
         invalidation = self.invalidation = Invalidation(metadata, data, notifier, refusals, options)
-        filesystem = self.filesystem = FileSystem(source, call_pool, metadata, options, notifier, invalidation)
+        words = {"pass_names_until_ns": 0} if shared is None else shared
+        filesystem = self.filesystem = FileSystem(source, call_pool, metadata, options, notifier, invalidation, words)
 
         # At once where requests are served; the thread that commits may find damage, too.
         serving, damage = get_ident(), index.durable.damage
@@ -146,7 +147,7 @@ class Components:
             object_of=filesystem.object_of,
             changed=invalidation.modified_externally,
             other_name=invalidation.other_name,
-            own_change=filesystem.own_change_of,
+            own_change=metadata.changes.end_of,
             young=young,
             record=metadata.current,
             reads_ahead=options.prefetch != "none",

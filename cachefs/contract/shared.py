@@ -147,10 +147,11 @@ SHARED = Struct(
     # Written by the daemon, in the order in which versions added them; 0: of an older daemon. prefetch_jobs: prefetch
     # requests that are fetched at once, 0: adaptive limit. settle_ns: set when the mount is set up (age.h).
     # clock_offset_ns: from CLOCK_BOOTTIME to the time of day, for fast paths of earlier versions. strict_floor and
-    # links_floor: see validity.py.
+    # links_floor: see validity.py. pass_names_until_ns: until then (CLOCK_MONOTONIC) Python answers every LOOKUP
+    # (permissions.py).
     ("atomic_u64", "prefetch_jobs"),
     ("u64", "settle_ns"),
-    ("atomic_u64", "clock_offset_ns strict_floor links_floor"),
+    ("atomic_u64", "clock_offset_ns strict_floor links_floor pass_names_until_ns"),
     (COUNTERS, f"counters[{MAX_THREADS}]"),
     (ACCESS_LOG, f"accesses[{ACCESS_LOGS}]"),
     (SLOT_HEAD, f"slots[{SLOT_COUNT}]"),

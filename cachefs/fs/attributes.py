@@ -118,7 +118,7 @@ class Attributes:
             inode = self.fs.inode(number)
             if now is None or now.ctime_ns == inode.ctime_ns:
                 break
-            own_change = self.fs.own_change_of(number)
+            own_change = self.fs.metadata.changes.end_of(number)
             if own_change is not None:
                 await own_change.wait()
             elif before.ctime_ns == inode.ctime_ns:

@@ -163,6 +163,7 @@ class Directories:
         """
         complete = True
         counted: list[int] = []
+        expires_at_once = bool(self._fs.closed_lately(number, b"."))
         with self._metadata.index.view() as view:
             directory = self._metadata.inode(view, number)
             bare = self._comparisons.bare(number)
@@ -183,7 +184,7 @@ class Directories:
                 if shown is None:
                     complete, after = False, position - 1
                     break
-                if not emit(name, *shown, position):
+                if not emit(name, shown[0], 0.0 if expires_at_once else shown[1], position):
                     break
                 after = position
                 if shown[0] is not None and not self._metadata.is_pinned(shown[0]):

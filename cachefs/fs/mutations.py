@@ -4,7 +4,7 @@ An immutable file is like one with `chattr +i`: open for writing, truncate, chmo
 EPERM. Its names may change: unlink and rename change the directory. (`Refusals.protects` has one exception.)
 
 A change of a name by this mount moves the ctime, as a change by another node would. Open files continue with the new
-ctime, and fetches that see it wait until the change has been made (`FileSystem.own_change`). A file that loses a name
+ctime, and fetches that see it wait until the change has been made (`LastChanges.under_way`). A file that loses a name
 stays readable by open handles (`Descriptors.keep_readable`). Comparisons then use another name, or a descriptor.
 """
 
@@ -310,7 +310,7 @@ class Mutations:
 
     async def link(self, number: int, parent: int, name: bytes, caller: Caller) -> Inode:
         self._check_writable()
-        with self._fs.own_change(number):
+        with self._metadata.changes.under_way(number):
             call = partial(self._source.link, self._fs.object_of(number), self._fs.directory(parent), name, caller)
             now, directory = await self._run(caller, number, call, names_in=(parent,))
             self._own_change((number, now), (parent, directory))
@@ -329,7 +329,7 @@ class Mutations:
             if inode and self._fs.immutability.refuses_changes(inode) and self._refusals.protects(number, caller):
                 raise failed(errno.EPERM)
             await self._descriptors.keep_readable(number)
-        with self._fs.own_change(number):
+        with self._metadata.changes.under_way(number):
             call = partial(self._source.remove, self._fs.directory(parent), name, caller, is_directory=is_directory)
             with self._losing(parent, name):
                 directory = await self._run(caller, parent, call, names_in=(parent,))
@@ -375,7 +375,7 @@ class Mutations:
             await self._descriptors.keep_readable(replaced)
         if replaced and not flags & RENAME_EXCHANGE:
             await self._fs.invalidation.overwritten(replaced)
-        with self._fs.own_change(moved, replaced):
+        with self._metadata.changes.under_way(moved, replaced):
             old, new = self._fs.directory(parent), self._fs.directory(new_parent)
             expected = self._pinned_name(parent, name, old)
             expected += self._pinned_name(new_parent, new_name, new) if flags & RENAME_EXCHANGE else []

@@ -11,8 +11,8 @@ No method that serves a request waits for a notification of the kernel: the noti
 
 import errno
 import math
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple, TypeVar
@@ -25,7 +25,7 @@ from cachefs.errors import failed
 from cachefs.fs import permissions
 from cachefs.fs.immutability import Immutability
 from cachefs.fs.invalidation import Invalidation
-from cachefs.fs.permissions import Permissions, PermissionsChanged
+from cachefs.fs.permissions import Permissions, PermissionsChanged, Step, Words
 from cachefs.metadata.inode_cache import InodeCache
 from cachefs.metadata.inode_paths import SecondName, check_only_name
 from cachefs.metadata.notifier import Notifier
@@ -63,15 +63,17 @@ class FileSystem:
     options: Options
     notifier: Notifier
     invalidation: Invalidation
+    words: Words
+    """As of `Permissions`."""
 
     def __post_init__(self) -> None:
         self.immutability = Immutability(self.metadata, self.options)
-        self.permissions = Permissions(self.metadata, self.source, self.call_pool, self.notifier, self.options)
+        self.permissions = Permissions(
+            self.metadata, self.source, self.call_pool, self.notifier, self.options, self.words
+        )
         # state
         self.lookups = 0
         """How many there were: shows background work that requests wait."""
-        self._own_changes: dict[int, trio.Event] = {}
-        """Inode → set when the change that this mount is making to its names has been made."""
         self._lstats: SingleFlight[tuple[int, bytes, int, bytes], Inode | None] = SingleFlight()
         """By parent, name, number of changes by this mount, and `also`: later requests do not join earlier calls."""
 
@@ -185,9 +187,20 @@ class FileSystem:
             raise failed(errno.ESTALE)
         return inode
 
+    def closed_lately(self, number: int, name: bytes) -> list[Step]:
+        """As of `Permissions`, for a name in the directory with this number."""
+        return self.permissions.closed_lately(self.directory(number), name) if self.permissions.expects_admitted else []
+
     async def lookup(self, parent: int, name: bytes, caller: Caller | None = None) -> Entry:
         """`caller`: None for the daemon itself."""
         self.lookups += 1
+        closed = self.closed_lately(parent, name)
+        entry = await self._lookup(parent, name)
+        closed = closed or self.closed_lately(parent, name)
+        await self.permissions.let_in(closed, caller)
+        return entry._replace(timeout_s=0.0) if closed else entry
+
+    async def _lookup(self, parent: int, name: bytes) -> Entry:
         component(name)
         directory = self.inode(parent)
         if self.metadata.is_pinned(directory):
@@ -199,7 +212,7 @@ class FileSystem:
             inode = self.metadata.valid_entry(view, directory, dentry)
             if inode is not None:
                 return Entry(inode, self.timeout_s(inode))
-        found = await self.compare(parent, name, caller)
+        found = await self.compare(parent, name)
         if found is None:
             return Entry(None, self._absence_timeout_s(parent, name))
         with self.metadata.index.view() as view:
@@ -224,10 +237,10 @@ class FileSystem:
         """As `pins`. The path may be long: it is made only if there are patterns to match."""
         return self.options.pins_everything and not self.metadata.mutable_names.matches(view, parent, name)
 
-    async def compare(self, parent: int, name: bytes, caller: Caller | None = None, also: bytes = b"") -> Inode | None:
+    async def compare(self, parent: int, name: bytes, also: bytes = b"") -> Inode | None:
         """lstat a name, and record the answer. None: the name does not exist.
 
-        `caller`: None for the daemon itself. `also`: of `SecondName`. Raises `PermissionsChanged`.
+        `also`: of `SecondName`. Raises `PermissionsChanged`.
         """
         with self.metadata.index.view() as view:
             directory = self.metadata.paths.directory(view, parent)
@@ -264,16 +277,14 @@ class FileSystem:
         )
         try:
             key = parent, name, self.metadata.changes.count, also
-            found = await self._lstats.ask(key, start, finish)
+            return await self._lstats.ask(key, start, finish)
         except Overtaken:
-            return await self.compare(parent, name, caller)
+            return await self.compare(parent, name)
         except SecondName as error:
-            return await self.compare(parent, name, caller, also=error.name)
+            return await self.compare(parent, name, also=error.name)
         except PermissionsChanged as error:
-            await self.permissions.tell(error)
+            self.permissions.tell(error)
             raise
-        await self.permissions.let_in(guards, caller)
-        return found
 
     def overtake(self, parent: int, name: bytes) -> None:
         """This mount has changed what a name leads to: answers to calls that are under way are outdated."""
@@ -372,24 +383,6 @@ class FileSystem:
         await self._lstats.ask((0, b"", 0, b""), start, finish)
 
     # --- changes by this mount -------------------------------------------------------------------------------------
-
-    @contextmanager
-    def own_change(self, *numbers: int) -> Iterator[None]:
-        """Around a change of a name of these inodes by this mount: fetches that see a new ctime wait for its end."""
-        event = trio.Event()
-        for number in numbers:
-            self._own_changes[number] = event
-        try:
-            yield
-        finally:
-            for number in numbers:
-                if self._own_changes.get(number) is event:
-                    del self._own_changes[number]
-            event.set()
-
-    def own_change_of(self, number: int) -> trio.Event | None:
-        """Set when the change that this mount is making to an inode's names has been made. None: there is none."""
-        return self._own_changes.get(number)
 
     def expire(self, number: int) -> None:
         """This mount has changed a mutable file: its record is no longer valid."""

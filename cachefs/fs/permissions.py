@@ -15,7 +15,10 @@ look at each directory, and none where directories are newer than their files.
 
 If permissions have changed, the record is doubtful, the kernel drops the attributes, and the request fails with
 `PermissionsChanged` (ESTALE): the kernel walks the path again and applies the new permissions. Requests that the kernel
-admitted before may still wait in a queue. So for the next seconds the source decides for each caller. From then on the
+admitted before may still wait in a queue. So for the next seconds the source decides for each caller, also of what the
+index could answer: the fast path passes every LOOKUP to the daemon (`pass_names_until_ns`), and names beneath the
+directory expire at once, because a caller who waits in the kernel for another's LOOKUP of a name gets the same answer
+(hazard 68). The same holds where a comparison of the directory itself has shown other permissions. From then on the
 directory is compared every two seconds: so permissions that are loosened again take effect for users without access,
 although their requests do not reach the names in it.
 
@@ -34,7 +37,7 @@ import os
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from cachefs.contract.index import Table
 from cachefs.metadata import inode_values
@@ -47,6 +50,7 @@ from cachefs.source.directories import Directory
 from cachefs.source.source import Source
 from cachefs.store.index.environment import Update, View
 from cachefs.store.index.records import Inode
+from cachefs.system.clock import NANOSECONDS
 from cachefs.system.stat import Stat
 
 ACL = b"system.posix_acl_access"
@@ -79,6 +83,13 @@ class PermissionsChanged(OSError):
         return self.public or uid in (0, self.owner)
 
 
+class Words(Protocol):
+    """`fastpath.shared_memory.Shared`, or a dictionary where there is no fast path."""
+
+    def __getitem__(self, field: str) -> int: ...
+    def __setitem__(self, field: str, value: int) -> None: ...
+
+
 class Guard(NamedTuple):
     """A pinned directory above an object that is asked for."""
 
@@ -102,6 +113,8 @@ class Look(NamedTuple):
     """When the look began."""
 
 
+Step = tuple[Directory, bytes]
+"""A directory, and a name in it that a request was led to, or that it asks for."""
 Answer = tuple[Stat, int, list[Look], bool]
 """What `lstat` returns: attributes, when the call began, looks, and whether the other name leads there, too."""
 
@@ -131,12 +144,15 @@ def _acl(source: Source, directory: Directory) -> bytes:
         return inode_values.ABSENT
 
 
-def _enter(source: Source, guards: Iterable[Guard], caller: Caller) -> None:
-    """Look up "." in each of these directories as the caller. Raises PermissionError where it may not search one."""
-    for guard in guards:
+def _walk(source: Source, steps: Iterable[Step], caller: Caller) -> None:
+    """Look up each of these names as the caller. Raises PermissionError where it may not search the directory.
+
+    Of a FUSE source this may be the only check (hazard 69): "." needs no look-up.
+    """
+    for directory, name in steps:
         source.round_trip("lstat")
-        with source.directories.hold(guard.directory) as fd:
-            caller.run(partial(source.stat, fd, b"."))
+        with source.directories.hold(directory) as fd, suppress(FileNotFoundError):
+            caller.run(partial(source.stat, fd, name))
 
 
 def lstat(
@@ -165,9 +181,17 @@ def _is_public(view: View, directory: Inode) -> bool:
 
 class Permissions:
     def __init__(
-        self, metadata: InodeCache, source: Source, call_pool: CallPool, notifier: Notifier, options: Options
+        self,
+        metadata: InodeCache,
+        source: Source,
+        call_pool: CallPool,
+        notifier: Notifier,
+        options: Options,
+        words: Words,
     ) -> None:
         # dependencies
+        self._words = words
+        """What the fast path is told, and a successor of this daemon."""
         self._metadata = metadata
         self._source = source
         self._call_pool = call_pool
@@ -183,7 +207,11 @@ class Permissions:
         self._not_notified: set[int] = set()
         """Directories whose permissions have changed, and whose attributes the kernel has not dropped yet."""
         self._queued_until_s: dict[int, float] = {}
-        """Directory whose attributes the kernel has dropped → until when requests may arrive that it had admitted."""
+        """Directory with other permissions → until when requests may arrive that the kernel had admitted before."""
+        self._admitted_until_s = words["pass_names_until_ns"] / NANOSECONDS
+        """The latest of these times."""
+        self._any_until_s = self._admitted_until_s
+        """Until then any directory may be one of them: another daemon knew which."""
         self._asked_ns: dict[int, int] = {}
         """Directory → when the call began that has shown its latest attributes (`Stat.began_ns`)."""
 
@@ -201,34 +229,43 @@ class Permissions:
     def judge(self, guards: Iterable[Guard], looks: Sequence[Look]) -> None:
         """Raises `PermissionsChanged` unless the permissions are the recorded ones, and the kernel knows them.
 
-        Each request that gets this error awaits `tell`.
+        Each request that gets this error calls `tell`.
         """
         changed = [each.number for each in looks if self._has_changed(each)]
         changed += [each.directory.number for each in guards if each.directory.number in self._not_notified]
         if changed:
             raise self._error(tuple(dict.fromkeys(changed)))
 
-    async def let_in(self, guards: Iterable[Guard], caller: Caller | None) -> None:
-        """Raises `PermissionsChanged` where the kernel may have admitted a request by the former permissions.
+    @property
+    def expects_admitted(self) -> bool:
+        """May a request arrive that the kernel has admitted by former permissions?"""
+        return self._admitted_until_s > self._source.clock.monotonic_s()
 
-        A request may wait in a queue while the kernel drops them. So for a while the caller of each request must have
-        search permission by the new ones; the source decides that. `caller`: None for the daemon itself.
+    def closed_lately(self, directory: Directory, name: bytes) -> list[Step]:
+        """The steps to a name that the kernel may have admitted by former permissions."""
+        now_s, found = self._source.clock.monotonic_s(), []
+        above: Directory | None = directory
+        while above is not None:
+            if max(self._any_until_s, self._queued_until_s.get(above.number, 0.0)) > now_s:
+                found.append((above, name))
+            name, above = above.name, above.parent
+        return found
+
+    async def let_in(self, steps: Sequence[Step], caller: Caller | None) -> None:
+        """Raises `PermissionsChanged` where the source does not allow these steps to the caller.
+
+        `caller`: None for the daemon itself.
         """
-        if caller is None or not (self._not_notified or self._queued_until_s):
+        if caller is None or not steps:
             return
-        recent = [each for each in guards if self._has_changed_lately(each.directory.number)]
-        error = self._error(tuple(each.directory.number for each in recent))
-        if recent and not error.admits(caller.uid):
-            try:
-                await self._call_pool.run(partial(_enter, self._source, recent, caller))
-            except PermissionError:
-                await self.tell(error)
-                raise error from None
-
-    def _has_changed_lately(self, number: int) -> bool:
-        if self._queued_until_s.get(number, math.inf) < self._source.clock.monotonic_s():
-            del self._queued_until_s[number]
-        return number in self._not_notified or number in self._queued_until_s
+        error = self._error(tuple(directory.number for directory, _ in steps))
+        if error.admits(caller.uid):
+            return
+        try:
+            await self._call_pool.run(partial(_walk, self._source, steps, caller))
+        except PermissionError:
+            self.tell(error)
+            raise error from None
 
     def _error(self, numbers: tuple[int, ...]) -> "PermissionsChanged":
         with self._metadata.index.view() as view:
@@ -254,6 +291,7 @@ class Permissions:
                 if seen.acl is not None:
                     inode_values.put(update, Table.XATTRS, inode, ACL, seen.acl)
             self._not_notified.add(number)
+            self._expect_admitted(number)
             return True
         with self._metadata.index.update() as update:
             self.adopt(update, self._metadata.recognized(update, inode, now), now)
@@ -267,8 +305,13 @@ class Permissions:
         """
         if not inode.is_directory:
             return inode
+        number = inode.number
+        if number in self._metadata.other_permissions:
+            self._metadata.other_permissions.discard(number)
+            self._not_notified.add(number)  # not notified now: the kernel would ignore the answer to this request
+            self._expect_admitted(number)
         if inode.ctime_ns == now.ctime_ns:
-            self._vouch(inode.number, began_ns - self._metadata.recent_ns, now.ctime_ns)
+            self._vouch(number, began_ns - self._metadata.recent_ns, now.ctime_ns)
         return self.adopt(update, inode, now)
 
     def adopt(self, update: Update, inode: Inode, now: Stat, *, has_listed: bool = False) -> Inode:
@@ -305,15 +348,24 @@ class Permissions:
             self._vouched.clear()
         self._vouched[number] = max(until_ns, ctime_ns, self._vouched.get(number, (0, 0))[0]), ctime_ns
 
-    async def tell(self, error: PermissionsChanged) -> None:
-        """Make the kernel drop the attributes of these directories, once for each change.
+    def tell(self, error: PermissionsChanged | None = None) -> None:
+        """Make the kernel drop the attributes of these directories, once for each change. None: of all that are left.
 
         The kernel also ignores older attributes that are in an answer on their way to it.
         """
-        for number in self._not_notified.intersection(error.numbers):
+        numbers = self._not_notified if error is None else self._not_notified.intersection(error.numbers)
+        for number in tuple(numbers):
             self._notifier.attributes(number)
             self._not_notified.discard(number)
-            self._queued_until_s[number] = self._source.clock.monotonic_s() + QUEUED_S
+            self._expect_admitted(number)
+
+    def _expect_admitted(self, number: int) -> None:
+        """A directory has other permissions: for a while, requests may arrive that the former ones admitted."""
+        if not self.expects_admitted:
+            self._queued_until_s.clear()
+        self._admitted_until_s = self._source.clock.monotonic_s() + QUEUED_S
+        self._queued_until_s[number] = self._admitted_until_s
+        self._words["pass_names_until_ns"] = int(self._admitted_until_s * NANOSECONDS)
 
     async def learnt(self, directory: Directory, ctime_ns: int) -> None:
         """An object in this directory that changed at `ctime_ns` is about to be shown."""
@@ -332,7 +384,8 @@ class Permissions:
             if now_s - self._looked_at.get(number, -math.inf) > self._valid_s
         ]
         await self._look(due, 0)
-        await self.let_in(guards.values(), caller)
+        for directory in directories:
+            await self.let_in(self.closed_lately(directory, b"."), caller)  # the change itself asks for the name
         if len(self._looked_at) >= MAX_REMEMBERED:
             self._looked_at.clear()
         self._looked_at.update((guard.directory.number, now_s) for guard in due)
@@ -343,5 +396,5 @@ class Permissions:
             try:
                 self.judge(guards, looks)
             except PermissionsChanged as error:
-                await self.tell(error)
+                self.tell(error)
                 raise

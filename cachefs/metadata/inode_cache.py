@@ -205,6 +205,9 @@ class InodeCache(InodeTable):
                 flags &= ~PINNED
         if pin and self.may_pin(number):
             flags |= PINNED
+        if old is not None and before.is_directory and before.permissions != now.permissions:
+            self.other_permissions.add(number)
+            self._restless.add(number)
         next_position = before.next_position or FIRST_POSITION
         if self._run.forgot and old is not None and old.validated_run != self.run:
             flags &= ~LISTED  # names may be missing

@@ -81,6 +81,8 @@ class InodeTable(Validity):
         """Is there a directory that holds results? None: not known."""
         self._restless: set[int] = set()
         """Directories whose permissions have changed in this run: valid for two seconds at a time (permissions.py)."""
+        self.other_permissions: set[int] = set()
+        """Directories of which a comparison has just recorded other permissions than before."""
         self._kept: Counter[int] = Counter()
         """Directories whose records stay even if the kernel forgets them: number → how many callers of `keep`."""
 

@@ -3,10 +3,15 @@
 An lstat that began before a write and is answered after it brings an older size. The kernel knows the newer size. If it
 took over the older one, the next append would go there. So such an answer is valid for no time (`happened_since`), and
 requests that come after the write do not share it (`count`).
+
+A change of a name moves the ctime before its answer is here: fetches that see it wait for its end (`end_of`).
 """
 
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import trio
 
 MOST = 4096
 
@@ -22,6 +27,8 @@ class LastChanges:
         """Inode number → time of its last change, the latest at the end."""
         self._forgotten_ns = 0
         """Time of the last change that is no longer in `_when_ns`."""
+        self._under_way: dict[int, trio.Event] = {}
+        """Inode → set when the change that this mount is making to its names has been made."""
 
     def note(self, number: int) -> None:
         """A change has just been made."""
@@ -34,3 +41,21 @@ class LastChanges:
     def happened_since(self, number: int, began_ns: int) -> bool:
         """Was the object changed after a call that began at `began_ns`? False where that is 0 (not known)."""
         return 0 < began_ns <= self._when_ns.get(number, self._forgotten_ns)
+
+    @contextmanager
+    def under_way(self, *numbers: int) -> Iterator[None]:
+        """Around a change of a name of these inodes by this mount."""
+        event = trio.Event()
+        for number in numbers:
+            self._under_way[number] = event
+        try:
+            yield
+        finally:
+            for number in numbers:
+                if self._under_way.get(number) is event:
+                    del self._under_way[number]
+            event.set()
+
+    def end_of(self, number: int) -> trio.Event | None:
+        """Set when the change that this mount is making to an inode's names has been made. None: there is none."""
+        return self._under_way.get(number)

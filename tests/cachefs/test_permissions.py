@@ -1,6 +1,7 @@
 """Until when the permissions of a directory are known to have held (cachefs/fs/permissions.py)."""
 
 import os
+import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -32,7 +33,7 @@ def permissions(index: Index, source: Source) -> Permissions:
     metadata = inode_cache(index, options)
     with index.update() as update:
         metadata.apply_root(update, NOW, pin=True)
-    return Permissions(metadata, source, None, Kernel(), options)  # type: ignore[arg-type]
+    return Permissions(metadata, source, None, Kernel(), options, {"pass_names_until_ns": 0})  # type: ignore[arg-type]
 
 
 @pytest.fixture
@@ -139,44 +140,72 @@ def test_a_change_counts_until_the_kernel_has_been_told(index: Index, permission
         permissions.judge(guards, [CLOSED])
     with pytest.raises(PermissionsChanged):
         permissions.judge(guards, [])
-    trio.run(permissions.tell, changed.value)
+    permissions.tell(changed.value)
     assert permissions._notifier.attributes_of == [ROOT_INODE]  # type: ignore[attr-defined]
     permissions.judge(guards, [])
-    trio.run(permissions.tell, changed.value)
+    permissions.tell(changed.value)
     assert permissions._notifier.attributes_of == [ROOT_INODE], "once for each change"  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("uid", [None, 0, 7, 8], ids=["daemon", "root", "owner", "another"])
 @pytest.mark.parametrize("admitted", [True, False])
 def test_who_was_let_in_by_permissions_of_before_must_have_the_new_ones(
-    index: Index, permissions: Permissions, monkeypatch: pytest.MonkeyPatch, uid: int | None, admitted: bool
+    permissions: Permissions, monkeypatch: pytest.MonkeyPatch, uid: int | None, admitted: bool
 ) -> None:
     """The source is asked for those of whom that is not known."""
     slots = Slots()
     monkeypatch.setattr(permissions, "_call_pool", slots)
 
-    def enter(*arguments: object) -> None:
+    def walk(*arguments: object) -> None:
         if not admitted:
             raise PermissionError
 
-    monkeypatch.setattr(permissions_module, "_enter", enter)
-    caller = None if uid is None else SimpleNamespace(uid=uid)
+    monkeypatch.setattr(permissions_module, "_walk", walk)
+    caller: Any = None if uid is None else SimpleNamespace(uid=uid)
 
     async def main() -> None:
-        with index.view() as view:
-            guards = permissions.guards(view, ROOT)
-        await permissions.let_in(guards, caller)  # type: ignore[arg-type]
-        assert slots.calls == 0, "nothing has changed"
+        assert permissions.closed_lately(ROOT, b"f") == [], "nothing has changed"
         with pytest.raises(PermissionsChanged):
-            permissions.judge(guards, [CLOSED])
+            permissions.judge((), [CLOSED])
+        steps = permissions.closed_lately(ROOT, b"f")
+        assert steps == [(ROOT, b"f")]
         if uid == 8 and not admitted:
             with pytest.raises(PermissionsChanged):
-                await permissions.let_in(guards, caller)  # type: ignore[arg-type]
+                await permissions.let_in(steps, caller)
         else:
-            await permissions.let_in(guards, caller)  # type: ignore[arg-type]
+            await permissions.let_in(steps, caller)
         assert slots.calls == (uid == 8)
 
     trio.run(main)
+
+
+@pytest.mark.promise("PE-6")
+@pytest.mark.parametrize("field", ["mode", "uid"])
+def test_a_comparison_that_shows_other_permissions_counts_as_a_look(
+    index: Index, permissions: Permissions, field: str
+) -> None:
+    """Before: only a look at a directory above an object did. A comparison of the directory recorded the new ones, and
+    requests that the former ones had admitted were answered."""
+    metadata = permissions._metadata
+    now = NOW._replace(ctime_ns=CHANGED_NS + 5, **{field: CLOSED.now.permissions[field == "uid"]})
+    with index.update() as update:
+        permissions.recorded(update, metadata.apply_root(update, now, pin=True), now, LOOKED_NS)
+    assert permissions.closed_lately(ROOT, b"f") == [(ROOT, b"f")]
+    assert permissions._words["pass_names_until_ns"] > time.monotonic_ns()
+    assert not permissions._notifier.attributes_of, "the kernel ignores answers under way then"  # type: ignore[attr-defined]
+    permissions.tell()
+    assert permissions._notifier.attributes_of == [ROOT_INODE]  # type: ignore[attr-defined]
+
+
+@pytest.mark.promise("PE-6")
+def test_another_daemon_may_have_found_other_permissions(
+    index: Index, source: Source, permissions: Permissions
+) -> None:
+    """Its successor does not know of which directories."""
+    for until_ns, steps in ((0, []), (time.monotonic_ns() + 5 * 10**9, [(ROOT, b"f")])):
+        words = {"pass_names_until_ns": until_ns}
+        successor = Permissions(permissions._metadata, source, None, Kernel(), Options(), words)  # type: ignore[arg-type]
+        assert successor.closed_lately(ROOT, b"f") == steps
 
 
 @pytest.mark.promise("PE-6")

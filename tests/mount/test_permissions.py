@@ -5,6 +5,7 @@ import os
 import struct
 import threading
 from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -24,6 +25,9 @@ MODES = [
     ("--mutable", "**"),
     ("--cache", "none"),
 ]
+LIMIT = 3
+LIMITED = ("--read-only", "--metadata-limit", f"{LIMIT}", "--metadata-retention", "lru")
+FEW_FILES = [LIMITED, (*LIMITED, "--no-fastpath")]
 SOME = [("--read-only",), (), ("--no-fastpath",)]
 READ_WRITE = [(), ("--no-fastpath",), ("--mutable", "**"), ("--cache", "none")]
 
@@ -275,6 +279,49 @@ def test_nothing_slips_through_while_a_directory_is_being_closed(
         thread.join(60)
     assert refused.is_set()
     assert not stolen
+
+
+@pytest.mark.promise("PE-6")
+@modes(FEW_FILES)
+def test_who_has_lost_access_does_not_share_the_answer_to_another_user(
+    mount: MakeMount, source: Path, arguments: tuple[str, ...]
+) -> None:
+    """Who waits in the kernel for another user's LOOKUP gets its answer, and so does who comes after it (hazard 68)."""
+    close_and_read_at_once(source, lambda: mounted(mount, source, arguments))
+
+
+def close_and_read_at_once(source: Path, begin_mount: Callable[[], Mount]) -> None:
+    """Directories are closed to Bob, the files in them are rewritten, and Alice and Bob read them at the same time."""
+    inners = [a_tree(source, f"outer{number}") for number in range(24)]
+    settle()
+    m = begin_mount()
+    files = [m.path / f"outer{number}/inner/old" for number in range(len(inners))]
+    for file in files:
+        assert bob(file.read_bytes) == alice(file.read_bytes) == b"old"
+    for number, inner in enumerate(inners):
+        (inner if number % 2 else inner.parent).chmod(0o700)
+        put(inner / "old", b"secret")
+    settle()
+    changed = files[: -LIMIT - 1]  # of the last ones the old data are still cached
+    begin = threading.Barrier(8)
+    seen: dict[int, list[object]] = {ALICE: [], BOB: []}
+
+    def read_all(user: int) -> None:
+        begin.wait(20)
+        for file in changed:
+            try:
+                seen[user].append(file.read_bytes())
+            except OSError as error:
+                seen[user].append(error.errno)
+
+    threads = [
+        threading.Thread(target=as_user, args=(user, user, [], partial(read_all, user))) for user in (ALICE, BOB) * 4
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert seen == {ALICE: [b"secret"] * 4 * len(changed), BOB: [errno.EACCES] * 4 * len(changed)}
 
 
 @pytest.mark.promise("PE-13")

@@ -34,6 +34,8 @@ static enum outcome serve_lookup(struct worker *worker, const struct request *re
     struct inode_record parent, record;
     struct dentry_record dentry;
     struct fuse_entry_out out = {0};
+    if (passes_names(worker))
+        return PASS;
     uint64_t remaining = valid_inode(worker, request->header->nodeid, &parent);
     if (!remaining || request->name_length > MAX_NAME_BYTES) /* Python answers ENAMETOOLONG */
         return PASS;

@@ -2,6 +2,8 @@
 
 #include <sys/stat.h>
 
+#include "common/clock.h"
+
 #define SECOND_NS 1000000000
 
 static void split_time(int64_t ns, uint64_t *seconds, uint32_t *rest)
@@ -55,4 +57,10 @@ uint64_t valid_inode(struct worker *worker, uint64_t inode, struct inode_record 
 {
     bool usable = view_inode(&worker->view, inode, record) && is_pinned(&worker->view, record);
     return usable ? remaining_ns(&worker->view, record) : 0;
+}
+
+bool passes_names(const struct worker *worker)
+{
+    uint64_t until = worker->fastpath->shared->pass_names_until_ns;
+    return until && monotonic_ns() < until;
 }

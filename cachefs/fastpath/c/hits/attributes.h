@@ -8,3 +8,5 @@ uint64_t valid_inode(struct worker *worker, uint64_t inode, struct inode_record 
 void fill_attributes(struct fuse_attr *out, uint64_t number, const struct inode_record *record);
 void fill_entry(struct fuse_entry_out *out, uint64_t number, const struct inode_record *record, uint64_t timeout_ns);
 void split_timeout(uint64_t ns, uint64_t *seconds, uint32_t *rest);
+/* Must Python answer whatever may lead to names? It does for a while after permissions have changed (permissions.py). */
+bool passes_names(const struct worker *worker);

@@ -49,7 +49,7 @@ enum outcome answer_listing(struct worker *worker, const struct request *request
     struct inode_record directory, record;
     uint64_t remaining, number = request->header->nodeid;
     if (!mounted_with(worker, PINS_EVERYTHING) || !valid_inode(worker, number, &directory) ||
-        !(directory.flags & LISTED))
+        !(directory.flags & LISTED) || passes_names(worker))
         return PASS;
     struct listing listing = {
         .out = worker->scratch,
