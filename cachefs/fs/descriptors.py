@@ -355,8 +355,7 @@ class Descriptors:
             if inode is None:
                 log.warning("the last daemon left no record of inode %d: calls on its open handle fail", number)
                 continue
-            immutable = self.fs.immutability.is_immutable(inode) or self.fs.immutability.outlives_its_name(inode)
-            if immutable and not opened.writable:
+            if not opened.writable and self.fs.immutability.keeps_version(inode):
                 opened.file = self.shared.share(inode)
             elif handle in files and files[handle].number == number:
                 opened.fd, opened.generation = files.pop(handle).fd, self.fs.source.generation

@@ -107,6 +107,11 @@ class Immutability:
         """May processes read a file as immutable, whether or not it was dropped since they opened it (hazard 61)?"""
         return self.is_immutable(inode) or bool(inode.flags & IMMUTABLE and self.may_be_immutable(inode))
 
+    def keeps_version(self, inode: Inode) -> bool:
+        """Must a handle that was opened for reading go on showing the recorded version? Also of a file that was
+        dropped, or has lost its name."""
+        return self.outlives_its_name(inode) or (self._is_fixed(inode) and self.may_be_immutable(inode))
+
     def is_mutable(self, inode: Inode) -> bool:
         """Is a file open for writing, was it written, or does --mutable match one of its names?"""
         return self.is_written(inode) or self._has_mutable_name(inode.number)
