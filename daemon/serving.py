@@ -20,6 +20,7 @@ from functools import partial
 import trio
 
 from cachefs.client import hand_over
+from cachefs.client.mount_table import mountpoints_beneath
 from cachefs.contract.index import ROOT_INODE
 from cachefs.errors import CacheFsError
 from cachefs.fuse.loop import RequestLoop
@@ -114,6 +115,9 @@ class Serving:
         connection = self._connect()
         restored = self._mount.restore(components)
         await self._record_root()
+        if self._mount.is_new:
+            place = os.readlink(f"/proc/self/fd/{components.source.root_fd}")
+            components.invalidation.doubt_mountpoints(map(os.fsencode, mountpoints_beneath(place)))
         served = os.dup(self._mount.device) if self._host is None else self._host.fastpath.descriptor_for_pyfuse3()
         loop = RequestLoop(components.operations, served)
         try:

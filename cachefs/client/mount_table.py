@@ -84,6 +84,11 @@ def covering(path: str) -> Mount | None:
     return found
 
 
+def mountpoints_beneath(place: str) -> list[str]:
+    """The paths, relative to `place`, at which something is mounted beneath it."""
+    return [path for mount in mounts() if (path := beneath(place, mount.mountpoint))]
+
+
 def directory_of(mount: Mount, path: str) -> tuple[str, str]:
     """The filesystem of a path on a mount, and the path in it: the same on each mount of that filesystem."""
     return mount.device, os.path.normpath(os.path.join(mount.root, beneath(mount.mountpoint, path) or ""))

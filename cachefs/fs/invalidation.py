@@ -142,6 +142,20 @@ class Invalidation:
                     self._metadata.put_inode(update, inode._replace(expires_ns=0))
         await self._notifier.drop(entries, numbers)
 
+    def doubt_mountpoints(self, paths: Iterable[bytes]) -> None:
+        """Something is mounted at these paths: what is recorded there may be of what lies beneath (validity.py).
+
+        For a new mount, of which the kernel knows nothing.
+        """
+        for path in paths:
+            number, missing = self._known(path)
+            if missing is not None:
+                continue
+            with self._metadata.index.update() as update:
+                inode = self._metadata.inode(update, number)
+                if inode is not None and not inode.device:
+                    self._metadata.drop(update, number)
+
     # --- commands --------------------------------------------------------------------------------------------------
 
     async def invalidate(self, path: bytes) -> int:

@@ -9,7 +9,8 @@
 One number validates many records: a record counts if its `validated_run` is at or above the floor. So a new run
 doubts, or trusts, a whole index in one step. Of what a recursive ctime does not cover (rctime.py) only this run
 counts: objects of other filesystems from `strict_floor` on, files with several names from `links_floor` on. With
---revalidate=never the latter is the floor of all. The former is not: another filesystem may be mounted there by now.
+--revalidate=never the latter is the floor of all. The former is not: another filesystem may be mounted there by now. It
+may also be mounted over what was recorded of the source: a new mount drops the records of each mountpoint.
 
 A directory that has not changed vouches for its names (dentries, listing, absences), so that each object costs exactly
 one lstat. Where it has changed, `entries_valid_from` makes its names doubtful.

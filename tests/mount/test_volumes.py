@@ -121,6 +121,34 @@ def test_another_image_is_mounted_in_the_place_of_one_before_a_mount_that_compar
 
 @pytest.mark.promise("CH-30")
 @MODES
+def test_an_image_is_mounted_over_a_directory_before_a_mount_that_compares_nothing(
+    mount: MakeMount, tmp_path: Path, images: list[Path], cleanup: ExitStack, mode: tuple[str, ...]
+) -> None:
+    """And a file over a file. Before: names and bytes of what lies beneath, for good."""
+    source = tmp_path / "source"
+    (source / "deep/set").mkdir(parents=True)
+    (source / "deep/set/shard0").write_bytes(b"beneath")
+    (source / "file").write_bytes(b"beneath")
+    (source / "other").write_bytes(b"other")
+    settle()
+    m = mount(source, *mode, "--revalidate", "never")
+    before = contents(m.path)
+    m.umount()
+    mount_until_the_end(images[0], source / "deep/set", cleanup)
+    run("mount", "--bind", source / "other", source / "file")
+    cleanup.callback(subprocess.run, ["umount", "-l", source / "file"], check=False, stderr=subprocess.DEVNULL)
+    m.start()
+    after = {Path("other"): b"other", Path("file"): b"other"}
+    assert contents(m.path) == {**after, **{Path(f"deep/set/shard{number}"): b"a" * 200_000 for number in range(3)}}
+    m.umount()
+    run("umount", source / "deep/set")
+    run("umount", source / "file")
+    m.start()
+    assert contents(m.path) == before
+
+
+@pytest.mark.promise("CH-30")
+@MODES
 def test_the_other_image_gets_the_loop_device_while_cachefs_is_mounted(
     mount: MakeMount, tmp_path: Path, images: list[Path], cleanup: ExitStack, mode: tuple[str, ...]
 ) -> None:
