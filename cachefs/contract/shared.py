@@ -6,6 +6,7 @@ next page boundary: SLOT_COUNT times SLOT_BYTES. A change of the layout or of a 
 """
 
 import enum
+from typing import Protocol
 
 from cachefs.contract.structs import Struct
 
@@ -58,6 +59,13 @@ class SharedFlag(enum.IntFlag):
     """Readahead in large files."""
     EVICTS_FOR_PREFETCH = 256
     """Also for prefetch requests."""
+
+
+class Words(Protocol):
+    """The fields of `SHARED` by their names; a dictionary where there is no fast path."""
+
+    def __getitem__(self, field: str) -> int: ...
+    def __setitem__(self, field: str, value: int) -> None: ...
 
 
 class SourceFlag(enum.IntFlag):

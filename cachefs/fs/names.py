@@ -21,11 +21,12 @@ import trio
 from outcome import Outcome
 
 from cachefs.contract.index import ROOT_INODE
+from cachefs.contract.shared import Words
 from cachefs.errors import failed
 from cachefs.fs import permissions
 from cachefs.fs.immutability import Immutability
 from cachefs.fs.invalidation import Invalidation
-from cachefs.fs.permissions import Permissions, PermissionsChanged, Step, Words
+from cachefs.fs.permissions import Permissions, PermissionsChanged, Step
 from cachefs.metadata.inode_cache import InodeCache
 from cachefs.metadata.inode_paths import SecondName, check_only_name
 from cachefs.metadata.notifier import Notifier

@@ -11,7 +11,7 @@ time was visible to everyone whom these permissions admit. Before an object that
 trip to the source looks at the pinned directories above it again, up to the root. It finds them by their names, so that
 a directory that was moved is noticed as well. From then on they vouch for all that is older than this look, less two
 seconds, because the clocks of node and source differ. So a scan of a dataset that does not change costs at most one
-look at each directory, and none where directories are newer than their files.
+look at each directory. Where times prove nothing (store/filesystem.py), a look counts for a second.
 
 If permissions have changed, the record is doubtful, the kernel drops the attributes, and the request fails with
 `PermissionsChanged` (ESTALE): the kernel walks the path again and applies the new permissions. Requests that the kernel
@@ -26,9 +26,8 @@ Changes are made with the caller's identity, but relative to a descriptor of the
 directory. So the pinned directories above it are looked at before a change, unless that was done within the last
 second.
 
-The mtime, the link count and the size of a directory belong to its names: each comparison that shows other ones than
-recorded has `adopt` record them, so that a new listing comes with them. The recorded ctime stays: it says for which
-state the names were compared.
+The mtime, the link count and the size of a directory belong to its names: `adopt` records newer ones, so that a new
+listing comes with them. The recorded ctime stays: it says for which state the names were compared.
 """
 
 import errno
@@ -37,12 +36,14 @@ import os
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from cachefs.contract.index import Table
+from cachefs.contract.shared import Words
 from cachefs.metadata import inode_values
 from cachefs.metadata.inode_cache import InodeCache
 from cachefs.metadata.notifier import Notifier
+from cachefs.metadata.validity import FOREVER_NS
 from cachefs.options import Options
 from cachefs.source.call_pool import CallPool
 from cachefs.source.credentials import Caller
@@ -62,10 +63,8 @@ MAX_REMEMBERED = 1 << 17
 
 
 class PermissionsChanged(OSError):
-    """Directories above an object have other permissions than recorded (errno ESTALE).
-
-    Raised by look-ups and comparisons. The kernel walks the path again; the daemon repeats a call of its own.
-    """
+    """Directories above an object have other permissions than recorded (errno ESTALE): the kernel walks the path again,
+    the daemon repeats a call of its own."""
 
     def __init__(self, numbers: Sequence[int] = (), public: bool = False, owner: int | None = None) -> None:
         super().__init__(errno.ESTALE, os.strerror(errno.ESTALE))
@@ -83,13 +82,6 @@ class PermissionsChanged(OSError):
         return self.public or uid in (0, self.owner)
 
 
-class Words(Protocol):
-    """`fastpath.shared_memory.Shared`, or a dictionary where there is no fast path."""
-
-    def __getitem__(self, field: str) -> int: ...
-    def __setitem__(self, field: str, value: int) -> None: ...
-
-
 class Guard(NamedTuple):
     """A pinned directory above an object that is asked for."""
 
@@ -98,6 +90,11 @@ class Guard(NamedTuple):
     """Until when the recorded permissions are known to have been in force."""
     ctime_ns: int
     """The directory's, at the last comparison. If it differs, the ACL may have changed."""
+
+    def vouches_for(self, ctime_ns: int) -> bool:
+        """Were the recorded permissions in force when an object changed? Times in whole seconds do not say when in the
+        second it did."""
+        return self.vouched_ns >= ctime_ns + (0 if ctime_ns % NANOSECONDS else NANOSECONDS - 1)
 
 
 class Look(NamedTuple):
@@ -126,11 +123,12 @@ def look(source: Source, guards: Iterable[Guard], ctime_ns: int) -> list[Look]:
     """
     looks = []
     for guard in guards:
-        if guard.vouched_ns >= ctime_ns:
+        if guard.vouches_for(ctime_ns):
             continue
         began_ns = source.clock.realtime_ns()
         now = source.lstat_directory(guard.directory)
-        acl = _acl(source, guard.directory) if now.ctime_ns != guard.ctime_ns else None
+        may_differ = now.ctime_ns != guard.ctime_ns or not now.ctime_ns % NANOSECONDS
+        acl = _acl(source, guard.directory) if may_differ else None
         looks.append(Look(guard.directory.number, now, acl, ctime_ns, began_ns))
     return looks
 
@@ -145,10 +143,7 @@ def _acl(source: Source, directory: Directory) -> bytes:
 
 
 def _walk(source: Source, steps: Iterable[Step], caller: Caller) -> None:
-    """Look up each of these names as the caller. Raises PermissionError where it may not search the directory.
-
-    Of a FUSE source this may be the only check (hazard 69): "." needs no look-up.
-    """
+    """Look up these names as the caller, the only check of some FUSE sources (hazard 69). May raise PermissionError."""
     for directory, name in steps:
         source.round_trip("lstat")
         with source.directories.hold(directory) as fd, suppress(FileNotFoundError):
@@ -203,7 +198,7 @@ class Permissions:
         self._vouched: dict[int, tuple[int, int]] = {}
         """Directory → (`Guard.vouched_ns`, `Guard.ctime_ns`), where they are not those of its record."""
         self._looked_at: dict[int, float] = {}
-        """Directory → when it was last looked at for a change."""
+        """Directory → when it was last looked at."""
         self._not_notified: set[int] = set()
         """Directories whose permissions have changed, and whose attributes the kernel has not dropped yet."""
         self._queued_until_s: dict[int, float] = {}
@@ -222,7 +217,12 @@ class Permissions:
         while above is not None:
             inode = self._metadata.inode(view, above.number)
             if inode is not None and self._metadata.is_pinned(inode):
-                found.append(Guard(above, *self._vouched.get(above.number, (inode.ctime_ns, inode.ctime_ns))))
+                guard = Guard(above, *self._vouched.get(above.number, (inode.ctime_ns, inode.ctime_ns)))
+                if not self._metadata.has_change_times:  # an object may have changed whatever its times say
+                    looked_s = self._looked_at.get(above.number, -math.inf)
+                    is_recent = self._source.clock.monotonic_s() - looked_s < self._valid_s
+                    guard = guard._replace(vouched_ns=FOREVER_NS if is_recent else -1)
+                found.append(guard)
             above = above.parent
         return tuple(found)
 
@@ -242,7 +242,7 @@ class Permissions:
         return self._admitted_until_s > self._source.clock.monotonic_s()
 
     def closed_lately(self, directory: Directory, name: bytes) -> list[Step]:
-        """The steps to a name that the kernel may have admitted by former permissions."""
+        """The steps to a name that the kernel may have allowed by former permissions."""
         now_s, found = self._source.clock.monotonic_s(), []
         above: Directory | None = directory
         while above is not None:
@@ -295,14 +295,12 @@ class Permissions:
             return True
         with self._metadata.index.update() as update:
             self.adopt(update, self._metadata.recognized(update, inode, now), now)
+        self._remember_look(number)
         self._vouch(number, max(seen.asked_ns, seen.began_ns - self._metadata.recent_ns), now.ctime_ns)
         return False
 
     def recorded(self, update: Update, inode: Inode, now: Stat, began_ns: int) -> Inode:
-        """`now`, the answer of an lstat that began at `began_ns`, has been recorded; `inode` is the result.
-
-        Returns the inode as it is then.
-        """
+        """`now`, the answer of an lstat that began at `began_ns`, has been recorded as `inode`. Returns the result."""
         if not inode.is_directory:
             return inode
         number = inode.number
@@ -370,7 +368,7 @@ class Permissions:
     async def learnt(self, directory: Directory, ctime_ns: int) -> None:
         """An object in this directory that changed at `ctime_ns` is about to be shown."""
         with self._metadata.index.view() as view:
-            guards = [guard for guard in self.guards(view, directory) if guard.vouched_ns < ctime_ns]
+            guards = [guard for guard in self.guards(view, directory) if not guard.vouches_for(ctime_ns)]
         await self._look(guards, ctime_ns)
 
     async def before_change(self, caller: Caller, *directories: Directory) -> None:
@@ -386,9 +384,11 @@ class Permissions:
         await self._look(due, 0)
         for directory in directories:
             await self.let_in(self.closed_lately(directory, b"."), caller)  # the change itself asks for the name
+
+    def _remember_look(self, number: int) -> None:
         if len(self._looked_at) >= MAX_REMEMBERED:
             self._looked_at.clear()
-        self._looked_at.update((guard.directory.number, now_s) for guard in due)
+        self._looked_at[number] = self._source.clock.monotonic_s()
 
     async def _look(self, guards: Sequence[Guard], ctime_ns: int) -> None:
         if guards:

@@ -74,6 +74,7 @@ class Validity:
         is_late = run.has_own_clock and options.settle_ns >= SETTLE_NS
         self.recent_ns = LATE_NS if is_late else options.settle_ns
         """How far behind this machine's clock a time of the source may be when it has just been set."""
+        self.has_change_times = run.has_change_times
         self._pins_files = options.pins_files
         self._pins_everything = options.pins_everything
         self._run = run
@@ -108,12 +109,12 @@ class Validity:
         Between two runs a file may have been replaced by another one with the same size and mtime. That shows in its
         ctime only, if it has one.
         """
-        has_change_time = self._run.has_change_times or now.ctime_ns != now.mtime_ns
+        has_change_time = self.has_change_times or now.ctime_ns != now.mtime_ns
         return has_change_time or inode.validated_run == self.run or not inode.is_regular
 
     def is_recent(self, now: Stat) -> bool:
         """May this version have been made just now?"""
-        changed_ns = now.ctime_ns if self._run.has_change_times else max(now.ctime_ns, now.mtime_ns)
+        changed_ns = now.ctime_ns if self.has_change_times else max(now.ctime_ns, now.mtime_ns)
         return changed_ns + self.recent_ns > self._realtime_ns()
 
     def has_settled(self, before: Inode, now: Stat) -> bool:

@@ -52,3 +52,16 @@ def bindfs(source: Path, tmp_path: Path) -> Iterator[Bindfs]:
     made = Bindfs(source, tmp_path / "bindfs")
     yield made
     made.close()
+
+
+@pytest.fixture
+def old_ext4(tmp_path: Path) -> Iterator[Path]:
+    """An ext4 without birth times, with times in whole seconds."""
+    image, path = tmp_path / "image", tmp_path / "old-ext4"
+    with open(image, "wb") as file:
+        file.truncate(16 << 20)
+    subprocess.run(["mkfs.ext4", "-q", "-I", "128", image], check=True, capture_output=True)
+    path.mkdir()
+    subprocess.run(["mount", "-o", "loop", image, path], check=True)
+    yield path
+    subprocess.run(["umount", "-l", path], check=True)

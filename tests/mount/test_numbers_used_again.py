@@ -2,7 +2,6 @@
 
 import os
 import shutil
-import subprocess
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -19,19 +18,6 @@ MODES = {
     "no-fastpath": ("--no-fastpath",),
     "changing": ("--profile", "changing"),
 }
-
-
-@pytest.fixture
-def old_ext4(tmp_path: Path) -> Iterator[Path]:
-    """An ext4 without birth times, with times in whole seconds."""
-    image, path = tmp_path / "image", tmp_path / "old-ext4"
-    with open(image, "wb") as file:
-        file.truncate(16 << 20)
-    subprocess.run(["mkfs.ext4", "-q", "-I", "128", image], check=True, capture_output=True)
-    path.mkdir()
-    subprocess.run(["mount", "-o", "loop", image, path], check=True)
-    yield path
-    subprocess.run(["umount", "-l", path], check=True)
 
 
 @pytest.fixture

@@ -4,6 +4,7 @@ import errno
 import os
 import struct
 import threading
+import time
 from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
@@ -25,6 +26,7 @@ MODES = [
     ("--mutable", "**"),
     ("--cache", "none"),
 ]
+ATTEMPTS = 5
 LIMIT = 3
 LIMITED = ("--read-only", "--metadata-limit", f"{LIMIT}", "--metadata-retention", "lru")
 FEW_FILES = [LIMITED, (*LIMITED, "--no-fastpath")]
@@ -322,6 +324,37 @@ def close_and_read_at_once(source: Path, begin_mount: Callable[[], Mount]) -> No
     for thread in threads:
         thread.join(60)
     assert seen == {ALICE: [b"secret"] * 4 * len(changed), BOB: [errno.EACCES] * 4 * len(changed)}
+
+
+@pytest.mark.promise("PE-6")
+@modes(SOME)
+def test_a_directory_that_was_closed_in_the_second_of_its_last_change(
+    mount: MakeMount, old_ext4: Path, arguments: tuple[str, ...]
+) -> None:
+    """Times in whole seconds do not say that it was closed, nor which file changed after that."""
+    inners = [a_tree(old_ext4, f"outer{number}") for number in range(ATTEMPTS)]
+    for inner in inners:
+        put(inner / "another", b"old")
+    time.sleep(2.1)
+    m = mounted(mount, old_ext4, arguments)
+    for inner in inners:  # the machine may be busy
+        while time.time() % 1 > 0.1:
+            time.sleep(0.01)
+        inner.chmod(0o755)
+        inside = m.path / inner.relative_to(old_ext4)
+        assert bob((inside / "old").read_bytes) == alice((inside / "old").read_bytes) == b"old"
+        inner.chmod(0o700)
+        put(inner / "another", b"secret")
+        put(inner / "new", b"secret")
+        if len({path.stat().st_ctime_ns for path in (inner, inner / "new", inner / "another")}) == 1:
+            break
+    else:
+        raise AssertionError("no directory was closed in the second of its last change")
+    expire()
+    for name in ("new", "another"):
+        assert bob((inside / name).read_bytes) in (errno.ESTALE, errno.EACCES)
+        assert bob((inside / name).read_bytes) == errno.EACCES
+        assert alice((inside / name).read_bytes) == b"secret"
 
 
 @pytest.mark.promise("PE-13")
