@@ -287,7 +287,7 @@ class ListingComparisons:
     async def _take_stats(
         self, at: Directory, names: list[bytes], stats: list[Stat | OSError | None], found: _Comparison, began_ns: int
     ) -> None:
-        latest_ns = max((now.ctime_ns for now in stats if isinstance(now, Stat)), default=None)
+        latest_ns = max((at.changed_ns(now) for now in stats if isinstance(now, Stat)), default=None)
         if latest_ns is not None:
             await self._fs.learnt_in(at, latest_ns)
         answers: list[tuple[bytes, Stat | None]] = []

@@ -128,7 +128,7 @@ class FileSystem:
         """Newer attributes of an object than its record has are about to be shown."""
         directory = self._directory_of(number)
         if directory is not None:
-            await self.learnt_in(directory, now.ctime_ns)
+            await self.learnt_in(directory, directory.changed_ns(now))
 
     async def learnt_in(self, directory: Directory, ctime_ns: int) -> None:
         """An object in this directory that changed at `ctime_ns` is about to be shown."""

@@ -47,7 +47,7 @@ from cachefs.metadata.validity import FOREVER_NS
 from cachefs.options import Options
 from cachefs.source.call_pool import CallPool
 from cachefs.source.credentials import Caller
-from cachefs.source.directories import Directory
+from cachefs.source.directories import NOT_KNOWN_NS, Directory
 from cachefs.source.source import Source
 from cachefs.store.index.environment import Update, View
 from cachefs.store.index.records import Inode
@@ -129,7 +129,8 @@ def look(source: Source, guards: Iterable[Guard], ctime_ns: int) -> list[Look]:
         now = source.lstat_directory(guard.directory)
         may_differ = now.ctime_ns != guard.ctime_ns or not now.ctime_ns % NANOSECONDS
         acl = _acl(source, guard.directory) if may_differ else None
-        looks.append(Look(guard.directory.number, now, acl, ctime_ns, began_ns))
+        asked_ns = 0 if ctime_ns == NOT_KNOWN_NS else ctime_ns
+        looks.append(Look(guard.directory.number, now, acl, asked_ns, began_ns))
     return looks
 
 
@@ -155,8 +156,7 @@ def lstat(
 ) -> Answer:
     """lstat of a name, when it began, and looks at those directories above that do not vouch yet. In a thread.
 
-    `ask`: as of `Source.stat`. `also`: another name in this directory. The last result is whether it leads to the same
-    object; a rename in between changes the ctime.
+    `ask`: as of `Source.stat`. `also`: another name in this directory. The last result is whether it leads there, too.
     """
     began_ns = source.clock.realtime_ns()
     now = source.lstat(directory, name, ask=ask)
@@ -165,7 +165,7 @@ def lstat(
         with suppress(FileNotFoundError):
             there = source.lstat(directory, also, ask=ask)
             same = (there.device, there.inode, there.ctime_ns) == (now.device, now.inode, now.ctime_ns)
-    return now, began_ns, look(source, guards, now.ctime_ns), same
+    return now, began_ns, look(source, guards, directory.changed_ns(now)), same
 
 
 def _is_public(view: View, directory: Inode) -> bool:

@@ -47,6 +47,7 @@ IDLE_S = 2.0
 """How long a directory of another volume than the source's own is kept without use: it keeps a filesystem mounted."""
 NAME_HOLDS_S = 1.0
 """For how long after a comparison a change relies on the name of a directory."""
+NOT_KNOWN_NS = 1 << 63
 _REMOVED = (errno.ENOENT, errno.ESTALE)
 """Errors of a call by the descriptor of a directory that was removed; also of one whose source is gone."""
 
@@ -76,6 +77,12 @@ class Directory:
             names.append(at.name)
             at = at.parent
         return None if at.identity is not None else b"/".join(reversed(names))
+
+    def changed_ns(self, now: Stat) -> int:
+        """When an object in this directory was changed last, or came here: its ctime. Where another filesystem or a
+        snapshot begins that is not known, because an older one may have been mounted, or made, just now."""
+        device = 0 if self.identity is None else self.identity.device
+        return now.ctime_ns if now.device == device else NOT_KNOWN_NS
 
 
 ROOT = Directory(ROOT_INODE)

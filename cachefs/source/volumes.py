@@ -140,9 +140,10 @@ class Volumes:
                 self._tell(place, number)
 
     def _tell(self, place: Place, number: int) -> None:
-        """Where a descriptor follows its path, the fast path has a rule for the source's own volume only."""
+        """The fast path is not told of subvolumes: it does not look at their roots. Nor of other volumes where a
+        descriptor follows its path: it has a rule for the source's own only."""
         follows = number in self.with_paths and number not in self.without_numbers
-        if self._found is not None and not (number and follows):
+        if self._found is not None and not (number and (follows or number in self._subvolumes)):
             self._found(place, number)
 
     def _number(self, fd: int, place: Place, mount: Mount | None) -> int:

@@ -3,9 +3,11 @@
 import errno
 import os
 import struct
+import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterable
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 
@@ -355,6 +357,30 @@ def test_a_directory_that_was_closed_in_the_second_of_its_last_change(
         assert bob((inside / name).read_bytes) in (errno.ESTALE, errno.EACCES)
         assert bob((inside / name).read_bytes) == errno.EACCES
         assert alice((inside / name).read_bytes) == b"secret"
+
+
+@pytest.mark.promise("PE-6")
+@modes(SOME)
+def test_what_is_mounted_in_a_closed_directory_is_not_shown(
+    mount: MakeMount, source: Path, tmp_path: Path, beneath: ExitStack, arguments: tuple[str, ...]
+) -> None:
+    """Its times are older than those of the directory, as are those of a snapshot that is made there."""
+    secret = a_tree(tmp_path, "elsewhere")
+    settle()
+    inner = a_tree(source, "outer")
+    (inner / "place").mkdir()
+    settle()
+    m = mounted(mount, source, arguments)
+    inside = m.path / "outer/inner"
+    assert bob((inside / "old").read_bytes) == b"old"
+    inner.chmod(0o700)
+    subprocess.run(["mount", "--bind", secret, inner / "place"], check=True)
+    beneath.callback(subprocess.run, ["umount", "-l", inner / "place"], check=True)
+    expire()
+    for _ in range(2):
+        assert bob((inside / "place/old").read_bytes) in (errno.EACCES, errno.ESTALE)
+    assert alice((inside / "place/old").read_bytes) == b"old"
+    assert bob((inside / "place/old").read_bytes) == errno.EACCES
 
 
 @pytest.mark.promise("PE-13")

@@ -5,16 +5,17 @@ import os
 import subprocess
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import pytest
 
-from tests.conftest import Mount, contents, settle, wait_for
+from tests.conftest import Mount, contents, read_after_change, settle, wait_for
 from tests.sources.images import make_image, mount_image
 from tests.sources.kinds import run
 
 MakeMount = Callable[..., Mount]
+PAGE = 4096
 MODES = pytest.mark.parametrize(
     "mode",
     [("--read-only",), (), ("--read-only", "--no-fastpath"), ("--no-fastpath",)],
@@ -203,6 +204,41 @@ def test_a_subvolume_is_rolled_back_to_its_snapshot(mount: MakeMount, btrfs: Pat
     m.umount()
     m.start()
     assert contents(m.path / "cur") == contents(btrfs / "cur")
+
+
+@pytest.mark.promise("CH-32")
+@MODES
+def test_a_subvolume_whose_files_have_the_times_of_the_former_ones(
+    mount: MakeMount, btrfs: Path, mode: tuple[str, ...]
+) -> None:
+    """It has the name and the device number of a deleted one. Both files had been written in one tick of the clock."""
+    run("btrfs", "subvolume", "snapshot", btrfs / "cur", btrfs / "alt")
+    files = {b"A": btrfs / "cur/sub/g", b"B": btrfs / "alt/sub/g"}
+    size = 3 << 20
+    for letter, path in files.items():
+        path.write_bytes(letter * size)
+
+    def written_at_once() -> bool:
+        for letter, path in files.items():
+            with open(path, "r+b", buffering=0) as file:
+                file.write(letter)
+        return len({path.stat().st_ctime_ns for path in files.values()}) == 1
+
+    wait_for(written_at_once, bool)
+    run("sync")
+    settle()
+    m = mount(btrfs, *mode)
+    with open(m.path / "cur/sub/g", "rb", buffering=0) as file:
+        assert file.read(PAGE) == b"A" * PAGE
+        run("btrfs", "subvolume", "delete", "-C", btrfs / "cur")
+        with suppress(subprocess.TimeoutExpired):  # it waits as long as the mount has the file open
+            subprocess.run(["btrfs", "subvolume", "sync", btrfs], check=True, timeout=8)
+        run("btrfs", "subvolume", "snapshot", btrfs / "alt", btrfs / "cur")
+        try:
+            assert os.pread(file.fileno(), PAGE, 2 << 20) == b"A" * PAGE
+        except OSError as error:
+            assert error.errno == errno.ESTALE
+    assert read_after_change(m.path / "cur/sub/g")[::PAGE] in (b"A" * (size // PAGE), b"B" * (size // PAGE))
 
 
 @pytest.mark.promise("CH-32")
