@@ -145,10 +145,12 @@ class Attributes:
             error = Changed()
             self.fs.invalidation.modified_externally(inode, error)
             raise error
-        elif not whole and inode.permissions != now.permissions:
-            self._metadata.apply_fstat(inode.number, now)
-            self.fs.notifier.attributes(inode.number)
-            raise failed(errno.ESTALE)
+        else:
+            await self.fs.learnt(inode.number, now)
+            if not whole and inode.permissions != now.permissions:
+                self._metadata.apply_fstat(inode.number, now)
+                self.fs.notifier.attributes(inode.number)
+                raise failed(errno.ESTALE)
 
     async def _revalidated_or_open(self, number: int) -> Inode:
         """A valid inode; the last known one, if its name is gone and the file is open."""

@@ -360,6 +360,27 @@ def test_a_directory_that_was_closed_in_the_second_of_its_last_change(
 
 
 @pytest.mark.promise("PE-6")
+@modes([("--mutable", "changing"), ("--mutable", "changing", "--no-fastpath")])
+def test_a_new_attribute_of_a_mutable_file_in_a_closed_directory_is_not_shown(
+    mount: MakeMount, source: Path, arguments: tuple[str, ...]
+) -> None:
+    """The kernel knows the file for a second, and asks for the attribute without a look-up of its name."""
+    inner = a_tree(source, "outer")
+    put(inner / "changing", b"old")
+    os.setxattr(inner / "changing", "user.a", b"old")
+    settle()
+    m = mounted(mount, source, (*arguments, "--attr-timeout", "20"))
+    inside = m.path / "outer/inner"
+    assert bob((inside / "old").read_bytes) == b"old"
+    expire()  # the directory is valid for ever, now that it was compared again
+    assert bob((inside / "old").read_bytes) == b"old"
+    assert bob(lambda: os.getxattr(inside / "changing", "user.a")) == b"old"
+    inner.chmod(0o700)
+    os.setxattr(inner / "changing", "user.a", b"secret")
+    assert bob(lambda: os.getxattr(inside / "changing", "user.a")) == errno.EACCES
+
+
+@pytest.mark.promise("PE-6")
 @modes(SOME)
 def test_what_is_mounted_in_a_closed_directory_is_not_shown(
     mount: MakeMount, source: Path, tmp_path: Path, beneath: ExitStack, arguments: tuple[str, ...]
