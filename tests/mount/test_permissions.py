@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import Mount, cachefs, expire, settle, wait_for
+from tests.sshfs import sshfs
 from tests.users import as_user, open_to_all
 
 MakeMount = Callable[..., Mount]
@@ -402,6 +403,29 @@ def test_what_is_mounted_in_a_closed_directory_is_not_shown(
         assert bob((inside / "place/old").read_bytes) in (errno.EACCES, errno.ESTALE)
     assert alice((inside / "place/old").read_bytes) == b"old"
     assert bob((inside / "place/old").read_bytes) == errno.EACCES
+
+
+@pytest.mark.promise("PE-6")
+@modes(SOME)
+def test_an_old_file_that_comes_into_a_closed_directory_is_not_shown(
+    mount: MakeMount, source: Path, tmp_path: Path, beneath: ExitStack, arguments: tuple[str, ...]
+) -> None:
+    """sshfs shows mtime as ctime, so that the file seems to be older than the closing."""
+    inner = a_tree(source, "outer")
+    put(tmp_path / "secret", b"secret")
+    os.utime(tmp_path / "secret", (1e9, 1e9))
+    settle()
+    beneath.enter_context(sshfs(source, tmp_path / "sshfs", "-o", "allow_other,default_permissions,dir_cache=no"))
+    m = mounted(mount, tmp_path / "sshfs", arguments)
+    inside = m.path / "outer/inner"
+    assert bob((inside / "old").read_bytes) == b"old"
+    inner.chmod(0o700)
+    (tmp_path / "secret").rename(inner / "new")
+    expire()
+    for _ in range(2):
+        assert bob((inside / "new").read_bytes) in (errno.EACCES, errno.ESTALE)
+    assert alice((inside / "new").read_bytes) == b"secret"
+    assert bob((inside / "new").read_bytes) == errno.EACCES
 
 
 @pytest.mark.promise("PE-13")
