@@ -48,6 +48,7 @@ IDLE_S = 2.0
 NAME_HOLDS_S = 1.0
 """For how long after a comparison a change relies on the name of a directory."""
 NOT_KNOWN_NS = 1 << 63
+"""Instead of a time: later than all."""
 _REMOVED = (errno.ENOENT, errno.ESTALE)
 """Errors of a call by the descriptor of a directory that was removed; also of one whose source is gone."""
 
