@@ -82,6 +82,7 @@ def check_version(expected: Inode, now: Stat) -> None:
         or now.size != expected.size
         or not same_number(expected.source_inode, now)
         or now.device != expected.device
+        or not expected.same_access(now)
         or not stat.S_ISREG(now.mode)
     ):
         raise Changed

@@ -9,6 +9,7 @@ import struct
 from typing import NamedTuple
 
 from cachefs.contract.index import DENTRY_RECORD, EXTENT_RECORD, INODE_RECORD, Flag
+from cachefs.system.clock import NANOSECONDS
 from cachefs.system.stat import NO_CONNECTION, NO_NUMBER, Stat
 
 # Plain ints: arithmetic with IntFlag takes a microsecond, and the hit path does it for each request.
@@ -181,9 +182,13 @@ class Inode(NamedTuple):
         return (
             self.mtime_ns == other.mtime_ns
             and self.ctime_ns == other.ctime_ns
-            and (self.size == other.size or self.is_directory)
+            and (self.is_directory or (self.size == other.size and self.same_access(other)))
             and self.same_identity(other)
         )
+
+    def same_access(self, now: Stat) -> bool:
+        """May the same users read it? Times in whole seconds do not say so, finer ones do (`same_version`)."""
+        return bool(self.ctime_ns % NANOSECONDS) or self.permissions == now.permissions
 
     def same_data(self, now: Stat) -> bool:
         """Does a file have the recorded contents, as far as size and mtime tell? A change of its names moves ctime."""

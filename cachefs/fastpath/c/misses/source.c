@@ -130,6 +130,14 @@ static bool same_number(uint64_t recorded, uint64_t now)
     return recorded == now || !recorded;
 }
 
+/* `Inode.same_access` of records.py */
+static bool same_access(const struct inode_record *expected, const struct statx *now)
+{
+    bool in_seconds = expected->ctime_ns % 1000000000 == 0;
+    return !in_seconds ||
+           (now->stx_mode == expected->mode && now->stx_uid == expected->uid && now->stx_gid == expected->gid);
+}
+
 /* Is this the version of the index? identity.py has the rule: if nothing differs after the read, nothing changed before or
  * during it, and it was the right file, even if its path leads elsewhere by now (hazard 23). */
 static bool same_version(const struct shared *shared, int fd, const struct inode_record *expected, struct counters *counters)
@@ -140,7 +148,7 @@ static bool same_version(const struct shared *shared, int fd, const struct inode
     return !statx(fd, "", flags, STATX_BASIC_STATS | STATX_MNT_ID | STATX_MNT_ID_UNIQUE, &now) && S_ISREG(now.stx_mode) &&
            nanoseconds(&now.stx_ctime) == expected->ctime_ns && nanoseconds(&now.stx_mtime) == expected->mtime_ns &&
            now.stx_size == expected->size && same_number(expected->source_inode, now.stx_ino) &&
-           is_of_volume(shared, &now, expected->device);
+           same_access(expected, &now) && is_of_volume(shared, &now, expected->device);
 }
 
 /* Looks at the directory that a file is in, by its path. */
