@@ -51,6 +51,8 @@ class Flag(enum.IntFlag):
     """The first read-only open makes this regular file immutable: the fast path may answer it, and reports it."""
     YOUNG = 256
     """A regular file whose data are not cached, because a write() may be under way (validity.py). UNSETTLED, too."""
+    RESTLESS = 512
+    """A directory whose permissions have changed in this run: valid for two seconds at a time. UNSETTLED, too."""
 
 
 KNOWN_FLAGS = sum(Flag)

@@ -23,6 +23,7 @@ from cachefs.store.index.records import (
     IMMUTABLE_ON_OPEN,
     LISTED,
     PINNED,
+    RESTLESS,
     STALE,
     UNSETTLED,
     WRITTEN,
@@ -190,7 +191,7 @@ class InodeCache(InodeTable):
     def _compared(self, number: int, old: Inode | None, now: Stat, pin: bool, *, result: bool = False) -> Inode:
         """The inode as it is after a comparison. `old`: as it was before. `result`: of a directory of results."""
         before = old or _BLANK._replace(number=number)
-        flags = before.flags & (PINNED | IMMUTABLE | WRITTEN | LISTED)
+        flags = before.flags & (PINNED | IMMUTABLE | WRITTEN | LISTED | (RESTLESS if self.counts(before) else 0))
         version = before.version
         entries_valid_from = max(before.entries_valid_from, self._run.names_floor)
         unchanged = old is not None and old.same_version(now) and self.proves_contents(old, now)
@@ -207,12 +208,12 @@ class InodeCache(InodeTable):
             flags |= PINNED
         if old is not None and before.is_directory and before.permissions != now.permissions:
             self.other_permissions.add(number)
-            self._restless.add(number)
+            flags |= RESTLESS
         next_position = before.next_position or FIRST_POSITION
         if self._run.forgot and old is not None and old.validated_run != self.run:
             flags &= ~LISTED  # names may be missing
             next_position += FORGOTTEN_POSITIONS
-        if result or number in self._restless:
+        if result or flags & RESTLESS:
             flags |= UNSETTLED
         if self.is_recent(now) and not (unchanged and self.has_settled(before, now)):
             flags |= UNSETTLED
@@ -292,9 +293,8 @@ class InodeCache(InodeTable):
 
         The recorded times stay, because its names have not been compared yet.
         """
-        self._restless.add(inode.number)
         inode = inode._replace(mode=now.mode, uid=now.uid, gid=now.gid)
-        self.put_inode(update, inode._replace(flags=inode.flags | UNSETTLED, expires_ns=0))
+        self.put_inode(update, inode._replace(flags=inode.flags | RESTLESS | UNSETTLED, expires_ns=0))
 
     def pin_file(self, update: Update, inode: Inode, *, seen_by: tuple[int, bytes] | None = None) -> Inode:
         """A regular file was opened read-only: make it immutable, and pin it with the names and directories above it.

@@ -79,8 +79,6 @@ class InodeTable(Validity):
         self._may_hold_results = options.pins_files and not options.read_only and not options.immutable
         self._are_results: bool | None = None
         """Is there a directory that holds results? None: not known."""
-        self._restless: set[int] = set()
-        """Directories whose permissions have changed in this run: valid for two seconds at a time (permissions.py)."""
         self.other_permissions: set[int] = set()
         """Directories of which a comparison has just recorded other permissions than before."""
         self._kept: Counter[int] = Counter()
