@@ -2,6 +2,7 @@
 
 import errno
 import os
+from collections.abc import Sequence
 
 
 class CacheFsError(Exception):
@@ -48,3 +49,23 @@ def errno_of(error: BaseException) -> int:
     if isinstance(error, OSError) and error.errno:
         return error.errno
     return errno.EIO
+
+
+class PermissionsChanged(OSError):
+    """Directories above an object have other permissions than recorded (errno ESTALE): the kernel walks the path again,
+    the daemon repeats a call of its own."""
+
+    def __init__(self, numbers: Sequence[int] = (), public: bool = False, owner: int | None = None) -> None:
+        super().__init__(errno.ESTALE, os.strerror(errno.ESTALE))
+        self.numbers = numbers
+        self.public = public
+        """May everyone list and enter all of them now?"""
+        self.owner = owner
+        """The user who owns all of them, and may list and enter them."""
+
+    def __reduce__(self) -> tuple[object, ...]:  # each waiter of a single flight gets a copy
+        return type(self), (self.numbers, self.public, self.owner)
+
+    def admits(self, uid: int) -> bool:
+        """May this user go on without another check? False also where that is not known."""
+        return self.public or uid in (0, self.owner)

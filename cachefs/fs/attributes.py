@@ -128,7 +128,7 @@ class Attributes:
                 break
         with self._metadata.index.update() as update:
             current = self._metadata.inode(update, number)
-            if current is None or current.version != inode.version or self._metadata.hides_changes(current):
+            if current is None or current.version != inode.version or self._metadata.hides_changes(current.ctime_ns):
                 return value
             if self._metadata.is_pinned(current):
                 inode_values.put(update, table, current, name, value)

@@ -163,7 +163,7 @@ class Directories:
         """
         complete = True
         counted: list[int] = []
-        expires_at_once = bool(self._fs.closed_lately(number, b"."))
+        expires_at_once = bool(self._fs.closed_lately(number, b".", self._fs.source.clock.monotonic_s()))
         with self._metadata.index.view() as view:
             directory = self._metadata.inode(view, number)
             bare = self._comparisons.bare(number)

@@ -21,11 +21,10 @@ from typing import TypeVar
 
 import trio
 
-from cachefs.errors import failed
+from cachefs.errors import PermissionsChanged, failed
 from cachefs.fs.names import FileSystem
-from cachefs.fs.permissions import PermissionsChanged
 from cachefs.metadata.listings import Listings
-from cachefs.source.directories import Directory
+from cachefs.source.directories import NOT_KNOWN_NS, Directory
 from cachefs.source.identity import Changed
 from cachefs.source.single_flight import SingleFlight, in_task, unwrap
 from cachefs.source.source import Look
@@ -287,9 +286,9 @@ class ListingComparisons:
     async def _take_stats(
         self, at: Directory, names: list[bytes], stats: list[Stat | OSError | None], found: _Comparison, began_ns: int
     ) -> None:
-        latest_ns = max((at.changed_ns(now) for now in stats if isinstance(now, Stat)), default=None)
-        if latest_ns is not None:
-            await self._fs.learnt_in(at, latest_ns)
+        changed = [NOT_KNOWN_NS if isinstance(now, OSError) else at.changed_ns(now) for now in stats if now is not None]
+        if changed:
+            await self._fs.learnt_in(at, max(changed))
         answers: list[tuple[bytes, Stat | None]] = []
         for name, now in zip(names, stats, strict=True):
             if isinstance(now, OSError):

@@ -22,11 +22,11 @@ from outcome import Outcome
 
 from cachefs.contract.index import ROOT_INODE
 from cachefs.contract.shared import Words
-from cachefs.errors import failed
+from cachefs.errors import PermissionsChanged, failed
 from cachefs.fs import permissions
 from cachefs.fs.immutability import Immutability
 from cachefs.fs.invalidation import Invalidation
-from cachefs.fs.permissions import Permissions, PermissionsChanged, Step
+from cachefs.fs.permissions import Permissions, Step
 from cachefs.metadata.inode_cache import InodeCache
 from cachefs.metadata.inode_paths import SecondName, check_only_name
 from cachefs.metadata.notifier import Notifier
@@ -188,16 +188,18 @@ class FileSystem:
             raise failed(errno.ESTALE)
         return inode
 
-    def closed_lately(self, number: int, name: bytes) -> list[Step]:
+    def closed_lately(self, number: int, name: bytes, arrival_s: float) -> list[Step]:
         """As of `Permissions`, for a name in the directory with this number."""
-        return self.permissions.closed_lately(self.directory(number), name) if self.permissions.expects_admitted else []
+        if not self.permissions.expects_admitted(arrival_s):
+            return []
+        return self.permissions.closed_lately(self.directory(number), name, arrival_s)
 
     async def lookup(self, parent: int, name: bytes, caller: Caller | None = None) -> Entry:
         """`caller`: None for the daemon itself."""
         self.lookups += 1
-        closed = self.closed_lately(parent, name)
+        arrival_s = self.source.clock.monotonic_s()
         entry = await self._lookup(parent, name)
-        closed = closed or self.closed_lately(parent, name)
+        closed = self.closed_lately(parent, name, arrival_s)
         await self.permissions.let_in(closed, caller)
         return entry._replace(timeout_s=0.0) if closed else entry
 

@@ -15,12 +15,12 @@ look at each directory. Where times prove nothing (store/filesystem.py), a look 
 
 If permissions have changed, the record is doubtful, the kernel drops the attributes, and the request fails with
 `PermissionsChanged` (ESTALE): the kernel walks the path again and applies the new permissions. Requests that the kernel
-admitted before may still wait in a queue. So for the next seconds the source decides for each caller, also of what the
-index could answer: the fast path passes every LOOKUP to the daemon (`pass_names_until_ns`), and names beneath the
-directory expire at once, because a caller who waits in the kernel for another's LOOKUP of a name gets the same answer
-(hazard 68). The same holds where a comparison of the directory itself has shown other permissions. From then on the
-directory is compared every two seconds: so permissions that are loosened again take effect for users without access,
-although their requests do not reach the names in it.
+admitted before may still wait in a queue. So for the next seconds, and for as long as callers are refused, the source
+decides for each caller, also of what the index could answer: the fast path passes every LOOKUP to the daemon
+(`pass_names_until_ns`), and names beneath the directory expire at once, because a caller who waits in the kernel for
+another's LOOKUP of a name gets the same answer (hazard 68). The same holds for a request that was in this daemon when
+that time began, and where a comparison of the directory itself has shown other permissions. From then on the directory
+is compared every two seconds: so permissions that are loosened again take effect for users without access.
 
 Changes are made with the caller's identity, but relative to a descriptor of the directory: the source checks only that
 directory. So the pinned directories above it are looked at before a change, unless that was done within the last
@@ -30,9 +30,7 @@ The mtime, the link count and the size of a directory belong to its names: `adop
 listing comes with them. The recorded ctime stays: it says for which state the names were compared.
 """
 
-import errno
 import math
-import os
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from functools import partial
@@ -40,6 +38,7 @@ from typing import NamedTuple
 
 from cachefs.contract.index import Table
 from cachefs.contract.shared import Words
+from cachefs.errors import PermissionsChanged
 from cachefs.metadata import inode_values
 from cachefs.metadata.inode_cache import InodeCache
 from cachefs.metadata.notifier import Notifier
@@ -56,30 +55,13 @@ from cachefs.system.stat import Stat
 
 ACL = b"system.posix_acl_access"
 QUEUED_S = 5.0
-"""How long requests may still arrive that the kernel has admitted by the former permissions."""
+"""How long requests may still arrive that the kernel has admitted by the former permissions: after the change, and
+after the last refusal, because the next request may have waited for the refused one."""
+QUEUED_MOST_S = 60.0
+"""Refusals of later requests count no more. Who has a directory open beneath the closed one may work there (PE-9)."""
 VALID_S = 1.0
 """How long a look at a directory is valid for changes beneath it."""
 MAX_REMEMBERED = 1 << 17
-
-
-class PermissionsChanged(OSError):
-    """Directories above an object have other permissions than recorded (errno ESTALE): the kernel walks the path again,
-    the daemon repeats a call of its own."""
-
-    def __init__(self, numbers: Sequence[int] = (), public: bool = False, owner: int | None = None) -> None:
-        super().__init__(errno.ESTALE, os.strerror(errno.ESTALE))
-        self.numbers = numbers
-        self.public = public
-        """May everyone list and enter all of them now?"""
-        self.owner = owner
-        """The user who owns all of them, and may list and enter them."""
-
-    def __reduce__(self) -> tuple[object, ...]:  # each waiter of a single flight gets a copy
-        return type(self), (self.numbers, self.public, self.owner)
-
-    def admits(self, uid: int) -> bool:
-        """May this user go on without another check? False also where that is not known."""
-        return self.public or uid in (0, self.owner)
 
 
 class Guard(NamedTuple):
@@ -127,7 +109,7 @@ def look(source: Source, guards: Iterable[Guard], ctime_ns: int) -> list[Look]:
             continue
         began_ns = source.clock.realtime_ns()
         now = source.lstat_directory(guard.directory)
-        may_differ = now.ctime_ns != guard.ctime_ns or not now.ctime_ns % NANOSECONDS
+        may_differ = now.ctime_ns != guard.ctime_ns or now.ctime_ns > began_ns or not now.ctime_ns % NANOSECONDS
         acl = _acl(source, guard.directory) if may_differ else None
         asked_ns = 0 if ctime_ns == NOT_KNOWN_NS else ctime_ns
         looks.append(Look(guard.directory.number, now, acl, asked_ns, began_ns))
@@ -194,6 +176,7 @@ class Permissions:
         # constants
         self._valid_s = min(VALID_S, options.unpinned_timeout_s)
         self._pins_everything = options.pins_everything
+        self._ctimes_prove_nothing = source.hides_mounts or not metadata.has_change_times
         # state
         self._vouched: dict[int, tuple[int, int]] = {}
         """Directory → (`Guard.vouched_ns`, `Guard.ctime_ns`), where they are not those of its record."""
@@ -203,6 +186,8 @@ class Permissions:
         """Directories whose permissions have changed, and whose attributes the kernel has not dropped yet."""
         self._queued_until_s: dict[int, float] = {}
         """Directory with other permissions → until when requests may arrive that the kernel had admitted before."""
+        self._changed_s: dict[int, float] = {}
+        """Directory → when other permissions were last noticed."""
         self._admitted_until_s = words["pass_names_until_ns"] / NANOSECONDS
         """The latest of these times."""
         self._any_until_s = self._admitted_until_s
@@ -217,8 +202,10 @@ class Permissions:
         while above is not None:
             inode = self._metadata.inode(view, above.number)
             if inode is not None and self._metadata.is_pinned(inode):
-                guard = Guard(above, *self._vouched.get(above.number, (inode.ctime_ns, inode.ctime_ns)))
-                if not self._metadata.has_change_times:  # an object may have changed whatever its times say
+                # A ctime that lay ahead when it was recorded says nothing (hazard 59).
+                recorded = -1 if self._source.sets_no_time_back else inode.ctime_ns, inode.ctime_ns
+                guard = Guard(above, *self._vouched.get(above.number, recorded))
+                if self._ctimes_prove_nothing:
                     looked_s = self._looked_at.get(above.number, -math.inf)
                     is_recent = self._source.clock.monotonic_s() - looked_s < self._valid_s
                     guard = guard._replace(vouched_ns=FOREVER_NS if is_recent else -1)
@@ -236,17 +223,16 @@ class Permissions:
         if changed:
             raise self._error(tuple(dict.fromkeys(changed)))
 
-    @property
-    def expects_admitted(self) -> bool:
-        """May a request arrive that the kernel has admitted by former permissions?"""
-        return self._admitted_until_s > self._source.clock.monotonic_s()
+    def expects_admitted(self, arrival_s: float) -> bool:
+        """May the kernel have admitted a request that arrived then by former permissions?"""
+        return self._admitted_until_s > arrival_s
 
-    def closed_lately(self, directory: Directory, name: bytes) -> list[Step]:
+    def closed_lately(self, directory: Directory, name: bytes, arrival_s: float) -> list[Step]:
         """The steps to a name that the kernel may have allowed by former permissions."""
-        now_s, found = self._source.clock.monotonic_s(), []
+        found = []
         above: Directory | None = directory
         while above is not None:
-            if max(self._any_until_s, self._queued_until_s.get(above.number, 0.0)) > now_s:
+            if max(self._any_until_s, self._queued_until_s.get(above.number, 0.0)) > arrival_s:
                 found.append((above, name))
             name, above = above.name, above.parent
         return found
@@ -264,6 +250,10 @@ class Permissions:
         try:
             await self._call_pool.run(partial(_walk, self._source, steps, caller))
         except PermissionError:
+            now_s = self._source.clock.monotonic_s()
+            for number in error.numbers:
+                most_s = self._changed_s.get(number, -math.inf) + QUEUED_MOST_S
+                self._expect_admitted(number, min(now_s + QUEUED_S, most_s))
             self.tell(error)
             raise error from None
 
@@ -291,12 +281,12 @@ class Permissions:
                 if seen.acl is not None:
                     inode_values.put(update, Table.XATTRS, inode, ACL, seen.acl)
             self._not_notified.add(number)
-            self._expect_admitted(number)
+            self._changed(number)
             return True
         with self._metadata.index.update() as update:
             self.adopt(update, self._metadata.recognized(update, inode, now), now)
         self._remember_look(number)
-        self._vouch(number, max(seen.asked_ns, seen.began_ns - self._metadata.recent_ns), now.ctime_ns)
+        self._vouch(number, seen.began_ns, now.ctime_ns, asked_ns=seen.asked_ns)
         return False
 
     def recorded(self, update: Update, inode: Inode, now: Stat, began_ns: int) -> Inode:
@@ -307,9 +297,9 @@ class Permissions:
         if number in self._metadata.other_permissions:
             self._metadata.other_permissions.discard(number)
             self._not_notified.add(number)  # not notified now: the kernel would ignore the answer to this request
-            self._expect_admitted(number)
+            self._changed(number)
         if inode.ctime_ns == now.ctime_ns:
-            self._vouch(number, began_ns - self._metadata.recent_ns, now.ctime_ns)
+            self._vouch(number, began_ns, now.ctime_ns)
         return self.adopt(update, inode, now)
 
     def adopt(self, update: Update, inode: Inode, now: Stat, *, has_listed: bool = False) -> Inode:
@@ -339,12 +329,15 @@ class Permissions:
             return False
         return not self._metadata.mutable_names.may_come(self._metadata.paths.directory(view, number).path)
 
-    def _vouch(self, number: int, until_ns: int, ctime_ns: int) -> None:
+    def _vouch(self, number: int, began_ns: int, ctime_ns: int, asked_ns: int = 0) -> None:
+        """A look that began at `began_ns` has shown the recorded permissions. `asked_ns`: as in `Look`."""
         if number in self._not_notified:
             return
         if len(self._vouched) >= MAX_REMEMBERED:
             self._vouched.clear()
-        self._vouched[number] = max(until_ns, ctime_ns, self._vouched.get(number, (0, 0))[0]), ctime_ns
+        known = [each for each in (ctime_ns, asked_ns) if not self._metadata.hides_changes(each)]
+        known += [began_ns - self._metadata.recent_ns, self._vouched.get(number, (0, 0))[0]]
+        self._vouched[number] = max(known), ctime_ns
 
     def tell(self, error: PermissionsChanged | None = None) -> None:
         """Make the kernel drop the attributes of these directories, once for each change. None: of all that are left.
@@ -355,14 +348,20 @@ class Permissions:
         for number in tuple(numbers):
             self._notifier.attributes(number)
             self._not_notified.discard(number)
-            self._expect_admitted(number)
+            self._changed(number)
 
-    def _expect_admitted(self, number: int) -> None:
+    def _changed(self, number: int) -> None:
         """A directory has other permissions: for a while, requests may arrive that the former ones admitted."""
-        if not self.expects_admitted:
+        if len(self._changed_s) >= MAX_REMEMBERED:
+            self._any_until_s = self._admitted_until_s
+            self._changed_s.clear()
             self._queued_until_s.clear()
-        self._admitted_until_s = self._source.clock.monotonic_s() + QUEUED_S
-        self._queued_until_s[number] = self._admitted_until_s
+        self._changed_s[number] = self._source.clock.monotonic_s()
+        self._expect_admitted(number, self._changed_s[number] + QUEUED_S)
+
+    def _expect_admitted(self, number: int, until_s: float) -> None:
+        self._queued_until_s[number] = max(until_s, self._queued_until_s.get(number, 0.0))
+        self._admitted_until_s = max(until_s, self._admitted_until_s)
         self._words["pass_names_until_ns"] = int(self._admitted_until_s * NANOSECONDS)
 
     async def learnt(self, directory: Directory, ctime_ns: int) -> None:
@@ -383,7 +382,7 @@ class Permissions:
         ]
         await self._look(due, 0)
         for directory in directories:
-            await self.let_in(self.closed_lately(directory, b"."), caller)  # the change itself asks for the name
+            await self.let_in(self.closed_lately(directory, b".", now_s), caller)  # the change itself asks for the name
 
     def _remember_look(self, number: int) -> None:
         if len(self._looked_at) >= MAX_REMEMBERED:

@@ -122,7 +122,7 @@ class Validity:
 
         The second comparison must reach the source; of a file it must begin `settle_ns` after the first one.
         """
-        if before.is_regular and self.hides_changes(now):
+        if before.is_regular and self.hides_changes(now.ctime_ns):
             return False
         is_of_this_run = before.validated_run == self.run
         if not before.flags & UNSETTLED or (before.is_regular and is_of_this_run and not before.is_young):
@@ -131,9 +131,9 @@ class Validity:
             return now.is_fresh
         return is_of_this_run and (now.began_ns or self._monotonic_ns()) - before.observed_ns >= self._settle_ns
 
-    def hides_changes(self, now: Stat | Inode) -> bool:
+    def hides_changes(self, ctime_ns: int) -> bool:
         """May an object be changed while its ctime stays as it is? On CephFS, until that time has come (hazard 59)."""
-        return self._run.sets_no_time_back and now.ctime_ns > self._realtime_ns()
+        return self._run.sets_no_time_back and ctime_ns > self._realtime_ns()
 
     def observed_since_ns(self, before: Inode | None) -> int:
         """Since when the version of a young file is known. `before`: an earlier record of it."""

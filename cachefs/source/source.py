@@ -21,14 +21,7 @@ from cachefs.source.identity import GONE, Changed, check, check_version
 from cachefs.source.opening import Opener, component, reopen_directory
 from cachefs.source.volumes import Connection, Place, Volumes
 from cachefs.stats.source_counters import SourceCounters
-from cachefs.store.filesystem import (
-    descriptors_stay,
-    has_change_times,
-    has_late_pages,
-    has_own_clock,
-    is_coherent,
-    sets_no_time_back,
-)
+from cachefs.store import filesystem
 from cachefs.store.index.records import Identity, Inode
 from cachefs.system import past_pages, syscalls
 from cachefs.system.clock import SYSTEM, Clock
@@ -110,15 +103,16 @@ class Source:
         """`root_device`: st_dev of `root_fd`; None: read it here. `fstype`: as in the mount table; empty: not known.
         `clock`: compared with times of the source."""
         self.root_fd = root_fd
-        self._is_coherent = is_coherent(fstype)
-        self._has_late_pages = has_late_pages(fstype)
-        self.has_change_times = has_change_times(fstype)
-        self.has_own_clock = has_own_clock(fstype)
-        self.sets_no_time_back = sets_no_time_back(fstype)
+        self._is_coherent = filesystem.is_coherent(fstype)
+        self._has_late_pages = filesystem.has_late_pages(fstype)
+        self.has_change_times = filesystem.has_change_times(fstype)
+        self.hides_mounts = filesystem.hides_mounts(fstype)
+        self.has_own_clock = filesystem.has_own_clock(fstype)
+        self.sets_no_time_back = filesystem.sets_no_time_back(fstype)
         roots = [Place(*syscalls.place_of(root_fd))] if root_device is None else []
         device = roots[0].device if root_device is None else root_device
         self.connection = Connection(Volumes(root_fd, roots), device)
-        self._follows_paths = not descriptors_stay(fstype)
+        self._follows_paths = not filesystem.descriptors_stay(fstype)
         """Then the kernel may keep attributes of what had the path a moment ago: it always asks."""
         if self._follows_paths:
             self.connection.volumes.with_paths.add(0)
@@ -336,7 +330,10 @@ class Source:
         return fd, now
 
     def check_version(self, fd: int, expected: Inode) -> None:
-        check_version(expected, self.fstat(fd, ask=True))
+        try:
+            check_version(expected, self.fstat(fd, ask=True))
+        except (FileNotFoundError, NotADirectoryError):  # the descriptor follows its path (hazard 57)
+            raise Changed from None
 
     def open_to_keep(self, at: Object, flags: int = _READ_FLAGS) -> int:
         """Open a file for more than one read. Raises `Changed` if its name leads to another file.

@@ -103,6 +103,12 @@ def has_change_times(fstype: str) -> bool:
     return fstype in _PASSES_TIMES_ON or not (_promises_nothing(fstype) or fstype in _NO_CHANGE_TIMES)
 
 
+def hides_mounts(fstype: str) -> bool:
+    """May such a filesystem show objects of another one, which is mounted beneath it or is another branch, under its
+    own device number? Then an object may be older than its name (hazard 70)."""
+    return _promises_nothing(fstype) or fstype in ("9p", "virtiofs")
+
+
 def has_own_clock(fstype: str) -> bool:
     """Does another clock than this machine's set the times of files? False of filesystems that lie on a local disk."""
     return fstype not in _OUR_CLOCK

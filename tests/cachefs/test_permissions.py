@@ -11,8 +11,9 @@ import pytest
 import trio
 
 from cachefs.contract.index import ROOT_INODE
+from cachefs.errors import PermissionsChanged
 from cachefs.fs import permissions as permissions_module
-from cachefs.fs.permissions import Look, Permissions, PermissionsChanged
+from cachefs.fs.permissions import Look, Permissions
 from cachefs.metadata import inode_values
 from cachefs.options import Options
 from cachefs.source.directories import ROOT

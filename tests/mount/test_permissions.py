@@ -1,18 +1,21 @@
 """What a mount learns after a directory was closed at the source is not shown to users without access."""
 
+import ctypes
 import errno
 import os
 import struct
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Iterable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 
 import pytest
 
+from tests.bindfs import Bindfs
 from tests.conftest import Mount, cachefs, expire, settle, wait_for
 from tests.sshfs import sshfs
 from tests.users import as_user, open_to_all
@@ -329,6 +332,30 @@ def close_and_read_at_once(source: Path, begin_mount: Callable[[], Mount]) -> No
     assert seen == {ALICE: [b"secret"] * 4 * len(changed), BOB: [errno.EACCES] * 4 * len(changed)}
 
 
+@pytest.mark.promise("PE-10")
+@modes([("--read-only",), ()])
+def test_a_daemon_that_takes_over_knows_which_directories_had_other_permissions(
+    mount: MakeMount, source: Path, arguments: tuple[str, ...]
+) -> None:
+    inner = a_tree(source, "outer")
+    settle()
+    m = mounted(mount, source, arguments)
+    inside = m.path / "outer/inner"
+    assert bob((inside / "old").read_bytes) == b"old"
+    expire()
+    inner.chmod(0o700)
+    put(inner / "new", b"secret")
+    wait_for(lambda: bob((inside / "new").read_bytes), lambda got: got == errno.EACCES)
+    expire()
+    assert bob((inside / "old").read_bytes) == errno.EACCES
+    cachefs("restart", m.path)
+    assert bob((inside / "old").read_bytes) == errno.EACCES
+    expire()
+    assert bob((inside / "old").read_bytes) == errno.EACCES
+    inner.chmod(0o755)
+    wait_for(lambda: bob((inside / "new").read_bytes), lambda got: got == b"secret")
+
+
 @pytest.mark.promise("PE-6")
 @modes(SOME)
 def test_a_directory_that_was_closed_in_the_second_of_its_last_change(
@@ -430,6 +457,98 @@ def test_what_is_mounted_in_a_closed_directory_is_not_shown(
         assert bob((inside / "place/old").read_bytes) in (errno.EACCES, errno.ESTALE)
     assert alice((inside / "place/old").read_bytes) == b"old"
     assert bob((inside / "place/old").read_bytes) == errno.EACCES
+
+
+@pytest.mark.promise("PE-6")
+@modes(SOME)
+def test_what_is_mounted_beneath_a_fuse_source_in_a_closed_directory_is_not_shown(
+    mount: MakeMount, source: Path, tmp_path: Path, beneath: ExitStack, arguments: tuple[str, ...]
+) -> None:
+    """bindfs shows it under its own device number: nothing says that another filesystem begins."""
+    secret = a_tree(tmp_path, "elsewhere")
+    settle()
+    inner = a_tree(source, "outer")
+    (inner / "place").mkdir()
+    settle()
+    bindfs = Bindfs(source, tmp_path / "bindfs", "rw,subtype=bindfs")
+    beneath.callback(bindfs.close)
+    m = mounted(mount, bindfs.path, arguments)
+    inside = m.path / "outer/inner"
+    assert bob((inside / "old").read_bytes) == b"old"
+    expire()
+    assert bob((inside / "old").read_bytes) == b"old"
+    inner.chmod(0o700)
+    subprocess.run(["mount", "--bind", secret, inner / "place"], check=True)
+    beneath.callback(subprocess.run, ["umount", "-l", inner / "place"], check=True)
+    expire()
+    for _ in range(2):
+        assert bob((inside / "place/old").read_bytes) in (errno.EACCES, errno.ESTALE)
+    assert alice((inside / "place/old").read_bytes) == b"old"
+    assert bob((inside / "place/old").read_bytes) == errno.EACCES
+
+
+@contextmanager
+def a_fuse_filesystem_of(user: int, path: Path) -> Iterator[None]:
+    """It answers nobody, and is closed to all other users."""
+    fd, libc = os.open("/dev/fuse", os.O_RDWR), ctypes.CDLL(None, use_errno=True)
+    options = f"fd={fd},rootmode=40000,user_id={user},group_id={user}"
+    assert libc.mount(b"nobody", os.fsencode(path), b"fuse", 0, options.encode()) == 0, os.strerror(ctypes.get_errno())
+    try:
+        yield
+    finally:
+        os.close(fd)
+        subprocess.run(["umount", "-l", path], check=True)
+
+
+@pytest.mark.promise("PE-6", "PE-8")
+@modes([(), ("--no-fastpath",)])
+def test_a_name_that_cannot_be_looked_at_is_not_listed_in_a_closed_directory(
+    mount: MakeMount, source: Path, beneath: ExitStack, arguments: tuple[str, ...]
+) -> None:
+    """A FUSE filesystem that a user has mounted there is closed to root. Before: only what could be looked at said that the directory had changed."""
+    inner = a_tree(source, "outer")
+    settle()
+    m = mounted(mount, source, arguments)
+    inside = m.path / "outer/inner"
+    for _ in range(2):
+        assert bob((inside / "old").read_bytes) == b"old"
+        assert bob(lambda: os.listdir(inside)) == ["old"]
+        expire()
+    inner.chmod(0o700)
+    settle()
+    (inner / "secret").mkdir()
+    os.chown(inner / "secret", ALICE, ALICE)
+    beneath.enter_context(a_fuse_filesystem_of(ALICE, inner / "secret"))
+    expire()
+    assert bob(lambda: os.listdir(inside)) in (errno.EACCES, errno.ESTALE)
+    assert bob(lambda: os.listdir(inside)) == errno.EACCES
+    assert alice(lambda: sorted(os.listdir(inside))) == ["old", "secret"]
+
+
+@pytest.mark.promise("PE-6", "PE-7")
+@pytest.mark.parametrize(("arguments", "most"), [((), 200), (("--no-fastpath",), 8)], ids=["fast path", "Python alone"])
+def test_look_ups_that_wait_for_long_are_answered_by_the_new_permissions(
+    mount: MakeMount, source: Path, arguments: tuple[str, ...], most: int
+) -> None:
+    """With the fast path they wait for the user's share of calls, without it in the kernel, which lets one in at a
+    time. Before: who had waited for more than five seconds got the names."""
+    inner = a_tree(source, "outer")
+    settle()
+    m = mounted(mount, source, ("--read-only", "--simulate-latency", "2000", *arguments))
+    inside = m.path / "outer/inner"
+    for _ in range(2):
+        assert bob((inside / "old").read_bytes) == b"old"
+        expire()
+    begun = time.monotonic()
+    with ThreadPoolExecutor(most) as pool:
+        asked = [pool.submit(bob, (inside / f"new{number}").stat) for number in range(most)]
+        time.sleep(0.5)  # they are admitted
+        inner.chmod(0o700)
+        for number in range(most):
+            put(inner / f"new{number}", b"secret")
+        answers = {answer if isinstance(answer, int) else "shown" for answer in (each.result() for each in asked)}
+    assert time.monotonic() - begun > 9, "nobody has waited for long"
+    assert answers <= {errno.EACCES, errno.ESTALE}
 
 
 @pytest.mark.promise("PE-6")
