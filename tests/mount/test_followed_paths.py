@@ -113,3 +113,22 @@ def test_a_new_directory_with_the_number_of_a_removed_one_has_none_of_its_files(
     assert not (m.path / "open/other").exists()
     assert (m.path / "open/unread").read_text() == "closed/unread"
     assert (m.path / "closed/other").read_text() == "other"
+
+
+@pytest.mark.promise("CH-10")
+@pytest.mark.parametrize("mode", [("--read-only", "--no-fastpath"), ("--no-fastpath",)], ids=" ".join)
+def test_a_read_of_a_file_that_another_node_has_renamed_fails_with_estale(
+    mount: MakeMount, bindfs: Bindfs, mode: tuple[str, ...]
+) -> None:
+    """Before: ENOENT, because the question about the open file follows its path. Its record stayed."""
+    path = bindfs.root / "large"
+    path.write_bytes(b"x" * (8 << 20))
+    settle()
+    m = mount(bindfs.path, *mode)
+    with open(m.path / "large", "rb", buffering=0) as file:
+        assert os.pread(file.fileno(), 1, 0) == b"x"
+        path.rename(bindfs.root / "elsewhere")
+        with pytest.raises(OSError) as failed:
+            os.pread(file.fileno(), 1, 6 << 20)
+    assert failed.value.errno == errno.ESTALE
+    wait_for(lambda: (m.path / "elsewhere").read_bytes(), lambda content: content == b"x" * (8 << 20))
