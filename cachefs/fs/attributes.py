@@ -17,7 +17,6 @@ from typing import Any
 from cachefs.contract.index import Table
 from cachefs.data.data_cache import DataCache
 from cachefs.errors import failed
-from cachefs.fs import permissions
 from cachefs.fs.descriptors import Descriptors, Use
 from cachefs.fs.names import Entry, FileSystem
 from cachefs.metadata import inode_values
@@ -122,7 +121,7 @@ class Attributes:
             if own_change is not None:
                 await own_change.wait()
             elif before.ctime_ns == inode.ctime_ns:
-                await self._other_version(inode, now, whole=name != permissions.ACL)
+                await self._other_version(inode, now, whole=name != inode_values.ACL)
                 if now.ctime_ns < self.fs.inode(number).ctime_ns:
                     return value  # it is of before a change by this mount: later requests must not get it
                 break

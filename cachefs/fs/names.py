@@ -200,7 +200,7 @@ class FileSystem:
         arrival_s = self.source.clock.monotonic_s()
         entry = await self._lookup(parent, name)
         closed = self.closed_lately(parent, name, arrival_s)
-        await self.permissions.let_in(closed, caller)
+        await self.permissions.let_in(closed, caller, arrival_s)
         return entry._replace(timeout_s=0.0) if closed else entry
 
     async def _lookup(self, parent: int, name: bytes) -> Entry:

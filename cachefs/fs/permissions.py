@@ -15,7 +15,7 @@ look at each directory. Where times prove nothing (store/filesystem.py), a look 
 
 If permissions have changed, the record is doubtful, the kernel drops the attributes, and the request fails with
 `PermissionsChanged` (ESTALE): the kernel walks the path again and applies the new permissions. Requests that the kernel
-admitted before may still wait in a queue. So for the next seconds, and for as long as callers are refused, the source
+admitted before may still wait in a queue. So for the next seconds, and for as long as the queue lasts, the source
 decides for each caller, also of what the index could answer: the fast path passes every LOOKUP to the daemon
 (`pass_names_until_ns`), and names beneath the directory expire at once, because a caller who waits in the kernel for
 another's LOOKUP of a name gets the same answer (hazard 68). The same holds for a request that was in this daemon when
@@ -53,12 +53,11 @@ from cachefs.store.index.records import Inode
 from cachefs.system.clock import NANOSECONDS
 from cachefs.system.stat import Stat
 
-ACL = b"system.posix_acl_access"
 QUEUED_S = 5.0
-"""How long requests may still arrive that the kernel has admitted by the former permissions: after the change, and
-after the last refusal, because the next request may have waited for the refused one."""
+"""How long requests may still arrive that the kernel has admitted by the former permissions."""
 QUEUED_MOST_S = 60.0
-"""Refusals of later requests count no more. Who has a directory open beneath the closed one may work there (PE-9)."""
+"""The same while requests are refused that have waited for each other. Others may go on in an open directory (PE-9)."""
+AT_ONCE_S = 0.1
 VALID_S = 1.0
 """How long a look at a directory is valid for changes beneath it."""
 MAX_REMEMBERED = 1 << 17
@@ -118,7 +117,7 @@ def look(source: Source, guards: Iterable[Guard], ctime_ns: int) -> list[Look]:
 
 def _acl(source: Source, directory: Directory) -> bytes:
     try:
-        return inode_values.KNOWN + source.getxattr_of_directory(directory, ACL)
+        return inode_values.KNOWN + source.getxattr_of_directory(directory, inode_values.ACL)
     except OSError as error:
         if error.errno not in inode_values.NO_VALUE:
             raise
@@ -148,12 +147,6 @@ def lstat(
             there = source.lstat(directory, also, ask=ask)
             same = (there.device, there.inode, there.ctime_ns) == (now.device, now.inode, now.ctime_ns)
     return now, began_ns, look(source, guards, directory.changed_ns(now)), same
-
-
-def _is_public(view: View, directory: Inode) -> bool:
-    """May everyone list and enter it? The bits for all others say nothing of the group, and none of them of an ACL."""
-    is_open = directory.mode & 0o555 == 0o555
-    return is_open and inode_values.get(view, Table.XATTRS, directory, ACL) == inode_values.ABSENT
 
 
 class Permissions:
@@ -188,6 +181,7 @@ class Permissions:
         """Directory with other permissions → until when requests may arrive that the kernel had admitted before."""
         self._changed_s: dict[int, float] = {}
         """Directory → when other permissions were last noticed."""
+        self._last_refusal: tuple[int, float] = 0, -math.inf  # thread, time
         self._admitted_until_s = words["pass_names_until_ns"] / NANOSECONDS
         """The latest of these times."""
         self._any_until_s = self._admitted_until_s
@@ -237,11 +231,8 @@ class Permissions:
             name, above = above.name, above.parent
         return found
 
-    async def let_in(self, steps: Sequence[Step], caller: Caller | None) -> None:
-        """Raises `PermissionsChanged` where the source does not allow these steps to the caller.
-
-        `caller`: None for the daemon itself.
-        """
+    async def let_in(self, steps: Sequence[Step], caller: Caller | None, arrival_s: float) -> None:
+        """Raises `PermissionsChanged` where the source does not allow the caller (None: the daemon) these steps."""
         if caller is None or not steps:
             return
         error = self._error(tuple(directory.number for directory, _ in steps))
@@ -250,18 +241,24 @@ class Permissions:
         try:
             await self._call_pool.run(partial(_walk, self._source, steps, caller))
         except PermissionError:
-            now_s = self._source.clock.monotonic_s()
-            for number in error.numbers:
-                most_s = self._changed_s.get(number, -math.inf) + QUEUED_MOST_S
-                self._expect_admitted(number, min(now_s + QUEUED_S, most_s))
+            self._refused(error.numbers, caller.pid, arrival_s)
             self.tell(error)
             raise error from None
+
+    def _refused(self, numbers: Sequence[int], pid: int, arrival_s: float) -> None:
+        """A request that comes at once after another thread's may have waited for it, and the next one for this one."""
+        (last_pid, last_s), now_s = self._last_refusal, self._source.clock.monotonic_s()
+        self._last_refusal = pid, now_s
+        if pid != last_pid and arrival_s < last_s + AT_ONCE_S:
+            for number in numbers:
+                most_s = self._changed_s.get(number, -math.inf) + QUEUED_MOST_S
+                self._expect_admitted(number, min(now_s + QUEUED_S, most_s))
 
     def _error(self, numbers: tuple[int, ...]) -> "PermissionsChanged":
         with self._metadata.index.view() as view:
             records = [self._metadata.inode(view, number) for number in numbers]
             found = [inode for inode in records if inode is not None]
-            public = len(found) == len(numbers) and all(_is_public(view, inode) for inode in found)
+            public = len(found) == len(numbers) and all(inode_values.is_public(view, inode) for inode in found)
         owners = {inode.uid if inode.mode & 0o500 == 0o500 else None for inode in found}
         return PermissionsChanged(numbers, public, owners.pop() if len(owners) == 1 else None)
 
@@ -274,12 +271,14 @@ class Permissions:
             same = inode.permissions == now.permissions
             if same and seen.acl is not None:
                 # An ACL that is not known was never asked for, or did not exist.
-                same = seen.acl == (inode_values.get(view, Table.XATTRS, inode, ACL) or inode_values.ABSENT)
+                same = seen.acl == (
+                    inode_values.get(view, Table.XATTRS, inode, inode_values.ACL) or inode_values.ABSENT
+                )
         if not same:
             with self._metadata.index.update() as update:
                 self._metadata.permissions_changed(update, inode, now)
                 if seen.acl is not None:
-                    inode_values.put(update, Table.XATTRS, inode, ACL, seen.acl)
+                    inode_values.put(update, Table.XATTRS, inode, inode_values.ACL, seen.acl)
             self._not_notified.add(number)
             self._changed(number)
             return True
@@ -382,7 +381,8 @@ class Permissions:
         ]
         await self._look(due, 0)
         for directory in directories:
-            await self.let_in(self.closed_lately(directory, b".", now_s), caller)  # the change itself asks for the name
+            closed = self.closed_lately(directory, b".", now_s)  # the change itself asks for the name
+            await self.let_in(closed, caller, now_s)
 
     def _remember_look(self, number: int) -> None:
         if len(self._looked_at) >= MAX_REMEMBERED:

@@ -8,6 +8,7 @@ from cachefs.store.index.records import FLAGS_PINNED, PINNED, Inode, inode_key
 
 KNOWN, ABSENT = b"\1", b"\0"
 """The first byte of the value of an xattr, and what is stored for an xattr that does not exist."""
+ACL = b"system.posix_acl_access"
 NO_VALUE = (errno.ENODATA, errno.EOPNOTSUPP, errno.ENOSYS)
 """Errors of getxattr that mean: there is no value."""
 
@@ -24,6 +25,11 @@ def put(update: Update, table: Table, inode: Inode, name: bytes, value: bytes) -
     if inode.flags & PINNED:
         head = FLAGS_PINNED + bytes(4) + inode.version.to_bytes(8, "little")
         update.put(table, inode_key(inode.number) + name, head + value)
+
+
+def is_public(view: View, directory: Inode) -> bool:
+    """May everyone list and enter it? The bits for all others say nothing of the group, and none of them of an ACL."""
+    return directory.mode & 0o555 == 0o555 and get(view, Table.XATTRS, directory, ACL) == ABSENT
 
 
 def drop(update: Update, number: int) -> None:

@@ -20,6 +20,7 @@ from cachefs.source.directories import ROOT
 from cachefs.source.source import Source
 from cachefs.store.index.index import Index
 from cachefs.store.index.records import Inode
+from cachefs.system.clock import NANOSECONDS, Clock
 from cachefs.system.stat import Stat
 from tests.cachefs.inode_caches import Kernel, inode_cache
 
@@ -162,19 +163,19 @@ def test_who_was_let_in_by_permissions_of_before_must_have_the_new_ones(
             raise PermissionError
 
     monkeypatch.setattr(permissions_module, "_walk", walk)
-    caller: Any = None if uid is None else SimpleNamespace(uid=uid)
+    caller: Any = None if uid is None else SimpleNamespace(uid=uid, pid=1)
 
     async def main() -> None:
-        assert permissions.closed_lately(ROOT, b"f") == [], "nothing has changed"
+        assert permissions.closed_lately(ROOT, b"f", time.monotonic()) == [], "nothing has changed"
         with pytest.raises(PermissionsChanged):
             permissions.judge((), [CLOSED])
-        steps = permissions.closed_lately(ROOT, b"f")
+        steps = permissions.closed_lately(ROOT, b"f", time.monotonic())
         assert steps == [(ROOT, b"f")]
         if uid == 8 and not admitted:
             with pytest.raises(PermissionsChanged):
-                await permissions.let_in(steps, caller)
+                await permissions.let_in(steps, caller, time.monotonic())
         else:
-            await permissions.let_in(steps, caller)
+            await permissions.let_in(steps, caller, time.monotonic())
         assert slots.calls == (uid == 8)
 
     trio.run(main)
@@ -191,11 +192,36 @@ def test_a_comparison_that_shows_other_permissions_counts_as_a_look(
     now = NOW._replace(ctime_ns=CHANGED_NS + 5, **{field: CLOSED.now.permissions[field == "uid"]})
     with index.update() as update:
         permissions.recorded(update, metadata.apply_root(update, now, pin=True), now, LOOKED_NS)
-    assert permissions.closed_lately(ROOT, b"f") == [(ROOT, b"f")]
+    assert permissions.closed_lately(ROOT, b"f", time.monotonic()) == [(ROOT, b"f")]
     assert permissions._words["pass_names_until_ns"] > time.monotonic_ns()
     assert not permissions._notifier.attributes_of, "the kernel ignores answers under way then"  # type: ignore[attr-defined]
     permissions.tell()
     assert permissions._notifier.attributes_of == [ROOT_INODE]  # type: ignore[attr-defined]
+
+
+def test_the_queue_lasts_while_threads_are_refused_that_have_waited_for_each_other(
+    permissions: Permissions, source: Source, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A thread that is alone, or that asks now and then, looks names up in a directory that it has open (PE-9)."""
+    now_s = 1000.0
+    monkeypatch.setattr(source, "clock", Clock(monotonic_ns=lambda: int(now_s * NANOSECONDS)))
+
+    def is_closed(after_s: float) -> bool:
+        return bool(permissions.closed_lately(ROOT, b"f", now_s + after_s))
+
+    with pytest.raises(PermissionsChanged):
+        permissions.judge((), [CLOSED])
+    assert is_closed(4.9) and not is_closed(5.1)
+    assert permissions.closed_lately(ROOT, b"f", -100.0), "it came before, and has waited in the daemon"
+    for pid, pause_s, lasts in ((1, 0.0, False), (1, 0.0, False), (2, 1.0, False), (3, 0.0, True)):
+        arrival_s = now_s + pause_s
+        now_s += 1.5
+        permissions._refused([ROOT_INODE], pid, arrival_s)
+        assert is_closed(4.9) == lasts
+    for pid in range(4, 100):
+        now_s += 1.0
+        permissions._refused([ROOT_INODE], pid, now_s - 1.0)
+    assert not is_closed(0.0)
 
 
 @pytest.mark.promise("PE-6")
@@ -206,7 +232,7 @@ def test_another_daemon_may_have_found_other_permissions(
     for until_ns, steps in ((0, []), (time.monotonic_ns() + 5 * 10**9, [(ROOT, b"f")])):
         words = {"pass_names_until_ns": until_ns}
         successor = Permissions(permissions._metadata, source, None, Kernel(), Options(), words)  # type: ignore[arg-type]
-        assert successor.closed_lately(ROOT, b"f") == steps
+        assert successor.closed_lately(ROOT, b"f", time.monotonic()) == steps
 
 
 @pytest.mark.promise("PE-6")
