@@ -324,7 +324,8 @@ class Fetcher:
         flight = self._fetches.flying(key)
         if flight is not None:
             return flight
-        at = self.object_of(inode.number, view) if file.fd is None else _NOWHERE
+        is_needed = file.fd is None or self.source.is_in_snapshot(inode.device)
+        at = self.object_of(inode.number, view) if is_needed else _NOWHERE
         keep = file.held or not self.data.is_small(inode)
         call = partial(self.source.read_version, at, inode, start, end - start, file.fd, keep=keep)
         once = file.fd is not None  # a second call would find the descriptor closed or dead

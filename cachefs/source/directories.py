@@ -113,6 +113,8 @@ class SourceDirectories:
     compare: Callable[[int, Identity, bool], Stat | None]
     """`compare(descriptor, identity, ask)`: the attributes of a directory, if its descriptor may lead elsewhere. Raises
     `Changed` if it does. `ask`: as of `Source.stat`."""
+    is_in_snapshot: Callable[[int], bool]
+    """Is an object with this `Stat.device` in a snapshot?"""
     clock: Clock = SYSTEM
     # constants
     limit: int = MAX_KEPT
@@ -204,6 +206,19 @@ class SourceDirectories:
                 leads_here = False
         if not leads_here:
             raise Renamed.away(parent.number, directory.name, directory.number)
+
+    def check_snapshot(self, directory: Directory) -> None:
+        """Raises `Changed` if the snapshot that a directory is in was removed, or took another name.
+
+        ceph-fuse goes on answering by the descriptors of a snapshot that was removed, and gives zeros (hazard 71).
+        """
+        below = directory
+        while below.parent is not None and below.identity is not None and self.is_in_snapshot(below.identity.device):
+            try:
+                self._compare_name(below, below.parent)
+            except Changed:
+                raise Changed.at(below.number) from None
+            below = below.parent
 
     def is_gone(self, directory: Directory, fd: int) -> bool:
         """Was it removed, or the filesystem that it is on?

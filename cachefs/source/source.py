@@ -123,7 +123,7 @@ class Source:
         self.clock = clock
         self.opener = Opener()
         self.directories = SourceDirectories(
-            root_fd, self.opener.open_at, self.fstat, self._lstat_at, self._compare_directory, clock
+            root_fd, self.opener.open_at, self.fstat, self._lstat_at, self._compare, self.is_in_snapshot, clock
         )
 
     @property
@@ -155,7 +155,7 @@ class Source:
             now = as_admitted(partial(self.connection.stat, fd, name, ask=ask), lambda now: not now.device)
         return now if self._is_coherent else now._replace(is_fresh=ask)
 
-    def _compare_directory(self, fd: int, identity: Identity, ask: bool) -> Stat | None:
+    def _compare(self, fd: int, identity: Identity, ask: bool) -> Stat | None:
         """As `SourceDirectories.compare`."""
         volumes = self.connection.volumes
         if identity.device not in volumes.with_paths or identity.device in volumes.without_numbers:
@@ -326,6 +326,7 @@ class Source:
             now = self.fstat(fd, ask=True)
             if at.identity is not None:
                 check(at.identity, now)
+            self.directories.check_snapshot(at.directory)
             os.set_blocking(fd, True)
         return fd, now
 
@@ -336,10 +337,8 @@ class Source:
             raise Changed from None
 
     def open_to_keep(self, at: Object, flags: int = _READ_FLAGS) -> int:
-        """Open a file for more than one read. Raises `Changed` if its name leads to another file.
-
-        The comparison after each read is not enough, because attributes are read and changed by the descriptor, too.
-        """
+        """Open a file for more than one read. Raises `Changed` if its name leads to another file: the comparison after
+        each read is not enough, because attributes are read and changed by the descriptor, too."""
         return self.open_file(at, flags)[0]
 
     def pread(self, fd: int, length: int, offset: int, inode: Inode | None, *, past: bool = False) -> bytes:
@@ -368,28 +367,34 @@ class Source:
     ) -> bytes:
         """Bytes of the pinned version, compared after the read. Raises `Changed` on any difference.
 
-        `fd`: a descriptor of the file; None: open it here. It is closed afterwards, unless `keep` is set.
+        `fd`: a descriptor of the file; None: open it here. It is closed afterwards, unless `keep` is set. `at`: with a
+        descriptor, needed in a snapshot only.
         """
         if fd is None:
             self.round_trip("open")
             with self._opening(at, _READ_FLAGS) as fd:
-                data = self._read_compared(fd, expected, offset, length)
+                data = self._read_compared(fd, at, expected, offset, length)
             if not keep:
                 os.close(fd)
             return data
         try:
-            return self._read_compared(fd, expected, offset, length)
+            return self._read_compared(fd, at, expected, offset, length)
         finally:
             if not keep:
                 os.close(fd)
 
-    def _read_compared(self, fd: int, expected: Inode, offset: int, length: int) -> bytes:
+    def _read_compared(self, fd: int, at: Object, expected: Inode, offset: int, length: int) -> bytes:
         try:
             data = self.pread(fd, length, offset, expected, past=not self._is_coherent)
         except OSError:
             self.check_version(fd, expected)  # a FIFO, for example
             raise
         self.check_version(fd, expected)
+        self.directories.check_snapshot(at.directory)
         if len(data) != length:
             raise Changed
         return data
+
+    def is_in_snapshot(self, device: int) -> bool:
+        """Is an object with this `Stat.device` in a snapshot?"""
+        return self.connection.volumes.holds_snapshots(device)

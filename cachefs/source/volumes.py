@@ -95,6 +95,10 @@ class Volumes:
             following.tell(self._found)
         return following
 
+    def holds_snapshots(self, device: int) -> bool:
+        """Are the objects with this `Stat.device` in snapshots?"""
+        return bool(device) and any(device == each for each, _ in tuple(self.snapshots.values()))
+
     def forgo_numbers(self) -> None:
         """Inode numbers of the source's own volume do not stay (store/filesystem.py). Called before any look-up."""
         self.without_numbers.add(0)

@@ -47,7 +47,12 @@ def counted(tmp_path: Path) -> Iterator[Counted]:
 @pytest.fixture
 def directories(counted: Counted) -> SourceDirectories:
     return SourceDirectories(
-        counted.source.root_fd, counted.open_at, counted.source.fstat, counted.source.stat, lambda *_: None
+        counted.source.root_fd,
+        counted.open_at,
+        counted.source.fstat,
+        counted.source.stat,
+        lambda *_: None,
+        lambda _: False,
     )
 
 
@@ -144,7 +149,12 @@ def test_a_use_of_a_directory_is_repeated_only_if_the_directory_has_moved(
     """Where a descriptor follows its path, it led to another directory meanwhile (hazard 57)."""
     source = counted.source
     directories = SourceDirectories(
-        source.root_fd, counted.open_at, source.fstat, source.stat, lambda fd, *_: source.stat(fd)
+        source.root_fd,
+        counted.open_at,
+        source.fstat,
+        source.stat,
+        lambda fd, *_: source.stat(fd),
+        lambda _: False,
     )
     directory = make(source, tmp_path / "d", 100)
 

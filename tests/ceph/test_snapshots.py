@@ -1,9 +1,11 @@
 """Snapshots of a CephFS: ceph-fuse numbers them in the order in which it meets them, and a recursive ctime does not
 cover them (hazard 58)."""
 
+import errno
 import os
 import time
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
@@ -148,3 +150,44 @@ def test_a_source_in_a_snapshot_comes_back(cephfs: CephFs, two: Path, mount: Mak
     m.umount()
     m.start()
     assert contents(m.path) == expected
+
+
+@pytest.mark.promise("CH-10")
+@pytest.mark.parametrize("mode", MODES)
+def test_nothing_is_read_of_a_snapshot_that_was_removed(
+    cephfs: CephFs, tmp_path: Path, mount: MakeMount, mode: str
+) -> None:
+    """ceph-fuse gives zeros by descriptors of a removed snapshot once it is trimmed (hazard 71). Before: they were
+    cached, of a file that was open and of those in a directory that had been listed."""
+    root = cephfs.path / tmp_path.name
+    (root / "D").mkdir(parents=True)
+    names = [f"D/{number}" for number in range(60)]
+    for name in ("large", *names):
+        (root / name).write_bytes(b"x" * (16 << 20 if name == "large" else 50_000))
+    (root / ".snap/s").mkdir()
+    for name in ("large", *names):
+        (root / name).write_bytes(b"")  # only the snapshot has the objects now
+    m = mount(root, *MODES[mode])
+    inside = m.path / ".snap/s"
+    assert all((inside / name).stat().st_size == 50_000 for name in names)
+    assert (inside / names[0]).read_bytes() == b"x" * 50_000
+    with ExitStack() as opened:
+        large = opened.enter_context(open(inside / "large", "rb", buffering=0))
+        assert os.pread(large.fileno(), 1, 0) == b"x"
+        plain = [opened.enter_context(open(root / ".snap/s" / name, "rb")) for name in names]
+        with cephfs.another_client(tmp_path / "node"):
+            (tmp_path / "node" / tmp_path.name / ".snap/s").rmdir()
+        for file in plain:  # what was read once stays in a cache
+            if file.read() == bytes(50_000):
+                break
+            time.sleep(0.5)
+        else:
+            raise AssertionError("the snapshot is not trimmed")
+        for read in (
+            lambda: os.pread(large.fileno(), 1, 12 << 20),
+            *((inside / name).read_bytes for name in names[1:]),
+        ):
+            with pytest.raises(OSError) as failed:
+                read()
+            assert failed.value.errno in (errno.ESTALE, errno.ENOENT)
+    assert not (inside / names[1]).exists()
