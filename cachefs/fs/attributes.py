@@ -109,14 +109,23 @@ class Attributes:
         """Fetch a value that is not cached, compare it with the record as for data, and keep it if the inode is pinned.
 
         The comparison matters: the mode of one version and the ACL of another could together admit users whom neither
-        version admits.
+        version admits. A file without a name here, which somebody has open, may be asked whatever has changed (ON-1).
+        But if it is pinned and was moved at the source, the caller may have come by the path, and must look it up.
         """
+
+        def fetch(at: Object) -> tuple[bytes, Stat, bool]:
+            return *self.fs.source.with_stat(at, read), at.fd >= 0
+
         while True:
             before = self.fs.inode(number)
-            value, now = await self.descriptors.ask_object(number, lambda at: self.fs.source.with_stat(at, read))
+            value, now, is_lent = await self.descriptors.ask_object(number, fetch)
             inode = self.fs.inode(number)
-            if now is None or now.ctime_ns == inode.ctime_ns:
+            if now.ctime_ns == inode.ctime_ns:
                 break
+            if is_lent:
+                if now.nlink and (self._metadata.is_pinned(inode) or self.descriptors.shared.keeps_version(inode)):
+                    raise Changed
+                return value
             own_change = self.fs.metadata.changes.end_of(number)
             if own_change is not None:
                 await own_change.wait()

@@ -293,13 +293,10 @@ class Source:
         with self.hold(at) as fd:
             return [os.fsencode(name) for name in as_admitted(partial(os.listxattr, f"/proc/self/fd/{fd}"))]
 
-    def with_stat(self, at: Object, read: Callable[[Object], T]) -> tuple[T, Stat | None]:
-        """The result of `read`, and the attributes of the object afterwards.
-
-        None: the object was reached by an open descriptor, which may be used whatever has changed.
-        """
+    def with_stat(self, at: Object, read: Callable[[Object], T]) -> tuple[T, Stat]:
+        """The result of `read`, and the attributes of the object afterwards."""
         if at.fd >= 0:
-            return read(at), None
+            return read(at), self.stat(at.fd)
         with self.hold(at) as fd:
             return read(by_descriptor(fd)), self.stat(fd)
 

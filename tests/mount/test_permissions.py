@@ -503,6 +503,41 @@ def a_fuse_filesystem_of(user: int, path: Path) -> Iterator[None]:
         subprocess.run(["umount", "-l", path], check=True)
 
 
+@pytest.mark.promise("PE-6")
+@modes([(*first, *cache) for first in ((), ("--no-fastpath",)) for cache in ((), ("--cache", "metadata"))])
+@pytest.mark.parametrize("replaced", [True, False])
+def test_an_attribute_of_a_moved_file_is_not_read_by_the_descriptor_of_another_process(
+    mount: MakeMount, source: Path, arguments: tuple[str, ...], replaced: bool
+) -> None:
+    """Before: the call by name failed, and what another process had open was asked instead."""
+    inner = a_tree(source, "outer")
+    (source / "closed").mkdir(mode=0o700)
+    put(inner / "file", b"old" * 8_000_000)
+    settle()
+    m = mounted(mount, source, ("--read-only", *arguments))
+    inside = m.path / "outer/inner/file"
+
+    def first_bytes() -> bytes:
+        with open(inside, "rb") as file:
+            return file.read(3)
+
+    for _ in range(2):
+        assert bob(first_bytes) == b"old"
+        expire()
+    with open(inside, "rb", buffering=0) as held:
+        assert held.read(1) == b"o"
+        (inner / "file").rename(source / "closed/file")
+        if replaced:
+            put(inner / "file", b"another")
+        os.setxattr(source / "closed/file", "user.a", b"secret")
+        expire()
+        for _ in range(2):
+            assert bob(lambda: os.getxattr(inside, "user.a")) in (errno.ENODATA, errno.ENOENT, errno.ESTALE)
+            assert bob(lambda: os.listxattr(inside)) in ([], errno.ENOENT, errno.ESTALE)
+        answer = bob(lambda: os.getxattr(inside, "user.a"))
+        assert answer == (errno.ENODATA if replaced else errno.ENOENT)
+
+
 @pytest.mark.promise("PE-6", "PE-8")
 @modes([(), ("--no-fastpath",)])
 def test_a_name_that_cannot_be_looked_at_is_not_listed_in_a_closed_directory(
