@@ -109,8 +109,8 @@ class Attributes:
         """Fetch a value that is not cached, compare it with the record as for data, and keep it if the inode is pinned.
 
         The comparison matters: the mode of one version and the ACL of another could together admit users whom neither
-        version admits. A file without a name here, which somebody has open, may be asked whatever has changed (ON-1).
-        But if it is pinned and was moved at the source, the caller may have come by the path, and must look it up.
+        version admits. An open file that has lost its name is asked by a descriptor, whatever has changed (ON-1). But
+        if it is pinned and was moved at the source, the request may have come by the path: the kernel must look it up.
         """
 
         def fetch(at: Object) -> tuple[bytes, Stat, bool]:

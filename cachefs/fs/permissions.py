@@ -58,6 +58,7 @@ QUEUED_S = 5.0
 QUEUED_MOST_S = 60.0
 """The same while requests are refused that have waited for each other. Others may go on in an open directory (PE-9)."""
 AT_ONCE_S = 0.1
+"""A request that arrives within this time after a refusal may have waited for it."""
 VALID_S = 1.0
 """How long a look at a directory is valid for changes beneath it."""
 MAX_REMEMBERED = 1 << 17
@@ -254,7 +255,7 @@ class Permissions:
                 most_s = self._changed_s.get(number, -math.inf) + QUEUED_MOST_S
                 self._expect_admitted(number, min(now_s + QUEUED_S, most_s))
 
-    def _error(self, numbers: tuple[int, ...]) -> "PermissionsChanged":
+    def _error(self, numbers: tuple[int, ...]) -> PermissionsChanged:
         with self._metadata.index.view() as view:
             records = [self._metadata.inode(view, number) for number in numbers]
             found = [inode for inode in records if inode is not None]

@@ -295,8 +295,6 @@ class Source:
 
     def with_stat(self, at: Object, read: Callable[[Object], T]) -> tuple[T, Stat]:
         """The result of `read`, and the attributes of the object afterwards."""
-        if at.fd >= 0:
-            return read(at), self.stat(at.fd)
         with self.hold(at) as fd:
             return read(by_descriptor(fd)), self.stat(fd)
 

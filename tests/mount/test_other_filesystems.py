@@ -52,7 +52,7 @@ class Image:
         return subprocess.check_output(["findmnt", "-n", "-o", "SOURCE", self.place], text=True).strip()
 
     def umount(self) -> None:
-        """Return when the kernel has let go of the loop device, which somebody may be looking at."""
+        """Return when the loop device is free: another process that looks at it keeps it for a moment."""
         umount_when_free(self.place)
         wait_for(lambda: subprocess.check_output(["losetup", "-j", self.path], text=True), lambda found: not found)
 

@@ -438,6 +438,18 @@ def test_a_new_attribute_of_a_mutable_file_in_a_closed_directory_is_not_shown(
     assert bob(lambda: os.getxattr(inside / "changing", "user.a")) == errno.EACCES
 
 
+def close_and_mount(inner: Path, inside: Path, secret: Path, beneath: ExitStack) -> None:
+    """Close a directory, mount another one in it, and check who sees its file through the mount."""
+    inner.chmod(0o700)
+    subprocess.run(["mount", "--bind", secret, inner / "place"], check=True)
+    beneath.callback(subprocess.run, ["umount", "-l", inner / "place"], check=True)
+    expire()
+    for _ in range(2):
+        assert bob((inside / "place/old").read_bytes) in (errno.EACCES, errno.ESTALE)
+    assert alice((inside / "place/old").read_bytes) == b"old"
+    assert bob((inside / "place/old").read_bytes) == errno.EACCES
+
+
 @pytest.mark.promise("PE-6")
 @modes(SOME)
 def test_what_is_mounted_in_a_closed_directory_is_not_shown(
@@ -452,14 +464,7 @@ def test_what_is_mounted_in_a_closed_directory_is_not_shown(
     m = mounted(mount, source, arguments)
     inside = m.path / "outer/inner"
     assert bob((inside / "old").read_bytes) == b"old"
-    inner.chmod(0o700)
-    subprocess.run(["mount", "--bind", secret, inner / "place"], check=True)
-    beneath.callback(subprocess.run, ["umount", "-l", inner / "place"], check=True)
-    expire()
-    for _ in range(2):
-        assert bob((inside / "place/old").read_bytes) in (errno.EACCES, errno.ESTALE)
-    assert alice((inside / "place/old").read_bytes) == b"old"
-    assert bob((inside / "place/old").read_bytes) == errno.EACCES
+    close_and_mount(inner, inside, secret, beneath)
 
 
 @pytest.mark.promise("PE-6")
@@ -480,14 +485,7 @@ def test_what_is_mounted_beneath_a_fuse_source_in_a_closed_directory_is_not_show
     assert bob((inside / "old").read_bytes) == b"old"
     expire()
     assert bob((inside / "old").read_bytes) == b"old"
-    inner.chmod(0o700)
-    subprocess.run(["mount", "--bind", secret, inner / "place"], check=True)
-    beneath.callback(subprocess.run, ["umount", "-l", inner / "place"], check=True)
-    expire()
-    for _ in range(2):
-        assert bob((inside / "place/old").read_bytes) in (errno.EACCES, errno.ESTALE)
-    assert alice((inside / "place/old").read_bytes) == b"old"
-    assert bob((inside / "place/old").read_bytes) == errno.EACCES
+    close_and_mount(inner, inside, secret, beneath)
 
 
 @contextmanager

@@ -133,8 +133,7 @@ static bool same_number(uint64_t recorded, uint64_t now)
 /* `Inode.same_access` of records.py */
 static bool same_access(const struct inode_record *expected, const struct statx *now)
 {
-    bool in_seconds = expected->ctime_ns % 1000000000 == 0;
-    return !in_seconds ||
+    return expected->ctime_ns % 1000000000 || /* not in whole seconds */
            (now->stx_mode == expected->mode && now->stx_uid == expected->uid && now->stx_gid == expected->gid);
 }
 
