@@ -195,7 +195,18 @@ class Caller:
         return tuple(groups), effective
 
     def _shares_our_users(self) -> bool:
-        """Is it in our user namespace? Reading its link in /proc needs CAP_SYS_PTRACE; reading the map does not."""
+        """Is it in our user namespace?
+
+        Two namespaces may have the same map, so their links in /proc decide. Without CAP_SYS_PTRACE, root can read the
+        links of processes with no more capabilities than its own, and of those in namespaces that root has made. A link
+        that cannot be read is ours, or of another user's namespace, to which only root can have given the same map.
+        """
+        try:
+            return os.readlink(f"/proc/{self.pid}/ns/user") == os.readlink("/proc/self/ns/user")
+        except PermissionError:
+            pass
+        except OSError:
+            return False
         try:
             with open(f"/proc/{self.pid}/uid_map", "rb") as theirs, open("/proc/self/uid_map", "rb") as ours:
                 return theirs.read() == ours.read()

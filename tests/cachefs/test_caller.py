@@ -6,13 +6,14 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 import pytest
 
 from cachefs.client.client import peer
-from cachefs.source.credentials import CAP_SYS_RESOURCE, Caller, Identity, own_identity, unknown_writer
+from cachefs.source.credentials import CAP_FSETID, CAP_SYS_RESOURCE, Caller, Identity, own_identity, unknown_writer
 from cachefs.system import syscalls
 from tests.users import IDS, as_user
 
@@ -95,6 +96,32 @@ def test_root_with_fewer_capabilities_keeps_fewer() -> None:
 @root_only
 def test_capabilities_of_another_user_namespace_do_not_count() -> None:
     assert identity_of(["unshare", "--user", "--map-root-user", "--"]).capabilities == 0
+
+
+@pytest.mark.promise("WR-4")
+@root_only
+@pytest.mark.parametrize("capability", [0, 1 << 19], ids=["", "daemon without CAP_SYS_PTRACE"])
+def test_capabilities_of_a_namespace_with_the_same_map_do_not_count(capability: int) -> None:
+    """Before: a namespace was told by its map."""
+    own = own_identity()
+    daemon = replace(own, capabilities=own.capabilities & ~capability)
+    unshares = f"import ctypes; assert not ctypes.CDLL(None).unshare(0x10000000); {_WAITS}"
+    with subprocess.Popen([sys.executable, "-c", unshares], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"\n"
+        for name in ("uid_map", "gid_map"):
+            Path(f"/proc/{process.pid}/{name}").write_text(Path(f"/proc/self/{name}").read_text())
+        assert b"CapEff:\t0000000000000000" not in Path(f"/proc/{process.pid}/status").read_bytes()
+        found = in_a_thread(partial(daemon.run, Caller(0, 0, process.pid).identity))
+        assert isinstance(found, Identity)
+        assert found.capabilities == 0
+    with subprocess.Popen([sys.executable, "-c", _WAITS], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"\n"
+        found = in_a_thread(partial(daemon.run, Caller(0, 0, process.pid).identity))
+        assert isinstance(found, Identity)
+        assert found.capabilities & CAP_FSETID
 
 
 @root_only
