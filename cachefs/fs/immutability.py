@@ -107,6 +107,11 @@ class Immutability:
         """May processes read a file as immutable, whether or not it was dropped since they opened it (hazard 61)?"""
         return self.is_immutable(inode) or bool(inode.flags & IMMUTABLE and self.may_be_immutable(inode))
 
+    def version(self, number: int) -> Inode | None:
+        """The inode of a file that processes may read as immutable; else None."""
+        inode = self._metadata.current(number)
+        return inode if inode is not None and self.may_have_readers(inode) else None
+
     def keeps_version(self, inode: Inode) -> bool:
         """Must a handle that was opened for reading go on showing the recorded version? Also of a file that was
         dropped, or has lost its name."""

@@ -4,8 +4,9 @@ An immutable file is like one with `chattr +i`: open for writing, truncate, chmo
 EPERM. Its names may change: unlink and rename change the directory. (`Refusals.protects` has one exception.)
 
 A change of a name by this mount moves the ctime, as a change by another node would. Open files continue with the new
-ctime, and fetches that see it wait until the change has been made (`LastChanges.under_way`). A file that loses a name
-stays readable by open handles (`Descriptors.keep_readable`). Comparisons then use another name, or a descriptor.
+ctime, and fetches that see it wait until the change has been made (`LastChanges.under_way`). It would hide an earlier
+change by another node, so immutable files are compared just before. A file that loses a name stays readable by open
+handles (`Descriptors.keep_readable`). Comparisons then use another name, or a descriptor.
 """
 
 import errno
@@ -50,6 +51,7 @@ class Mutations:
         self._listings = listings
         self._refusals = refusals
         self._source = SourceWriter(filesystem.source)
+        self._version = filesystem.immutability.version
 
     def _check_writable(self, number: int | None = None, *, writer: Caller | None = None) -> None:
         """`writer`: of a change of the contents."""
@@ -310,8 +312,9 @@ class Mutations:
 
     async def link(self, number: int, parent: int, name: bytes, caller: Caller) -> Inode:
         self._check_writable()
-        with self._metadata.changes.under_way(number):
-            call = partial(self._source.link, self._fs.object_of(number), self._fs.directory(parent), name, caller)
+        async with self._metadata.changes.under_way(number):
+            at, version, new = self._fs.object_of(number), self._version(number), self._fs.directory(parent)
+            call = partial(self._source.link, at, version, new, name, caller)
             now, directory = await self._run(caller, number, call, names_in=(parent,))
             self._own_change((number, now), (parent, directory))
         with self._metadata.index.update() as update:
@@ -329,8 +332,9 @@ class Mutations:
             if inode and self._fs.immutability.refuses_changes(inode) and self._refusals.protects(number, caller):
                 raise failed(errno.EPERM)
             await self._descriptors.keep_readable(number)
-        with self._metadata.changes.under_way(number):
-            call = partial(self._source.remove, self._fs.directory(parent), name, caller, is_directory=is_directory)
+        async with self._metadata.changes.under_way(number):
+            at, version = self._fs.directory(parent), self._version(number)
+            call = partial(self._source.remove, at, name, version, caller, is_directory=is_directory)
             with self._losing(parent, name):
                 directory = await self._run(caller, parent, call, names_in=(parent,))
             with self._metadata.index.update() as update:
@@ -375,11 +379,12 @@ class Mutations:
             await self._descriptors.keep_readable(replaced)
         if replaced and not flags & RENAME_EXCHANGE:
             await self._fs.invalidation.overwritten(replaced)
-        with self._metadata.changes.under_way(moved, replaced):
+        async with self._metadata.changes.under_way(moved, replaced):
             old, new = self._fs.directory(parent), self._fs.directory(new_parent)
             expected = self._pinned_name(parent, name, old)
             expected += self._pinned_name(new_parent, new_name, new) if flags & RENAME_EXCHANGE else []
-            call = partial(self._source.rename, old, name, new, new_name, flags, caller, expected)
+            versions = self._version(moved), self._version(replaced)
+            call = partial(self._source.rename, old, name, new, new_name, flags, caller, expected, versions)
             with self._losing(parent, name):
                 now, old_directory, new_directory = await self._run(caller, parent, call, names_in=(parent, new_parent))
             with self._metadata.index.update() as update:

@@ -257,10 +257,10 @@ class InodeCache(InodeTable):
         """This mount has changed an inode: record its new attributes.
 
         Our change moves the ctime, and so may a write by another node at the same time (hazard 24). So what is pinned
-        or cached of a file stays only if size and mtime are still the recorded ones. Otherwise the inode is dropped and
-        keeps its old attributes: the next look-up finds another version, and makes another inode of it. The inode is
-        also dropped if another object is in its place, because another node was faster. A directory keeps its version:
-        our change moves its mtime.
+        or cached of a file (an immutable one was compared before) stays only if size and mtime are still the recorded
+        ones. Otherwise the inode is dropped and keeps its old attributes: the next look-up finds another version, and
+        makes another inode of it. The inode is also dropped if another object is in its place, because another node was
+        faster. A directory keeps its version: our change moves its mtime.
 
         Returns the inode, or None if it was dropped, and the names that the kernel must drop.
         """

@@ -4,12 +4,13 @@ An lstat that began before a write and is answered after it brings an older size
 took over the older one, the next append would go there. So such an answer is valid for no time (`happened_since`), and
 requests that come after the write do not share it (`count`).
 
-A change of a name moves the ctime before its answer is here: fetches that see it wait for its end (`end_of`).
+A change of a name moves the ctime before its answer is here: fetches that see it wait for its end (`end_of`), and so
+does the next change of a name.
 """
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 
 import trio
 
@@ -42,18 +43,20 @@ class LastChanges:
         """Was the object changed after a call that began at `began_ns`? False where that is 0 (not known)."""
         return 0 < began_ns <= self._when_ns.get(number, self._forgotten_ns)
 
-    @contextmanager
-    def under_way(self, *numbers: int) -> Iterator[None]:
-        """Around a change of a name of these inodes by this mount."""
+    @asynccontextmanager
+    async def under_way(self, *numbers: int) -> AsyncIterator[None]:
+        """Around a change of a name of these inodes by this mount (0: not known). One after another: the next one
+        compares the inode with what this one has recorded."""
+        known = set(numbers) - {0}
+        while others := [self._under_way[number] for number in known & self._under_way.keys()]:
+            await others[0].wait()
         event = trio.Event()
-        for number in numbers:
-            self._under_way[number] = event
+        self._under_way.update(dict.fromkeys(known, event))
         try:
             yield
         finally:
-            for number in numbers:
-                if self._under_way.get(number) is event:
-                    del self._under_way[number]
+            for number in known:
+                del self._under_way[number]
             event.set()
 
     def end_of(self, number: int) -> trio.Event | None:

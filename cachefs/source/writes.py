@@ -7,6 +7,7 @@ directories and reads attributes; only the change itself is made with the identi
 import os
 import stat
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 
 from cachefs.source.credentials import Caller, Identity
@@ -32,6 +33,17 @@ class SourceWriter:
     def _stat(self, fd: int, name: bytes = b"") -> Stat:
         self._source.counters.add("lstat")
         return self._source.stat(fd, name)
+
+    def _check_version(self, expected: Inode | None, fd: int, name: bytes = b"") -> None:
+        """Raises `Changed` if this object is the expected one and of another version. The change that follows moves its
+        ctime, which does not show it any more then (hazard 24)."""
+        if expected is None:
+            return
+        self._source.counters.add("lstat")
+        with suppress(FileNotFoundError):  # the change says so, if it matters
+            now = self._source.stat(fd, name, ask=True)
+            if is_same(expected.identity, now) and not expected.same_version(now):
+                raise Changed.at(expected.number)
 
     def create(
         self, directory: Directory, name: bytes, flags: int, mode: int, caller: Caller
@@ -72,17 +84,24 @@ class SourceWriter:
             caller.run(partial(make, parent))
             return self._stat(parent, name), self._stat(parent)
 
-    def remove(self, directory: Directory, name: bytes, caller: Caller, *, is_directory: bool) -> Stat:
-        """unlink or rmdir. Returns the directory."""
+    def remove(
+        self, directory: Directory, name: bytes, version: Inode | None, caller: Caller, *, is_directory: bool
+    ) -> Stat:
+        """unlink or rmdir. Returns the directory. `version`: as of `_check_version`."""
         self._source.round_trip("rmdir" if is_directory else "unlink")
         call = os.rmdir if is_directory else os.unlink
         with self._hold(directory) as parent:
+            self._check_version(version, parent, name)
             caller.run(lambda: call(name, dir_fd=parent))
             return self._stat(parent)
 
-    def link(self, at: Object, directory: Directory, name: bytes, caller: Caller) -> tuple[Stat, Stat]:
+    def link(
+        self, at: Object, version: Inode | None, directory: Directory, name: bytes, caller: Caller
+    ) -> tuple[Stat, Stat]:
+        """Returns (the object, the directory of its new name). `version`: as of `_check_version`."""
         self._source.round_trip("link")
         with self._source.hold(at) as fd, self._hold(directory) as new:
+            self._check_version(version, fd)
             path = f"/proc/self/fd/{fd}"
             caller.run(lambda: os.link(path, component(name), dst_dir_fd=new, follow_symlinks=True))
             return self._stat(new, name), self._stat(new)
@@ -96,17 +115,20 @@ class SourceWriter:
         flags: int,
         caller: Caller,
         expected: Sequence[tuple[Directory, bytes, Inode]] = (),
+        versions: tuple[Inode | None, Inode | None] = (None, None),
     ) -> tuple[Stat, Stat, Stat]:
         """Returns (the renamed object, its old directory, its new one).
 
         `expected`: pinned names and their inodes. The kernel moves its dentry, which must be that of the renamed
-        object: raises `Renamed` if it is not.
+        object: raises `Renamed` if it is not. `versions`: of the old and the new name, as of `_check_version`.
         """
         self._source.round_trip("rename")
         with self._hold(directory) as old, self._hold(new_directory) as new:
             for place, each, inode in expected:
                 if not is_same(inode.identity, self._stat(old if place is directory else new, each)):
                     raise Renamed.away(place.number, each, inode.number)
+            self._check_version(versions[0], old, name)
+            self._check_version(versions[1], new, new_name)
             caller.run(lambda: syscalls.renameat2(old, name, new, new_name, flags))
             return self._stat(new, new_name), self._stat(old), self._stat(new)
 

@@ -97,6 +97,27 @@ def test_a_file_that_was_rewritten_before_our_own_change_is_read_whole(
 
 
 @CHANGES
+def test_a_file_that_was_rewritten_with_size_and_mtime_kept_is_read_whole(
+    mount: MakeMount, tree: Path, change: Callable[[Mount], str]
+) -> None:
+    """Before: our own change was taken for the only one that had moved the ctime, and the file became a mix."""
+    m = mount(tree)
+    os.stat(m.path / "other")
+    with open(m.path / "file", "rb", buffering=0) as before:
+        assert before.read(PART) == b"o" * PART
+        m.flush()
+        times = os.stat(tree / "file")
+        rewrite(tree, b"n" * SIZE)
+        os.utime(tree / "file", ns=(times.st_atime_ns, times.st_mtime_ns))
+        name = change(m)
+        assert read_again(m.path / name) == b"n" * SIZE
+        with pytest.raises(OSError) as failed:
+            os.pread(before.fileno(), PART, SIZE - PART)
+        assert failed.value.errno == errno.ESTALE
+    assert read_again(m.path / name) == b"n" * SIZE
+
+
+@CHANGES
 def test_a_file_whose_content_is_the_same_keeps_its_data(
     mount: MakeMount, tree: Path, change: Callable[[Mount], str]
 ) -> None:
