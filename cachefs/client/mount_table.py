@@ -28,6 +28,8 @@ class Mount:
     """The options of the filesystem, not those of the mountpoint."""
     user: int
     """The uid of the user who mounted; 0 where the filesystem does not say."""
+    is_idmapped: bool = False
+    """Does the mount show other owners than the filesystem has?"""
 
 
 def unescaped(field: str) -> str:
@@ -56,6 +58,7 @@ def mounts(process: int | str = "self") -> list[Mount]:
                     unescaped(source),
                     options.rstrip("\n"),
                     int(user[1]) if user is not None else 0,
+                    "idmapped" in fields[5].split(","),
                 )
             )
     return found

@@ -1,0 +1,79 @@
+"""Idmapped mounts beneath the source: they show other owners than the filesystem has."""
+
+import ctypes
+import errno
+import os
+import struct
+import subprocess
+from collections.abc import Callable
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import Mount, settle, wait_for
+from tests.users import as_user, open_to_all
+
+MakeMount = Callable[..., Mount]
+CLONE_NEWUSER = 0x10000000
+OPEN_TREE, MOVE_MOUNT, MOUNT_SETATTR = 428, 429, 442
+OPEN_TREE_CLONE, AT_EMPTY_PATH, MOVE_MOUNT_F_EMPTY_PATH, MOUNT_ATTR_IDMAP = 1, 0x1000, 4, 0x100000
+_LIBC = ctypes.CDLL(None, use_errno=True)
+
+
+def called(number: int, *arguments: object) -> int:
+    """The result of a system call."""
+    result: int = _LIBC.syscall(number, *arguments)
+    assert result >= 0, os.strerror(ctypes.get_errno())
+    return result
+
+
+def mount_idmapped(root: Path, place: Path, owner: int) -> None:
+    """Show `root` at `place`, with this user and group instead of root."""
+    waits = ["unshare", "--user", "sh", "-c", "echo; cat"]
+    with subprocess.Popen(waits, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        for name in ("uid_map", "gid_map"):
+            Path(f"/proc/{process.pid}/{name}").write_text(f"0 {owner} 1")
+        users = os.open(f"/proc/{process.pid}/ns/user", os.O_RDONLY)
+        tree = called(OPEN_TREE, -100, bytes(root), OPEN_TREE_CLONE | os.O_CLOEXEC)
+        attributes = struct.pack("=4Q", MOUNT_ATTR_IDMAP, 0, 0, users)
+        called(MOUNT_SETATTR, tree, b"", AT_EMPTY_PATH, attributes, len(attributes))
+        called(MOVE_MOUNT, tree, b"", -100, bytes(place), MOVE_MOUNT_F_EMPTY_PATH)
+        os.close(users)
+        os.close(tree)
+
+
+def seen(user: int, path: Path) -> object:
+    return as_user(user, user, [], path.read_bytes)
+
+
+@pytest.mark.promise("CH-30")
+@pytest.mark.parametrize("fastpath", [(), ("--no-fastpath",)], ids=["", "no-fastpath"])
+@pytest.mark.parametrize("mode", [(), ("--read-only",)], ids=["read-write", "read-only"])
+def test_a_mount_that_shows_other_owners_is_another_one(
+    mount: MakeMount, tmp_path: Path, beneath: ExitStack, mode: tuple[str, ...], fastpath: tuple[str, ...]
+) -> None:
+    """Before: the former owner went on reading names in a directory that only he might enter, and the new one could
+    not."""
+    root, source, former, owner = tmp_path / "root", tmp_path / "source", 1001, 1002
+    (root / "closed").mkdir(parents=True)
+    for name in ("old", "secret"):
+        (root / "closed" / name).write_text(name)
+    (root / "closed").chmod(0o700)
+    (source / "sub").mkdir(parents=True)
+    beneath.callback(subprocess.run, ["umount", "-l", source / "sub"], check=False, stderr=subprocess.DEVNULL)
+    settle()
+    mount_idmapped(root, source / "sub", former)
+    m = mount(source, *mode, *fastpath)
+    open_to_all(source)
+    open_to_all(m.path.parent)
+    closed = m.path / "sub/closed"
+    assert seen(former, closed / "old") == b"old"
+    wait_for(partial(subprocess.call, ["umount", source / "sub"]), lambda failed: not failed)
+    mount_idmapped(root, source / "sub", owner)
+    wait_for(partial(seen, owner, closed / "secret"), lambda content: content == b"secret")
+    assert seen(former, closed / "secret") == errno.EACCES
+    assert seen(former, source / "sub/closed/secret") == errno.EACCES
