@@ -77,6 +77,8 @@ class SourceFlag(enum.IntFlag):
     """A descriptor leads to what has its path now (hazard 57): the directory must not move while a file is opened."""
     SOURCE_PAGES_ARE_LATE = 4
     """Reads of a version that may be recent bypass the page cache of the source (hazard 62)."""
+    SOURCE_IS_SNAPSHOT = 8
+    """It may be removed unnoticed (hazard 71): the daemon fetches."""
 
 
 class SlotState(enum.IntEnum):

@@ -144,6 +144,7 @@ class Source:
     def ask(self) -> None:
         """Check that the root answers, bypassing the kernel's attribute cache. Raises OSError. Not counted."""
         syscalls.statx(self.root_fd, b"", ask=True)
+        self.connection.volumes.check_source()
 
     def stat(self, fd: int, name: bytes = b"", *, ask: bool = False) -> Stat:
         """lstat of a name in a directory, or of `fd` itself. Not counted. `ask`: the result must be fresh."""
@@ -321,7 +322,7 @@ class Source:
             now = self.fstat(fd, ask=True)
             if at.identity is not None:
                 check(at.identity, now)
-            self.directories.check_snapshot(at.directory)
+            self._check_snapshot(at.directory)
             os.set_blocking(fd, True)
         return fd, now
 
@@ -385,10 +386,14 @@ class Source:
             self.check_version(fd, expected)  # a FIFO, for example
             raise
         self.check_version(fd, expected)
-        self.directories.check_snapshot(at.directory)
+        self._check_snapshot(at.directory)
         if len(data) != length:
             raise Changed
         return data
+
+    def _check_snapshot(self, directory: Directory) -> None:
+        self.directories.check_snapshot(directory)
+        self.connection.volumes.check_source()
 
     def is_in_snapshot(self, device: int) -> bool:
         """Is an object with this `Stat.device` in a snapshot?"""

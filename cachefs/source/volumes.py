@@ -9,8 +9,10 @@ devices are given out in the order of their set-up (hazard 51), and a bind mount
   the directory of it that is mounted; and where. So it is the same at the next mount.
 - The objects in the snapshots of a CephFS on ceph-fuse are of a volume of their own: their inode numbers count in one
   connection only (hazard 58), and no recursive ctime covers them. Not where the source itself lies in a snapshot.
-- A filesystem that cannot be recognized, and a FUSE filesystem, which may give its inode numbers to other objects when
-  it is mounted anew: of the number of the mount, which is not used again before the next boot.
+  Then `check_source` tells that the snapshot was removed, because ceph-fuse does not (hazard 71).
+- A filesystem that cannot be recognized, a FUSE filesystem, which may give its inode numbers to other objects when it
+  is mounted anew, and an idmapped mount, which may show other owners then: of the number of the mount, which is not
+  used again before the next boot.
 
 The kernel says mount and device with each lstat; the volumes of these places are remembered. The mount number that it
 gives is never used twice since Linux 6.8. Before, it may be another mount's later, and a filesystem that is mounted in
@@ -22,6 +24,7 @@ identified each time it is looked at.
 Used from the threads of `call_pool.py`, concurrently.
 """
 
+import errno
 import hashlib
 import os
 import secrets
@@ -81,6 +84,8 @@ class Volumes:
         lock."""
         self._subvolumes: set[int] = set()
         """Volumes on Btrfs, beneath the source's own."""
+        self._way: bytes | None = None
+        """As of `way_into_snapshot`. Empty: there is none. None: not known yet."""
         self._lock = threading.Lock()
 
     def following(self, roots: Iterable[Place]) -> "Volumes":
@@ -98,6 +103,26 @@ class Volumes:
     def holds_snapshots(self, device: int) -> bool:
         """Are the objects with this `Stat.device` in snapshots?"""
         return bool(device) and any(device == each for each, _ in tuple(self.snapshots.values()))
+
+    def check_source(self) -> None:
+        """Raises OSError if the source lies in a snapshot that was removed. Accesses the source.
+
+        ceph-fuse goes on answering by descriptors of the snapshot, and gives zeros (hazard 71).
+        """
+        if self.snapshots.get(0, (None,))[0] != 0:
+            return
+        if self._way is None:
+            self._way = way_into_snapshot(self._root_fd)
+        if self._way:
+            try:
+                with closing(syscalls.open_on_mount(self._root_fd, self._way)) as fd:
+                    is_there = syscalls.statx(fd, b"", ask=True).inode == syscalls.statx(self._root_fd, b"").inode
+            except OSError as error:
+                if error.errno not in (errno.ENOENT, errno.EXDEV):
+                    raise
+                is_there = False
+            if not is_there:
+                raise OSError(errno.ESTALE, "the snapshot that the source lies in was removed or covered")
 
     def forgo_numbers(self) -> None:
         """Inode numbers of the source's own volume do not stay (store/filesystem.py). Called before any look-up."""
@@ -162,6 +187,24 @@ class Volumes:
         else:
             words = [os.urandom(16)]
         return _digest(words)
+
+
+def way_into_snapshot(fd: int) -> bytes:
+    """The path to a directory in a snapshot, from itself, by the directory that the snapshot was made of: for example
+    `../../.snap/NAME`. Empty: there is none on its mount, as of a bind mount of the snapshot. Accesses the source."""
+    names = os.readlink(b"/proc/self/fd/%d" % fd).split(b"/")
+    for depth in range(1, len(names)):
+        up = b"/".join([b".."] * depth)
+        try:
+            with closing(syscalls.open_on_mount(fd, up)) as above:
+                is_outside = syscalls.statx(above, b"").inode < FIRST_OF_SNAPSHOTS
+        except OSError as error:
+            if error.errno not in (errno.EXDEV, errno.ENOSYS):
+                raise
+            return b""
+        if is_outside:
+            return b"/".join([up, *names[-depth:]])
+    return b""
 
 
 def _of_snapshots(volume: int) -> int:

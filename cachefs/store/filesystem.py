@@ -97,6 +97,11 @@ def has_late_pages(fstype: str) -> bool:
     return fstype in _CEPH_FUSE
 
 
+def is_in_snapshot(fstype: str, inode: int) -> bool:
+    """Is an object with this inode number in a snapshot that such a filesystem does not let go of (hazard 71)?"""
+    return numbers_snapshots(fstype) and inode >= FIRST_OF_SNAPSHOTS
+
+
 def has_change_times(fstype: str) -> bool:
     """Does ctime move with each change on such a filesystem? False: it may be a copy of mtime, which can be set, as on
     sshfs (hazard 52). A ctime that differs from mtime is none."""

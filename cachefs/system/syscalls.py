@@ -34,6 +34,7 @@ _STATX_WANTED = 0x7FF | _STATX_BTIME | 0x1000 | 0x4000
 """The attributes of stat(2), the birth time, and the mount: since Linux 6.8 a number that is never used twice."""
 _STATX = struct.Struct("=IIQIIIHxxQQQQ" + "qI4x" * 4 + "IIIIQ")
 
+_RESOLVE_NO_XDEV = 0x01
 _RESOLVE_NO_MAGICLINKS = 0x02
 _RESOLVE_NO_SYMLINKS = 0x04
 _RESOLVE_BENEATH = 0x08
@@ -135,6 +136,16 @@ def openat2(directory_fd: int, path: bytes, flags: int, mode: int = 0) -> int:
         if ctypes.get_errno() not in (errno.EAGAIN, errno.EXDEV, errno.EINTR):
             raise _fail(path)
     raise Busy
+
+
+def open_on_mount(directory_fd: int, path: bytes) -> int:
+    """An O_PATH descriptor of a directory; `path` may lead upwards, but not to another mount (EXDEV)."""
+    resolve = _RESOLVE_NO_XDEV | _RESOLVE_NO_SYMLINKS | _RESOLVE_NO_MAGICLINKS
+    how = _HOW.pack(os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC, 0, resolve)
+    fd: int = _openat2(_SYS_OPENAT2, directory_fd, path, how, _HOW.size)
+    if fd < 0:
+        raise _fail(path)
+    return fd
 
 
 def set_thread_groups(groups: list[int]) -> None:

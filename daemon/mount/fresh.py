@@ -18,9 +18,10 @@ from cachefs.fastpath.shared_memory import Shared
 from cachefs.options import Options, Revalidate
 from cachefs.source import rctime
 from cachefs.source.source import Source
+from cachefs.source.volumes import way_into_snapshot
 from cachefs.store.blob.blob import Blob
 from cachefs.store.cache_directory import OpenedIndex
-from cachefs.store.filesystem import identify
+from cachefs.store.filesystem import identify, is_in_snapshot
 from cachefs.system import syscalls
 from daemon.config.config import MountConfig
 from daemon.kernel import fuse_device, mounts
@@ -61,6 +62,8 @@ class FreshMount(Mount):
         mount = cls(mount_config, place, source_fd, await ask_source(mount_config, Root.of, source_fd))
         mount.filesystem = await ask_source(mount_config, identify, source_fd)
         mount.fstype = mount.filesystem.fstype
+        if is_in_snapshot(mount.fstype, mount._root.inode):
+            await _check_way(mount_config, place, source_fd)
         with suppress(OSError):  # a source may not have it
             mount.statfs = await ask_source(mount_config, syscalls.statvfs, source_fd)
         return mount
@@ -85,7 +88,7 @@ class FreshMount(Mount):
         if options.fastpath:
             shared = Shared.create(memory_name_of(self._instance))
             shared.configure(options, seed=blob.seed, root_device=source.root_device, threads=SERVING_THREADS)
-            shared.set_source(self.fstype)
+            shared.set_source(self.fstype, self._root.inode)
             follow_index(shared, opened)
             listener = listen(self._instance.directory / FASTPATH_SOCKET)
             self.descriptors = MountDescriptors(self.device, shared, self.source_fd, blob.fd, listener)
@@ -101,6 +104,21 @@ class FreshMount(Mount):
 
     def ends_with_daemon(self) -> bool:
         return True
+
+
+async def _check_way(mount_config: MountConfig, place: ClaimedMountpoint, source_fd: int) -> None:
+    """The source lies in a snapshot: can the mount see that it is removed? Raises CacheFsError if it never can."""
+    source = mount_config.source
+    if source == place.path:
+        raise CacheFsError(
+            f"{source} is in a snapshot, whose removal a mount that covers it cannot see: mount elsewhere"
+        )
+    if not await ask_source(mount_config, way_into_snapshot, source_fd):
+        log.warning(
+            "%s is a bind mount of a snapshot: if the snapshot is removed while it is mounted here, files that are not "
+            "cached read as zeros",
+            source,
+        )
 
 
 def _rctime_to_record(source_fd: int, options: Options) -> bytes:

@@ -102,7 +102,8 @@ class TakenOverMount(Mount):
         if self._adopted.blob >= 0:
             os.close(self._adopted.blob)
         self._adopted.blob = blob.fd
-        self._adopted.shared.set_source(self.fstype)
+        root = Root.load(opened.index)
+        self._adopted.shared.set_source(self.fstype, root.inode if root is not None else 0)
         follow_index(self._adopted.shared, opened)
 
     def source_root(self, components: Components) -> Root:

@@ -242,6 +242,8 @@ uint8_t *source_read(const struct shared *shared, int directory, const char *pat
                      uint64_t offset, uint32_t length, uint32_t user, uint32_t group, struct counters *counters)
 {
     ASSERT(length <= BUFFER_BYTES);
+    if (shared->source_flags & SOURCE_IS_SNAPSHOT)
+        return NULL;
     size_t room = ((size_t)length + DIRECT_ALIGNMENT - 1) / DIRECT_ALIGNMENT * DIRECT_ALIGNMENT;
     uint8_t *buffer = length < DIRECT_BYTES ? malloc(length) : buffer_take();
     if (!buffer)
