@@ -286,20 +286,21 @@ class Descriptors:
         discard: Callable[[T], object] | None = None,
         once: bool = False,
     ) -> T:
-        """Call the source for an object by a name; by its other names, too, if a directory is not where it was."""
+        """Call the source for an object by a name; by its other names, too, if a directory is not where it was, or
+        may not be entered by the caller."""
         ask = self.fs.ask
         return await self._by_names(number, lambda at: ask(number, partial(call, at), discard=discard, once=once))
 
     async def _by_names(self, number: int, ask: Callable[[Object], Awaitable[T]]) -> T:
-        tried = set()
+        tried, link = set[tuple[int, bytes]](), None
         while True:
-            at = self.fs.object_of(number)
+            at = self.fs.object_of(number, link=link)
             tried.add((at.directory.number, at.name))
             try:
                 return await ask(at)
-            except Changed as error:  # for `Renamed` there is no other name: the change must not be made by one
-                other = self.fs.invalidation.other_name(number, error)
-                if other is None or other in tried:
+            except (Changed, PermissionError) as error:
+                link = self.fs.invalidation.other_name(number, error, tried)
+                if link is None:
                     raise
 
     async def keep_readable(self, number: int) -> None:

@@ -11,7 +11,7 @@ for this request (hazard 1). Commands and tasks wait until the kernel has droppe
 import errno
 import logging
 import os
-from collections.abc import Awaitable, Iterable, Iterator, Sequence
+from collections.abc import Awaitable, Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
 
 import trio
@@ -82,15 +82,20 @@ class Invalidation:
         if current is not None and current.version == inode.version:
             self.replaced(inode.number)
 
-    def other_name(self, number: int, error: Changed) -> tuple[int, bytes] | None:
-        """A call by a name of an object has failed with `error`, and what is not where it was has been dropped.
-
-        Returns another name of the object that may lead to it.
+    def other_name(
+        self, number: int, error: Changed | PermissionError, tried: Collection[tuple[int, bytes]] = ()
+    ) -> tuple[int, bytes] | None:
+        """A call by the last of these names of an object has failed with `error`, and what is not where it was has been
+        dropped. Returns another name by which it may succeed: after `Renamed` none, because the change must not be made
+        by one; after a refusal one in another directory, which the caller may be allowed to enter.
         """
-        if not error.directory:
-            return None
+        paths = self._metadata.paths
         with self._metadata.index.view() as view:
-            return self._metadata.paths.known_name(view, number)
+            if isinstance(error, Changed):
+                link = paths.known_name(view, number) if error.directory else None
+            else:
+                link = paths.name(view, number, {parent for parent, _ in tried})
+        return None if link in tried or (number, b"") in tried else link
 
     def replaced(self, number: int) -> None:
         """The names of an inode lead to another object of the source, or to none."""

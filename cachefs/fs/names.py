@@ -90,18 +90,18 @@ class FileSystem:
         with self.metadata.index.view() as view:
             return self.metadata.paths.directory(view, number)
 
-    def object_of(self, number: int, view: View | None = None) -> Object:
+    def object_of(self, number: int, view: View | None = None, link: tuple[int, bytes] | None = None) -> Object:
         """An object of the source, by a name that leads to it. Raises ESTALE where none does: a directory needs none.
 
-        `view`: one that is open already.
+        `view`: one that is open already. `link`: by this name, (parent, name). A directory needs none.
         """
         if view is None:
             with self.metadata.index.view() as view:
-                return self.object_of(number, view)
+                return self.object_of(number, view, link)
         inode = self.metadata.inode(view, number)
         if inode is not None and inode.is_directory:
             return Object(self.metadata.paths.directory(view, number))
-        link = self.metadata.paths.name(view, number)
+        link = link or self.metadata.paths.name(view, number)
         if inode is None or link is None:
             raise failed(errno.ESTALE)
         return Object(self.metadata.paths.directory(view, link[0]), link[1], inode.identity)

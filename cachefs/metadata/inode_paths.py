@@ -4,7 +4,7 @@ import errno
 import stat
 import struct
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from enum import IntEnum
 from itertools import islice
 
@@ -182,13 +182,15 @@ class Paths:
         """The path of a name in a directory; the name alone where the directory has no path."""
         return _joined(self.directory(view, directory).path, name)
 
-    def name(self, view: View, number: int) -> tuple[int, bytes] | None:
-        """The best name that leads to the inode: (parent, name).
+    def name(self, view: View, number: int, not_in: Collection[int] = ()) -> tuple[int, bytes] | None:
+        """The best name that leads to the inode: (parent, name). `not_in`: not in these directories; then any other.
 
         A name in a directory without a path may be of no use: only a descriptor leads to such a directory. A doubtful
         name, which was invalidated, or looked up before the others, may lead to another inode by now; so may a name in
         a directory that was invalidated. Such names are taken only where there is no other.
         """
+        if not_in:
+            return next((link for link in self.names(view, number) if link[0] not in not_in), None)
         few = links_of(view, number, 3)
         if len({parent for parent, _ in few}) < 2 and len(few) < 3:
             # Always so for a directory, which has one name, or two spellings of it: the recursion by `_leads_up` ends.

@@ -280,6 +280,36 @@ def test_a_directory_that_is_open_can_be_changed_although_its_parents_are_closed
     assert (source / "closed/mine/directory").stat().st_uid == USER
 
 
+@pytest.mark.promise("WR-1")
+@MODES
+def test_a_file_is_written_although_it_has_a_name_in_a_closed_directory(
+    mount: MakeMount, source: Path, arguments: tuple[str, ...]
+) -> None:
+    """As in trees of hard links (`cp -al`). Before: EACCES since root had looked at that name."""
+    changes: list[Callable[[Path], object]] = [
+        lambda path: os.truncate(path, 3),
+        lambda path: path.write_bytes(b"new"),
+        lambda path: os.close(os.open(path, os.O_RDWR)),
+        lambda path: path.open("ab").close(),
+        lambda path: os.utime(path, ns=(1, 1)),
+    ]
+    for directory, mode in (("open", 0o755), ("closed", 0o700)):
+        (source / directory).mkdir()
+        (source / directory).chmod(mode)
+    for number in range(len(changes)):
+        a_file(source / f"open/{number}", 0o644, USER)
+        os.link(source / f"open/{number}", source / f"closed/{number}")
+    m = mounted(mount, source, *arguments)
+    for number, change in enumerate(changes):
+        for directory in ("open", "closed"):
+            os.lstat(m.path / directory / str(number))
+        result = as_user(USER, USER, [], lambda: change(m.path / f"open/{number}"))  # noqa: B023
+        assert result not in (errno.EACCES, errno.EPERM, errno.ESTALE), number
+    assert as_user(OTHER, OTHER, [], lambda: os.truncate(m.path / "open/0", 1)) == errno.EACCES
+    assert (source / "open/0").read_bytes() == b"con"
+    assert (source / "closed/1").read_bytes() == b"new"
+
+
 @pytest.mark.promise("PE-3")
 def test_a_file_made_read_only_at_the_source_is_not_written(mount: MakeMount, source: Path) -> None:
     """The source checks as well: attributes that the mount caches for a second grant nothing."""
