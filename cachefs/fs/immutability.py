@@ -12,7 +12,6 @@ allows it, and `opening_for_writing` clears it.
 """
 
 import errno
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -34,8 +33,8 @@ class Immutability:
         self._metadata = metadata
         self._options = options
         # state
-        self._writers: Counter[int] = Counter()
-        """Inode → how many writable handles it has, including those that are being opened."""
+        self._writers = metadata.writers
+        """Including those that are being opened."""
 
     # --- writers ---------------------------------------------------------------------------------------------------
 

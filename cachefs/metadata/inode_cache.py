@@ -63,10 +63,10 @@ class InodeCache(InodeTable):
         return aliases.give(update, now), None
 
     def _kernel_has_data(self, inode: Inode) -> bool:
-        """May the kernel cache pages of this version that nothing would ever drop?"""
-        fixed = inode.flags & IMMUTABLE or (self._pins_everything and inode.flags & PINNED)
-        is_known = inode.validated_run == self.run or self._run.forgot
-        return bool(inode.is_regular and is_known and (fixed or inode.flags & STALE))
+        """May the kernel cache pages of this version that nothing would ever drop? Not of a file that has writers."""
+        may = inode.is_regular and inode.number not in self.writers  # by another number writers would have another size
+        fixed = inode.flags & (IMMUTABLE | STALE) or (self._pins_everything and inode.flags & PINNED)
+        return bool(may and fixed and (inode.validated_run == self.run or self._run.forgot))
 
     def _is_overtaken(self, inode: Inode, now: Stat) -> bool:
         """Has a later call been faster, so that the record was compared with the source after this call began?

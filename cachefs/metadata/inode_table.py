@@ -79,6 +79,8 @@ class InodeTable(Validity):
         self._may_hold_results = options.pins_files and not options.read_only and not options.immutable
         self._are_results: bool | None = None
         """Is there a directory that holds results? None: not known."""
+        self.writers: Counter[int] = Counter()
+        """Inode → how many handles write to it (fs/immutability.py)."""
         self.other_permissions: set[int] = set()
         """Directories of which a comparison has just recorded other permissions than before."""
         self._kept: Counter[int] = Counter()

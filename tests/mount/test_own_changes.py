@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import Mount, settle
+from tests.conftest import Mount, cachefs, settle
 
 pytestmark = pytest.mark.promise("CH-11")
 
@@ -175,3 +175,24 @@ def test_what_is_written_is_there_after_a_listing(
     os.close(fd)
     os.close(reader)
     assert (tree / "new").read_bytes() == written
+
+
+@pytest.mark.promise("TE-4")
+@pytest.mark.parametrize("arguments", [(), ("--mutable", "**"), ("--cache", "none")], ids=["", "mutable", "none"])
+@pytest.mark.parametrize("path", [".", "directory", "directory/log"])
+def test_writers_of_a_file_see_each_other_after_an_invalidation(
+    mount: MakeMount, tree: Path, arguments: tuple[str, ...], path: str
+) -> None:
+    """Before: the file got another inode number, and each of two writers appended at a size of its own."""
+    (tree / "directory").mkdir()
+    m = mount(tree, *arguments)
+    log = m.path / "directory/log"
+    with open(log, "ab", buffering=0) as first:
+        first.write(b"AAAAA")
+        cachefs("invalidate", m.path / path)
+        with open(log, "ab", buffering=0) as second:
+            for file, line in ((second, b"BBB"), (first, b"CC"), (second, b"D"), (first, b"EEEE")):
+                file.write(line)
+            assert os.fstat(first.fileno()).st_ino == os.fstat(second.fileno()).st_ino
+            assert os.fstat(first.fileno()).st_size == os.fstat(second.fileno()).st_size
+    assert (tree / "directory/log").read_bytes() == log.read_bytes() == b"AAAAABBBCCDEEEE"
