@@ -335,7 +335,7 @@ class Permissions:
             return
         if len(self._vouched) >= MAX_REMEMBERED:
             self._vouched.clear()
-        known = [each for each in (ctime_ns, asked_ns) if not self._metadata.hides_changes(each)]
+        known = [each for each in (ctime_ns, asked_ns) if not self._metadata.lies_ahead(each)]
         known += [began_ns - self._metadata.recent_ns, self._vouched.get(number, (0, 0))[0]]
         self._vouched[number] = max(known), ctime_ns
 

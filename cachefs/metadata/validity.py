@@ -122,8 +122,8 @@ class Validity:
 
         The second comparison must reach the source; of a file it must begin `settle_ns` after the first one.
         """
-        if before.is_regular and self.hides_changes(now.ctime_ns):
-            return False
+        if self.hides_changes(now.ctime_ns) if before.is_regular else self.lies_ahead(now.ctime_ns):
+            return False  # a directory that is closed now has an older ctime: it would not show in what is made then
         is_of_this_run = before.validated_run == self.run
         if not before.flags & UNSETTLED or (before.is_regular and is_of_this_run and not before.is_young):
             return True
@@ -133,7 +133,10 @@ class Validity:
 
     def hides_changes(self, ctime_ns: int) -> bool:
         """May an object be changed while its ctime stays as it is? On CephFS, until that time has come (hazard 59)."""
-        return self._run.sets_no_time_back and ctime_ns > self._realtime_ns()
+        return self._run.sets_no_time_back and self.lies_ahead(ctime_ns)
+
+    def lies_ahead(self, ctime_ns: int) -> bool:
+        return ctime_ns > self._realtime_ns()
 
     def observed_since_ns(self, before: Inode | None) -> int:
         """Since when the version of a young file is known. `before`: an earlier record of it."""

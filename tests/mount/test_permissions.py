@@ -17,6 +17,7 @@ import pytest
 
 from tests.bindfs import Bindfs
 from tests.conftest import Mount, cachefs, expire, settle, wait_for
+from tests.sources.images import make_image, mount_image
 from tests.sshfs import sshfs
 from tests.users import as_user, open_to_all
 
@@ -388,6 +389,39 @@ def test_a_directory_that_was_closed_in_the_second_of_its_last_change(
         assert bob((inside / name).read_bytes) in (errno.ESTALE, errno.EACCES)
         assert bob((inside / name).read_bytes) == errno.EACCES
         assert alice((inside / name).read_bytes) == b"secret"
+
+
+@pytest.mark.promise("PE-6")
+@modes(SOME)
+@pytest.mark.parametrize("ahead", [".", "old"])
+def test_a_time_that_lies_ahead_does_not_hide_that_a_directory_was_closed(
+    mount: MakeMount, tmp_path: Path, beneath: ExitStack, arguments: tuple[str, ...], ahead: str
+) -> None:
+    """Of an image that was written while the clock was ahead. Before: the directory, or each one above such a file,
+    counted as unchanged until that time had come."""
+    tree, image, source = tmp_path / "tree", tmp_path / "image", tmp_path / "source"
+    inner = a_tree(tree, "outer")
+    make_image("ext4", tree, image)
+    name = os.path.normpath(inner.relative_to(tree) / ahead)
+    set_time = f"set_inode_field /{name} ctime @{int(time.time()) + 3600}"
+    subprocess.run(["debugfs", "-w", "-R", set_time, image], check=True, capture_output=True)
+    source.mkdir()
+    mount_image("ext4", image, source)
+    beneath.callback(subprocess.run, ["umount", "-l", source], check=True)
+    inner = source / inner.relative_to(tree)
+    assert (inner / ahead).stat().st_ctime > time.time() + 3000
+    m = mounted(mount, source, arguments)
+    inside = m.path / inner.relative_to(source)
+    for _ in range(2):
+        assert bob((inside / "old").read_bytes) == alice((inside / "old").read_bytes) == b"old"
+        expire()
+    inner.chmod(0o700)
+    expire()
+    put(inner / "new", b"secret")
+    for _ in range(2):
+        assert bob((inside / "new").read_bytes) in (errno.ESTALE, errno.EACCES)
+    assert alice((inside / "new").read_bytes) == b"secret"
+    assert bob((inside / "new").read_bytes) == errno.EACCES
 
 
 @pytest.mark.promise("PE-1")
