@@ -62,6 +62,8 @@ AT_ONCE_S = 0.1
 VALID_S = 1.0
 """How long a look at a directory is valid for changes beneath it."""
 MAX_REMEMBERED = 1 << 17
+NEVER_NS = -1 << 64
+"""Before each time of a file."""
 
 
 class Guard(NamedTuple):
@@ -198,12 +200,12 @@ class Permissions:
             inode = self._metadata.inode(view, above.number)
             if inode is not None and self._metadata.is_pinned(inode):
                 # A ctime that lay ahead when it was recorded says nothing (hazard 59).
-                recorded = -1 if self._source.sets_no_time_back else inode.ctime_ns, inode.ctime_ns
+                recorded = NEVER_NS if self._source.sets_no_time_back else inode.ctime_ns, inode.ctime_ns
                 guard = Guard(above, *self._vouched.get(above.number, recorded))
                 if self._ctimes_prove_nothing:
                     looked_s = self._looked_at.get(above.number, -math.inf)
                     is_recent = self._source.clock.monotonic_s() - looked_s < self._valid_s
-                    guard = guard._replace(vouched_ns=FOREVER_NS if is_recent else -1)
+                    guard = guard._replace(vouched_ns=FOREVER_NS if is_recent else NEVER_NS)
                 found.append(guard)
             above = above.parent
         return tuple(found)
@@ -376,7 +378,7 @@ class Permissions:
         with self._metadata.index.view() as view:
             guards = {guard.directory.number: guard for each in directories for guard in self.guards(view, each)}
         due = [
-            guard._replace(vouched_ns=-1)
+            guard._replace(vouched_ns=NEVER_NS)
             for number, guard in guards.items()
             if now_s - self._looked_at.get(number, -math.inf) > self._valid_s
         ]
