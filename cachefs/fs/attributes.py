@@ -20,6 +20,7 @@ from cachefs.errors import failed
 from cachefs.fs.descriptors import Descriptors, Use
 from cachefs.fs.names import Entry, FileSystem
 from cachefs.metadata import inode_values
+from cachefs.source.credentials import Caller
 from cachefs.source.identity import Changed
 from cachefs.source.source import Object
 from cachefs.store.index.records import LISTED, STALE, UNLINKED, Inode
@@ -138,7 +139,9 @@ class Attributes:
             current = self._metadata.inode(update, number)
             if current is None or current.version != inode.version or self._metadata.hides_changes(current.ctime_ns):
                 return value
-            if self._metadata.is_pinned(current):
+            if self._metadata.is_pinned(current) and (
+                value == inode_values.ABSENT or not self._is_for_some(current, name)
+            ):
                 inode_values.put(update, table, current, name, value)
         return value
 
@@ -168,16 +171,24 @@ class Attributes:
             async with self.descriptors.without_name(number, error):
                 return self.fs.inode(number)
 
-    async def getxattr(self, number: int, name: bytes) -> bytes:
+    async def getxattr(self, number: int, name: bytes, caller: Caller) -> bytes:
         """Raises ENODATA where there is no value: also if the source has no extended attributes at all (hazard 18).
 
-        Raises EOPNOTSUPP for a namespace that only some filesystems have, and the source does not.
+        Raises EOPNOTSUPP for a namespace that only some filesystems have, and the source does not. The kernel lets
+        everyone read what is in `security.`; a FUSE source may not: there each caller is asked for.
         """
         inode = await self._revalidated_or_open(number)
         value = await self._value(Table.XATTRS, inode, name, partial(self._read_xattr, name))
         if value == inode_values.ABSENT:
             raise failed(errno.ENODATA)
+        if self._is_for_some(inode, name):
+            read = partial(self.fs.source.getxattr, name=name, run=caller.run)
+            return await self.descriptors.ask_object(number, read)
         return value[1:]
+
+    def _is_for_some(self, inode: Inode, name: bytes) -> bool:
+        """May the source refuse this extended attribute to users whom the kernel lets read it?"""
+        return name.startswith(b"security.") and (self.fs.source.checks_attributes or inode.device != 0)
 
     def _read_xattr(self, name: bytes, at: Object) -> bytes:
         """As `inode_values` keeps it. In a thread."""

@@ -270,7 +270,7 @@ class Operations(pyfuse3.Operations):
             return b"1"
         if name.startswith(VIRTUAL):
             return self.attributes.virtual(inode, name)
-        return await self.attributes.getxattr(inode, name)
+        return await self.attributes.getxattr(inode, name, _caller(ctx))
 
     @_handler
     async def listxattr(self, inode, ctx):  # type: ignore[no-untyped-def]

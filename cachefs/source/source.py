@@ -107,6 +107,7 @@ class Source:
         self._has_late_pages = filesystem.has_late_pages(fstype)
         self.has_change_times = filesystem.has_change_times(fstype)
         self.hides_mounts = filesystem.hides_mounts(fstype)
+        self.checks_attributes = filesystem.checks_attributes(fstype)
         self.has_own_clock = filesystem.has_own_clock(fstype)
         self.sets_no_time_back = filesystem.sets_no_time_back(fstype)
         roots = [Place(*syscalls.place_of(root_fd))] if root_device is None else []
@@ -281,10 +282,10 @@ class Source:
         with self.hold(at) as fd:
             return os.readlink(b"", dir_fd=fd)
 
-    def getxattr(self, at: Object, name: bytes) -> bytes:
+    def getxattr(self, at: Object, name: bytes, run: Callable[[Callable[[], bytes]], bytes] = as_admitted) -> bytes:
         self.round_trip("getxattr")
         with self.hold(at) as fd:
-            return as_admitted(partial(os.getxattr, f"/proc/self/fd/{fd}", name))
+            return run(partial(os.getxattr, f"/proc/self/fd/{fd}", name))
 
     def getxattr_of_directory(self, directory: Directory, name: bytes) -> bytes:
         return self.getxattr(Object(directory), name)

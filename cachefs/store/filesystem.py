@@ -114,6 +114,11 @@ def hides_mounts(fstype: str) -> bool:
     return _promises_nothing(fstype) or fstype in ("9p", "virtiofs")
 
 
+def checks_attributes(fstype: str) -> bool:
+    """May such a filesystem refuse extended attributes to users whom the kernel lets read them? ceph-fuse does."""
+    return fstype.split(".")[0] == "fuse"
+
+
 def has_own_clock(fstype: str) -> bool:
     """Does another clock than this machine's set the times of files? False of filesystems that lie on a local disk."""
     return fstype not in _OUR_CLOCK

@@ -60,3 +60,24 @@ def test_a_closed_directory_whose_time_lies_ahead_is_not_shown(
             assert bob((inside / "new").read_bytes) in (errno.EACCES, errno.ESTALE)
         assert alice((inside / "new").read_bytes) == b"secret"
         assert bob((inside / "new").read_bytes) == errno.EACCES
+
+
+@pytest.mark.promise("PE-1")
+@modes(SOME)
+def test_an_extended_attribute_is_shown_to_those_whom_ceph_fuse_lets_read_it(
+    cephfs: CephFs, tmp_path: Path, mount: MakeMount, arguments: tuple[str, ...]
+) -> None:
+    """The kernel lets everyone read `security.*`, ceph-fuse only who may read the file."""
+    root = cephfs.path / tmp_path.name
+    inner = a_tree(root, "outer")
+    for name in ("old", "open"):
+        put(inner / name, b"content")
+        os.setxattr(inner / name, "security.x", b"value")
+    (inner / "old").chmod(0o600)
+    m = mounted(mount, root, arguments)
+    for path in (root, m.path):
+        for _ in range(2):
+            assert os.getxattr(path / "outer/inner/old", "security.x") == b"value"
+            assert bob(lambda path=path: os.getxattr(path / "outer/inner/old", "security.x")) == errno.EACCES
+            assert bob(lambda path=path: os.getxattr(path / "outer/inner/open", "security.x")) == b"value"
+            assert bob(lambda path=path: os.getxattr(path / "outer/inner/open", "security.y")) == errno.ENODATA
