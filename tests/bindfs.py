@@ -15,7 +15,7 @@ class Bindfs:
     def __init__(self, root: Path, path: Path, options: str = "rw") -> None:
         self.root, self.path, self._options = root, path, options
         self._pid_file = path.with_name("bindfs.pid")
-        path.mkdir()
+        path.mkdir(exist_ok=True)
         # A child of this process closes copies of its files, and waits for that. The shell has none.
         self._shell = subprocess.Popen(["bash"], stdin=subprocess.PIPE, text=True)
         self.mount()

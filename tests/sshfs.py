@@ -23,8 +23,8 @@ def start_sshfs(root: Path, path: Path, *options: str) -> None:
 
 @contextmanager
 def sshfs(root: Path, path: Path, *options: str) -> Iterator[None]:
-    """While the block runs, `root` is mounted on `path`, a new directory."""
-    path.mkdir()
+    """While the block runs, `root` is mounted on `path`."""
+    path.mkdir(exist_ok=True)
     start_sshfs(root, path, *options)
     try:
         yield

@@ -46,7 +46,7 @@ from cachefs.metadata.validity import FOREVER_NS
 from cachefs.options import Options
 from cachefs.source.call_pool import CallPool
 from cachefs.source.credentials import Caller
-from cachefs.source.directories import NOT_KNOWN_NS, Directory
+from cachefs.source.directories import NEVER_NS, NOT_KNOWN_NS, Directory
 from cachefs.source.source import Source
 from cachefs.store.index.environment import Update, View
 from cachefs.store.index.records import Inode
@@ -62,8 +62,6 @@ AT_ONCE_S = 0.1
 VALID_S = 1.0
 """How long a look at a directory is valid for changes beneath it."""
 MAX_REMEMBERED = 1 << 17
-NEVER_NS = -1 << 64
-"""Before each time of a file."""
 
 
 class Guard(NamedTuple):
@@ -202,7 +200,7 @@ class Permissions:
                 # A ctime that lay ahead when it was recorded says nothing (hazard 59).
                 recorded = NEVER_NS if self._source.sets_no_time_back else inode.ctime_ns, inode.ctime_ns
                 guard = Guard(above, *self._vouched.get(above.number, recorded))
-                if self._ctimes_prove_nothing:
+                if self._ctimes_prove_nothing or inode.device in self._source.connection.volumes.doubtful:
                     looked_s = self._looked_at.get(above.number, -math.inf)
                     is_recent = self._source.clock.monotonic_s() - looked_s < self._valid_s
                     guard = guard._replace(vouched_ns=FOREVER_NS if is_recent else NEVER_NS)

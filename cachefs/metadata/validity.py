@@ -32,6 +32,7 @@ the future: until then a rewrite by a node with the right time leaves no trace (
 `settle_ns` is an option of the mount; tests use shorter times.
 """
 
+from collections.abc import Collection
 from typing import NamedTuple
 
 from cachefs.contract.shared import LATE_NS, SETTLE_NS
@@ -61,6 +62,10 @@ class Run(NamedTuple):
     """Does another clock than this machine's set the times of the source? (store/filesystem.py)"""
     sets_no_time_back: bool = False
     """May a rewrite leave a later time as it is? (store/filesystem.py)"""
+    doubtful: Collection[int] = ()
+    """As of `Volumes`: their ctimes may prove nothing."""
+    other_clocks: Collection[int] = ()
+    """As of `Volumes`."""
 
 
 class Validity:
@@ -71,9 +76,6 @@ class Validity:
         # constants
         self._settle_ns = options.settle_ns
         self._unpinned_timeout_ns = int(options.unpinned_timeout_s * NANOSECONDS)
-        is_late = run.has_own_clock and options.settle_ns >= SETTLE_NS
-        self.recent_ns = LATE_NS if is_late else options.settle_ns
-        """How far behind this machine's clock a time of the source may be when it has just been set."""
         self.has_change_times = run.has_change_times
         self._pins_files = options.pins_files
         self._pins_everything = options.pins_everything
@@ -82,6 +84,16 @@ class Validity:
         # state
         self.floor = run.floor
         """Lowered when the source proves to be unchanged since an earlier run (daemon/tasks.py)."""
+
+    @property
+    def recent_ns(self) -> int:
+        """How far behind this machine's clock a time of the source may be when it has just been set."""
+        is_late = (self._run.has_own_clock or self._run.other_clocks) and self._settle_ns >= SETTLE_NS
+        return LATE_NS if is_late else self._settle_ns
+
+    def _has_change_time(self, device: int) -> bool:
+        """Does a ctime of this volume move with each change?"""
+        return self.has_change_times and device not in self._run.doubtful
 
     def doubt_everything(self) -> None:
         """Records were lost: begin another run, which compares everything, and believes no listing to be complete."""
@@ -109,12 +121,12 @@ class Validity:
         Between two runs a file may have been replaced by another one with the same size and mtime. That shows in its
         ctime only, if it has one.
         """
-        has_change_time = self.has_change_times or now.ctime_ns != now.mtime_ns
+        has_change_time = self._has_change_time(now.device) or now.ctime_ns != now.mtime_ns
         return has_change_time or inode.validated_run == self.run or not inode.is_regular
 
     def is_recent(self, now: Stat) -> bool:
         """May this version have been made just now?"""
-        changed_ns = now.ctime_ns if self.has_change_times else max(now.ctime_ns, now.mtime_ns)
+        changed_ns = now.ctime_ns if self._has_change_time(now.device) else max(now.ctime_ns, now.mtime_ns)
         return changed_ns + self.recent_ns > self._realtime_ns()
 
     def has_settled(self, before: Inode, now: Stat) -> bool:
@@ -133,7 +145,7 @@ class Validity:
 
     def hides_changes(self, ctime_ns: int) -> bool:
         """May an object be changed while its ctime stays as it is? On CephFS, until that time has come (hazard 59)."""
-        return self._run.sets_no_time_back and self.lies_ahead(ctime_ns)
+        return bool(self._run.sets_no_time_back or self._run.doubtful) and self.lies_ahead(ctime_ns)
 
     def lies_ahead(self, ctime_ns: int) -> bool:
         return ctime_ns > self._realtime_ns()

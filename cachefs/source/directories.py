@@ -49,6 +49,8 @@ NAME_HOLDS_S = 1.0
 """For how long after a comparison a change relies on the name of a directory."""
 NOT_KNOWN_NS = 1 << 63
 """Instead of a time: later than all."""
+NEVER_NS = -1 << 64
+"""Instead of a time: earlier than all."""
 _REMOVED = (errno.ENOENT, errno.ESTALE)
 """Errors of a call by the descriptor of a directory that was removed; also of one whose source is gone."""
 
@@ -115,6 +117,8 @@ class SourceDirectories:
     `Changed` if it does. `ask`: as of `Source.stat`."""
     is_in_snapshot: Callable[[int], bool]
     """Is an object with this `Stat.device` in a snapshot?"""
+    check_source: Callable[[], object]
+    """Raises OSError if the source lies in a snapshot that was removed."""
     clock: Clock = SYSTEM
     # constants
     limit: int = MAX_KEPT
@@ -219,6 +223,7 @@ class SourceDirectories:
             except Changed:
                 raise Changed.at(below.number) from None
             below = below.parent
+        self.check_source()
 
     def is_gone(self, directory: Directory, fd: int) -> bool:
         """Was it removed, or the filesystem that it is on?

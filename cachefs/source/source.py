@@ -123,8 +123,9 @@ class Source:
         self.round_trip = self.counters.round_trip
         self.clock = clock
         self.opener = Opener()
+        check = lambda: self.connection.volumes.check_source()  # noqa: E731
         self.directories = SourceDirectories(
-            root_fd, self.opener.open_at, self.fstat, self._lstat_at, self._compare, self.is_in_snapshot, clock
+            root_fd, self.opener.open_at, self.fstat, self._lstat_at, self._compare, self.is_in_snapshot, check, clock
         )
 
     @property
@@ -149,13 +150,16 @@ class Source:
 
     def stat(self, fd: int, name: bytes = b"", *, ask: bool = False) -> Stat:
         """lstat of a name in a directory, or of `fd` itself. Not counted. `ask`: the result must be fresh."""
-        ask = (ask or self._follows_paths) and not self._is_coherent
+        asks = (ask or self._follows_paths) and not self._is_coherent
         try:
-            now = self.connection.stat(fd, name, ask=ask)
+            now = self.connection.stat(fd, name, ask=asks)
         except PermissionError:
             # A filesystem beneath the source, which a user may have mounted, may be closed to all others.
-            now = as_admitted(partial(self.connection.stat, fd, name, ask=ask), lambda now: not now.device)
-        return now if self._is_coherent else now._replace(is_fresh=ask)
+            now = as_admitted(partial(self.connection.stat, fd, name, ask=asks), lambda now: not now.device)
+        volumes = self.connection.volumes
+        if not asks and now.device in volumes.doubtful and (ask or now.device in volumes.with_paths):
+            return self.connection.stat(fd, name, ask=True)
+        return now if self._is_coherent and now.device not in volumes.doubtful else now._replace(is_fresh=asks)
 
     def _compare(self, fd: int, identity: Identity, ask: bool) -> Stat | None:
         """As `SourceDirectories.compare`."""
@@ -323,7 +327,7 @@ class Source:
             now = self.fstat(fd, ask=True)
             if at.identity is not None:
                 check(at.identity, now)
-            self._check_snapshot(at.directory)
+            self.directories.check_snapshot(at.directory)
             os.set_blocking(fd, True)
         return fd, now
 
@@ -334,8 +338,7 @@ class Source:
             raise Changed from None
 
     def open_to_keep(self, at: Object, flags: int = _READ_FLAGS) -> int:
-        """Open a file for more than one read. Raises `Changed` if its name leads to another file: the comparison after
-        each read is not enough, because attributes are read and changed by the descriptor, too."""
+        """Open a file for several reads, and for its attributes. Raises `Changed` if its name leads to another file."""
         return self.open_file(at, flags)[0]
 
     def pread(self, fd: int, length: int, offset: int, inode: Inode | None, *, past: bool = False) -> bytes:
@@ -382,20 +385,16 @@ class Source:
 
     def _read_compared(self, fd: int, at: Object, expected: Inode, offset: int, length: int) -> bytes:
         try:
-            data = self.pread(fd, length, offset, expected, past=not self._is_coherent)
+            doubtful = expected.device in self.connection.volumes.doubtful
+            data = self.pread(fd, length, offset, expected, past=doubtful or not self._is_coherent)
         except OSError:
             self.check_version(fd, expected)  # a FIFO, for example
             raise
         self.check_version(fd, expected)
-        self._check_snapshot(at.directory)
+        self.directories.check_snapshot(at.directory)
         if len(data) != length:
             raise Changed
         return data
 
-    def _check_snapshot(self, directory: Directory) -> None:
-        self.directories.check_snapshot(directory)
-        self.connection.volumes.check_source()
-
     def is_in_snapshot(self, device: int) -> bool:
-        """Is an object with this `Stat.device` in a snapshot?"""
         return self.connection.volumes.holds_snapshots(device)

@@ -41,10 +41,16 @@ from cachefs.client.mount_table import Mount
 from cachefs.store.filesystem import (
     FIRST_OF_SNAPSHOTS,
     descriptors_stay,
+    has_change_times,
+    has_late_pages,
+    has_own_clock,
+    hides_mounts,
     identify,
+    is_coherent,
     numbers_last,
     numbers_snapshots,
     numbers_stay,
+    sets_no_time_back,
 )
 from cachefs.store.runs import next_connection
 from cachefs.system import syscalls
@@ -82,6 +88,11 @@ class Volumes:
         self.snapshots: dict[int, tuple[int, int]] = {}
         """Volumes on ceph-fuse: `Stat.device` and `Stat.connection` of the objects in their snapshots. Read without the
         lock."""
+        self.doubtful: set[int] = set()
+        """Volumes beneath the source's own whose attributes, pages or change times prove less than those of other
+        filesystems (store/filesystem.py): the kernel is always asked, and the fast path does not fetch."""
+        self.other_clocks: set[int] = set()
+        """Volumes beneath the source's own whose times are set by another clock than this machine's."""
         self._subvolumes: set[int] = set()
         """Volumes on Btrfs, beneath the source's own."""
         self._way: bytes | None = None
@@ -93,6 +104,7 @@ class Volumes:
         following = Volumes(self._root_fd, roots)
         following.without_numbers = self.without_numbers & {0}
         following.with_paths = self.with_paths & {0}
+        following.doubtful, following.other_clocks = self.doubtful, self.other_clocks
         if 0 in self.snapshots:
             device, connection = self.snapshots[0]
             following.snapshots[0] = device, next_connection(connection)
@@ -152,15 +164,24 @@ class Volumes:
         if self.numbers.get(place) != 0:
             mount = mount_table.mount_of(fd)
             number = self._number(fd, place, mount)
-            if mount is not None and mount.fstype == "btrfs":
-                self._subvolumes.add(number)
-            if mount is not None and not numbers_stay(mount.fstype):
-                self.without_numbers.add(number)
-            if mount is not None and not descriptors_stay(mount.fstype):
-                self.with_paths.add(number)
-            if mount is not None and numbers_snapshots(mount.fstype):
-                self.snapshots[number] = _of_snapshots(number), secrets.randbits(32)
+            if mount is not None:
+                self._classify(number, mount.fstype)
             self._note(place, number)
+
+    def _classify(self, number: int, fstype: str) -> None:
+        if fstype == "btrfs":
+            self._subvolumes.add(number)
+        if not numbers_stay(fstype):
+            self.without_numbers.add(number)
+        if not descriptors_stay(fstype):
+            self.with_paths.add(number)
+        doubts = has_late_pages, hides_mounts, sets_no_time_back
+        if any(doubt(fstype) for doubt in doubts) or not (is_coherent(fstype) and has_change_times(fstype)):
+            self.doubtful.add(number)
+        if has_own_clock(fstype):
+            self.other_clocks.add(number)
+        if numbers_snapshots(fstype):
+            self.snapshots[number] = _of_snapshots(number), secrets.randbits(32)
 
     def _note(self, place: Place, number: int) -> None:
         with self._lock:
@@ -169,10 +190,9 @@ class Volumes:
                 self._tell(place, number)
 
     def _tell(self, place: Place, number: int) -> None:
-        """The fast path is not told of subvolumes: it does not look at their roots. Nor of other volumes where a
-        descriptor follows its path: it has a rule for the source's own only."""
-        follows = number in self.with_paths and number not in self.without_numbers
-        if self._found is not None and not (number and (follows or number in self._subvolumes)):
+        """The fast path is not told of subvolumes: it does not look at their roots. Nor of doubtful volumes: it has
+        rules for the source's own only."""
+        if self._found is not None and number not in self._subvolumes and number not in self.doubtful:
             self._found(place, number)
 
     def _number(self, fd: int, place: Place, mount: Mount | None) -> int:

@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -49,3 +50,25 @@ def test_a_file_that_was_replaced_with_its_times_is_read_again_by_the_next_mount
     m.drop_caches()
     assert (m.path / "file").read_bytes() == b"b" * SIZE
     assert m.log().count("may have no change times of their own") == 2
+
+
+@pytest.mark.promise("CH-28")
+@pytest.mark.parametrize("mode", [("--read-only",), (), ("--read-only", "--no-fastpath")], ids=" ".join)
+def test_a_replaced_file_of_a_filesystem_beneath_the_source_is_read_again_by_the_next_mount(
+    mount: Callable[..., Mount], tmp_path: Path, beneath: ExitStack, mode: tuple[str, ...]
+) -> None:
+    """Before: only the filesystem of the source itself was asked whether it has change times."""
+    root, source = tmp_path / "server", tmp_path / "source"
+    for directory in (root, source / "sub"):
+        directory.mkdir(parents=True)
+    for name in ("file", "new"):
+        (root / name).write_bytes(name[:1].encode() * SIZE)
+        os.utime(root / name, (LONG_AGO, LONG_AGO))
+    beneath.enter_context(mounted_by_sshfs(root, source / "sub"))
+    m = mount(source, *mode)
+    assert (m.path / "sub/file").read_bytes() == b"f" * SIZE
+    m.flush()
+    m.umount()
+    (root / "new").rename(root / "file")
+    m.start()
+    assert (m.path / "sub/file").read_bytes() == b"n" * SIZE

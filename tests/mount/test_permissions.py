@@ -472,6 +472,17 @@ def test_a_new_attribute_of_a_mutable_file_in_a_closed_directory_is_not_shown(
     assert bob(lambda: os.getxattr(inside / "changing", "user.a")) == errno.EACCES
 
 
+PLACES = pytest.mark.parametrize("place", [".", "sub"], ids=["the source", "beneath the source"])
+"""Where another filesystem is mounted, from the source that cachefs is mounted over."""
+
+
+def a_place(tmp_path: Path, place: str) -> tuple[Path, Path]:
+    """The source, and where a filesystem is mounted in it."""
+    source = tmp_path / "with-others"
+    (source / place).mkdir(parents=True)
+    return source, source / place
+
+
 def close_and_mount(inner: Path, inside: Path, secret: Path, beneath: ExitStack) -> None:
     """Close a directory, mount another one in it, and check who sees its file through the mount."""
     inner.chmod(0o700)
@@ -503,8 +514,9 @@ def test_what_is_mounted_in_a_closed_directory_is_not_shown(
 
 @pytest.mark.promise("PE-6")
 @modes(SOME)
+@PLACES
 def test_what_is_mounted_beneath_a_fuse_source_in_a_closed_directory_is_not_shown(
-    mount: MakeMount, source: Path, tmp_path: Path, beneath: ExitStack, arguments: tuple[str, ...]
+    mount: MakeMount, source: Path, tmp_path: Path, beneath: ExitStack, arguments: tuple[str, ...], place: str
 ) -> None:
     """bindfs shows it under its own device number: nothing says that another filesystem begins."""
     secret = a_tree(tmp_path, "elsewhere")
@@ -512,10 +524,11 @@ def test_what_is_mounted_beneath_a_fuse_source_in_a_closed_directory_is_not_show
     inner = a_tree(source, "outer")
     (inner / "place").mkdir()
     settle()
-    bindfs = Bindfs(source, tmp_path / "bindfs", "rw,subtype=bindfs")
+    root, at = a_place(tmp_path, place)
+    bindfs = Bindfs(source, at, "rw,subtype=bindfs")
     beneath.callback(bindfs.close)
-    m = mounted(mount, bindfs.path, arguments)
-    inside = m.path / "outer/inner"
+    m = mounted(mount, root, arguments)
+    inside = m.path / place / "outer/inner"
     assert bob((inside / "old").read_bytes) == b"old"
     expire()
     assert bob((inside / "old").read_bytes) == b"old"
@@ -627,17 +640,19 @@ def test_look_ups_that_wait_for_long_are_answered_by_the_new_permissions(
 
 @pytest.mark.promise("PE-6")
 @modes(SOME)
+@PLACES
 def test_an_old_file_that_comes_into_a_closed_directory_is_not_shown(
-    mount: MakeMount, source: Path, tmp_path: Path, beneath: ExitStack, arguments: tuple[str, ...]
+    mount: MakeMount, source: Path, tmp_path: Path, beneath: ExitStack, arguments: tuple[str, ...], place: str
 ) -> None:
     """sshfs shows mtime as ctime, so that the file seems to be older than the closing."""
     inner = a_tree(source, "outer")
     put(tmp_path / "secret", b"secret")
     os.utime(tmp_path / "secret", (1e9, 1e9))
     settle()
-    beneath.enter_context(sshfs(source, tmp_path / "sshfs", "-o", "allow_other,default_permissions,dir_cache=no"))
-    m = mounted(mount, tmp_path / "sshfs", arguments)
-    inside = m.path / "outer/inner"
+    root, at = a_place(tmp_path, place)
+    beneath.enter_context(sshfs(source, at, "-o", "allow_other,default_permissions,dir_cache=no"))
+    m = mounted(mount, root, arguments)
+    inside = m.path / place / "outer/inner"
     assert bob((inside / "old").read_bytes) == b"old"
     inner.chmod(0o700)
     (tmp_path / "secret").rename(inner / "new")
