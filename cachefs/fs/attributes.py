@@ -25,6 +25,7 @@ from cachefs.source.identity import Changed
 from cachefs.source.source import Object
 from cachefs.store.index.records import LISTED, STALE, UNLINKED, Inode
 from cachefs.system.stat import Stat
+from cachefs.system.user_namespace import acl_of_nobody
 
 MAX_EXTENTS = 256
 """How many extents `info` lists of one file."""
@@ -193,7 +194,10 @@ class Attributes:
     def _read_xattr(self, name: bytes, at: Object) -> bytes:
         """As `inode_values` keeps it. In a thread."""
         try:
-            return inode_values.KNOWN + self.fs.source.getxattr(at, name)
+            value = self.fs.source.getxattr(at, name)
+            if name.startswith(b"system.posix_acl_") and self.fs.source.connection.volumes.with_nobody:
+                value = acl_of_nobody(value, self.fs.source.fstat(at.fd))
+            return inode_values.KNOWN + value
         except OSError as error:
             is_unusual = error.errno == errno.EOPNOTSUPP and not name.startswith(_USUAL_NAMESPACES)
             if is_unusual or error.errno not in inode_values.NO_VALUE:

@@ -56,6 +56,7 @@ from cachefs.store.runs import next_connection
 from cachefs.system import syscalls
 from cachefs.system.descriptors import closing
 from cachefs.system.stat import NO_NUMBER, Stat
+from cachefs.system.user_namespace import maps_all_users, of_nobody
 
 _FIRST_UNIQUE = 1 << 31
 """Mount numbers that are never used twice begin here."""
@@ -93,6 +94,8 @@ class Volumes:
         filesystems (store/filesystem.py): the kernel is always asked, and the fast path does not fetch."""
         self.other_clocks: set[int] = set()
         """Volumes beneath the source's own whose times are set by another clock than this machine's."""
+        self.with_nobody: set[int] = set()
+        """Volumes that may show nobody's id instead of an owner's (system/user_namespace.py)."""
         self._subvolumes: set[int] = set()
         """Volumes on Btrfs, beneath the source's own."""
         self._way: bytes | None = None
@@ -104,6 +107,7 @@ class Volumes:
         following = Volumes(self._root_fd, roots)
         following.without_numbers = self.without_numbers & {0}
         following.with_paths = self.with_paths & {0}
+        following.with_nobody = self.with_nobody & {0}
         following.doubtful, following.other_clocks = self.doubtful, self.other_clocks
         if 0 in self.snapshots:
             device, connection = self.snapshots[0]
@@ -166,7 +170,16 @@ class Volumes:
             number = self._number(fd, place, mount)
             if mount is not None:
                 self._classify(number, mount.fstype)
+            self._note_nobody(number, mount)
             self._note(place, number)
+
+    def _note_nobody(self, number: int, mount: Mount | None) -> None:
+        if not maps_all_users() or (mount is not None and mount.is_idmapped):
+            self.with_nobody.add(number)
+
+    def look_at_users(self) -> None:
+        """Note whether the source's own volume may show nobody's id. Called before any look-up."""
+        self._note_nobody(0, mount_table.mount_of(self._root_fd))
 
     def _classify(self, number: int, fstype: str) -> None:
         if fstype == "btrfs":
@@ -256,6 +269,8 @@ class Connection(NamedTuple):
     def stat(self, fd: int, name: bytes, *, ask: bool) -> Stat:
         """lstat of a name in a directory; if it is empty, of `fd` itself. `ask`: as of `Source.stat`."""
         now = self._numbered_stat(fd, name, ask=ask)
+        if now.device in self.volumes.with_nobody:
+            now = of_nobody(now)
         if now.inode >= FIRST_OF_SNAPSHOTS and now.device in self.volumes.snapshots:
             device, connection = self.volumes.snapshots[now.device]
             return now._replace(device=device, connection=connection)

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import Mount, settle, wait_for
-from tests.users import as_user, open_to_all
+from tests.users import GROUP_OBJ, MASK, OTHER, USER, USER_OBJ, as_user, open_to_all
 
 MakeMount = Callable[..., Mount]
 CLONE_NEWUSER = 0x10000000
@@ -46,8 +46,61 @@ def mount_idmapped(root: Path, place: Path, owner: int) -> None:
         os.close(tree)
 
 
+def acl(entries: list[tuple[int, int, int]], *, other: int) -> bytes:
+    """`entries`: (tag, permissions, id)."""
+    every = [(USER_OBJ, 6, 0), *entries, (MASK, 7, 0), (OTHER, other, 0)]
+    return struct.pack("<I", 2) + b"".join(struct.pack("<HHI", *each) for each in every)
+
+
 def seen(user: int, path: Path) -> object:
     return as_user(user, user, [], path.read_bytes)
+
+
+OPTIONS = pytest.mark.parametrize("options", [(), ("--read-only",), ("--no-fastpath",)], ids=" ".join)
+NOBODY = int(Path("/proc/sys/kernel/overflowuid").read_text())
+UNMAPPED, MAPPED = 7, 1001
+
+
+@pytest.mark.promise("PE-1")
+@OPTIONS
+@pytest.mark.parametrize("place", [".", "sub"])
+def test_nobody_is_not_taken_for_an_owner_who_is_not_mapped(
+    mount: MakeMount, tmp_path: Path, beneath: ExitStack, options: tuple[str, ...], place: str
+) -> None:
+    """stat(2) shows nobody's id for such an owner. Before: nobody read what only that owner, or its group, may read."""
+    root, source = tmp_path / "root", tmp_path / "source"
+    (root / "closed").mkdir(parents=True)
+    (source / place).mkdir(parents=True)
+    for name, uid, gid, mode in (
+        ("of its group", 0, UNMAPPED, 0o640),
+        ("of its owner", UNMAPPED, 0, 0o640),
+        ("for all", UNMAPPED, UNMAPPED, 0o644),
+        ("closed/name", 0, UNMAPPED, 0o640),
+        ("closed", 0, UNMAPPED, 0o750),
+        ("with an acl", 0, UNMAPPED, 0o644),
+    ):
+        if name != "closed":
+            (root / name).write_text(name)
+        os.chown(root / name, uid, gid)
+        (root / name).chmod(mode)
+    os.setxattr(root / "with an acl", "system.posix_acl_access", acl([(USER, 6, UNMAPPED), (GROUP_OBJ, 4, 0)], other=4))
+    beneath.callback(subprocess.run, ["umount", "-l", source / place], check=False, stderr=subprocess.DEVNULL)
+    settle()
+    mount_idmapped(root, source / place, MAPPED)
+    m = mount(source, *options)
+    open_to_all(source)
+    open_to_all(m.path.parent)
+
+    def answers(user: int, directory: Path) -> list[object]:
+        files = [seen(user, directory / name) for name in ("of its group", "of its owner", "for all", "closed/name")]
+        listed = as_user(user, user, [], lambda: os.listdir(directory / "closed"))
+        return [*files, listed, seen(user, directory / "with an acl")]
+
+    # What root may not enter beneath the source is not read as its owner either (docs/SOURCES.md).
+    for user in (*((MAPPED,) if place == "." else ()), NOBODY, UNMAPPED, NOBODY):
+        assert answers(user, m.path / place) == answers(user, source / place), user
+    assert seen(NOBODY, m.path / place / "of its group") == errno.EACCES
+    assert seen(NOBODY, m.path / place / "for all") == b"for all"
 
 
 @pytest.mark.promise("CH-30")
