@@ -338,7 +338,7 @@ class Source:
             raise Changed from None
 
     def open_to_keep(self, at: Object, flags: int = _READ_FLAGS) -> int:
-        """Open a file for several reads, and for its attributes. Raises `Changed` if its name leads to another file."""
+        """Open a file for several reads, and its attributes. Raises `Changed` if its name leads to another file."""
         return self.open_file(at, flags)[0]
 
     def pread(self, fd: int, length: int, offset: int, inode: Inode | None, *, past: bool = False) -> bytes:
@@ -346,19 +346,19 @@ class Source:
         if self._has_late_pages:
             past = past or inode is None or inode.ctime_ns + LATE_NS > self.clock.realtime_ns()
         read = past_pages.pread if past else os.pread
+        more = past_pages.beyond_known_end if self._follows_paths else lambda *_: b""
         self.round_trip("read")
         parts: list[bytes] = []
-        missing = length
-        while missing and (data := read(fd, missing, offset + length - missing)):
+        at, end = offset, offset + length
+        while at < end and (data := read(fd, end - at, at) or more(fd, end - at, at)):
             if parts:  # `round_trip` has counted the first one
                 self.counters.add("read")
             self.counters.add_bytes(len(data))
             parts.append(data)
-            missing -= len(data)
+            at += len(data)
         return b"".join(parts)  # no copy of a single part
 
-    def read_file(self, at: Object, length: int, offset: int, inode: Inode | None = None) -> bytes:
-        """Open, compare, read, close: for a file that is not cached."""
+    def read_file(self, at: Object, length: int, offset: int, inode: Inode | None = None) -> bytes:  # not cached
         with closing(self.open_file(at)[0]) as fd:
             return self.pread(fd, length, offset, inode)
 

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from cachefs.source.source import Source
+from cachefs.system.descriptors import closing
 from cachefs.system.syscalls import renameat2
 from tests.bindfs import Bindfs
 from tests.conftest import Mount, settle, wait_for
@@ -132,3 +134,24 @@ def test_a_read_of_a_file_that_another_node_has_renamed_fails_with_estale(
             os.pread(file.fileno(), 1, 6 << 20)
     assert failed.value.errno == errno.ESTALE
     wait_for(lambda: (m.path / "elsewhere").read_bytes(), lambda content: content == b"x" * (8 << 20))
+
+
+@pytest.mark.promise("TE-4")
+def test_a_file_with_two_names_is_read_up_to_its_end(bindfs: Bindfs) -> None:
+    """bindfs takes each name for a file of its own, whose size the kernel keeps for a second. Before: a reader who had
+    opened it by the other name got a part, and the next writer appended at the end that the reader had met."""
+    first, second = bindfs.path / "first", bindfs.path / "second"
+    first.write_bytes(b"0" * 1000)
+    os.link(first, second)
+    wait_for(lambda: second.stat().st_nlink, lambda links: links == 2)
+    with closing(os.open(bindfs.path, os.O_PATH)) as root, closing(os.open(second, os.O_RDONLY)) as fd:
+        source = Source(root, fstype="fuse.bindfs")
+        for _ in range(5):
+            os.fstat(fd)
+            with open(first, "ab") as writer:
+                writer.write(b"1" * 5000)
+            if len(os.pread(fd, 100_000, 0)) == 1000:
+                break
+        else:
+            raise AssertionError("bindfs shows what was written by another name at once")
+        assert len(source.pread(fd, 100_000, 0, None)) == first.stat().st_size
