@@ -98,7 +98,7 @@ class Components:
                 source.has_change_times,
                 source.has_own_clock,
                 source.sets_no_time_back,
-                source.connection.volumes.doubtful,
+                source.connection.volumes.trusted,
                 source.connection.volumes.other_clocks,
             ),
             Numbers(state.run, opened.takeovers, lambda takeovers: later(opened.count_takeovers, takeovers)),

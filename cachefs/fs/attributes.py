@@ -138,7 +138,11 @@ class Attributes:
                 break
         with self._metadata.index.update() as update:
             current = self._metadata.inode(update, number)
-            if current is None or current.version != inode.version or self._metadata.hides_changes(current.ctime_ns):
+            if (
+                current is None
+                or current.version != inode.version
+                or self._metadata.hides_changes(current.ctime_ns, current.device)
+            ):
                 return value
             if self._metadata.is_pinned(current) and (
                 value == inode_values.ABSENT or not self._is_for_some(current, name)

@@ -200,7 +200,7 @@ class Permissions:
                 # A ctime that lay ahead when it was recorded says nothing (hazard 59).
                 recorded = NEVER_NS if self._source.sets_no_time_back else inode.ctime_ns, inode.ctime_ns
                 guard = Guard(above, *self._vouched.get(above.number, recorded))
-                if self._ctimes_prove_nothing or inode.device in self._source.connection.volumes.doubtful:
+                if self._ctimes_prove_nothing or inode.device not in self._source.connection.volumes.trusted:
                     looked_s = self._looked_at.get(above.number, -math.inf)
                     is_recent = self._source.clock.monotonic_s() - looked_s < self._valid_s
                     guard = guard._replace(vouched_ns=FOREVER_NS if is_recent else NEVER_NS)

@@ -32,7 +32,7 @@ the future: until then a rewrite by a node with the right time leaves no trace (
 `settle_ns` is an option of the mount; tests use shorter times.
 """
 
-from collections.abc import Collection
+from collections.abc import Collection, Container
 from typing import NamedTuple
 
 from cachefs.contract.shared import LATE_NS, SETTLE_NS
@@ -62,8 +62,8 @@ class Run(NamedTuple):
     """Does another clock than this machine's set the times of the source? (store/filesystem.py)"""
     sets_no_time_back: bool = False
     """May a rewrite leave a later time as it is? (store/filesystem.py)"""
-    doubtful: Collection[int] = ()
-    """As of `Volumes`: their ctimes may prove nothing."""
+    trusted: Container[int] = range(1 << 64)
+    """As of `Volumes`. The ctimes of others may prove nothing."""
     other_clocks: Collection[int] = ()
     """As of `Volumes`."""
 
@@ -93,7 +93,7 @@ class Validity:
 
     def _has_change_time(self, device: int) -> bool:
         """Does a ctime of this volume move with each change?"""
-        return self.has_change_times and device not in self._run.doubtful
+        return self.has_change_times and device in self._run.trusted
 
     def doubt_everything(self) -> None:
         """Records were lost: begin another run, which compares everything, and believes no listing to be complete."""
@@ -134,7 +134,7 @@ class Validity:
 
         The second comparison must reach the source; of a file it must begin `settle_ns` after the first one.
         """
-        if self.hides_changes(now.ctime_ns) if before.is_regular else self.lies_ahead(now.ctime_ns):
+        if self.hides_changes(now.ctime_ns, now.device) if before.is_regular else self.lies_ahead(now.ctime_ns):
             return False  # a directory that is closed now has an older ctime: it would not show in what is made then
         is_of_this_run = before.validated_run == self.run
         if not before.flags & UNSETTLED or (before.is_regular and is_of_this_run and not before.is_young):
@@ -143,9 +143,9 @@ class Validity:
             return now.is_fresh
         return is_of_this_run and (now.began_ns or self._monotonic_ns()) - before.observed_ns >= self._settle_ns
 
-    def hides_changes(self, ctime_ns: int) -> bool:
+    def hides_changes(self, ctime_ns: int, device: int) -> bool:
         """May an object be changed while its ctime stays as it is? On CephFS, until that time has come (hazard 59)."""
-        return bool(self._run.sets_no_time_back or self._run.doubtful) and self.lies_ahead(ctime_ns)
+        return (self._run.sets_no_time_back or device not in self._run.trusted) and self.lies_ahead(ctime_ns)
 
     def lies_ahead(self, ctime_ns: int) -> bool:
         return ctime_ns > self._realtime_ns()

@@ -157,9 +157,9 @@ class Source:
             # A filesystem beneath the source, which a user may have mounted, may be closed to all others.
             now = as_admitted(partial(self.connection.stat, fd, name, ask=asks), lambda now: not now.device)
         volumes = self.connection.volumes
-        if not asks and now.device in volumes.doubtful and (ask or now.device in volumes.with_paths):
+        if not asks and now.device not in volumes.trusted and (ask or now.device in volumes.with_paths):
             return self.connection.stat(fd, name, ask=True)
-        return now if self._is_coherent and now.device not in volumes.doubtful else now._replace(is_fresh=asks)
+        return now if self._is_coherent and now.device in volumes.trusted else now._replace(is_fresh=asks)
 
     def _compare(self, fd: int, identity: Identity, ask: bool) -> Stat | None:
         """As `SourceDirectories.compare`."""
@@ -385,8 +385,8 @@ class Source:
 
     def _read_compared(self, fd: int, at: Object, expected: Inode, offset: int, length: int) -> bytes:
         try:
-            doubtful = expected.device in self.connection.volumes.doubtful
-            data = self.pread(fd, length, offset, expected, past=doubtful or not self._is_coherent)
+            is_coherent = self._is_coherent and expected.device in self.connection.volumes.trusted
+            data = self.pread(fd, length, offset, expected, past=not is_coherent)
         except OSError:
             self.check_version(fd, expected)  # a FIFO, for example
             raise

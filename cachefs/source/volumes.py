@@ -89,9 +89,9 @@ class Volumes:
         self.snapshots: dict[int, tuple[int, int]] = {}
         """Volumes on ceph-fuse: `Stat.device` and `Stat.connection` of the objects in their snapshots. Read without the
         lock."""
-        self.doubtful: set[int] = set()
-        """Volumes beneath the source's own whose attributes, pages or change times prove less than those of other
-        filesystems (store/filesystem.py): the kernel is always asked, and the fast path does not fetch."""
+        self.trusted = {0}
+        """The source's own volume, and those whose attributes, pages and change times prove what those of a local disk
+        prove. Of others, and of those that are not identified yet, the fast path fetches nothing."""
         self.other_clocks: set[int] = set()
         """Volumes beneath the source's own whose times are set by another clock than this machine's."""
         self.with_nobody: set[int] = set()
@@ -108,7 +108,7 @@ class Volumes:
         following.without_numbers = self.without_numbers & {0}
         following.with_paths = self.with_paths & {0}
         following.with_nobody = self.with_nobody & {0}
-        following.doubtful, following.other_clocks = self.doubtful, self.other_clocks
+        following.trusted, following.other_clocks = self.trusted, self.other_clocks
         if 0 in self.snapshots:
             device, connection = self.snapshots[0]
             following.snapshots[0] = device, next_connection(connection)
@@ -148,6 +148,7 @@ class Volumes:
         """The source's own volume is on ceph-fuse. Called before any look-up. `root_inode`: of the source."""
         is_snapshot = root_inode >= FIRST_OF_SNAPSHOTS
         self.snapshots[0] = 0 if is_snapshot else _of_snapshots(0), connection
+        self.trusted.add(self.snapshots[0][0])
 
     def tell(self, found: Callable[[Place, int], None]) -> None:
         """Call this for each volume that is known, or becomes known."""
@@ -189,8 +190,8 @@ class Volumes:
         if not descriptors_stay(fstype):
             self.with_paths.add(number)
         doubts = has_late_pages, hides_mounts, sets_no_time_back
-        if any(doubt(fstype) for doubt in doubts) or not (is_coherent(fstype) and has_change_times(fstype)):
-            self.doubtful.add(number)
+        if is_coherent(fstype) and has_change_times(fstype) and not any(doubt(fstype) for doubt in doubts):
+            self.trusted.add(number)
         if has_own_clock(fstype):
             self.other_clocks.add(number)
         if numbers_snapshots(fstype):
@@ -203,9 +204,9 @@ class Volumes:
                 self._tell(place, number)
 
     def _tell(self, place: Place, number: int) -> None:
-        """The fast path is not told of subvolumes: it does not look at their roots. Nor of doubtful volumes: it has
-        rules for the source's own only."""
-        if self._found is not None and number not in self._subvolumes and number not in self.doubtful:
+        """The fast path is not told of subvolumes: it does not look at their roots. Nor of volumes that are not
+        trusted: it has rules for the source's own only."""
+        if self._found is not None and number not in self._subvolumes and number in self.trusted:
             self._found(place, number)
 
     def _number(self, fd: int, place: Place, mount: Mount | None) -> int:

@@ -49,22 +49,35 @@ def _overflow_ids() -> tuple[int, int]:
 
 
 def of_nobody(now: Stat) -> Stat:
-    """The attributes of an object whose owner and group may not be mapped: then the bits for others count for them."""
+    """The attributes of an object whose owner and group may not be mapped.
+
+    A process may be that owner, or in that group, and look like one of the others, or the other way round. So they all
+    get what each of them may do.
+    """
     uid, gid = _overflow_ids()
-    mode, others = now.mode, now.mode & 0o007
+    owner, group, others = now.mode >> 6 & 7, now.mode >> 3 & 7, now.mode & 7
+    common = others & (owner if now.uid == uid else 7) & (group if now.gid == gid else 7)
+    mode = now.mode & ~0o007 | common
     if now.uid == uid:
-        mode = mode & ~0o4700 | others << 6
+        mode = mode & ~0o4700 | common << 6
     if now.gid == gid:
-        mode = mode & ~0o2070 | others << 3
+        mode = mode & ~0o2070 | common << 3
     return now if mode == now.mode else now._replace(mode=mode)
 
 
 def acl_of_nobody(acl: bytes, now: Stat) -> bytes:
     """The value of an ACL attribute without entries for users and groups that are not mapped, which the kernel refuses.
-    `now`: of the object; if its group may not be mapped, it gets what others get."""
+    `now`: of the object. The entries for its group, if that may not be mapped, and for others are as of `of_nobody`."""
     entries = list(_ACL_ENTRY.iter_unpack(acl[4:]))
-    others = min((permissions for tag, permissions, _ in entries if tag == _OTHER), default=0)
-    if now.gid == _overflow_ids()[1]:
-        entries = [(tag, others if tag == _GROUP_OBJ else permissions, who) for tag, permissions, who in entries]
-    known = (each for each in entries if each[0] not in _NAMED or each[2] != _ALL_USERS)
-    return acl[:4] + b"".join(_ACL_ENTRY.pack(*each) for each in known)
+    unmapped = [each for each in entries if each[0] in _NAMED and each[2] == _ALL_USERS]
+    common = {_OTHER, *((_GROUP_OBJ,) if now.gid == _overflow_ids()[1] else ())}
+    least = 7
+    for tag, permissions, _ in entries:
+        if tag in common:
+            least &= permissions
+    for _, permissions, _ in unmapped:
+        least &= permissions
+    known = (each for each in entries if each not in unmapped)
+    return acl[:4] + b"".join(
+        _ACL_ENTRY.pack(tag, least if tag in common else permissions, who) for tag, permissions, who in known
+    )

@@ -75,6 +75,7 @@ def test_nobody_is_not_taken_for_an_owner_who_is_not_mapped(
         ("of its group", 0, UNMAPPED, 0o640),
         ("of its owner", UNMAPPED, 0, 0o640),
         ("for all", UNMAPPED, UNMAPPED, 0o644),
+        ("not for its group", 0, UNMAPPED, 0o604),
         ("closed/name", 0, UNMAPPED, 0o640),
         ("closed", 0, UNMAPPED, 0o750),
         ("with an acl", 0, UNMAPPED, 0o644),
@@ -100,6 +101,7 @@ def test_nobody_is_not_taken_for_an_owner_who_is_not_mapped(
     for user in (*((MAPPED,) if place == "." else ()), NOBODY, UNMAPPED, NOBODY):
         assert answers(user, m.path / place) == answers(user, source / place), user
     assert seen(NOBODY, m.path / place / "of its group") == errno.EACCES
+    assert seen(NOBODY, m.path / place / "not for its group") == errno.EACCES  # it may be in that group
     assert seen(NOBODY, m.path / place / "for all") == b"for all"
 
 
