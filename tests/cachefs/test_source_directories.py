@@ -53,6 +53,7 @@ def directories(counted: Counted) -> SourceDirectories:
         counted.source.stat,
         lambda *_: None,
         lambda _: False,
+        lambda: None,
     )
 
 
@@ -155,6 +156,7 @@ def test_a_use_of_a_directory_is_repeated_only_if_the_directory_has_moved(
         source.stat,
         lambda fd, *_: source.stat(fd),
         lambda _: False,
+        lambda: None,
     )
     directory = make(source, tmp_path / "d", 100)
 

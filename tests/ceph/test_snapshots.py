@@ -193,6 +193,5 @@ def test_nothing_is_read_of_a_snapshot_that_was_removed(
             assert failed.value.errno in ((errno.ESTALE, errno.ENOENT) if source == "." else (errno.ETIMEDOUT,))
     if source == ".":
         assert not (inside / names[1]).exists()
-    else:  # the source is lost
-        assert (inside / names[0]).read_bytes() == b"x" * 50_000
+    else:
         assert m.status()["source_lost"]
