@@ -1,5 +1,6 @@
 """Results: a directory in which this mount has overwritten a file is written to by other nodes as well."""
 
+import errno
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -105,7 +106,10 @@ def test_results_that_were_read_can_be_overwritten(mount: MakeMount, checkpoints
     with open(m.path / "ck/shard0") as opened:
         (m.path / "ck/shard0").write_text("version 1")
         os.truncate(m.path / "ck/shard1", 0)
-        assert opened.read() in ("version 0", "version 1")
+        try:
+            assert opened.read() in ("version 0", "version 1")
+        except OSError as error:  # the kernel has dropped its pages by now, and the file has changed
+            assert error.errno == errno.ESTALE
     assert (checkpoints / "ck/shard0").read_text() == "version 1" and loaded(m) == {"version 1", ""}
     with pytest.raises(PermissionError):
         (m.path / "d0/f00000").read_bytes()
