@@ -10,9 +10,9 @@ devices are given out in the order of their set-up (hazard 51), and a bind mount
 - The objects in the snapshots of a CephFS on ceph-fuse are of a volume of their own: their inode numbers count in one
   connection only (hazard 58), and no recursive ctime covers them. Not where the source itself lies in a snapshot.
   Then `check_source` tells that the snapshot was removed, because ceph-fuse does not (hazard 71).
-- A filesystem that cannot be recognized, a FUSE filesystem, which may give its inode numbers to other objects when it
-  is mounted anew, and an idmapped mount, which may show other owners then: of the number of the mount, which is not
-  used again before the next boot.
+- Some are known by the number of their mount, which is not used again before the next boot: filesystems that cannot be
+  recognized; FUSE filesystems, because a new mount may give their inode numbers to other objects; and idmapped mounts,
+  because a new mount may show other owners.
 
 The kernel says mount and device with each lstat; the volumes of these places are remembered. The mount number that it
 gives is never used twice since Linux 6.8. Before, it may be another mount's later, and a filesystem that is mounted in

@@ -67,7 +67,7 @@ def test_a_closed_directory_whose_time_lies_ahead_is_not_shown(
 def test_an_extended_attribute_is_shown_to_those_whom_ceph_fuse_lets_read_it(
     cephfs: CephFs, tmp_path: Path, mount: MakeMount, arguments: tuple[str, ...]
 ) -> None:
-    """The kernel lets everyone read `security.*`, ceph-fuse only who may read the file."""
+    """The kernel lets everyone read `security.*`. ceph-fuse refuses users who may not read the file."""
     root = cephfs.path / tmp_path.name
     inner = a_tree(root, "outer")
     for name in ("old", "open"):

@@ -3,8 +3,10 @@ a file keeps its version only if size and mtime are still the recorded ones."""
 
 import errno
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import IO
 
 import pytest
 
@@ -71,15 +73,22 @@ def read_again(path: Path) -> bytes:
     raise AssertionError("ESTALE five times")
 
 
+@contextmanager
+def a_partial_reader(m: Mount) -> Iterator[IO[bytes]]:
+    """A process that has read the first part of the file, which is cached."""
+    os.stat(m.path / "other")
+    with open(m.path / "file", "rb", buffering=0) as reader:
+        assert reader.read(PART) == b"o" * PART
+        m.flush()
+        yield reader
+
+
 @CHANGES
 def test_a_file_that_was_rewritten_before_our_own_change_is_read_whole(
     mount: MakeMount, tree: Path, change: Callable[[Mount], str]
 ) -> None:
     m = mount(tree)
-    os.stat(m.path / "other")
-    with open(m.path / "file", "rb", buffering=0) as before:
-        assert before.read(PART) == b"o" * PART
-        m.flush()
+    with a_partial_reader(m) as before:
         rewrite(tree, b"n" * SIZE)
         name = change(m)
         assert read_again(m.path / name) == b"n" * SIZE
@@ -102,10 +111,7 @@ def test_a_file_that_was_rewritten_with_size_and_mtime_kept_is_read_whole(
 ) -> None:
     """Before: our own change was taken for the only one that had moved the ctime, and the file became a mix."""
     m = mount(tree)
-    os.stat(m.path / "other")
-    with open(m.path / "file", "rb", buffering=0) as before:
-        assert before.read(PART) == b"o" * PART
-        m.flush()
+    with a_partial_reader(m) as before:
         times = os.stat(tree / "file")
         rewrite(tree, b"n" * SIZE)
         os.utime(tree / "file", ns=(times.st_atime_ns, times.st_mtime_ns))

@@ -397,8 +397,8 @@ def test_a_directory_that_was_closed_in_the_second_of_its_last_change(
 def test_a_time_that_lies_ahead_does_not_hide_that_a_directory_was_closed(
     mount: MakeMount, tmp_path: Path, beneath: ExitStack, arguments: tuple[str, ...], ahead: str
 ) -> None:
-    """Of an image that was written while the clock was ahead. Before: the directory, or each one above such a file,
-    counted as unchanged until that time had come."""
+    """The source is an image that was written while the clock was ahead. Before: the directory counted as unchanged
+    until that time had come. So did each directory above such a file."""
     tree, image, source = tmp_path / "tree", tmp_path / "image", tmp_path / "source"
     inner = a_tree(tree, "outer")
     make_image("ext4", tree, image)
