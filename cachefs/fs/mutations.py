@@ -25,6 +25,7 @@ from cachefs.fs.listing_comparison import ListingComparisons
 from cachefs.fs.names import FileSystem
 from cachefs.fs.refusals import Refusals
 from cachefs.metadata import inode_values
+from cachefs.metadata.inode_paths import several_links
 from cachefs.source.credentials import CAP_SETFCAP, Caller, unknown_writer
 from cachefs.source.directories import Directory
 from cachefs.source.identity import Changed, Renamed
@@ -178,9 +179,7 @@ class Mutations:
     async def _compare_names(self, number: int) -> None:
         """Before the contents of a file with several names change: the kernel does not say by which one. Raises ESTALE
         if one of them leads elsewhere, so that the kernel looks it up again."""
-        with self._metadata.index.view() as view:
-            links = self._metadata.paths.links(view, number)
-        for parent, name in links if len(links) > 1 else ():
+        for parent, name in several_links(self._metadata.index, number):
             found = await self._fs.compare(parent, name)
             if found is None or found.number != number:
                 raise failed(errno.ESTALE)

@@ -4,7 +4,7 @@ import errno
 import stat
 import struct
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from enum import IntEnum
 from itertools import islice
 
@@ -13,21 +13,38 @@ from cachefs.errors import failed
 from cachefs.source.directories import ROOT, Directory
 from cachefs.store import aliases
 from cachefs.store.index.environment import View
+from cachefs.store.index.index import Index
 from cachefs.store.index.records import PINNED, STALE, Dentry, Inode, inode_key, inode_of_key
 from cachefs.system.stat import NO_NUMBER, Stat
 
 REMEMBERED_DIRECTORIES = 4096
 REMEMBERED_NAMES = 4096
 MOST_NAMES = 64
-"""How many names of one file a request looks at."""
+"""How many names of one file are looked at, at a time."""
 _LINK = struct.Struct("<IQ")  # flags, when the name expires
 _NEVER_NS = 1 << 63
 
 
-def links_of(view: View, number: int, most: int | None = None) -> list[tuple[int, bytes]]:
-    """The known names of an inode, at most `most` of them: (parent, name)."""
-    links = islice(view.scan(Table.LINKS, inode_key(number)), most)
+def links_of(
+    view: View, number: int, most: int | None = None, *, after: tuple[int, bytes] | None = None
+) -> list[tuple[int, bytes]]:
+    """The known names of an inode, (parent, name), in order: at most `most` of those that follow `after`."""
+    start = link_key(number, after) + b"\0" if after is not None else None
+    links = islice(view.scan(Table.LINKS, inode_key(number), start), most)
     return [(inode_of_key(key[8:16]), key[16:]) for key, _ in links]
+
+
+def several_links(index: Index, number: int) -> Iterator[tuple[int, bytes]]:
+    """All known names of an inode that has more than one. The index may change meanwhile."""
+    links: list[tuple[int, bytes]] = []
+    while True:
+        after = links[-1] if links else None
+        with index.view() as view:
+            links = links_of(view, number, MOST_NAMES, after=after)
+        if after or len(links) > 1:
+            yield from links
+        if len(links) < MOST_NAMES:
+            return
 
 
 def has_name(view: View, number: int) -> bool:
@@ -125,7 +142,8 @@ class Paths:
     """Finds paths. Remembers directories with all directories above them, until one of them moves or goes (`forget`).
 
     A user may give a file very many names (ext4: 65,000). So that no request takes long for that, it looks at
-    `MOST_NAMES` of them, and at the name that was looked up last.
+    `MOST_NAMES` of them, and at the name that was looked up last. Only before a file is written all are looked at
+    (`several_links`).
     """
 
     def __init__(self, run: int = 0, monotonic_ns: Callable[[], int] = time.monotonic_ns) -> None:

@@ -94,6 +94,29 @@ def test_the_last_of_64_names_counts(mount: MakeMount, tmp_path: Path) -> None:
     assert (source / "names" / "n0000").read_bytes() == b"many namesmore"
 
 
+@pytest.mark.promise("CH-5")
+@pytest.mark.parametrize("arguments", [(), ("--no-fastpath",)], ids="".join)
+@pytest.mark.parametrize("number", [0, 63, 64, 127, 129])
+def test_a_write_goes_where_one_of_very_many_names_leads(
+    mount: MakeMount, tmp_path: Path, number: int, arguments: tuple[str, ...]
+) -> None:
+    """Before: beyond 64 names it went to the file that had had the name."""
+    source = tmp_path / "source"
+    make_names(source / "names", 130)
+    settle()
+    m = mount(source, "--attr-timeout", "60", *arguments)
+    for path in sorted((m.path / "names").iterdir()):
+        path.stat()
+    name = f"n{number:04}"
+    (source / "names" / name).rename(source / "away")
+    (source / "names" / name).write_bytes(b"another file")
+    with open(m.path / "names" / name, "r+b") as file:
+        file.write(b"written")
+    os.truncate(m.path / "names" / name, 9)
+    assert (source / "away").read_bytes() == b"many names"
+    assert (source / "names" / name).read_bytes() == b"written f"
+
+
 @pytest.mark.promise("CH-1")
 @pytest.mark.parametrize("fastpath", [[], ["--no-fastpath"]], ids=["fastpath", "python"])
 @pytest.mark.parametrize("mode", [["--read-only"], ["--read-only", "--cache", "metadata"], ["--cache", "metadata"], []])
