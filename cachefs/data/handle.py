@@ -2,6 +2,7 @@
 
 import os
 import struct
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from cachefs.data.fetcher import OpenFile
@@ -52,6 +53,10 @@ class Handle:
         """Is it served from the cache, not by `fd`?"""
         return self.file is not None and not self.file.is_mutable
 
+    def is_open(self, generation: int) -> bool:
+        """Has it a descriptor of this generation of the source?"""
+        return self.fd >= 0 and self.generation == generation
+
     def take_descriptors(self) -> list[int]:
         """Those that must be closed: who takes them closes them, and nothing else can any more."""
         taken, self.fd, self.stale = [fd for fd in (self.fd, *self.stale) if fd >= 0], -1, []
@@ -82,3 +87,8 @@ class Handle:
         if flags & (_LOST | _UNSYNCED):
             opened.unsynced_since = generation - 1 if flags & _LOST else generation
         return opened
+
+
+def has_writer(handles: Mapping[int, Handle], number: int, generation: int) -> bool:
+    """Is a file open for writing by a descriptor of this generation of the source?"""
+    return any(each.number == number and each.writable and each.is_open(generation) for each in handles.values())

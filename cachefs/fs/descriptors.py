@@ -28,7 +28,7 @@ from cachefs.client.hand_over import OpenSource
 from cachefs.contract.index import Table
 from cachefs.data.data_cache import DataCache
 from cachefs.data.fetcher import Fetcher, close_quietly
-from cachefs.data.handle import Handle
+from cachefs.data.handle import Handle, has_writer
 from cachefs.data.shared_files import SharedFiles, close_all
 from cachefs.errors import failed
 from cachefs.fs.names import FileSystem
@@ -78,6 +78,7 @@ class Descriptors:
         """By id() of the `Handle`."""
         limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         total = limit - min(RESERVED_DESCRIPTORS, limit // 4)
+        self._metadata.has_descriptor = lambda number: has_writer(self.handles, number, self.fs.source.generation)
         self._places = shares.Shares(total - total // 16, total // 16)
         """Handles of each owner, including those that are being opened. Each may need a descriptor."""
 
@@ -186,7 +187,7 @@ class Descriptors:
         self.save(opened)
 
     async def _descriptor(self, opened: Handle) -> int:
-        if opened.fd < 0 or opened.generation != self.fs.source.generation:
+        if not opened.is_open(self.fs.source.generation):
             await self._reopen(opened)
         return opened.fd
 
@@ -333,7 +334,7 @@ class Descriptors:
         """For a successor: the descriptors by which files are open, except those of before the source was remounted."""
         generation = self.fs.source.generation
         for handle, opened in self.handles.items():
-            if not opened.is_cached and opened.fd >= 0 and opened.generation == generation:
+            if not opened.is_cached and opened.is_open(generation):
                 yield OpenSource(handle, opened.number, 0, opened.fd)
         for file in self.shared:
             if not file.is_mutable and file.fd is not None and file.generation == generation:

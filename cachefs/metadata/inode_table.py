@@ -81,6 +81,8 @@ class InodeTable(Validity):
         """Is there a directory that holds results? None: not known."""
         self.writers: Counter[int] = Counter()
         """Inode → how many handles write to it (fs/immutability.py)."""
+        self.has_descriptor: Callable[[int], bool] = lambda _: False
+        """Does a descriptor of a writer keep this file, so that no other one can get its number? (fs/descriptors.py)"""
         self.other_permissions: set[int] = set()
         """Directories of which a comparison has just recorded other permissions than before."""
         self._kept: Counter[int] = Counter()
@@ -347,9 +349,7 @@ class InodeTable(Validity):
         - of a file that was written: it stays mutable, even if the kernel does not remember it.
         """
         inode = self.inode(update, number)
-        if inode is None or number == ROOT_INODE or inode.flags & PINNED:
-            return False
-        if inode.is_directory and inode.flags & STALE:
+        if inode is None or number == ROOT_INODE or inode.flags & PINNED or (inode.is_directory and inode.flags & STALE):
             return False
         if inode.lookups > _UNCOUNTED:
             self.put_inode(update, inode._replace(lookups=inode.lookups - _UNCOUNTED))

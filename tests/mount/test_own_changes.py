@@ -10,7 +10,7 @@ from typing import IO
 
 import pytest
 
-from tests.conftest import Mount, cachefs, settle
+from tests.conftest import Mount, cachefs, expire, settle
 
 pytestmark = pytest.mark.promise("CH-11")
 
@@ -202,3 +202,40 @@ def test_writers_of_a_file_see_each_other_after_an_invalidation(
             assert os.fstat(first.fileno()).st_ino == os.fstat(second.fileno()).st_ino
             assert os.fstat(first.fileno()).st_size == os.fstat(second.fileno()).st_size
     assert (tree / "directory/log").read_bytes() == log.read_bytes() == b"AAAAABBBCCDEEEE"
+
+
+def rename(root: Path) -> Path:
+    return (root / "old/log").rename(root / "new/log")
+
+
+def link(root: Path) -> Path:
+    os.link(root / "old/log", root / "new/log")
+    return root / "new/log"
+
+
+def rename_and_back(root: Path) -> Path:
+    return rename(root).rename(root / "old/log")
+
+
+def rename_directory(root: Path) -> Path:
+    return (root / "old").rename(root / "new/old") / "log"
+
+
+@pytest.mark.promise("CH-43")
+@pytest.mark.parametrize("arguments", [(), ("--no-fastpath",)], ids="".join)
+@pytest.mark.parametrize("change", [rename, link, rename_and_back, rename_directory])
+def test_writers_of_a_file_that_another_node_renames_see_each_other(
+    mount: MakeMount, old_ext4: Path, arguments: tuple[str, ...], change: Callable[[Path], Path]
+) -> None:
+    """Without birth times. Before: by the new name it had another inode number, and a size of its own."""
+    for name in ("old", "new"):
+        (old_ext4 / name).mkdir()
+    m = mount(old_ext4, *arguments)
+    with open(m.path / "old/log", "ab", buffering=0) as first:
+        first.write(b"AAAAA")
+        log = change(old_ext4)
+        expire()
+        with open(m.path / log.relative_to(old_ext4), "ab", buffering=0) as second:
+            for file, line in ((second, b"BBB"), (first, b"CC"), (second, b"D"), (first, b"EEEE")):
+                file.write(line)
+    assert log.read_bytes() == b"AAAAABBBCCDEEEE"
