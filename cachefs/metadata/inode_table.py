@@ -349,7 +349,7 @@ class InodeTable(Validity):
         - of a file that was written: it stays mutable, even if the kernel does not remember it.
         """
         inode = self.inode(update, number)
-        if inode is None or number == ROOT_INODE or inode.flags & PINNED or (inode.is_directory and inode.flags & STALE):
+        if inode is None or number == ROOT_INODE or inode.flags & (PINNED | STALE if inode.is_directory else PINNED):
             return False
         if inode.lookups > _UNCOUNTED:
             self.put_inode(update, inode._replace(lookups=inode.lookups - _UNCOUNTED))

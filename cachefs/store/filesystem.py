@@ -65,8 +65,8 @@ _LOOP_INFO = struct.Struct("=QQ8xQQ")
 _SERIAL_NUMBERS = Path("/dev/disk/by-uuid")
 
 _NO_CHANGE_TIMES = frozenset(("vfat", "msdos", "exfat", "cifs", "smb3"))
-_PASSES_TIMES_ON = frozenset(("fuse.bindfs", "fuse.mergerfs", "fuse.juicefs", "fuse.JuiceFS"))
-_HAS_OWN_NUMBERS = _PASSES_TIMES_ON | {"fuse.glusterfs"}
+_HAS_OWN_TIMES = frozenset(("fuse.juicefs", "fuse.JuiceFS"))
+_HAS_OWN_NUMBERS = _HAS_OWN_TIMES | {"fuse.bindfs", "fuse.glusterfs", "fuse.mergerfs"}
 _OUR_CLOCK = frozenset(_TYPES) - {"ceph", "overlay"}
 FIRST_OF_SNAPSHOTS = 1 << 48
 """Inode numbers from this on are of objects in snapshots. The upper 16 bits are the number of the snapshot."""
@@ -104,8 +104,8 @@ def is_in_snapshot(fstype: str, inode: int) -> bool:
 
 def has_change_times(fstype: str) -> bool:
     """Does ctime move with each change on such a filesystem? False: it may be a copy of mtime, which can be set, as on
-    sshfs (hazard 52). A ctime that differs from mtime is none."""
-    return fstype in _PASSES_TIMES_ON or not (_promises_nothing(fstype) or fstype in _NO_CHANGE_TIMES)
+    sshfs (hazard 52), or bindfs over such a filesystem. A ctime that differs from mtime is none."""
+    return fstype in _HAS_OWN_TIMES or not (_promises_nothing(fstype) or fstype in _NO_CHANGE_TIMES)
 
 
 def hides_mounts(fstype: str) -> bool:

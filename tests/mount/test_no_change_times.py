@@ -1,4 +1,4 @@
-"""A source whose ctime is a copy of mtime, in whole seconds: sshfs."""
+"""Sources whose ctime is a copy of mtime: sshfs, and bindfs over such a filesystem."""
 
 import os
 from collections.abc import Callable, Iterator
@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.bindfs import Bindfs
 from tests.conftest import Mount, settle
 from tests.sshfs import sshfs as mounted_by_sshfs
 
@@ -72,3 +73,24 @@ def test_a_replaced_file_of_a_filesystem_beneath_the_source_is_read_again_by_the
     (root / "new").rename(root / "file")
     m.start()
     assert (m.path / "sub/file").read_bytes() == b"n" * SIZE
+
+
+@pytest.mark.promise("CH-28")
+@pytest.mark.parametrize("mode", [("--read-only",), (), ("--read-only", "--no-fastpath")], ids=" ".join)
+def test_a_replaced_file_is_read_again_from_bindfs_whose_type_is_known(
+    mount: Callable[..., Mount], tmp_path: Path, beneath: ExitStack, mode: tuple[str, ...]
+) -> None:
+    """Before: a file had bytes of two releases of a SquashFS beneath bindfs or mergerfs."""
+    root, source = tmp_path / "root", tmp_path / "source"
+    root.mkdir()
+    (root / "file").write_bytes(b"f" * SIZE)
+    os.utime(root / "file", (LONG_AGO, LONG_AGO))
+    beneath.callback(Bindfs(root, source, "rw,subtype=bindfs,ctime-from-mtime").close)
+    m = mount(source, *mode)
+    assert (m.path / "file").read_bytes() == b"f" * SIZE
+    m.flush()
+    m.umount()
+    (root / "file").write_bytes(b"n" * SIZE)  # the inode number stays
+    os.utime(root / "file", (LONG_AGO, LONG_AGO))
+    m.start()
+    assert (m.path / "file").read_bytes() == b"n" * SIZE
