@@ -123,10 +123,12 @@ class Validity:
         """Does `now`, which has the times of the record, prove that the contents are the recorded ones?
 
         Between two runs a file may have been replaced by another one with the same size and mtime. That shows in its
-        ctime only, if it has one.
+        ctime only, if it has one. In a directory a name may have come or gone; its mtime can be set back, and mergerfs
+        shows that of one branch.
         """
-        has_change_time = self._has_change_time(now.device) or now.ctime_ns != now.mtime_ns
-        return has_change_time or inode.validated_run == self.run or not inode.is_regular
+        if inode.validated_run == self.run or inode.is_symlink or self._has_change_time(now.device):
+            return True
+        return inode.is_regular and now.ctime_ns != now.mtime_ns
 
     def is_recent(self, now: Stat) -> bool:
         """May this version have been made just now?"""

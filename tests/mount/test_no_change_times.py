@@ -1,6 +1,7 @@
 """Sources whose ctime is a copy of mtime: sshfs, and bindfs over such a filesystem."""
 
 import os
+import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -23,7 +24,7 @@ def sshfs(tmp_path: Path) -> Iterator[tuple[Path, Path]]:
     (root / "file").write_bytes(b"a" * SIZE)
     os.utime(root / "file", (LONG_AGO, LONG_AGO))
     settle()
-    with mounted_by_sshfs(root, path):
+    with mounted_by_sshfs(root, path, "-o", "dir_cache=no"):
         yield root, path
 
 
@@ -94,3 +95,47 @@ def test_a_replaced_file_is_read_again_from_bindfs_whose_type_is_known(
     os.utime(root / "file", (LONG_AGO, LONG_AGO))
     m.start()
     assert (m.path / "file").read_bytes() == b"n" * SIZE
+
+
+@pytest.mark.promise("CH-28")
+@pytest.mark.parametrize("mode", [("--read-only",), ()], ids=["read-only", "read-write"])
+def test_a_directory_whose_time_was_set_back_is_listed_again_by_the_next_mount(
+    mount: Callable[..., Mount], sshfs: tuple[Path, Path], mode: tuple[str, ...]
+) -> None:
+    """As `rsync -a` does. Before: the new name was missing for ever."""
+    root, path = sshfs
+    (root / "directory").mkdir()
+    os.utime(root / "directory", (LONG_AGO, LONG_AGO))
+    m = mount(path, *mode)
+    assert list((m.path / "directory").iterdir()) == []
+    assert not (m.path / "directory/new").exists()
+    m.flush()
+    m.umount()
+    (root / "directory/new").write_bytes(b"new")
+    os.utime(root / "directory", (LONG_AGO, LONG_AGO))
+    m.start()
+    assert (m.path / "directory/new").read_bytes() == b"new"
+    assert os.listdir(m.path / "directory") == ["new"]
+
+
+@pytest.mark.promise("CH-28")
+@pytest.mark.parametrize("mode", [("--read-only",), ()], ids=["read-only", "read-write"])
+def test_a_new_name_on_the_second_branch_of_mergerfs_is_shown_by_the_next_mount(
+    mount: Callable[..., Mount], tmp_path: Path, beneath: ExitStack, mode: tuple[str, ...]
+) -> None:
+    """mergerfs shows the times that a directory has on the first branch."""
+    first, second, source = (tmp_path / name for name in ("first", "second", "source"))
+    for directory in (first / "directory", second / "directory", source):
+        directory.mkdir(parents=True)
+    settle()
+    subprocess.run(["mergerfs", "-o", "use_ino,minfreespace=0", f"{first}:{second}", source], check=True)
+    beneath.callback(subprocess.run, ["umount", "-l", source], check=True)
+    m = mount(source, *mode)
+    assert list((m.path / "directory").iterdir()) == []
+    assert not (m.path / "directory/new").exists()
+    m.flush()
+    m.umount()
+    (second / "directory/new").write_bytes(b"new")
+    m.start()
+    assert (m.path / "directory/new").read_bytes() == b"new"
+    assert os.listdir(m.path / "directory") == ["new"]
