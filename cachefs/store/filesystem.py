@@ -62,6 +62,8 @@ _LOOP_GET_STATUS64 = 0x4C05
 _LOOP_INFO_BYTES = 232
 _LOOP_INFO = struct.Struct("=QQ8xQQ")
 """Device and inode number of the file; offset and size limit of the part that the loop device shows."""
+_EROFS_EXTRA_DEVICES = 1024 + 86
+"""Where the superblock has their number, in 16 bits."""
 _SERIAL_NUMBERS = Path("/dev/disk/by-uuid")
 
 _NO_CHANGE_TIMES = frozenset(("vfat", "msdos", "exfat", "cifs", "smb3"))
@@ -195,6 +197,8 @@ def _identity(fd: int, mount: Mount) -> bytes:
     if is_image or is_on_device:
         device = _DEVICES / mount.device
         lies_in = _loop_file(device, as_it_is=is_image or _is_read_only(fd))
+        if lies_in and mount.fstype == "erofs" and _has_other_devices(device):
+            raise _Unknown
         words.append(lies_in or (b"" if is_image else _volume(device)))
     elif recognized in (Recognized.NAME, Recognized.UUID):
         words.append(os.fsencode(mount.source))
@@ -243,6 +247,12 @@ def _volume(device: Path) -> bytes:
     with suppress(OSError):
         return (device / "dm" / "uuid").read_bytes().strip()
     return b""
+
+
+def _has_other_devices(device: Path) -> bool:
+    """Do data of this EROFS lie on other devices? The kernel does not say on which. Raises OSError."""
+    with closing(os.open(b"/dev/" + os.fsencode(device.resolve().name), os.O_RDONLY)) as fd:
+        return any(os.pread(fd, 2, _EROFS_EXTRA_DEVICES))
 
 
 def _loop_file(device: Path, *, as_it_is: bool) -> bytes:

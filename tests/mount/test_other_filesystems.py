@@ -3,6 +3,7 @@
 import os
 import subprocess
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -124,6 +125,45 @@ def test_another_release_replaces_the_file_of_a_mounted_image(
     m.start()
     assert read(m)[Path("a")] == b"new" * 1000
     m.umount()
+
+
+@pytest.mark.promise("CH-26")
+@pytest.mark.parametrize("mode", [("--read-only",), ()], ids=["ro", "rw"])
+def test_another_release_of_an_erofs_differs_on_its_data_device_only(
+    mount: Callable[..., Mount], tmp_path: Path, mode: tuple[str, ...]
+) -> None:
+    """Before: only the file of the first device counted, and a file had bytes of both releases."""
+    image, tree, place = (tmp_path / name for name in ("image", "tree", "place"))
+    tree.mkdir()
+    place.mkdir()
+    for content in (b"old", b"new"):
+        (tree / "file").write_bytes(content.ljust(4096) * 3)
+        fixed = ["-T", "1000000000", "-U", "11111111-2222-3333-4444-555555555555", "--chunksize=4096"]
+        data = f"--blobdev={tmp_path / content.decode()}"
+        release = tmp_path / f"{content.decode()}-image"
+        subprocess.run(["mkfs.erofs", *fixed, data, release, tree], check=True, capture_output=True)
+    assert (tmp_path / "old-image").read_bytes() == (tmp_path / "new-image").read_bytes()
+    (tmp_path / "old-image").rename(image)
+
+    def mount_release(content: str) -> ExitStack:
+        undo = ExitStack()
+        (tmp_path / content).rename(tmp_path / "data")
+        setup = ["losetup", "--find", "--show", "--read-only", tmp_path / "data"]
+        loop = subprocess.check_output(setup, text=True).strip()
+        undo.callback(subprocess.run, ["losetup", "-d", loop], check=True)
+        subprocess.run(["mount", "-t", "erofs", "-o", f"loop,ro,device={loop}", image, place], check=True)
+        undo.callback(umount_when_free, place)
+        return undo
+
+    with mount_release("old"):
+        m = mount(place, *mode)
+        assert (m.path / "file").read_bytes().startswith(b"old")
+        m.flush()
+        m.umount()
+    with mount_release("new"):
+        m.start()
+        assert (m.path / "file").read_bytes().startswith(b"new")
+        m.umount()
 
 
 @pytest.mark.promise("CH-26")
