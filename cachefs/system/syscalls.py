@@ -29,6 +29,7 @@ _libc.statx.argtypes = [ctypes.c_int, ctypes.c_char_p, ctypes.c_int, ctypes.c_ui
 AT_SYMLINK_NOFOLLOW = 0x100
 AT_EMPTY_PATH = 0x1000
 _AT_STATX_FORCE_SYNC = 0x2000
+_STATX_ATTR_ENCRYPTED = 0x800
 _STATX_BTIME = 0x800
 _STATX_WANTED = 0x7FF | _STATX_BTIME | 0x1000 | 0x4000
 """The attributes of stat(2), the birth time, and the mount: since Linux 6.8 a number that is never used twice."""
@@ -88,7 +89,7 @@ def statx(
     """
     began_ns = time.monotonic_ns()
     (
-        mask, blksize, _, nlink, uid, gid, mode, inode, size, blocks, _,
+        mask, blksize, attributes, nlink, uid, gid, mode, inode, size, blocks, _,
         atime, atime_ns, btime, btime_ns, ctime, ctime_ns, mtime, mtime_ns,
         rdev_major, rdev_minor, dev_major, dev_minor, mount,
     ) = _statx(directory_fd, path, ask=ask)  # fmt: skip
@@ -110,6 +111,7 @@ def statx(
         inode,
         began_ns,
         connection,
+        is_encrypted=bool(attributes & _STATX_ATTR_ENCRYPTED),
     )
 
 
