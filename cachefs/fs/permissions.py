@@ -47,6 +47,7 @@ from cachefs.options import Options
 from cachefs.source.call_pool import CallPool
 from cachefs.source.credentials import Caller
 from cachefs.source.directories import NEVER_NS, NOT_KNOWN_NS, Directory
+from cachefs.source.identity import is_one
 from cachefs.source.source import Source
 from cachefs.store.index.environment import Update, View
 from cachefs.store.index.records import Inode
@@ -145,8 +146,7 @@ def lstat(
     same = False
     if also:
         with suppress(FileNotFoundError):
-            there = source.lstat(directory, also, ask=ask)
-            same = (there.device, there.inode, there.ctime_ns) == (now.device, now.inode, now.ctime_ns)
+            same = is_one(now, name, source.lstat(directory, also, ask=ask), also)
     return now, began_ns, look(source, guards, directory.changed_ns(now)), same
 
 

@@ -14,7 +14,7 @@ from functools import partial
 
 from cachefs.contract.index import FIRST_POSITION, ROOT_INODE, Table
 from cachefs.metadata import written_files
-from cachefs.metadata.inode_paths import leads_to, link_key, link_value, links_of, name_expires_ns, number_of
+from cachefs.metadata.inode_paths import is_name_of, link_key, link_value, links_of, name_expires_ns, number_of
 from cachefs.metadata.inode_table import UNLINKED_MARK, InodeTable, lookups_unpinned
 from cachefs.store import aliases
 from cachefs.store.index.environment import Update, View
@@ -48,7 +48,7 @@ class InodeCache(InodeTable):
         """The number of an object, and the inode that it continues; a new number where hazard 10 or 11 needs one."""
         number = number_of(update, now, (parent, names[0]))
         is_kept = number in self.writers and self.is_local(now.device) and self.has_descriptor(number)
-        is_known = is_kept or any(leads_to(update, (parent, name), number) for name in names)
+        is_known = is_kept or any(is_name_of(update, number, (parent, name), now) for name in names)
         if number:
             inode = self.inode(update, number)
             if inode is None and not self._run.forgot and aliases.is_free(update, number):

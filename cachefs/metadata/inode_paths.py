@@ -59,8 +59,7 @@ def directory_of(view: View, number: int) -> int | None:
 
 def leads_to(view: View, link: tuple[int, bytes], number: int) -> bool:
     """Does the name lead to the inode? False for a link that has outlived its name, or the record of its inode."""
-    value = view.get(Table.DENTRIES, inode_key(link[0]) + link[1])
-    return value is not None and Dentry.unpack(value).inode == number
+    return bool(number) and _named(view, link) == number
 
 
 def link_key(number: int, link: tuple[int, bytes]) -> bytes:
@@ -104,14 +103,34 @@ def number_of(view: View, now: Stat, found_by: tuple[int, bytes]) -> int:
     """The inode number that an object of the source has here, or would get. 0: a new one.
 
     `found_by`: the name that has led to it. It decides where inode numbers do not stay. There each name is an inode of
-    its own: nothing shows that two names are of one object.
+    its own: nothing shows that two names are of one object. Where two objects may have one number, it decides first.
     """
     if now.inode == NO_NUMBER:
-        value = view.get(Table.DENTRIES, inode_key(found_by[0]) + found_by[1])
-        number = Dentry.unpack(value).inode if value is not None else 0
+        number = _named(view, found_by)
         others = (link for link in links_of(view, number, MOST_NAMES) if link != found_by)
         return 0 if any(leads_to(view, link, number) for link in others) else number
+    if now.may_have_twins and is_name_of(view, number := _named(view, found_by), found_by, now):
+        record = view.get(Table.INODES, inode_key(number))
+        known = Inode.unpack(number, record) if record is not None else None
+        if known is not None and (known.device, known.source_inode) == (now.device, now.inode):
+            return number
     return aliases.number_of(view, now)
+
+
+def is_name_of(view: View, number: int, link: tuple[int, bytes], now: Stat) -> bool:
+    """Was this name known to lead to the inode? `now`: an lstat of it.
+
+    A name outlives the record of its inode. Where two objects may have one number, the next record with the inode's
+    number may be of another object.
+    """
+    outlives = now.may_have_twins and view.get(Table.LINKS, link_key(number, link)) is None
+    return not outlives and leads_to(view, link, number)
+
+
+def _named(view: View, link: tuple[int, bytes]) -> int:
+    """The inode that a name leads to. 0: none is known."""
+    value = view.get(Table.DENTRIES, inode_key(link[0]) + link[1])
+    return Dentry.unpack(value).inode if value is not None else 0
 
 
 def check_only_name(view: View, parent: int, name: bytes, now: Stat) -> None:

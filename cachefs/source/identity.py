@@ -11,6 +11,7 @@ object of the source is compared with its record after the open, before its byte
 import errno
 import os
 import stat
+import unicodedata
 
 from cachefs.store.index.records import Identity, Inode, same_number
 from cachefs.system.stat import Stat
@@ -62,6 +63,17 @@ class Renamed(Changed):
 def is_same(expected: Identity, now: Stat) -> bool:
     """Is it the expected object, which is opened by a name in a directory that was compared?"""
     return expected.is_of(now, by_name=True)
+
+
+def is_one(now: Stat, name: bytes, there: Stat, also: bytes) -> bool:
+    """Do two names in a directory lead to one object? Two spellings of a name, or names of a moment ago and now."""
+    if (there.device, there.inode, there.ctime_ns) != (now.device, now.inode, now.ctime_ns):
+        return False
+    return not now.may_have_twins or _folded(name) == _folded(also)
+
+
+def _folded(name: bytes) -> str:
+    return unicodedata.normalize("NFKD", os.fsdecode(name)).casefold()
 
 
 def check(expected: Identity, now: Stat) -> None:

@@ -44,6 +44,7 @@ from cachefs.store.filesystem import (
     has_change_times,
     has_late_pages,
     has_own_clock,
+    has_twins,
     hides_mounts,
     identify,
     is_coherent,
@@ -86,6 +87,8 @@ class Volumes:
         """Volumes whose inode numbers do not stay. Read without the lock."""
         self.with_paths: set[int] = set()
         """Volumes on which a descriptor leads to what has its path now. Read without the lock."""
+        self.with_twins: set[int] = set()
+        """Volumes in which two objects may have one number. Read without the lock."""
         self.snapshots: dict[int, tuple[int, int]] = {}
         """Volumes on ceph-fuse: `Stat.device` and `Stat.connection` of the objects in their snapshots. Read without the
         lock."""
@@ -107,6 +110,7 @@ class Volumes:
         following = Volumes(self._root_fd, roots)
         following.without_numbers = self.without_numbers & {0}
         following.with_paths = self.with_paths & {0}
+        following.with_twins = self.with_twins & {0}
         following.with_nobody = self.with_nobody & {0}
         following.trusted, following.other_clocks = self.trusted, self.other_clocks
         if 0 in self.snapshots:
@@ -139,6 +143,13 @@ class Volumes:
                 is_there = False
             if not is_there:
                 raise OSError(errno.ESTALE, "the snapshot that the source lies in was removed or covered")
+
+    def describe_root(self, fstype: str) -> None:
+        """The type of the source's own volume. Called before any look-up."""
+        if not descriptors_stay(fstype):
+            self.with_paths.add(0)
+        if has_twins(fstype):
+            self.with_twins.add(0)
 
     def forgo_numbers(self) -> None:
         """Inode numbers of the source's own volume do not stay (store/filesystem.py). Called before any look-up."""
@@ -189,6 +200,8 @@ class Volumes:
             self.without_numbers.add(number)
         if not descriptors_stay(fstype):
             self.with_paths.add(number)
+        if has_twins(fstype):
+            self.with_twins.add(number)
         doubts = has_late_pages, hides_mounts, sets_no_time_back
         if is_coherent(fstype) and has_change_times(fstype) and not any(doubt(fstype) for doubt in doubts):
             self.trusted.add(number)
@@ -272,6 +285,8 @@ class Connection(NamedTuple):
         now = self._numbered_stat(fd, name, ask=ask)
         if now.device in self.volumes.with_nobody:
             now = of_nobody(now)
+        if now.device in self.volumes.with_twins:
+            now = now._replace(may_have_twins=True)
         if now.inode >= FIRST_OF_SNAPSHOTS and now.device in self.volumes.snapshots:
             device, connection = self.volumes.snapshots[now.device]
             return now._replace(device=device, connection=connection)

@@ -116,6 +116,12 @@ def hides_mounts(fstype: str) -> bool:
     return _promises_nothing(fstype) or fstype in ("9p", "virtiofs")
 
 
+def has_twins(fstype: str) -> bool:
+    """May such a filesystem show two objects with one inode number, because it passes on those of several filesystems
+    (hazard 74)?"""
+    return hides_mounts(fstype) and fstype not in _HAS_OWN_NUMBERS - {"fuse.bindfs"}
+
+
 def checks_attributes(fstype: str) -> bool:
     """May such a filesystem refuse extended attributes to users whom the kernel lets read them? ceph-fuse does."""
     return fstype.split(".")[0] == "fuse"

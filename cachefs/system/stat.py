@@ -43,6 +43,8 @@ class Stat(NamedTuple):
     """The connection to the source in which it was asked (`Connection`). 0: inode numbers last."""
     is_fresh: bool = True
     """False: the kernel may have answered from a cache that is not coherent with the source (hazard 50)."""
+    may_have_twins: bool = False
+    """Other objects of its volume may have its number (hazard 74)."""
     is_encrypted: bool = False
     """By fscrypt: names and link targets depend on whether the kernel has the key."""
 

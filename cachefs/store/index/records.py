@@ -166,13 +166,16 @@ class Inode(NamedTuple):
 
         Without birth times a file or directory may also be a new one, which got the number of one that was removed. The
         kernel may know the number by a name of that one. So the number counts only if the times prove that nothing
-        changed. Another hard link moves ctime, and may be looked up while the file is young.
+        changed. Another hard link moves ctime, and may be looked up while the file is young. Where another object may
+        have the number, the times prove nothing either: a snapshot has those of its origin.
         """
-        if (self.btime_ns and now.btime_ns) or not (self.is_regular or self.is_directory):
+        if self.btime_ns and now.btime_ns:
             return True
         if self.is_regular and now.nlink > 1:
             return self.mtime_ns == now.mtime_ns and self.size == now.size
-        return self.same_version(now) and not self.flags & UNSETTLED
+        if now.may_have_twins:
+            return False
+        return not (self.is_regular or self.is_directory) or (self.same_version(now) and not self.flags & UNSETTLED)
 
     def same_version(self, other: Stat) -> bool:
         """Is it the same object, and unchanged, so that what was pinned or fetched of it is still valid?
