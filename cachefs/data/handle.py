@@ -89,6 +89,6 @@ class Handle:
         return opened
 
 
-def has_writer(handles: Mapping[int, Handle], number: int, generation: int) -> bool:
-    """Is a file open for writing by a descriptor of this generation of the source?"""
-    return any(each.number == number and each.writable and each.is_open(generation) for each in handles.values())
+def is_held(handles: Mapping[int, Handle], number: int, generation: int) -> bool:
+    """Is a mutable file open by a descriptor of this generation of the source?"""
+    return any(each.number == number and each.is_open(generation) for each in handles.values())

@@ -47,8 +47,8 @@ class InodeCache(InodeTable):
     def _number(self, update: Update, parent: int, names: tuple[bytes, ...], now: Stat) -> tuple[int, Inode | None]:
         """The number of an object, and the inode that it continues; a new number where hazard 10 or 11 needs one."""
         number = number_of(update, now, (parent, names[0]))
-        is_kept = number in self.writers and self.is_local(now.device) and self.has_descriptor(number)
-        is_known = is_kept or any(is_name_of(update, number, (parent, name), now) for name in names)
+        is_known = any(is_name_of(update, number, (parent, name), now) for name in names)
+        is_known = is_known or (not now.btime_ns and self.is_local(now.device) and self.has_descriptor(number))
         if number:
             inode = self.inode(update, number)
             if inode is None and not self._run.forgot and aliases.is_free(update, number):

@@ -239,3 +239,21 @@ def test_writers_of_a_file_that_another_node_renames_see_each_other(
             for file, line in ((second, b"BBB"), (first, b"CC"), (second, b"D"), (first, b"EEEE")):
                 file.write(line)
     assert log.read_bytes() == b"AAAAABBBCCDEEEE"
+
+
+@pytest.mark.promise("CH-43")
+@pytest.mark.parametrize("arguments", [(), ("--no-fastpath",)], ids="".join)
+def test_a_reader_of_a_file_that_another_node_renames_sees_what_is_written(
+    mount: MakeMount, old_ext4: Path, arguments: tuple[str, ...]
+) -> None:
+    """Without birth times. Before: by the new name it had another inode number, so the reader kept its page."""
+    (old_ext4 / "old").write_bytes(b"A" * 100)
+    m = mount(old_ext4, "--mutable", "*", *arguments)
+    with open(m.path / "old", "rb", buffering=0) as reader:
+        assert reader.read(1) == b"A"
+        (old_ext4 / "old").rename(old_ext4 / "new")
+        expire()
+        with open(m.path / "new", "r+b", buffering=0) as writer:
+            writer.write(b"B")
+            assert os.pread(reader.fileno(), 1, 0) == b"B"
+            assert os.fstat(reader.fileno()).st_ino == os.fstat(writer.fileno()).st_ino
