@@ -118,8 +118,8 @@ def hides_mounts(fstype: str) -> bool:
 
 def has_twins(fstype: str) -> bool:
     """May such a filesystem show two objects with one inode number, because it passes on those of several filesystems
-    (hazard 74)?"""
-    return hides_mounts(fstype) and fstype not in _HAS_OWN_NUMBERS - {"fuse.bindfs"}
+    (hazard 74)? mergerfs does so with one of its options, which the mount table does not show."""
+    return hides_mounts(fstype) and fstype not in _HAS_OWN_NUMBERS - {"fuse.bindfs", "fuse.mergerfs"}
 
 
 def checks_attributes(fstype: str) -> bool:

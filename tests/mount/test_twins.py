@@ -1,4 +1,4 @@
-"""Several filesystems beneath a source that passes their inode numbers on under one device number: bindfs."""
+"""Several filesystems beneath a source that passes their inode numbers on under one device number."""
 
 import os
 import subprocess
@@ -14,25 +14,30 @@ from tests.sources.images import make_image, mount_image
 
 pytestmark = pytest.mark.promise("CH-45")
 MODES = [("--read-only",), (), ("--read-only", "--no-fastpath"), ("--no-fastpath",)]
-TYPES = ["rw", "rw,subtype=bindfs"]
+KINDS = ["bindfs", "bindfs with a type", "mergerfs"]
 
 
-def beneath_bindfs(tmp_path: Path, beneath: ExitStack, options: str) -> tuple[Path, Path]:
-    """(a directory, where bindfs shows it)."""
+def shown_by(kind: str, tmp_path: Path, beneath: ExitStack) -> tuple[Path, Path]:
+    """(a directory, where such a FUSE filesystem shows it)."""
     root, source = tmp_path / "root", tmp_path / "source"
     root.mkdir()
-    bindfs = Bindfs(root, source, options)
-    beneath.callback(bindfs.close)
+    if kind == "mergerfs":
+        source.mkdir()
+        options = "use_ino,minfreespace=0,allow_other,inodecalc=passthrough"
+        subprocess.run(["mergerfs", "-o", options, root, source], check=True)
+        beneath.callback(subprocess.run, ["umount", "-l", source], check=True)
+    else:
+        beneath.callback(Bindfs(root, source, "rw" if kind == "bindfs" else "rw,subtype=bindfs").close)
     return root, source
 
 
 @pytest.mark.parametrize("mode", MODES, ids=" ".join)
-@pytest.mark.parametrize("options", TYPES)
-def test_two_releases_of_an_image_beneath_bindfs_are_two_trees(
-    mount: Callable[..., Mount], tmp_path: Path, beneath: ExitStack, mode: tuple[str, ...], options: str
+@pytest.mark.parametrize("kind", KINDS)
+def test_two_releases_of_an_image_are_two_trees(
+    mount: Callable[..., Mount], tmp_path: Path, beneath: ExitStack, mode: tuple[str, ...], kind: str
 ) -> None:
     """Inode numbers, sizes and times are the same. Before: the second one showed all that was known of the first."""
-    root, source = beneath_bindfs(tmp_path, beneath, options)
+    root, source = shown_by(kind, tmp_path, beneath)
     for release in ("first", "second"):
         tree = tmp_path / f"tree-of-{release}"
         (tree / "directory/inner").mkdir(parents=True)
@@ -56,15 +61,15 @@ def test_two_releases_of_an_image_beneath_bindfs_are_two_trees(
 
 
 @pytest.mark.parametrize("mode", [(), ("--no-fastpath",)], ids=" ".join)
-@pytest.mark.parametrize("options", TYPES)
-def test_a_btrfs_snapshot_beneath_bindfs_is_not_its_origin(
-    mount: Callable[..., Mount], tmp_path: Path, beneath: ExitStack, mode: tuple[str, ...], options: str
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_btrfs_snapshot_is_not_its_origin(
+    mount: Callable[..., Mount], tmp_path: Path, beneath: ExitStack, mode: tuple[str, ...], kind: str
 ) -> None:
     """Before: a file that was created in the snapshot came into its origin."""
     with open(tmp_path / "image", "wb") as file:
         file.truncate(120 << 20)
     subprocess.run(["mkfs.btrfs", "-q", tmp_path / "image"], check=True)
-    root, source = beneath_bindfs(tmp_path, beneath, options)
+    root, source = shown_by(kind, tmp_path, beneath)
     root /= "disk"
     root.mkdir()
     mount_image("btrfs", tmp_path / "image", root)
