@@ -150,7 +150,7 @@ class Serving:
             source.connection = source.connection._replace(number=self._connection_number())
         elif numbers_snapshots(root.fstype):
             source.connection.volumes.number_snapshots(self._connection_number(), root.inode)
-        source.connection.volumes.look_at_users()
+        source.connection.volumes.look_at_users(allow_other=self._configuration.now.allow_other)
         # The type with which it was mounted: a source that was detached has none in the mount table.
         if not numbers_stay(root.fstype):
             source.connection.volumes.forgo_numbers()

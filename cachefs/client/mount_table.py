@@ -31,6 +31,11 @@ class Mount:
     is_idmapped: bool = False
     """Does the mount show other owners than the filesystem has?"""
 
+    @property
+    def is_private(self) -> bool:
+        """Is it a FUSE filesystem, mounted without allow_other? Only processes of its user may enter it."""
+        return self.fstype.split(".")[0] in ("fuse", "fuseblk") and "allow_other" not in self.options.split(",")
+
 
 def unescaped(field: str) -> str:
     """A field of the mount table without its octal escapes."""

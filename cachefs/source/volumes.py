@@ -26,6 +26,7 @@ Used from the threads of `call_pool.py`, concurrently.
 
 import errno
 import hashlib
+import logging
 import os
 import secrets
 import stat
@@ -34,7 +35,7 @@ import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
 from cachefs.client import mount_table
 from cachefs.client.mount_table import Mount
@@ -58,6 +59,8 @@ from cachefs.system import syscalls
 from cachefs.system.descriptors import closing
 from cachefs.system.stat import NO_NUMBER, Stat
 from cachefs.system.user_namespace import maps_all_users, of_nobody
+
+log = logging.getLogger(__name__)
 
 _FIRST_UNIQUE = 1 << 31
 """Mount numbers that are never used twice begin here."""
@@ -101,6 +104,9 @@ class Volumes:
         """Volumes that may show nobody's id instead of an owner's (system/user_namespace.py)."""
         self._subvolumes: set[int] = set()
         """Volumes on Btrfs, beneath the source's own."""
+        self._refuses_private = False
+        self._refused: set[int] = set()
+        """Mounts that are not shown, by number."""
         self._way: bytes | None = None
         """As of `way_into_snapshot`. Empty: there is none. None: not known yet."""
         self._lock = threading.Lock()
@@ -113,6 +119,7 @@ class Volumes:
         following.with_twins = self.with_twins & {0}
         following.with_nobody = self.with_nobody & {0}
         following.trusted, following.other_clocks = self.trusted, self.other_clocks
+        following._refuses_private = self._refuses_private
         if 0 in self.snapshots:
             device, connection = self.snapshots[0]
             following.snapshots[0] = device, next_connection(connection)
@@ -179,19 +186,32 @@ class Volumes:
         place = Place(*syscalls.place_of(fd))
         if self.numbers.get(place) != 0:
             mount = mount_table.mount_of(fd)
+            if self._refuses_private and mount is not None and mount.is_private:
+                self._refuse(mount)
             number = self._number(fd, place, mount)
             if mount is not None:
                 self._classify(number, mount.fstype)
             self._note_nobody(number, mount)
             self._note(place, number)
 
+    def _refuse(self, mount: Mount) -> NoReturn:
+        if mount.number not in self._refused:
+            self._refused.add(mount.number)
+            log.warning("%s is not shown: it was mounted without allow_other, for one user", mount.mountpoint)
+        raise OSError(errno.EACCES, "a FUSE filesystem without allow_other")
+
     def _note_nobody(self, number: int, mount: Mount | None) -> None:
         if not maps_all_users() or (mount is not None and mount.is_idmapped):
             self.with_nobody.add(number)
 
-    def look_at_users(self) -> None:
-        """Note whether the source's own volume may show nobody's id. Called before any look-up."""
-        self._note_nobody(0, mount_table.mount_of(self._root_fd))
+    def look_at_users(self, *, allow_other: bool) -> None:
+        """Note whether the source's own volume may show nobody's id. Called before any look-up.
+
+        `allow_other`: other users may enter our mount. Then it does not show what only one user may enter.
+        """
+        mount = mount_table.mount_of(self._root_fd)
+        self._note_nobody(0, mount)
+        self._refuses_private = allow_other and not (mount is not None and mount.is_private)
 
     def _classify(self, number: int, fstype: str) -> None:
         if fstype == "btrfs":

@@ -10,6 +10,7 @@ import time
 from contextlib import suppress
 from functools import partial
 
+from cachefs.client import mount_table
 from cachefs.data.handle import Handle
 from cachefs.errors import CacheFsError
 from cachefs.fastpath.connection import listen
@@ -43,6 +44,7 @@ class FreshMount(Mount):
     def __init__(self, mount_config: MountConfig, place: ClaimedMountpoint, source_fd: int, root: Root) -> None:
         super().__init__(mount_config, place, source_fd)
         self._root = root
+        self.allow_other = mount_config.allow_other
 
     @classmethod
     async def prepare(cls, mount_config: MountConfig, place: ClaimedMountpoint) -> "FreshMount":
@@ -64,6 +66,10 @@ class FreshMount(Mount):
         mount.fstype = mount.filesystem.fstype
         if is_in_snapshot(mount.fstype, mount._root.inode):
             await _check_way(mount_config, place, source_fd)
+        at = await abandonable(mount_table.mount_of, source_fd)
+        if mount_config.allow_other and at is not None and at.is_private:
+            log.warning("%s was mounted without allow_other: other users may not enter this mount either", source)
+            mount.allow_other = False
         with suppress(OSError):  # a source may not have it
             mount.statfs = await ask_source(mount_config, syscalls.statvfs, source_fd)
         return mount
@@ -78,7 +84,7 @@ class FreshMount(Mount):
             self._config.source,
             place,
             read_only=options.read_only,
-            allow_other=self._config.allow_other,
+            allow_other=self.allow_other,
             more_flags=[each for each in fuse_device.MORE_FLAGS if getattr(self._config, each)],
         )
         self._instance = MountInstance.on_top(place)

@@ -66,7 +66,7 @@ def test_a_replaced_file_of_a_filesystem_beneath_the_source_is_read_again_by_the
     for name in ("file", "new"):
         (root / name).write_bytes(name[:1].encode() * SIZE)
         os.utime(root / name, (LONG_AGO, LONG_AGO))
-    beneath.enter_context(mounted_by_sshfs(root, source / "sub"))
+    beneath.enter_context(mounted_by_sshfs(root, source / "sub", "-o", "allow_other"))
     m = mount(source, *mode)
     assert (m.path / "sub/file").read_bytes() == b"f" * SIZE
     m.flush()
