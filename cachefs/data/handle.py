@@ -2,7 +2,6 @@
 
 import os
 import struct
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from cachefs.data.fetcher import OpenFile
@@ -87,8 +86,3 @@ class Handle:
         if flags & (_LOST | _UNSYNCED):
             opened.unsynced_since = generation - 1 if flags & _LOST else generation
         return opened
-
-
-def is_held(handles: Mapping[int, Handle], number: int, generation: int) -> bool:
-    """Is a mutable file open by a descriptor of this generation of the source?"""
-    return any(each.number == number and each.is_open(generation) for each in handles.values())

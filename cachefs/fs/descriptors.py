@@ -28,7 +28,7 @@ from cachefs.client.hand_over import OpenSource
 from cachefs.contract.index import Table
 from cachefs.data.data_cache import DataCache
 from cachefs.data.fetcher import Fetcher, close_quietly
-from cachefs.data.handle import Handle, is_held
+from cachefs.data.handle import Handle
 from cachefs.data.shared_files import SharedFiles, close_all
 from cachefs.errors import failed
 from cachefs.fs.names import FileSystem
@@ -78,7 +78,6 @@ class Descriptors:
         """By id() of the `Handle`."""
         limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         total = limit - min(RESERVED_DESCRIPTORS, limit // 4)
-        self._metadata.has_descriptor = lambda number: is_held(self.handles, number, self.fs.source.generation)
         self._places = shares.Shares(total - total // 16, total // 16)
         """Handles of each owner, including those that are being opened. Each may need a descriptor."""
 

@@ -48,7 +48,6 @@ class InodeCache(InodeTable):
         """The number of an object, and the inode that it continues; a new number where hazard 10 or 11 needs one."""
         number = number_of(update, now, (parent, names[0]))
         is_known = any(is_name_of(update, number, (parent, name), now) for name in names)
-        is_known = is_known or (not now.btime_ns and self.is_local(now.device) and self.has_descriptor(number))
         if number:
             inode = self.inode(update, number)
             if inode is None and not self._run.forgot and aliases.is_free(update, number):

@@ -81,8 +81,6 @@ class InodeTable(Validity):
         """Is there a directory that holds results? None: not known."""
         self.writers: Counter[int] = Counter()
         """Inode → how many handles write to it (fs/immutability.py)."""
-        self.has_descriptor: Callable[[int], bool] = lambda _: False
-        """Does a descriptor keep this mutable file, so that no other one can get its number? (fs/descriptors.py)"""
         self.other_permissions: set[int] = set()
         """Directories of which a comparison has just recorded other permissions than before."""
         self._kept: Counter[int] = Counter()

@@ -95,10 +95,6 @@ class Validity:
         """Does a ctime of this volume move with each change?"""
         return self.has_change_times and device in self._run.trusted
 
-    def is_local(self, device: int) -> bool:
-        """Does this volume lie on a local disk?"""
-        return device not in self._run.other_clocks and not (device == 0 and self._run.has_own_clock)
-
     def doubt_everything(self) -> None:
         """Records were lost: begin another run, which compares everything, and believes no listing to be complete."""
         self.run += 1

@@ -43,6 +43,7 @@ from cachefs.store.filesystem import (
     FIRST_OF_SNAPSHOTS,
     descriptors_stay,
     has_change_times,
+    has_generations,
     has_late_pages,
     has_own_clock,
     has_twins,
@@ -90,6 +91,8 @@ class Volumes:
         """Volumes whose inode numbers do not stay. Read without the lock."""
         self.with_paths: set[int] = set()
         """Volumes on which a descriptor leads to what has its path now. Read without the lock."""
+        self.with_generations: set[int] = set()
+        """Volumes on which the generation of an inode can be asked. Read without the lock."""
         self.with_twins: set[int] = set()
         """Volumes in which two objects may have one number. Read without the lock."""
         self.snapshots: dict[int, tuple[int, int]] = {}
@@ -104,7 +107,8 @@ class Volumes:
         """Volumes that may show nobody's id instead of an owner's (system/user_namespace.py)."""
         self._subvolumes: set[int] = set()
         """Volumes on Btrfs, beneath the source's own."""
-        self._refuses_private = False
+        self.refuses_private = False
+        """May other users enter our mount, so that it must not show a FUSE filesystem mounted without allow_other?"""
         self._refused: set[int] = set()
         """Mounts that are not shown, by number."""
         self._way: bytes | None = None
@@ -116,10 +120,11 @@ class Volumes:
         following = Volumes(self._root_fd, roots)
         following.without_numbers = self.without_numbers & {0}
         following.with_paths = self.with_paths & {0}
+        following.with_generations = self.with_generations & {0}
         following.with_twins = self.with_twins & {0}
         following.with_nobody = self.with_nobody & {0}
         following.trusted, following.other_clocks = self.trusted, self.other_clocks
-        following._refuses_private = self._refuses_private
+        following.refuses_private = self.refuses_private
         if 0 in self.snapshots:
             device, connection = self.snapshots[0]
             following.snapshots[0] = device, next_connection(connection)
@@ -155,6 +160,8 @@ class Volumes:
         """The type of the source's own volume. Called before any look-up."""
         if not descriptors_stay(fstype):
             self.with_paths.add(0)
+        if has_generations(fstype):
+            self.with_generations.add(0)
         if has_twins(fstype):
             self.with_twins.add(0)
 
@@ -186,7 +193,7 @@ class Volumes:
         place = Place(*syscalls.place_of(fd))
         if self.numbers.get(place) != 0:
             mount = mount_table.mount_of(fd)
-            if self._refuses_private and mount is not None and mount.is_private:
+            if self.refuses_private and mount is not None and mount.is_private:
                 self._refuse(mount)
             number = self._number(fd, place, mount)
             if mount is not None:
@@ -211,7 +218,7 @@ class Volumes:
         """
         mount = mount_table.mount_of(self._root_fd)
         self._note_nobody(0, mount)
-        self._refuses_private = allow_other and not (mount is not None and mount.is_private)
+        self.refuses_private = allow_other and not (mount is not None and mount.is_private)
 
     def _classify(self, number: int, fstype: str) -> None:
         if fstype == "btrfs":
@@ -220,6 +227,8 @@ class Volumes:
             self.without_numbers.add(number)
         if not descriptors_stay(fstype):
             self.with_paths.add(number)
+        if has_generations(fstype):
+            self.with_generations.add(number)
         if has_twins(fstype):
             self.with_twins.add(number)
         doubts = has_late_pages, hides_mounts, sets_no_time_back
@@ -303,6 +312,8 @@ class Connection(NamedTuple):
     def stat(self, fd: int, name: bytes, *, ask: bool) -> Stat:
         """lstat of a name in a directory; if it is empty, of `fd` itself. `ask`: as of `Source.stat`."""
         now = self._numbered_stat(fd, name, ask=ask)
+        if not now.btime_ns and now.device in self.volumes.with_generations:
+            now = self._with_generation(fd, name, now)
         if now.device in self.volumes.with_nobody:
             now = of_nobody(now)
         if now.device in self.volumes.with_twins:
@@ -311,6 +322,15 @@ class Connection(NamedTuple):
             device, connection = self.volumes.snapshots[now.device]
             return now._replace(device=device, connection=connection)
         return now._replace(inode=NO_NUMBER) if now.device in self.volumes.without_numbers else now
+
+    def _with_generation(self, fd: int, name: bytes, now: Stat) -> Stat:
+        """Without birth times the generation says whether an inode number was used again. It stands for the birth time:
+        no two objects with one number have the same."""
+        with suppress(OSError):
+            inode, generation = syscalls.generation_of(fd, name)
+            if inode == now.inode:  # the name was not given to another object meanwhile
+                return now._replace(btime_ns=generation + 1)
+        return now
 
     def _numbered_stat(self, fd: int, name: bytes, *, ask: bool) -> Stat:
         try:

@@ -132,6 +132,11 @@ def has_own_clock(fstype: str) -> bool:
     return fstype not in _OUR_CLOCK
 
 
+def has_generations(fstype: str) -> bool:
+    """Do its file handles say the generation of an inode (`syscalls.generation_of`)?"""
+    return fstype in ("ext2", "ext3", "ext4", "xfs")
+
+
 def numbers_last(fstype: str) -> bool:
     """Has an object the same inode number when such a filesystem is mounted again?"""
     return not _promises_nothing(fstype)

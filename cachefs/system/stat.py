@@ -34,7 +34,7 @@ class Stat(NamedTuple):
     atime_ns: int
     mtime_ns: int
     ctime_ns: int
-    btime_ns: int  # 0: not known
+    btime_ns: int  # 0: not known; where there are none, the generation may stand for it (source/volumes.py)
     device: int  # its volume (source/volumes.py); 0: that of the source's root
     inode: int  # or NO_NUMBER
     began_ns: int = 0

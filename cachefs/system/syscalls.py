@@ -33,6 +33,9 @@ _STATX_ATTR_ENCRYPTED = 0x800
 _STATX_BTIME = 0x800
 _STATX_WANTED = 0x7FF | _STATX_BTIME | 0x1000 | 0x4000
 """The attributes of stat(2), the birth time, and the mount: since Linux 6.8 a number that is never used twice."""
+_FILE_HANDLE, _FILE_HANDLE_BYTES = struct.Struct("=Ii"), 128
+_GENERATIONS = {1: struct.Struct("=II"), 0x81: struct.Struct("=QI")}
+"""By the type of a file handle (FILEID_INO32_GEN; XFS with inode numbers of 64 bits): inode number, generation."""
 _STATX = struct.Struct("=IIQIIIHxxQQQQ" + "qI4x" * 4 + "IIIIQ")
 
 _RESOLVE_NO_XDEV = 0x01
@@ -113,6 +116,24 @@ def statx(
         connection,
         is_encrypted=bool(attributes & _STATX_ATTR_ENCRYPTED),
     )
+
+
+def generation_of(directory_fd: int, path: bytes) -> tuple[int, int]:
+    """The inode number and the generation of an object, by its file handle. An inode number that is used again has
+    another generation. For an empty path of the descriptor itself. Follows no symlink.
+
+    Raises OSError, EOPNOTSUPP where the filesystem has no file handles, or other ones.
+    """
+    handle = ctypes.create_string_buffer(
+        _FILE_HANDLE.pack(_FILE_HANDLE_BYTES, 0), _FILE_HANDLE.size + _FILE_HANDLE_BYTES
+    )
+    mount, flags = ctypes.c_int(), 0 if path else AT_EMPTY_PATH
+    _checked(_libc.name_to_handle_at(directory_fd, path, handle, ctypes.byref(mount), flags), path)
+    _, kind = _FILE_HANDLE.unpack_from(handle)
+    if kind not in _GENERATIONS:
+        raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
+    inode, generation = _GENERATIONS[kind].unpack_from(handle, _FILE_HANDLE.size)
+    return inode, generation
 
 
 _U64_MAX = (1 << 64) - 1

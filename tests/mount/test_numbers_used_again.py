@@ -1,15 +1,18 @@
 """A source without birth times that gives the inode number of a removed object to the next one."""
 
+import errno
 import os
 import shutil
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
+from cachefs.system.descriptors import closing
 from tests.bindfs import Bindfs
-from tests.conftest import Mount, cachefs, expire, read_after_change, settle
+from tests.conftest import Mount, cachefs, expire, raises_errno, read_after_change, settle
 
 ENOUGH = 200
 MODES = {
@@ -167,3 +170,52 @@ def test_a_name_that_came_in_the_second_of_the_last_listing_is_shown_by_the_next
         assert sorted(os.listdir(m.path / "directory")) == ["first", "second"]
         return
     raise AssertionError("no unmount was quick enough")
+
+
+@pytest.mark.fastpath
+@pytest.mark.promise("CH-43")
+@pytest.mark.parametrize("mode", [(), ("--profile", "changing")], ids=["read-write", "changing"])
+def test_a_killed_daemon_leaves_no_writer_of_a_file_that_got_the_number(
+    mount: Callable[..., Mount], old_ext4: Path, mode: tuple[str, ...]
+) -> None:
+    """No descriptor holds the removed file. Before: what was written to it came into the new file."""
+    m = mount(old_ext4, *mode)
+    with open(m.path / "log", "wb", buffering=0) as file:
+        file.write(b"old")
+        m.kill()
+        replace_with_number(old_ext4 / "log", old_ext4 / "new", b"new")
+        (old_ext4 / "new").rename(old_ext4 / "log")
+        m.start()
+        raises_errno(errno.ESTALE, lambda: file.write(b"!"))
+        with suppress(OSError):
+            file.close()
+    assert (old_ext4 / "log").read_bytes() == b"new"
+    assert read_after_change(m.path / "log") == b"new"
+
+
+@pytest.mark.fastpath
+@pytest.mark.promise("CH-43")
+@pytest.mark.parametrize("mode", ["read-only", "read-write", "changing"])
+def test_a_process_in_a_removed_directory_is_not_led_to_the_one_that_got_the_number(
+    mount: Callable[..., Mount], old_ext4: Path, mode: str
+) -> None:
+    """No descriptor holds the removed directory. Before: the process read, made and removed files in the new one."""
+    directory = old_ext4 / "directory"
+    directory.mkdir()
+    (directory / "file").write_bytes(b"old")
+    settle()
+    m = mount(old_ext4, *MODES[mode])
+    with closing(os.open(m.path / "directory", os.O_RDONLY)) as fd:
+        assert os.listdir(fd) == ["file"]
+        number = directory.stat().st_ino
+        m.kill()
+        shutil.rmtree(directory)
+        make_with_number(directory, number)
+        (directory / "second").write_bytes(b"new")
+        m.start()
+        expire()
+        raises_errno(errno.ESTALE, lambda: os.stat("second", dir_fd=fd))
+        if mode != "read-only":
+            raises_errno(errno.ESTALE, lambda: os.mkdir("made", dir_fd=fd))
+    assert read_after_change(m.path / "directory/second") == b"new"
+    assert os.listdir(m.path / "directory") == os.listdir(directory) == ["second"]
