@@ -13,7 +13,7 @@ class Bindfs:
     """A FUSE mount of a directory, such as ceph-fuse makes: it can be killed, and mounted again at the same path."""
 
     def __init__(self, root: Path, path: Path, options: str = "rw") -> None:
-        self.root, self.path, self._options = root, path, options
+        self.root, self.path, self.options = root, path, options
         self._pid_file = path.with_name("bindfs.pid")
         path.mkdir(exist_ok=True)
         # A child of this process closes copies of its files, and waits for that. The shell has none.
@@ -27,7 +27,7 @@ class Bindfs:
 
     def mount(self, root: Path | None = None) -> None:
         self._pid_file.write_text("")
-        self._run(f"bindfs -f -o {self._options} '{root or self.root}' '{self.path}' & echo $! > '{self._pid_file}'")
+        self._run(f"bindfs -f -o {self.options} '{root or self.root}' '{self.path}' & echo $! > '{self._pid_file}'")
         wait_for(lambda: mounted_on(self.path), bool)
         wait_for(self._pid_file.read_text, lambda text: text.endswith("\n"))
 

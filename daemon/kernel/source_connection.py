@@ -270,6 +270,9 @@ class SourceConnection:
                     f"{self._path} is another directory now: inode {found.inode} ({found.fstype}), "
                     f"not {self._root.inode} ({self._root.fstype})"
                 )
+            mount = mount_table.mount_of(fd)
+            if self._source.connection.volumes.refuses_private and mount is not None and mount.is_private:
+                raise CacheFsError(f"{self._path} was mounted without allow_other, but all users may enter this mount")
             return fd, Place(*syscalls.place_of(fd))
 
     async def _in_thread(self, function: Callable[[], T], mount: int) -> T:
