@@ -199,6 +199,8 @@ class ListingComparisons:
             watching.cancel_scope.cancel()
         if found.errors:
             raise found.errors[0]
+        if found.bare and not known:
+            await self._fs.learnt_in(at, NOT_KNOWN_NS)  # nothing says when these names came
         for name in found.overtaken:
             found.bare.pop(name, None)
         before = self._bare.pop(number, {})

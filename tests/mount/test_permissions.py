@@ -536,10 +536,10 @@ def test_what_is_mounted_beneath_a_fuse_source_in_a_closed_directory_is_not_show
 
 
 @contextmanager
-def a_fuse_filesystem_of(user: int, path: Path) -> Iterator[None]:
-    """It answers nobody, and is closed to all other users."""
+def a_fuse_filesystem_of(user: int, path: Path, more: str = "") -> Iterator[None]:
+    """It answers nobody, and is closed to all other users, unless `more` options allow them."""
     fd, libc = os.open("/dev/fuse", os.O_RDWR), ctypes.CDLL(None, use_errno=True)
-    options = f"fd={fd},rootmode=40000,user_id={user},group_id={user}"
+    options = f"fd={fd},rootmode=40000,user_id={user},group_id={user}{more}"
     assert libc.mount(b"nobody", os.fsencode(path), b"fuse", 0, options.encode()) == 0, os.strerror(ctypes.get_errno())
     try:
         yield
@@ -585,11 +585,12 @@ def test_an_attribute_of_a_moved_file_is_not_read_by_the_descriptor_of_another_p
 
 @pytest.mark.promise("PE-6", "PE-8")
 @modes([(), ("--no-fastpath",)])
+@pytest.mark.parametrize("more", ["", ",allow_other"], ids=["closed", "hangs"])
 def test_a_name_that_cannot_be_looked_at_is_not_listed_in_a_closed_directory(
-    mount: MakeMount, source: Path, beneath: ExitStack, arguments: tuple[str, ...]
+    mount: MakeMount, source: Path, beneath: ExitStack, arguments: tuple[str, ...], more: str
 ) -> None:
-    """A FUSE filesystem that a user has mounted there is closed to root. Before: no other name said that the directory
-    had changed."""
+    """A FUSE filesystem that a user has mounted there is closed to root, or hangs. Before: no other name said that the
+    directory had changed."""
     inner = a_tree(source, "outer")
     settle()
     m = mounted(mount, source, arguments)
@@ -602,7 +603,7 @@ def test_a_name_that_cannot_be_looked_at_is_not_listed_in_a_closed_directory(
     settle()
     (inner / "secret").mkdir()
     os.chown(inner / "secret", ALICE, ALICE)
-    beneath.enter_context(a_fuse_filesystem_of(ALICE, inner / "secret"))
+    beneath.enter_context(a_fuse_filesystem_of(ALICE, inner / "secret", more))
     expire()
     assert bob(lambda: os.listdir(inside)) in (errno.EACCES, errno.ESTALE)
     assert bob(lambda: os.listdir(inside)) == errno.EACCES
