@@ -39,10 +39,10 @@ def parse_size(value: str | float) -> Size:
     match = _SIZE.fullmatch(str(value).strip())
     if match is None:
         raise ValueError(f"{value!r} is not a size: use a number with K, M, G, T or P, such as 500G")
-    size = int(float(match[1]) * (1 << _UNITS[match[2].upper()]))
-    if size > MAX_SIZE_BYTES:
+    size = float(match[1]) * (1 << _UNITS[match[2].upper()])
+    if size > MAX_SIZE_BYTES:  # also infinity
         raise ValueError(f"{value!r} is larger than any disk")
-    return Size(size, str(value).strip())
+    return Size(int(size), str(value).strip())
 
 
 def format_size(size: int) -> str:
