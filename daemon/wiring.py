@@ -114,7 +114,14 @@ class Components:
             if isinstance(self.policy, DependencyGraph):
                 part_of = partial(_partition_of, self.policy, metadata)
             eviction = Eviction(index, options.retention, part_of)
-        writes = self.writes = WriteBehind(index, blob, metrics, options.cache_size_bytes, eviction=eviction)
+        writes = self.writes = WriteBehind(
+            index,
+            blob,
+            metrics,
+            options.cache_size_bytes,
+            eviction=eviction,
+            beside_fastpath=options.fastpath and options.cache is CacheLevel.FULL,
+        )
         appends = not options.fastpath
         data = self.data = DataCache(
             index,
@@ -125,6 +132,7 @@ class Components:
             appends=appends,
             eviction=eviction,
             unreported_bytes=lambda: 0 if shared is None else shared["buffered_bytes"],
+            is_left=source.is_left_to_daemon,
         )
         if appends or options.cache is not CacheLevel.FULL:  # else the fast path reports its old slabs
             writes.writer_has_gone(blob.frontier)

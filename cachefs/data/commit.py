@@ -74,12 +74,17 @@ class Work:
 
 
 class Committer:
-    def __init__(self, index: Index, blob: Blob, failed: Callable[[str, str], None]) -> None:
-        """`failed`: called with the kind of a failure of the cache, and a message."""
+    def __init__(
+        self, index: Index, blob: Blob, failed: Callable[[str, str], None], *, beside_fastpath: bool = False
+    ) -> None:
+        """`failed`: called with the kind of a failure of the cache, and a message. `beside_fastpath`: as of
+        `WriteBehind`."""
         # dependencies
         self._index = index
         self._blob = blob
         self._failed = failed
+        # constants
+        self._beside_fastpath = beside_fastpath
         # state
         self.space = Space(index, blob)
         self._freed: deque[tuple[int, Extent]] = deque()
@@ -140,12 +145,14 @@ class Committer:
         units, filled = work.units, work.filled
         extents: list[Extent] = []
         if units:
+            self._blob.leave_slabs_before(self.space.closed_below)
             try:
                 extents = self._blob.append([(unit.header(), unit.payload) for unit in units])
             except OSError as error:
                 refused = error
         rows = [(unit.inode.number, unit.offset, extent) for unit, extent in zip(units, extents, strict=False)]
-        self._quietly(partial(self.space.written, [*extents, *(unit.extent for unit in filled)]))
+        self._quietly(partial(self.space.written, list(extents), closes=not self._beside_fastpath))
+        self._quietly(partial(self.space.written, [unit.extent for unit in filled]))
         if filled:
             try:
                 self._blob.sync([unit.extent for unit in filled])

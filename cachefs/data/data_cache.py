@@ -56,13 +56,14 @@ class DataCache:
     """None: nothing is replaced."""
     unreported_bytes: Callable[[], int] = lambda: 0
     """What the fast path has fetched and not reported yet."""
+    is_left: Callable[[int], bool] = lambda _: False
+    """Does the fast path leave the misses of this volume (`Stat.device`) to the daemon, which appends them then?"""
     # constants
     appends: bool = True
     """False: the fast path appends."""
 
     def __post_init__(self) -> None:
         self.writes.on_commit.add(self.make_room)
-        self._appends = self.appends and self.options.cache is CacheLevel.FULL
         # state
         self.size_bytes = self.options.cache_size_bytes
         """The disk space that the cache may use."""
@@ -194,9 +195,12 @@ class DataCache:
 
     # --- admission -------------------------------------------------------------------------------------------------
 
-    def admits(self, length: int, *, ahead: bool = False) -> bool:
+    def _appends(self, inode: Inode) -> bool:
+        return self.options.cache is CacheLevel.FULL and (self.appends or self.is_left(inode.device))
+
+    def admits(self, inode: Inode, length: int, *, ahead: bool = False) -> bool:
         """Will a range of `length` bytes be cached? Evicts for it if necessary, but not if it is fetched `ahead`."""
-        if not self._appends or not self.writes.takes(length):
+        if not self._appends(inode) or not self.writes.takes(length):
             return False
         record_bytes = record.record_bytes(length)
         if (not ahead or self.options.evicts_ahead) and not self.fits(record_bytes):
@@ -208,9 +212,11 @@ class DataCache:
 
     def admit(self, inode: Inode, offset: int, payload: bytes) -> bool:
         """Queue a fetched range. False: it will not be cached."""
-        if not self._appends:
+        if not self._appends(inode):
             return False
-        admitted = bool(payload) and self.admits(len(payload)) and self.writes.queue(Pending(inode, offset, payload))
+        admitted = (
+            bool(payload) and self.admits(inode, len(payload)) and self.writes.queue(Pending(inode, offset, payload))
+        )
         self.metrics.skipped_admissions += not admitted
         return admitted
 

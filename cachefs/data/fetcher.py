@@ -177,7 +177,7 @@ class Fetcher:
         if under_way is None:
             with self.data.index.view() as view:
                 start, end, streams = self._range(view, inode, offset, offset + length)
-            if not self.data.admits(end - start):
+            if not self.data.admits(inode, end - start):
                 self.data.skipped()
                 return await self._fetch(file, offset, offset + length).wait(), False
             under_way = start, self._fetch_range(file, start, end)
@@ -207,7 +207,7 @@ class Fetcher:
             if self.data.range_at(view, inode, start) is not None:
                 return
             end = self._next_known(view, inode, start, end)
-        if self.data.admits(end - start, ahead=True):
+        if self.data.admits(inode, end - start, ahead=True):
             self._fetch_range(file, start, end)
             self._ahead[inode.number, inode.version] = start, end
             if len(self._ahead) > MAX_AHEAD:
@@ -272,7 +272,7 @@ class Fetcher:
         inode = file.inode
         if not inode.size or not self.data.is_small(inode) or inode.is_young:
             return
-        if not self.data.holds_all(view, inode) and self.data.admits(inode.size):
+        if not self.data.holds_all(view, inode) and self.data.admits(inode, inode.size):
             self._fetch_range(file, 0, inode.size, view)
 
     async def fetch_ahead(self, file: OpenFile, unit: tuple[int, int]) -> None:
@@ -280,7 +280,7 @@ class Fetcher:
         inode = file.inode
         with self.data.index.view() as view:
             wanted = not self.data.holds(view, inode, unit) and not inode.is_young
-        if wanted and self.data.admits(unit[1], ahead=True):
+        if wanted and self.data.admits(inode, unit[1], ahead=True):
             with contextlib.suppress(OSError, Changed):
                 if file.fd is None and not self.data.is_small(inode):
                     await self.open_source(file)

@@ -54,10 +54,12 @@ class WriteBehind:
     """None: nothing is replaced."""
     clock: Callable[[], float] = time.monotonic
     # constants
+    beside_fastpath: bool = False
+    """Does a fast path append, too?"""
     queue_bytes: int = QUEUE_BYTES
 
     def __post_init__(self, blob: Blob, capacity_bytes: int) -> None:
-        self._committer = Committer(self.index, blob, self.failed)
+        self._committer = Committer(self.index, blob, self.failed, beside_fastpath=self.beside_fastpath)
         self.space = self._committer.space
         self._batch_filled_bytes = BATCH_FILLED_BYTES
         self.resize(capacity_bytes)

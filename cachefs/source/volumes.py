@@ -136,6 +136,11 @@ class Volumes:
         """Are the objects with this `Stat.device` in snapshots?"""
         return bool(device) and any(device == each for each, _ in tuple(self.snapshots.values()))
 
+    def is_left_to_daemon(self, device: int) -> bool:
+        """Does the fast path fetch nothing from the volume with this `Stat.device`? (`_tell`)"""
+        is_snapshot = self.snapshots.get(0, (None,))[0] == device
+        return is_snapshot or device in self._subvolumes or device not in self.trusted or self.holds_snapshots(device)
+
     def check_source(self) -> None:
         """Raises OSError if the source lies in a snapshot that was removed. Accesses the source.
 

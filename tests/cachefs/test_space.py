@@ -34,22 +34,24 @@ class Cache:
         self.live: dict[int, Extent] = {}
         self.payloads: dict[int, bytes] = {}
 
-    def append(self, sizes: list[int], *, indexed: bool = True) -> list[int]:
-        """Numbers of the files."""
+    def append(
+        self, sizes: list[int], *, indexed: bool = True, writer: Blob | None = None, closes: bool = True
+    ) -> list[int]:
+        """Numbers of the files. `writer`: of another process."""
         draw = random.Random(len(self.payloads))
         numbers = list(range(len(self.payloads) + 1, len(self.payloads) + 1 + len(sizes)))
         payloads = [draw.randbytes(size) for size in sizes]
         headers = [
             record.Header(size, number, 0, 1, size, *(0,) * 6) for number, size in zip(numbers, sizes, strict=True)
         ]
-        extents = self.blob.append(list(zip(headers, payloads, strict=True)))
+        extents = (writer or self.blob).append(list(zip(headers, payloads, strict=True)))
         self.payloads.update(zip(numbers, payloads, strict=True))
         if indexed:
             self.live.update(zip(numbers, extents, strict=True))
             with self.index.durable.lmdb.begin(write=True) as txn:
                 for number, extent in zip(numbers, extents, strict=True):
                     txn.put(pair_key(number, 0), extent.pack(), db=self.index.durable.tables[Table.EXTENTS])
-            self.space.written(extents)
+            self.space.written(extents, closes=closes)
         return numbers
 
     def free(self, number: int) -> None:
@@ -209,3 +211,27 @@ def test_the_header_of_a_gap_never_crosses_the_end_of_a_slab(cache: Cache) -> No
     assert 0 < SLAB_BYTES - max(end for _, end in map(place_of, cache.live.values()) if end <= SLAB_BYTES) < 128
     cache.check()
     assert first in cache.live and inode_key(second)
+
+
+@pytest.mark.promise("CL-6")
+@pytest.mark.parametrize("seed", range(6))
+def test_a_daemon_that_writes_beside_a_fast_path_frees_nothing_that_is_in_use(cache: Cache, seed: int) -> None:
+    draw = random.Random(seed)
+    cache.space.writer_has_gone(cache.blob.frontier)
+    fastpath = Blob(cache.path / "blob", SEED)
+    for _ in range(150):
+        sizes = [draw.choice([1, 200, 3000, 60_000, 700_000]) for _ in range(draw.randint(1, 5))]
+        if draw.random() < 0.1 or not fastpath._next:
+            fastpath._next = cache.blob.grant()
+            fastpath._slab_end = fastpath._next + SLAB_BYTES
+        if draw.random() < 0.5:
+            cache.append(sizes, writer=fastpath)
+        else:
+            cache.blob.leave_slabs_before(cache.space.closed_below)
+            cache.append(sizes, closes=False)
+        while cache.live and draw.random() < 0.6:
+            cache.free(draw.choice(list(cache.live)))
+        if draw.random() < 0.1:
+            cache.measure()
+    cache.check()
+    fastpath.close()

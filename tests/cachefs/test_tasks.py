@@ -336,9 +336,9 @@ def test_a_disk_that_refuses_is_left_alone_for_a_while(tmp_path: Path, monkeypat
                 assert await parts.data.writes.flush(10)
                 nursery.cancel_scope.cancel()
         assert (parts.metrics.errors, parts.index.totals.cached_files) == (1, 0)
-        assert not parts.data.admits(10)
+        assert not parts.data.admits(inode(), 10)
         parts.clock.now += PAUSE_S
-        assert parts.data.admits(10)
+        assert parts.data.admits(inode(), 10)
         assert bytes(await parts.fetcher.read(OpenFile(inode()), 0, 10)) == parts.source.payload[:10]
         parts.close()
 

@@ -10,12 +10,15 @@ from pathlib import Path
 
 import pytest
 
+from tests.bindfs import Bindfs
+from tests.bindfs import take_over as take_over_by
 from tests.conftest import Mount, contents, read_after_change, settle, wait_for
 from tests.sources.images import make_image, mount_image
 from tests.sources.kinds import run
 
 MakeMount = Callable[..., Mount]
 PAGE = 4096
+ROOT_OF_SUBVOLUME = 256
 MODES = pytest.mark.parametrize(
     "mode",
     [("--read-only",), (), ("--read-only", "--no-fastpath"), ("--no-fastpath",)],
@@ -307,3 +310,53 @@ def test_one_directory_at_two_places(
     assert os.readlink(f"/proc/self/fd/{inside}") == str(m.path / "set")
     os.close(inside)
     assert len(subprocess.check_output(["find", m.path, "-type", "f"]).splitlines()) == 120
+
+
+@pytest.fixture(params=["subvolume", "bindfs"])
+def left_to_daemon(request: pytest.FixtureRequest, tmp_path: Path, cleanup: ExitStack) -> Path:
+    """A source whose directory `sub` is on a volume from which the fast path fetches nothing."""
+    source = tmp_path / "source"
+    source.mkdir()
+    if request.param == "subvolume":
+        with open(tmp_path / "image", "wb") as file:
+            file.truncate(120 << 20)
+        run("mkfs.btrfs", "-q", tmp_path / "image")
+        mount_image("btrfs", tmp_path / "image", source)
+        cleanup.callback(subprocess.run, ["umount", "-l", source], check=True)
+        run("btrfs", "-q", "subvolume", "create", source / "sub")
+    else:
+        (tmp_path / "root").mkdir()
+        cleanup.callback(Bindfs(tmp_path / "root", source / "sub").close)
+    for directory in (source, source / "sub"):
+        for number, size in enumerate((5, 200_000, 3 << 20)):
+            (directory / f"file{number}").write_bytes(f"{directory.name}{number}".encode().ljust(size, b"x"))
+    settle()
+    return source
+
+
+@pytest.mark.promise("CH-32")
+@MODES
+def test_what_the_fast_path_leaves_to_the_daemon_is_cached(
+    mount: MakeMount, left_to_daemon: Path, mode: tuple[str, ...]
+) -> None:
+    """Before: it was read from the source each time, if there was a fast path."""
+    expected = contents(left_to_daemon)
+    m = mount(left_to_daemon, *mode)
+
+    def reads() -> int:
+        before = m.ops().get("read", 0)
+        assert contents(m.path) == expected
+        m.flush()
+        m.drop_caches()
+        return m.ops().get("read", 0) - before
+
+    wait_for(reads, lambda count: count == 0)
+    for take_over in ("restart", "kill"):
+        if "--no-fastpath" not in mode:
+            take_over_by(m, take_over)
+            assert reads() == 0
+    m.umount()
+    m.start()
+    assert contents(m.path) == expected
+    if (left_to_daemon / "sub").stat().st_ino == ROOT_OF_SUBVOLUME:  # bindfs has no change times (CH-28)
+        assert m.ops().get("read", 0) == 0

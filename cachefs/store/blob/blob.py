@@ -59,6 +59,11 @@ class Blob:
         self._next = self.grant()
         self._slab_end = self._next + SLAB_BYTES
 
+    def leave_slabs_before(self, offset: int) -> None:
+        """The slabs before this offset are closed: the next append writes to none of them."""
+        if self._slab_end - SLAB_BYTES < offset:
+            self._next = self._slab_end = 0
+
     def append(self, records: Sequence[tuple[record.Header, bytes]]) -> list[Extent]:
         """Write records and sync them. On an error none of them is valid, and the next append begins a new slab.
 

@@ -10,7 +10,8 @@ merged. A gap begins with a header that tells a rebuild its length; all its othe
 whole gap is a hole from end to end.
 
 A slab is *closed* when no writer will write to it any more, and all of its records have been committed or refused: a
-record of a later slab has been committed, or the writer is dead and its last reports have been committed.
+record of a later slab has been committed, or the writer is dead and its last reports have been committed. A daemon that
+writes beside a fast path closes none by that, and leaves its own slab when the fast path's records close it.
 
 Gaps that this daemon makes are recorded at once. `_sweep` finds those that earlier daemons left: it reads all extents
 and frees what none of them refers to. It runs when more space is allocated than the accounting explains.
@@ -76,7 +77,8 @@ class Space:
         """What other things take from the room for records."""
         self._tails: dict[int, int] = {}
         """Slab that is not closed → end of its last known record."""
-        self._closed_below = 0
+        self.closed_below = 0
+        """No writer writes to slabs before this offset."""
         self._adopted = False
         """The slabs of earlier daemons are closed as well."""
         self._ends: dict[int, int] = {}
@@ -91,16 +93,19 @@ class Space:
 
     # --- slabs -----------------------------------------------------------------------------------------------------
 
-    def written(self, extents: Iterable[Extent]) -> None:
-        """These were written and reported, and have been committed or refused."""
+    def written(self, extents: Iterable[Extent], *, closes: bool = True) -> None:
+        """These were written and reported, and have been committed or refused.
+
+        `closes`: their writer, which has left earlier slabs, is the only one.
+        """
         newest = 0
         for extent in extents:
             start, end = place_of(extent)
             slab = start // SLAB_BYTES * SLAB_BYTES
-            if slab >= max(self._start, self._closed_below):
+            if slab >= max(self._start, self.closed_below):
                 self._tails[slab] = max(self._tails.get(slab, 0), end)
                 newest = max(newest, slab)
-        if newest > self._closed_below:
+        if closes and newest > self.closed_below:
             self._close_below(newest)
 
     def writer_has_gone(self, frontier: int) -> None:
@@ -109,7 +114,7 @@ class Space:
         self._close_below(frontier)
 
     def _close_below(self, frontier: int) -> None:
-        self._closed_below = max(self._closed_below, frontier)
+        self.closed_below = max(self.closed_below, frontier)
         for slab in [slab for slab in self._tails if slab < frontier]:
             self._release(self._tails.pop(slab), slab + SLAB_BYTES)
 
@@ -197,7 +202,7 @@ class Space:
         """The start of the current row of closed slabs without records."""
         for number in range(-(-self._blob.size() // SLAB_BYTES)):
             slab = number * SLAB_BYTES
-            closed = slab < self._closed_below
+            closed = slab < self.closed_below
             if closed and number not in records:
                 continue
             if empty < slab:
@@ -212,8 +217,8 @@ class Space:
             end = slab + SLAB_BYTES if closed else self._tails.get(slab, 0)
             if end > at:
                 self._release(at, end)
-        if empty < self._closed_below:
-            self._blob.punch(empty, self._closed_below)
+        if empty < self.closed_below:
+            self._blob.punch(empty, self.closed_below)
 
 
 def _page_up(offset: int) -> int:
