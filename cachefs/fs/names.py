@@ -266,7 +266,7 @@ class FileSystem:
                     self.metadata.apply_absence(update, parent, name, pin=pin)
                 return None
             self.permissions.judge(guards, looks)
-            if pin and not also:
+            if (pin or now.may_have_twins) and not also:
                 with self.metadata.index.view() as view:
                     check_only_name(view, parent, name, now)
             with self.metadata.index.update() as update:
