@@ -90,12 +90,18 @@ def _minimum_age(value: Any) -> float:
     return seconds
 
 
+def _path(value: Any) -> str:
+    if not value:
+        raise ValueError("the path is empty")  # as of an unset variable: it would mean the current directory
+    return os.fsdecode(value)
+
+
 class Place(Parsed[str]):
     """A path that is not accessed. click.Path accesses it, and a mount without a daemon does not answer."""
 
     def __init__(self, kind: str) -> None:
         """`kind`: what the shell completes it with: "file" (any path) or "dir"."""
-        super().__init__("PATH", os.fsdecode)
+        super().__init__("PATH", _path)
         self._kind = kind
 
     def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:

@@ -75,6 +75,8 @@ def test_bad_input_gets_one_clear_line(source: Path, tmp_path: Path) -> None:
     place.mkdir()
     (tmp_path / "file").touch()
     assert "No such file" in refused("mount", tmp_path / "nothing", place, "--cache-dir", cache)
+    for arguments in (("", place), (source, "")):  # as of an unset variable
+        assert "the path is empty" in refused("mount", *arguments, "--cache-dir", cache, status=2)
     assert "not a directory" in refused("mount", tmp_path / "file", place, "--cache-dir", cache)
     assert "its parent is no directory" in refused("mount", source, tmp_path / "nothing/place", "--cache-dir", cache)
     assert "not a directory" in refused("mount", source, tmp_path / "file", "--cache-dir", cache)
