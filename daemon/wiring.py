@@ -132,7 +132,7 @@ class Components:
             appends=appends,
             eviction=eviction,
             unreported_bytes=lambda: 0 if shared is None else shared["buffered_bytes"],
-            is_left=source.is_left_to_daemon,
+            is_left=lambda device: source.connection.volumes.is_left_to_daemon(device),
         )
         if appends or options.cache is not CacheLevel.FULL:  # else the fast path reports its old slabs
             writes.writer_has_gone(blob.frontier)

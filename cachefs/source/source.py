@@ -395,8 +395,5 @@ class Source:
             raise Changed
         return data
 
-    def is_left_to_daemon(self, device: int) -> bool:
-        return self.connection.volumes.is_left_to_daemon(device)
-
     def is_in_snapshot(self, device: int) -> bool:
         return self.connection.volumes.holds_snapshots(device)
