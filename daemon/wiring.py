@@ -95,7 +95,7 @@ class Components:
                 opened.links_floor,
                 opened.names_floor,
                 opened.forgot,
-                source.has_change_times,
+                source.has_change_times or bool(state.rctime),  # only CephFS has one
                 source.has_own_clock,
                 source.sets_no_time_back,
                 source.connection.volumes.trusted,
