@@ -151,8 +151,11 @@ class Committer:
             except OSError as error:
                 refused = error
         rows = [(unit.inode.number, unit.offset, extent) for unit, extent in zip(units, extents, strict=False)]
-        self._quietly(partial(self.space.written, list(extents), closes=not self._beside_fastpath))
-        self._quietly(partial(self.space.written, [unit.extent for unit in filled]))
+        reported = [unit.extent for unit in filled]
+        if self._beside_fastpath:
+            self._quietly(partial(self.space.written, reported, extents))
+        else:
+            self._quietly(partial(self.space.written, [*extents, *reported]))
         if filled:
             try:
                 self._blob.sync([unit.extent for unit in filled])

@@ -115,7 +115,7 @@ class Source:
         self.connection = Connection(Volumes(root_fd, roots), device)
         self._follows_paths = not filesystem.descriptors_stay(fstype)
         """Then the kernel may keep attributes of what had the path a moment ago: it always asks."""
-        self.connection.volumes.describe_root(fstype)
+        self.connection.volumes.describe(0, fstype)
         self.generation = 0
         """How many times the source was mounted anew. Descriptors of an earlier generation are dead."""
         self.counters = SourceCounters(simulate_latency_s)

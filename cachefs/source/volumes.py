@@ -161,14 +161,14 @@ class Volumes:
             if not is_there:
                 raise OSError(errno.ESTALE, "the snapshot that the source lies in was removed or covered")
 
-    def describe_root(self, fstype: str) -> None:
-        """The type of the source's own volume. Called before any look-up."""
+    def describe(self, number: int, fstype: str) -> None:
+        """Note what the type of a volume says. Called for the source's own one before any look-up."""
         if not descriptors_stay(fstype):
-            self.with_paths.add(0)
+            self.with_paths.add(number)
         if has_generations(fstype):
-            self.with_generations.add(0)
+            self.with_generations.add(number)
         if has_twins(fstype):
-            self.with_twins.add(0)
+            self.with_twins.add(number)
 
     def forgo_numbers(self) -> None:
         """Inode numbers of the source's own volume do not stay (store/filesystem.py). Called before any look-up."""
@@ -230,12 +230,7 @@ class Volumes:
             self._subvolumes.add(number)
         if not numbers_stay(fstype):
             self.without_numbers.add(number)
-        if not descriptors_stay(fstype):
-            self.with_paths.add(number)
-        if has_generations(fstype):
-            self.with_generations.add(number)
-        if has_twins(fstype):
-            self.with_twins.add(number)
+        self.describe(number, fstype)
         doubts = has_late_pages, hides_mounts, sets_no_time_back
         if is_coherent(fstype) and has_change_times(fstype) and not any(doubt(fstype) for doubt in doubts):
             self.trusted.add(number)

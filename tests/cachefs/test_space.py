@@ -51,7 +51,7 @@ class Cache:
             with self.index.durable.lmdb.begin(write=True) as txn:
                 for number, extent in zip(numbers, extents, strict=True):
                     txn.put(pair_key(number, 0), extent.pack(), db=self.index.durable.tables[Table.EXTENTS])
-            self.space.written(extents, closes=closes)
+            self.space.written(*((extents,) if closes else ((), extents)))
         return numbers
 
     def free(self, number: int) -> None:

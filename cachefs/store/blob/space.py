@@ -93,19 +93,20 @@ class Space:
 
     # --- slabs -----------------------------------------------------------------------------------------------------
 
-    def written(self, extents: Iterable[Extent], *, closes: bool = True) -> None:
+    def written(self, extents: Iterable[Extent], beside: Iterable[Extent] = ()) -> None:
         """These were written and reported, and have been committed or refused.
 
-        `closes`: their writer, which has left earlier slabs, is the only one.
+        `beside`: by a second writer. Only the first one closes slabs.
         """
         newest = 0
-        for extent in extents:
-            start, end = place_of(extent)
-            slab = start // SLAB_BYTES * SLAB_BYTES
-            if slab >= max(self._start, self.closed_below):
-                self._tails[slab] = max(self._tails.get(slab, 0), end)
-                newest = max(newest, slab)
-        if closes and newest > self.closed_below:
+        for group, closes in ((beside, False), (extents, True)):
+            for extent in group:
+                start, end = place_of(extent)
+                slab = start // SLAB_BYTES * SLAB_BYTES
+                if slab >= max(self._start, self.closed_below):
+                    self._tails[slab] = max(self._tails.get(slab, 0), end)
+                    newest = max(newest, slab) if closes else newest
+        if newest > self.closed_below:
             self._close_below(newest)
 
     def writer_has_gone(self, frontier: int) -> None:
