@@ -62,7 +62,7 @@ def _set(update: Update, kind: bytes, file: Inode) -> bool:
 def _has(view: View, kind: bytes, file: Inode | Stat, link: Link | None = None) -> bool:
     key = _key(view, kind, file, link)
     value = None if key is None else view.get(Table.META, key)
-    return value is not None and _VALUE.unpack(value)[2] == file.btime_ns
+    return value is not None and len({_VALUE.unpack(value)[2], file.btime_ns} - {0}) < 2
 
 
 def _clear(update: Update, kind: bytes, file: Inode, link: Link | None = None) -> None:

@@ -53,12 +53,13 @@ from cachefs.store.filesystem import (
     numbers_last,
     numbers_snapshots,
     numbers_stay,
+    reuses_numbers,
     sets_no_time_back,
 )
 from cachefs.store.runs import next_connection
 from cachefs.system import syscalls
 from cachefs.system.descriptors import closing
-from cachefs.system.stat import NO_NUMBER, Stat
+from cachefs.system.stat import NO_NUMBER, USED_ONCE, Stat
 from cachefs.system.user_namespace import maps_all_users, of_nobody
 
 log = logging.getLogger(__name__)
@@ -93,6 +94,8 @@ class Volumes:
         """Volumes on which a descriptor leads to what has its path now. Read without the lock."""
         self.with_generations: set[int] = set()
         """Volumes on which the generation of an inode can be asked. Read without the lock."""
+        self.without_reuse: set[int] = set()
+        """Volumes that use no inode number again, except in snapshots. Read without the lock."""
         self.with_twins: set[int] = set()
         """Volumes in which two objects may have one number. Read without the lock."""
         self.snapshots: dict[int, tuple[int, int]] = {}
@@ -121,6 +124,7 @@ class Volumes:
         following.without_numbers = self.without_numbers & {0}
         following.with_paths = self.with_paths & {0}
         following.with_generations = self.with_generations & {0}
+        following.without_reuse = self.without_reuse & {0}
         following.with_twins = self.with_twins & {0}
         following.with_nobody = self.with_nobody & {0}
         following.trusted, following.other_clocks = self.trusted, self.other_clocks
@@ -167,6 +171,8 @@ class Volumes:
             self.with_paths.add(number)
         if has_generations(fstype):
             self.with_generations.add(number)
+        if not reuses_numbers(fstype):
+            self.without_reuse.add(number)
         if has_twins(fstype):
             self.with_twins.add(number)
 
@@ -312,7 +318,7 @@ class Connection(NamedTuple):
     def stat(self, fd: int, name: bytes, *, ask: bool) -> Stat:
         """lstat of a name in a directory; if it is empty, of `fd` itself. `ask`: as of `Source.stat`."""
         now = self._numbered_stat(fd, name, ask=ask)
-        if not now.btime_ns and now.device in self.volumes.with_generations:
+        if not now.btime_ns:
             now = self._with_generation(fd, name, now)
         if now.device in self.volumes.with_nobody:
             now = of_nobody(now)
@@ -326,6 +332,10 @@ class Connection(NamedTuple):
     def _with_generation(self, fd: int, name: bytes, now: Stat) -> Stat:
         """Without birth times the generation says whether an inode number was used again. It stands for the birth time:
         no two objects with one number have the same."""
+        if now.device in self.volumes.without_reuse and now.inode < FIRST_OF_SNAPSHOTS:
+            return now._replace(btime_ns=USED_ONCE)
+        if now.device not in self.volumes.with_generations:
+            return now
         with suppress(OSError):
             inode, generation = syscalls.generation_of(fd, name)
             if inode == now.inode:  # the name was not given to another object meanwhile

@@ -137,6 +137,11 @@ def has_generations(fstype: str) -> bool:
     return fstype in ("ext2", "ext3", "ext4", "xfs")
 
 
+def reuses_numbers(fstype: str) -> bool:
+    """May an object get the inode number of one that was removed? Not on CephFS: its MDS gives each number out once."""
+    return fstype not in _CEPH
+
+
 def numbers_last(fstype: str) -> bool:
     """Has an object the same inode number when such a filesystem is mounted again?"""
     return not _promises_nothing(fstype)

@@ -6,6 +6,8 @@ _MIN_TIME_NS, _MAX_TIME_NS = -(1 << 63), (1 << 63) - 1
 
 NO_NUMBER = 0
 """In the place of an inode number: the source has none that stays. The name of an object says which one it is."""
+USED_ONCE = -1
+"""In the place of a birth time: the filesystem has none, and uses no inode number again."""
 NO_CONNECTION = 1 << 32
 """More than a record can hold: a connection of which no record is."""
 
@@ -34,7 +36,7 @@ class Stat(NamedTuple):
     atime_ns: int
     mtime_ns: int
     ctime_ns: int
-    btime_ns: int  # 0: not known; where there are none, the generation may stand for it (source/volumes.py)
+    btime_ns: int  # 0: not known; where there are none, the generation may stand for it, or USED_ONCE
     device: int  # its volume (source/volumes.py); 0: that of the source's root
     inode: int  # or NO_NUMBER
     began_ns: int = 0
