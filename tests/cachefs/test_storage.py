@@ -4,6 +4,9 @@ import errno
 import os
 import re
 import socket
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -210,3 +213,21 @@ def test_a_socket_at_a_path_that_no_address_can_hold(tmp_path: Path) -> None:
         with socket_address(path) as address:
             client.connect(address)
         assert path.is_socket()
+
+
+def test_two_threads_are_granted_different_slabs(tmp_path: Path) -> None:
+    """Regression: both could read the frontier before either moved it."""
+    both = threading.Barrier(2)
+
+    class Slow(Blob):
+        @property
+        def frontier(self) -> int:
+            found = super().frontier
+            with suppress(threading.BrokenBarrierError):
+                both.wait(0.3)  # for the other thread, which a lock keeps away
+            return found
+
+    blob = Slow(tmp_path / "blob", SEED)
+    with ThreadPoolExecutor(2) as threads:
+        assert {each.result() for each in [threads.submit(blob.grant), threads.submit(blob.grant)]} == {0, SLAB_BYTES}
+    blob.close()

@@ -10,6 +10,7 @@ half a record may be at the end of the old one. Nothing is ever moved; space is 
 import errno
 import logging
 import os
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -40,6 +41,7 @@ class Blob:
         self._frontier = 0
         """The end of the last slab that this process has granted."""
         self._next = self._slab_end = 0
+        self._granting = threading.Lock()
 
     def _can_punch(self) -> bool:
         beyond = -(-self.size() // PAGE_BYTES) * PAGE_BYTES
@@ -50,10 +52,11 @@ class Blob:
         return True
 
     def grant(self) -> int:
-        """Grant a slab to one writer, and return its offset."""
-        offset = self.frontier
-        self._frontier = offset + SLAB_BYTES
-        return offset
+        """Grant a slab to one writer, and return its offset. Called by two threads: write-behind takes slabs, too."""
+        with self._granting:
+            offset = self.frontier
+            self._frontier = offset + SLAB_BYTES
+            return offset
 
     def _new_slab(self) -> None:
         self._next = self.grant()
