@@ -219,3 +219,33 @@ def test_a_process_in_a_removed_directory_is_not_led_to_the_one_that_got_the_num
             raises_errno(errno.ESTALE, lambda: os.mkdir("made", dir_fd=fd))
     assert read_after_change(m.path / "directory/second") == b"new"
     assert os.listdir(m.path / "directory") == os.listdir(directory) == ["second"]
+
+
+@pytest.mark.promise("CH-43")
+@pytest.mark.fastpath  # the daemon alone would keep the number by its descriptor
+@pytest.mark.parametrize("mode", ["read-only", "read-write"])
+def test_an_open_file_shows_nothing_of_one_that_gets_its_number_and_its_times(
+    mount: Callable[..., Mount], old_ext4: Path, mode: str
+) -> None:
+    """Before: the fast path compared whole seconds and the number, and read the rest from the new file."""
+    source, size = old_ext4 / "directory", 6 << 20
+    source.mkdir()
+    m = mount(source, *MODES[mode])
+    for attempt in range(20):
+        path = source / f"f{attempt}"
+        path.write_bytes(b"o" * size)
+        before = path.stat()
+        with closing(os.open(m.path / path.name, os.O_RDONLY)) as fd:
+            assert os.pread(fd, 4096, 0) == b"o" * 4096
+            replace_with_number(path, path, b"n" * size)
+            after = path.stat()
+            if (after.st_mtime_ns, after.st_ctime_ns) != (before.st_mtime_ns, before.st_ctime_ns):
+                path.unlink()
+                continue  # the next second has begun
+            rest = None
+            with suppress(OSError):
+                rest = os.pread(fd, 4096, size - 4096)
+        assert rest in (None, b"o" * 4096)
+        assert set(read_after_change(m.path / path.name)) in ({ord("o")}, {ord("n")})
+        return
+    raise AssertionError("no replacement within one second")

@@ -19,6 +19,8 @@
 #ifndef STATX_MNT_ID_UNIQUE
 #define STATX_MNT_ID_UNIQUE 0x4000u /* Linux 6.8 */
 #endif
+#define HANDLE_INO32 1    /* FILEID_INO32_GEN */
+#define HANDLE_INO64 0x81 /* of XFS */
 #define OPEN_TRIES 4
 #define READ_FLAGS (O_RDONLY | O_NONBLOCK | O_NOCTTY)
 #define MAX_GROUPS 256 /* more than root has */
@@ -137,6 +139,34 @@ static bool same_access(const struct inode_record *expected, const struct statx 
            (now->stx_mode == expected->mode && now->stx_uid == expected->uid && now->stx_gid == expected->gid);
 }
 
+/* `generation_of` of syscalls.py, which is asked only where such file handles are. False: not known. */
+static bool generation_of(int fd, uint64_t *inode, uint32_t *generation)
+{
+    struct {
+        struct file_handle head;
+        uint8_t bytes[MAX_HANDLE_SZ];
+    } handle = {.head.handle_bytes = MAX_HANDLE_SZ};
+    int mount;
+    if (name_to_handle_at(fd, "", &handle.head, &mount, AT_EMPTY_PATH))
+        return false;
+    size_t inode_bytes = handle.head.handle_type == HANDLE_INO32 ? 4 : handle.head.handle_type == HANDLE_INO64 ? 8 : 0;
+    *inode = 0;
+    memcpy(inode, handle.head.f_handle, inode_bytes); /* little-endian */
+    memcpy(generation, handle.head.f_handle + inode_bytes, sizeof *generation);
+    return inode_bytes;
+}
+
+/* `Identity.is_of` of records.py. Times in whole seconds do not show that an inode number was used again. */
+static bool same_birth(int fd, const struct inode_record *expected, const struct statx *now)
+{
+    int64_t born = now->stx_mask & STATX_BTIME ? nanoseconds(&now->stx_btime) : 0;
+    uint64_t inode;
+    uint32_t generation;
+    if (!born && expected->btime_ns > 0 && generation_of(fd, &inode, &generation) && inode == now->stx_ino)
+        born = (int64_t)generation + 1;
+    return !born || !expected->btime_ns || born == expected->btime_ns;
+}
+
 /* Is this the version of the index? identity.py has the rule: if nothing differs after the read, nothing changed before or
  * during it, and it was the right file, even if its path leads elsewhere by now (hazard 23). */
 static bool same_version(const struct shared *shared, int fd, const struct inode_record *expected, struct counters *counters)
@@ -144,10 +174,11 @@ static bool same_version(const struct shared *shared, int fd, const struct inode
     struct statx now;
     int flags = AT_EMPTY_PATH | (shared->source_flags & SOURCE_INCOHERENT ? AT_STATX_FORCE_SYNC : 0);
     counters->source_fstats++;
-    return !statx(fd, "", flags, STATX_BASIC_STATS | STATX_MNT_ID | STATX_MNT_ID_UNIQUE, &now) && S_ISREG(now.stx_mode) &&
-           nanoseconds(&now.stx_ctime) == expected->ctime_ns && nanoseconds(&now.stx_mtime) == expected->mtime_ns &&
-           now.stx_size == expected->size && same_number(expected->source_inode, now.stx_ino) &&
-           same_access(expected, &now) && is_of_volume(shared, &now, expected->device);
+    return !statx(fd, "", flags, STATX_BASIC_STATS | STATX_BTIME | STATX_MNT_ID | STATX_MNT_ID_UNIQUE, &now) &&
+           S_ISREG(now.stx_mode) && nanoseconds(&now.stx_ctime) == expected->ctime_ns &&
+           nanoseconds(&now.stx_mtime) == expected->mtime_ns && now.stx_size == expected->size &&
+           same_number(expected->source_inode, now.stx_ino) && same_access(expected, &now) &&
+           is_of_volume(shared, &now, expected->device) && same_birth(fd, expected, &now);
 }
 
 /* Looks at the directory that a file is in, by its path. */
