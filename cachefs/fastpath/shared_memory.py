@@ -17,7 +17,7 @@ from cachefs.options import CacheLevel, Options
 from cachefs.source.credentials import Caller
 from cachefs.source.shares import UNKNOWN
 from cachefs.stats.latency import BUCKETS, KINDS, Histogram
-from cachefs.store.filesystem import descriptors_stay, has_late_pages, is_coherent, is_in_snapshot, numbers_stay
+from cachefs.store.filesystem import has_late_pages, is_coherent, is_in_snapshot, kind_of, numbers_stay
 from cachefs.system.clock import NANOSECONDS
 
 COUNTERS_OFFSET = SHARED.offset("counters")
@@ -116,7 +116,7 @@ class Shared:
         asked = {
             SourceFlag.SOURCE_INCOHERENT: not is_coherent(fstype),
             SourceFlag.SOURCE_PAGES_ARE_LATE: has_late_pages(fstype),
-            SourceFlag.SOURCE_BY_PATH: not descriptors_stay(fstype) and numbers_stay(fstype),
+            SourceFlag.SOURCE_BY_PATH: kind_of(fstype).follows_paths and numbers_stay(fstype),
             SourceFlag.SOURCE_IS_SNAPSHOT: is_in_snapshot(fstype, root_inode),
         }
         self["source_flags"] = _sum(asked)

@@ -113,9 +113,9 @@ class Source:
         roots = [Place(*syscalls.place_of(root_fd))] if root_device is None else []
         device = roots[0].device if root_device is None else root_device
         self.connection = Connection(Volumes(root_fd, roots), device)
-        self._follows_paths = not filesystem.descriptors_stay(fstype)
-        """Then the kernel may keep attributes of what had the path a moment ago: it always asks."""
         self.connection.volumes.describe(0, fstype)
+        self._follows_paths = self.connection.volumes.kind(0).follows_paths
+        """Then the kernel may keep attributes of what had the path a moment ago: it always asks."""
         self.generation = 0
         """How many times the source was mounted anew. Descriptors of an earlier generation are dead."""
         self.counters = SourceCounters(simulate_latency_s)
@@ -156,14 +156,14 @@ class Source:
             # A filesystem beneath the source, which a user may have mounted, may be closed to all others.
             now = as_admitted(partial(self.connection.stat, fd, name, ask=asks), lambda now: not now.device)
         volumes = self.connection.volumes
-        if not asks and now.device not in volumes.trusted and (ask or now.device in volumes.with_paths):
+        if not asks and now.device not in volumes.trusted and (ask or volumes.kind(now.device).follows_paths):
             return self.connection.stat(fd, name, ask=True)
         return now if self._is_coherent and now.device in volumes.trusted else now._replace(is_fresh=asks)
 
     def _compare(self, fd: int, identity: Identity, ask: bool) -> Stat | None:
         """As `SourceDirectories.compare`."""
         volumes = self.connection.volumes
-        if identity.device not in volumes.with_paths or identity.device in volumes.without_numbers:
+        if not volumes.kind(identity.device).follows_paths or identity.device in volumes.without_numbers:
             return None
         self.counters.add("fstat")
         now = self.connection.stat(fd, b"", ask=ask)

@@ -41,19 +41,18 @@ from cachefs.client import mount_table
 from cachefs.client.mount_table import Mount
 from cachefs.store.filesystem import (
     FIRST_OF_SNAPSHOTS,
-    descriptors_stay,
+    ORDINARY,
+    Kind,
     has_change_times,
-    has_generations,
     has_late_pages,
     has_own_clock,
-    has_twins,
     hides_mounts,
     identify,
     is_coherent,
+    kind_of,
     numbers_last,
     numbers_snapshots,
     numbers_stay,
-    reuses_numbers,
     sets_no_time_back,
 )
 from cachefs.store.runs import next_connection
@@ -68,6 +67,8 @@ _FIRST_UNIQUE = 1 << 31
 """Mount numbers that are never used twice begin here."""
 _FIRST_OF_SUBVOLUME = 256
 """The inode number of the root of a Btrfs subvolume."""
+_OF_EMPTY_DIRECTORIES = 2
+"""The inode number of every directory that stands for a subvolume in a Btrfs snapshot (hazard 76)."""
 _OURS = 1 << 63
 
 
@@ -90,14 +91,8 @@ class Volumes:
         """Read without the lock."""
         self.without_numbers: set[int] = set()
         """Volumes whose inode numbers do not stay. Read without the lock."""
-        self.with_paths: set[int] = set()
-        """Volumes on which a descriptor leads to what has its path now. Read without the lock."""
-        self.with_generations: set[int] = set()
-        """Volumes on which the generation of an inode can be asked. Read without the lock."""
-        self.without_reuse: set[int] = set()
-        """Volumes that use no inode number again, except in snapshots. Read without the lock."""
-        self.with_twins: set[int] = set()
-        """Volumes in which two objects may have one number. Read without the lock."""
+        self.kinds: dict[int, Kind] = {}
+        """Volume → what its type says of its objects. Read without the lock."""
         self.snapshots: dict[int, tuple[int, int]] = {}
         """Volumes on ceph-fuse: `Stat.device` and `Stat.connection` of the objects in their snapshots. Read without the
         lock."""
@@ -122,10 +117,7 @@ class Volumes:
         """The source was mounted anew. Its volumes get the numbers that they had."""
         following = Volumes(self._root_fd, roots)
         following.without_numbers = self.without_numbers & {0}
-        following.with_paths = self.with_paths & {0}
-        following.with_generations = self.with_generations & {0}
-        following.without_reuse = self.without_reuse & {0}
-        following.with_twins = self.with_twins & {0}
+        following.kinds = {0: self.kind(0)}
         following.with_nobody = self.with_nobody & {0}
         following.trusted, following.other_clocks = self.trusted, self.other_clocks
         following.refuses_private = self.refuses_private
@@ -165,16 +157,12 @@ class Volumes:
             if not is_there:
                 raise OSError(errno.ESTALE, "the snapshot that the source lies in was removed or covered")
 
+    def kind(self, number: int) -> Kind:
+        return self.kinds.get(number, ORDINARY)
+
     def describe(self, number: int, fstype: str) -> None:
         """Note what the type of a volume says. Called for the source's own one before any look-up."""
-        if not descriptors_stay(fstype):
-            self.with_paths.add(number)
-        if has_generations(fstype):
-            self.with_generations.add(number)
-        if not reuses_numbers(fstype):
-            self.without_reuse.add(number)
-        if has_twins(fstype):
-            self.with_twins.add(number)
+        self.kinds[number] = kind_of(fstype)
 
     def forgo_numbers(self) -> None:
         """Inode numbers of the source's own volume do not stay (store/filesystem.py). Called before any look-up."""
@@ -318,23 +306,26 @@ class Connection(NamedTuple):
     def stat(self, fd: int, name: bytes, *, ask: bool) -> Stat:
         """lstat of a name in a directory; if it is empty, of `fd` itself. `ask`: as of `Source.stat`."""
         now = self._numbered_stat(fd, name, ask=ask)
+        kind = self.volumes.kind(now.device)
         if not now.btime_ns:
-            now = self._with_generation(fd, name, now)
+            now = self._with_generation(fd, name, now, kind)
         if now.device in self.volumes.with_nobody:
             now = of_nobody(now)
-        if now.device in self.volumes.with_twins:
+        if kind.has_twins:
             now = now._replace(may_have_twins=True)
+        if kind.is_btrfs and now.inode == _OF_EMPTY_DIRECTORIES:
+            return now._replace(inode=NO_NUMBER, btime_ns=0)
         if now.inode >= FIRST_OF_SNAPSHOTS and now.device in self.volumes.snapshots:
             device, connection = self.volumes.snapshots[now.device]
             return now._replace(device=device, connection=connection)
         return now._replace(inode=NO_NUMBER) if now.device in self.volumes.without_numbers else now
 
-    def _with_generation(self, fd: int, name: bytes, now: Stat) -> Stat:
+    def _with_generation(self, fd: int, name: bytes, now: Stat, kind: Kind) -> Stat:
         """Without birth times the generation says whether an inode number was used again. It stands for the birth time:
         no two objects with one number have the same."""
-        if now.device in self.volumes.without_reuse and now.inode < FIRST_OF_SNAPSHOTS:
+        if kind.uses_numbers_once and now.inode < FIRST_OF_SNAPSHOTS:
             return now._replace(btime_ns=USED_ONCE)
-        if now.device not in self.volumes.with_generations:
+        if not kind.has_generations:
             return now
         with suppress(OSError):
             inode, generation = syscalls.generation_of(fd, name)

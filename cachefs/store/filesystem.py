@@ -18,6 +18,7 @@ import struct
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from cachefs.client import mount_table
 from cachefs.client.mount_table import Mount
@@ -77,6 +78,25 @@ _CEPH = _CEPH_FUSE | {"ceph"}
 _INCOHERENT = frozenset(("nfs", "nfs4", "cifs", "smb3", "9p", "virtiofs", "beegfs"))
 
 
+class Kind(NamedTuple):
+    """What the type of a filesystem says of the identity of its objects."""
+
+    follows_paths: bool = False
+    """Does the descriptor of a directory lead to what has its path now? libfuse's interface with paths does so (bindfs,
+    mergerfs, sshfs and many others, hazard 57)."""
+    has_generations: bool = False
+    """Do its file handles say the generation of an inode (`syscalls.generation_of`)?"""
+    uses_numbers_once: bool = False
+    """Does no object get the inode number of a removed one, except in snapshots? CephFS gives each number out once."""
+    has_twins: bool = False
+    """May two objects have one inode number, because it passes on those of several filesystems (hazard 74)? mergerfs
+    does so with one of its options, which the mount table does not show."""
+    is_btrfs: bool = False
+
+
+ORDINARY = Kind()
+
+
 @dataclass(frozen=True, slots=True)
 class Filesystem:
     fstype: str
@@ -116,12 +136,6 @@ def hides_mounts(fstype: str) -> bool:
     return _promises_nothing(fstype) or fstype in ("9p", "virtiofs")
 
 
-def has_twins(fstype: str) -> bool:
-    """May such a filesystem show two objects with one inode number, because it passes on those of several filesystems
-    (hazard 74)? mergerfs does so with one of its options, which the mount table does not show."""
-    return hides_mounts(fstype) and fstype not in _HAS_OWN_NUMBERS - {"fuse.bindfs", "fuse.mergerfs"}
-
-
 def checks_attributes(fstype: str) -> bool:
     """May such a filesystem refuse extended attributes to users whom the kernel lets read them? ceph-fuse does."""
     return fstype.split(".")[0] == "fuse"
@@ -132,14 +146,14 @@ def has_own_clock(fstype: str) -> bool:
     return fstype not in _OUR_CLOCK
 
 
-def has_generations(fstype: str) -> bool:
-    """Do its file handles say the generation of an inode (`syscalls.generation_of`)?"""
-    return fstype in ("ext2", "ext3", "ext4", "xfs")
-
-
-def reuses_numbers(fstype: str) -> bool:
-    """May an object get the inode number of one that was removed? Not on CephFS: its MDS gives each number out once."""
-    return fstype not in _CEPH
+def kind_of(fstype: str) -> Kind:
+    return Kind(
+        follows_paths=_promises_nothing(fstype),
+        has_generations=fstype in ("ext2", "ext3", "ext4", "xfs"),
+        uses_numbers_once=fstype in _CEPH,
+        has_twins=hides_mounts(fstype) and fstype not in _HAS_OWN_NUMBERS - {"fuse.bindfs", "fuse.mergerfs"},
+        is_btrfs=fstype == "btrfs",
+    )
 
 
 def numbers_last(fstype: str) -> bool:
@@ -156,15 +170,6 @@ def numbers_stay(fstype: str) -> bool:
     is plain "fuse" is bindfs, which passes numbers on, or a program that chooses its numbers itself.
     """
     return not fstype.startswith("fuse.") or numbers_last(fstype) or fstype in _HAS_OWN_NUMBERS
-
-
-def descriptors_stay(fstype: str) -> bool:
-    """Does the descriptor of a directory always lead to that directory?
-
-    False: libfuse's interface with paths (bindfs, mergerfs, sshfs and many others). There it leads to what has its path
-    now (hazard 57).
-    """
-    return not _promises_nothing(fstype)
 
 
 def sets_no_time_back(fstype: str) -> bool:

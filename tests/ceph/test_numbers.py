@@ -45,7 +45,7 @@ def test_a_log_that_another_node_renames_is_appended_to_by_both_names(
 
 @pytest.mark.promise("CH-46")
 def test_no_inode_number_is_used_again(cephfs: CephFs, tmp_path: Path) -> None:
-    """What `reuses_numbers` says of CephFS, with a client that is mounted again in between."""
+    """What `Kind.uses_numbers_once` says of CephFS, with a client that is mounted again in between."""
     root = cephfs.path / tmp_path.name
     root.mkdir()
     numbers = []

@@ -10,9 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from cachefs.system.descriptors import closing
 from tests.bindfs import Bindfs
 from tests.bindfs import take_over as take_over_by
-from tests.conftest import Mount, contents, read_after_change, settle, wait_for
+from tests.conftest import Mount, contents, expire, read_after_change, settle, wait_for
 from tests.sources.images import make_image, mount_image
 from tests.sources.kinds import run
 
@@ -183,6 +184,27 @@ def btrfs(tmp_path: Path, cleanup: ExitStack) -> Path:
     run("btrfs", "subvolume", "snapshot", source / "cur", source / "keep")
     settle()
     return source
+
+
+@pytest.mark.promise("CH-47")
+@MODES
+def test_the_empty_directories_of_a_snapshot_stay_what_they_are(
+    mount: MakeMount, btrfs: Path, mode: tuple[str, ...]
+) -> None:
+    """Before: all have the number 2, each was taken for the next one, and an open one lost its name."""
+    for name in "abc":
+        run("btrfs", "subvolume", "create", btrfs / "cur" / name)
+    run("btrfs", "subvolume", "snapshot", btrfs / "cur", btrfs / "later")
+    m = mount(btrfs, *mode)
+    names = [m.path / "later" / name for name in "abc"]
+    with closing(os.open(names[0], os.O_RDONLY)) as fd:
+        before = [path.stat().st_ino for path in names]
+        for _ in range(3):
+            expire()
+            assert [path.stat().st_ino for path in names] == before
+            assert os.readlink(f"/proc/self/fd/{fd}") == str(names[0])
+            assert os.listdir(fd) == os.listdir(names[0]) == []
+    assert len(set(before)) == len(before)
 
 
 @pytest.mark.promise("CH-32")
