@@ -5,20 +5,19 @@ its children, and another directory that has got its name is never mistaken for 
 six components costs one look-up at the source instead of six.
 
 On FUSE sources other than ceph-fuse a descriptor may follow its path instead (hazard 57). There the directory is
-compared with its record before and after each use of its descriptor, and before each change. A use during which the
-directory has moved away and back is repeated: a rename changes its ctime, and not its mtime (`has_moved`).
+compared with its record before and after each use of its descriptor, and before each change. A use during which it has
+moved away and back is repeated: a rename changes its ctime, and not its mtime (`has_moved`). Where only the name says
+which directory it is (NO_NUMBER), it is opened again after a second: the descriptor may not follow the path.
 
 About a thousand descriptors are kept; the least recently used are closed. Each directory is compared with its record
 once, when it is opened by its name in the directory above it; the inode of a descriptor never changes. A directory
 whose name leads elsewhere, and whose descriptor was closed, cannot be reached any more: `Changed`.
 
-If several threads need the same directory at the same time, one opens it and the others wait for that one. An open that
-hangs delays the others by only one second; then each of them opens the directory itself.
+If several threads of `call_pool.py` need the same directory at the same time, one opens it and the others wait for that
+one. An open that hangs delays the others by only one second; then each of them opens the directory itself.
 
 For changes, the pinned names on the path are compared as well, once a second. The kernel caches them for ever, and a
 change that was meant for the directory of that name must not be made in another one: `Renamed`.
-
-Used from the threads of `call_pool.py`, concurrently.
 """
 
 import errno
@@ -38,7 +37,7 @@ from cachefs.store.index.records import Identity
 from cachefs.system import syscalls
 from cachefs.system.clock import SYSTEM, Clock
 from cachefs.system.descriptors import closing_on_error
-from cachefs.system.stat import Stat
+from cachefs.system.stat import NO_NUMBER, Stat
 
 MAX_KEPT = 1000
 PATIENCE_S = 1.0
@@ -300,7 +299,10 @@ class SourceDirectories:
         kept = self._kept.get(directory.number)
         if kept is None:
             return None
-        if not _are_alike(kept.identity, directory.identity):  # the number is another directory's now
+        is_late = self.clock.monotonic_s() >= kept.named_until and directory.parent is not None
+        is_by_name = kept.identity is not None and kept.identity.inode == NO_NUMBER
+        is_other = not _are_alike(kept.identity, directory.identity)  # the number is another directory's now
+        if is_other or (is_late and is_by_name):
             self._drop(self._kept.pop(directory.number))
             return None
         self._kept.move_to_end(directory.number)

@@ -4,7 +4,9 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from itertools import cycle, permutations
 from pathlib import Path
 from typing import NamedTuple
@@ -390,3 +392,39 @@ def test_a_successor_knows_it_of_a_source_that_was_detached(mount: MakeMount, vo
     finally:
         subprocess.run(["mount", "--bind", aside, volatile.path], check=False)
         subprocess.run(["umount", "-l", aside], check=True)
+
+
+@pytest.mark.promise("CH-36")
+@pytest.mark.parametrize("mode", ["read-only", "read-write"])
+def test_directories_whose_descriptors_do_not_follow_their_paths_exchange_their_names(
+    tmp_path: Path, mount: MakeMount, mode: str
+) -> None:
+    """Of a FUSE filesystem on libfuse's other interface, here another cachefs beneath the source.
+
+    Before: the descriptor of the first directory led to what had been the second, for ever.
+    """
+    inner, top = tmp_path / "inner", tmp_path / "top"
+    for name in "ab":
+        (inner / name).mkdir(parents=True)
+        (inner / name / f"of {name}").write_text(name)
+    (top / "beneath").mkdir(parents=True)
+    mount(inner, "--profile", "changing", name="top/beneath")
+    m = mount(top, *MODES[mode])
+    for name in "ab":
+        assert os.listdir(m.path / "beneath" / name) == [f"of {name}"]
+    for name, new in ("a.", "ba", ".b"):
+        (inner / name.replace(".", "moved")).rename(inner / new.replace(".", "moved"))
+    end = time.monotonic() + 3
+    while time.monotonic() < end:  # descriptors that nobody uses would be closed
+        for name in "ab":
+            with suppress(OSError):
+                os.listdir(m.path / "beneath" / name)
+        time.sleep(0.1)
+    cachefs("invalidate", m.path)
+    expire()
+    for name, other in ("ab", "ba"):
+        assert os.listdir(m.path / "beneath" / name) == [f"of {other}"]
+        assert (m.path / "beneath" / name / f"of {other}").read_text() == other
+        if mode == "read-write":
+            (m.path / "beneath" / name / "new").touch()
+            assert (inner / name / "new").exists()
