@@ -79,6 +79,7 @@ class Attributes:
         now = await use(self.fs.source.fstat)
         inode = self.fs.inode(number)
         if not self.descriptors.shared.keeps_version(inode):
+            self._metadata.note_size(inode, now)
             inode = inode.with_stat(now)
             with self._metadata.index.update() as update:
                 self._metadata.put_inode(update, inode)

@@ -196,11 +196,14 @@ class OpenFiles:
             raise
         with closed_on_error(fd):
             await self.fs.learnt(number, now)
-            if not self._immutability.has_writers(number) and self._metadata.apply_fstat(number, now):
-                self.fs.notifier.attributes(number)
+            if not self._immutability.has_writers(number):
+                may_be_former = self._metadata.may_have_former_size(number)
+                if self._metadata.apply_fstat(number, now):
+                    self.fs.notifier.attributes(number)
+                    may_be_former = may_be_former or inode.size != now.size
                 # sendfile and splice ask for no other size than the kernel has (hazard 64). ESTALE makes it look up the
                 # name and open again; not twice, because the file may grow all the time.
-                if inode.size != now.size and not is_repeated:
+                if may_be_former and not is_repeated:
                     self._repeated.add(opening)
                     raise failed(errno.ESTALE)
             if executes and inode.permissions != now.permissions:

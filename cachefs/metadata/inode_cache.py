@@ -201,8 +201,8 @@ class InodeCache(InodeTable):
             version = self.numbers.next()
             entries_valid_from = self.run
             flags &= ~(LISTED | IMMUTABLE)
-            if not stat.S_ISDIR(now.mode):
-                flags &= ~PINNED
+            self.note_size(before, now)
+            flags &= ~0 if stat.S_ISDIR(now.mode) else ~PINNED
         if pin and self.may_pin(number):
             flags |= PINNED
         if old is not None and before.is_directory and before.permissions != now.permissions:
@@ -284,6 +284,7 @@ class InodeCache(InodeTable):
             inode = self.inode(update, number)
             if inode is None or inode.same_version(now) or self.is_pinned(inode) or self._is_overtaken(inode, now):
                 return False
+            self.note_size(inode, now)
             self.put_inode(update, self.changed_now(inode, now)._replace(version=self.numbers.next()))
         return True
 

@@ -36,12 +36,15 @@ from collections.abc import Collection, Container
 from typing import NamedTuple
 
 from cachefs.contract.shared import LATE_NS, SETTLE_NS
+from cachefs.metadata.last_changes import LastChanges
 from cachefs.options import Options
 from cachefs.store.index.records import IMMUTABLE, PINNED, STALE, UNLINKED, UNSETTLED, YOUNG, Dentry, Inode
 from cachefs.system.clock import NANOSECONDS, SYSTEM, Clock
 from cachefs.system.stat import Stat
 
 FOREVER_NS = 1 << 63
+ANSWERED_NS = NANOSECONDS
+"""How long an answer that the kernel has not received yet may be on its way."""
 
 
 class Run(NamedTuple):
@@ -84,6 +87,10 @@ class Validity:
         # state
         self.floor = run.floor
         """Lowered when the source proves to be unchanged since an earlier run (daemon/tasks.py)."""
+        self.changes = LastChanges(clock.monotonic_ns)
+        """By this mount."""
+        self._resized = LastChanges(clock.monotonic_ns)
+        """Files of which a comparison has shown another size, which no change by this mount explains."""
 
     @property
     def recent_ns(self) -> int:
@@ -174,6 +181,19 @@ class Validity:
         if not inode.is_regular or not self.is_recent(now):
             return inode
         return inode._replace(flags=inode.flags | UNSETTLED | YOUNG, next_position=self._monotonic_ns())
+
+    def note_size(self, before: Inode, now: Stat) -> None:
+        """A comparison has shown the size of a file."""
+        if before.is_regular and before.size != now.size and not self._lately(self.changes, before.number):
+            self._resized.note(before.number)
+
+    def may_have_former_size(self, number: int) -> bool:
+        """May the kernel have another size of a file than the record? It ignores an answer if it has received another
+        one of the same file since the request: an older one may have been the last that it took."""
+        return self._lately(self._resized, number)
+
+    def _lately(self, changes: LastChanges, number: int) -> bool:
+        return changes.happened_since(number, self._monotonic_ns() - self._unpinned_timeout_ns - ANSWERED_NS)
 
     def remaining_ns(self, inode: Inode) -> int:
         """How long the record is valid from now on: FOREVER_NS, or 0 if it must be compared first."""
