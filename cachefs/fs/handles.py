@@ -361,8 +361,8 @@ class OpenFiles:
         """Close every descriptor that is still open."""
         for handle in list(self.descriptors.handles):
             await self.release(handle)
-        for file in self._recent.values():
-            await self._shared.let_go(file)
+        while self._recent:  # `let_go` may run meanwhile
+            await self._shared.let_go(self._recent.popitem()[1])
         await self._shared.close()
 
 

@@ -1,5 +1,6 @@
 """The descriptors of a handle are closed once, whatever else waits."""
 
+from collections import OrderedDict
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -10,6 +11,7 @@ import trio
 from cachefs.data.handle import Handle
 from cachefs.fs import descriptors
 from cachefs.fs.descriptors import Descriptors
+from cachefs.fs.handles import OpenFiles
 
 
 class SlowPool:
@@ -64,3 +66,34 @@ def test_a_change_that_ends_after_the_source_was_remounted_counts_as_lost() -> N
         assert opened.unsynced_since is None
 
     trio.run(main)
+
+
+class Shared:
+    def __init__(self) -> None:
+        self.let_gone: list[int] = []
+        self.is_closed = False
+
+    async def let_go(self, file: Any) -> None:
+        await trio.sleep(0.01)
+        self.let_gone.append(file.inode.device)
+
+    async def close(self) -> None:
+        self.is_closed = True
+
+
+def test_files_are_let_go_while_all_are_closed() -> None:
+    """Regression: the daemon failed at an unmount, because both tasks go through the recent files."""
+    shared = Shared()
+    owner = object.__new__(OpenFiles)
+    owner.descriptors, owner._shared = SimpleNamespace(handles={}), shared  # type: ignore[assignment]
+    files = {number: SimpleNamespace(inode=SimpleNamespace(device=number), handles=1) for number in range(4)}
+    owner._recent = OrderedDict(files)  # type: ignore[arg-type]
+
+    async def main() -> None:
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(owner.close)
+            nursery.start_soon(owner.let_go)
+
+    trio.run(main)
+    assert sorted(shared.let_gone) == list(files)
+    assert shared.is_closed
