@@ -69,6 +69,8 @@ _FIRST_OF_SUBVOLUME = 256
 """The inode number of the root of a Btrfs subvolume."""
 _OF_EMPTY_DIRECTORIES = 2
 """The inode number of every directory that stands for a subvolume in a Btrfs snapshot (hazard 76)."""
+_NO_DEVICE = 0
+"""Btrfs gives back the device number of a subvolume when it is deleted, and its open objects have none."""
 _OURS = 1 << 63
 
 
@@ -190,6 +192,8 @@ class Volumes:
         if 0 not in self.numbers.values():
             self._note(Place(*syscalls.place_of(self._root_fd)), 0)
         place = Place(*syscalls.place_of(fd))
+        if place.device == _NO_DEVICE:
+            raise OSError(errno.ESTALE, "its subvolume was deleted")
         if self.numbers.get(place) != 0:
             mount = mount_table.mount_of(fd)
             if self.refuses_private and mount is not None and mount.is_private:
@@ -344,7 +348,10 @@ class Connection(NamedTuple):
         flags = os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC
         with closing(os.open(name, flags, dir_fd=fd) if name else os.dup(fd)) as found:
             self.volumes.identify(found)
-            now = syscalls.statx(found, b"", self.volumes.numbers, self.number, ask=ask)
+            try:
+                now = syscalls.statx(found, b"", self.volumes.numbers, self.number, ask=ask)
+            except KeyError:
+                raise OSError(errno.ESTALE, os.strerror(errno.ESTALE)) from None
         return now._replace(began_ns=began_ns)
 
     def following(self, root: Place) -> "Connection":

@@ -1,8 +1,15 @@
 """The places of the root before and after the source is mounted anew."""
 
+import errno
+import os
+from pathlib import Path
+
 import pytest
 
 from cachefs.source.volumes import Connection, Place, Volumes
+from cachefs.system import syscalls
+from cachefs.system.descriptors import closing
+from tests.conftest import raises_errno
 
 FIRST, SECOND, THIRD = Place(1, 10), Place(2, 20), Place(3, 30)
 
@@ -26,3 +33,16 @@ def test_a_source_whose_numbers_do_not_stay_is_so_after_it_is_mounted_anew() -> 
     for root in (SECOND, THIRD):
         connection = connection.following(root)
         assert connection.volumes.without_numbers == {0}
+
+
+@pytest.mark.parametrize("is_late", [False, True])
+def test_what_is_in_a_subvolume_that_was_just_deleted_is_stale(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_late: bool
+) -> None:
+    """Regression: it has no device number any more, which was a bug in the look-up, answered with EIO."""
+    gone = Place(7, 0)
+    with closing(os.open(tmp_path, os.O_RDONLY)) as fd:
+        monkeypatch.setattr(syscalls, "place_of", lambda _: Place(7, 8) if is_late else gone)
+        connection = Connection(Volumes(fd, [FIRST]), FIRST.device)
+        raises_errno(errno.ESTALE, lambda: connection.stat(fd, b"", ask=False))
+        assert gone not in connection.volumes.numbers
