@@ -89,3 +89,17 @@ def test_a_btrfs_snapshot_is_not_its_origin(
     (shown / "live/directory/created").touch()
     assert sorted(os.listdir(shown / "live/directory")) == ["created", "file"]
     assert os.listdir(shown / "snapshot/directory") == ["file"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_hard_link_of_a_fifo_is_that_fifo(
+    mount: Callable[..., Mount], tmp_path: Path, beneath: ExitStack, kind: str
+) -> None:
+    """Before: only the names of a regular file had one inode number."""
+    _, source = shown_by(kind, tmp_path, beneath)
+    m = mount(source, "--profile", "changing")
+    os.mkfifo(m.path / "fifo")
+    os.link(m.path / "fifo", m.path / "another")
+    for _ in range(2):
+        assert os.path.samefile(m.path / "fifo", m.path / "another")
+        expire()

@@ -171,7 +171,7 @@ class Inode(NamedTuple):
         """
         if self.btime_ns and now.btime_ns:
             return True
-        if self.is_regular and now.nlink > 1:
+        if not self.is_directory and not self.is_symlink and now.nlink > 1:
             return self.mtime_ns == now.mtime_ns and self.size == now.size
         if now.may_have_twins:
             return False
