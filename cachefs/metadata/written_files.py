@@ -19,7 +19,7 @@ from cachefs.contract.index import ROOT_INODE, Table
 from cachefs.metadata.inode_paths import links_of
 from cachefs.store.index.environment import Update, View
 from cachefs.store.index.records import PINNED, Inode
-from cachefs.system.stat import NO_NUMBER, Stat
+from cachefs.system.stat import NO_NUMBER, Stat, may_be_one_birth
 
 _WRITTEN, _RESULTS, _KEPT = b"written:", b"results:", b"pinned::"
 _KEY = struct.Struct(">8sQQ")  # one of these, device, source inode or hash of the path
@@ -62,7 +62,7 @@ def _set(update: Update, kind: bytes, file: Inode) -> bool:
 def _has(view: View, kind: bytes, file: Inode | Stat, link: Link | None = None) -> bool:
     key = _key(view, kind, file, link)
     value = None if key is None else view.get(Table.META, key)
-    return value is not None and len({_VALUE.unpack(value)[2], file.btime_ns} - {0}) < 2
+    return value is not None and may_be_one_birth(_VALUE.unpack(value)[2], file.btime_ns)
 
 
 def _clear(update: Update, kind: bytes, file: Inode, link: Link | None = None) -> None:

@@ -37,6 +37,7 @@ from cachefs.store.index.environment import Environment
 from cachefs.store.index.records import IMMUTABLE, LISTED, PINNED, STALE, UNLINKED, UNSETTLED, inode_of_key
 from cachefs.store.runs import RUN_BITS, RunState, ended, run_of_inode
 from cachefs.system.private_files import open_given, opener
+from cachefs.system.stat import may_be_one_birth
 
 MAGIC = b"CHFSNAP\n"
 FORMAT_VERSION = 1
@@ -59,15 +60,14 @@ Column = NDArray[np.int64]
 
 
 class RootIdentity(NamedTuple):
-    """Which tree: several filesystems have the same inode number for their root. Their birth times differ, unless both
-    were made in one step of the kernel's clock (1 to 10 ms)."""
+    """Which tree: the roots of several filesystems have one number. Their birth times differ."""
 
     inode: int
     btime_ns: int
     """0 in either field: not known."""
 
     def may_be(self, other: "RootIdentity") -> bool:
-        return self.inode in (0, other.inode) and len({self.btime_ns, other.btime_ns} - {0}) < 2
+        return self.inode in (0, other.inode) and may_be_one_birth(self.btime_ns, other.btime_ns)
 
 
 class _Hashed:

@@ -12,6 +12,11 @@ NO_CONNECTION = 1 << 32
 """More than a record can hold: a connection of which no record is."""
 
 
+def may_be_one_birth(one_ns: int, other_ns: int) -> bool:
+    """May two birth times be of one object? A client of CephFS that shows none says USED_ONCE, another one a time."""
+    return one_ns == other_ns or bool({one_ns, other_ns} & {0, USED_ONCE})
+
+
 def clamped_ns(time_ns: int) -> int:
     """A time of the source as the index holds it: signed 64-bit nanoseconds, from 1677-09-21 to 2262-04-11.
 

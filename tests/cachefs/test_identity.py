@@ -15,7 +15,7 @@ from cachefs.source.source import Look, Object, Source
 from cachefs.store import runs
 from cachefs.store.filesystem import numbers_stay
 from cachefs.store.index.records import Identity
-from cachefs.system.stat import NO_CONNECTION, NO_NUMBER
+from cachefs.system.stat import NO_CONNECTION, NO_NUMBER, USED_ONCE
 from cachefs.system.syscalls import statx
 from daemon.kernel.source_connection import Root
 
@@ -237,3 +237,15 @@ def test_every_connection_has_a_number_of_its_own() -> None:
     last = runs.first_connection(runs.MAX_RUN + 1) - 1
     assert last < NO_CONNECTION == runs.next_connection(last) == runs.next_connection(NO_CONNECTION)
     assert runs.next_connection(runs.first_connection(5)) < runs.first_connection(6)
+
+
+@pytest.mark.promise("CH-46")
+def test_clients_that_show_births_and_that_show_none_know_one_object(tmp_path: Path) -> None:
+    """A metadata snapshot of a CephFS may come from a node with another client."""
+    now = statx(-100, os.fsencode(tmp_path))._replace(device=0)
+    once = now._replace(btime_ns=USED_ONCE)
+    recorded = identity(tmp_path)
+    for one, other in ((recorded, once), (recorded._replace(btime_ns=USED_ONCE), now)):
+        assert one.is_of(other, by_name=False)
+    assert not recorded.is_of(now._replace(btime_ns=now.btime_ns + 1), by_name=True)
+    assert not recorded.is_of(once._replace(inode=now.inode + 1), by_name=True)

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from cachefs.contract.index import DENTRY_RECORD, EXTENT_RECORD, INODE_RECORD, Flag
 from cachefs.system.clock import NANOSECONDS
-from cachefs.system.stat import NO_CONNECTION, NO_NUMBER, Stat
+from cachefs.system.stat import NO_CONNECTION, NO_NUMBER, USED_ONCE, Stat, may_be_one_birth
 
 # Plain ints: arithmetic with IntFlag takes a microsecond, and the hit path does it for each request.
 PINNED, IMMUTABLE, WRITTEN, LISTED, UNSETTLED, STALE, UNLINKED, IMMUTABLE_ON_OPEN, YOUNG, RESTLESS = map(int, Flag)
@@ -56,7 +56,7 @@ class Identity(NamedTuple):
         if self.kind != stat.S_IFMT(now.mode) or self.device != now.device or not same_number(self.inode, now):
             return False
         if self.btime_ns and now.btime_ns:
-            return self.btime_ns == now.btime_ns
+            return may_be_one_birth(self.btime_ns, now.btime_ns)
         if self.connection == now.connection:
             return True
         return by_name and (self.ctime_ns == now.ctime_ns or not stat.S_ISDIR(self.kind))
@@ -169,7 +169,7 @@ class Inode(NamedTuple):
         changed. Another hard link moves ctime, and may be looked up while the file is young. Where another object may
         have the number, the times prove nothing either: a snapshot has those of its origin.
         """
-        if self.btime_ns and now.btime_ns:
+        if (self.btime_ns and now.btime_ns) or now.btime_ns == USED_ONCE:
             return True
         if not self.is_directory and not self.is_symlink and now.nlink > 1:
             return self.mtime_ns == now.mtime_ns and self.size == now.size

@@ -162,9 +162,11 @@ static bool same_birth(int fd, const struct inode_record *expected, const struct
     int64_t born = now->stx_mask & STATX_BTIME ? nanoseconds(&now->stx_btime) : 0;
     uint64_t inode;
     uint32_t generation;
-    if (!born && expected->btime_ns > 0 && generation_of(fd, &inode, &generation) && inode == now->stx_ino)
+    if (expected->btime_ns <= 0) /* not known, or USED_ONCE */
+        return true;
+    if (!born && generation_of(fd, &inode, &generation) && inode == now->stx_ino)
         born = (int64_t)generation + 1;
-    return !born || !expected->btime_ns || born == expected->btime_ns;
+    return !born || born == expected->btime_ns;
 }
 
 /* Is this the version of the index? identity.py has the rule: if nothing differs after the read, nothing changed before or
