@@ -228,7 +228,7 @@ class SourceDirectories:
         """Was it removed, or the filesystem that it is on?
 
         A Btrfs subvolume that was deleted, and a filesystem that was unmounted, do not show it themselves. So where
-        another volume begins on the path, the name must still lead there.
+        another volume begins on the path, the name must still lead there: raises `Changed`.
         """
         try:
             if self.stat(fd).nlink == 0 and not self._is_named_without_links(directory):
@@ -246,7 +246,7 @@ class SourceDirectories:
                 try:
                     self._compare_name(below, below.parent)
                 except Changed:
-                    return True
+                    raise Changed.at(below.number) from None  # its name must be looked up again, not the directory's
             below = below.parent
         return False
 

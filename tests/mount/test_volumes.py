@@ -382,3 +382,25 @@ def test_what_the_fast_path_leaves_to_the_daemon_is_cached(
     assert contents(m.path) == expected
     if (left_to_daemon / "sub").stat().st_ino == ROOT_OF_SUBVOLUME:  # bindfs has no change times (CH-28)
         assert m.ops().get("read", 0) == 0
+
+
+@pytest.mark.promise("CH-4")
+@pytest.mark.parametrize("mode", [(), ("--no-fastpath",)], ids=["read-write", "no-fastpath"])
+def test_names_are_made_at_once_in_subvolumes_that_have_exchanged_their_names(
+    mount: MakeMount, btrfs: Path, mode: tuple[str, ...]
+) -> None:
+    """Before: the directory was dropped, not the name of the subvolume, and some calls failed with ESTALE."""
+    (btrfs / "moved").mkdir()
+    m = mount(btrfs, *mode)
+    for round_ in range(4):
+        for name in ("cur", "keep"):
+            assert (m.path / name / "sub/g").read_text() == "old"
+            os.listdir(m.path / name)
+        for name, new in (("cur", "moved/cur"), ("keep", "cur"), ("moved/cur", "keep")):
+            (btrfs / name).rename(btrfs / new)
+        expire()
+        (m.path / f"cur/sub/file{round_}").touch()
+        (m.path / f"cur/sub/directory{round_}").mkdir()
+        (m.path / f"cur/sub/directory{round_}").rename(m.path / f"cur/moved{round_}")
+        assert (btrfs / f"cur/sub/file{round_}").exists()
+        assert (btrfs / f"cur/moved{round_}").is_dir()
