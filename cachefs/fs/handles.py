@@ -35,7 +35,7 @@ from cachefs.system.stat import Stat
 RECENT_FILES = 64
 """How many files stay open after the last READ that had no handle of the daemon."""
 MAX_REPEATED = 4096
-"""How many opens may be expected to be repeated."""
+"""How many calls may be expected to be repeated."""
 
 RequestAt = Callable[[int], tuple[int, int, Caller | None]]
 """Handle → (inode, uid, caller) of a request that the fast path has passed on."""
@@ -44,6 +44,25 @@ RequestAt = Callable[[int], tuple[int, int, Caller | None]]
 def no_request(_: int) -> tuple[int, int, Caller | None]:
     """A `RequestAt` where there is no fast path."""
     return 0, UNKNOWN, None
+
+
+class Repetitions:
+    """Calls that the kernel is about to repeat, because they were answered with ESTALE: each one is, once."""
+
+    def __init__(self) -> None:
+        self._expected: set[tuple[int, int]] = set()
+        """(inode, thread)"""
+
+    def ends(self, number: int, caller: Caller) -> bool:
+        """Is this call about an inode a repeated one?"""
+        is_repeated = (number, caller.pid) in self._expected
+        self._expected.discard((number, caller.pid))
+        return is_repeated
+
+    def expect(self, number: int, caller: Caller) -> None:
+        if len(self._expected) == MAX_REPEATED:  # some never are, because their process was killed
+            self._expected.clear()
+        self._expected.add((number, caller.pid))
 
 
 @dataclass(eq=False)
@@ -64,8 +83,7 @@ class OpenFiles:
         # state
         self._recent: OrderedDict[int, OpenFile] = OrderedDict()
         """Inode → the file that READs without a handle of the daemon share, for a while."""
-        self._repeated: set[tuple[int, int]] = set()
-        """(inode, thread): opens that the kernel is about to repeat."""
+        self._repetitions = Repetitions()
 
     def owner_of(self, handle: int) -> tuple[int, Caller | None]:
         """Who opened a handle, or reads by it now: user and process. (UNKNOWN, None) where the daemon cannot know."""
@@ -183,11 +201,7 @@ class OpenFiles:
         execute a file; so an open to execute fails if the kernel does not know the present permissions.
         """
         inode = self.fs.inode(number)
-        opening = number, caller.pid
-        is_repeated = opening in self._repeated
-        self._repeated.discard(opening)
-        if len(self._repeated) == MAX_REPEATED:  # some never are, because their process was killed
-            self._repeated.clear()
+        is_repeated = self._repetitions.ends(number, caller)
         call = partial(self.fs.source.open_file, run=as_admitted if executes else caller.run)
         try:
             fd, now = await self.descriptors.ask_object(number, call, discard=close_opened)
@@ -204,7 +218,7 @@ class OpenFiles:
                 # sendfile and splice ask for no other size than the kernel has (hazard 64). ESTALE makes it look up the
                 # name and open again; not twice, because the file may grow all the time.
                 if may_be_former and not is_repeated:
-                    self._repeated.add(opening)
+                    self._repetitions.expect(number, caller)
                     raise failed(errno.ESTALE)
             if executes and inode.permissions != now.permissions:
                 raise failed(errno.ESTALE)

@@ -5,8 +5,7 @@ EPERM. Its names may change: unlink and rename change the directory. (`Refusals.
 
 A change of a name by this mount moves the ctime, as a change by another node would. Open files continue with the new
 ctime, and fetches that see it wait until the change has been made (`LastChanges.under_way`). It would hide an earlier
-change by another node, so immutable files are compared just before. A file that loses a name stays readable by open
-handles (`Descriptors.keep_readable`). Comparisons then use another name, or a descriptor.
+change by another node, so immutable files are compared just before. Open handles read a file that has lost its name.
 """
 
 import errno
@@ -20,7 +19,7 @@ from typing import TypeVar
 from cachefs.errors import failed
 from cachefs.fs.attributes import Changes
 from cachefs.fs.descriptors import Descriptors
-from cachefs.fs.handles import close_opened, closed_on_error
+from cachefs.fs.handles import Repetitions, close_opened, closed_on_error
 from cachefs.fs.listing_comparison import ListingComparisons
 from cachefs.fs.names import FileSystem
 from cachefs.fs.refusals import Refusals
@@ -53,6 +52,7 @@ class Mutations:
         self._refusals = refusals
         self._source = SourceWriter(filesystem.source)
         self._version = filesystem.immutability.version
+        self._repetitions = Repetitions()
 
     def _check_writable(self, number: int | None = None, *, writer: Caller | None = None) -> None:
         """`writer`: of a change of the contents."""
@@ -108,8 +108,7 @@ class Mutations:
         if link is not None and directory is not None:
             try:
                 self._store(number, await self._fs.call_pool.run(partial(self._fs.source.lstat, directory, link[1])))
-            except OSError:
-                # The change of this mount has been made, whatever has become of the other name.
+            except OSError:  # the change of this mount has been made, whatever has become of the other name
                 self._fs.invalidation.replaced(number)
             return
         async with self._descriptors.descriptor(number, True) as use:
@@ -163,7 +162,7 @@ class Mutations:
         call = partial(self._source.open_file, flags=flags, caller=caller)
         generation = self._fs.source.generation
         with self._fs.immutability.opening_for_writing(number):
-            await self._compare_names(number)
+            await self._compare_names(number, caller)
             await self._fs.before_object_changes(caller, number)
             fd, now = await self._descriptors.ask_object(number, call, discard=close_opened)
         with closed_on_error(fd):
@@ -176,13 +175,16 @@ class Mutations:
         await self._fs.invalidation.overwritten(number)
         return self._descriptors.add_source_handle(number, fd, flags, caller.identity(), generation)
 
-    async def _compare_names(self, number: int) -> None:
-        """Before the contents of a file with several names change: the kernel does not say by which one. Raises ESTALE
-        if one of them leads elsewhere, so that the kernel looks it up again."""
+    async def _compare_names(self, number: int, caller: Caller) -> None:
+        """Before the contents of a file change: the kernel does not say by which name. Raises ESTALE if one leads
+        elsewhere, or was lost a moment ago, so that the kernel looks up the one that it has, and repeats the call."""
+        is_lost = not self._repetitions.ends(number, caller) and self._metadata.has_lost_a_name(number)
         for parent, name in several_links(self._metadata.index, number):
             found = await self._fs.compare(parent, name)
-            if found is None or found.number != number:
-                raise failed(errno.ESTALE)
+            is_lost = is_lost or found is None or found.number != number
+        if is_lost:
+            self._repetitions.expect(number, caller)
+            raise failed(errno.ESTALE)
 
     async def write(self, handle: int, offset: int, data: bytes) -> int:
         opened = self._descriptors.handle(handle)
@@ -220,7 +222,7 @@ class Mutations:
             if opened is not None and opened.writable:
                 now = await self._descriptors.change(opened, lambda fd: self._source.ftruncate(fd, size, caller))
             else:
-                await self._compare_names(number)
+                await self._compare_names(number, caller)
                 truncate = partial(self._source.truncate, size=changes.size, caller=caller)
                 now = await self._descriptors.ask_object(number, truncate, once=True)
             self._store(number, now, written=True)

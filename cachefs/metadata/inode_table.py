@@ -262,8 +262,10 @@ class InodeTable(Validity):
         The kernel caches a pinned name for ever, and this comparison need not be an answer to the kernel. Names that
         were dropped before (`validated_run` 0) are excepted: the kernel was notified then.
         """
-        if dentry is not None and dentry.flags & PINNED and dentry.validated_run and dentry.inode not in (0, unless):
-            self._notifier.drop_soon([(parent, name)])
+        if dentry is not None and dentry.inode not in (0, unless):
+            self.note_lost_name(dentry.inode)
+            if dentry.flags & PINNED and dentry.validated_run:
+                self._notifier.drop_soon([(parent, name)])
 
     def _linked(self, update: Update, inode: Inode) -> Inode:
         """The inode has a name (again). Returns it."""

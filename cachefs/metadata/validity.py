@@ -89,6 +89,8 @@ class Validity:
         """Lowered when the source proves to be unchanged since an earlier run (daemon/tasks.py)."""
         self.changes = LastChanges(clock.monotonic_ns)
         """By this mount."""
+        self._lost_names = LastChanges(clock.monotonic_ns)
+        """Inodes of which a comparison has shown that a name leads elsewhere."""
         self._resized = LastChanges(clock.monotonic_ns)
         """Files of which a comparison has shown another size, which no change by this mount explains."""
 
@@ -191,6 +193,14 @@ class Validity:
         """May the kernel have another size of a file than the record? It ignores an answer if it has received another
         one of the same file since the request: an older one may have been the last that it took."""
         return self._lately(self._resized, number)
+
+    def note_lost_name(self, number: int) -> None:
+        """A comparison has shown that a name leads to this inode no longer."""
+        self._lost_names.note(number)
+
+    def has_lost_a_name(self, number: int) -> bool:
+        """May the kernel take a name for this inode's that leads to another one at the source?"""
+        return self._lately(self._lost_names, number)
 
     def _lately(self, changes: LastChanges, number: int) -> bool:
         return changes.happened_since(number, self._monotonic_ns() - self._unpinned_timeout_ns - ANSWERED_NS)

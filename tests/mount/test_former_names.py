@@ -1,0 +1,84 @@
+"""Writes by a name that the kernel still knows, and that another node has given to another file."""
+
+import os
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import Mount
+
+
+def append(path: Path, data: bytes) -> None:
+    with open(path, "ab", buffering=0) as file:
+        file.write(data)
+
+
+CHANGING = pytest.mark.parametrize(
+    "mode", [(), ("--mutable", "**"), ("--no-fastpath",)], ids=["read-write", "mutable", "no-fastpath"]
+)
+
+
+@pytest.mark.promise("CH-4")
+@CHANGING
+def test_a_log_that_another_node_has_rotated_is_not_written_by_its_former_name(
+    mount: Callable[..., Mount], tmp_path: Path, mode: tuple[str, ...]
+) -> None:
+    """Before: the kernel still knew it by that name, after a look at the new name the index did not, and so the rotated
+    log was changed."""
+    source = tmp_path / "source"
+    source.mkdir()
+    m = mount(source, "--attr-timeout", "60", *mode)
+    (m.path / "log").write_bytes(b"old")
+    for change, content in ((partial(append, data=b"Z"), b"newZ"), (partial(os.truncate, length=1), b"n")):
+        m.drop_caches()
+        assert (m.path / "log").stat().st_size
+        (source / "log").rename(source / "log.1")
+        (source / "log").write_bytes(b"new")
+        rotated = (source / "log.1").read_bytes()
+        assert (m.path / "log.1").stat().st_size == len(rotated)
+        change(m.path / "log")
+        assert (source / "log").read_bytes() == content
+        assert (source / "log.1").read_bytes() == rotated
+
+
+@pytest.mark.promise("CH-4")
+@CHANGING
+def test_a_name_that_another_node_has_replaced_leads_to_the_new_file_after_a_write_by_the_other_name(
+    mount: Callable[..., Mount], tmp_path: Path, mode: tuple[str, ...]
+) -> None:
+    source = tmp_path / "source"
+    source.mkdir()
+    (source / "one").write_bytes(b"old")
+    (source / "other").hardlink_to(source / "one")
+    m = mount(source, "--attr-timeout", "60", *mode)
+    assert (m.path / "one").stat().st_ino == (m.path / "other").stat().st_ino
+    (source / "new").write_bytes(b"new")
+    (source / "new").replace(source / "other")
+    append(m.path / "one", b"1")
+    append(m.path / "other", b"2")
+    assert (source / "one").read_bytes() == b"old1"
+    assert (source / "other").read_bytes() == b"new2"
+
+
+@pytest.mark.promise("CH-1")
+@CHANGING
+def test_a_file_is_opened_by_a_name_that_stayed_when_several_others_are_gone(
+    mount: Callable[..., Mount], tmp_path: Path, mode: tuple[str, ...]
+) -> None:
+    """Before: the first name that was gone ended each attempt, so that every second open failed."""
+    source = tmp_path / "source"
+    source.mkdir()
+    (source / "f0").write_bytes(b"old")
+    for at in range(1, 10):
+        (source / f"f{at}").hardlink_to(source / "f0")
+    m = mount(source, "--attr-timeout", "60", *mode)
+    for at in range(10):
+        assert (m.path / f"f{at}").stat().st_nlink == 10
+    for at in range(4, 10):
+        (source / f"f{at}").unlink()
+    append(m.path / "f0", b"1")
+    append(m.path / "f3", b"2")
+    os.truncate(m.path / "f1", 4)
+    assert (source / "f0").read_bytes() == b"old1"
