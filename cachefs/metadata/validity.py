@@ -203,7 +203,8 @@ class Validity:
         return self._lately(self._lost_names, number)
 
     def _lately(self, changes: LastChanges, number: int) -> bool:
-        return changes.happened_since(number, self._monotonic_ns() - self._unpinned_timeout_ns - ANSWERED_NS)
+        since_ns = self._monotonic_ns() - self._unpinned_timeout_ns - ANSWERED_NS
+        return changes.happened_since(number, max(1, since_ns))  # the machine may just have booted
 
     def remaining_ns(self, inode: Inode) -> int:
         """How long the record is valid from now on: FOREVER_NS, or 0 if it must be compared first."""
