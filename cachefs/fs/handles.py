@@ -30,12 +30,15 @@ from cachefs.source.identity import Changed
 from cachefs.source.shares import UNKNOWN
 from cachefs.stats.metrics import Metrics
 from cachefs.store.index.records import UNLINKED, WRITTEN, Inode
+from cachefs.system.clock import Clock
 from cachefs.system.stat import Stat
 
 RECENT_FILES = 64
 """How many files stay open after the last READ that had no handle of the daemon."""
 MAX_REPEATED = 4096
 """How many calls may be expected to be repeated."""
+REPEATED_WITHIN_S = 2.0
+"""How long a repeated call may take to come: the kernel looks up the path again before."""
 
 RequestAt = Callable[[int], tuple[int, int, Caller | None]]
 """Handle → (inode, uid, caller) of a request that the fast path has passed on."""
@@ -47,22 +50,25 @@ def no_request(_: int) -> tuple[int, int, Caller | None]:
 
 
 class Repetitions:
-    """Calls that the kernel is about to repeat, because they were answered with ESTALE: each one is, once."""
+    """Calls that the kernel is about to repeat, because they were answered with ESTALE: each one is, once.
 
-    def __init__(self) -> None:
-        self._expected: set[tuple[int, int]] = set()
-        """(inode, thread)"""
+    The repeated call may be about another inode, or fail before it gets here.
+    """
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._expected: dict[int, tuple[int, float]] = {}
+        """Thread → inode, and until when."""
 
     def ends(self, number: int, caller: Caller) -> bool:
         """Is this call about an inode a repeated one?"""
-        is_repeated = (number, caller.pid) in self._expected
-        self._expected.discard((number, caller.pid))
-        return is_repeated
+        expected, until_s = self._expected.pop(caller.pid, (0, 0.0))
+        return expected == number and self._clock.monotonic_s() < until_s
 
     def expect(self, number: int, caller: Caller) -> None:
-        if len(self._expected) == MAX_REPEATED:  # some never are, because their process was killed
+        if len(self._expected) == MAX_REPEATED:  # some never come, because their process was killed
             self._expected.clear()
-        self._expected.add((number, caller.pid))
+        self._expected[caller.pid] = number, self._clock.monotonic_s() + REPEATED_WITHIN_S
 
 
 @dataclass(eq=False)
@@ -83,7 +89,7 @@ class OpenFiles:
         # state
         self._recent: OrderedDict[int, OpenFile] = OrderedDict()
         """Inode → the file that READs without a handle of the daemon share, for a while."""
-        self._repetitions = Repetitions()
+        self._repetitions = Repetitions(self.fs.source.clock)
 
     def owner_of(self, handle: int) -> tuple[int, Caller | None]:
         """Who opened a handle, or reads by it now: user and process. (UNKNOWN, None) where the daemon cannot know."""

@@ -52,7 +52,7 @@ class Mutations:
         self._refusals = refusals
         self._source = SourceWriter(filesystem.source)
         self._version = filesystem.immutability.version
-        self._repetitions = Repetitions()
+        self._repetitions = Repetitions(filesystem.source.clock)
 
     def _check_writable(self, number: int | None = None, *, writer: Caller | None = None) -> None:
         """`writer`: of a change of the contents."""

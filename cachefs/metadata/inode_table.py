@@ -12,6 +12,7 @@ from cachefs.contract.index import ROOT_INODE, Table
 from cachefs.errors import IndexUnavailable
 from cachefs.metadata import written_files
 from cachefs.metadata.inode_paths import Paths, directory_of, has_name, link_key, link_value, links_of
+from cachefs.metadata.last_changes import LastChanges
 from cachefs.metadata.limit import InodeLimit
 from cachefs.metadata.mutable_names import MutableNames
 from cachefs.metadata.notifier import Notifier
@@ -74,6 +75,7 @@ class InodeTable(Validity):
         # state
         self.paths = Paths(run.number, clock.monotonic_ns)
         self.mutable_names = MutableNames(options.mutable_paths, options.mutable_names, self.paths)
+        self.changes = LastChanges(clock.monotonic_ns)
         self._may_hold_results = options.pins_files and not options.read_only and not options.immutable
         self._are_results: bool | None = None
         """Is there a directory that holds results? None: not known."""

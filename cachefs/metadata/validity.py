@@ -87,12 +87,10 @@ class Validity:
         # state
         self.floor = run.floor
         """Lowered when the source proves to be unchanged since an earlier run (daemon/tasks.py)."""
-        self.changes = LastChanges(clock.monotonic_ns)
-        """By this mount."""
         self._lost_names = LastChanges(clock.monotonic_ns)
         """Inodes of which a comparison has shown that a name leads elsewhere."""
         self._resized = LastChanges(clock.monotonic_ns)
-        """Files of which a comparison has shown another size, which no change by this mount explains."""
+        """Files of which a comparison has shown another size."""
 
     @property
     def recent_ns(self) -> int:
@@ -186,12 +184,12 @@ class Validity:
 
     def note_size(self, before: Inode, now: Stat) -> None:
         """A comparison has shown the size of a file."""
-        if before.is_regular and before.size != now.size and not self._lately(self.changes, before.number):
+        if before.is_regular and before.size != now.size:
             self._resized.note(before.number)
 
     def may_have_former_size(self, number: int) -> bool:
         """May the kernel have another size of a file than the record? It ignores an answer if it has received another
-        one of the same file since the request: an older one may have been the last that it took."""
+        one of the same file since the request, or a notification: an older one may have been the last that it took."""
         return self._lately(self._resized, number)
 
     def note_lost_name(self, number: int) -> None:

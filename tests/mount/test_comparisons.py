@@ -216,6 +216,35 @@ def test_sendfile_gets_all_of_a_mutable_file_that_others_look_at(mount: MakeMoun
             thread.join()
 
 
+@pytest.mark.full_age
+@pytest.mark.promise("EX-8")
+def test_sendfile_gets_all_of_a_mutable_file_that_another_node_rewrote_just_after_this_one(
+    mount: MakeMount, tmp_path: Path
+) -> None:
+    """The kernel may have dropped the answer with the new size, because of a notification."""
+    source, chance = tmp_path / "source", random.Random(1)
+    source.mkdir()
+    names = [str(number) for number in range(4)]
+    sizes = dict.fromkeys(names, 0)
+    for name in names:
+        (source / name).touch()
+    m = mount(source, "--mutable", "**")
+    for _ in range(30):
+        name = chance.choice(names)
+        size = 0 if sizes[name] and chance.random() < 0.6 else chance.choice([100, 4096, 50_000])
+        if chance.random() < 0.7:
+            fd = os.open(m.path / name, os.O_WRONLY | os.O_TRUNC)
+            os.write(fd, bytes(chance.choice([0, 10, 300])))
+            os.close(fd)
+            time.sleep(chance.choice([0, 0.02, 0.3]))
+        sizes[name] = size
+        (source / name).write_bytes(bytes(size))
+        with open(m.path / name, "rb") as opened, (tmp_path / "copy").open("wb") as copy:
+            while os.sendfile(copy.fileno(), opened.fileno(), None, 1 << 20):
+                pass
+        assert (tmp_path / "copy").stat().st_size == size
+
+
 @pytest.mark.promise("EX-8")
 def test_a_mutable_file_that_grows_all_the_time_can_be_opened(mount: MakeMount, tmp_path: Path) -> None:
     source = tmp_path / "source"

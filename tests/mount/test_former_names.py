@@ -1,6 +1,7 @@
 """Writes by a name that the kernel still knows, and that another node has given to another file."""
 
 import os
+import threading
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -82,3 +83,31 @@ def test_a_file_is_opened_by_a_name_that_stayed_when_several_others_are_gone(
     append(m.path / "f3", b"2")
     os.truncate(m.path / "f1", 4)
     assert (source / "f0").read_bytes() == b"old1"
+
+
+def open_in_another_thread(path: Path) -> None:
+    thread = threading.Thread(target=append, args=(path, b""))
+    thread.start()
+    thread.join()
+
+
+@pytest.mark.promise("CH-4")
+@CHANGING
+def test_a_second_name_that_is_replaced_is_looked_up_again_as_well(
+    mount: Callable[..., Mount], tmp_path: Path, mode: tuple[str, ...]
+) -> None:
+    """Regression: the call that was repeated for the first name reached another file, and so the next one counted as
+    repeated."""
+    source = tmp_path / "source"
+    source.mkdir()
+    (source / "stays").write_bytes(b"old")
+    m = mount(source, "--attr-timeout", "60", *mode)
+    for name in ("first", "second"):
+        (m.path / name).hardlink_to(m.path / "stays")
+        assert (m.path / name).stat().st_ino == (m.path / "stays").stat().st_ino
+        (source / "new").write_bytes(b"new")
+        (source / "new").replace(source / name)
+        open_in_another_thread(m.path / "stays")
+        append(m.path / name, b"1")
+        assert (source / name).read_bytes() == b"new1"
+        assert (source / "stays").read_bytes() == b"old"
