@@ -14,6 +14,7 @@ import stat
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from itertools import islice
 from typing import TypeVar
 
 from cachefs.errors import failed
@@ -24,7 +25,7 @@ from cachefs.fs.listing_comparison import ListingComparisons
 from cachefs.fs.names import FileSystem
 from cachefs.fs.refusals import Refusals
 from cachefs.metadata import inode_values
-from cachefs.metadata.inode_paths import several_links
+from cachefs.metadata.inode_paths import MOST_NAMES, several_links
 from cachefs.source.credentials import CAP_SETFCAP, Caller, unknown_writer
 from cachefs.source.directories import Directory
 from cachefs.source.identity import Changed, Renamed
@@ -55,7 +56,6 @@ class Mutations:
         self._repetitions = Repetitions(filesystem.source.clock)
 
     def _check_writable(self, number: int | None = None, *, writer: Caller | None = None) -> None:
-        """`writer`: of a change of the contents."""
         if self._fs.options.read_only:
             raise failed(errno.EROFS)
         if number is not None and self._fs.immutability.refuses_changes(self._fs.inode(number)):
@@ -175,11 +175,11 @@ class Mutations:
         await self._fs.invalidation.overwritten(number)
         return self._descriptors.add_source_handle(number, fd, flags, caller.identity(), generation)
 
-    async def _compare_names(self, number: int, caller: Caller) -> None:
-        """Before the contents of a file change: the kernel does not say by which name. Raises ESTALE if one leads
+    async def _compare_names(self, number: int, caller: Caller, most: int | None = None) -> None:
+        """Before a file is changed or linked: the kernel does not say by which name. Raises ESTALE if one leads
         elsewhere, or was lost a moment ago, so that the kernel looks up the one that it has, and repeats the call."""
         is_lost = not self._repetitions.ends(number, caller) and self._metadata.has_lost_a_name(number)
-        for parent, name in several_links(self._metadata.index, number):
+        for parent, name in islice(several_links(self._metadata.index, number), most):
             found = await self._fs.compare(parent, name)
             is_lost = is_lost or found is None or found.number != number
         if is_lost:
@@ -259,9 +259,7 @@ class Mutations:
         pyfuse3 does not pass on whether a time is "now"; the fast path does. Without it, a caller that neither owns the
         file nor has CAP_FOWNER means "now": the kernel allows nothing else.
         """
-        now = changes.now
-        if now is None:
-            now = (not self._owns(caller, self._fs.inode(number)),) * 2
+        now = changes.now or (not self._owns(caller, self._fs.inode(number)),) * 2
         atime, mtime = (
             (0, UTIME_OMIT) if time_ns is None else (0, UTIME_NOW) if is_now else divmod(time_ns, NANOSECONDS)
             for time_ns, is_now in zip((changes.atime_ns, changes.mtime_ns), now, strict=True)
@@ -313,6 +311,7 @@ class Mutations:
 
     async def link(self, number: int, parent: int, name: bytes, caller: Caller) -> Inode:
         self._check_writable()
+        await self._compare_names(number, caller, most=MOST_NAMES)
         async with self._metadata.changes.under_way(number):
             at, version, new = self._fs.object_of(number), self._version(number), self._fs.directory(parent)
             call = partial(self._source.link, at, version, new, name, caller)

@@ -111,3 +111,42 @@ def test_a_second_name_that_is_replaced_is_looked_up_again_as_well(
         append(m.path / name, b"1")
         assert (source / name).read_bytes() == b"new1"
         assert (source / "stays").read_bytes() == b"old"
+
+
+@pytest.mark.promise("CH-4")
+@CHANGING
+def test_a_link_to_a_name_that_another_node_has_replaced_is_one_to_the_new_file(
+    mount: Callable[..., Mount], tmp_path: Path, mode: tuple[str, ...]
+) -> None:
+    source = tmp_path / "source"
+    source.mkdir()
+    (source / "one").write_bytes(b"old")
+    (source / "other").hardlink_to(source / "one")
+    m = mount(source, "--attr-timeout", "60", *mode)
+    assert (m.path / "other").stat().st_ino == (m.path / "one").stat().st_ino
+    (source / "new").write_bytes(b"new")
+    (source / "new").replace(source / "other")
+    (m.path / "link").hardlink_to(m.path / "other")
+    assert (source / "link").read_bytes() == b"new"
+
+
+@pytest.mark.promise("CH-4")
+@CHANGING
+def test_several_names_that_other_nodes_have_replaced_are_each_looked_up_again(
+    mount: Callable[..., Mount], tmp_path: Path, mode: tuple[str, ...]
+) -> None:
+    source = tmp_path / "source"
+    source.mkdir()
+    names = [f"f{number}" for number in range(4)]
+    (source / "stays").write_bytes(b"old")
+    for name in names:
+        (source / name).hardlink_to(source / "stays")
+    m = mount(source, "--attr-timeout", "60", *mode)
+    assert len({path.stat().st_ino for path in m.path.iterdir()}) == 1
+    for name in names:
+        (source / "new").write_bytes(b"new")
+        (source / "new").replace(source / name)
+    for name in names:
+        append(m.path / name, b"1")
+        assert (source / name).read_bytes() == b"new1"
+    assert (source / "stays").read_bytes() == b"old"
