@@ -56,6 +56,7 @@ class Mutations:
         self._repetitions = Repetitions(filesystem.source.clock)
 
     def _check_writable(self, number: int | None = None, *, writer: Caller | None = None) -> None:
+        """`writer`: of a change of the contents."""
         if self._fs.options.read_only:
             raise failed(errno.EROFS)
         if number is not None and self._fs.immutability.refuses_changes(self._fs.inode(number)):

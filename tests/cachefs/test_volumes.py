@@ -36,7 +36,7 @@ def test_a_source_whose_numbers_do_not_stay_is_so_after_it_is_mounted_anew() -> 
 
 
 @pytest.mark.parametrize("is_late", [False, True])
-def test_what_is_in_a_subvolume_that_was_just_deleted_is_stale(
+def test_an_object_of_a_deleted_subvolume_is_stale(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_late: bool
 ) -> None:
     """Regression: it has no device number any more, which was a bug in the look-up, answered with EIO."""

@@ -16,6 +16,27 @@ def append(path: Path, data: bytes) -> None:
         file.write(data)
 
 
+def make_names(directory: Path, first: str, *others: str) -> None:
+    """Of one file."""
+    (directory / first).write_bytes(b"old")
+    for name in others:
+        (directory / name).hardlink_to(directory / first)
+
+
+def replace(path: Path) -> None:
+    """By another file, as another node does."""
+    new = path.with_name("new")
+    new.write_bytes(b"new")
+    new.replace(path)
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    made = tmp_path / "source"
+    made.mkdir()
+    return made
+
+
 CHANGING = pytest.mark.parametrize(
     "mode", [(), ("--mutable", "**"), ("--no-fastpath",)], ids=["read-write", "mutable", "no-fastpath"]
 )
@@ -24,12 +45,10 @@ CHANGING = pytest.mark.parametrize(
 @pytest.mark.promise("CH-4")
 @CHANGING
 def test_a_log_that_another_node_has_rotated_is_not_written_by_its_former_name(
-    mount: Callable[..., Mount], tmp_path: Path, mode: tuple[str, ...]
+    mount: Callable[..., Mount], source: Path, mode: tuple[str, ...]
 ) -> None:
     """Before: the kernel still knew it by that name, after a look at the new name the index did not, and so the rotated
     log was changed."""
-    source = tmp_path / "source"
-    source.mkdir()
     m = mount(source, "--attr-timeout", "60", *mode)
     (m.path / "log").write_bytes(b"old")
     for change, content in ((partial(append, data=b"Z"), b"newZ"), (partial(os.truncate, length=1), b"n")):
@@ -47,16 +66,12 @@ def test_a_log_that_another_node_has_rotated_is_not_written_by_its_former_name(
 @pytest.mark.promise("CH-4")
 @CHANGING
 def test_a_name_that_another_node_has_replaced_leads_to_the_new_file_after_a_write_by_the_other_name(
-    mount: Callable[..., Mount], tmp_path: Path, mode: tuple[str, ...]
+    mount: Callable[..., Mount], source: Path, mode: tuple[str, ...]
 ) -> None:
-    source = tmp_path / "source"
-    source.mkdir()
-    (source / "one").write_bytes(b"old")
-    (source / "other").hardlink_to(source / "one")
+    make_names(source, "one", "other")
     m = mount(source, "--attr-timeout", "60", *mode)
     assert (m.path / "one").stat().st_ino == (m.path / "other").stat().st_ino
-    (source / "new").write_bytes(b"new")
-    (source / "new").replace(source / "other")
+    replace(source / "other")
     append(m.path / "one", b"1")
     append(m.path / "other", b"2")
     assert (source / "one").read_bytes() == b"old1"
@@ -66,14 +81,10 @@ def test_a_name_that_another_node_has_replaced_leads_to_the_new_file_after_a_wri
 @pytest.mark.promise("CH-1")
 @CHANGING
 def test_a_file_is_opened_by_a_name_that_stayed_when_several_others_are_gone(
-    mount: Callable[..., Mount], tmp_path: Path, mode: tuple[str, ...]
+    mount: Callable[..., Mount], source: Path, mode: tuple[str, ...]
 ) -> None:
     """Before: the first name that was gone ended each attempt, so that every second open failed."""
-    source = tmp_path / "source"
-    source.mkdir()
-    (source / "f0").write_bytes(b"old")
-    for at in range(1, 10):
-        (source / f"f{at}").hardlink_to(source / "f0")
+    make_names(source, *(f"f{at}" for at in range(10)))
     m = mount(source, "--attr-timeout", "60", *mode)
     for at in range(10):
         assert (m.path / f"f{at}").stat().st_nlink == 10
@@ -94,19 +105,16 @@ def open_in_another_thread(path: Path) -> None:
 @pytest.mark.promise("CH-4")
 @CHANGING
 def test_a_second_name_that_is_replaced_is_looked_up_again_as_well(
-    mount: Callable[..., Mount], tmp_path: Path, mode: tuple[str, ...]
+    mount: Callable[..., Mount], source: Path, mode: tuple[str, ...]
 ) -> None:
     """Regression: the call that was repeated for the first name reached another file, and so the next one counted as
     repeated."""
-    source = tmp_path / "source"
-    source.mkdir()
-    (source / "stays").write_bytes(b"old")
+    make_names(source, "stays")
     m = mount(source, "--attr-timeout", "60", *mode)
     for name in ("first", "second"):
         (m.path / name).hardlink_to(m.path / "stays")
         assert (m.path / name).stat().st_ino == (m.path / "stays").stat().st_ino
-        (source / "new").write_bytes(b"new")
-        (source / "new").replace(source / name)
+        replace(source / name)
         open_in_another_thread(m.path / "stays")
         append(m.path / name, b"1")
         assert (source / name).read_bytes() == b"new1"
@@ -116,16 +124,12 @@ def test_a_second_name_that_is_replaced_is_looked_up_again_as_well(
 @pytest.mark.promise("CH-4")
 @CHANGING
 def test_a_link_to_a_name_that_another_node_has_replaced_is_one_to_the_new_file(
-    mount: Callable[..., Mount], tmp_path: Path, mode: tuple[str, ...]
+    mount: Callable[..., Mount], source: Path, mode: tuple[str, ...]
 ) -> None:
-    source = tmp_path / "source"
-    source.mkdir()
-    (source / "one").write_bytes(b"old")
-    (source / "other").hardlink_to(source / "one")
+    make_names(source, "one", "other")
     m = mount(source, "--attr-timeout", "60", *mode)
     assert (m.path / "other").stat().st_ino == (m.path / "one").stat().st_ino
-    (source / "new").write_bytes(b"new")
-    (source / "new").replace(source / "other")
+    replace(source / "other")
     (m.path / "link").hardlink_to(m.path / "other")
     assert (source / "link").read_bytes() == b"new"
 
@@ -133,19 +137,14 @@ def test_a_link_to_a_name_that_another_node_has_replaced_is_one_to_the_new_file(
 @pytest.mark.promise("CH-4")
 @CHANGING
 def test_several_names_that_other_nodes_have_replaced_are_each_looked_up_again(
-    mount: Callable[..., Mount], tmp_path: Path, mode: tuple[str, ...]
+    mount: Callable[..., Mount], source: Path, mode: tuple[str, ...]
 ) -> None:
-    source = tmp_path / "source"
-    source.mkdir()
     names = [f"f{number}" for number in range(4)]
-    (source / "stays").write_bytes(b"old")
-    for name in names:
-        (source / name).hardlink_to(source / "stays")
+    make_names(source, "stays", *names)
     m = mount(source, "--attr-timeout", "60", *mode)
     assert len({path.stat().st_ino for path in m.path.iterdir()}) == 1
     for name in names:
-        (source / "new").write_bytes(b"new")
-        (source / "new").replace(source / name)
+        replace(source / name)
     for name in names:
         append(m.path / name, b"1")
         assert (source / name).read_bytes() == b"new1"

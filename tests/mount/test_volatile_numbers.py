@@ -399,7 +399,7 @@ def test_a_successor_knows_it_of_a_source_that_was_detached(mount: MakeMount, vo
 def test_directories_whose_descriptors_do_not_follow_their_paths_exchange_their_names(
     tmp_path: Path, mount: MakeMount, mode: str
 ) -> None:
-    """Of a FUSE filesystem on libfuse's other interface, here another cachefs beneath the source.
+    """Another cachefs beneath the source stands for a FUSE filesystem on libfuse's low-level interface.
 
     Before: the descriptor of the first directory led to what had been the second, for ever.
     """

@@ -20,7 +20,7 @@
 #define STATX_MNT_ID_UNIQUE 0x4000u /* Linux 6.8 */
 #endif
 #define HANDLE_INO32 1    /* FILEID_INO32_GEN */
-#define HANDLE_INO64 0x81 /* of XFS */
+#define HANDLE_INO64 0x81 /* XFS with inode numbers of 64 bits */
 #define OPEN_TRIES 4
 #define READ_FLAGS (O_RDONLY | O_NONBLOCK | O_NOCTTY)
 #define MAX_GROUPS 256 /* more than root has */
