@@ -30,15 +30,10 @@ from cachefs.source.identity import Changed
 from cachefs.source.shares import UNKNOWN
 from cachefs.stats.metrics import Metrics
 from cachefs.store.index.records import UNLINKED, WRITTEN, Inode
-from cachefs.system.clock import Clock
 from cachefs.system.stat import Stat
 
 RECENT_FILES = 64
 """How many files stay open after the last READ that had no handle of the daemon."""
-MAX_REPEATED = 4096
-"""How many calls may be expected to be repeated."""
-REPEATED_WITHIN_S = 2.0
-"""How long a repeated call may take to come: the kernel looks up the path again before."""
 
 RequestAt = Callable[[int], tuple[int, int, Caller | None]]
 """Handle → (inode, uid, caller) of a request that the fast path has passed on."""
@@ -47,28 +42,6 @@ RequestAt = Callable[[int], tuple[int, int, Caller | None]]
 def no_request(_: int) -> tuple[int, int, Caller | None]:
     """A `RequestAt` where there is no fast path."""
     return 0, UNKNOWN, None
-
-
-class Repetitions:
-    """Calls that the kernel is about to repeat, because they were answered with ESTALE: each one is, once.
-
-    The repeated call may be about another inode, or fail before it gets here.
-    """
-
-    def __init__(self, clock: Clock) -> None:
-        self._clock = clock
-        self._expected: dict[int, tuple[int, float]] = {}
-        """Thread → inode, and until when."""
-
-    def ends(self, number: int, caller: Caller) -> bool:
-        """Is this call about an inode a repeated one?"""
-        expected, until_s = self._expected.pop(caller.pid, (0, 0.0))
-        return expected == number and self._clock.monotonic_s() < until_s
-
-    def expect(self, number: int, caller: Caller) -> None:
-        if len(self._expected) == MAX_REPEATED:  # some never come, because their process was killed
-            self._expected.clear()
-        self._expected[caller.pid] = number, self._clock.monotonic_s() + REPEATED_WITHIN_S
 
 
 @dataclass(eq=False)
@@ -89,7 +62,6 @@ class OpenFiles:
         # state
         self._recent: OrderedDict[int, OpenFile] = OrderedDict()
         """Inode → the file that READs without a handle of the daemon share, for a while."""
-        self._repetitions = Repetitions(self.fs.source.clock)
 
     def owner_of(self, handle: int) -> tuple[int, Caller | None]:
         """Who opened a handle, or reads by it now: user and process. (UNKNOWN, None) where the daemon cannot know."""
@@ -207,7 +179,7 @@ class OpenFiles:
         execute a file; so an open to execute fails if the kernel does not know the present permissions.
         """
         inode = self.fs.inode(number)
-        is_repeated = self._repetitions.ends(number, caller)
+        is_repeated = self.fs.repetitions.ends(number, caller)
         call = partial(self.fs.source.open_file, run=as_admitted if executes else caller.run)
         try:
             fd, now = await self.descriptors.ask_object(number, call, discard=close_opened)
@@ -224,7 +196,6 @@ class OpenFiles:
                 # sendfile and splice ask for no other size than the kernel has (hazard 64). ESTALE makes it look up the
                 # name and open again; not twice, because the file may grow all the time.
                 if may_be_former and not is_repeated:
-                    self._repetitions.expect(number, caller)
                     raise failed(errno.ESTALE)
             if executes and inode.permissions != now.permissions:
                 raise failed(errno.ESTALE)

@@ -20,7 +20,7 @@ from typing import TypeVar
 from cachefs.errors import failed
 from cachefs.fs.attributes import Changes
 from cachefs.fs.descriptors import Descriptors
-from cachefs.fs.handles import Repetitions, close_opened, closed_on_error
+from cachefs.fs.handles import close_opened, closed_on_error
 from cachefs.fs.listing_comparison import ListingComparisons
 from cachefs.fs.names import FileSystem
 from cachefs.fs.refusals import Refusals
@@ -53,7 +53,6 @@ class Mutations:
         self._refusals = refusals
         self._source = SourceWriter(filesystem.source)
         self._version = filesystem.immutability.version
-        self._repetitions = Repetitions(filesystem.source.clock)
 
     def _check_writable(self, number: int | None = None, *, writer: Caller | None = None) -> None:
         """`writer`: of a change of the contents."""
@@ -179,12 +178,11 @@ class Mutations:
     async def _compare_names(self, number: int, caller: Caller, most: int | None = None) -> None:
         """Before a file is changed or linked: the kernel does not say by which name. Raises ESTALE if one leads
         elsewhere, or was lost a moment ago, so that the kernel looks up the one that it has, and repeats the call."""
-        is_lost = not self._repetitions.ends(number, caller) and self._metadata.has_lost_a_name(number)
+        is_lost = not self._fs.repetitions.ends(number, caller) and self._metadata.has_lost_a_name(number)
         for parent, name in islice(several_links(self._metadata.index, number), most):
             found = await self._fs.compare(parent, name)
             is_lost = is_lost or found is None or found.number != number
         if is_lost:
-            self._repetitions.expect(number, caller)
             raise failed(errno.ESTALE)
 
     async def write(self, handle: int, offset: int, data: bytes) -> int:

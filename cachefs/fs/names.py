@@ -27,6 +27,7 @@ from cachefs.fs import permissions
 from cachefs.fs.immutability import Immutability
 from cachefs.fs.invalidation import Invalidation
 from cachefs.fs.permissions import Permissions, Step
+from cachefs.fs.refusals import Repetitions
 from cachefs.metadata.inode_cache import InodeCache
 from cachefs.metadata.inode_paths import SecondName, check_only_name
 from cachefs.metadata.notifier import Notifier
@@ -72,6 +73,7 @@ class FileSystem:
         self.permissions = Permissions(
             self.metadata, self.source, self.call_pool, self.notifier, self.options, self.words
         )
+        self.repetitions = Repetitions(self.source.clock.monotonic_s)
         # state
         self.lookups = 0
         """How many there were: shows background work that requests wait."""

@@ -1,4 +1,4 @@
-"""Refusals: requests that fail because a file is immutable, or is not what was pinned.
+"""Refusals: requests that fail because a file is immutable, or is not what was pinned or looked up.
 
 A job gets EPERM or ESTALE, and no reason. So the daemon counts each refusal and logs the first one of each path, with
 the reason and the remedy.
@@ -7,6 +7,10 @@ A library whose open for writing was refused removes the file in its error handl
 own unfinished output (hazard 37). So a process that was refused to write to a file cannot unlink it for `CLEAN_UP_S`.
 The kernel names the calling thread; `Caller.process` finds its process. A successor daemon does not know what its
 predecessor refused: error handling follows the refusal within milliseconds.
+
+The kernel repeats a call by a path that was answered with ESTALE, once, after it has looked up the path again. A second
+ESTALE would reach the job. So a call that fails only to have the path looked up (because the kernel may have the inode
+of a name's former file, or a former size) does not when it is repeated.
 """
 
 import logging
@@ -28,6 +32,10 @@ CLEAN_UP_S = 10.0
 """How long a process that was refused to write to a file cannot unlink it."""
 MOST_WRITERS = 10_000
 """How many refused writers are remembered; the oldest ones are forgotten first."""
+REPEATED_WITHIN_S = 2.0
+"""How long a repeated call may take to come: the kernel looks up the path again before."""
+MOST_REPEATED = 4096
+"""How many calls may be expected to be repeated."""
 
 
 class Refusals:
@@ -111,3 +119,30 @@ class Refusals:
                 return one_line(self._metadata.paths.path(view, number))
         except OSError:  # no name leads to it any more
             return f"inode {number}"
+
+
+class Repetitions:
+    """Calls that the kernel is about to repeat. One may be about another inode then, or fail before it gets here."""
+
+    def __init__(self, monotonic_s: Callable[[], float]) -> None:
+        # dependencies
+        self._monotonic_s = monotonic_s
+        # state
+        self._expected: dict[int, tuple[float, set[int]]] = {}
+        """Thread → until when, and the inodes that the call may be about."""
+
+    def expect(self, number: int, caller: Caller) -> None:
+        """A call about an inode is being answered with ESTALE. The fast path may answer the look-ups that follow: it
+        may be repeated about the same inode without any `looked_up`."""
+        if len(self._expected) == MOST_REPEATED:  # some never come, because their process was killed
+            self._expected.clear()
+        self._expected[caller.pid] = self._monotonic_s() + REPEATED_WITHIN_S, {number}
+
+    def looked_up(self, number: int, caller: Caller) -> None:
+        if caller.pid in self._expected:
+            self._expected[caller.pid][1].add(number)
+
+    def ends(self, number: int, caller: Caller) -> bool:
+        """Is this call about an inode a repeated one?"""
+        until_s, numbers = self._expected.pop(caller.pid, (0.0, set()))
+        return number in numbers and self._monotonic_s() < until_s

@@ -76,6 +76,8 @@ def _handler(function: Callable[P, Awaitable[R]]) -> Callable[P, Coroutine[Any, 
         try:
             return await function(*args, **kwargs)
         except OSError as error:
+            if error.errno == errno.ESTALE:
+                _expect_repetition(operations, args)
             raise pyfuse3.FUSEError(errno_of(error)) from None
         except Exception as error:
             if met_damage(error):  # logged: from now on what cannot be read counts as unknown
@@ -115,6 +117,12 @@ def _owner_of(operations: "Operations", name: str, args: tuple[Any, ...]) -> tup
     if name in _OF_DIRECTORIES:
         return operations.directories.owner_of(args[1])
     return UNKNOWN, None
+
+
+def _expect_repetition(operations: "Operations", args: tuple[Any, ...]) -> None:
+    """The request is being answered with ESTALE: the kernel repeats it, unless it is by a handle."""
+    if isinstance(args[-1], pyfuse3.RequestContext) and args[1] is not args[-1]:
+        operations.fs.repetitions.expect(args[1], _caller(args[-1]))
 
 
 def _attributes(inode: Inode, timeout_s: float) -> pyfuse3.EntryAttributes:
@@ -187,7 +195,11 @@ class Operations(pyfuse3.Operations):
 
     @_handler
     async def lookup(self, parent_inode, name, ctx):  # type: ignore[no-untyped-def]
-        return _entry(await self.fs.lookup(parent_inode, name, _caller(ctx)))
+        caller = _caller(ctx)
+        entry = await self.fs.lookup(parent_inode, name, caller)
+        if entry.inode is not None:
+            self.fs.repetitions.looked_up(entry.inode.number, caller)
+        return _entry(entry)
 
     @_handler
     async def getattr(self, inode, ctx):  # type: ignore[no-untyped-def]

@@ -4,7 +4,16 @@ import os
 
 import pytest
 
-from cachefs.fs.refusals import CLEAN_UP_S, MOST_PATHS, MOST_WRITERS, PERIOD_S, Refusals
+from cachefs.fs.refusals import (
+    CLEAN_UP_S,
+    MOST_PATHS,
+    MOST_REPEATED,
+    MOST_WRITERS,
+    PERIOD_S,
+    REPEATED_WITHIN_S,
+    Refusals,
+    Repetitions,
+)
 from cachefs.options import Options
 from cachefs.source.credentials import Caller
 from cachefs.stats.metrics import Metrics
@@ -59,3 +68,29 @@ def test_refused_writers_are_bounded(index: Index) -> None:
     for number in range(MOST_WRITERS + 1):
         refusals.immutable(number, Caller(1000, 1000, 0))
     assert [refusals.protects(number, Caller(1000, 1000, 0)) for number in (0, 1, MOST_WRITERS)] == [False, True, True]
+
+
+def test_a_call_is_repeated_once_about_the_same_inode_or_one_that_its_thread_has_looked_up() -> None:
+    now_s = 0.0
+    repetitions = Repetitions(lambda: now_s)
+    one, other = Caller(0, 0, 1), Caller(0, 0, 2)
+    repetitions.looked_up(7, one)
+    assert not repetitions.ends(7, one)
+    for number, is_repeated in ((6, True), (7, True), (8, False), (9, False)):
+        repetitions.expect(6, one)
+        repetitions.looked_up(7, one)
+        repetitions.looked_up(9, other)
+        assert not repetitions.ends(6, other)
+        assert repetitions.ends(number, one) is is_repeated
+        assert not repetitions.ends(6, one)
+    repetitions.expect(6, one)
+    now_s += REPEATED_WITHIN_S
+    assert not repetitions.ends(6, one)
+
+
+def test_expected_repetitions_are_bounded() -> None:
+    repetitions = Repetitions(lambda: 0.0)
+    for thread in range(MOST_REPEATED + 1):
+        repetitions.expect(6, Caller(0, 0, thread))
+    assert not repetitions.ends(6, Caller(0, 0, 1))
+    assert repetitions.ends(6, Caller(0, 0, MOST_REPEATED))
