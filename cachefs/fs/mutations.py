@@ -178,7 +178,7 @@ class Mutations:
     async def _compare_names(self, number: int, caller: Caller, most: int | None = None) -> None:
         """Before a file is changed or linked: the kernel does not say by which name. Raises ESTALE if one leads
         elsewhere, or was lost a moment ago, so that the kernel looks up the one that it has, and repeats the call."""
-        is_lost = not self._fs.repetitions.ends(number, caller) and self._metadata.has_lost_a_name(number)
+        is_lost = not self._fs.repetitions.has(number, caller) and self._metadata.has_lost_a_name(number)
         for parent, name in islice(several_links(self._metadata.index, number), most):
             found = await self._fs.compare(parent, name)
             is_lost = is_lost or found is None or found.number != number

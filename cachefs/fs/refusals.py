@@ -131,18 +131,23 @@ class Repetitions:
         self._expected: dict[int, tuple[float, set[int]]] = {}
         """Thread → until when, and the inodes that the call may be about."""
 
-    def expect(self, number: int, caller: Caller) -> None:
-        """A call about an inode is being answered with ESTALE. The fast path may answer the look-ups that follow: it
-        may be repeated about the same inode without any `looked_up`."""
-        if len(self._expected) == MOST_REPEATED:  # some never come, because their process was killed
-            self._expected.clear()
-        self._expected[caller.pid] = self._monotonic_s() + REPEATED_WITHIN_S, {number}
+    def answered(self, number: int, caller: Caller, *, is_stale: bool) -> None:
+        """A call about an inode is being answered, `is_stale`: with ESTALE.
+
+        The fast path may answer the look-ups that follow: it may be repeated about the same inode without `looked_up`.
+        """
+        was_repeated = self.has(number, caller)
+        self._expected.pop(caller.pid, None)
+        if is_stale and not was_repeated:
+            if len(self._expected) == MOST_REPEATED:  # some never come, because their process was killed
+                self._expected.clear()
+            self._expected[caller.pid] = self._monotonic_s() + REPEATED_WITHIN_S, {number}
 
     def looked_up(self, number: int, caller: Caller) -> None:
         if caller.pid in self._expected:
             self._expected[caller.pid][1].add(number)
 
-    def ends(self, number: int, caller: Caller) -> bool:
-        """Is this call about an inode a repeated one?"""
-        until_s, numbers = self._expected.pop(caller.pid, (0.0, set()))
+    def has(self, number: int, caller: Caller) -> bool:
+        """Is this call about an inode, which is not answered yet, a repeated one?"""
+        until_s, numbers = self._expected.get(caller.pid, (0.0, set()))
         return number in numbers and self._monotonic_s() < until_s

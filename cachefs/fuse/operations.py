@@ -48,6 +48,8 @@ _OF_FILES = frozenset({"read", "write", "fsync", "flush", "release"})
 _OF_DIRECTORIES = frozenset({"readdir", "fsyncdir", "releasedir"})
 _REPEATABLE = frozenset({"lookup", "getattr", "readlink", "open", "read", "readdir", "getxattr", "listxattr"})
 """They change nothing at the source; an open may make a file immutable, or truncate it, twice."""
+_BY_PATH = frozenset({"open", "setattr", "link"})
+"""Requests about the inode to which a path led (`Repetitions`)."""
 _RELEASES = frozenset({"release", "releasedir"})
 """Never refused: they free something."""
 MAX_REQUESTS = 16384
@@ -60,6 +62,7 @@ def _handler(function: Callable[P, Awaitable[R]]) -> Callable[P, Coroutine[Any, 
     name = function.__name__
     kind = _KINDS.get(name, "other")
     refusable = name not in _RELEASES
+    by_path = name in _BY_PATH
 
     @functools.wraps(function)
     async def wrapped(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -73,11 +76,11 @@ def _handler(function: Callable[P, Awaitable[R]]) -> Callable[P, Coroutine[Any, 
         shares.act_for(owner, caller)
         requests.take(owner)
         began_ns = time.monotonic_ns()
+        is_stale = False
         try:
             return await function(*args, **kwargs)
         except OSError as error:
-            if error.errno == errno.ESTALE:
-                _expect_repetition(operations, args)
+            is_stale = error.errno == errno.ESTALE
             raise pyfuse3.FUSEError(errno_of(error)) from None
         except Exception as error:
             if met_damage(error):  # logged: from now on what cannot be read counts as unknown
@@ -86,6 +89,8 @@ def _handler(function: Callable[P, Awaitable[R]]) -> Callable[P, Coroutine[Any, 
             raise pyfuse3.FUSEError(errno.EIO) from None
         finally:
             requests.give(owner)
+            if by_path and caller is not None:
+                operations.fs.repetitions.answered(args[1], caller, is_stale=is_stale)
             if name != _READ:
                 operations.latencies.note(kind, time.monotonic_ns() - began_ns)
 
@@ -117,12 +122,6 @@ def _owner_of(operations: "Operations", name: str, args: tuple[Any, ...]) -> tup
     if name in _OF_DIRECTORIES:
         return operations.directories.owner_of(args[1])
     return UNKNOWN, None
-
-
-def _expect_repetition(operations: "Operations", args: tuple[Any, ...]) -> None:
-    """The request is being answered with ESTALE: the kernel repeats it, unless it is by a handle."""
-    if isinstance(args[-1], pyfuse3.RequestContext) and args[1] is not args[-1]:
-        operations.fs.repetitions.expect(args[1], _caller(args[-1]))
 
 
 def _attributes(inode: Inode, timeout_s: float) -> pyfuse3.EntryAttributes:

@@ -75,22 +75,23 @@ def test_a_call_is_repeated_once_about_the_same_inode_or_one_that_its_thread_has
     repetitions = Repetitions(lambda: now_s)
     one, other = Caller(0, 0, 1), Caller(0, 0, 2)
     repetitions.looked_up(7, one)
-    assert not repetitions.ends(7, one)
+    assert not repetitions.has(7, one)
     for number, is_repeated in ((6, True), (7, True), (8, False), (9, False)):
-        repetitions.expect(6, one)
+        repetitions.answered(6, one, is_stale=True)
         repetitions.looked_up(7, one)
         repetitions.looked_up(9, other)
-        assert not repetitions.ends(6, other)
-        assert repetitions.ends(number, one) is is_repeated
-        assert not repetitions.ends(6, one)
-    repetitions.expect(6, one)
+        assert not repetitions.has(6, other)
+        assert repetitions.has(number, one) is is_repeated
+        repetitions.answered(number, one, is_stale=is_repeated)
+        assert not repetitions.has(number, one)
+    repetitions.answered(6, one, is_stale=True)
     now_s += REPEATED_WITHIN_S
-    assert not repetitions.ends(6, one)
+    assert not repetitions.has(6, one)
 
 
 def test_expected_repetitions_are_bounded() -> None:
     repetitions = Repetitions(lambda: 0.0)
     for thread in range(MOST_REPEATED + 1):
-        repetitions.expect(6, Caller(0, 0, thread))
-    assert not repetitions.ends(6, Caller(0, 0, 1))
-    assert repetitions.ends(6, Caller(0, 0, MOST_REPEATED))
+        repetitions.answered(6, Caller(0, 0, thread), is_stale=True)
+    assert not repetitions.has(6, Caller(0, 0, 1))
+    assert repetitions.has(6, Caller(0, 0, MOST_REPEATED))
