@@ -79,7 +79,7 @@ class Attributes:
         now = await use(self.fs.source.fstat)
         inode = self.fs.inode(number)
         if not self.descriptors.shared.keeps_version(inode):
-            self._metadata.note_size(inode, now)
+            self._metadata.note_change(inode, now)
             inode = inode.with_stat(now)
             with self._metadata.index.update() as update:
                 self._metadata.put_inode(update, inode)
@@ -182,9 +182,14 @@ class Attributes:
 
         Raises EOPNOTSUPP for a namespace that only some filesystems have, and the source does not. The kernel lets
         everyone read what is in `security.`; a FUSE source may not: there each caller is asked for.
+
+        The kernel combines an ACL with the mode that it has. Raises ESTALE if that may be an older one.
         """
         inode = await self._revalidated_or_open(number)
         value = await self._value(Table.XATTRS, inode, name, partial(self._read_xattr, name))
+        if name == inode_values.ACL and not self.fs.repetitions.has_permissions(number, caller):
+            self.fs.notifier.attributes(number)
+            raise failed(errno.ESTALE)
         if value == inode_values.ABSENT:
             raise failed(errno.ENODATA)
         if self._is_for_some(inode, name):

@@ -33,7 +33,7 @@ from cachefs.data.shared_files import SharedFiles, close_all
 from cachefs.errors import failed
 from cachefs.fs.names import FileSystem
 from cachefs.source import shares
-from cachefs.source.credentials import Identity
+from cachefs.source.credentials import Caller, Identity
 from cachefs.source.identity import Changed, Renamed
 from cachefs.source.single_flight import SingleFlight
 from cachefs.source.source import Object, by_descriptor
@@ -262,11 +262,10 @@ class Descriptors:
         *,
         discard: Callable[[T], object] | None = None,
         once: bool = False,
+        changer: Caller | None = None,
     ) -> T:
-        """Call the source for an object: by the descriptor of a writer; else by a name; else by any descriptor.
-
-        So an object that is open is reached even if its name is gone.
-        """
+        """Call the source for an object: by the descriptor of a writer; else by a name; else by any descriptor, because
+        an open object may have no name. `changer`: of its contents, by a path, which may lead elsewhere."""
         async with self.descriptor(number, False) as use:
             if use is not None:
                 return await use(lambda fd: call(by_descriptor(fd)))
@@ -275,6 +274,8 @@ class Descriptors:
         except Renamed:
             raise  # the path may lead elsewhere: the change must not be made by a descriptor either
         except OSError as error:
+            if changer is not None and not self.fs.repetitions.is_by_present_name(number, changer):
+                raise
             async with self.without_name(number, error) as use:
                 return await use(lambda fd: call(by_descriptor(fd)))
 

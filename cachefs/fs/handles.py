@@ -101,7 +101,8 @@ class OpenFiles:
                 self._fetcher.begin(view, file)
         if not immutable:
             await self._compare_above(number)
-        return self._add(file)
+        handle, keeps_pages = self._add(file)
+        return handle, keeps_pages and immutable  # before, they may have been another version's
 
     def _add(self, file: OpenFile) -> tuple[int, bool]:
         """A handle of an immutable file, and whether the kernel may keep its pages."""
@@ -124,10 +125,6 @@ class OpenFiles:
             self._metadata.pin_file(update, inode)
         await self._compare_above(number)
         return True
-
-    def is_young(self, number: int) -> bool:
-        """Must the kernel drop the pages of this file at each open?"""
-        return self.fs.inode(number).is_young
 
     def fetched_unseen(self, fetched: Iterable[tuple[int, int]]) -> None:
         """The fast path has fetched data of these files, (inode, version), because it had answered an OPEN.
@@ -168,6 +165,7 @@ class OpenFiles:
             await self.fs.revalidated(number)
         if not await self.make_immutable(number):
             return False
+        await self.young.kernel.pages([number])  # a mutable file's, by handles that are open
         with self._metadata.index.update() as update:
             written_files.keep(update, self.fs.inode(number))
         return True
@@ -179,7 +177,7 @@ class OpenFiles:
         execute a file; so an open to execute fails if the kernel does not know the present permissions.
         """
         inode = self.fs.inode(number)
-        is_repeated = self.fs.repetitions.has(number, caller)
+        is_repeated = self.fs.repetitions.has_looked_up(number, caller)
         call = partial(self.fs.source.open_file, run=as_admitted if executes else caller.run)
         try:
             fd, now = await self.descriptors.ask_object(number, call, discard=close_opened)
@@ -327,6 +325,8 @@ class OpenFiles:
             self.fs.expire(opened.number)
         if opened.file is not None:
             await self._shared.let_go(opened.file)
+        else:  # its pages would stay if the file became immutable; while it does not, the next open drops them
+            self.young.note(opened.number, self.fs.source.clock.monotonic_ns())
         await self.descriptors.close(opened)
 
     async def forget(self, forgotten: Sequence[tuple[int, int]]) -> None:

@@ -5,7 +5,8 @@ one, and this mount itself (a new name that `--mutable` matches, more pinned ino
 changed first, and the kernel is notified afterwards, so that its next request gets the new answer.
 
 A request notifies the kernel by `drop_soon` and does not wait: the notification may need a lock that the kernel holds
-for this request (hazard 1). Commands and tasks wait until the kernel has dropped what it had.
+for this request (hazard 1). Commands and tasks wait until the kernel has dropped what it had. So do the few requests
+for which it locks no directory (`forget_names`, `Repetitions.expect`), for a limited time.
 """
 
 import errno
@@ -29,7 +30,7 @@ from cachefs.options import Options
 from cachefs.printable import one_line
 from cachefs.source.identity import Changed
 from cachefs.stats.metrics import Metrics
-from cachefs.store.index.records import IMMUTABLE, Inode
+from cachefs.store.index.records import IMMUTABLE, STALE, Inode
 
 log = logging.getLogger(__name__)
 
@@ -102,7 +103,11 @@ class Invalidation:
         if number == ROOT_INODE:
             return
         with self._metadata.index.update() as update:
+            before = self._metadata.inode(update, number)
             links = self._metadata.drop(update, number)
+        if before is not None and not before.flags & STALE:
+            for link in links:
+                self._metadata.note_lost_name(number, *link)
         self._notifier.drop_soon(links)
 
     def drop_name(self, parent: int, name: bytes, number: int = 0) -> None:
@@ -114,6 +119,8 @@ class Invalidation:
             dentry = self._metadata.dentry(update, parent, name)
             if number and (dentry is None or dentry.inode != number):
                 return  # another request has recorded something newer
+            if dentry is not None and dentry.inode:
+                self._metadata.note_lost_name(dentry.inode, parent, name)
             self._metadata.cut_name(update, parent, name)
         self._notifier.drop_soon([(parent, name)])
 

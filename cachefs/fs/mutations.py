@@ -25,7 +25,7 @@ from cachefs.fs.listing_comparison import ListingComparisons
 from cachefs.fs.names import FileSystem
 from cachefs.fs.refusals import Refusals
 from cachefs.metadata import inode_values
-from cachefs.metadata.inode_paths import MOST_NAMES, several_links
+from cachefs.metadata.inode_paths import MOST_NAMES, links_if
 from cachefs.source.credentials import CAP_SETFCAP, Caller, unknown_writer
 from cachefs.source.directories import Directory
 from cachefs.source.identity import Changed, Renamed
@@ -162,9 +162,9 @@ class Mutations:
         call = partial(self._source.open_file, flags=flags, caller=caller)
         generation = self._fs.source.generation
         with self._fs.immutability.opening_for_writing(number):
-            await self._compare_names(number, caller)
+            await self._compare_names(number, caller, most=None)
             await self._fs.before_object_changes(caller, number)
-            fd, now = await self._descriptors.ask_object(number, call, discard=close_opened)
+            fd, now = await self._descriptors.ask_object(number, call, discard=close_opened, changer=caller)
         with closed_on_error(fd):
             self._check_writable(number, writer=caller)
         with self._metadata.index.update() as update:
@@ -175,14 +175,14 @@ class Mutations:
         await self._fs.invalidation.overwritten(number)
         return self._descriptors.add_source_handle(number, fd, flags, caller.identity(), generation)
 
-    async def _compare_names(self, number: int, caller: Caller, most: int | None = None) -> None:
+    async def _compare_names(self, number: int, caller: Caller, most: int | None = MOST_NAMES) -> None:
         """Before a file is changed or linked: the kernel does not say by which name. Raises ESTALE if one leads
         elsewhere, or was lost a moment ago, so that the kernel looks up the one that it has, and repeats the call."""
-        is_lost = not self._fs.repetitions.has(number, caller) and self._metadata.has_lost_a_name(number)
-        for parent, name in islice(several_links(self._metadata.index, number), most):
-            found = await self._fs.compare(parent, name)
-            is_lost = is_lost or found is None or found.number != number
-        if is_lost:
+        least = 1 if self._fs.immutability.has_writers(number) else 2  # the call by the only name compares it
+        names = islice(links_if(self._metadata.index, number, least=least), most)
+        found = [await self._fs.compare(*name) for name in names]
+        is_lost = any(each is None or each.number != number for each in found)
+        if is_lost or not self._fs.repetitions.is_by_present_name(number, caller):
             raise failed(errno.ESTALE)
 
     async def write(self, handle: int, offset: int, data: bytes) -> int:
@@ -221,9 +221,9 @@ class Mutations:
             if opened is not None and opened.writable:
                 now = await self._descriptors.change(opened, lambda fd: self._source.ftruncate(fd, size, caller))
             else:
-                await self._compare_names(number, caller)
+                await self._compare_names(number, caller, most=None)
                 truncate = partial(self._source.truncate, size=changes.size, caller=caller)
-                now = await self._descriptors.ask_object(number, truncate, once=True)
+                now = await self._descriptors.ask_object(number, truncate, once=True, changer=caller)
             self._store(number, now, written=True)
             await self._fs.invalidation.overwritten(number)
         if mode is not None:
@@ -244,9 +244,8 @@ class Mutations:
     def _comes_with_a_write(self, number: int, mode: int, caller: Caller) -> bool:
         """Is this chmod the one by which the kernel clears set-user-ID bits before a write or truncation?
 
-        Without the fast path the kernel sends it, as the writer. It refuses a chmod by a user who is not the owner. The
-        source clears the bits with the write itself, which is made without CAP_FSETID.
-        """
+        Without the fast path it sends one, as the writer. It refuses a chmod by a user who is not the owner. The source
+        clears the bits with the write itself, which is made without CAP_FSETID."""
         inode = self._fs.inode(number)
         before = stat.S_IMODE(inode.mode)
         only_clears = mode & ~before == 0 and before & ~mode & ~(stat.S_ISUID | stat.S_ISGID) == 0
@@ -266,6 +265,9 @@ class Mutations:
         return atime, mtime
 
     async def _change(self, caller: Caller, operation: str, number: int, make: Callable[[str], None]) -> None:
+        is_open = any(opened.number == number for opened in self._descriptors.handles.values())  # it may be an fchmod
+        if not is_open and not self._fs.inode(number).is_directory:
+            await self._compare_names(number, caller)
         change = partial(self._source.change, operation, make=make, caller=caller)
         now = await self._descriptors.ask_object(number, change, once=True)
         self._store(number, now)
@@ -310,7 +312,7 @@ class Mutations:
 
     async def link(self, number: int, parent: int, name: bytes, caller: Caller) -> Inode:
         self._check_writable()
-        await self._compare_names(number, caller, most=MOST_NAMES)
+        await self._compare_names(number, caller)
         async with self._metadata.changes.under_way(number):
             at, version, new = self._fs.object_of(number), self._version(number), self._fs.directory(parent)
             call = partial(self._source.link, at, version, new, name, caller)

@@ -9,20 +9,26 @@ The kernel names the calling thread; `Caller.process` finds its process. A succe
 predecessor refused: error handling follows the refusal within milliseconds.
 
 The kernel repeats a call by a path that was answered with ESTALE, once, after it has looked up the path again. A second
-ESTALE would reach the job. So a call that fails only to have the path looked up (because the kernel may have the inode
-of a name's former file, or a former size) does not when it is repeated.
+ESTALE would reach the job. So a call that fails only to have the path looked up (because the kernel may take a name for
+that of a former file, or have a former size) does not when it is repeated.
 """
 
 import logging
 from collections import OrderedDict
 from collections.abc import Callable
+from typing import TypeVar
+
+import trio
 
 from cachefs.metadata.inode_cache import InodeCache
+from cachefs.metadata.notifier import Notifier
+from cachefs.metadata.validity import ANSWERED_NS
 from cachefs.printable import one_line
 from cachefs.source.credentials import Caller, Process
 from cachefs.stats.metrics import Metrics
-from cachefs.system.clock import SYSTEM
+from cachefs.system.clock import NANOSECONDS, SYSTEM
 
+T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 PERIOD_S = 3600.0
@@ -32,10 +38,12 @@ CLEAN_UP_S = 10.0
 """How long a process that was refused to write to a file cannot unlink it."""
 MOST_WRITERS = 10_000
 """How many refused writers are remembered; the oldest ones are forgotten first."""
-REPEATED_WITHIN_S = 2.0
+REPEATED_WITHIN_NS = 2 * NANOSECONDS
 """How long a repeated call may take to come: the kernel looks up the path again before."""
 MOST_REPEATED = 4096
-"""How many calls may be expected to be repeated."""
+"""How many threads are remembered that have got ESTALE; the oldest ones are forgotten first."""
+TOLD_WITHIN_S = 2.0
+"""How long a call waits until the kernel has dropped names. It may have locked their directory for another call."""
 
 
 class Refusals:
@@ -122,32 +130,67 @@ class Refusals:
 
 
 class Repetitions:
-    """Calls that the kernel is about to repeat. One may be about another inode then, or fail before it gets here."""
+    """Calls by a path that are answered with ESTALE: the kernel looks up the path again, and repeats each one, once.
 
-    def __init__(self, monotonic_s: Callable[[], float]) -> None:
+    Before the answer the kernel drops the names that the source has given to other files. So what the same thread does
+    next, repeated or not, is by a name that the kernel has looked up since then. Where the kernel cannot drop them,
+    because it has locked the directory for this call, a call counts as repeated if the thread has looked up its inode.
+    """
+
+    def __init__(self, metadata: InodeCache, notifier: Notifier, monotonic_ns: Callable[[], int]) -> None:
         # dependencies
-        self._monotonic_s = monotonic_s
+        self._metadata = metadata
+        self._notifier = notifier
+        self._monotonic_ns = monotonic_ns
         # state
-        self._expected: dict[int, tuple[float, set[int]]] = {}
-        """Thread → until when, and the inodes that the call may be about."""
+        self._told_ns: OrderedDict[int, int] = OrderedDict()
+        """Thread → the time of which the kernel has dropped former names and modes, while the thread was waiting for an
+        answer."""
+        self._expected: OrderedDict[int, tuple[int, set[int]]] = OrderedDict()
+        """Thread → until when a repeated call may come, and what was looked up since ESTALE."""
 
-    def answered(self, number: int, caller: Caller, *, is_stale: bool) -> None:
-        """A call about an inode is being answered, `is_stale`: with ESTALE.
-
-        The fast path may answer the look-ups that follow: it may be repeated about the same inode without `looked_up`.
-        """
-        was_repeated = self.has(number, caller)
-        self._expected.pop(caller.pid, None)
-        if is_stale and not was_repeated:
-            if len(self._expected) == MOST_REPEATED:  # some never come, because their process was killed
-                self._expected.clear()
-            self._expected[caller.pid] = self._monotonic_s() + REPEATED_WITHIN_S, {number}
+    async def expect(self, caller: Caller, *, locked: int = 0, by_mode: bool = False) -> None:
+        """A call is about to be answered with ESTALE. `locked`: the directory that the kernel has locked for it.
+        `by_mode`: because the kernel may have had a former mode, which it has dropped."""
+        began_ns, names = self._monotonic_ns(), self._metadata.lost_names()
+        is_locked = names is not None and any(parent == locked for parent, _ in names)
+        if names is None or is_locked:
+            self._notifier.drop_soon(names or ())
+        else:
+            with trio.move_on_after(TOLD_WITHIN_S) as limit:
+                await self._notifier.drop(names, ())
+            if not caller.pid and (names or by_mode):  # one of many: their calls that are under way know former ones
+                await trio.sleep(ANSWERED_NS / NANOSECONDS)
+            if not limit.cancelled_caught:
+                _put(self._told_ns, caller.pid, began_ns)
+        _put(self._expected, caller.pid, (self._monotonic_ns() + REPEATED_WITHIN_NS, set()))
 
     def looked_up(self, number: int, caller: Caller) -> None:
         if caller.pid in self._expected:
             self._expected[caller.pid][1].add(number)
 
-    def has(self, number: int, caller: Caller) -> bool:
-        """Is this call about an inode, which is not answered yet, a repeated one?"""
-        until_s, numbers = self._expected.get(caller.pid, (0.0, set()))
-        return number in numbers and self._monotonic_s() < until_s
+    def ended(self, caller: Caller) -> None:
+        """A call by a path has been answered, and not with ESTALE."""
+        self._expected.pop(caller.pid, None)
+
+    def has_looked_up(self, number: int, caller: Caller) -> bool:
+        """Is this call about an inode a repeated one?"""
+        until_ns, numbers = self._expected.get(caller.pid, (0, ()))
+        return number in numbers and self._monotonic_ns() < until_ns
+
+    def has_permissions(self, number: int, caller: Caller) -> bool:
+        """False: the kernel may check the permissions of this call by a former mode."""
+        return self._metadata.last_permissions_ns(number) <= self._told_ns.get(caller.pid, 0)
+
+    def is_by_present_name(self, number: int, caller: Caller) -> bool:
+        """False: the name by which the kernel has come to this inode may lead to another one at the source."""
+        told_ns = self._told_ns.get(caller.pid, 0)
+        return self._metadata.last_loss_ns(number) <= told_ns or self.has_looked_up(number, caller)
+
+
+def _put(kept: OrderedDict[int, T], key: int, value: T) -> None:
+    """As the latest; drop the oldest if there are too many."""
+    kept[key] = value
+    kept.move_to_end(key)
+    if len(kept) > MOST_REPEATED:
+        kept.popitem(last=False)

@@ -50,6 +50,8 @@ _REPEATABLE = frozenset({"lookup", "getattr", "readlink", "open", "read", "readd
 """They change nothing at the source; an open may make a file immutable, or truncate it, twice."""
 _BY_PATH = frozenset({"open", "setattr", "link"})
 """Requests about the inode to which a path led (`Repetitions`)."""
+_ON_PATH = frozenset({"getxattr"})
+"""Requests of the kernel while it follows a path."""
 _RELEASES = frozenset({"release", "releasedir"})
 """Never refused: they free something."""
 MAX_REQUESTS = 16384
@@ -63,6 +65,7 @@ def _handler(function: Callable[P, Awaitable[R]]) -> Callable[P, Coroutine[Any, 
     kind = _KINDS.get(name, "other")
     refusable = name not in _RELEASES
     by_path = name in _BY_PATH
+    on_path = name in _ON_PATH
 
     @functools.wraps(function)
     async def wrapped(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -81,6 +84,9 @@ def _handler(function: Callable[P, Awaitable[R]]) -> Callable[P, Coroutine[Any, 
             return await function(*args, **kwargs)
         except OSError as error:
             is_stale = error.errno == errno.ESTALE
+            if is_stale and (by_path or on_path) and caller is not None:
+                locked = args[2] if name == "link" else 0
+                await operations.fs.repetitions.expect(caller, locked=locked, by_mode=on_path)
             raise pyfuse3.FUSEError(errno_of(error)) from None
         except Exception as error:
             if met_damage(error):  # logged: from now on what cannot be read counts as unknown
@@ -89,8 +95,8 @@ def _handler(function: Callable[P, Awaitable[R]]) -> Callable[P, Coroutine[Any, 
             raise pyfuse3.FUSEError(errno.EIO) from None
         finally:
             requests.give(owner)
-            if by_path and caller is not None:
-                operations.fs.repetitions.answered(args[1], caller, is_stale=is_stale)
+            if by_path and caller is not None and not is_stale:
+                operations.fs.repetitions.ended(caller)
             if name != _READ:
                 operations.latencies.note(kind, time.monotonic_ns() - began_ns)
 
@@ -223,8 +229,8 @@ class Operations(pyfuse3.Operations):
                 handle = await self.mutations.open_for_writing(inode, flags, _caller(ctx))
             return pyfuse3.FileInfo(fh=handle, keep_cache=False)
         if flags & OPEN_REPORT:
-            keep_cache = await self.files.make_immutable(inode) and not self.files.is_young(inode)
-            return pyfuse3.FileInfo(fh=FAST_HANDLE | inode, keep_cache=keep_cache)
+            await self.files.make_immutable(inode)
+            return pyfuse3.FileInfo(fh=FAST_HANDLE | inode, keep_cache=False)
         with self.descriptors.opening():
             handle, keep_cache = await self.files.open_for_reading(inode, _caller(ctx), executes=bool(flags & _EXECUTE))
         return pyfuse3.FileInfo(fh=handle, keep_cache=keep_cache)

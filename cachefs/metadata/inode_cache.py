@@ -56,13 +56,15 @@ class InodeCache(InodeTable):
                 inode is not None
                 and inode.same_identity(now, by_name=is_known)
                 and (is_known or inode.may_have_moved(now))
-                and (inode.same_version(now) or not self._kernel_has_data(inode) or self._is_overtaken(inode, now))
+                and (inode.same_version(now) or not self._kernel_has_data(inode, now) or self._is_overtaken(inode, now))
             ):
                 return number, inode
         return aliases.give(update, now), None
 
-    def _kernel_has_data(self, inode: Inode) -> bool:
+    def _kernel_has_data(self, inode: Inode, now: Stat) -> bool:
         """May the kernel cache pages of this version that nothing would ever drop? Not of a file that has writers."""
+        if inode.is_symlink:
+            return inode.mtime_ns != now.mtime_ns or inode.size != now.size
         may = inode.is_regular and inode.number not in self.writers  # by another number writers would have another size
         fixed = inode.flags & (IMMUTABLE | STALE) or (self._pins_everything and inode.flags & PINNED)
         return bool(may and fixed and (inode.validated_run == self.run or self._run.forgot))
@@ -86,9 +88,8 @@ class InodeCache(InodeTable):
 
         `pin`: this mount pins whatever it sees. `counted`: the kernel will send a FORGET. `also`: another spelling.
         """
-        number, old = self._number(update, parent, (name, also) if also else (name,), now)
-        if old is not None:
-            old = self._linked(update, old)
+        number, found = self._number(update, parent, (name, also) if also else (name,), now)
+        old = self._linked(update, found) if found is not None else None
         overtaken = old is not None and self._is_overtaken(old, now)
         if old is not None and self.is_pinned(old) and self.remaining_ns(old) > 0:
             inode = self.recognized(update, old, now)
@@ -108,8 +109,7 @@ class InodeCache(InodeTable):
             if self._is_immutable_on_open(inode) and not any(mutable):
                 inode = inode._replace(flags=inode.flags | IMMUTABLE_ON_OPEN)
             if old is not None and inode.is_regular and not old.same_version(now):
-                # No answer says so yet. permissions.py does the same for directories.
-                update.afterwards(partial(self._notifier.attributes, number))
+                update.afterwards(partial(self._notifier.attributes, number))  # directories: permissions.py
             self.put_inode(update, inode._replace(lookups=inode.lookups + counted))
         self._lost(self.dentry(update, parent, name), parent, name, unless=number)
         added = self._put_name(update, parent, name, number, pinned=bool(inode.flags & PINNED))
@@ -201,7 +201,7 @@ class InodeCache(InodeTable):
             version = self.numbers.next()
             entries_valid_from = self.run
             flags &= ~(LISTED | IMMUTABLE)
-            self.note_size(before, now)
+            self.note_change(before, now)
             flags &= ~0 if stat.S_ISDIR(now.mode) else ~PINNED
         if pin and self.may_pin(number):
             flags |= PINNED
@@ -284,7 +284,7 @@ class InodeCache(InodeTable):
             inode = self.inode(update, number)
             if inode is None or inode.same_version(now) or self.is_pinned(inode) or self._is_overtaken(inode, now):
                 return False
-            self.note_size(inode, now)
+            self.note_change(inode, now)
             self.put_inode(update, self.changed_now(inode, now)._replace(version=self.numbers.next()))
         return True
 

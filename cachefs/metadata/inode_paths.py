@@ -34,14 +34,14 @@ def links_of(
     return [(inode_of_key(key[8:16]), key[16:]) for key, _ in links]
 
 
-def several_links(index: Index, number: int) -> Iterator[tuple[int, bytes]]:
-    """All known names of an inode that has more than one. The index may change meanwhile."""
+def links_if(index: Index, number: int, *, least: int) -> Iterator[tuple[int, bytes]]:
+    """All known names of an inode that has at least so many. The index may change meanwhile."""
     links: list[tuple[int, bytes]] = []
     while True:
         after = links[-1] if links else None
         with index.view() as view:
             links = links_of(view, number, MOST_NAMES, after=after)
-        if after or len(links) > 1:
+        if after or len(links) >= least:
             yield from links
         if len(links) < MOST_NAMES:
             return
@@ -162,7 +162,7 @@ class Paths:
 
     A user may give a file very many names (ext4: 65,000). So that no request takes long for that, it looks at
     `MOST_NAMES` of them, and at the name that was looked up last. Only before a file is written all are looked at
-    (`several_links`).
+    (`links_if`).
     """
 
     def __init__(self, run: int = 0, monotonic_ns: Callable[[], int] = time.monotonic_ns) -> None:

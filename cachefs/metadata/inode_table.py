@@ -265,7 +265,7 @@ class InodeTable(Validity):
         were dropped before (`validated_run` 0) are excepted: the kernel was notified then.
         """
         if dentry is not None and dentry.inode not in (0, unless):
-            self.note_lost_name(dentry.inode)
+            self.note_lost_name(dentry.inode, parent, name)
             if dentry.flags & PINNED and dentry.validated_run:
                 self._notifier.drop_soon([(parent, name)])
 

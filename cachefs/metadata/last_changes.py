@@ -15,6 +15,7 @@ from contextlib import asynccontextmanager
 import trio
 
 MOST = 4096
+MOST_LOST = 1 << 14
 
 
 class LastChanges:
@@ -41,7 +42,11 @@ class LastChanges:
 
     def happened_since(self, number: int, began_ns: int) -> bool:
         """Was the object changed after a call that began at `began_ns`? False where that is 0 (not known)."""
-        return 0 < began_ns <= self._when_ns.get(number, self._forgotten_ns)
+        return 0 < began_ns <= self.last_ns(number)
+
+    def last_ns(self, number: int) -> int:
+        """When the object was changed last, or later; 0: never."""
+        return self._when_ns.get(number, self._forgotten_ns)
 
     @asynccontextmanager
     async def under_way(self, *numbers: int) -> AsyncIterator[None]:
@@ -62,3 +67,32 @@ class LastChanges:
     def end_of(self, number: int) -> trio.Event | None:
         """Set when the change that this mount is making to an inode's names has been made. None: there is none."""
         return self._under_way.get(number)
+
+
+class LostNames:
+    """Names that the source has removed, or given to other objects. The kernel may still know the former by them."""
+
+    def __init__(self, monotonic_ns: Callable[[], int]) -> None:
+        self._losses = LastChanges(monotonic_ns)
+        self._monotonic_ns = monotonic_ns
+        self._names: OrderedDict[tuple[int, bytes], int] = OrderedDict()
+        """(parent, name) → when it was seen to be lost, the latest at the end."""
+        self._forgotten_ns = 0
+        """When the last name that is no longer in `_names` was lost."""
+
+    def note(self, number: int, parent: int, name: bytes) -> None:
+        self._losses.note(number)
+        self._names[parent, name] = self._monotonic_ns()
+        self._names.move_to_end((parent, name))
+        if len(self._names) > MOST_LOST:
+            self._forgotten_ns = self._names.popitem(last=False)[1]
+
+    def last_ns(self, number: int) -> int:
+        """When the inode lost a name last, or later; 0: never."""
+        return self._losses.last_ns(number)
+
+    def since(self, began_ns: int) -> list[tuple[int, bytes]] | None:
+        """What was lost from then on. None: not all of it is known any more."""
+        while self._names and next(iter(self._names.values())) < began_ns:
+            self._names.popitem(last=False)
+        return None if self._forgotten_ns >= began_ns else list(self._names)

@@ -36,7 +36,7 @@ from collections.abc import Collection, Container
 from typing import NamedTuple
 
 from cachefs.contract.shared import LATE_NS, SETTLE_NS
-from cachefs.metadata.last_changes import LastChanges
+from cachefs.metadata.last_changes import LastChanges, LostNames
 from cachefs.options import Options
 from cachefs.store.index.records import IMMUTABLE, PINNED, STALE, UNLINKED, UNSETTLED, YOUNG, Dentry, Inode
 from cachefs.system.clock import NANOSECONDS, SYSTEM, Clock
@@ -87,10 +87,11 @@ class Validity:
         # state
         self.floor = run.floor
         """Lowered when the source proves to be unchanged since an earlier run (daemon/tasks.py)."""
-        self._lost_names = LastChanges(clock.monotonic_ns)
-        """Inodes of which a comparison has shown that a name leads elsewhere."""
+        self._lost_names = LostNames(clock.monotonic_ns)
         self._resized = LastChanges(clock.monotonic_ns)
         """Files of which a comparison has shown another size."""
+        self._permitted = LastChanges(clock.monotonic_ns)
+        """Objects of which a comparison has shown another mode or owner."""
 
     @property
     def recent_ns(self) -> int:
@@ -182,27 +183,42 @@ class Validity:
             return inode
         return inode._replace(flags=inode.flags | UNSETTLED | YOUNG, next_position=self._monotonic_ns())
 
-    def note_size(self, before: Inode, now: Stat) -> None:
-        """A comparison has shown the size of a file."""
+    def note_change(self, before: Inode, now: Stat) -> None:
+        """A comparison has shown the attributes of an object."""
         if before.is_regular and before.size != now.size:
             self._resized.note(before.number)
+        if before.permissions != now.permissions:
+            self._permitted.note(before.number)
 
     def may_have_former_size(self, number: int) -> bool:
         """May the kernel have another size of a file than the record? It ignores an answer if it has received another
         one of the same file since the request, or a notification: an older one may have been the last that it took."""
-        return self._lately(self._resized, number)
+        return self._resized.happened_since(number, self._known_since_ns())
 
-    def note_lost_name(self, number: int) -> None:
-        """A comparison has shown that a name leads to this inode no longer."""
-        self._lost_names.note(number)
+    def last_permissions_ns(self, number: int) -> int:
+        """When an object got a mode and owners that the kernel may not have yet; 0: it has them."""
+        return self._if_known(self._permitted.last_ns(number))
 
-    def has_lost_a_name(self, number: int) -> bool:
-        """May the kernel take a name for this inode's that leads to another one at the source?"""
-        return self._lately(self._lost_names, number)
+    def note_lost_name(self, number: int, parent: int, name: bytes) -> None:
+        """The source has shown that a name leads to this inode no longer."""
+        self._lost_names.note(number, parent, name)
 
-    def _lately(self, changes: LastChanges, number: int) -> bool:
-        since_ns = self._monotonic_ns() - self._unpinned_timeout_ns - ANSWERED_NS
-        return changes.happened_since(number, max(1, since_ns))  # the machine may just have booted
+    def last_loss_ns(self, number: int) -> int:
+        """When the inode lost a name that the kernel may still take for its own; 0: no name."""
+        return self._if_known(self._lost_names.last_ns(number))
+
+    def lost_names(self) -> list[tuple[int, bytes]] | None:
+        """(parent, name) that the kernel may still take for a former object's. None: not all are known any more."""
+        return self._lost_names.since(self._known_since_ns())
+
+    def _if_known(self, when_ns: int) -> int:
+        return when_ns if when_ns >= self._known_since_ns() else 0
+
+    def _known_since_ns(self) -> int:
+        """From when on the kernel may have been told what it still believes, if nothing makes it drop that."""
+        return max(
+            1, self._monotonic_ns() - self._unpinned_timeout_ns - ANSWERED_NS
+        )  # the machine may just have booted
 
     def remaining_ns(self, inode: Inode) -> int:
         """How long the record is valid from now on: FOREVER_NS, or 0 if it must be compared first."""

@@ -3,6 +3,8 @@
 import os
 
 import pytest
+import trio
+import trio.testing
 
 from cachefs.fs.refusals import (
     CLEAN_UP_S,
@@ -10,15 +12,18 @@ from cachefs.fs.refusals import (
     MOST_REPEATED,
     MOST_WRITERS,
     PERIOD_S,
-    REPEATED_WITHIN_S,
+    REPEATED_WITHIN_NS,
     Refusals,
     Repetitions,
 )
+from cachefs.metadata.inode_cache import InodeCache
+from cachefs.metadata.validity import ANSWERED_NS
 from cachefs.options import Options
 from cachefs.source.credentials import Caller
 from cachefs.stats.metrics import Metrics
 from cachefs.store.index.index import Index
-from tests.cachefs.inode_caches import inode_cache
+from cachefs.system.clock import NANOSECONDS, Clock
+from tests.cachefs.inode_caches import Kernel, inode_cache
 
 
 def test_each_path_is_logged_once_in_an_hour_and_no_more_than_a_hundred(
@@ -70,28 +75,92 @@ def test_refused_writers_are_bounded(index: Index) -> None:
     assert [refusals.protects(number, Caller(1000, 1000, 0)) for number in (0, 1, MOST_WRITERS)] == [False, True, True]
 
 
-def test_a_call_is_repeated_once_about_the_same_inode_or_one_that_its_thread_has_looked_up() -> None:
-    now_s = 0.0
-    repetitions = Repetitions(lambda: now_s)
-    one, other = Caller(0, 0, 1), Caller(0, 0, 2)
-    repetitions.looked_up(7, one)
-    assert not repetitions.has(7, one)
-    for number, is_repeated in ((6, True), (7, True), (8, False), (9, False)):
-        repetitions.answered(6, one, is_stale=True)
-        repetitions.looked_up(7, one)
-        repetitions.looked_up(9, other)
-        assert not repetitions.has(6, other)
-        assert repetitions.has(number, one) is is_repeated
-        repetitions.answered(number, one, is_stale=is_repeated)
-        assert not repetitions.has(number, one)
-    repetitions.answered(6, one, is_stale=True)
-    now_s += REPEATED_WITHIN_S
-    assert not repetitions.has(6, one)
+class Times:
+    """A clock that a test sets."""
+
+    def __init__(self) -> None:
+        self.ns = 10**12
+
+    def now_ns(self) -> int:
+        return self.ns
 
 
-def test_expected_repetitions_are_bounded() -> None:
-    repetitions = Repetitions(lambda: 0.0)
+@pytest.fixture
+def times() -> Times:
+    return Times()
+
+
+@pytest.fixture
+def kernel() -> Kernel:
+    return Kernel()
+
+
+@pytest.fixture
+def metadata(index: Index, times: Times, kernel: Kernel) -> InodeCache:
+    return inode_cache(index, Options(), kernel=kernel, clock=Clock(times.now_ns))
+
+
+@pytest.fixture
+def repetitions(metadata: InodeCache, kernel: Kernel, times: Times) -> Repetitions:
+    return Repetitions(metadata, kernel, times.now_ns)
+
+
+ONE, OTHER, UNKNOWN = (Caller(0, 0, thread) for thread in (1, 2, 0))
+
+
+def expect(repetitions: Repetitions, caller: Caller, *, locked: int = 0) -> float:
+    """Returns how many seconds the answer waits."""
+
+    async def main() -> float:
+        began_s = trio.current_time()
+        await repetitions.expect(caller, locked=locked)
+        return trio.current_time() - began_s
+
+    return trio.run(main, clock=trio.testing.MockClock(autojump_threshold=0))
+
+
+def test_the_kernel_drops_lost_names_before_a_call_is_answered_with_estale(
+    metadata: InodeCache, repetitions: Repetitions, kernel: Kernel, times: Times
+) -> None:
+    assert repetitions.is_by_present_name(7, ONE)
+    metadata.note_lost_name(7, 1, b"name")
+    times.ns += 1
+    assert not repetitions.is_by_present_name(7, ONE)
+    assert expect(repetitions, ONE) == 0
+    assert kernel.names == [(1, b"name")]
+    assert repetitions.is_by_present_name(7, ONE) and not repetitions.is_by_present_name(7, OTHER)
+    times.ns += 1
+    metadata.note_lost_name(7, 1, b"another")
+    assert not repetitions.is_by_present_name(7, ONE)
+
+
+def test_where_a_directory_is_locked_a_repeated_call_is_about_what_its_thread_has_looked_up(
+    metadata: InodeCache, repetitions: Repetitions, times: Times
+) -> None:
+    metadata.note_lost_name(7, 1, b"name")
+    expect(repetitions, ONE, locked=1)
+    assert not repetitions.is_by_present_name(7, ONE)
+    repetitions.looked_up(7, ONE)
+    repetitions.looked_up(7, OTHER)
+    assert repetitions.is_by_present_name(7, ONE) and not repetitions.is_by_present_name(7, OTHER)
+    repetitions.ended(ONE)
+    assert not repetitions.is_by_present_name(7, ONE)
+    expect(repetitions, ONE, locked=1)
+    repetitions.looked_up(7, ONE)
+    times.ns += REPEATED_WITHIN_NS
+    assert not repetitions.has_looked_up(7, ONE)
+
+
+def test_processes_that_the_daemon_cannot_tell_apart_wait_until_their_calls_have_arrived(
+    metadata: InodeCache, repetitions: Repetitions
+) -> None:
+    assert expect(repetitions, UNKNOWN) == 0
+    metadata.note_lost_name(7, 1, b"name")
+    assert expect(repetitions, UNKNOWN) == ANSWERED_NS / NANOSECONDS
+
+
+def test_threads_that_got_estale_are_bounded(metadata: InodeCache, repetitions: Repetitions) -> None:
+    metadata.note_lost_name(7, 1, b"name")
     for thread in range(MOST_REPEATED + 1):
-        repetitions.answered(6, Caller(0, 0, thread), is_stale=True)
-    assert not repetitions.has(6, Caller(0, 0, 1))
-    assert repetitions.has(6, Caller(0, 0, MOST_REPEATED))
+        expect(repetitions, Caller(0, 0, 1 + thread))
+    assert [repetitions.is_by_present_name(7, each) for each in (ONE, OTHER)] == [False, True]

@@ -2,6 +2,8 @@
 
 import errno
 import os
+import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -73,6 +75,63 @@ def test_the_mode_of_one_version_does_not_meet_the_acl_of_another(
     assert bob((m.path / "dir/file").read_bytes, STAFF) in (errno.EACCES, errno.ESTALE)
     if which == ".":
         assert bob(lambda: os.listdir(m.path / "dir"), STAFF) in (errno.EACCES, errno.ESTALE)
+
+
+@pytest.mark.promise("PE-4")
+@modes([(), ("--no-fastpath",)])
+@pytest.mark.parametrize("is_directory", [True, False], ids=["directory", "file"])
+def test_a_mode_that_expires_in_the_kernel_does_not_meet_the_acl_of_the_next_version(
+    mount: MakeMount, source: Path, is_directory: bool, arguments: tuple[str, ...]
+) -> None:
+    """The kernel counts in jiffies. Before: for some milliseconds it checked one request in twenty by the former mode
+    and the present ACL."""
+    full = 7 if is_directory else 6
+    no_group = acl((USER_OBJ, full, NOBODYS), (GROUP_OBJ, 0, NOBODYS), (MASK, full, NOBODYS), (OTHER, 0, NOBODYS))
+    targets = [source / f"{number}" for number in range(200)]
+    for target in targets:
+        if is_directory:
+            target.mkdir(0o700)
+        else:
+            target.write_bytes(b"secret")
+            target.chmod(0o600)
+        os.chown(target, 0, STAFF)
+        os.setxattr(target, ACL, no_group)
+    settle()
+    m = mount(source, "--allow-other", "--attr-timeout", "1", *arguments)
+    open_to_all(source)
+    open_to_all(m.path)
+    looked_up, has_looked_up = os.pipe()
+
+    def look_and_read() -> object:
+        began = []
+        for target in targets:
+            began.append(time.monotonic())
+            (m.path / target.name).lstat()
+            time.sleep(0.001)
+        os.write(has_looked_up, b"1")
+        found = []
+        for number, target in enumerate(targets):
+            expires = began[number] + 1 + number % 20 * 0.0002
+            while time.monotonic() < expires:
+                pass
+            try:
+                path = m.path / target.name
+                found.append(os.listdir(path) if is_directory else path.read_bytes())
+            except OSError as error:
+                found.append(error.errno)
+        return [each for each in found if each != errno.EACCES]
+
+    changer = threading.Thread(target=lambda: (os.read(looked_up, 1), [close(target) for target in targets]))
+
+    def close(target: Path) -> None:
+        target.chmod(0o700)
+        os.removexattr(target, ACL)
+
+    changer.start()
+    assert bob(look_and_read, STAFF) == []
+    changer.join()
+    os.close(looked_up)
+    os.close(has_looked_up)
 
 
 @pytest.mark.promise("PE-5")

@@ -16,6 +16,13 @@ def append(path: Path, data: bytes) -> None:
         file.write(data)
 
 
+def append_z(path: Path) -> None:
+    """To a file that exists."""
+    opened = os.open(path, os.O_WRONLY | os.O_APPEND)
+    os.write(opened, b"Z")
+    os.close(opened)
+
+
 def make_names(directory: Path, first: str, *others: str) -> None:
     """Of one file."""
     (directory / first).write_bytes(b"old")
@@ -149,3 +156,128 @@ def test_several_names_that_other_nodes_have_replaced_are_each_looked_up_again(
         append(m.path / name, b"1")
         assert (source / name).read_bytes() == b"new1"
     assert (source / "stays").read_bytes() == b"old"
+
+
+def link(path: Path) -> None:
+    path.with_name("link").hardlink_to(path)
+
+
+def truncate(path: Path) -> None:
+    os.truncate(path, 1)
+
+
+@pytest.mark.promise("CH-4")
+@CHANGING
+@pytest.mark.parametrize("first", [append_z, truncate, link])
+@pytest.mark.parametrize("change", [append_z, truncate, link])
+def test_after_a_call_by_a_name_that_is_gone_its_thread_reaches_no_former_file(
+    mount: Callable[..., Mount],
+    source: Path,
+    mode: tuple[str, ...],
+    first: Callable[[Path], None],
+    change: Callable[[Path], None],
+) -> None:
+    """The first call was answered with ESTALE, and its repetition failed on the way. Before: the next call of the
+    thread counted as the repetition."""
+    make_names(source, "gone", "replaced", "stays")
+    m = mount(source, "--attr-timeout", "60", *mode)
+    for name in ("gone", "replaced", "stays"):
+        assert (m.path / name).stat().st_nlink == 3
+    (source / "gone").unlink()
+    replace(source / "replaced")
+    with pytest.raises(FileNotFoundError):
+        first(m.path / "gone")
+    change(m.path / "replaced")
+    assert (source / "stays").read_bytes() == b"old"
+    if change is link:
+        assert (source / "link").samefile(source / "replaced")
+    else:
+        assert (source / "replaced").read_bytes() == (b"n" if change is truncate else b"newZ")
+
+
+@pytest.mark.promise("CH-4")
+@CHANGING
+@pytest.mark.parametrize("flags", [os.O_WRONLY, os.O_RDWR, os.O_RDONLY], ids=["writing", "both", "reading"])
+@pytest.mark.parametrize("change", [append_z, truncate, link])
+def test_a_name_that_another_node_has_replaced_leads_to_the_new_file_while_the_old_one_is_open(
+    mount: Callable[..., Mount], source: Path, mode: tuple[str, ...], flags: int, change: Callable[[Path], None]
+) -> None:
+    """A log is rotated while it is written. Before: another writer opened the old one by the first one's descriptor."""
+    (source / "log").write_bytes(b"old")
+    m = mount(source, "--attr-timeout", "60", *mode)
+    if flags == os.O_RDONLY and mode != ("--mutable", "**"):
+        pytest.skip("it is immutable")
+    opened = os.open(m.path / "log", flags)
+    (source / "log").rename(source / "log.1")
+    (source / "log").write_bytes(b"new")
+    change(m.path / "log")
+    assert (source / "log.1").read_bytes() == b"old"
+    if change is link:
+        assert (source / "link").samefile(source / "log")
+    else:
+        assert (source / "log").read_bytes() == (b"n" if change is truncate else b"newZ")
+    if flags != os.O_RDONLY:
+        os.pwrite(opened, b"OLD", 0)
+        assert (source / "log.1").read_bytes() == b"OLD"
+    os.close(opened)
+
+
+def chmod(path: Path) -> None:
+    path.chmod(0o640)
+
+
+def set_times(path: Path) -> None:
+    os.utime(path, (5, 5))
+
+
+def set_colour(path: Path) -> None:
+    os.setxattr(path, "user.colour", b"red")
+
+
+def own(path: Path) -> None:
+    os.chown(path, 4321, 4321)
+
+
+def is_changed(path: Path) -> bool:
+    found = path.stat()
+    return found.st_mode & 0o777 == 0o640 or found.st_mtime == 5 or found.st_uid == 4321 or bool(os.listxattr(path))
+
+
+@pytest.mark.promise("CH-6")
+@CHANGING
+@pytest.mark.parametrize("is_renamed", [True, False], ids=["renamed", "linked"])
+@pytest.mark.parametrize("change", [chmod, set_times, set_colour, own])
+def test_attributes_of_a_name_that_another_node_has_replaced_are_those_of_the_new_file(
+    mount: Callable[..., Mount],
+    source: Path,
+    mode: tuple[str, ...],
+    is_renamed: bool,
+    change: Callable[[Path], None],
+) -> None:
+    make_names(source, "log", *(() if is_renamed else ("log.1",)))
+    m = mount(source, "--attr-timeout", "60", *mode)
+    for name in ("log",) if is_renamed else ("log", "log.1"):
+        assert (m.path / name).stat()
+    if is_renamed:
+        (source / "log").rename(source / "log.1")
+    replace(source / "log")
+    if is_renamed:
+        assert (m.path / "log.1").stat()
+    change(m.path / "log")
+    assert [is_changed(source / name) for name in ("log", "log.1")] == [True, False]
+
+
+@pytest.mark.promise("CH-6")
+@CHANGING
+def test_attributes_of_a_file_that_is_open_change_whatever_has_its_name(
+    mount: Callable[..., Mount], source: Path, mode: tuple[str, ...]
+) -> None:
+    make_names(source, "log")
+    m = mount(source, "--attr-timeout", "60", *mode)
+    with open(m.path / "log", "r+b") as opened:
+        (source / "log").rename(source / "log.1")
+        replace(source / "log")
+        assert (m.path / "log.1").stat()
+        os.fchmod(opened.fileno(), 0o640)
+        os.setxattr(opened.fileno(), "user.colour", b"red")
+    assert [is_changed(source / name) for name in ("log", "log.1")] == [False, True]

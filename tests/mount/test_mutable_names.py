@@ -101,6 +101,54 @@ def test_a_mutable_file_that_gets_another_name(mount: MakeMount, tree: Path, cac
     assert is_immutable(m.path / "job.txt") != written
 
 
+def rename_it(m: Mount, name: str) -> str:
+    (m.path / name).rename(m.path / "other name")
+    return "other name"
+
+
+def unlink_it(m: Mount, name: str) -> str:
+    (m.path / name).unlink()
+    return "second"
+
+
+def pin_it(m: Mount, name: str) -> str:
+    cachefs("pin", m.path / name)
+    return name
+
+
+@pytest.mark.promise("EX-5")
+@pytest.mark.parametrize("is_open", [False, True], ids=["closed", "open"])
+@pytest.mark.parametrize(
+    ("name", "make_immutable"),
+    [("it.log", rename_it), ("it.log", unlink_it), ("it", pin_it)],
+    ids=["renamed", "unlinked", "pinned"],
+)
+def test_a_file_that_becomes_immutable_shows_none_of_the_pages_that_were_read_before(
+    mount: MakeMount, tree: Path, name: str, make_immutable: Callable[[Mount, str], str], is_open: bool
+) -> None:
+    """They may be of a version that no time distinguishes from the present one. Before: they stayed."""
+    old, new = b"1" * 400_000, b"2" * 400_000
+    m = mount(tree, *MUTABLE)
+    (m.path if make_immutable is pin_it else tree).joinpath(name).write_bytes(old)
+    if make_immutable is unlink_it:
+        (tree / "second").hardlink_to(tree / name)
+        assert (m.path / "second").stat().st_nlink == 2
+    opened = os.open(m.path / name, os.O_RDONLY)
+    assert os.pread(opened, 4096, 0) == old[:4096]
+    if not is_open:
+        os.close(opened)
+    before = (tree / name).stat()
+    with open(tree / name, "r+b") as rewritten:
+        rewritten.write(new)
+    os.utime(tree / name, ns=(before.st_atime_ns, before.st_mtime_ns))
+    settle()
+    found = m.path / make_immutable(m, name)
+    for _ in range(2):
+        assert set(found.read_bytes()) == {ord("2")}
+    if is_open:
+        os.close(opened)
+
+
 @pytest.mark.promise("EX-5")
 def test_a_mutable_file_that_a_writer_has_open_gets_another_name(mount: MakeMount, tree: Path) -> None:
     m = mount(tree, *MUTABLE)

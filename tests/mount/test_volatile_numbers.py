@@ -428,3 +428,21 @@ def test_directories_whose_descriptors_do_not_follow_their_paths_exchange_their_
         if mode == "read-write":
             (m.path / "beneath" / name / "new").touch()
             assert (inner / name / "new").exists()
+
+
+@pytest.mark.promise("CH-36")
+@pytest.mark.parametrize("mode", [(), ("--no-fastpath",)], ids=["fastpath", "no-fastpath"])
+def test_a_symlink_that_another_node_replaces_on_sshfs_leads_to_its_new_target(
+    mount: MakeMount, tmp_path: Path, mode: tuple[str, ...]
+) -> None:
+    """Before: it kept its number, and the kernel the former target."""
+    root = tmp_path / "root"
+    root.mkdir()
+    (root / "link").symlink_to("former")
+    with sshfs(root, tmp_path / "sshfs", "-o", "dir_cache=no"):
+        m = mount(tmp_path / "sshfs", *mode)
+        assert os.readlink(m.path / "link") == "former"
+        (root / "new").symlink_to("the next one")
+        (root / "new").replace(root / "link")
+        wait_for(lambda: (m.path / "link").lstat().st_size, lambda size: size == len("the next one"))
+        assert os.readlink(m.path / "link") == "the next one"

@@ -136,7 +136,7 @@ static enum outcome serve_open(struct worker *worker, const struct request *requ
         return answer(worker, request, ENOSYS, NULL, 0); /* the kernel never asks again */
     if (!view_inode(&worker->view, request->header->nodeid, &record))
         return PASS;
-    if (record.flags & YOUNG)
+    if ((record.flags & YOUNG) || is_immutable_on_open(&record)) /* while it was mutable, pages were another version's */
         out.open_flags &= ~(uint32_t)FOPEN_KEEP_CACHE;
     if (opens_for_reading(in) && is_immutable_on_open(&record) && remaining_ns(&worker->view, &record)) {
         /* Python gets the request before the kernel has our answer: a later open for writing arrives behind it, and is
