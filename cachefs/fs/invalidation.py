@@ -183,18 +183,20 @@ class Invalidation:
             with self._metadata.index.update() as update:
                 self._metadata.drop_absence(update, number, missing)
             await self._notifier.drop([(number, missing)], [number])
-        with self._metadata.index.view() as view:
-            waiting = self._metadata.directories_without_name(view)
-        if missing is None:
-            waiting.append(number)
+        waiting = [number] if missing is None else []
         dropped = 0
         directories: set[int] = set()
-        while waiting:
+        while waiting or (waiting := self._without_name(directories)):
             part, waiting = waiting[-CHUNK:], waiting[:-CHUNK]
             count, children = await self._drop(part, directories)
             waiting += children
             dropped += count
         return dropped
+
+    def _without_name(self, others: Collection[int]) -> list[int]:
+        """Directories other than these. The kernel may have forgotten the ones above since these were dropped."""
+        with self._metadata.index.view() as view:
+            return [each for each in self._metadata.directories_without_name(view) if each not in others]
 
     async def evict(self, paths: Sequence[bytes]) -> tuple[int, int]:
         """Drop the data beneath these paths from the cache: (files, bytes). Returns when their space is free."""

@@ -259,11 +259,8 @@ class InodeTable(Validity):
                 self.put_dentry(update, *link, doubtful)
 
     def _lost(self, dentry: Dentry | None, parent: int, name: bytes, *, unless: int | None = None) -> None:
-        """A comparison has shown that a name no longer leads to its inode, `unless` that is this one.
-
-        The kernel caches a pinned name for ever, and this comparison need not be an answer to the kernel. Names that
-        were dropped before (`validated_run` 0) are excepted: the kernel was notified then.
-        """
+        """A comparison has shown that a name no longer leads to its inode, `unless` that is this one. The kernel caches
+        a pinned name for ever, and may not get an answer now. It was notified of names that were dropped before."""
         if dentry is not None and dentry.inode not in (0, unless):
             self.note_lost_name(dentry.inode, parent, name)
             if dentry.flags & PINNED and dentry.validated_run:
@@ -281,8 +278,7 @@ class InodeTable(Validity):
         """This mount has removed the last known name of an inode. A directory cannot have other names."""
         inode = self.inode(update, number)
         if inode is not None and inode.flags & UNLINKED:
-            nlink = 0 if inode.is_directory else max(0, inode.nlink - 1)
-            self.put_inode(update, inode._replace(nlink=nlink))
+            self.put_inode(update, inode._replace(nlink=0 if inode.is_directory else max(0, inode.nlink - 1)))
 
     def drop_children(self, update: Update, directory: int) -> tuple[list[int], list[bytes]]:
         """Forget the absences in a directory. Returns the inodes that its names lead to, and the absent names.
@@ -314,9 +310,7 @@ class InodeTable(Validity):
 
         `gone`: the name to keep is new, so that the others do not exist any more. Otherwise they are doubtful.
         """
-        for link in links_of(update, number):
-            if link in keep:
-                continue
+        for link in [each for each in links_of(update, number) if each not in keep]:
             self._lost(self.dentry(update, *link), *link)
             self._cut_link(update, number, link, is_known=not gone)
             self.paths.forget()
@@ -379,14 +373,20 @@ class InodeTable(Validity):
         """Delete the names of a directory that are not pinned. Until the kernel forgets it they make up its listing."""
         for key, value in list(update.scan(Table.DENTRIES, inode_key(directory))):
             dentry = Dentry.unpack(value)
-            if not dentry.flags & PINNED:
+            if dentry.flags & PINNED:
+                continue
+            child = self.inode(update, dentry.inode) if dentry.inode else None
+            if child is not None and child.is_directory:  # it has pinned names, which `invalidate` must find
+                self.remove_name(update, directory, key[8:])
+                if not has_name(update, child.number):
+                    update.put(Table.META, UNLINKED_MARK + inode_key(child.number), FLAGS_PINNED)
+            else:
                 update.delete(Table.DENTRIES, key)
                 update.delete(Table.LINKS, inode_key(dentry.inode) + key)
                 if dentry.position:
                     update.delete(Table.LISTING, pair_key(directory, dentry.position))
-        for key, value in list(update.scan(Table.LISTING, inode_key(directory))):
-            if not value[0] & PINNED:
-                update.delete(Table.LISTING, key)
+        for key in [key for key, value in update.scan(Table.LISTING, inode_key(directory)) if not value[0] & PINNED]:
+            update.delete(Table.LISTING, key)
 
     def drop_unlinked(self, update: Update) -> None:
         """At the start of a run: inodes that had no name at the end of the last one cannot be reached any more."""

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from cachefs.system import syscalls
-from tests.conftest import Mount, cachefs, settle
+from tests.conftest import Mount, cachefs, expire, settle, wait_for
 
 RENAME_EXCHANGE = 2
 MODES = {"read-only": ("--read-only",), "no-fastpath": ("--read-only", "--no-fastpath"), "read-write": ()}
@@ -37,3 +37,31 @@ def test_a_directory_that_has_no_known_name_is_invalidated(
     (source / "two" / "sub" / "label").write_bytes(b"now")
     cachefs("invalidate", m.path / invalidated)
     assert (m.path / "two" / "sub" / "label").read_bytes() == b"now"
+
+
+@pytest.mark.promise("CH-41")
+@pytest.mark.parametrize("mode", [(), ("--no-fastpath",)], ids=["read-write", "no-fastpath"])
+@pytest.mark.parametrize("depth", [1, 5])
+@pytest.mark.parametrize("is_forgotten", [True, False], ids=["forgotten", "known"])
+def test_a_pinned_directory_beneath_others_that_the_kernel_forgets_is_invalidated(
+    mount: Callable[..., Mount], tmp_path: Path, mode: tuple[str, ...], depth: int, is_forgotten: bool
+) -> None:
+    """The kernel forgets them under memory pressure, and while they are invalidated. Before: nothing led to the pinned
+    directory then, and its files kept their old contents."""
+    source = tmp_path / "source"
+    beneath = Path("new", *map(str, range(depth)))
+    (source / beneath).mkdir(parents=True)
+    (source / "old/pinned").mkdir(parents=True)
+    (source / "old/pinned/file").write_bytes(b"before")
+    settle()
+    m = mount(source, *mode)
+    for _ in range(2):
+        assert (m.path / "old/pinned/file").read_bytes() == b"before"
+    (source / "old/pinned").rename(source / beneath / "pinned")
+    (source / beneath / "pinned/file").write_bytes(b"and now")
+    wait_for((m.path / beneath / "pinned/file").exists, bool)
+    if is_forgotten:
+        m.drop_caches()
+    cachefs("invalidate", m.path)
+    expire()
+    assert (m.path / beneath / "pinned/file").read_bytes() == b"and now"
