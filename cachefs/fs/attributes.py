@@ -79,7 +79,7 @@ class Attributes:
         now = await use(self.fs.source.fstat)
         inode = self.fs.inode(number)
         if not self.descriptors.shared.keeps_version(inode):
-            self._metadata.note_change(inode, now)
+            self._metadata.note_size(inode, now)
             inode = inode.with_stat(now)
             with self._metadata.index.update() as update:
                 self._metadata.put_inode(update, inode)
@@ -189,6 +189,7 @@ class Attributes:
         value = await self._value(Table.XATTRS, inode, name, partial(self._read_xattr, name))
         if name == inode_values.ACL and not self.fs.repetitions.has_permissions(number, caller):
             self.fs.notifier.attributes(number)
+            await self.fs.repetitions.expect(caller, by_mode=True)
             raise failed(errno.ESTALE)
         if value == inode_values.ABSENT:
             raise failed(errno.ENODATA)

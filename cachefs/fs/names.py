@@ -73,7 +73,7 @@ class FileSystem:
         self.permissions = Permissions(
             self.metadata, self.source, self.call_pool, self.notifier, self.options, self.words
         )
-        self.repetitions = Repetitions(self.metadata, self.notifier, self.source.clock.monotonic_ns)
+        self.repetitions = Repetitions(self, self.source.clock.monotonic_ns)
         # state
         self.lookups = 0
         """How many there were: shows background work that requests wait."""

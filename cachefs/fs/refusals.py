@@ -13,19 +13,24 @@ ESTALE would reach the job. So a call that fails only to have the path looked up
 that of a former file, or have a former size) does not when it is repeated.
 """
 
+import errno
 import logging
 from collections import OrderedDict
-from collections.abc import Callable
-from typing import TypeVar
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager, suppress
+from itertools import islice
+from typing import Protocol, TypeVar
 
 import trio
 
 from cachefs.metadata.inode_cache import InodeCache
+from cachefs.metadata.inode_paths import MOST_NAMES, links_if
 from cachefs.metadata.notifier import Notifier
 from cachefs.metadata.validity import ANSWERED_NS
 from cachefs.printable import one_line
 from cachefs.source.credentials import Caller, Process
 from cachefs.stats.metrics import Metrics
+from cachefs.store.index.records import Inode
 from cachefs.system.clock import NANOSECONDS, SYSTEM
 
 T = TypeVar("T")
@@ -129,6 +134,16 @@ class Refusals:
             return f"inode {number}"
 
 
+class Names(Protocol):
+    """`FileSystem`, as far as `Repetitions` need it."""
+
+    metadata: InodeCache
+    notifier: Notifier
+
+    async def compare(self, parent: int, name: bytes) -> Inode | None: ...
+    def overtake(self, parent: int, name: bytes) -> None: ...
+
+
 class Repetitions:
     """Calls by a path that are answered with ESTALE: the kernel looks up the path again, and repeats each one, once.
 
@@ -137,10 +152,11 @@ class Repetitions:
     because it has locked the directory for this call, a call counts as repeated if the thread has looked up its inode.
     """
 
-    def __init__(self, metadata: InodeCache, notifier: Notifier, monotonic_ns: Callable[[], int]) -> None:
+    def __init__(self, names: Names, monotonic_ns: Callable[[], int]) -> None:
         # dependencies
-        self._metadata = metadata
-        self._notifier = notifier
+        self._names = names
+        self._metadata = names.metadata
+        self._notifier = names.notifier
         self._monotonic_ns = monotonic_ns
         # state
         self._told_ns: OrderedDict[int, int] = OrderedDict()
@@ -148,11 +164,29 @@ class Repetitions:
         answer."""
         self._expected: OrderedDict[int, tuple[int, set[int]]] = OrderedDict()
         """Thread → until when a repeated call may come, and what was looked up since ESTALE."""
+        self._answered: OrderedDict[int, tuple[int, int]] = OrderedDict()
+        """Thread → the inode of which the kernel got attributes for it last, and when."""
+
+    @asynccontextmanager
+    async def by_path(self, caller: Caller, *, locked: int = 0) -> AsyncIterator[None]:
+        """Around a call about the inode to which a path led: expects a repeated one if it fails with ESTALE."""
+        try:
+            yield
+        except OSError as error:
+            if error.errno == errno.ESTALE:
+                await self.expect(caller, locked=locked)
+            else:
+                self._expected.pop(caller.pid, None)
+            raise
+        self._expected.pop(caller.pid, None)
 
     async def expect(self, caller: Caller, *, locked: int = 0, by_mode: bool = False) -> None:
         """A call is about to be answered with ESTALE. `locked`: the directory that the kernel has locked for it.
         `by_mode`: because the kernel may have had a former mode, which it has dropped."""
+        await self._compare_successors((self._metadata.lost_names() or [])[-MOST_NAMES:])
         began_ns, names = self._monotonic_ns(), self._metadata.lost_names()
+        for name in names or ():
+            self._names.overtake(*name)  # a look-up that is under way must not bring the former file
         is_locked = names is not None and any(parent == locked for parent, _ in names)
         if names is None or is_locked:
             self._notifier.drop_soon(names or ())
@@ -165,13 +199,22 @@ class Repetitions:
                 _put(self._told_ns, caller.pid, began_ns)
         _put(self._expected, caller.pid, (self._monotonic_ns() + REPEATED_WITHIN_NS, set()))
 
-    def looked_up(self, number: int, caller: Caller) -> None:
-        if caller.pid in self._expected:
-            self._expected[caller.pid][1].add(number)
+    async def _compare_successors(self, names: Sequence[tuple[int, bytes]]) -> None:
+        """The call may be repeated about a file that has got one of these names, and may have lost another one."""
+        with self._metadata.index.view() as view:
+            dentries = [self._metadata.dentry(view, *name) for name in names]
+        for number in {dentry.inode for dentry in dentries if dentry is not None and dentry.inode}:
+            for link in islice(links_if(self._metadata.index, number, least=2), MOST_NAMES):
+                with suppress(OSError):
+                    await self._names.compare(*link)
 
-    def ended(self, caller: Caller) -> None:
-        """A call by a path has been answered, and not with ESTALE."""
-        self._expected.pop(caller.pid, None)
+    def answered(self, inode: Inode | None, caller: Caller, *, by_name: bool) -> None:
+        """The kernel is about to get the attributes of an inode. None: there is no such name."""
+        if inode is None:
+            return
+        if by_name and caller.pid in self._expected:
+            self._expected[caller.pid][1].add(inode.number)
+        _put(self._answered, caller.pid, (inode.number, self._monotonic_ns()))
 
     def has_looked_up(self, number: int, caller: Caller) -> bool:
         """Is this call about an inode a repeated one?"""
@@ -180,7 +223,9 @@ class Repetitions:
 
     def has_permissions(self, number: int, caller: Caller) -> bool:
         """False: the kernel may check the permissions of this call by a former mode."""
-        return self._metadata.last_permissions_ns(number) <= self._told_ns.get(caller.pid, 0)
+        answered, when_ns = self._answered.get(caller.pid, (0, 0))
+        known_ns = max(self._told_ns.get(caller.pid, 0), when_ns if answered == number else 0)
+        return self._metadata.last_permissions_ns(number) <= known_ns
 
     def is_by_present_name(self, number: int, caller: Caller) -> bool:
         """False: the name by which the kernel has come to this inode may lead to another one at the source."""

@@ -48,10 +48,6 @@ _OF_FILES = frozenset({"read", "write", "fsync", "flush", "release"})
 _OF_DIRECTORIES = frozenset({"readdir", "fsyncdir", "releasedir"})
 _REPEATABLE = frozenset({"lookup", "getattr", "readlink", "open", "read", "readdir", "getxattr", "listxattr"})
 """They change nothing at the source; an open may make a file immutable, or truncate it, twice."""
-_BY_PATH = frozenset({"open", "setattr", "link"})
-"""Requests about the inode to which a path led (`Repetitions`)."""
-_ON_PATH = frozenset({"getxattr"})
-"""Requests of the kernel while it follows a path."""
 _RELEASES = frozenset({"release", "releasedir"})
 """Never refused: they free something."""
 MAX_REQUESTS = 16384
@@ -64,8 +60,6 @@ def _handler(function: Callable[P, Awaitable[R]]) -> Callable[P, Coroutine[Any, 
     name = function.__name__
     kind = _KINDS.get(name, "other")
     refusable = name not in _RELEASES
-    by_path = name in _BY_PATH
-    on_path = name in _ON_PATH
 
     @functools.wraps(function)
     async def wrapped(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -79,14 +73,9 @@ def _handler(function: Callable[P, Awaitable[R]]) -> Callable[P, Coroutine[Any, 
         shares.act_for(owner, caller)
         requests.take(owner)
         began_ns = time.monotonic_ns()
-        is_stale = False
         try:
             return await function(*args, **kwargs)
         except OSError as error:
-            is_stale = error.errno == errno.ESTALE
-            if is_stale and (by_path or on_path) and caller is not None:
-                locked = args[2] if name == "link" else 0
-                await operations.fs.repetitions.expect(caller, locked=locked, by_mode=on_path)
             raise pyfuse3.FUSEError(errno_of(error)) from None
         except Exception as error:
             if met_damage(error):  # logged: from now on what cannot be read counts as unknown
@@ -95,8 +84,6 @@ def _handler(function: Callable[P, Awaitable[R]]) -> Callable[P, Coroutine[Any, 
             raise pyfuse3.FUSEError(errno.EIO) from None
         finally:
             requests.give(owner)
-            if by_path and caller is not None and not is_stale:
-                operations.fs.repetitions.ended(caller)
             if name != _READ:
                 operations.latencies.note(kind, time.monotonic_ns() - began_ns)
 
@@ -202,13 +189,14 @@ class Operations(pyfuse3.Operations):
     async def lookup(self, parent_inode, name, ctx):  # type: ignore[no-untyped-def]
         caller = _caller(ctx)
         entry = await self.fs.lookup(parent_inode, name, caller)
-        if entry.inode is not None:
-            self.fs.repetitions.looked_up(entry.inode.number, caller)
+        self.fs.repetitions.answered(entry.inode, caller, by_name=True)
         return _entry(entry)
 
     @_handler
     async def getattr(self, inode, ctx):  # type: ignore[no-untyped-def]
-        return _entry(await self.attributes.getattr(inode))
+        entry = await self.attributes.getattr(inode)
+        self.fs.repetitions.answered(entry.inode, _caller(ctx), by_name=False)
+        return _entry(entry)
 
     async def forget(self, inode_list: Sequence[tuple[int, int]]) -> None:
         try:
@@ -224,15 +212,18 @@ class Operations(pyfuse3.Operations):
 
     @_handler
     async def open(self, inode, flags, ctx):  # type: ignore[no-untyped-def]
+        caller = _caller(ctx)
         if flags & (os.O_ACCMODE | os.O_TRUNC):
             with self.descriptors.opening():
-                handle = await self.mutations.open_for_writing(inode, flags, _caller(ctx))
+                async with self.fs.repetitions.by_path(caller):
+                    handle = await self.mutations.open_for_writing(inode, flags, caller)
             return pyfuse3.FileInfo(fh=handle, keep_cache=False)
         if flags & OPEN_REPORT:
             await self.files.make_immutable(inode)
             return pyfuse3.FileInfo(fh=FAST_HANDLE | inode, keep_cache=False)
         with self.descriptors.opening():
-            handle, keep_cache = await self.files.open_for_reading(inode, _caller(ctx), executes=bool(flags & _EXECUTE))
+            async with self.fs.repetitions.by_path(caller):
+                handle, keep_cache = await self.files.open_for_reading(inode, caller, executes=bool(flags & _EXECUTE))
         return pyfuse3.FileInfo(fh=handle, keep_cache=keep_cache)
 
     @_handler
@@ -328,7 +319,9 @@ class Operations(pyfuse3.Operations):
             mtime_ns=attr.st_mtime_ns if fields.update_mtime else None,
             now=_now(attr.st_ctime_ns) if fields.update_ctime else None,
         )
-        return self._made(await self.mutations.setattr(inode, changes, fh, _caller(ctx)))
+        caller = _caller(ctx)
+        async with self.fs.repetitions.by_path(caller):
+            return self._made(await self.mutations.setattr(inode, changes, fh, caller))
 
     @_handler
     async def mkdir(self, parent_inode, name, mode, ctx):  # type: ignore[no-untyped-def]
@@ -344,7 +337,9 @@ class Operations(pyfuse3.Operations):
 
     @_handler
     async def link(self, inode, new_parent_inode, new_name, ctx):  # type: ignore[no-untyped-def]
-        return self._made(await self.mutations.link(inode, new_parent_inode, new_name, _caller(ctx)))
+        caller = _caller(ctx)
+        async with self.fs.repetitions.by_path(caller, locked=new_parent_inode):
+            return self._made(await self.mutations.link(inode, new_parent_inode, new_name, caller))
 
     @_handler
     async def unlink(self, parent_inode, name, ctx):  # type: ignore[no-untyped-def]
@@ -362,11 +357,15 @@ class Operations(pyfuse3.Operations):
     async def setxattr(self, inode, name, value, ctx):  # type: ignore[no-untyped-def]
         if name.startswith(VIRTUAL):
             raise OSError(errno.EPERM, "it is no attribute of the source")
-        await self.mutations.setxattr(inode, name, value, _caller(ctx))
+        caller = _caller(ctx)
+        async with self.fs.repetitions.by_path(caller):
+            await self.mutations.setxattr(inode, name, value, caller)
 
     @_handler
     async def removexattr(self, inode, name, ctx):  # type: ignore[no-untyped-def]
-        await self.mutations.removexattr(inode, name, _caller(ctx))
+        caller = _caller(ctx)
+        async with self.fs.repetitions.by_path(caller):
+            await self.mutations.removexattr(inode, name, caller)
 
 
 def _now(mark_ns: int) -> tuple[bool, bool]:

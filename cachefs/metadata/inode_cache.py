@@ -284,7 +284,7 @@ class InodeCache(InodeTable):
             inode = self.inode(update, number)
             if inode is None or inode.same_version(now) or self.is_pinned(inode) or self._is_overtaken(inode, now):
                 return False
-            self.note_change(inode, now)
+            self.note_size(inode, now)
             self.put_inode(update, self.changed_now(inode, now)._replace(version=self.numbers.next()))
         return True
 

@@ -183,11 +183,15 @@ class Validity:
             return inode
         return inode._replace(flags=inode.flags | UNSETTLED | YOUNG, next_position=self._monotonic_ns())
 
-    def note_change(self, before: Inode, now: Stat) -> None:
-        """A comparison has shown the attributes of an object."""
+    def note_size(self, before: Inode, now: Stat) -> None:
+        """A comparison has shown the size of a file."""
         if before.is_regular and before.size != now.size:
             self._resized.note(before.number)
-        if before.permissions != now.permissions:
+
+    def note_change(self, before: Inode, now: Stat) -> None:
+        """A comparison by name has shown the attributes of an object. The kernel is notified."""
+        self.note_size(before, now)
+        if before.mode and before.permissions != now.permissions:  # not a new record
             self._permitted.note(before.number)
 
     def may_have_former_size(self, number: int) -> bool:
@@ -196,8 +200,9 @@ class Validity:
         return self._resized.happened_since(number, self._known_since_ns())
 
     def last_permissions_ns(self, number: int) -> int:
-        """When an object got a mode and owners that the kernel may not have yet; 0: it has them."""
-        return self._if_known(self._permitted.last_ns(number))
+        """When an object got another mode or owner, if a request may be under way that knows the former; else 0."""
+        last_ns = self._permitted.last_ns(number)
+        return last_ns if last_ns >= self._monotonic_ns() - ANSWERED_NS else 0
 
     def note_lost_name(self, number: int, parent: int, name: bytes) -> None:
         """The source has shown that a name leads to this inode no longer."""
@@ -205,14 +210,12 @@ class Validity:
 
     def last_loss_ns(self, number: int) -> int:
         """When the inode lost a name that the kernel may still take for its own; 0: no name."""
-        return self._if_known(self._lost_names.last_ns(number))
+        last_ns = self._lost_names.last_ns(number)
+        return last_ns if last_ns >= self._known_since_ns() else 0
 
     def lost_names(self) -> list[tuple[int, bytes]] | None:
         """(parent, name) that the kernel may still take for a former object's. None: not all are known any more."""
         return self._lost_names.since(self._known_since_ns())
-
-    def _if_known(self, when_ns: int) -> int:
-        return when_ns if when_ns >= self._known_since_ns() else 0
 
     def _known_since_ns(self) -> int:
         """From when on the kernel may have been told what it still believes, if nothing makes it drop that."""

@@ -22,6 +22,7 @@ from cachefs.options import Options
 from cachefs.source.credentials import Caller
 from cachefs.stats.metrics import Metrics
 from cachefs.store.index.index import Index
+from cachefs.store.index.records import Inode
 from cachefs.system.clock import NANOSECONDS, Clock
 from tests.cachefs.inode_caches import Kernel, inode_cache
 
@@ -85,6 +86,19 @@ class Times:
         return self.ns
 
 
+class Names:
+    """Of a source in which nothing else changes."""
+
+    def __init__(self, metadata: InodeCache, kernel: Kernel) -> None:
+        self.metadata, self.notifier = metadata, kernel
+
+    async def compare(self, parent: int, name: bytes) -> Inode | None:
+        raise AssertionError
+
+    def overtake(self, parent: int, name: bytes) -> None:
+        pass
+
+
 @pytest.fixture
 def times() -> Times:
     return Times()
@@ -102,7 +116,7 @@ def metadata(index: Index, times: Times, kernel: Kernel) -> InodeCache:
 
 @pytest.fixture
 def repetitions(metadata: InodeCache, kernel: Kernel, times: Times) -> Repetitions:
-    return Repetitions(metadata, kernel, times.now_ns)
+    return Repetitions(Names(metadata, kernel), times.now_ns)
 
 
 ONE, OTHER, UNKNOWN = (Caller(0, 0, thread) for thread in (1, 2, 0))
@@ -137,16 +151,22 @@ def test_the_kernel_drops_lost_names_before_a_call_is_answered_with_estale(
 def test_where_a_directory_is_locked_a_repeated_call_is_about_what_its_thread_has_looked_up(
     metadata: InodeCache, repetitions: Repetitions, times: Times
 ) -> None:
+    inode = Inode(7, *(0,) * 22)
+
+    async def call(caller: Caller) -> None:
+        async with repetitions.by_path(caller):
+            pass
+
     metadata.note_lost_name(7, 1, b"name")
     expect(repetitions, ONE, locked=1)
     assert not repetitions.is_by_present_name(7, ONE)
-    repetitions.looked_up(7, ONE)
-    repetitions.looked_up(7, OTHER)
+    repetitions.answered(inode, ONE, by_name=True)
+    repetitions.answered(inode, OTHER, by_name=True)
     assert repetitions.is_by_present_name(7, ONE) and not repetitions.is_by_present_name(7, OTHER)
-    repetitions.ended(ONE)
+    trio.run(call, ONE)
     assert not repetitions.is_by_present_name(7, ONE)
     expect(repetitions, ONE, locked=1)
-    repetitions.looked_up(7, ONE)
+    repetitions.answered(inode, ONE, by_name=True)
     times.ns += REPEATED_WITHIN_NS
     assert not repetitions.has_looked_up(7, ONE)
 

@@ -178,6 +178,7 @@ class Kernel:
     async def _lookup(self, parent: int, name: bytes) -> KernelInode | None:
         shares.act_for(0)
         found = await self.parts.filesystem.lookup(parent, name, self._caller)
+        self.parts.filesystem.repetitions.answered(found.inode, self._caller, by_name=True)
         await self._send_forgets()
         if found.inode is None:
             self._drop_entry(parent, name)
@@ -277,11 +278,12 @@ class Kernel:
         files = self.parts.files
         shares.act_for(0)
         with self.parts.descriptors.opening():
-            if flags & (os.O_ACCMODE | os.O_TRUNC):
-                handle = await self.parts.mutations.open_for_writing(inode.number, flags, self._caller)
-                keeps = False
-            else:
-                handle, keeps = await files.open_for_reading(inode.number, self._caller)
+            async with self.parts.filesystem.repetitions.by_path(self._caller):
+                if flags & (os.O_ACCMODE | os.O_TRUNC):
+                    handle = await self.parts.mutations.open_for_writing(inode.number, flags, self._caller)
+                    keeps = False
+                else:
+                    handle, keeps = await files.open_for_reading(inode.number, self._caller)
         if not keeps:
             inode.pages.clear()
         if flags & os.O_TRUNC:
@@ -401,7 +403,8 @@ class Kernel:
                 raise failed(errno.EISDIR)
             await self._attributes(inode)
             shares.act_for(0)
-            record = await self.parts.mutations.setattr(inode.number, Changes(size=size), None, self._caller)
+            async with self.parts.filesystem.repetitions.by_path(self._caller):
+                record = await self.parts.mutations.setattr(inode.number, Changes(size=size), None, self._caller)
             self._learn(record, self.parts.filesystem.timeout_s(record), lookup=False)
             inode.pages.clear()
 
@@ -490,7 +493,8 @@ class Kernel:
             if await self._step(target.number, new_name, again=True) is not None:
                 raise failed(errno.EEXIST)
             shares.act_for(0)
-            record = await self.parts.mutations.link(inode.number, target.number, new_name, self._caller)
+            async with self.parts.filesystem.repetitions.by_path(self._caller, locked=target.number):
+                record = await self.parts.mutations.link(inode.number, target.number, new_name, self._caller)
             self._enter(target.number, new_name, record, self.parts.filesystem.timeout_s(record))
             self._changed(target.number, inode.number)
 

@@ -281,3 +281,25 @@ def test_attributes_of_a_file_that_is_open_change_whatever_has_its_name(
         os.fchmod(opened.fileno(), 0o640)
         os.setxattr(opened.fileno(), "user.colour", b"red")
     assert [is_changed(source / name) for name in ("log", "log.1")] == [False, True]
+
+
+@pytest.mark.promise("CH-4")
+@CHANGING
+@pytest.mark.parametrize("change", [append_z, truncate, link])
+def test_a_name_that_a_file_with_another_lost_name_has_got_leads_to_it(
+    mount: Callable[..., Mount], source: Path, mode: tuple[str, ...], change: Callable[[Path], None]
+) -> None:
+    """Before: the call failed with ESTALE, once for each of the two files, and the kernel repeats it only once."""
+    make_names(source, "got", "kept")
+    (source / "moved").write_bytes(b"new")
+    (source / "other").hardlink_to(source / "moved")
+    m = mount(source, "--attr-timeout", "60", *mode)
+    for name in ("got", "kept", "moved", "other"):
+        assert (m.path / name).stat().st_nlink == 2
+    (source / "moved").rename(source / "got")
+    change(m.path / "got")
+    assert (source / "kept").read_bytes() == b"old"
+    if change is link:
+        assert (source / "link").samefile(source / "other")
+    else:
+        assert (source / "other").read_bytes() == (b"n" if change is truncate else b"newZ")
