@@ -85,10 +85,7 @@ class Mutations:
 
     def _store(self, number: int, now: Stat, *, written: bool = False) -> None:
         """Record the attributes of an inode after a change by this mount. If its data are the same, open files continue
-        with the new attributes.
-
-        `written`: the file stays mutable.
-        """
+        with the new attributes. `written`: the file stays mutable."""
         with self._metadata.index.update() as update:
             before = self._metadata.inode(update, number)
             after, dropped = self._metadata.apply_own_change(update, number, now)
@@ -312,7 +309,8 @@ class Mutations:
 
     async def link(self, number: int, parent: int, name: bytes, caller: Caller) -> Inode:
         self._check_writable()
-        await self._compare_names(number, caller)
+        if not self._fs.repetitions.has_looked_up(number, caller):
+            await self._compare_names(number, caller)
         async with self._metadata.changes.under_way(number):
             at, version, new = self._fs.object_of(number), self._version(number), self._fs.directory(parent)
             call = partial(self._source.link, at, version, new, name, caller)

@@ -148,8 +148,8 @@ class Repetitions:
     """Calls by a path that are answered with ESTALE: the kernel looks up the path again, and repeats each one, once.
 
     Before the answer the kernel drops the names that the source has given to other files. So what the same thread does
-    next, repeated or not, is by a name that the kernel has looked up since then. Where the kernel cannot drop them,
-    because it has locked the directory for this call, a call counts as repeated if the thread has looked up its inode.
+    next, repeated or not, is by a name that the kernel has looked up since then. It cannot drop names in the directory
+    that it has locked for a link: one counts as repeated if the thread has looked up its inode.
     """
 
     def __init__(self, names: Names, monotonic_ns: Callable[[], int]) -> None:
@@ -201,9 +201,12 @@ class Repetitions:
 
     async def _compare_successors(self, names: Sequence[tuple[int, bytes]]) -> None:
         """The call may be repeated about a file that has got one of these names, and may have lost another one."""
-        with self._metadata.index.view() as view:
-            dentries = [self._metadata.dentry(view, *name) for name in names]
-        for number in {dentry.inode for dentry in dentries if dentry is not None and dentry.inode}:
+        numbers = set[int]()
+        for name in names:
+            with suppress(OSError):
+                found = await self._names.compare(*name)
+                numbers |= {found.number} if found is not None else set()
+        for number in numbers:
             for link in islice(links_if(self._metadata.index, number, least=2), MOST_NAMES):
                 with suppress(OSError):
                     await self._names.compare(*link)
@@ -229,8 +232,7 @@ class Repetitions:
 
     def is_by_present_name(self, number: int, caller: Caller) -> bool:
         """False: the name by which the kernel has come to this inode may lead to another one at the source."""
-        told_ns = self._told_ns.get(caller.pid, 0)
-        return self._metadata.last_loss_ns(number) <= told_ns or self.has_looked_up(number, caller)
+        return self._metadata.last_loss_ns(number) <= self._told_ns.get(caller.pid, 0)
 
 
 def _put(kept: OrderedDict[int, T], key: int, value: T) -> None:

@@ -93,7 +93,7 @@ class Names:
         self.metadata, self.notifier = metadata, kernel
 
     async def compare(self, parent: int, name: bytes) -> Inode | None:
-        raise AssertionError
+        return None
 
     def overtake(self, parent: int, name: bytes) -> None:
         pass
@@ -159,12 +159,12 @@ def test_where_a_directory_is_locked_a_repeated_call_is_about_what_its_thread_ha
 
     metadata.note_lost_name(7, 1, b"name")
     expect(repetitions, ONE, locked=1)
-    assert not repetitions.is_by_present_name(7, ONE)
+    assert not repetitions.has_looked_up(7, ONE)
     repetitions.answered(inode, ONE, by_name=True)
     repetitions.answered(inode, OTHER, by_name=True)
-    assert repetitions.is_by_present_name(7, ONE) and not repetitions.is_by_present_name(7, OTHER)
+    assert repetitions.has_looked_up(7, ONE) and not repetitions.has_looked_up(7, OTHER)
     trio.run(call, ONE)
-    assert not repetitions.is_by_present_name(7, ONE)
+    assert not repetitions.has_looked_up(7, ONE)
     expect(repetitions, ONE, locked=1)
     repetitions.answered(inode, ONE, by_name=True)
     times.ns += REPEATED_WITHIN_NS

@@ -286,20 +286,49 @@ def test_attributes_of_a_file_that_is_open_change_whatever_has_its_name(
 @pytest.mark.promise("CH-4")
 @CHANGING
 @pytest.mark.parametrize("change", [append_z, truncate, link])
+@pytest.mark.parametrize("others", [(), ("kept",)], ids=["one name", "two names"])
 def test_a_name_that_a_file_with_another_lost_name_has_got_leads_to_it(
-    mount: Callable[..., Mount], source: Path, mode: tuple[str, ...], change: Callable[[Path], None]
+    mount: Callable[..., Mount],
+    source: Path,
+    mode: tuple[str, ...],
+    change: Callable[[Path], None],
+    others: tuple[str, ...],
 ) -> None:
     """Before: the call failed with ESTALE, once for each of the two files, and the kernel repeats it only once."""
-    make_names(source, "got", "kept")
+    make_names(source, "got", *others)
     (source / "moved").write_bytes(b"new")
     (source / "other").hardlink_to(source / "moved")
     m = mount(source, "--attr-timeout", "60", *mode)
-    for name in ("got", "kept", "moved", "other"):
-        assert (m.path / name).stat().st_nlink == 2
+    for name in ("got", *others, "moved", "other"):
+        assert (m.path / name).stat()
     (source / "moved").rename(source / "got")
     change(m.path / "got")
-    assert (source / "kept").read_bytes() == b"old"
+    assert [(source / name).read_bytes() for name in others] == [b"old"] * len(others)
     if change is link:
         assert (source / "link").samefile(source / "other")
     else:
         assert (source / "other").read_bytes() == (b"n" if change is truncate else b"newZ")
+
+
+@pytest.mark.promise("CH-4")
+@CHANGING
+@pytest.mark.parametrize("change", [append_z, truncate])
+def test_a_look_up_by_another_name_after_a_failed_link_does_not_count(
+    mount: Callable[..., Mount], source: Path, mode: tuple[str, ...], change: Callable[[Path], None]
+) -> None:
+    names = [f"gone{at}" for at in range(20)], [f"replaced{at}" for at in range(20)], [f"new{at}" for at in range(20)]
+    make_names(source, "stays", *names[0], *names[1])
+    m = mount(source, "--attr-timeout", "60", *mode)
+    for name in (*names[0], *names[1]):
+        assert (m.path / name).stat().st_nlink == 41
+    for name in names[0]:
+        (source / name).unlink()
+    for name in names[1]:
+        replace(source / name)
+    for gone, replaced, new in zip(*names, strict=True):
+        with pytest.raises(FileNotFoundError):
+            (m.path / new).hardlink_to(m.path / gone)
+        (source / f"another {new}").hardlink_to(source / "stays")
+        assert (m.path / f"another {new}").stat()
+        change(m.path / replaced)
+        assert (source / "stays").read_bytes() == b"old"
