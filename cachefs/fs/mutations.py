@@ -241,8 +241,9 @@ class Mutations:
     def _comes_with_a_write(self, number: int, mode: int, caller: Caller) -> bool:
         """Is this chmod the one by which the kernel clears set-user-ID bits before a write or truncation?
 
-        Without the fast path it sends one, as the writer. It refuses a chmod by a user who is not the owner. The source
-        clears the bits with the write itself, which is made without CAP_FSETID."""
+        Without the fast path the kernel sends it, as the writer. It refuses a chmod by a user who is not the owner. The
+        source clears the bits with the write itself, which is made without CAP_FSETID.
+        """
         inode = self._fs.inode(number)
         before = stat.S_IMODE(inode.mode)
         only_clears = mode & ~before == 0 and before & ~mode & ~(stat.S_ISUID | stat.S_ISGID) == 0

@@ -64,7 +64,7 @@ class InodeCache(InodeTable):
     def _kernel_has_data(self, inode: Inode, now: Stat) -> bool:
         """May the kernel cache pages of this version that nothing would ever drop? Not of a file that has writers."""
         if inode.is_symlink:
-            return inode.mtime_ns != now.mtime_ns or inode.size != now.size
+            return not inode.same_data(now)
         may = inode.is_regular and inode.number not in self.writers  # by another number writers would have another size
         fixed = inode.flags & (IMMUTABLE | STALE) or (self._pins_everything and inode.flags & PINNED)
         return bool(may and fixed and (inode.validated_run == self.run or self._run.forgot))

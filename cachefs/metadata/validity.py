@@ -219,9 +219,8 @@ class Validity:
 
     def _known_since_ns(self) -> int:
         """From when on the kernel may have been told what it still believes, if nothing makes it drop that."""
-        return max(
-            1, self._monotonic_ns() - self._unpinned_timeout_ns - ANSWERED_NS
-        )  # the machine may just have booted
+        since_ns = self._monotonic_ns() - self._unpinned_timeout_ns - ANSWERED_NS
+        return max(1, since_ns)  # the machine may just have booted
 
     def remaining_ns(self, inode: Inode) -> int:
         """How long the record is valid from now on: FOREVER_NS, or 0 if it must be compared first."""

@@ -87,7 +87,7 @@ class Times:
 
 
 class Names:
-    """Of a source in which nothing else changes."""
+    """The part of `FileSystem` that `Repetitions` needs, without any names."""
 
     def __init__(self, metadata: InodeCache, kernel: Kernel) -> None:
         self.metadata, self.notifier = metadata, kernel
