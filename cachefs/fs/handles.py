@@ -234,10 +234,39 @@ class OpenFiles:
         if handle & FAST_HANDLE:
             return await self._read_inode(self.request_at(handle)[0], offset, size)
         opened = self.descriptors.handle(handle)
-        if opened.file is not None and opened.is_cached:
-            return await self._fetcher.read(opened.file, offset, size)
-        inode, pread = self._metadata.current(opened.number), self.fs.source.pread
-        return await self._read_uncached(inode, self.descriptors.use(opened, lambda fd: pread(fd, size, offset, inode)))
+        while not opened.is_cached:
+            inode = self._metadata.current(opened.number)
+            if self._shows_pinned_version(opened, inode):
+                await self._share(opened)
+                continue
+            read = partial(self.fs.source.pread, length=size, offset=offset, inode=inode)
+            data = await self._read_uncached(inode, self.descriptors.use(opened, read))
+            if not self._shows_pinned_version(opened, self._metadata.current(opened.number)):
+                return data
+        assert opened.file is not None
+        return await self._fetcher.read(opened.file, offset, size)
+
+    def _shows_pinned_version(self, opened: Handle, inode: Inode | None) -> bool:
+        """Has a file become immutable since it was opened? Then all its handles, which share the pages in the kernel,
+        read the same version (hazard 80)."""
+        return not opened.writable and inode is not None and self._immutability.keeps_version(inode)
+
+    async def _share(self, opened: Handle) -> None:
+        """Let a handle read what all handles of the same immutable file read; without a name by its own descriptor."""
+        now = None
+        with suppress(OSError):
+            now = await self.descriptors.use(opened, self.fs.source.fstat)
+        inode = self._metadata.current(opened.number)
+        if opened.is_cached or inode is None or not self._shows_pinned_version(opened, inode):
+            return
+        if opened.released:
+            raise failed(errno.EBADF)
+        before, opened.file = opened.file, self._shared.share(inode)
+        fd = opened.file.fd
+        if fd is None and now is not None and inode.same_version(now) and opened.is_open(self.fs.source.generation):
+            opened.file.set_fd(os.dup(opened.fd), opened.generation)
+        if before is not None:
+            await self._shared.let_go(before)
 
     async def _read_uncached(self, inode: Inode | None, read: Awaitable[bytes]) -> bytes:
         """A read of a mutable file. The kernel keeps the pages as long as the times of the file stay the same."""

@@ -4,6 +4,7 @@ import errno
 import os
 import subprocess
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -114,6 +115,45 @@ def unlink_it(m: Mount, name: str) -> str:
 def pin_it(m: Mount, name: str) -> str:
     cachefs("pin", m.path / name)
     return name
+
+
+@pytest.mark.promise("EX-26")
+@pytest.mark.parametrize("mode", [(), ("--no-fastpath",)], ids=["fastpath", "python"])
+@pytest.mark.parametrize(
+    ("name", "make_immutable"),
+    [("it.log", rename_it), ("it.log", unlink_it), ("it", pin_it)],
+    ids=["renamed", "unlinked", "pinned"],
+)
+def test_a_descriptor_that_is_open_when_a_file_becomes_immutable_shows_the_pinned_version(
+    mount: MakeMount, tree: Path, name: str, make_immutable: Callable[[Mount, str], str], mode: tuple[str, ...]
+) -> None:
+    """Its READs fill the pages that all descriptors of the file share. Before: with a later version."""
+    old, new = b"1" * 24_000_000, b"2" * 24_000_000
+    m = mount(tree, *MUTABLE, *mode)
+
+    def opened_before() -> tuple[int, str]:
+        """A descriptor of before the file became immutable, and the file's name."""
+        (m.path if make_immutable is pin_it else tree).joinpath(name).write_bytes(old)
+        if make_immutable is unlink_it:
+            (tree / "second").hardlink_to(tree / name)
+            assert (m.path / "second").stat().st_nlink == 2
+        settle()
+        opened = os.open(m.path / name, os.O_RDONLY)
+        assert os.pread(opened, 4096, 0) == old[:4096]
+        found = make_immutable(m, name)
+        with open(m.path / found, "rb") as another:
+            assert os.pread(another.fileno(), 4096, 0) == old[:4096]
+        expire()
+        return opened, found
+
+    opened, found = opened_before()
+    (m.path / found).unlink()
+    assert os.pread(opened, 4096, 10 << 20) == old[:4096]
+    os.close(opened)
+    opened, found = opened_before()
+    (tree / found).write_bytes(new)
+    raises_errno(errno.ESTALE, partial(os.pread, opened, 4096, 10 << 20))
+    os.close(opened)
 
 
 @pytest.mark.promise("EX-5")
