@@ -135,6 +135,7 @@ class FastPathHost:
             died=has_died,
             unmounted=unmounted,
         )
+        components.notifier.answers_delivered = self.fastpath.answers().delivered
         self.prefetch_queue = FastPathPrefetchQueue(self.shared, self.fastpath)
         writes.on_handled.add(self._handled)
         writes.on_lost_append.add(self._grant)

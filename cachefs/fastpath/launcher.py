@@ -23,6 +23,7 @@ import trio
 
 from cachefs.contract.messages import ATTACH_SAME_PYTHON, Message
 from cachefs.errors import CacheFsError
+from cachefs.fastpath.answers import Answers
 from cachefs.fastpath.connection import MESSAGE_BYTES, parse, send
 from cachefs.fastpath.mount_descriptors import MountDescriptors, is_unmounted
 from cachefs.fastpath.processes import LOOK_S, PROGRAM, STOP_TIMEOUT_S, is_running, memory_name, running
@@ -95,6 +96,10 @@ class FastPath:
                 end.setsockopt(socket.SOL_SOCKET, force, SOCKET_BUFFER_BYTES)
             except PermissionError:  # any size is enough for one message, at most 160 KiB (hazard 5)
                 end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SOCKET_BUFFER_BYTES)
+
+    def answers(self) -> Answers:
+        """Those of the daemon and of this program."""
+        return Answers(self.mount.shared, self._python)
 
     def descriptor_for_pyfuse3(self) -> int:
         """The descriptor that pyfuse3 reads requests from. The caller closes it."""

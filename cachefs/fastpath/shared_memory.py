@@ -26,10 +26,12 @@ SLOTS_OFFSET = SHARED.offset("slots")
 YOUNG_OFFSET = SHARED.offset("young")
 _REQUEST = IN_HEADER.codec()
 _PLACE_MASK = (1 << 63) - 1
+_SLOT_WORDS = layout.SLOT_HEAD.size // 8
 _LOG_WORDS = 8 + 2 * ACCESS_ENTRIES
 _MARGIN = 256
 """The fast path may overwrite so many of the oldest entries of a log while it is read."""
 
+_READ = next(each.number for each in FUSE_OPERATIONS if each.name == "READ")
 _COUNTED_AS = {each.number: each.counted_as for each in FUSE_OPERATIONS}
 
 FIELDS = {name: (each.offset, each.code) for name, each in SHARED.fields.items() if isinstance(each.type, str)}
@@ -180,9 +182,22 @@ class Shared:
         word = self._words["Q"][(SLOTS_OFFSET + slot * layout.SLOT_HEAD.size) // 8]
         if (word >> 8 << 16 | slot) & _PLACE_MASK != handle & _PLACE_MASK:
             return 0, UNKNOWN, None
-        request = os.pread(self.fd, _REQUEST.size, layout.HEAD_BYTES + slot * layout.SLOT_BYTES)
-        _, _, _, inode, uid, gid, pid, *_ = _REQUEST.unpack(request)
+        _, _, _, inode, uid, gid, pid, *_ = self._request(slot)
         return inode, uid, Caller(uid, gid, pid)
+
+    def served_now(self) -> set[tuple[int, int]]:
+        """(slot, the kernel's number) of the requests that threads of the fast path are serving; READs may last."""
+        heads = self._words["Q"][SLOTS_OFFSET // 8 :][: SLOT_COUNT * _SLOT_WORDS]
+        served = zip(range(SLOT_COUNT), heads[::_SLOT_WORDS].tolist(), heads[1::_SLOT_WORDS].tolist(), strict=True)
+        return {
+            (slot, unique)
+            for slot, word, unique in served
+            if word & 0xFF == layout.SlotState.SLOT_READING and unique and self._request(slot)[1] != _READ
+        }
+
+    def _request(self, slot: int) -> tuple[int, ...]:
+        """The fields of the header of a request."""
+        return _REQUEST.unpack(os.pread(self.fd, _REQUEST.size, layout.HEAD_BYTES + slot * layout.SLOT_BYTES))
 
     def accesses(self, seen: list[int]) -> list[tuple[int, int]]:
         """(inode, number of the chunk) of READs since the last time, in order.

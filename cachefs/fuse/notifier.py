@@ -9,7 +9,7 @@ import struct
 import subprocess
 import sys
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import NamedTuple
@@ -35,6 +35,8 @@ _FLAGS = bytes(4)  # not PINNED: the value is for this mount only
 _RESTART_PAUSE_S = 1.0
 _END_PATIENCE_S = 1.0
 _ANSWER_BYTES = 16
+DELIVERED_WITHIN_S = 5.0
+"""How long notifications wait for answers: the fast path may have been stopped."""
 
 
 class KernelNotifier:
@@ -58,6 +60,9 @@ class KernelNotifier:
         self._served = os.memfd_create("cachefs-served") if served is None else served
         fcntl.flock(self._served, fcntl.LOCK_SH)  # until the last such process has closed it
         self._code = Path(__file__).with_name("notifier_process.py").read_text()  # an upgrade may replace the file
+        self.answers_delivered: Callable[[], Awaitable[None]] = trio.lowlevel.checkpoint
+        """Returns when the kernel has each answer that was given before: it must not take over a name after it has
+        dropped it. Set where answers take another way than notifications."""
         # state
         self._names = _Lane()
         self._pages = _Lane()
@@ -69,7 +74,13 @@ class KernelNotifier:
         self._names.add(_messages(entries, numbers))
 
     async def drop(self, entries: Sequence[tuple[int, bytes]], numbers: Sequence[int]) -> None:
-        await self._names.send(_messages(entries, numbers))
+        try:
+            if self._names.waits:
+                with trio.move_on_after(DELIVERED_WITHIN_S):
+                    await self.answers_delivered()
+        finally:  # also if the caller does not wait any longer
+            sent = self._names.add(_messages(entries, numbers))
+        await self._names.wait(sent)
 
     def attributes(self, number: int) -> bool:
         """Drop the attributes, and no page. Returns whether the kernel knows the inode.
@@ -89,7 +100,7 @@ class KernelNotifier:
 
         In a lane of its own: the kernel waits for READs of the same pages, which may wait for the source.
         """
-        await self._pages.send(_messages((), numbers))
+        await self._pages.wait(self._pages.add(_messages((), numbers)))
 
     def leave_to_successor(self) -> None:
         """From now on nothing waits for a notification: what is not confirmed at the end is left to a successor."""
@@ -189,20 +200,21 @@ class _Lane:
         self._unconfirmed: deque[_Packet] = deque()
         """The first may be under way."""
         self._added = trio.Event()
-        self._waits = True
+        self.waits = True
 
-    def add(self, messages: Iterable[bytes]) -> None:
-        self._unconfirmed += [_Packet(content, trio.Event()) for content in _packets(messages)]
+    def add(self, messages: Iterable[bytes]) -> Sequence[_Packet]:
+        packets = [_Packet(content, trio.Event()) for content in _packets(messages)]
+        self._unconfirmed += packets
         self._added.set()
+        return packets
 
-    async def send(self, messages: Sequence[bytes]) -> None:
+    async def wait(self, packets: Sequence[_Packet]) -> None:
         """Return when the kernel has acted on them."""
-        self.add(messages)
-        if messages and self._waits:
-            await self._unconfirmed[-1].confirmed.wait()
+        if packets and self.waits:
+            await packets[-1].confirmed.wait()
 
     def stop_waiting(self) -> None:
-        self._waits = False
+        self.waits = False
         for packet in self._unconfirmed:
             packet.confirmed.set()
 

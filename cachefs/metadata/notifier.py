@@ -9,7 +9,7 @@ class Notifier(Protocol):
         """Drop names, given as (parent, name), and the attributes and pages of inodes. Returns at once."""
 
     async def drop(self, entries: Sequence[tuple[int, bytes]], numbers: Sequence[int]) -> None:
-        """The same. Returns when the kernel has dropped them."""
+        """The same, after the answers that were given so far. Returns when the kernel has dropped them."""
 
     def attributes(self, number: int) -> bool:
         """Drop attributes and ACLs of an inode. Waits for no request. Returns whether the kernel knows the inode."""

@@ -76,7 +76,6 @@ static void serve_work(struct worker *worker, uint32_t slot)
 {
     struct relay *relay = &worker->fastpath->relay;
     uint32_t own = worker->slot;
-    relay_ready_slot(relay, own); /* its last request was answered */
     worker->slot = slot;
     leader_resign(worker);
     serve(worker);
@@ -139,7 +138,6 @@ void *serve_run(void *context)
             leader_become(worker);
             continue;
         }
-        relay_ready_slot(&fastpath->relay, worker->slot);
         struct fuse_in_header *message = slot_data(&fastpath->relay, worker->slot);
         ssize_t length = next_request(fastpath, message, done_ns);
         if (length < 0 && errno == ENODEV) {
@@ -151,12 +149,15 @@ void *serve_run(void *context)
                 complain("cannot read /dev/fuse");
                 usleep(10000);
             }
+            relay_ready_slot(&fastpath->relay, worker->slot);
             continue;
         }
         relay_fill_slot(&fastpath->relay, worker->slot, (uint32_t)length, message->unique);
         if (takes_time(message->opcode) && has_concurrent_readers(fastpath, message->pid))
             leader_resign(worker);
         serve(worker);
+        if (worker->slot != NO_SLOT)
+            relay_ready_slot(&fastpath->relay, worker->slot); /* the daemon sees that no answer is on its way (answers.py) */
         leader_become(worker);
         if (speculative_read_next(&fastpath->speculative_read, &worker->view, &fastpath->blob))
             worker->counters->guesses++;

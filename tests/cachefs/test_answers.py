@@ -1,0 +1,106 @@
+"""Notifications overtake no answer: the kernel would take over a former name after it has dropped it."""
+
+import os
+import select
+import socket
+from collections.abc import Iterator
+from contextlib import closing
+
+import pytest
+import trio
+
+from cachefs.contract import shared as layout
+from cachefs.contract.fuse import FUSE_OPERATIONS, IN_HEADER
+from cachefs.fastpath.answers import Answers
+from cachefs.fastpath.shared_memory import SLOTS_OFFSET, Shared
+from cachefs.fuse import notifier
+from cachefs.fuse.notifier import KernelNotifier
+
+OPCODES = {each.name: each.number for each in FUSE_OPERATIONS}
+
+
+@pytest.fixture
+def shared() -> Iterator[Shared]:
+    with closing(Shared.create()) as memory:
+        yield memory
+
+
+@pytest.fixture
+def ends() -> Iterator[tuple[socket.socket, socket.socket]]:
+    """(of the daemon, of the fast path)"""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with ours, theirs:
+        yield ours, theirs
+
+
+def serve(shared: Shared, slot: int, operation: str, unique: int) -> None:
+    """As a thread of the fast path does that has read this request."""
+    header = IN_HEADER.codec().pack(IN_HEADER.size, OPCODES[operation], unique, 1, 0, 0, 0)
+    os.pwrite(shared.fd, header, layout.HEAD_BYTES + slot * layout.SLOT_BYTES)
+    word = 7 << 8 | layout.SlotState.SLOT_READING
+    head = word.to_bytes(8, "little") + unique.to_bytes(8, "little")
+    os.pwrite(shared.fd, head, SLOTS_OFFSET + slot * layout.SLOT_HEAD.size)
+
+
+def test_a_notification_waits_for_the_answers_that_were_given_before(
+    monkeypatch: pytest.MonkeyPatch, shared: Shared, ends: tuple[socket.socket, socket.socket]
+) -> None:
+    monkeypatch.setattr(notifier, "_clone", os.dup)
+    reader, writer = os.pipe()
+    kernel = select.poll()
+    kernel.register(reader, select.POLLIN)
+
+    async def main() -> None:
+        async with trio.open_nursery() as nursery:
+            sending = KernelNotifier(writer)
+            sending.answers_delivered = Answers(shared, ends[0]).delivered
+            nursery.start_soon(sending.run)
+            ends[0].send(b"an answer")
+            serve(shared, 3, "LOOKUP", 99)
+            nursery.start_soon(sending.drop, [(7, b"name")], [])
+            assert not await trio.to_thread.run_sync(kernel.poll, 300)
+            ends[1].recv(100, socket.MSG_PEEK)
+            assert not await trio.to_thread.run_sync(kernel.poll, 300), "the kernel does not have it yet"
+            ends[1].recv(100)
+            assert not await trio.to_thread.run_sync(kernel.poll, 300), "the other answer"
+            serve(shared, 3, "LOOKUP", 100)
+            assert await trio.to_thread.run_sync(kernel.poll, 10_000)
+            nursery.cancel_scope.cancel()
+
+    trio.run(main)
+    os.close(reader)
+    os.close(writer)
+
+
+def test_no_notification_waits_for_a_read(shared: Shared, ends: tuple[socket.socket, socket.socket]) -> None:
+    """It may wait for the source."""
+
+    async def main() -> None:
+        serve(shared, 3, "READ", 99)
+        with trio.fail_after(10):
+            await Answers(shared, ends[0]).delivered()
+
+    trio.run(main)
+
+
+def test_a_caller_that_does_not_wait_any_longer_still_notifies(
+    monkeypatch: pytest.MonkeyPatch, shared: Shared, ends: tuple[socket.socket, socket.socket]
+) -> None:
+    monkeypatch.setattr(notifier, "_clone", os.dup)
+    reader, writer = os.pipe()
+
+    async def main() -> None:
+        async with trio.open_nursery() as nursery:
+            sending = KernelNotifier(writer)
+            sending.answers_delivered = Answers(shared, ends[0]).delivered
+            nursery.start_soon(sending.run)
+            ends[0].send(b"an answer")
+            with trio.move_on_after(0.1) as limit:
+                await sending.drop([(7, b"name")], [])
+            assert limit.cancelled_caught
+            assert b"name" in await trio.to_thread.run_sync(os.read, reader, 1000)
+            nursery.cancel_scope.cancel()
+
+    trio.run(main)
+    os.close(reader)
+    os.close(writer)
