@@ -15,6 +15,7 @@ the benchmark waits that long; the next run reads the same files and does not wa
 import os
 import random
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -166,6 +167,10 @@ def compare_misses(
             row.add(*alternate(len(row.ours), ours, theirs))
 
 
+def python_version(program: str) -> str:
+    return subprocess.run([program, "--version"], check=True, capture_output=True, text=True).stdout.strip()
+
+
 @click.command()
 @click.argument("other", type=click.Path(exists=True, file_okay=False, path_type=Path))
 @click.option("--seconds", default=42.0, show_default=True, help="For each row of hits.")
@@ -174,6 +179,8 @@ def compare_misses(
 @click.option("--source", type=click.Path(exists=True, file_okay=False, path_type=Path), help="Empty, or of a run.")
 def main(other: Path, seconds: float, only: str, rows: str, source: Path | None) -> None:
     """This checkout against the one in OTHER, which has a virtual environment and a fast path of its own."""
+    if (theirs := python_version(str(other / ".venv" / "bin" / "python"))) != (ours := python_version(sys.executable)):
+        raise click.ClickException(f"{other} uses {theirs}, and this checkout {ours}: make both with the same one")
     found: list[Comparison] = []
     with tempfile.TemporaryDirectory(dir=os.environ.get("BENCH_DIR")) as work:
         base = Path(work)
