@@ -224,7 +224,8 @@ class FastPathHost:
             self._grant()
         elif message is Message.FILLED:
             filled = list(parse_filled(data))
-            self._components.files.fetched_unseen((unit.inode, unit.extent.version) for unit in filled)
+            immutability = self._components.filesystem.immutability
+            immutability.fetched_unseen((unit.inode, unit.extent.version) for unit in filled)
             self._components.writes.filled(filled)
         elif message is Message.ALL_REPORTED:
             self._components.writes.writer_has_gone(self._first_slab)

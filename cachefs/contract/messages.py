@@ -41,7 +41,11 @@ ATTACH_SAME_PYTHON = 1
 FAST_HANDLE = 1 << 63
 """Marks a file handle of the fast path; the rest is the inode, or the place of the request (hazard 2)."""
 OPEN_REPORT = 1 << 30
-"""In the flags of an OPEN that is passed on and answered: no O_* flag."""
+"""In the flags of an OPEN that is passed on and answered, with no O_* flag. An earlier version left those in it."""
+OPEN_HAS_VERSION = 1 << 3
+"""In these flags: from bit OPEN_VERSION_BIT on they have the last bits of the version that the file had then."""
+OPEN_VERSION_BIT = 10
+OPEN_VERSION_MASK = (1 << 20) - 1
 
 CONTROL = Struct("control", ("u32", "type length"), ("u64", "a b"), size=24)  # length: of what follows
 FILLED = Struct(  # one unit that was appended to the blob; its checksums follow

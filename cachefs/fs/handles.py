@@ -9,7 +9,7 @@ such a file, the daemon has no handle of it.
 import errno
 import os
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -23,7 +23,6 @@ from cachefs.errors import failed
 from cachefs.fs.descriptors import Descriptors
 from cachefs.fs.names import FileSystem
 from cachefs.metadata import inode_values, written_files
-from cachefs.metadata.inode_paths import links_of
 from cachefs.options import CacheLevel
 from cachefs.source.credentials import Caller, as_admitted
 from cachefs.source.identity import Changed
@@ -126,28 +125,11 @@ class OpenFiles:
         await self._compare_above(number)
         return True
 
-    def fetched_unseen(self, fetched: Iterable[tuple[int, int]]) -> None:
-        """The fast path has fetched data of these files, (inode, version), because it had answered an OPEN.
-
-        The report of that OPEN may not have arrived yet. The file becomes immutable now, because data of unpinned files
-        are not cached. An expired record still counts: the fast path has compared the source with it. If an open for
-        writing came first, it has withdrawn IMMUTABLE_ON_OPEN.
-        """
-        if self.fs.options.read_only:  # nothing is IMMUTABLE_ON_OPEN there
-            return
-        with self._metadata.index.view() as view:
-            found = [(self._metadata.inode(view, number), version) for number, version in fetched]
-        immutable_on_open = {
-            inode.number: inode
-            for inode, version in found
-            if inode is not None and inode.version == version and self._immutability.is_immutable_on_open(inode)
-        }
-        if not immutable_on_open:
-            return
-        with self._metadata.index.update() as update:
-            for inode in immutable_on_open.values():
-                links = links_of(update, inode.number)
-                self._metadata.pin_file(update, inode, seen_by=links[0] if links else None)
+    async def opened_unseen(self, number: int, flags: int) -> None:
+        """The fast path has answered an OPEN of a file that was IMMUTABLE_ON_OPEN. `flags`: of its report."""
+        if not self._immutability.opened_unseen(number, flags):
+            self.fs.invalidation.replaced(number)
+        await self._compare_above(number)
 
     async def _compare_above(self, number: int) -> None:
         """A file has become immutable: compare expired directories above it now, rather than in the second epoch."""
@@ -177,7 +159,7 @@ class OpenFiles:
         execute a file; so an open to execute fails if the kernel does not know the present permissions.
         """
         inode = self.fs.inode(number)
-        is_repeated = self.fs.repetitions.has_looked_up(number, caller)
+        is_repeated = self.fs.repetitions.is_repeated(number, caller)
         call = partial(self.fs.source.open_file, run=as_admitted if executes else caller.run)
         try:
             fd, now = await self.descriptors.ask_object(number, call, discard=close_opened)

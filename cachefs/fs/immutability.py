@@ -8,15 +8,19 @@ that follows from the answer.
 
 The fast path does not know which files are open for writing. So an inode has a flag, IMMUTABLE_ON_OPEN: the fast path
 may answer an OPEN and report it later. `InodeCache.apply_stat` sets the flag where `may_become_immutable_on_open`
-allows it, and `opening_for_writing` clears it.
+allows it, and `opening_for_writing` clears it. When the report arrives the record may have expired: the file becomes
+immutable all the same, because its reader may have data of that version. If it is another version by then, the inode
+is dropped: the reader gets ESTALE, and the next open another inode (hazard 82).
 """
 
 import errno
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
+from cachefs.contract.messages import OPEN_HAS_VERSION, OPEN_VERSION_BIT, OPEN_VERSION_MASK
 from cachefs.errors import failed
 from cachefs.metadata.inode_cache import InodeCache
+from cachefs.metadata.inode_paths import links_of
 from cachefs.options import Options
 from cachefs.store.index.records import IMMUTABLE, IMMUTABLE_ON_OPEN, STALE, UNLINKED, WRITTEN, Inode
 
@@ -115,6 +119,42 @@ class Immutability:
         """Must a handle that was opened for reading go on showing the recorded version? Also of a file that was
         dropped, or has lost its name."""
         return self.outlives_its_name(inode) or (self._is_fixed(inode) and self.may_be_immutable(inode))
+
+    def opened_unseen(self, number: int, flags: int) -> bool:
+        """The fast path has answered an OPEN, and reports it: the file becomes immutable, unless a writer came first.
+
+        Returns False if its record is of another version than the fast path had. `flags`: of the report.
+        """
+        inode = self._metadata.current(number)
+        if inode is not None and self.is_immutable_on_open(inode):
+            with self._metadata.index.update() as update:
+                inode = self._metadata.pin_file(update, inode)
+        if inode is None or not inode.flags & IMMUTABLE or not flags & OPEN_HAS_VERSION:
+            return True
+        return inode.version & OPEN_VERSION_MASK == flags >> OPEN_VERSION_BIT & OPEN_VERSION_MASK
+
+    def fetched_unseen(self, fetched: Iterable[tuple[int, int]]) -> None:
+        """The fast path has fetched data of these files, (inode, version), because it had answered an OPEN.
+
+        The report of that OPEN may not have arrived yet. The file becomes immutable now, because data of unpinned files
+        are not cached. An expired record still counts: the fast path has compared the source with it. If an open for
+        writing came first, it has withdrawn IMMUTABLE_ON_OPEN.
+        """
+        if self._options.read_only:  # nothing is IMMUTABLE_ON_OPEN there
+            return
+        with self._metadata.index.view() as view:
+            found = [(self._metadata.inode(view, number), version) for number, version in fetched]
+        immutable_on_open = {
+            inode.number: inode
+            for inode, version in found
+            if inode is not None and inode.version == version and self.is_immutable_on_open(inode)
+        }
+        if not immutable_on_open:
+            return
+        with self._metadata.index.update() as update:
+            for inode in immutable_on_open.values():
+                links = links_of(update, inode.number)
+                self._metadata.pin_file(update, inode, seen_by=links[0] if links else None)
 
     def is_mutable(self, inode: Inode) -> bool:
         """Is a file open for writing, was it written, or does --mutable match one of its names?"""

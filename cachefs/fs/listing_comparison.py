@@ -326,7 +326,7 @@ class ListingComparisons:
         with self._metadata.index.update() as update:
             for name, now in found:
                 if now is None:
-                    self._metadata.remove_name(update, at.number, name)
+                    self._metadata.apply_absence(update, at.number, name, pin=False)
                 else:
                     pin = self._fs.pins(prefix + name)
                     inode = self._metadata.apply_stat(update, at.number, name, now, pin=pin, counted=False)

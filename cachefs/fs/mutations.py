@@ -310,7 +310,7 @@ class Mutations:
 
     async def link(self, number: int, parent: int, name: bytes, caller: Caller) -> Inode:
         self._check_writable()
-        if not self._fs.repetitions.has_looked_up(number, caller):
+        if not self._fs.repetitions.is_repeated(number, caller, link=(parent, name)):
             await self._compare_names(number, caller)
         async with self._metadata.changes.under_way(number):
             at, version, new = self._fs.object_of(number), self._version(number), self._fs.directory(parent)

@@ -16,10 +16,10 @@ that of a former file, or have a former size) does not when it is repeated.
 import errno
 import logging
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from itertools import islice
-from typing import Protocol, TypeVar
+from typing import NamedTuple, Protocol, TypeVar
 
 import trio
 
@@ -43,8 +43,8 @@ CLEAN_UP_S = 10.0
 """How long a process that was refused to write to a file cannot unlink it."""
 MOST_WRITERS = 10_000
 """How many refused writers are remembered; the oldest ones are forgotten first."""
-REPEATED_WITHIN_NS = 2 * NANOSECONDS
-"""How long a repeated call may take to come: the kernel looks up the path again before."""
+REPEATED_WITHIN_NS = NANOSECONDS // 2
+"""How soon after an answer the kernel goes on with the look-ups for a repeated call, or with the call."""
 MOST_REPEATED = 4096
 """How many threads are remembered that have got ESTALE; the oldest ones are forgotten first."""
 TOLD_WITHIN_S = 2.0
@@ -144,12 +144,34 @@ class Names(Protocol):
     def overtake(self, parent: int, name: bytes) -> None: ...
 
 
+class Found(Protocol):
+    """An `Entry`."""
+
+    @property
+    def inode(self) -> Inode | None: ...
+
+
+F = TypeVar("F", bound=Found)
+
+
+class _Expected(NamedTuple):
+    """A repeated call that may come."""
+
+    until_ns: int
+    """When its next request must have come."""
+    link: tuple[int, bytes] | None
+    """As of `Repetitions.by_path`."""
+    found: set[int]
+    """The inodes that were looked up since ESTALE."""
+
+
 class Repetitions:
     """Calls by a path that are answered with ESTALE: the kernel looks up the path again, and repeats each one, once.
 
     Before the answer the kernel drops the names that the source has given to other files. So what the same thread does
     next, repeated or not, is by a name that the kernel has looked up since then. It cannot drop names in the directory
-    that it has locked for a link: one counts as repeated if the thread has looked up its inode.
+    that it has locked for a link. A link counts as repeated if it has the same new name, and the thread has looked up
+    its inode since, and no other name in vain: else the path led nowhere, and the call is not repeated.
     """
 
     def __init__(self, names: Names, monotonic_ns: Callable[[], int]) -> None:
@@ -162,32 +184,33 @@ class Repetitions:
         self._told_ns: OrderedDict[int, int] = OrderedDict()
         """Thread → the time of which the kernel has dropped former names and modes, while the thread was waiting for an
         answer."""
-        self._expected: OrderedDict[int, tuple[int, set[int]]] = OrderedDict()
-        """Thread → until when a repeated call may come, and what was looked up since ESTALE."""
+        self._expected: OrderedDict[int, _Expected] = OrderedDict()
+        """By thread."""
         self._answered: OrderedDict[int, tuple[int, int]] = OrderedDict()
         """Thread → the inode of which the kernel got attributes for it last, and when."""
 
     @asynccontextmanager
-    async def by_path(self, caller: Caller, *, locked: int = 0) -> AsyncIterator[None]:
-        """Around a call about the inode to which a path led: expects a repeated one if it fails with ESTALE."""
+    async def by_path(self, caller: Caller, *, link: tuple[int, bytes] | None = None) -> AsyncIterator[None]:
+        """Around a call about the inode to which a path led: expects a repeated one if it fails with ESTALE. `link`:
+        the (directory, name) of a new link. The kernel has locked the directory."""
         try:
             yield
         except OSError as error:
             if error.errno == errno.ESTALE:
-                await self.expect(caller, locked=locked)
+                await self.expect(caller, link=link)
             else:
                 self._expected.pop(caller.pid, None)
             raise
         self._expected.pop(caller.pid, None)
 
-    async def expect(self, caller: Caller, *, locked: int = 0, by_mode: bool = False) -> None:
-        """A call is about to be answered with ESTALE. `locked`: the directory that the kernel has locked for it.
-        `by_mode`: because the kernel may have had a former mode, which it has dropped."""
+    async def expect(self, caller: Caller, *, link: tuple[int, bytes] | None = None, by_mode: bool = False) -> None:
+        """A call is about to be answered with ESTALE. `link`: as of `by_path`. `by_mode`: because the kernel may have
+        had a former mode, which it has dropped."""
         await self._compare_successors((self._metadata.lost_names() or [])[-MOST_NAMES:])
         began_ns, names = self._monotonic_ns(), self._metadata.lost_names()
         for name in names or ():
             self._names.overtake(*name)  # a look-up that is under way must not bring the former file
-        is_locked = names is not None and any(parent == locked for parent, _ in names)
+        is_locked = link is not None and any(parent == link[0] for parent, _ in names or ())
         if names is None or is_locked:
             self._notifier.drop_soon(names or ())
         else:
@@ -197,7 +220,7 @@ class Repetitions:
                 await trio.sleep(ANSWERED_NS / NANOSECONDS)
             if not limit.cancelled_caught:
                 _put(self._told_ns, caller.pid, began_ns)
-        _put(self._expected, caller.pid, (self._monotonic_ns() + REPEATED_WITHIN_NS, set()))
+        _put(self._expected, caller.pid, _Expected(self._monotonic_ns() + REPEATED_WITHIN_NS, link, set()))
 
     async def _compare_successors(self, names: Sequence[tuple[int, bytes]]) -> None:
         """The call may be repeated about a file that has got one of these names, and may have lost another one."""
@@ -211,18 +234,41 @@ class Repetitions:
                 with suppress(OSError):
                     await self._names.compare(*link)
 
-    def answered(self, inode: Inode | None, caller: Caller, *, by_name: bool) -> None:
-        """The kernel is about to get the attributes of an inode. None: there is no such name."""
-        if inode is None:
+    async def look_up(self, entry: Awaitable[F], caller: Caller, name: tuple[int, bytes]) -> F:
+        """A look-up of (directory, name) for the kernel."""
+        arrival_ns, inode = self._monotonic_ns(), None
+        try:
+            found = await entry
+            inode = found.inode
+        finally:
+            self._looked_up(inode, caller, name, arrival_ns)
+        return found
+
+    def _looked_up(self, inode: Inode | None, caller: Caller, name: tuple[int, bytes], arrival_ns: int) -> None:
+        """`inode`: None where there is nothing, or no answer."""
+        expected = self._expected.get(caller.pid)
+        if inode is not None:
+            self.answered(inode, caller)
+        if expected is None:
             return
-        if by_name and caller.pid in self._expected:
-            self._expected[caller.pid][1].add(inode.number)
+        if arrival_ns >= expected.until_ns or (inode is None and name != expected.link):
+            del self._expected[caller.pid]
+            return
+        if inode is not None:
+            expected.found.add(inode.number)
+        self._expected[caller.pid] = expected._replace(until_ns=self._monotonic_ns() + REPEATED_WITHIN_NS)
+
+    def answered(self, inode: Inode, caller: Caller) -> None:
+        """The kernel is about to get the attributes of an inode."""
         _put(self._answered, caller.pid, (inode.number, self._monotonic_ns()))
 
-    def has_looked_up(self, number: int, caller: Caller) -> bool:
-        """Is this call about an inode a repeated one?"""
-        until_ns, numbers = self._expected.get(caller.pid, (0, ()))
-        return number in numbers and self._monotonic_ns() < until_ns
+    def is_repeated(self, number: int, caller: Caller, *, link: tuple[int, bytes] | None = None) -> bool:
+        """Is this call about an inode a repeated one? `link`: as of `by_path`. The processes that the daemon cannot
+        tell apart repeat no link."""
+        expected = self._expected.get(caller.pid)
+        if expected is None or expected.link != link or (link is not None and not caller.pid):
+            return False
+        return number in expected.found and self._monotonic_ns() < expected.until_ns
 
     def has_permissions(self, number: int, caller: Caller) -> bool:
         """False: the kernel may check the permissions of this call by a former mode."""

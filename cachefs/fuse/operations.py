@@ -188,14 +188,15 @@ class Operations(pyfuse3.Operations):
     @_handler
     async def lookup(self, parent_inode, name, ctx):  # type: ignore[no-untyped-def]
         caller = _caller(ctx)
-        entry = await self.fs.lookup(parent_inode, name, caller)
-        self.fs.repetitions.answered(entry.inode, caller, by_name=True)
+        found = self.fs.lookup(parent_inode, name, caller)
+        entry = await self.fs.repetitions.look_up(found, caller, (parent_inode, name))
         return _entry(entry)
 
     @_handler
     async def getattr(self, inode, ctx):  # type: ignore[no-untyped-def]
         entry = await self.attributes.getattr(inode)
-        self.fs.repetitions.answered(entry.inode, _caller(ctx), by_name=False)
+        if entry.inode is not None:
+            self.fs.repetitions.answered(entry.inode, _caller(ctx))
         return _entry(entry)
 
     async def forget(self, inode_list: Sequence[tuple[int, int]]) -> None:
@@ -212,15 +213,15 @@ class Operations(pyfuse3.Operations):
 
     @_handler
     async def open(self, inode, flags, ctx):  # type: ignore[no-untyped-def]
+        if flags & OPEN_REPORT:
+            await self.files.opened_unseen(inode, flags)
+            return pyfuse3.FileInfo(fh=FAST_HANDLE | inode, keep_cache=False)
         caller = _caller(ctx)
         if flags & (os.O_ACCMODE | os.O_TRUNC):
             with self.descriptors.opening():
                 async with self.fs.repetitions.by_path(caller):
                     handle = await self.mutations.open_for_writing(inode, flags, caller)
             return pyfuse3.FileInfo(fh=handle, keep_cache=False)
-        if flags & OPEN_REPORT:
-            await self.files.make_immutable(inode)
-            return pyfuse3.FileInfo(fh=FAST_HANDLE | inode, keep_cache=False)
         with self.descriptors.opening():
             async with self.fs.repetitions.by_path(caller):
                 handle, keep_cache = await self.files.open_for_reading(inode, caller, executes=bool(flags & _EXECUTE))
@@ -338,7 +339,7 @@ class Operations(pyfuse3.Operations):
     @_handler
     async def link(self, inode, new_parent_inode, new_name, ctx):  # type: ignore[no-untyped-def]
         caller = _caller(ctx)
-        async with self.fs.repetitions.by_path(caller, locked=new_parent_inode):
+        async with self.fs.repetitions.by_path(caller, link=(new_parent_inode, new_name)):
             return self._made(await self.mutations.link(inode, new_parent_inode, new_name, caller))
 
     @_handler

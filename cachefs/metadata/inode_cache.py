@@ -108,11 +108,12 @@ class InodeCache(InodeTable):
                 inode = inode._replace(flags=inode.flags & ~LISTED)
             if self._is_immutable_on_open(inode) and not any(mutable):
                 inode = inode._replace(flags=inode.flags | IMMUTABLE_ON_OPEN)
-            if old is not None and inode.is_regular and not old.same_version(now):
-                update.afterwards(partial(self._notifier.attributes, number))  # directories: permissions.py
             self.put_inode(update, inode._replace(lookups=inode.lookups + counted))
         self._lost(self.dentry(update, parent, name), parent, name, unless=number)
         added = self._put_name(update, parent, name, number, pinned=bool(inode.flags & PINNED))
+        # Of a directory by its known name: permissions.py. By another one the kernel would keep the former ACL.
+        if old is not None and (inode.is_regular or added) and not old.same_version(now):
+            update.afterwards(partial(self._notifier.attributes, number))
         if (now.nlink == 1 or inode.is_directory) and not overtaken:
             self._purge_names(update, number, keep=((parent, name), (parent, also)), gone=added)
         return inode
@@ -244,7 +245,7 @@ class InodeCache(InodeTable):
         return inode
 
     def apply_absence(self, update: Update, parent: int, name: bytes, *, pin: bool) -> None:
-        """A look-up has shown that `name` does not exist: record that, if there is room."""
+        """A look-up or a listing has shown that `name` does not exist: `pin` the absence, if there is room."""
         self._lost(self.dentry(update, parent, name), parent, name)
         self.remove_name(update, parent, name)
         if pin and self.may_pin_absence():
@@ -289,10 +290,9 @@ class InodeCache(InodeTable):
         return True
 
     def permissions_changed(self, update: Update, inode: Inode, now: Stat) -> None:
-        """A directory has other permissions than recorded: it is compared before its next use, and every two seconds.
-
-        The recorded times stay, because its names have not been compared yet.
-        """
+        """A directory has other permissions or another ACL than recorded: it is compared before its next use, and every
+        two seconds. The recorded times stay, because its names have not been compared yet."""
+        self.note_permissions(inode.number)
         inode = inode._replace(mode=now.mode, uid=now.uid, gid=now.gid)
         self.put_inode(update, inode._replace(flags=inode.flags | RESTLESS | UNSETTLED, expires_ns=0))
 

@@ -112,5 +112,5 @@ class Listings:
                 update.delete(Table.LISTING, pair_key(directory, position))
                 self._metadata.put_dentry(update, directory, name, dentry._replace(position=0))
             else:
-                self._metadata.remove_name(update, directory, name)
+                self._metadata.apply_absence(update, directory, name, pin=False)
         return placed

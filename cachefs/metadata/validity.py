@@ -192,7 +192,11 @@ class Validity:
         """A comparison by name has shown the attributes of an object. The kernel is notified."""
         self.note_size(before, now)
         if before.mode and before.permissions != now.permissions:  # not a new record
-            self._permitted.note(before.number)
+            self.note_permissions(before.number)
+
+    def note_permissions(self, number: int) -> None:
+        """An object has got another mode, owner or ACL. The kernel is notified."""
+        self._permitted.note(number)
 
     def may_have_former_size(self, number: int) -> bool:
         """May the kernel have another size of a file than the record? It ignores an answer if it has received another
@@ -200,7 +204,7 @@ class Validity:
         return self._resized.happened_since(number, self._known_since_ns())
 
     def last_permissions_ns(self, number: int) -> int:
-        """When an object got another mode or owner, if a request may be under way that knows the former; else 0."""
+        """When an object got another mode, owner or ACL; 0: no request that knows the former may be under way."""
         last_ns = self._permitted.last_ns(number)
         return last_ns if last_ns >= self._monotonic_ns() - ANSWERED_NS else 0
 

@@ -6,6 +6,7 @@ import pytest
 import trio
 import trio.testing
 
+from cachefs.fs.names import Entry
 from cachefs.fs.refusals import (
     CLEAN_UP_S,
     MOST_PATHS,
@@ -122,12 +123,12 @@ def repetitions(metadata: InodeCache, kernel: Kernel, times: Times) -> Repetitio
 ONE, OTHER, UNKNOWN = (Caller(0, 0, thread) for thread in (1, 2, 0))
 
 
-def expect(repetitions: Repetitions, caller: Caller, *, locked: int = 0) -> float:
+def expect(repetitions: Repetitions, caller: Caller, *, link: tuple[int, bytes] | None = None) -> float:
     """Returns how many seconds the answer waits."""
 
     async def main() -> float:
         began_s = trio.current_time()
-        await repetitions.expect(caller, locked=locked)
+        await repetitions.expect(caller, link=link)
         return trio.current_time() - began_s
 
     return trio.run(main, clock=trio.testing.MockClock(autojump_threshold=0))
@@ -148,27 +149,60 @@ def test_the_kernel_drops_lost_names_before_a_call_is_answered_with_estale(
     assert not repetitions.is_by_present_name(7, ONE)
 
 
-def test_where_a_directory_is_locked_a_repeated_call_is_about_what_its_thread_has_looked_up(
+LINK = 1, b"link"
+FOUND = Inode(7, *(0,) * 22)
+
+
+def look_up(repetitions: Repetitions, inode: Inode | None, caller: Caller, name: tuple[int, bytes]) -> None:
+    async def found() -> Entry:
+        return Entry(inode, 0.0)
+
+    trio.run(lambda: repetitions.look_up(found(), caller, name))
+
+
+def test_a_link_counts_as_repeated_after_its_thread_has_looked_up_the_inode(
     metadata: InodeCache, repetitions: Repetitions, times: Times
 ) -> None:
-    inode = Inode(7, *(0,) * 22)
+    """Its directory is locked, so that the kernel cannot drop names in it."""
+    metadata.note_lost_name(7, 1, b"name")
+    expect(repetitions, ONE, link=LINK)
+    assert not repetitions.is_repeated(7, ONE, link=LINK)
+    look_up(repetitions, FOUND, OTHER, (1, b"name"))
+    assert not repetitions.is_repeated(7, ONE, link=LINK)
+    look_up(repetitions, FOUND, ONE, (1, b"name"))
+    look_up(repetitions, None, ONE, LINK)
+    assert repetitions.is_repeated(7, ONE, link=LINK)
+    assert not repetitions.is_repeated(7, ONE, link=(1, b"another"))
+    assert not repetitions.is_repeated(7, ONE)
+    assert not repetitions.is_repeated(8, ONE, link=LINK)
+    times.ns += REPEATED_WITHIN_NS - 1
+    look_up(repetitions, None, ONE, LINK)
+    times.ns += REPEATED_WITHIN_NS - 1
+    assert repetitions.is_repeated(7, ONE, link=LINK)
+    times.ns += 1
+    assert not repetitions.is_repeated(7, ONE, link=LINK)
+    look_up(repetitions, FOUND, ONE, (1, b"name"))
+    assert not repetitions.is_repeated(7, ONE, link=LINK)
 
-    async def call(caller: Caller) -> None:
-        async with repetitions.by_path(caller):
+
+def test_a_call_is_not_repeated_after_another_one_or_if_its_path_leads_nowhere(
+    metadata: InodeCache, repetitions: Repetitions
+) -> None:
+    async def call() -> None:
+        async with repetitions.by_path(ONE):
             pass
 
     metadata.note_lost_name(7, 1, b"name")
-    expect(repetitions, ONE, locked=1)
-    assert not repetitions.has_looked_up(7, ONE)
-    repetitions.answered(inode, ONE, by_name=True)
-    repetitions.answered(inode, OTHER, by_name=True)
-    assert repetitions.has_looked_up(7, ONE) and not repetitions.has_looked_up(7, OTHER)
-    trio.run(call, ONE)
-    assert not repetitions.has_looked_up(7, ONE)
-    expect(repetitions, ONE, locked=1)
-    repetitions.answered(inode, ONE, by_name=True)
-    times.ns += REPEATED_WITHIN_NS
-    assert not repetitions.has_looked_up(7, ONE)
+    for link in (LINK, None):
+        expect(repetitions, ONE, link=link)
+        look_up(repetitions, FOUND, ONE, (1, b"name"))
+        assert repetitions.is_repeated(7, ONE, link=link)
+        trio.run(call)
+        assert not repetitions.is_repeated(7, ONE, link=link)
+        expect(repetitions, ONE, link=link)
+        look_up(repetitions, None, ONE, (1, b"directory"))
+        look_up(repetitions, FOUND, ONE, (1, b"name"))
+        assert not repetitions.is_repeated(7, ONE, link=link)
 
 
 def test_processes_that_the_daemon_cannot_tell_apart_wait_until_their_calls_have_arrived(

@@ -177,8 +177,9 @@ class Kernel:
 
     async def _lookup(self, parent: int, name: bytes) -> KernelInode | None:
         shares.act_for(0)
-        found = await self.parts.filesystem.lookup(parent, name, self._caller)
-        self.parts.filesystem.repetitions.answered(found.inode, self._caller, by_name=True)
+        filesystem = self.parts.filesystem
+        looked_up = filesystem.lookup(parent, name, self._caller)
+        found = await filesystem.repetitions.look_up(looked_up, self._caller, (parent, name))
         await self._send_forgets()
         if found.inode is None:
             self._drop_entry(parent, name)
@@ -493,7 +494,7 @@ class Kernel:
             if await self._step(target.number, new_name, again=True) is not None:
                 raise failed(errno.EEXIST)
             shares.act_for(0)
-            async with self.parts.filesystem.repetitions.by_path(self._caller, locked=target.number):
+            async with self.parts.filesystem.repetitions.by_path(self._caller, link=(target.number, new_name)):
                 record = await self.parts.mutations.link(inode.number, target.number, new_name, self._caller)
             self._enter(target.number, new_name, record, self.parts.filesystem.timeout_s(record))
             self._changed(target.number, inode.number)

@@ -5,11 +5,13 @@ import os
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import pytest
 
-from tests.conftest import Mount, settle
+from tests.conftest import Mount, expire, settle
 from tests.users import GROUP_OBJ, MASK, NOBODYS, OTHER, USER, USER_OBJ, acl, as_user, open_to_all
 
 MakeMount = Callable[..., Mount]
@@ -156,3 +158,74 @@ def test_a_chmod_through_the_mount_changes_the_acl_as_well(
     assert found(source)[0] == errno.EACCES
     assert found(m.path) == found(source)
     assert os.getxattr(m.path / "dir", ACL) == os.getxattr(directory, ACL)
+
+
+def refused_at_once(paths: list[Path]) -> list[object]:
+    """What several processes of Bob's that list each directory within milliseconds get to see."""
+    seen = []
+    for path in paths:
+        begins = time.monotonic() + 0.03
+
+        def list_it(path: Path = path, begins: float = begins, delay: float = 0.0) -> object:
+            while time.monotonic() < begins + delay:
+                pass
+            return os.listdir(path)
+
+        with ThreadPoolExecutor(4) as pool:
+            found = pool.map(lambda delay, f=list_it: bob(partial(f, delay=delay), STAFF), (0, 0.0008, 0.0016, 0.0024))
+        seen += [each for each in found if each != errno.EACCES]
+    return seen
+
+
+@pytest.mark.promise("PE-4")
+@modes([(), ("--no-fastpath",), ("--read-only",)])
+def test_processes_that_come_together_meet_no_mode_and_acl_of_two_versions_of_a_pinned_directory(
+    mount: MakeMount, source: Path, arguments: tuple[str, ...]
+) -> None:
+    """The first of them finds other permissions. Before: the others, which the kernel had admitted by the former mode,
+    got the present ACL."""
+    directories = [source / f"{number}" for number in range(20)]
+    for directory in directories:
+        directory.mkdir(0o700)
+        (directory / "file").write_bytes(b"secret")
+        os.chown(directory, 0, STAFF)
+        os.setxattr(
+            directory,
+            ACL,
+            acl((USER_OBJ, 7, NOBODYS), (GROUP_OBJ, 0, NOBODYS), (MASK, 7, NOBODYS), (OTHER, 0, NOBODYS)),
+        )
+    settle()
+    m = mount(source, "--allow-other", *arguments)
+    open_to_all(source)
+    open_to_all(m.path)
+    for directory in directories:
+        assert (m.path / directory.name / "file").read_bytes() == b"secret"
+    expire()
+    for directory in directories:
+        assert (m.path / directory.name).stat()
+        assert bob(lambda path=m.path / directory.name: os.listdir(path), STAFF) == errno.EACCES
+    for directory in directories:
+        directory.chmod(0o700)
+        os.removexattr(directory, ACL)
+        (directory / "new").touch()
+        assert refused_at_once([m.path / directory.name]) in ([], [errno.ESTALE])
+
+
+@pytest.mark.promise("PE-4")
+@modes(READ_WRITE)
+def test_the_group_of_a_renamed_directory_does_not_meet_its_former_acl(
+    mount: MakeMount, source: Path, directory: Path, arguments: tuple[str, ...]
+) -> None:
+    """Before: the kernel took over the attributes of a look-up by the new name, and kept the ACL."""
+    group = (USER_OBJ, 7, NOBODYS), (MASK, 7, NOBODYS), (OTHER, 0, NOBODYS)
+    os.chown(directory, 0, ALICE)
+    os.setxattr(directory, ACL, acl(group[0], (GROUP_OBJ, 7, NOBODYS), *group[1:]))
+    settle()
+    m = mount(source, "--allow-other", *arguments)
+    open_to_all(source)
+    open_to_all(m.path)
+    assert bob(lambda: os.listdir(m.path / "dir"), STAFF) == errno.EACCES
+    os.setxattr(directory, ACL, acl(group[0], (GROUP_OBJ, 0, NOBODYS), *group[1:]))
+    os.chown(directory, 0, STAFF)
+    directory.rename(source / "new")
+    assert bob(lambda: os.listdir(m.path / "new"), STAFF) in (errno.EACCES, errno.ESTALE)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import Mount
+from tests.conftest import Mount, expire
 
 
 def append(path: Path, data: bytes) -> None:
@@ -330,3 +330,57 @@ def test_a_look_up_by_another_name_after_a_failed_link_does_not_count(
         assert (m.path / f"another {new}").stat()
         change(m.path / replaced)
         assert (source / "stays").read_bytes() == b"old"
+
+
+def open_to_empty(path: Path) -> None:
+    """A file that exists."""
+    os.close(os.open(path, os.O_WRONLY | os.O_TRUNC))
+
+
+@pytest.mark.promise("CH-4")
+@CHANGING
+@pytest.mark.parametrize("others", [(), ("second", "third")], ids=["open", "three names"])
+def test_a_name_that_a_listing_does_not_show_any_more_changes_no_former_file(
+    mount: Callable[..., Mount], source: Path, mode: tuple[str, ...], others: tuple[str, ...]
+) -> None:
+    """Before: the listing forgot the name, and the kernel still had it."""
+    changes = (append_z, truncate, open_to_empty, chmod, link)
+    m = mount(source, *mode)
+    for change in changes:
+        (source / change.__name__).mkdir()
+        make_names(source / change.__name__, "gone", *others)
+        assert sorted(os.listdir(m.path / change.__name__)) == sorted(["gone", *others])
+    expire()
+    for change in changes:
+        directory = m.path / change.__name__
+        for name in ("gone", *others):
+            assert (directory / name).stat()
+        opened = None if others else os.open(directory / "gone", os.O_RDWR)
+        (source / change.__name__ / "gone").unlink()
+        assert sorted(os.listdir(directory)) == sorted(others)
+        if opened is None or change is not chmod:  # CH-6
+            with pytest.raises(FileNotFoundError):
+                change(directory / "gone")
+        for name in others:
+            assert (source / change.__name__ / name).read_bytes() == b"old"
+        if opened is not None:
+            os.close(opened)
+
+
+@pytest.mark.promise("CH-4")
+@CHANGING
+def test_a_link_after_a_call_by_a_path_that_led_nowhere_reaches_no_former_file(
+    mount: Callable[..., Mount], source: Path, mode: tuple[str, ...]
+) -> None:
+    """Before: the look-ups in between counted as those of the repeated call."""
+    m = mount(source, "--attr-timeout", "60", *mode)
+    for first in (append_z, truncate):
+        for call in (first, link):
+            directory = Path(f"{first.__name__}, then {call.__name__}")
+            (source / directory).mkdir()
+            make_names(source / directory, "gone", "stays")
+            for name in ("gone", "stays"):
+                assert (m.path / directory / name).stat()
+            (source / directory / "gone").unlink()
+            with pytest.raises(FileNotFoundError):
+                call(m.path / directory / "gone")

@@ -1,17 +1,30 @@
 """Processes of a mount that were stopped (SIGSTOP): a restart repairs it, and its end leaves no process."""
 
+import errno
 import os
 import signal
 import subprocess
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from cachefs.fastpath.processes import is_running
-from tests.conftest import Mount, cachefs, children, contents, mounted_on, stuck_threads, wait_for
+from tests.conftest import (
+    Mount,
+    cachefs,
+    children,
+    contents,
+    expire,
+    mounted_on,
+    raises_errno,
+    settle,
+    stuck_threads,
+    wait_for,
+)
 from tests.holder import Holder
 from tests.mount.test_notifications import kill_and_wait, started_notifier
 from tests.processes import device_of, fastpath_pid, left_behind, stop
@@ -123,3 +136,27 @@ def test_a_stopped_notifier_keeps_no_dead_mount(mount: MakeMount, source: Path, 
                 assert job.wait(BOUND_S) == 1
             finally:
                 job.kill()
+
+
+@pytest.mark.promise("TE-1")
+@pytest.mark.parametrize("is_young", [False, True])
+def test_an_open_that_the_fast_path_has_answered_makes_the_version_immutable_that_was_read(
+    mount: MakeMount, source: Path, is_young: bool
+) -> None:
+    """The report of the open arrives when the record has expired. Before: a young file was compared, so that the rest
+    of it was read of the version that the source had by then."""
+    old, new = b"1" * 8_000_000, b"2" * 8_000_000
+    m = mount(source)
+    (source / "file").write_bytes(old)
+    if not is_young:
+        settle()
+    assert (m.path / "file").stat()
+    with stopped(m.pid), open(m.path / "file", "rb", buffering=0) as file:
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_RANDOM)
+        assert os.pread(file.fileno(), 4096, 0) == old[:4096]
+        with open(source / "file", "r+b") as rewritten:
+            rewritten.write(new)
+        expire()
+        os.kill(m.pid, signal.SIGCONT)
+        raises_errno(errno.ESTALE, partial(os.pread, file.fileno(), 4096, 6_000_000))
+    assert (m.path / "file").read_bytes() == new
