@@ -24,7 +24,9 @@ from cachefs.source.credentials import Caller
 from cachefs.source.identity import Changed
 from cachefs.source.source import Object
 from cachefs.store.index.records import LISTED, STALE, UNLINKED, Inode
+from cachefs.system.clock import NANOSECONDS
 from cachefs.system.stat import Stat
+from cachefs.system.syscalls import UTIME_NOW, UTIME_OMIT
 from cachefs.system.user_namespace import acl_of_nobody
 
 MAX_EXTENTS = 256
@@ -48,6 +50,19 @@ class Changes:
     atime_ns: int | None = None
     mtime_ns: int | None = None
     now: tuple[bool, bool] | None = None
+
+    def times(self, *, owns: bool) -> tuple[tuple[int, int], tuple[int, int]]:
+        """The arguments of utimensat for atime and mtime. `owns`: may the caller do what only the owner may?
+
+        pyfuse3 does not pass on whether a time is "now"; the fast path does. Without it, a caller that neither owns the
+        file nor has CAP_FOWNER means "now": the kernel allows nothing else.
+        """
+        now = self.now or (not owns,) * 2
+        atime, mtime = (
+            (0, UTIME_OMIT) if time_ns is None else (0, UTIME_NOW) if is_now else divmod(time_ns, NANOSECONDS)
+            for time_ns, is_now in zip((self.atime_ns, self.mtime_ns), now, strict=True)
+        )
+        return atime, mtime
 
 
 @dataclass(eq=False)
@@ -79,11 +94,12 @@ class Attributes:
         now = await use(self.fs.source.fstat)
         inode = self.fs.inode(number)
         if not self.descriptors.shared.keeps_version(inode):
-            self._metadata.note_size(inode, now)
+            self._metadata.note_change(inode, now)
             inode = inode.with_stat(now)
             with self._metadata.index.update() as update:
                 self._metadata.put_inode(update, inode)
         elif inode.same_data(now):
+            self._metadata.note_change(inode, now)
             inode = inode.with_stat(now)  # shown, and not recorded: data are compared with the recorded ctime
         elif inode.flags & STALE:
             raise failed(errno.ESTALE)
@@ -143,6 +159,9 @@ class Attributes:
                 current is None
                 or current.version != inode.version
                 or self._metadata.hides_changes(current.ctime_ns, current.device)
+                or (
+                    name == inode_values.ACL and self._metadata.last_permissions_ns(number)
+                )  # the fast path would give it
             ):
                 return value
             if self._metadata.is_pinned(current) and (
@@ -183,14 +202,18 @@ class Attributes:
         Raises EOPNOTSUPP for a namespace that only some filesystems have, and the source does not. The kernel lets
         everyone read what is in `security.`; a FUSE source may not: there each caller is asked for.
 
-        The kernel combines an ACL with the mode that it has. Raises ESTALE if that may be an older one.
+        The kernel combines an ACL with the mode and the owners that it has. So if it may have another mode than that of
+        this version, a mode without an ACL is given as an ACL. Raises ESTALE if it may also have other owners.
         """
         inode = await self._revalidated_or_open(number)
         value = await self._value(Table.XATTRS, inode, name, partial(self._read_xattr, name))
-        if name == inode_values.ACL and not self.fs.repetitions.has_permissions(number, caller):
-            self.fs.notifier.attributes(number)
-            await self.fs.repetitions.expect(caller, by_mode=True)
-            raise failed(errno.ESTALE)
+        if name == inode_values.ACL and not self.fs.repetitions.has_mode(number, caller):
+            if not self.fs.repetitions.has_owners(number, caller):
+                self.fs.notifier.attributes(number)
+                await self.fs.repetitions.expect(caller, by_mode=True)
+                raise failed(errno.ESTALE)
+            if value == inode_values.ABSENT:
+                return inode_values.acl_of(self.fs.inode(number).mode)
         if value == inode_values.ABSENT:
             raise failed(errno.ENODATA)
         if self._is_for_some(inode, name):

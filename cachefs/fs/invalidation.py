@@ -124,6 +124,12 @@ class Invalidation:
             self._metadata.cut_name(update, parent, name)
         self._notifier.drop_soon([(parent, name)])
 
+    def moved_by_kernel(self, old: tuple[int, bytes], new: tuple[int, bytes], *, both: bool) -> None:
+        """A rename by this mount has moved a name (or exchanged `both`), which the kernel may have for a former
+        object's: the kernel has the new name for that one now."""
+        if self._metadata.follow_lost_names((old, new), *([(new, old)] if both else ())):
+            self._notifier.drop_soon([old, new])
+
     async def forget_names(self, number: int) -> None:
         """Return when the kernel has dropped the names of an inode, or after NOTIFY_TIMEOUT_S.
 

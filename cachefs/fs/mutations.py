@@ -32,9 +32,7 @@ from cachefs.source.identity import Changed, Renamed
 from cachefs.source.writes import SourceWriter
 from cachefs.store.index.records import PINNED, WRITTEN, Inode
 from cachefs.system import syscalls
-from cachefs.system.clock import NANOSECONDS
 from cachefs.system.stat import Stat
-from cachefs.system.syscalls import UTIME_NOW, UTIME_OMIT
 
 T = TypeVar("T")
 RENAME_EXCHANGE = 2
@@ -229,7 +227,7 @@ class Mutations:
             uid, gid = (-1 if each is None else each for each in (changes.uid, changes.gid))
             await self._change(caller, "chown", number, lambda name: os.chown(name, uid, gid))
         if changes.atime_ns is not None or changes.mtime_ns is not None:
-            atime, mtime = self._times(number, changes, caller)
+            atime, mtime = changes.times(owns=self._owns(caller, self._fs.inode(number)))
             await self._change(caller, "utimens", number, lambda name: syscalls.utimensat(name.encode(), atime, mtime))
         return self._fs.inode(number)
 
@@ -249,19 +247,6 @@ class Mutations:
         only_clears = mode & ~before == 0 and before & ~mode & ~(stat.S_ISUID | stat.S_ISGID) == 0
         return only_clears and not self._owns(caller, inode)
 
-    def _times(self, number: int, changes: Changes, caller: Caller) -> tuple[tuple[int, int], tuple[int, int]]:
-        """The arguments of utimensat for atime and mtime.
-
-        pyfuse3 does not pass on whether a time is "now"; the fast path does. Without it, a caller that neither owns the
-        file nor has CAP_FOWNER means "now": the kernel allows nothing else.
-        """
-        now = changes.now or (not self._owns(caller, self._fs.inode(number)),) * 2
-        atime, mtime = (
-            (0, UTIME_OMIT) if time_ns is None else (0, UTIME_NOW) if is_now else divmod(time_ns, NANOSECONDS)
-            for time_ns, is_now in zip((changes.atime_ns, changes.mtime_ns), now, strict=True)
-        )
-        return atime, mtime
-
     async def _change(self, caller: Caller, operation: str, number: int, make: Callable[[str], None]) -> None:
         is_open = any(opened.number == number for opened in self._descriptors.handles.values())  # it may be an fchmod
         if not is_open and not self._fs.inode(number).is_directory:
@@ -272,7 +257,7 @@ class Mutations:
 
     async def setxattr(self, number: int, name: bytes, value: bytes, caller: Caller) -> None:
         self._check_writable(number)
-        await self._change_xattr(caller, "setxattr", number, lambda target: os.setxattr(target, name, value))
+        await self._change_xattr(caller, "setxattr", number, name, value)
 
     async def removexattr(self, number: int, name: bytes, caller: Caller) -> None:
         self._check_writable(number)
@@ -280,11 +265,13 @@ class Mutations:
             # This comes from the kernel, before a write, truncation or chown that the caller may make; it refuses a
             # removexattr by such a caller itself. The source drops the capabilities with the change that follows.
             return
-        await self._change_xattr(caller, "removexattr", number, lambda target: os.removexattr(target, name))
+        await self._change_xattr(caller, "removexattr", number, name)
 
-    async def _change_xattr(self, caller: Caller, operation: str, number: int, make: Callable[[str], None]) -> None:
+    async def _change_xattr(self, caller: Caller, operation: str, number: int, name: bytes, *value: bytes) -> None:
         await self._fs.before_object_changes(caller, number)
-        await self._change(caller, operation, number, make)
+        await self._change(caller, operation, number, lambda target: getattr(os, operation)(target, name, *value))
+        if name == inode_values.ACL:
+            self._metadata.note_permissions(self._fs.inode(number))
         with self._metadata.index.update() as update:
             inode_values.drop(update, number)
 
@@ -394,6 +381,9 @@ class Mutations:
                     self._metadata.move_name(update, parent, name, new_parent, new_name)
             self._own_change((parent, old_directory), (new_parent, new_directory), (moved, now))
             self._names_changed((parent, name), (new_parent, new_name))
+            self._fs.invalidation.moved_by_kernel(
+                (parent, name), (new_parent, new_name), both=bool(flags & RENAME_EXCHANGE)
+            )
             if replaced:
                 await self._compare(replaced)
             await self._follow_names(moved, replaced)

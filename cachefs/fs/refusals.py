@@ -270,11 +270,18 @@ class Repetitions:
             return False
         return number in expected.found and self._monotonic_ns() < expected.until_ns
 
-    def has_permissions(self, number: int, caller: Caller) -> bool:
+    def has_mode(self, number: int, caller: Caller) -> bool:
         """False: the kernel may check the permissions of this call by a former mode."""
+        return self._metadata.last_permissions_ns(number) <= self._known_ns(number, caller)
+
+    def has_owners(self, number: int, caller: Caller) -> bool:
+        """False: the kernel may check the permissions of this call by a former owner or group."""
+        return self._metadata.last_owner_ns(number) <= self._known_ns(number, caller)
+
+    def _known_ns(self, number: int, caller: Caller) -> int:
+        """Of which time the kernel has the attributes of an inode, in a call by this thread; 0: not known."""
         answered, when_ns = self._answered.get(caller.pid, (0, 0))
-        known_ns = max(self._told_ns.get(caller.pid, 0), when_ns if answered == number else 0)
-        return self._metadata.last_permissions_ns(number) <= known_ns
+        return max(self._told_ns.get(caller.pid, 0), when_ns if answered == number else 0)
 
     def is_by_present_name(self, number: int, caller: Caller) -> bool:
         """False: the name by which the kernel has come to this inode may lead to another one at the source."""

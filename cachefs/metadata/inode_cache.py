@@ -261,13 +261,13 @@ class InodeCache(InodeTable):
         ones. Otherwise the inode is dropped and keeps its old attributes: the next look-up finds another version, and
         makes another inode of it. The inode is also dropped if another object is in its place, because another node was
         faster. A directory keeps its version: our change moves its mtime.
-
         Returns the inode, or None if it was dropped, and the names that the kernel must drop.
         """
         self.changes.note(number)
         inode = self.inode(update, number)
         if inode is None:
             return None, []
+        self.note_owner(inode, now)
         expected = inode.identity._replace(connection=now.connection)  # it was compared before the change
         if not expected.is_of(now, by_name=True):
             return None, self.drop(update, number)
@@ -285,14 +285,14 @@ class InodeCache(InodeTable):
             inode = self.inode(update, number)
             if inode is None or inode.same_version(now) or self.is_pinned(inode) or self._is_overtaken(inode, now):
                 return False
-            self.note_size(inode, now)
+            self.note_change(inode, now)
             self.put_inode(update, self.changed_now(inode, now)._replace(version=self.numbers.next()))
         return True
 
     def permissions_changed(self, update: Update, inode: Inode, now: Stat) -> None:
         """A directory has other permissions or another ACL than recorded: it is compared before its next use, and every
         two seconds. The recorded times stay, because its names have not been compared yet."""
-        self.note_permissions(inode.number)
+        self.note_permissions(inode, now)
         inode = inode._replace(mode=now.mode, uid=now.uid, gid=now.gid)
         self.put_inode(update, inode._replace(flags=inode.flags | RESTLESS | UNSETTLED, expires_ns=0))
 

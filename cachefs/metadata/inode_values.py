@@ -1,6 +1,7 @@
 """Symlink targets and extended attributes in the index. Each carries the version of the inode that it belongs to."""
 
 import errno
+import struct
 
 from cachefs.contract.index import Table
 from cachefs.store.index.environment import Update, View
@@ -11,6 +12,17 @@ KNOWN, ABSENT = b"\1", b"\0"
 ACL = b"system.posix_acl_access"
 NO_VALUE = (errno.ENODATA, errno.EOPNOTSUPP, errno.ENOSYS)
 """Errors of getxattr that mean: there is no value."""
+
+
+_ACL_HEAD, _ACL_ENTRY = struct.Struct("<I"), struct.Struct("<HHI")
+_ACL_VERSION, _USER_OBJ, _GROUP_OBJ, _OTHER, _NOBODYS = 2, 1, 4, 32, 0xFFFFFFFF  # linux/posix_acl_xattr.h
+
+
+def acl_of(mode: int) -> bytes:
+    """The xattr of an ACL that means the same as this mode without an ACL."""
+    classes = (_USER_OBJ, mode >> 6), (_GROUP_OBJ, mode >> 3), (_OTHER, mode)
+    entries = [_ACL_ENTRY.pack(tag, bits & 7, _NOBODYS) for tag, bits in classes]
+    return _ACL_HEAD.pack(_ACL_VERSION) + b"".join(entries)
 
 
 def get(view: View, table: Table, inode: Inode, name: bytes = b"") -> bytes | None:

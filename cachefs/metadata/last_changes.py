@@ -75,15 +75,15 @@ class LostNames:
     def __init__(self, monotonic_ns: Callable[[], int]) -> None:
         self._losses = LastChanges(monotonic_ns)
         self._monotonic_ns = monotonic_ns
-        self._names: OrderedDict[tuple[int, bytes], int] = OrderedDict()
-        """(parent, name) → when it was seen to be lost, the latest at the end."""
+        self._names: OrderedDict[tuple[int, bytes, int], int] = OrderedDict()
+        """(parent, name, inode) → when it was seen to be lost, the latest at the end."""
         self._forgotten_ns = 0
         """When the last name that is no longer in `_names` was lost."""
 
     def note(self, number: int, parent: int, name: bytes) -> None:
         self._losses.note(number)
-        self._names[parent, name] = self._monotonic_ns()
-        self._names.move_to_end((parent, name))
+        self._names[parent, name, number] = self._monotonic_ns()
+        self._names.move_to_end((parent, name, number))
         if len(self._names) > MOST_LOST:
             self._forgotten_ns = self._names.popitem(last=False)[1]
 
@@ -93,6 +93,15 @@ class LostNames:
 
     def since(self, began_ns: int) -> list[tuple[int, bytes]] | None:
         """What was lost from then on. None: not all of it is known any more."""
+        self._forget_before(began_ns)
+        names = dict.fromkeys((parent, name) for parent, name, _ in self._names)
+        return None if self._forgotten_ns >= began_ns else list(names)
+
+    def losers(self, name: tuple[int, bytes], began_ns: int) -> list[int]:
+        """The inodes that lost a name from then on."""
+        self._forget_before(began_ns)
+        return [number for *lost, number in self._names if tuple(lost) == name]
+
+    def _forget_before(self, began_ns: int) -> None:
         while self._names and next(iter(self._names.values())) < began_ns:
             self._names.popitem(last=False)
-        return None if self._forgotten_ns >= began_ns else list(self._names)

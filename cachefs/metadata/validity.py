@@ -91,7 +91,9 @@ class Validity:
         self._resized = LastChanges(clock.monotonic_ns)
         """Files of which a comparison has shown another size."""
         self._permitted = LastChanges(clock.monotonic_ns)
-        """Objects of which a comparison has shown another mode or owner."""
+        """Objects that have got another mode or ACL. Not for a chmod by this mount: it leaves an ACL or none."""
+        self._owned = LastChanges(clock.monotonic_ns)
+        """Objects that have got another owner or group."""
 
     @property
     def recent_ns(self) -> int:
@@ -189,14 +191,20 @@ class Validity:
             self._resized.note(before.number)
 
     def note_change(self, before: Inode, now: Stat) -> None:
-        """A comparison by name has shown the attributes of an object. The kernel is notified."""
+        """The source has shown other attributes than the record has, if it is not new. The kernel is notified."""
         self.note_size(before, now)
-        if before.mode and before.permissions != now.permissions:  # not a new record
-            self.note_permissions(before.number)
+        if before.mode and before.permissions != now.permissions:
+            self.note_permissions(before, now)
 
-    def note_permissions(self, number: int) -> None:
-        """An object has got another mode, owner or ACL. The kernel is notified."""
-        self._permitted.note(number)
+    def note_permissions(self, before: Inode, now: Stat | None = None) -> None:
+        """An object has got another mode or ACL, or has lost its ACL. The kernel is notified. `now`: of the source."""
+        self._permitted.note(before.number)
+        if now is not None:
+            self.note_owner(before, now)
+
+    def note_owner(self, before: Inode, now: Stat) -> None:
+        if (before.uid, before.gid) != (now.uid, now.gid):
+            self._owned.note(before.number)
 
     def may_have_former_size(self, number: int) -> bool:
         """May the kernel have another size of a file than the record? It ignores an answer if it has received another
@@ -204,8 +212,14 @@ class Validity:
         return self._resized.happened_since(number, self._known_since_ns())
 
     def last_permissions_ns(self, number: int) -> int:
-        """When an object got another mode, owner or ACL; 0: no request that knows the former may be under way."""
-        last_ns = self._permitted.last_ns(number)
+        """When an object got another mode or ACL; 0: no request that knows the former may be under way."""
+        return self._if_lately(self._permitted.last_ns(number))
+
+    def last_owner_ns(self, number: int) -> int:
+        """The same for owner and group."""
+        return self._if_lately(self._owned.last_ns(number))
+
+    def _if_lately(self, last_ns: int) -> int:
         return last_ns if last_ns >= self._monotonic_ns() - ANSWERED_NS else 0
 
     def note_lost_name(self, number: int, parent: int, name: bytes) -> None:
@@ -220,6 +234,15 @@ class Validity:
     def lost_names(self) -> list[tuple[int, bytes]] | None:
         """(parent, name) that the kernel may still take for a former object's. None: not all are known any more."""
         return self._lost_names.since(self._known_since_ns())
+
+    def follow_lost_names(self, *moves: tuple[tuple[int, bytes], tuple[int, bytes]]) -> bool:
+        """The kernel has moved names, (from, to), for a rename by this mount. Where it took one for a former object's,
+        the new one is that now. Returns whether it may."""
+        since_ns = self._known_since_ns()
+        lost = [(number, to) for name, to in moves for number in self._lost_names.losers(name, since_ns)]
+        for number, to in lost:
+            self.note_lost_name(number, *to)
+        return bool(lost)
 
     def _known_since_ns(self) -> int:
         """From when on the kernel may have been told what it still believes, if nothing makes it drop that."""

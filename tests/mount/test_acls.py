@@ -5,7 +5,6 @@ import os
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
@@ -160,55 +159,77 @@ def test_a_chmod_through_the_mount_changes_the_acl_as_well(
     assert os.getxattr(m.path / "dir", ACL) == os.getxattr(directory, ACL)
 
 
-def refused_at_once(paths: list[Path]) -> list[object]:
-    """What several processes of Bob's that list each directory within milliseconds get to see."""
+def started_together(function: Callable[[], object]) -> list[object]:
+    """What several processes of Bob's get that call a function within milliseconds."""
+    begins = time.monotonic() + 0.03
+    children = []
+    for delay in (0, 0.0008, 0.0016, 0.0024):
+        reading, writing = os.pipe()
+        child = os.fork()
+        if not child:
+            found = "failed before the call"
+            try:
+                os.setgroups([STAFF])
+                os.setresgid(BOB, BOB, BOB)
+                os.setresuid(BOB, BOB, BOB)
+                time.sleep(max(0.0, begins + delay - time.monotonic()))
+                found = repr(function())
+            except OSError as error:
+                found = errno.errorcode[error.errno]
+            finally:
+                os.write(writing, found.encode())
+                os._exit(0)
+        os.close(writing)
+        children.append((child, reading))
     seen = []
-    for path in paths:
-        begins = time.monotonic() + 0.03
-
-        def list_it(path: Path = path, begins: float = begins, delay: float = 0.0) -> object:
-            while time.monotonic() < begins + delay:
-                pass
-            return os.listdir(path)
-
-        with ThreadPoolExecutor(4) as pool:
-            found = pool.map(lambda delay, f=list_it: bob(partial(f, delay=delay), STAFF), (0, 0.0008, 0.0016, 0.0024))
-        seen += [each for each in found if each != errno.EACCES]
+    for child, reading in children:
+        with open(reading) as answer:
+            seen.append(answer.read())
+        os.waitpid(child, 0)
     return seen
 
 
 @pytest.mark.promise("PE-4")
 @modes([(), ("--no-fastpath",), ("--read-only",)])
-def test_processes_that_come_together_meet_no_mode_and_acl_of_two_versions_of_a_pinned_directory(
-    mount: MakeMount, source: Path, arguments: tuple[str, ...]
+@pytest.mark.parametrize("by", ["another node", "this mount"])
+@pytest.mark.parametrize("is_directory", [True, False], ids=["directory", "file"])
+def test_processes_that_come_together_meet_no_mode_and_acl_of_two_versions(
+    mount: MakeMount, source: Path, is_directory: bool, by: str, arguments: tuple[str, ...]
 ) -> None:
     """The first of them finds other permissions. Before: the others, which the kernel had admitted by the former mode,
     got the present ACL."""
-    directories = [source / f"{number}" for number in range(20)]
-    for directory in directories:
-        directory.mkdir(0o700)
-        (directory / "file").write_bytes(b"secret")
-        os.chown(directory, 0, STAFF)
-        os.setxattr(
-            directory,
-            ACL,
-            acl((USER_OBJ, 7, NOBODYS), (GROUP_OBJ, 0, NOBODYS), (MASK, 7, NOBODYS), (OTHER, 0, NOBODYS)),
-        )
+    if by == "this mount" and arguments == ("--read-only",):
+        pytest.skip("it changes nothing")
+    full = 7 if is_directory else 6
+    no_group = acl((USER_OBJ, full, NOBODYS), (GROUP_OBJ, 0, NOBODYS), (MASK, full, NOBODYS), (OTHER, 0, NOBODYS))
+    names = [f"{number}" for number in range(40)]
+    for name in names:
+        if is_directory:
+            (source / name).mkdir(0o700)
+            (source / name / "file").touch()
+        else:
+            (source / name).write_bytes(b"secret")
+            (source / name).chmod(0o600)
+        os.chown(source / name, 0, STAFF)
+        os.setxattr(source / name, ACL, no_group)
     settle()
     m = mount(source, "--allow-other", *arguments)
     open_to_all(source)
     open_to_all(m.path)
-    for directory in directories:
-        assert (m.path / directory.name / "file").read_bytes() == b"secret"
+    for name in names:
+        if is_directory:
+            assert (m.path / name / "file").read_bytes() == b""
     expire()
-    for directory in directories:
-        assert (m.path / directory.name).stat()
-        assert bob(lambda path=m.path / directory.name: os.listdir(path), STAFF) == errno.EACCES
-    for directory in directories:
-        directory.chmod(0o700)
-        os.removexattr(directory, ACL)
-        (directory / "new").touch()
-        assert refused_at_once([m.path / directory.name]) in ([], [errno.ESTALE])
+    for name in names:
+        path, changed = m.path / name, (m.path if by == "this mount" else source) / name
+        assert path.stat()
+        assert bob(partial(os.listdir if is_directory else Path.read_bytes, path), STAFF) == errno.EACCES
+        os.removexattr(changed, ACL)
+        changed.chmod(0o700 if is_directory else 0o600)
+        if is_directory:
+            (source / name / "new").touch()
+        found = started_together(partial(os.listdir if is_directory else Path.read_bytes, path))
+        assert set(found) <= {"EACCES", "ESTALE"}
 
 
 @pytest.mark.promise("PE-4")
