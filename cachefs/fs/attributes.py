@@ -149,7 +149,7 @@ class Attributes:
             if own_change is not None:
                 await own_change.wait()
             elif before.ctime_ns == inode.ctime_ns:
-                await self._other_version(inode, now, whole=name != inode_values.ACL)
+                await self._other_version(inode, now, by_mode=name == inode_values.ACL or name.startswith(b"user."))
                 if now.ctime_ns < self.fs.inode(number).ctime_ns:
                     return value  # it is of before a change by this mount: later requests must not get it
                 break
@@ -170,10 +170,10 @@ class Attributes:
                 inode_values.put(update, table, current, name, value)
         return value
 
-    async def _other_version(self, inode: Inode, now: Stat, *, whole: bool) -> None:
+    async def _other_version(self, inode: Inode, now: Stat, *, by_mode: bool) -> None:
         """A value belongs to another version than the record. Raises ESTALE if it must not be used.
 
-        `whole`: the value does not depend on others. Otherwise the kernel combines it with the mode.
+        `by_mode`: the kernel combines it with the mode, or has allowed the request by that.
         """
         if inode.is_directory and self._metadata.is_pinned(inode):  # its times move with each name in it
             await self.fs.learnt_in(self.fs.directory(inode.number), now.ctime_ns)
@@ -183,7 +183,7 @@ class Attributes:
             raise error
         else:
             await self.fs.learnt(inode.number, now)
-            if not whole and inode.permissions != now.permissions:
+            if by_mode and inode.permissions != now.permissions:
                 self._metadata.apply_fstat(inode.number, now)
                 self.fs.notifier.attributes(inode.number)
                 raise failed(errno.ESTALE)

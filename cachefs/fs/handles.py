@@ -159,7 +159,7 @@ class OpenFiles:
         execute a file; so an open to execute fails if the kernel does not know the present permissions.
         """
         inode = self.fs.inode(number)
-        is_repeated = self.fs.repetitions.is_repeated(number, caller)
+        is_repeated = self.fs.repetitions.is_reopened(number, caller)
         call = partial(self.fs.source.open_file, run=as_admitted if executes else caller.run)
         try:
             fd, now = await self.descriptors.ask_object(number, call, discard=close_opened)

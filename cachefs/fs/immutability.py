@@ -131,7 +131,11 @@ class Immutability:
                 inode = self._metadata.pin_file(update, inode)
         if inode is None or not inode.flags & IMMUTABLE or not flags & OPEN_HAS_VERSION:
             return True
-        return inode.version & OPEN_VERSION_MASK == flags >> OPEN_VERSION_BIT & OPEN_VERSION_MASK
+        if inode.version & OPEN_VERSION_MASK == flags >> OPEN_VERSION_BIT & OPEN_VERSION_MASK:
+            return True
+        with self._metadata.index.update() as update:  # nothing has this version: no object gets the number again
+            self._metadata.put_inode(update, inode._replace(ctime_ns=0))
+        return False
 
     def fetched_unseen(self, fetched: Iterable[tuple[int, int]]) -> None:
         """The fast path has fetched data of these files, (inode, version), because it had answered an OPEN.

@@ -170,14 +170,16 @@ class Mutations:
         await self._fs.invalidation.overwritten(number)
         return self._descriptors.add_source_handle(number, fd, flags, caller.identity(), generation)
 
-    async def _compare_names(self, number: int, caller: Caller, most: int | None = MOST_NAMES) -> None:
+    async def _compare_names(
+        self, number: int, caller: Caller, most: int | None = MOST_NAMES, link: tuple[int, bytes] | None = None
+    ) -> None:
         """Before a file is changed or linked: the kernel does not say by which name. Raises ESTALE if one leads
         elsewhere, or was lost a moment ago, so that the kernel looks up the one that it has, and repeats the call."""
         least = 1 if self._fs.immutability.has_writers(number) else 2  # the call by the only name compares it
         names = islice(links_if(self._metadata.index, number, least=least), most)
         found = [await self._fs.compare(*name) for name in names]
         is_lost = any(each is None or each.number != number for each in found)
-        if is_lost or not self._fs.repetitions.is_by_present_name(number, caller):
+        if is_lost or not await self._fs.repetitions.is_by_present_name(number, caller, link=link):
             raise failed(errno.ESTALE)
 
     async def write(self, handle: int, offset: int, data: bytes) -> int:
@@ -218,7 +220,9 @@ class Mutations:
             else:
                 await self._compare_names(number, caller, most=None)
                 truncate = partial(self._source.truncate, size=changes.size, caller=caller)
-                now = await self._descriptors.ask_object(number, truncate, once=True, changer=caller)
+                with self._fs.immutability.opening_for_writing(number):
+                    self._check_writable(number, writer=caller)  # it may have become immutable since
+                    now = await self._descriptors.ask_object(number, truncate, once=True, changer=caller)
             self._store(number, now, written=True)
             await self._fs.invalidation.overwritten(number)
         if mode is not None:
@@ -297,8 +301,7 @@ class Mutations:
 
     async def link(self, number: int, parent: int, name: bytes, caller: Caller) -> Inode:
         self._check_writable()
-        if not self._fs.repetitions.is_repeated(number, caller, link=(parent, name)):
-            await self._compare_names(number, caller)
+        await self._compare_names(number, caller, link=(parent, name))
         async with self._metadata.changes.under_way(number):
             at, version, new = self._fs.object_of(number), self._version(number), self._fs.directory(parent)
             call = partial(self._source.link, at, version, new, name, caller)

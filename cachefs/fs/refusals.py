@@ -43,8 +43,10 @@ CLEAN_UP_S = 10.0
 """How long a process that was refused to write to a file cannot unlink it."""
 MOST_WRITERS = 10_000
 """How many refused writers are remembered; the oldest ones are forgotten first."""
-REPEATED_WITHIN_NS = NANOSECONDS // 2
+REPEATED_WITHIN_NS = 2 * NANOSECONDS
 """How soon after an answer the kernel goes on with the look-ups for a repeated call, or with the call."""
+DROPPED_WITHIN_S = 0.1
+"""How long a call waits until the kernel is known to have dropped names. It may have locked their directory for it."""
 MOST_REPEATED = 4096
 """How many threads are remembered that have got ESTALE; the oldest ones are forgotten first."""
 TOLD_WITHIN_S = 2.0
@@ -154,24 +156,34 @@ class Found(Protocol):
 F = TypeVar("F", bound=Found)
 
 
-class _Expected(NamedTuple):
-    """A repeated call that may come."""
+class _Reopening(NamedTuple):
+    """An open that the kernel is expected to repeat."""
 
+    number: int
     until_ns: int
     """When its next request must have come."""
-    link: tuple[int, bytes] | None
-    """As of `Repetitions.by_path`."""
+    is_looked_up: bool = False
+
+
+class _Relinking(NamedTuple):
+    """A link that the kernel is expected to repeat."""
+
+    link: tuple[int, bytes]
+    """The (directory, name) of the new link. The kernel has locked the directory."""
+    dropped: trio.Event
+    """Set when the kernel has dropped names in that directory."""
     found: set[int]
-    """The inodes that were looked up since ESTALE."""
+    """The inodes that were looked up since."""
 
 
 class Repetitions:
     """Calls by a path that are answered with ESTALE: the kernel looks up the path again, and repeats each one, once.
 
     Before the answer the kernel drops the names that the source has given to other files. So what the same thread does
-    next, repeated or not, is by a name that the kernel has looked up since then. It cannot drop names in the directory
-    that it has locked for a link. A link counts as repeated if it has the same new name, and the thread has looked up
-    its inode since, and no other name in vain: else the path led nowhere, and the call is not repeated.
+    next, repeated or not, is by a name that the kernel has looked up since then. The kernel cannot drop names in the
+    directory that it has locked for a link. It does as soon as the link is answered, but may repeat the link before.
+    Until then a link counts as repeated if it has the same new name, and the thread has looked up its inode since, and
+    no other name in vain: else the path led nowhere, and nothing is repeated.
     """
 
     def __init__(self, names: Names, monotonic_ns: Callable[[], int]) -> None:
@@ -183,25 +195,29 @@ class Repetitions:
         # state
         self._told_ns: OrderedDict[int, int] = OrderedDict()
         """Thread → the time of which the kernel has dropped former names and modes, while the thread was waiting for an
-        answer."""
-        self._expected: OrderedDict[int, _Expected] = OrderedDict()
+        answer, or soon after."""
+        self._relinking: OrderedDict[int, _Relinking] = OrderedDict()
+        """By thread."""
+        self._reopening: OrderedDict[int, _Reopening] = OrderedDict()
         """By thread."""
         self._answered: OrderedDict[int, tuple[int, int]] = OrderedDict()
         """Thread → the inode of which the kernel got attributes for it last, and when."""
 
     @asynccontextmanager
-    async def by_path(self, caller: Caller, *, link: tuple[int, bytes] | None = None) -> AsyncIterator[None]:
-        """Around a call about the inode to which a path led: expects a repeated one if it fails with ESTALE. `link`:
-        the (directory, name) of a new link. The kernel has locked the directory."""
+    async def by_path(
+        self, caller: Caller, *, link: tuple[int, bytes] | None = None, opens: int = 0
+    ) -> AsyncIterator[None]:
+        """Around a call about the inode to which a path led. `link`: the (directory, name) of a new link to it.
+        `opens`: its number, if it is opened for reading."""
         try:
             yield
         except OSError as error:
             if error.errno == errno.ESTALE:
                 await self.expect(caller, link=link)
-            else:
-                self._expected.pop(caller.pid, None)
+                if opens:
+                    until_ns = self._monotonic_ns() + REPEATED_WITHIN_NS
+                    _put(self._reopening, caller.pid, _Reopening(opens, until_ns))
             raise
-        self._expected.pop(caller.pid, None)
 
     async def expect(self, caller: Caller, *, link: tuple[int, bytes] | None = None, by_mode: bool = False) -> None:
         """A call is about to be answered with ESTALE. `link`: as of `by_path`. `by_mode`: because the kernel may have
@@ -210,17 +226,33 @@ class Repetitions:
         began_ns, names = self._monotonic_ns(), self._metadata.lost_names()
         for name in names or ():
             self._names.overtake(*name)  # a look-up that is under way must not bring the former file
-        is_locked = link is not None and any(parent == link[0] for parent, _ in names or ())
-        if names is None or is_locked:
-            self._notifier.drop_soon(names or ())
-        else:
-            with trio.move_on_after(TOLD_WITHIN_S) as limit:
-                await self._notifier.drop(names, ())
-            if not caller.pid and (names or by_mode):  # one of many: their calls that are under way know former ones
-                await trio.sleep(ANSWERED_NS / NANOSECONDS)
-            if not limit.cancelled_caught:
-                _put(self._told_ns, caller.pid, began_ns)
-        _put(self._expected, caller.pid, _Expected(self._monotonic_ns() + REPEATED_WITHIN_NS, link, set()))
+        if names is None:
+            return
+        drop = self._drop(names, caller, began_ns, is_one_of_many=not caller.pid and bool(names or by_mode))
+        if link is None or all(parent != link[0] for parent, _ in names):
+            await drop
+            return
+        dropped = trio.Event()
+        _put(self._relinking, caller.pid, _Relinking(link, dropped, set()))
+
+        async def later() -> None:
+            try:
+                await drop
+            finally:
+                dropped.set()
+
+        trio.lowlevel.spawn_system_task(later)
+
+    async def _drop(
+        self, names: Sequence[tuple[int, bytes]], caller: Caller, began_ns: int, *, is_one_of_many: bool
+    ) -> None:
+        """`is_one_of_many`: calls of the others that are under way may know former names and modes."""
+        with trio.move_on_after(TOLD_WITHIN_S) as limit:
+            await self._notifier.drop(names, ())
+        if is_one_of_many:
+            await trio.sleep(ANSWERED_NS / NANOSECONDS)
+        if not limit.cancelled_caught:
+            _put(self._told_ns, caller.pid, began_ns)
 
     async def _compare_successors(self, names: Sequence[tuple[int, bytes]]) -> None:
         """The call may be repeated about a file that has got one of these names, and may have lost another one."""
@@ -246,29 +278,29 @@ class Repetitions:
 
     def _looked_up(self, inode: Inode | None, caller: Caller, name: tuple[int, bytes], arrival_ns: int) -> None:
         """`inode`: None where there is nothing, or no answer."""
-        expected = self._expected.get(caller.pid)
+        relinking = self._relinking.get(caller.pid)
         if inode is not None:
             self.answered(inode, caller)
-        if expected is None:
-            return
-        if arrival_ns >= expected.until_ns or (inode is None and name != expected.link):
-            del self._expected[caller.pid]
-            return
-        if inode is not None:
-            expected.found.add(inode.number)
-        self._expected[caller.pid] = expected._replace(until_ns=self._monotonic_ns() + REPEATED_WITHIN_NS)
+        if relinking is not None and inode is not None:
+            relinking.found.add(inode.number)
+        elif relinking is not None and name != relinking.link:
+            del self._relinking[caller.pid]
+        known = self._reopening.pop(caller.pid, None)
+        if known is not None and inode is not None and arrival_ns < known.until_ns:
+            is_looked_up = known.is_looked_up or inode.number == known.number
+            until_ns = self._monotonic_ns() + REPEATED_WITHIN_NS
+            _put(self._reopening, caller.pid, _Reopening(known.number, until_ns, is_looked_up))
+
+    def is_reopened(self, number: int, caller: Caller) -> bool:
+        """Is this open of an inode for reading a repeated one, so that the kernel has just learnt its size?"""
+        known = self._reopening.pop(caller.pid, None)
+        if known is None or known.number != number:
+            return False
+        return known.is_looked_up and self._monotonic_ns() < known.until_ns
 
     def answered(self, inode: Inode, caller: Caller) -> None:
         """The kernel is about to get the attributes of an inode."""
         _put(self._answered, caller.pid, (inode.number, self._monotonic_ns()))
-
-    def is_repeated(self, number: int, caller: Caller, *, link: tuple[int, bytes] | None = None) -> bool:
-        """Is this call about an inode a repeated one? `link`: as of `by_path`. The processes that the daemon cannot
-        tell apart repeat no link."""
-        expected = self._expected.get(caller.pid)
-        if expected is None or expected.link != link or (link is not None and not caller.pid):
-            return False
-        return number in expected.found and self._monotonic_ns() < expected.until_ns
 
     def has_mode(self, number: int, caller: Caller) -> bool:
         """False: the kernel may check the permissions of this call by a former mode."""
@@ -283,9 +315,17 @@ class Repetitions:
         answered, when_ns = self._answered.get(caller.pid, (0, 0))
         return max(self._told_ns.get(caller.pid, 0), when_ns if answered == number else 0)
 
-    def is_by_present_name(self, number: int, caller: Caller) -> bool:
-        """False: the name by which the kernel has come to this inode may lead to another one at the source."""
-        return self._metadata.last_loss_ns(number) <= self._told_ns.get(caller.pid, 0)
+    async def is_by_present_name(self, number: int, caller: Caller, *, link: tuple[int, bytes] | None = None) -> bool:
+        """False: the name by which the kernel has come to this inode may lead to another one at the source. `link`: as
+        of `by_path`."""
+        lost_ns = self._metadata.last_loss_ns(number)
+        relinking = self._relinking.get(caller.pid)
+        if lost_ns > self._told_ns.get(caller.pid, 0) and relinking is not None and not relinking.dropped.is_set():
+            if link == relinking.link and number in relinking.found:
+                return True
+            with trio.move_on_after(DROPPED_WITHIN_S):
+                await relinking.dropped.wait()
+        return lost_ns <= self._told_ns.get(caller.pid, 0)
 
 
 def _put(kept: OrderedDict[int, T], key: int, value: T) -> None:

@@ -223,7 +223,7 @@ class Operations(pyfuse3.Operations):
                     handle = await self.mutations.open_for_writing(inode, flags, caller)
             return pyfuse3.FileInfo(fh=handle, keep_cache=False)
         with self.descriptors.opening():
-            async with self.fs.repetitions.by_path(caller):
+            async with self.fs.repetitions.by_path(caller, opens=inode):
                 handle, keep_cache = await self.files.open_for_reading(inode, caller, executes=bool(flags & _EXECUTE))
         return pyfuse3.FileInfo(fh=handle, keep_cache=keep_cache)
 

@@ -111,7 +111,7 @@ class InodeCache(InodeTable):
             self.put_inode(update, inode._replace(lookups=inode.lookups + counted))
         self._lost(self.dentry(update, parent, name), parent, name, unless=number)
         added = self._put_name(update, parent, name, number, pinned=bool(inode.flags & PINNED))
-        # Of a directory by its known name: permissions.py. By another one the kernel would keep the former ACL.
+        # Of a directory by its known name: permissions.py. By another one the kernel would keep the former ACL (84).
         if old is not None and (inode.is_regular or added) and not old.same_version(now):
             update.afterwards(partial(self._notifier.attributes, number))
         if (now.nlink == 1 or inode.is_directory) and not overtaken:

@@ -39,5 +39,10 @@ def test_the_version_that_the_fast_path_had_becomes_immutable(index: Index, chan
         with immutability.opening_for_writing(inode.number):
             immutability.add_writer(inode.number)
     assert immutability.opened_unseen(inode.number, flags) == (change != "other version")
+    if change == "other version":
+        with index.update() as update:
+            metadata.drop(update, inode.number)
+            again = metadata.apply_stat(update, ROOT_INODE, b"file", now._replace(mtime_ns=6, ctime_ns=6), pin=False)
+        assert again.number != inode.number, "its reader may have pages of another version"
     found = metadata.current(inode.number)
     assert found is not None and bool(found.flags & IMMUTABLE) == (change != "writer")

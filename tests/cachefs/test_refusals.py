@@ -1,6 +1,10 @@
 """How often a refused request is logged, and how long it is remembered. tests/mount/test_refusals.py has the texts."""
 
+import errno
 import os
+from collections.abc import Sequence
+from contextlib import suppress
+from functools import partial
 
 import pytest
 import trio
@@ -123,12 +127,16 @@ def repetitions(metadata: InodeCache, kernel: Kernel, times: Times) -> Repetitio
 ONE, OTHER, UNKNOWN = (Caller(0, 0, thread) for thread in (1, 2, 0))
 
 
-def expect(repetitions: Repetitions, caller: Caller, *, link: tuple[int, bytes] | None = None) -> float:
+def is_by_present_name(repetitions: Repetitions, number: int, caller: Caller) -> bool:
+    return trio.run(repetitions.is_by_present_name, number, caller)
+
+
+def expect(repetitions: Repetitions, caller: Caller) -> float:
     """Returns how many seconds the answer waits."""
 
     async def main() -> float:
         began_s = trio.current_time()
-        await repetitions.expect(caller, link=link)
+        await repetitions.expect(caller)
         return trio.current_time() - began_s
 
     return trio.run(main, clock=trio.testing.MockClock(autojump_threshold=0))
@@ -137,72 +145,100 @@ def expect(repetitions: Repetitions, caller: Caller, *, link: tuple[int, bytes] 
 def test_the_kernel_drops_lost_names_before_a_call_is_answered_with_estale(
     metadata: InodeCache, repetitions: Repetitions, kernel: Kernel, times: Times
 ) -> None:
-    assert repetitions.is_by_present_name(7, ONE)
+    assert is_by_present_name(repetitions, 7, ONE)
     metadata.note_lost_name(7, 1, b"name")
     times.ns += 1
-    assert not repetitions.is_by_present_name(7, ONE)
+    assert not is_by_present_name(repetitions, 7, ONE)
     assert expect(repetitions, ONE) == 0
     assert kernel.names == [(1, b"name")]
-    assert repetitions.is_by_present_name(7, ONE) and not repetitions.is_by_present_name(7, OTHER)
+    assert is_by_present_name(repetitions, 7, ONE) and not is_by_present_name(repetitions, 7, OTHER)
     times.ns += 1
     metadata.note_lost_name(7, 1, b"another")
-    assert not repetitions.is_by_present_name(7, ONE)
+    assert not is_by_present_name(repetitions, 7, ONE)
 
 
-LINK = 1, b"link"
 FOUND = Inode(7, *(0,) * 22)
 
 
-def look_up(repetitions: Repetitions, inode: Inode | None, caller: Caller, name: tuple[int, bytes]) -> None:
+def look_up(
+    repetitions: Repetitions, inode: Inode | None, caller: Caller, name: tuple[int, bytes] = (1, b"name")
+) -> None:
     async def found() -> Entry:
         return Entry(inode, 0.0)
 
     trio.run(lambda: repetitions.look_up(found(), caller, name))
 
 
-def test_a_link_counts_as_repeated_after_its_thread_has_looked_up_the_inode(
-    metadata: InodeCache, repetitions: Repetitions, times: Times
+LINK = 1, b"link"
+
+
+def test_until_the_kernel_has_dropped_names_in_a_locked_directory_a_link_counts_as_repeated_by_what_was_looked_up(
+    metadata: InodeCache, repetitions: Repetitions, kernel: Kernel
 ) -> None:
-    """Its directory is locked, so that the kernel cannot drop names in it."""
-    metadata.note_lost_name(7, 1, b"name")
-    expect(repetitions, ONE, link=LINK)
-    assert not repetitions.is_repeated(7, ONE, link=LINK)
-    look_up(repetitions, FOUND, OTHER, (1, b"name"))
-    assert not repetitions.is_repeated(7, ONE, link=LINK)
-    look_up(repetitions, FOUND, ONE, (1, b"name"))
-    look_up(repetitions, None, ONE, LINK)
-    assert repetitions.is_repeated(7, ONE, link=LINK)
-    assert not repetitions.is_repeated(7, ONE, link=(1, b"another"))
-    assert not repetitions.is_repeated(7, ONE)
-    assert not repetitions.is_repeated(8, ONE, link=LINK)
-    times.ns += REPEATED_WITHIN_NS - 1
-    look_up(repetitions, None, ONE, LINK)
-    times.ns += REPEATED_WITHIN_NS - 1
-    assert repetitions.is_repeated(7, ONE, link=LINK)
-    times.ns += 1
-    assert not repetitions.is_repeated(7, ONE, link=LINK)
-    look_up(repetitions, FOUND, ONE, (1, b"name"))
-    assert not repetitions.is_repeated(7, ONE, link=LINK)
+    answered = trio.Event()
+
+    async def drop(entries: Sequence[tuple[int, bytes]], numbers: Sequence[int]) -> None:
+        await answered.wait()
+
+    async def look_up(inode: Inode | None, name: tuple[int, bytes]) -> None:
+        async def found() -> Entry:
+            return Entry(inode, 0.0)
+
+        await repetitions.look_up(found(), ONE, name)
+
+    kernel.drop = drop  # type: ignore[method-assign]
+    is_present = partial(repetitions.is_by_present_name, 7, ONE)
+
+    async def main() -> None:
+        metadata.note_lost_name(7, 1, b"name")
+        await repetitions.expect(ONE, link=LINK)
+        assert not await is_present(link=LINK), "it was not looked up"
+        await look_up(FOUND, (1, b"name"))
+        await look_up(None, LINK)
+        assert await is_present(link=LINK)
+        assert not await is_present(link=(1, b"other")) and not await is_present(link=None)
+        assert not await repetitions.is_by_present_name(7, OTHER, link=LINK)
+        await look_up(None, (1, b"directory"))
+        assert not await is_present(link=LINK), "the path led nowhere"
+        answered.set()
+        await trio.testing.wait_all_tasks_blocked()
+        assert await is_present(link=LINK) and await is_present()
+        assert not await repetitions.is_by_present_name(7, OTHER)
+
+    trio.run(main, clock=trio.testing.MockClock(autojump_threshold=0))
 
 
-def test_a_call_is_not_repeated_after_another_one_or_if_its_path_leads_nowhere(
-    metadata: InodeCache, repetitions: Repetitions
+def fail_to_open(repetitions: Repetitions, number: int) -> None:
+    async def main() -> None:
+        with suppress(OSError):
+            async with repetitions.by_path(ONE, opens=number):
+                raise OSError(errno.ESTALE, "")
+
+    trio.run(main)
+
+
+def test_an_open_is_repeated_at_once_by_the_thread_that_has_looked_the_inode_up(
+    repetitions: Repetitions, times: Times
 ) -> None:
-    async def call() -> None:
-        async with repetitions.by_path(ONE):
-            pass
-
-    metadata.note_lost_name(7, 1, b"name")
-    for link in (LINK, None):
-        expect(repetitions, ONE, link=link)
-        look_up(repetitions, FOUND, ONE, (1, b"name"))
-        assert repetitions.is_repeated(7, ONE, link=link)
-        trio.run(call)
-        assert not repetitions.is_repeated(7, ONE, link=link)
-        expect(repetitions, ONE, link=link)
-        look_up(repetitions, None, ONE, (1, b"directory"))
-        look_up(repetitions, FOUND, ONE, (1, b"name"))
-        assert not repetitions.is_repeated(7, ONE, link=link)
+    fail_to_open(repetitions, 7)
+    assert not repetitions.is_reopened(7, ONE), "it was not looked up"
+    fail_to_open(repetitions, 7)
+    look_up(repetitions, FOUND, OTHER)
+    assert not repetitions.is_reopened(7, ONE) and not repetitions.is_reopened(7, OTHER)
+    fail_to_open(repetitions, 8)
+    look_up(repetitions, FOUND, ONE)
+    assert not repetitions.is_reopened(7, ONE), "another inode was opened"
+    fail_to_open(repetitions, 7)
+    look_up(repetitions, FOUND, ONE)
+    look_up(repetitions, None, ONE)
+    assert not repetitions.is_reopened(7, ONE), "the path led nowhere"
+    for late_ns in (0, 1):
+        fail_to_open(repetitions, 7)
+        times.ns += REPEATED_WITHIN_NS - 1
+        look_up(repetitions, FOUND, ONE)
+        times.ns += REPEATED_WITHIN_NS - 1 + late_ns
+        assert repetitions.is_reopened(7, ONE) == (not late_ns)
+        assert not repetitions.is_reopened(7, ONE), "once"
 
 
 def test_processes_that_the_daemon_cannot_tell_apart_wait_until_their_calls_have_arrived(
@@ -217,4 +253,4 @@ def test_threads_that_got_estale_are_bounded(metadata: InodeCache, repetitions: 
     metadata.note_lost_name(7, 1, b"name")
     for thread in range(MOST_REPEATED + 1):
         expect(repetitions, Caller(0, 0, 1 + thread))
-    assert [repetitions.is_by_present_name(7, each) for each in (ONE, OTHER)] == [False, True]
+    assert [is_by_present_name(repetitions, 7, each) for each in (ONE, OTHER)] == [False, True]

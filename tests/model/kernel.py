@@ -279,8 +279,9 @@ class Kernel:
         files = self.parts.files
         shares.act_for(0)
         with self.parts.descriptors.opening():
-            async with self.parts.filesystem.repetitions.by_path(self._caller):
-                if flags & (os.O_ACCMODE | os.O_TRUNC):
+            is_read = not flags & (os.O_ACCMODE | os.O_TRUNC)
+            async with self.parts.filesystem.repetitions.by_path(self._caller, opens=inode.number if is_read else 0):
+                if not is_read:
                     handle = await self.parts.mutations.open_for_writing(inode.number, flags, self._caller)
                     keeps = False
                 else:
