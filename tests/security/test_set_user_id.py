@@ -125,6 +125,8 @@ def _open_while_it_runs(path: Path) -> None:
     running = subprocess.Popen([path, "60"])
     try:
         wait_for(lambda: os.readlink(f"/proc/{running.pid}/exe"), lambda program: program == str(path))
+        # A program that still starts may read its file after the truncation, and die before it is found to be running.
+        wait_for(Path(f"/proc/{running.pid}/wchan").read_text, lambda waits_in: "nanosleep" in waits_in)
         raises_errno(errno.ETXTBSY, lambda: os.open(path, os.O_RDONLY | os.O_TRUNC))
     finally:
         running.kill()
