@@ -109,6 +109,7 @@ def check(traced: Traced, title: str) -> None:
 
 def test_read_miss(traced: Traced) -> None:
     (traced.path / "d/a").stat()
+    wait_for(lambda: is_idle(traced), bool)  # a commit of what was looked up would be traced
     traced.begin()
     assert read(traced.path / "d/a") == b"a" * 4096
     wait_for(lambda: is_idle(traced), bool)
