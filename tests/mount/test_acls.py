@@ -250,3 +250,20 @@ def test_the_group_of_a_renamed_directory_does_not_meet_its_former_acl(
     os.chown(directory, 0, STAFF)
     directory.rename(source / "new")
     assert bob(lambda: os.listdir(m.path / "new"), STAFF) in (errno.EACCES, errno.ESTALE)
+
+
+@pytest.mark.promise("PE-4")
+@modes([(), ("--no-fastpath",)])
+def test_an_attribute_that_was_set_after_the_mode_had_been_closed_is_not_given_by_the_former_mode(
+    mount: MakeMount, source: Path, arguments: tuple[str, ...]
+) -> None:
+    (source / "file").touch(0o705)
+    (source / "file").chmod(0o705)
+    os.setxattr(source / "file", "user.key", b"public")
+    m = mount(source, "--allow-other", *arguments)
+    open_to_all(source)
+    open_to_all(m.path)
+    assert bob(lambda: os.getxattr(m.path / "file", "user.key")) == b"public"
+    (source / "file").chmod(0o700)
+    os.setxattr(source / "file", "user.key", b"secret")
+    assert bob(lambda: os.getxattr(m.path / "file", "user.key")) == errno.EACCES
