@@ -159,11 +159,10 @@ class Attributes:
                 current is None
                 or current.version != inode.version
                 or self._metadata.hides_changes(current.ctime_ns, current.device)
-                or (
-                    name == inode_values.ACL and self._metadata.last_permissions_ns(number)
-                )  # the fast path would give it
             ):
                 return value
+            if name == inode_values.ACL and self._metadata.last_permissions_ns(number):
+                return value  # the fast path would give it to a thread whose kernel has a former mode
             if self._metadata.is_pinned(current) and (
                 value == inode_values.ABSENT or not self._is_for_some(current, name)
             ):

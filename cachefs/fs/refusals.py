@@ -311,7 +311,7 @@ class Repetitions:
         return self._metadata.last_owner_ns(number) <= self._known_ns(number, caller)
 
     def _known_ns(self, number: int, caller: Caller) -> int:
-        """Of which time the kernel has the attributes of an inode, in a call by this thread; 0: not known."""
+        """How recent the attributes are that the kernel has of an inode when this thread makes a call; 0: not known."""
         answered, when_ns = self._answered.get(caller.pid, (0, 0))
         return max(self._told_ns.get(caller.pid, 0), when_ns if answered == number else 0)
 

@@ -3,8 +3,8 @@
 import os
 import select
 import socket
-from collections.abc import Iterator
-from contextlib import closing
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, closing
 
 import pytest
 import trio
@@ -33,6 +33,30 @@ def ends() -> Iterator[tuple[socket.socket, socket.socket]]:
         yield ours, theirs
 
 
+@pytest.fixture
+def kernel(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[int, int]]:
+    """(what reads, what the notifications are written to): a pipe."""
+    monkeypatch.setattr(notifier, "_clone", os.dup)
+    reader, writer = os.pipe()
+    yield reader, writer
+    os.close(reader)
+    os.close(writer)
+
+
+@asynccontextmanager
+async def waiting_notifier(
+    writer: int, shared: Shared, ends: tuple[socket.socket, socket.socket]
+) -> AsyncIterator[tuple[trio.Nursery, KernelNotifier]]:
+    """It runs, and the daemon has given an answer that the fast path has not taken."""
+    async with trio.open_nursery() as nursery:
+        sending = KernelNotifier(writer)
+        sending.answers_delivered = Answers(shared, ends[0]).delivered
+        nursery.start_soon(sending.run)
+        ends[0].send(b"an answer")
+        yield nursery, sending
+        nursery.cancel_scope.cancel()
+
+
 def serve(shared: Shared, slot: int, operation: str, unique: int) -> None:
     """As a thread of the fast path does that has read this request."""
     header = IN_HEADER.codec().pack(IN_HEADER.size, OPCODES[operation], unique, 1, 0, 0, 0)
@@ -43,33 +67,24 @@ def serve(shared: Shared, slot: int, operation: str, unique: int) -> None:
 
 
 def test_a_notification_waits_for_the_answers_that_were_given_before(
-    monkeypatch: pytest.MonkeyPatch, shared: Shared, ends: tuple[socket.socket, socket.socket]
+    kernel: tuple[int, int], shared: Shared, ends: tuple[socket.socket, socket.socket]
 ) -> None:
-    monkeypatch.setattr(notifier, "_clone", os.dup)
-    reader, writer = os.pipe()
-    kernel = select.poll()
-    kernel.register(reader, select.POLLIN)
+    notified = select.poll()
+    notified.register(kernel[0], select.POLLIN)
 
     async def main() -> None:
-        async with trio.open_nursery() as nursery:
-            sending = KernelNotifier(writer)
-            sending.answers_delivered = Answers(shared, ends[0]).delivered
-            nursery.start_soon(sending.run)
-            ends[0].send(b"an answer")
+        async with waiting_notifier(kernel[1], shared, ends) as (nursery, sending):
             serve(shared, 3, "LOOKUP", 99)
             nursery.start_soon(sending.drop, [(7, b"name")], [])
-            assert not await trio.to_thread.run_sync(kernel.poll, 300)
+            assert not await trio.to_thread.run_sync(notified.poll, 300)
             ends[1].recv(100, socket.MSG_PEEK)
-            assert not await trio.to_thread.run_sync(kernel.poll, 300), "the kernel does not have it yet"
+            assert not await trio.to_thread.run_sync(notified.poll, 300), "the kernel does not have it yet"
             ends[1].recv(100)
-            assert not await trio.to_thread.run_sync(kernel.poll, 300), "the other answer"
+            assert not await trio.to_thread.run_sync(notified.poll, 300), "the other answer"
             serve(shared, 3, "LOOKUP", 100)
-            assert await trio.to_thread.run_sync(kernel.poll, 10_000)
-            nursery.cancel_scope.cancel()
+            assert await trio.to_thread.run_sync(notified.poll, 10_000)
 
     trio.run(main)
-    os.close(reader)
-    os.close(writer)
 
 
 def test_no_notification_waits_for_a_read(shared: Shared, ends: tuple[socket.socket, socket.socket]) -> None:
@@ -84,23 +99,13 @@ def test_no_notification_waits_for_a_read(shared: Shared, ends: tuple[socket.soc
 
 
 def test_a_caller_that_does_not_wait_any_longer_still_notifies(
-    monkeypatch: pytest.MonkeyPatch, shared: Shared, ends: tuple[socket.socket, socket.socket]
+    kernel: tuple[int, int], shared: Shared, ends: tuple[socket.socket, socket.socket]
 ) -> None:
-    monkeypatch.setattr(notifier, "_clone", os.dup)
-    reader, writer = os.pipe()
-
     async def main() -> None:
-        async with trio.open_nursery() as nursery:
-            sending = KernelNotifier(writer)
-            sending.answers_delivered = Answers(shared, ends[0]).delivered
-            nursery.start_soon(sending.run)
-            ends[0].send(b"an answer")
+        async with waiting_notifier(kernel[1], shared, ends) as (_, sending):
             with trio.move_on_after(0.1) as limit:
                 await sending.drop([(7, b"name")], [])
             assert limit.cancelled_caught
-            assert b"name" in await trio.to_thread.run_sync(os.read, reader, 1000)
-            nursery.cancel_scope.cancel()
+            assert b"name" in await trio.to_thread.run_sync(os.read, kernel[0], 1000)
 
     trio.run(main)
-    os.close(reader)
-    os.close(writer)
