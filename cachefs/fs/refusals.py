@@ -157,11 +157,14 @@ F = TypeVar("F", bound=Found)
 
 
 class _Reopening(NamedTuple):
-    """An open that the kernel is expected to repeat."""
+    """An open that the kernel is expected to repeat, because a request for it has got ESTALE."""
 
-    number: int
     until_ns: int
     """When its next request must have come."""
+    number: int = 0
+    """Of the file. After a look-up that has failed, of what was looked up last."""
+    name: bytes = b""
+    """Of the look-up that has failed, which comes again; empty: it was another request."""
     is_looked_up: bool = False
 
 
@@ -208,15 +211,16 @@ class Repetitions:
         self, caller: Caller, *, link: tuple[int, bytes] | None = None, opens: int = 0
     ) -> AsyncIterator[None]:
         """Around a call about the inode to which a path led. `link`: the (directory, name) of a new link to it.
-        `opens`: its number, if it is opened for reading."""
+        `opens`: its number, if it is opened for reading, or may be after this request."""
+        began_ns = self._monotonic_ns()
         try:
             yield
         except OSError as error:
             if error.errno == errno.ESTALE:
-                await self.expect(caller, link=link)
+                if self._told_ns.get(caller.pid, 0) < began_ns:  # `expect` was not called in the block
+                    await self.expect(caller, link=link)
                 if opens:
-                    until_ns = self._monotonic_ns() + REPEATED_WITHIN_NS
-                    _put(self._reopening, caller.pid, _Reopening(opens, until_ns))
+                    _put(self._reopening, caller.pid, _Reopening(self._monotonic_ns() + REPEATED_WITHIN_NS, opens))
             raise
 
     async def expect(self, caller: Caller, *, link: tuple[int, bytes] | None = None, by_mode: bool = False) -> None:
@@ -268,12 +272,16 @@ class Repetitions:
 
     async def look_up(self, entry: Awaitable[F], caller: Caller, name: tuple[int, bytes]) -> F:
         """A look-up of (directory, name) for the kernel."""
-        arrival_ns, inode = self._monotonic_ns(), None
+        arrival_ns = self._monotonic_ns()
         try:
             found = await entry
-            inode = found.inode
-        finally:
-            self._looked_up(inode, caller, name, arrival_ns)
+        except OSError as error:
+            self._looked_up(None, caller, name, arrival_ns)
+            if error.errno == errno.ESTALE:
+                until_ns = self._monotonic_ns() + REPEATED_WITHIN_NS
+                _put(self._reopening, caller.pid, _Reopening(until_ns, name=name[1]))
+            raise
+        self._looked_up(found.inode, caller, name, arrival_ns)
         return found
 
     def _looked_up(self, inode: Inode | None, caller: Caller, name: tuple[int, bytes], arrival_ns: int) -> None:
@@ -287,9 +295,10 @@ class Repetitions:
             del self._relinking[caller.pid]
         known = self._reopening.pop(caller.pid, None)
         if known is not None and inode is not None and arrival_ns < known.until_ns:
-            is_looked_up = known.is_looked_up or inode.number == known.number
+            is_looked_up = known.is_looked_up or inode.number == known.number or name[1] == known.name
+            number = inode.number if known.name else known.number
             until_ns = self._monotonic_ns() + REPEATED_WITHIN_NS
-            _put(self._reopening, caller.pid, _Reopening(known.number, until_ns, is_looked_up))
+            _put(self._reopening, caller.pid, _Reopening(until_ns, number, known.name, is_looked_up))
 
     def is_reopened(self, number: int, caller: Caller) -> bool:
         """Is this open of an inode for reading a repeated one, so that the kernel has just learnt its size?"""

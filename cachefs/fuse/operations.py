@@ -194,9 +194,11 @@ class Operations(pyfuse3.Operations):
 
     @_handler
     async def getattr(self, inode, ctx):  # type: ignore[no-untyped-def]
-        entry = await self.attributes.getattr(inode)
+        caller = _caller(ctx)
+        async with self.fs.repetitions.by_path(caller, opens=inode):
+            entry = await self.attributes.getattr(inode)
         if entry.inode is not None:
-            self.fs.repetitions.answered(entry.inode, _caller(ctx))
+            self.fs.repetitions.answered(entry.inode, caller)
         return _entry(entry)
 
     async def forget(self, inode_list: Sequence[tuple[int, int]]) -> None:
@@ -279,7 +281,9 @@ class Operations(pyfuse3.Operations):
             return b"1"
         if name.startswith(VIRTUAL):
             return self.attributes.virtual(inode, name)
-        return await self.attributes.getxattr(inode, name, _caller(ctx))
+        caller = _caller(ctx)
+        async with self.fs.repetitions.by_path(caller, opens=inode):
+            return await self.attributes.getxattr(inode, name, caller)
 
     @_handler
     async def listxattr(self, inode, ctx):  # type: ignore[no-untyped-def]

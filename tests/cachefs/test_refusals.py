@@ -208,6 +208,31 @@ def test_until_the_kernel_has_dropped_names_in_a_locked_directory_a_link_counts_
     trio.run(main, clock=trio.testing.MockClock(autojump_threshold=0))
 
 
+def fail_to_look_up(repetitions: Repetitions, name: bytes) -> None:
+    async def entry() -> Entry:
+        raise OSError(errno.ESTALE, "")
+
+    async def main() -> None:
+        with suppress(OSError):
+            await repetitions.look_up(entry(), ONE, (1, name))
+
+    trio.run(main)
+
+
+def test_an_open_is_repeated_after_a_look_up_that_failed_on_its_path(repetitions: Repetitions) -> None:
+    fail_to_look_up(repetitions, b"d")
+    look_up(repetitions, FOUND, ONE, (1, b"f"))
+    assert not repetitions.is_reopened(7, ONE), "it is another path"
+    fail_to_look_up(repetitions, b"d")
+    look_up(repetitions, FOUND._replace(number=3), ONE, (1, b"d"))
+    look_up(repetitions, FOUND, ONE, (3, b"f"))
+    assert repetitions.is_reopened(7, ONE)
+    fail_to_look_up(repetitions, b"d")
+    look_up(repetitions, FOUND, ONE, (1, b"d"))
+    look_up(repetitions, FOUND._replace(number=8), ONE, (1, b"f"))
+    assert not repetitions.is_reopened(7, ONE), "the path leads to another inode"
+
+
 def fail_to_open(repetitions: Repetitions, number: int) -> None:
     async def main() -> None:
         with suppress(OSError):

@@ -137,11 +137,14 @@ def test_c1_names_and_attributes_wait_for_the_source_too(bindfs: Bindfs, mount: 
 
 
 @pytest.mark.promise("FA-10")
-def test_c1_changes_go_to_the_source_that_is_there_now(bindfs: Bindfs, mount: MakeMount) -> None:
-    m = mount(bindfs.path)
+@pytest.mark.parametrize("knows_name", [True, False], ids=["", "looks-up"])
+def test_c1_changes_go_to_the_source_that_is_there_now(bindfs: Bindfs, mount: MakeMount, *, knows_name: bool) -> None:
+    m = mount(bindfs.path, "--attr-timeout", "1" if knows_name else "0.2")
     (m.path / "d0/before").write_bytes(b"before")
     bindfs.kill()
     bindfs.again()
+    if not knows_name:
+        time.sleep(0.3)
     assert (m.path / "d0/before").read_bytes() == b"before"  # and the daemon knows
     (m.path / "d0/after").write_bytes(b"after")
     (m.path / "d0/before").rename(m.path / "d1/before")
