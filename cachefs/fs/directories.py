@@ -203,7 +203,9 @@ class Directories:
         """What a listing shows of an entry: (inode, or None for the name alone; timeout). None: compare it first."""
         timeout_s = self._fs.timeout_s(inode)
         if not self._metadata.is_pinned(inode):
-            return (None, 0.0) if self._fs.immutability.is_changing(inode) else (inode, timeout_s)
+            if self._fs.immutability.is_changing(inode):
+                return None, 0.0
+            return inode, min(timeout_s, self._metadata.name_remaining_s(view, inode.number, (directory.number, name)))
         mutable_name = self._metadata.mutable_names.matches(view, directory.number, name)
         if not is_compared and not (timeout_s and (mutable_name or self._metadata.entry_holds(directory, dentry))):
             return None

@@ -9,9 +9,18 @@ from collections import Counter
 from collections.abc import Callable, Container, Iterable
 
 from cachefs.contract.index import ROOT_INODE, Table
+from cachefs.contract.shared import Words
 from cachefs.errors import IndexUnavailable
 from cachefs.metadata import written_files
-from cachefs.metadata.inode_paths import Paths, directory_of, has_name, link_key, link_value, links_of
+from cachefs.metadata.inode_paths import (
+    Paths,
+    directory_of,
+    has_name,
+    link_key,
+    link_value,
+    links_of,
+    name_expires_ns,
+)
 from cachefs.metadata.last_changes import LastChanges
 from cachefs.metadata.limit import InodeLimit
 from cachefs.metadata.mutable_names import MutableNames
@@ -34,7 +43,7 @@ from cachefs.store.index.records import (
     pair_key,
 )
 from cachefs.store.runs import Numbers
-from cachefs.system.clock import SYSTEM, Clock
+from cachefs.system.clock import NANOSECONDS, SYSTEM, Clock
 from cachefs.system.stat import NO_NUMBER
 
 MOST_ABSENCES = 1 << 16
@@ -182,6 +191,10 @@ class InodeTable(Validity):
             update.put(Table.LINKS, link, FLAGS_PINNED)
         self.paths.named(number, parent, name)
         return not known
+
+    def name_remaining_s(self, view: View, number: int, link: tuple[int, bytes]) -> float:
+        """How long a name is valid for an inode: its record may have been compared by another one since."""
+        return max(0.0, (name_expires_ns(view, number, link) - self._monotonic_ns()) / NANOSECONDS)
 
     def remove_name(self, update: Update, parent: int, name: bytes) -> Inode | None:
         """Drop a dentry. An inode without a name is kept until the kernel forgets it. Returns the inode."""

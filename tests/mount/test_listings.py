@@ -325,3 +325,27 @@ def test_names_that_are_exchanged_stay_where_they_are_in_a_listing(
         assert sorted(os.listdir(scanned)) == sorted(names)
         seen += [entry.name for entry in scan]
     assert sorted(seen) == sorted(names)
+
+
+@pytest.mark.promise("TE-3")
+@pytest.mark.parametrize("mode", [[], ["--no-fastpath"]], ids=["fastpath", "python"])
+def test_a_removed_name_does_not_stay_because_its_file_was_compared_by_another_name(
+    mount: MakeMount, tmp_path: Path, mode: list[str]
+) -> None:
+    """Before: a listing gave the time of the record, not of the name. The name stayed for twice the time."""
+    source = tmp_path / "tree"
+    (source / "d/e").mkdir(parents=True)
+    (source / "d/name").write_bytes(b"data")
+    for other in ("d/e/other", "d/third"):
+        (source / other).hardlink_to(source / "d/name")
+    m = mount(source, "--attr-timeout", "3", *mode)
+    assert (m.path / "d/e").stat()
+    time.sleep(3.5)
+    listed_s = time.monotonic()
+    assert "name" in os.listdir(m.path / "d")
+    (source / "d/name").unlink()
+    time.sleep(max(0.0, listed_s + 2.4 - time.monotonic()))
+    assert (m.path / "d/e/other").stat()
+    os.listdir(m.path / "d")
+    time.sleep(max(0.0, listed_s + 3.5 - time.monotonic()))
+    assert not (m.path / "d/name").exists()
