@@ -147,7 +147,6 @@ class OpenFiles:
             await self.fs.revalidated(number)
         if not await self.make_immutable(number):
             return False
-        await self.young.kernel.pages([number])  # a mutable file's, by handles that are open
         with self._metadata.index.update() as update:
             written_files.keep(update, self.fs.inode(number))
         return True
@@ -336,9 +335,17 @@ class OpenFiles:
             self.fs.expire(opened.number)
         if opened.file is not None:
             await self._shared.let_go(opened.file)
-        else:  # its pages would stay if the file became immutable; while it does not, the next open drops them
-            self.young.note(opened.number, self.fs.source.clock.monotonic_ns())
+        if opened.was_mutable:  # its pages would stay if the file became immutable
+            now_ns = self.fs.source.clock.monotonic_ns()
+            self.young.note(opened.number, now_ns, partial(self._dropped, opened.number))
         await self.descriptors.close(opened)
+
+    def _dropped(self, number: int) -> None:
+        """The kernel has dropped the pages of a handle of a file that was mutable."""
+        pages = self._metadata.mutable_pages
+        pages[number] -= 1
+        if not pages[number]:
+            del pages[number]
 
     async def forget(self, forgotten: Sequence[tuple[int, int]]) -> None:
         """The kernel has forgotten inodes: (number, count).

@@ -102,6 +102,8 @@ class InodeCache(InodeTable):
                 old = old._replace(flags=old.flags & ~(PINNED | IMMUTABLE), lookups=lookups_unpinned(old))
             result = stat.S_ISREG(now.mode) and self.holds_results(update, parent)
             inode = self._compared(number, old, now, pin and not any(mutable), result=result)
+            if pin and old is not None and inode.is_regular and inode.flags & ~old.flags & PINNED:
+                inode = self._without_mutable_pages(update, inode)
             if self._was_written(update, old, now, (parent, name)):
                 inode = inode._replace(flags=inode.flags | WRITTEN)
             if inode.flags & LISTED and self.mutable_names.may_come(self.paths.beneath(update, parent, name)):
@@ -306,6 +308,7 @@ class InodeCache(InodeTable):
         result = self.is_result(update, inode.number)
         if inode.is_young:
             inode = inode._replace(next_position=self.observed_since_ns(inode))
+        inode = self._without_mutable_pages(update, inode)
         flags = inode.flags & ~IMMUTABLE_ON_OPEN | PINNED | IMMUTABLE | (UNSETTLED if result else 0)
         inode = inode._replace(flags=flags, validated_run=self.run)
         inode = inode._replace(expires_ns=self.settles_ns(inode, result=result))
@@ -327,6 +330,15 @@ class InodeCache(InodeTable):
             flags = directory.flags | (PINNED if self.remaining_ns(directory) else PINNED | STALE)
             self.put_inode(update, directory._replace(flags=flags, validated_run=self.run, expires_ns=0))
         return inode
+
+    def _without_mutable_pages(self, update: Update, inode: Inode) -> Inode:
+        """A file is about to become immutable: the kernel drops pages of its mutable time. It keeps none by opens that
+        come before that, because the file counts as young."""
+        if not self.mutable_pages[inode.number]:
+            return inode
+        update.afterwards(partial(self._notifier.drop_soon, (), [inode.number]))
+        inode = inode._replace(flags=inode.flags | UNSETTLED | YOUNG, next_position=self._monotonic_ns())
+        return inode._replace(expires_ns=self.settles_ns(inode, result=False))
 
     def _valid_names(self, update: Update, number: int, seen_by: tuple[int, bytes] | None) -> list[tuple[int, bytes]]:
         """The valid names of an inode. If there are any, the links to expired names are deleted: a fetch by one of

@@ -3,7 +3,9 @@
 import errno
 import os
 import subprocess
+import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
@@ -187,6 +189,44 @@ def test_a_file_that_becomes_immutable_shows_none_of_the_pages_that_were_read_be
         assert set(found.read_bytes()) == {ord("2")}
     if is_open:
         os.close(opened)
+
+
+@pytest.mark.promise("EX-5")
+@pytest.mark.parametrize(
+    "mode",
+    [(), ("--no-fastpath",), ("--read-only",), ("--read-only", "--no-fastpath")],
+    ids=["fastpath", "python", "read-only", "read-only-python"],
+)
+@pytest.mark.parametrize("by", ["warm-up", "several opens"])
+def test_a_file_that_becomes_immutable_by_no_single_open_shows_no_pages_that_were_read_before(
+    mount: MakeMount, tree: Path, by: str, mode: tuple[str, ...]
+) -> None:
+    """Before: only the open that made it immutable dropped them. Later opens, which may be faster, kept them."""
+    size = 4 << 20
+    m = mount(tree, *MUTABLE, *mode, *(["--simulate-latency", "50"] if by == "several opens" else []))
+    (tree / "it.log").write_bytes(b"1" * size)
+    settle()
+    opened = os.open(m.path / "it.log", os.O_RDONLY)
+    os.posix_fadvise(opened, 0, 0, os.POSIX_FADV_RANDOM)
+    assert os.pread(opened, 4096, 0) == b"1" * 4096
+    before = (tree / "it.log").stat()
+    with open(tree / "it.log", "r+b") as rewritten:
+        rewritten.write(b"2" * size)
+    os.utime(tree / "it.log", ns=(before.st_atime_ns, before.st_mtime_ns))
+    (tree / "it.log").rename(tree / "it")
+    wait_for((m.path / "it").exists, bool)
+    settle()
+    if by == "warm-up":
+        cachefs("warmup", m.path / "it")
+
+    def contents() -> set[int]:
+        with open(m.path / "it", "rb", buffering=0) as file:
+            return {os.pread(file.fileno(), 4096, offset)[0] for offset in (0, 2 << 20)}
+
+    with ThreadPoolExecutor(12) as pool:
+        found = [future.result() for future in [pool.submit(contents) for _ in range(12) if not time.sleep(0.01)]]
+    os.close(opened)
+    assert found == [{ord("2")}] * 12
 
 
 @pytest.mark.promise("EX-5")
