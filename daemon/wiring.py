@@ -85,6 +85,7 @@ class Components:
         notifier = self.notifier = notifier or KernelNotifier(device, None if shared is None else shared.fd)
         # Later, because a number may be needed in the middle of an update of the session, which would wait for itself.
         later = trio.lowlevel.current_trio_token().run_sync_soon
+        words = {"pass_names_until_ns": 0} if shared is None else shared
         metadata = self.metadata = InodeCache(
             index,
             options,
@@ -106,6 +107,7 @@ class Components:
             partial(may_become_immutable_on_open, options),
             retention=self.limit,
             clock=clock,
+            words=words,
         )
         self.policy = prefetch.make(options.prefetch, parse_graph(options.graph) if options.graph else ())
         eviction = None
@@ -142,7 +144,6 @@ class Components:
         )
         refusals = Refusals(metadata, metrics)
         invalidation = self.invalidation = Invalidation(metadata, data, notifier, refusals, options)
-        words = {"pass_names_until_ns": 0} if shared is None else shared
         filesystem = self.filesystem = FileSystem(source, call_pool, metadata, options, notifier, invalidation, words)
 
         # At once where requests are served; the thread that commits may find damage, too.

@@ -158,10 +158,10 @@ SHARED = Struct(
     # requests that are fetched at once, 0: adaptive limit. settle_ns: set when the mount is set up (age.h).
     # clock_offset_ns: from CLOCK_BOOTTIME to the time of day, for fast paths of earlier versions. strict_floor and
     # links_floor: see validity.py. pass_names_until_ns: until then (CLOCK_MONOTONIC) Python answers every LOOKUP
-    # (permissions.py).
+    # (permissions.py). pass_opens_until_ns: the same for OPEN (validity.py).
     ("atomic_u64", "prefetch_jobs"),
     ("u64", "settle_ns"),
-    ("atomic_u64", "clock_offset_ns strict_floor links_floor pass_names_until_ns"),
+    ("atomic_u64", "clock_offset_ns strict_floor links_floor pass_names_until_ns pass_opens_until_ns"),
     (COUNTERS, f"counters[{MAX_THREADS}]"),
     (ACCESS_LOG, f"accesses[{ACCESS_LOGS}]"),
     (SLOT_HEAD, f"slots[{SLOT_COUNT}]"),

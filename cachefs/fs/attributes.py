@@ -83,7 +83,7 @@ class Attributes:
             if use is not None:
                 return await self._getattr_open(number, use)
         try:
-            inode = await self.fs.revalidated(number)
+            inode = await self.fs.revalidated(number, is_getattr=True)
         except OSError as error:
             async with self.descriptors.without_name(number, error) as use:
                 return await self._getattr_open(number, use)
@@ -149,7 +149,7 @@ class Attributes:
             if own_change is not None:
                 await own_change.wait()
             elif before.ctime_ns == inode.ctime_ns:
-                await self._other_version(inode, now, by_mode=name == inode_values.ACL or name.startswith(b"user."))
+                await self._other_version(inode, now, is_acl=name == inode_values.ACL)
                 if now.ctime_ns < self.fs.inode(number).ctime_ns:
                     return value  # it is of before a change by this mount: later requests must not get it
                 break
@@ -169,10 +169,10 @@ class Attributes:
                 inode_values.put(update, table, current, name, value)
         return value
 
-    async def _other_version(self, inode: Inode, now: Stat, *, by_mode: bool) -> None:
+    async def _other_version(self, inode: Inode, now: Stat, *, is_acl: bool) -> None:
         """A value belongs to another version than the record. Raises ESTALE if it must not be used.
 
-        `by_mode`: the kernel combines it with the mode, or has allowed the request by that.
+        `is_acl`: the kernel combines it with the mode.
         """
         if inode.is_directory and self._metadata.is_pinned(inode):  # its times move with each name in it
             await self.fs.learnt_in(self.fs.directory(inode.number), now.ctime_ns)
@@ -182,10 +182,11 @@ class Attributes:
             raise error
         else:
             await self.fs.learnt(inode.number, now)
-            if by_mode and inode.permissions != now.permissions:
+            if inode.permissions != now.permissions:
                 self._metadata.apply_fstat(inode.number, now)
                 self.fs.notifier.attributes(inode.number)
-                raise failed(errno.ESTALE)
+                if is_acl:
+                    raise failed(errno.ESTALE)
 
     async def _revalidated_or_open(self, number: int) -> Inode:
         """A valid inode; the last known one, if its name is gone and the file is open."""
@@ -201,21 +202,21 @@ class Attributes:
         Raises EOPNOTSUPP for a namespace that only some filesystems have, and the source does not. The kernel lets
         everyone read what is in `security.`; a FUSE source may not: there each caller is asked for.
 
-        The kernel combines an ACL with the mode and the owners that it has. So if it may have another mode than that of
-        this version, a mode without an ACL is given as an ACL. Raises ESTALE if it may also have other owners.
+        The kernel keeps an ACL, and combines it with the mode and the owners that it has, or had a moment ago, also for
+        other processes. So if that may be another mode than that of this version, a mode without an ACL is given as an
+        ACL. Raises ESTALE if the owners may be other ones, too.
         """
         inode = await self._revalidated_or_open(number)
         value = await self._value(Table.XATTRS, inode, name, partial(self._read_xattr, name))
-        if name == inode_values.ACL and not self.fs.repetitions.has_mode(number, caller):
+        if name == inode_values.ACL and self._metadata.last_permissions_ns(number):
             if not self.fs.repetitions.has_owners(number, caller):
-                self.fs.notifier.attributes(number)
-                await self.fs.repetitions.expect(caller, by_mode=True)
-                raise failed(errno.ESTALE)
+                await self.fs.repetitions.refuse_former_mode(number, caller)
             if value == inode_values.ABSENT:
                 return inode_values.acl_of(self.fs.inode(number).mode)
         if value == inode_values.ABSENT:
             raise failed(errno.ENODATA)
-        if self._is_for_some(inode, name):
+        is_by_former_mode = name.startswith(b"user.") and not self.fs.repetitions.has_mode(number, caller)
+        if is_by_former_mode or self._is_for_some(inode, name):
             read = partial(self.fs.source.getxattr, name=name, run=caller.run)
             return await self.descriptors.ask_object(number, read)
         return value[1:]

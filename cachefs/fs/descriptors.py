@@ -280,7 +280,7 @@ class Descriptors:
         except Renamed:
             raise  # the path may lead elsewhere: the change must not be made by a descriptor either
         except OSError as error:
-            if changer is not None and not await self.fs.repetitions.is_by_present_name(number, changer):
+            if changer is not None and not self.fs.repetitions.is_by_present_name(number, changer):
                 raise
             async with self.without_name(number, error) as use:
                 return await use(lambda fd: call(by_descriptor(fd)))

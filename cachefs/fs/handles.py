@@ -73,6 +73,7 @@ class OpenFiles:
 
     async def open_for_reading(self, number: int, caller: Caller, *, executes: bool = False) -> tuple[int, bool]:
         """A handle, and whether the kernel may keep the pages it has. Makes the file immutable if possible."""
+        await self.fs.repetitions.require_mode(number, caller)
         fetch_at_once = self.fs.options.cache is CacheLevel.FULL and not self.descriptors.has_fastpath
         with self._metadata.index.view() as view:
             inode = self._metadata.inode(view, number)
@@ -86,6 +87,7 @@ class OpenFiles:
                 return self._add(file)
         if self._metadata.is_pinned(inode):
             inode = await self.fs.revalidated(number, inode)
+            await self.fs.repetitions.require_mode(number, caller)
         if self._immutability.outlives_its_name(inode):
             # By /proc/PID/fd/N: reads as the handle that is open already (`Descriptors.keep_readable`).
             return self._add(self._shared.share(inode))
@@ -94,7 +96,7 @@ class OpenFiles:
             fd = await self._open_mutable(number, caller, executes=executes)
             return self.descriptors.add(Handle(number, fd=fd, generation=generation)), False
         immutable = self._immutability.is_immutable(inode)
-        file = self._shared.share(inode) if immutable else await self._pin(inode)
+        file = self._shared.share(inode) if immutable else await self._pin(inode, caller)
         if fetch_at_once:
             with self._metadata.index.view() as view:
                 self._fetcher.begin(view, file)
@@ -174,13 +176,13 @@ class OpenFiles:
                     may_be_former = may_be_former or inode.size != now.size
                 # sendfile and splice ask for no other size than the kernel has (hazard 64). ESTALE makes it look up the
                 # name and open again; not twice, because the file may grow all the time.
-                if may_be_former and not is_repeated:
+                if may_be_former and not is_repeated(now.size):
                     raise failed(errno.ESTALE)
             if executes and inode.permissions != now.permissions:
                 raise failed(errno.ESTALE)
         return fd
 
-    async def _pin(self, inode: Inode) -> OpenFile:
+    async def _pin(self, inode: Inode, caller: Caller) -> OpenFile:
         """First read-only open on a read-write mount: pin the file as it is now, not as it was a second ago.
 
         If the two differ, the kernel's attributes are outdated as well: ESTALE makes it look up the name and open
@@ -196,12 +198,14 @@ class OpenFiles:
         (fd, now), at = await self.descriptors.ask_by_name(
             number, lambda at: (call(at), at), discard=lambda made: close_opened(made[0])
         )
-        with closed_on_error(fd), self._metadata.index.update() as update:
-            current = self._metadata.inode(update, number)
-            if current is None or not current.same_version(now) or self._immutability.is_written(current):
-                raise failed(errno.ESTALE)
-            if not self._immutability.is_immutable(current):
-                current = self._metadata.pin_file(update, current, seen_by=(at.directory.number, at.name))
+        with closed_on_error(fd):
+            await self.fs.repetitions.require_mode(number, caller)
+            with self._metadata.index.update() as update:
+                current = self._metadata.inode(update, number)
+                if current is None or not current.same_version(now) or self._immutability.is_written(current):
+                    raise failed(errno.ESTALE)
+                if not self._immutability.is_immutable(current):
+                    current = self._metadata.pin_file(update, current, seen_by=(at.directory.number, at.name))
         file = self._shared.share(current)
         if file.fd is None:
             file.set_fd(fd, generation)

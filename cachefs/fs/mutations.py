@@ -179,7 +179,7 @@ class Mutations:
         names = islice(links_if(self._metadata.index, number, least=least), most)
         found = [await self._fs.compare(*name) for name in names]
         is_lost = any(each is None or each.number != number for each in found)
-        if is_lost or not await self._fs.repetitions.is_by_present_name(number, caller, link=link):
+        if is_lost or not self._fs.repetitions.is_by_present_name(number, caller, link=link):
             raise failed(errno.ESTALE)
 
     async def write(self, handle: int, offset: int, data: bytes) -> int:

@@ -77,8 +77,9 @@ class FileSystem:
         # state
         self.lookups = 0
         """How many there were: shows background work that requests wait."""
-        self._lstats: SingleFlight[tuple[int, bytes, int, bytes], Inode | None] = SingleFlight()
-        """By parent, name, number of changes by this mount, and `also`: later requests do not join earlier calls."""
+        self._lstats: SingleFlight[tuple[int, bytes, int, bytes, bool], Inode | None] = SingleFlight()
+        """By parent, name, number of changes by this mount, and the arguments of `compare`: later requests do not join
+        earlier calls."""
 
     # --- names -----------------------------------------------------------------------------------------------------
 
@@ -242,10 +243,10 @@ class FileSystem:
         """As `pins`. The path may be long: it is made only if there are patterns to match."""
         return self.options.pins_everything and not self.metadata.mutable_names.matches(view, parent, name)
 
-    async def compare(self, parent: int, name: bytes, also: bytes = b"") -> Inode | None:
+    async def compare(self, parent: int, name: bytes, also: bytes = b"", *, is_getattr: bool = False) -> Inode | None:
         """lstat a name, and record the answer. None: the name does not exist.
 
-        `also`: of `SecondName`. Raises `PermissionsChanged`.
+        `also`: of `SecondName`. `is_getattr`: as of `apply_stat`. Raises `PermissionsChanged`.
         """
         with self.metadata.index.view() as view:
             directory = self.metadata.paths.directory(view, parent)
@@ -272,7 +273,10 @@ class FileSystem:
                 with self.metadata.index.view() as view:
                     check_only_name(view, parent, name, now)
             with self.metadata.index.update() as update:
-                inode = self.metadata.apply_stat(update, parent, name, now, pin=pin, also=also if is_folded else b"")
+                also_known = also if is_folded else b""
+                inode = self.metadata.apply_stat(
+                    update, parent, name, now, pin=pin, also=also_known, is_getattr=is_getattr
+                )
                 return self.permissions.recorded(update, inode, now, began_ns)
 
         start = partial(
@@ -281,12 +285,12 @@ class FileSystem:
             question=(parent, name),
         )
         try:
-            key = parent, name, self.metadata.changes.count, also
+            key = parent, name, self.metadata.changes.count, also, is_getattr
             return await self._lstats.ask(key, start, finish)
         except Overtaken:
-            return await self.compare(parent, name)
+            return await self.compare(parent, name, is_getattr=is_getattr)
         except SecondName as error:
-            return await self.compare(parent, name, also=error.name)
+            return await self.compare(parent, name, also=error.name, is_getattr=is_getattr)
         except PermissionsChanged as error:
             self.permissions.tell(error)
             raise
@@ -310,8 +314,11 @@ class FileSystem:
             inode = found
         return inode
 
-    async def revalidated(self, number: int, inode: Inode | None = None) -> Inode:
-        """An inode, compared with the source first unless valid. Raises ESTALE if another object has its names."""
+    async def revalidated(self, number: int, inode: Inode | None = None, *, is_getattr: bool = False) -> Inode:
+        """An inode, compared with the source first unless valid. Raises ESTALE if another object has its names.
+
+        `is_getattr`: as of `apply_stat`.
+        """
         inode = inode or self.metadata.current(number)
         if inode is not None and self.metadata.remaining_ns(inode):
             return inode
@@ -326,9 +333,9 @@ class FileSystem:
                 await self.revalidated(parent)  # its names may be lost, too
         for parent, name in links:
             try:
-                found = await self.compare(parent, name)
+                found = await self.compare(parent, name, is_getattr=is_getattr)
             except PermissionsChanged:  # recorded by now; for a request without a path that is enough
-                found = await self.compare(parent, name)
+                found = await self.compare(parent, name, is_getattr=is_getattr)
             except Changed:  # the directory is not where it was: another name may lead to the inode
                 continue
             if found is not None and found.number == number:
@@ -385,7 +392,7 @@ class FileSystem:
         ask = root is not None and bool(root.flags & UNSETTLED)
         call = partial(permissions.lstat, self.source, ROOT, b"", (), ask=ask)
         start = partial(self.call_pool.start, call, question=(0, b""))
-        await self._lstats.ask((0, b"", 0, b""), start, finish)
+        await self._lstats.ask((0, b"", 0, b"", False), start, finish)
 
     # --- changes by this mount -------------------------------------------------------------------------------------
 

@@ -16,13 +16,14 @@ that of a former file, or have a former size) does not when it is repeated.
 import errno
 import logging
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import asynccontextmanager, suppress
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager, suppress
 from itertools import islice
-from typing import NamedTuple, Protocol, TypeVar
+from typing import NamedTuple, NoReturn, Protocol, TypeVar
 
 import trio
 
+from cachefs.errors import failed
 from cachefs.metadata.inode_cache import InodeCache
 from cachefs.metadata.inode_paths import MOST_NAMES, links_if
 from cachefs.metadata.notifier import Notifier
@@ -45,8 +46,6 @@ MOST_WRITERS = 10_000
 """How many refused writers are remembered; the oldest ones are forgotten first."""
 REPEATED_WITHIN_NS = 2 * NANOSECONDS
 """How soon after an answer the kernel goes on with the look-ups for a repeated call, or with the call."""
-DROPPED_WITHIN_S = 0.1
-"""How long a call waits until the kernel is known to have dropped names. It may have locked their directory for it."""
 MOST_REPEATED = 4096
 """How many threads are remembered that have got ESTALE; the oldest ones are forgotten first."""
 TOLD_WITHIN_S = 2.0
@@ -165,6 +164,8 @@ class _Reopening(NamedTuple):
     """Of the file. After a look-up that has failed, of what was looked up last."""
     name: bytes = b""
     """Of the look-up that has failed, which comes again; empty: it was another request."""
+    was_open: bool = False
+    """The open itself has failed. Else the request may have been for another call, or by a descriptor."""
     is_looked_up: bool = False
 
 
@@ -173,10 +174,8 @@ class _Relinking(NamedTuple):
 
     link: tuple[int, bytes]
     """The (directory, name) of the new link. The kernel has locked the directory."""
-    dropped: trio.Event
-    """Set when the kernel has dropped names in that directory."""
-    found: set[int]
-    """The inodes that were looked up since."""
+    found_ns: dict[int, int]
+    """The inodes that were looked up since, and when."""
 
 
 class Repetitions:
@@ -184,8 +183,8 @@ class Repetitions:
 
     Before the answer the kernel drops the names that the source has given to other files. So what the same thread does
     next, repeated or not, is by a name that the kernel has looked up since then. The kernel cannot drop names in the
-    directory that it has locked for a link. It does as soon as the link is answered, but may repeat the link before.
-    Until then a link counts as repeated if it has the same new name, and the thread has looked up its inode since, and
+    directory that it has locked for a link. It does as soon as the link is answered; what the thread does next may come
+    before. So a link counts as repeated if it has the same new name, and the thread has looked up its inode since, and
     no other name in vain: else the path led nowhere, and nothing is repeated.
     """
 
@@ -197,63 +196,70 @@ class Repetitions:
         self._monotonic_ns = monotonic_ns
         # state
         self._told_ns: OrderedDict[int, int] = OrderedDict()
-        """Thread → the time of which the kernel has dropped former names and modes, while the thread was waiting for an
-        answer, or soon after."""
+        """Thread → the time of which the kernel has dropped former names, while the thread was waiting for an answer.
+        Then the kernel has looked up the path again. For some requests it does not (see `on_the_way`)."""
         self._relinking: OrderedDict[int, _Relinking] = OrderedDict()
         """By thread."""
         self._reopening: OrderedDict[int, _Reopening] = OrderedDict()
         """By thread."""
         self._answered: OrderedDict[int, tuple[int, int]] = OrderedDict()
-        """Thread → the inode of which the kernel got attributes for it last, and when."""
+        """Thread → the inode of which the kernel got attributes for it last, and the size."""
+        self._told_mode_ns: OrderedDict[int, int] = OrderedDict()
+        """Thread → the time of which the kernel has dropped former modes, before it got ESTALE."""
+        self._changed: OrderedDict[int, tuple[int, int]] = OrderedDict()
+        """Thread → the inode of which it has changed attributes last, and when. The kernel takes that answer over."""
 
     @asynccontextmanager
     async def by_path(
         self, caller: Caller, *, link: tuple[int, bytes] | None = None, opens: int = 0
     ) -> AsyncIterator[None]:
         """Around a call about the inode to which a path led. `link`: the (directory, name) of a new link to it.
-        `opens`: its number, if it is opened for reading, or may be after this request."""
-        began_ns = self._monotonic_ns()
+        `opens`: its number, if it is opened for reading."""
+        with self.on_the_way(caller, opens, was_open=True):
+            try:
+                yield
+            except OSError as error:
+                if error.errno == errno.ESTALE:
+                    await self.expect(caller, link=link)
+                raise
+
+    @contextmanager
+    def on_the_way(self, caller: Caller, number: int, name: bytes = b"", *, was_open: bool = False) -> Iterator[None]:
+        """Around a request that the kernel may make on the way of an open of `number`. 0: of what is looked up after
+        another look-up of `name`.
+
+        It repeats the open if it gets ESTALE. But there are callers of getattr and getxattr in the kernel that ignore
+        the error, and go on without another look-up: truncate(2) and link(2). So nothing follows for names.
+        """
         try:
             yield
         except OSError as error:
             if error.errno == errno.ESTALE:
-                if self._told_ns.get(caller.pid, 0) < began_ns:  # `expect` was not called in the block
-                    await self.expect(caller, link=link)
-                if opens:
-                    _put(self._reopening, caller.pid, _Reopening(self._monotonic_ns() + REPEATED_WITHIN_NS, opens))
+                now_ns = self._monotonic_ns()
+                if caller.pid:
+                    _put(self._told_mode_ns, caller.pid, now_ns)
+                if number or name:
+                    _put(self._reopening, caller.pid, _Reopening(now_ns + REPEATED_WITHIN_NS, number, name, was_open))
             raise
 
-    async def expect(self, caller: Caller, *, link: tuple[int, bytes] | None = None, by_mode: bool = False) -> None:
-        """A call is about to be answered with ESTALE. `link`: as of `by_path`. `by_mode`: because the kernel may have
-        had a former mode, which it has dropped."""
+    async def expect(self, caller: Caller, *, link: tuple[int, bytes] | None = None) -> None:
+        """A call is about to be answered with ESTALE. `link`: as of `by_path`."""
         await self._compare_successors((self._metadata.lost_names() or [])[-MOST_NAMES:])
         began_ns, names = self._monotonic_ns(), self._metadata.lost_names()
         for name in names or ():
             self._names.overtake(*name)  # a look-up that is under way must not bring the former file
         if names is None:
             return
-        drop = self._drop(names, caller, began_ns, is_one_of_many=not caller.pid and bool(names or by_mode))
         if link is None or all(parent != link[0] for parent, _ in names):
-            await drop
+            await self._drop(names, caller, began_ns)
             return
-        dropped = trio.Event()
-        _put(self._relinking, caller.pid, _Relinking(link, dropped, set()))
+        _put(self._relinking, caller.pid, _Relinking(link, {}))
+        trio.lowlevel.spawn_system_task(self._notifier.drop, names, ())
 
-        async def later() -> None:
-            try:
-                await drop
-            finally:
-                dropped.set()
-
-        trio.lowlevel.spawn_system_task(later)
-
-    async def _drop(
-        self, names: Sequence[tuple[int, bytes]], caller: Caller, began_ns: int, *, is_one_of_many: bool
-    ) -> None:
-        """`is_one_of_many`: calls of the others that are under way may know former names and modes."""
+    async def _drop(self, names: Sequence[tuple[int, bytes]], caller: Caller, began_ns: int) -> None:
         with trio.move_on_after(TOLD_WITHIN_S) as limit:
             await self._notifier.drop(names, ())
-        if is_one_of_many:
+        if names and not caller.pid:  # other callers without a number, whose calls are under way, may know the names
             await trio.sleep(ANSWERED_NS / NANOSECONDS)
         if not limit.cancelled_caught:
             _put(self._told_ns, caller.pid, began_ns)
@@ -272,17 +278,14 @@ class Repetitions:
 
     async def look_up(self, entry: Awaitable[F], caller: Caller, name: tuple[int, bytes]) -> F:
         """A look-up of (directory, name) for the kernel."""
-        arrival_ns = self._monotonic_ns()
-        try:
-            found = await entry
-        except OSError as error:
-            self._looked_up(None, caller, name, arrival_ns)
-            if error.errno == errno.ESTALE:
-                until_ns = self._monotonic_ns() + REPEATED_WITHIN_NS
-                _put(self._reopening, caller.pid, _Reopening(until_ns, name=name[1]))
-            raise
-        self._looked_up(found.inode, caller, name, arrival_ns)
-        return found
+        arrival_ns, inode = self._monotonic_ns(), None
+        with self.on_the_way(caller, 0, name[1]):
+            try:
+                found = await entry
+                inode = found.inode
+            finally:
+                self._looked_up(inode, caller, name, arrival_ns)
+            return found
 
     def _looked_up(self, inode: Inode | None, caller: Caller, name: tuple[int, bytes], arrival_ns: int) -> None:
         """`inode`: None where there is nothing, or no answer."""
@@ -290,7 +293,7 @@ class Repetitions:
         if inode is not None:
             self.answered(inode, caller)
         if relinking is not None and inode is not None:
-            relinking.found.add(inode.number)
+            relinking.found_ns[inode.number] = arrival_ns
         elif relinking is not None and name != relinking.link:
             del self._relinking[caller.pid]
         known = self._reopening.pop(caller.pid, None)
@@ -298,43 +301,68 @@ class Repetitions:
             is_looked_up = known.is_looked_up or inode.number == known.number or name[1] == known.name
             number = inode.number if known.name else known.number
             until_ns = self._monotonic_ns() + REPEATED_WITHIN_NS
-            _put(self._reopening, caller.pid, _Reopening(until_ns, number, known.name, is_looked_up))
+            known = known._replace(until_ns=until_ns, number=number, is_looked_up=is_looked_up)
+            _put(self._reopening, caller.pid, known)
 
-    def is_reopened(self, number: int, caller: Caller) -> bool:
-        """Is this open of an inode for reading a repeated one, so that the kernel has just learnt its size?"""
+    def is_reopened(self, number: int, caller: Caller) -> Callable[[int], bool]:
+        """Is this open of an inode for reading a repeated one, so that the kernel has just learnt its size? The result
+        says whether that may be another one than the present size, its argument."""
         known = self._reopening.pop(caller.pid, None)
-        if known is None or known.number != number:
-            return False
-        return known.is_looked_up and self._monotonic_ns() < known.until_ns
+        is_repeated = known is not None and known.number == number and known.is_looked_up
+        if known is None or not is_repeated or self._monotonic_ns() >= known.until_ns:
+            return lambda size: False
+        answered = self._answered.get(caller.pid)
+        return lambda size: known.was_open or answered == (number, size)
 
     def answered(self, inode: Inode, caller: Caller) -> None:
         """The kernel is about to get the attributes of an inode."""
-        _put(self._answered, caller.pid, (inode.number, self._monotonic_ns()))
+        _put(self._answered, caller.pid, (inode.number, inode.size))
+
+    def changed(self, number: int, caller: Caller) -> None:
+        """The thread has changed attributes of an inode, and is about to be answered."""
+        if caller.pid:  # 0: of all processes that the daemon cannot tell apart
+            _put(self._changed, caller.pid, (number, self._monotonic_ns()))
 
     def has_mode(self, number: int, caller: Caller) -> bool:
-        """False: the kernel may check the permissions of this call by a former mode."""
-        return self._metadata.last_permissions_ns(number) <= self._known_ns(number, caller)
+        """False: the kernel may check the permissions of this call by a mode that another node has changed since."""
+        return self._metadata.last_permissions_ns(number, elsewhere=True) <= self._known_ns(number, caller)
+
+    async def require_mode(self, number: int, caller: Caller) -> None:
+        """Raises ESTALE if the kernel may have admitted this open by a former mode. If it returns, it has not awaited
+        anything."""
+        if not self.has_mode(number, caller):
+            await self.refuse_former_mode(number, caller)
+
+    async def refuse_former_mode(self, number: int, caller: Caller) -> NoReturn:
+        """Have a call repeated by the present mode and owners. Raises ESTALE."""
+        self._notifier.attributes(number)
+        told_ns = self._monotonic_ns()
+        if not caller.pid:  # other callers without a number, whose calls are under way, may know the former ones
+            await trio.sleep(ANSWERED_NS / NANOSECONDS)
+        _put(self._told_mode_ns, caller.pid, told_ns)
+        raise failed(errno.ESTALE)
 
     def has_owners(self, number: int, caller: Caller) -> bool:
         """False: the kernel may check the permissions of this call by a former owner or group."""
         return self._metadata.last_owner_ns(number) <= self._known_ns(number, caller)
 
     def _known_ns(self, number: int, caller: Caller) -> int:
-        """How recent the attributes are that the kernel has of an inode when this thread makes a call; 0: not known."""
-        answered, when_ns = self._answered.get(caller.pid, (0, 0))
-        return max(self._told_ns.get(caller.pid, 0), when_ns if answered == number else 0)
+        """How recent the mode is that the kernel has of an inode when this thread makes a call; 0: not known.
 
-    async def is_by_present_name(self, number: int, caller: Caller, *, link: tuple[int, bytes] | None = None) -> bool:
+        What it got by a look-up says nothing: it ignores an answer after a notification, or after another answer.
+        """
+        changed, when_ns = self._changed.get(caller.pid, (0, 0))
+        told_ns = max(self._told_ns.get(caller.pid, 0), self._told_mode_ns.get(caller.pid, 0))
+        return max(told_ns, when_ns if changed == number else 0)
+
+    def is_by_present_name(self, number: int, caller: Caller, *, link: tuple[int, bytes] | None = None) -> bool:
         """False: the name by which the kernel has come to this inode may lead to another one at the source. `link`: as
         of `by_path`."""
-        lost_ns = self._metadata.last_loss_ns(number)
+        known_ns = self._told_ns.get(caller.pid, 0)
         relinking = self._relinking.get(caller.pid)
-        if lost_ns > self._told_ns.get(caller.pid, 0) and relinking is not None and not relinking.dropped.is_set():
-            if link == relinking.link and number in relinking.found:
-                return True
-            with trio.move_on_after(DROPPED_WITHIN_S):
-                await relinking.dropped.wait()
-        return lost_ns <= self._told_ns.get(caller.pid, 0)
+        if relinking is not None and link == relinking.link:
+            known_ns = max(known_ns, relinking.found_ns.get(number, 0))
+        return self._metadata.last_loss_ns(number) <= known_ns
 
 
 def _put(kept: OrderedDict[int, T], key: int, value: T) -> None:

@@ -195,7 +195,7 @@ class Operations(pyfuse3.Operations):
     @_handler
     async def getattr(self, inode, ctx):  # type: ignore[no-untyped-def]
         caller = _caller(ctx)
-        async with self.fs.repetitions.by_path(caller, opens=inode):
+        with self.fs.repetitions.on_the_way(caller, inode):
             entry = await self.attributes.getattr(inode)
         if entry.inode is not None:
             self.fs.repetitions.answered(entry.inode, caller)
@@ -282,7 +282,7 @@ class Operations(pyfuse3.Operations):
         if name.startswith(VIRTUAL):
             return self.attributes.virtual(inode, name)
         caller = _caller(ctx)
-        async with self.fs.repetitions.by_path(caller, opens=inode):
+        with self.fs.repetitions.on_the_way(caller, inode):
             return await self.attributes.getxattr(inode, name, caller)
 
     @_handler
@@ -326,7 +326,9 @@ class Operations(pyfuse3.Operations):
         )
         caller = _caller(ctx)
         async with self.fs.repetitions.by_path(caller):
-            return self._made(await self.mutations.setattr(inode, changes, fh, caller))
+            made = await self.mutations.setattr(inode, changes, fh, caller)
+        self.fs.repetitions.changed(inode, caller)
+        return self._made(made)
 
     @_handler
     async def mkdir(self, parent_inode, name, mode, ctx):  # type: ignore[no-untyped-def]

@@ -80,13 +80,23 @@ class InodeCache(InodeTable):
         return inode.expires_ns - valid_for_ns > now.began_ns
 
     def apply_stat(
-        self, update: Update, parent: int, name: bytes, now: Stat, *, pin: bool, counted: bool = True, also: bytes = b""
+        self,
+        update: Update,
+        parent: int,
+        name: bytes,
+        now: Stat,
+        *,
+        pin: bool,
+        counted: bool = True,
+        also: bytes = b"",
+        is_getattr: bool = False,
     ) -> Inode:
         """Record what an lstat of `name` in `parent` said.
 
         A pinned and valid record is not replaced. If a later call was faster, only the name is recorded.
 
         `pin`: this mount pins whatever it sees. `counted`: the kernel will send a FORGET. `also`: another spelling.
+        `is_getattr`: for a GETATTR. The kernel drops the ACL for it, and ignores the answer after a notification.
         """
         number, found = self._number(update, parent, (name, also) if also else (name,), now)
         old = self._linked(update, found) if found is not None else None
@@ -113,8 +123,8 @@ class InodeCache(InodeTable):
             self.put_inode(update, inode._replace(lookups=inode.lookups + counted))
         self._lost(self.dentry(update, parent, name), parent, name, unless=number)
         added = self._put_name(update, parent, name, number, pinned=bool(inode.flags & PINNED))
-        # Of a directory by its known name: permissions.py. By another one the kernel would keep the former ACL (84).
-        if old is not None and (inode.is_regular or added) and not old.same_version(now):
+        # For a name that is new to it the kernel would keep the former ACL (84).
+        if old is not None and (inode.is_regular or added or not is_getattr) and not old.same_version(now):
             update.afterwards(partial(self._notifier.attributes, number))
         if (now.nlink == 1 or inode.is_directory) and not overtaken:
             self._purge_names(update, number, keep=((parent, name), (parent, also)), gone=added)

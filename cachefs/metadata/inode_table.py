@@ -66,13 +66,11 @@ class InodeTable(Validity):
         *,
         retention: InodeLimit | None = None,
         clock: Clock = SYSTEM,
+        words: Words | None = None,
     ) -> None:
         """`is_immutable_on_open`: may an inode without a mutable name become immutable by an OPEN that the fast path
-        answers? (fs/immutability.py)
-
-        `retention`: None where the number of pinned inodes is not limited.
-        """
-        super().__init__(options, run, clock)
+        answers? (fs/immutability.py) `retention`: None where the number of pinned inodes is not limited."""
+        super().__init__(options, run, clock, words)
         # dependencies
         self.index = index
         self.numbers = numbers

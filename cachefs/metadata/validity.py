@@ -35,7 +35,7 @@ the future: until then a rewrite by a node with the right time leaves no trace (
 from collections.abc import Collection, Container
 from typing import NamedTuple
 
-from cachefs.contract.shared import LATE_NS, SETTLE_NS
+from cachefs.contract.shared import LATE_NS, SETTLE_NS, Words
 from cachefs.metadata.last_changes import LastChanges, LostNames
 from cachefs.options import Options
 from cachefs.store.index.records import IMMUTABLE, PINNED, STALE, UNLINKED, UNSETTLED, YOUNG, Dentry, Inode
@@ -72,8 +72,9 @@ class Run(NamedTuple):
 
 
 class Validity:
-    def __init__(self, options: Options, run: Run, clock: Clock = SYSTEM) -> None:
+    def __init__(self, options: Options, run: Run, clock: Clock = SYSTEM, words: Words | None = None) -> None:
         # dependencies
+        self._words = words if words is not None else {}
         self._monotonic_ns = clock.monotonic_ns
         self._realtime_ns = clock.realtime_ns
         # constants
@@ -91,7 +92,9 @@ class Validity:
         self._resized = LastChanges(clock.monotonic_ns)
         """Files of which a comparison has shown another size."""
         self._permitted = LastChanges(clock.monotonic_ns)
-        """Objects that have got another mode or ACL. Not for a chmod by this mount: it leaves an ACL or none."""
+        """Objects that have got another mode or ACL."""
+        self._permitted_elsewhere = LastChanges(clock.monotonic_ns)
+        """The same, by another node."""
         self._owned = LastChanges(clock.monotonic_ns)
         """Objects that have got another owner or group."""
 
@@ -200,6 +203,8 @@ class Validity:
         """An object has got another mode or ACL, or has lost its ACL. The kernel is notified. `now`: of the source."""
         self._permitted.note(before.number)
         if now is not None:
+            self._permitted_elsewhere.note(before.number)
+            self._words["pass_opens_until_ns"] = self._monotonic_ns() + ANSWERED_NS
             self.note_owner(before, now)
 
     def note_owner(self, before: Inode, now: Stat) -> None:
@@ -211,9 +216,10 @@ class Validity:
         one of the same file since the request, or a notification: an older one may have been the last that it took."""
         return self._resized.happened_since(number, self._known_since_ns())
 
-    def last_permissions_ns(self, number: int) -> int:
-        """When an object got another mode or ACL; 0: no request that knows the former may be under way."""
-        return self._if_lately(self._permitted.last_ns(number))
+    def last_permissions_ns(self, number: int, *, elsewhere: bool = False) -> int:
+        """When an object got another mode or ACL; 0: no request that knows the former may be under way. `elsewhere`: by
+        another node. Until then the fast path answers no OPEN."""
+        return self._if_lately((self._permitted_elsewhere if elsewhere else self._permitted).last_ns(number))
 
     def last_owner_ns(self, number: int) -> int:
         """The same for owner and group."""

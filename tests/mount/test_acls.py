@@ -4,13 +4,17 @@ import errno
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
 import pytest
 
-from tests.conftest import Mount, expire, settle
+from cachefs.system.descriptors import closing
+from tests.bindfs import Bindfs
+from tests.conftest import Mount, expire, settle, wait_for
+from tests.mount.test_listings import exchange
 from tests.users import GROUP_OBJ, MASK, NOBODYS, OTHER, USER, USER_OBJ, acl, as_user, open_to_all
 
 MakeMount = Callable[..., Mount]
@@ -159,11 +163,13 @@ def test_a_chmod_through_the_mount_changes_the_acl_as_well(
     assert os.getxattr(m.path / "dir", ACL) == os.getxattr(directory, ACL)
 
 
-def started_together(function: Callable[[], object]) -> list[object]:
+def started_together(
+    function: Callable[[], object], delays: Sequence[float] = (0, 0.0008, 0.0016, 0.0024)
+) -> list[object]:
     """What several processes of Bob's get that call a function within milliseconds."""
     begins = time.monotonic() + 0.03
     children = []
-    for delay in (0, 0.0008, 0.0016, 0.0024):
+    for delay in delays:
         reading, writing = os.pipe()
         child = os.fork()
         if not child:
@@ -234,6 +240,54 @@ def test_processes_that_come_together_meet_no_mode_and_acl_of_two_versions(
 
 @pytest.mark.promise("PE-4")
 @modes(READ_WRITE)
+@pytest.mark.parametrize("by", ["another node", "this mount"])
+def test_a_mode_that_has_just_lost_its_acl_is_given_as_an_acl(
+    mount: MakeMount, source: Path, by: str, arguments: tuple[str, ...]
+) -> None:
+    """The kernel keeps it, also for processes that have read the former mode. Before: it kept that there was none, once
+    the caller had seen the present mode."""
+    file = source / "file"
+    file.write_bytes(b"secret")
+    os.setxattr(
+        file, ACL, acl((USER_OBJ, 6, NOBODYS), (GROUP_OBJ, 0, NOBODYS), (MASK, 6, NOBODYS), (OTHER, 0, NOBODYS))
+    )
+    settle()
+    m = mount(source, *arguments)
+    assert (m.path / "file").stat().st_mode & 0o777 == 0o660
+    changed = m.path / "file" if by == "this mount" else file
+    os.removexattr(changed, ACL)
+    changed.chmod(0o600)
+    wait_for(lambda: (m.path / "file").stat().st_mode & 0o777, lambda mode: mode == 0o600)
+    without = (USER_OBJ, 6, NOBODYS), (GROUP_OBJ, 0, NOBODYS), (OTHER, 0, NOBODYS)
+    assert os.getxattr(m.path / "file", ACL) == acl(*without)
+
+
+@pytest.mark.promise("PE-3")
+@modes(READ_WRITE)
+def test_processes_that_come_together_read_nothing_by_a_former_mode(
+    mount: MakeMount, source: Path, arguments: tuple[str, ...]
+) -> None:
+    """The first of them finds another mode. Before: the others, which the kernel had admitted, read new contents."""
+    names = [f"{number}" for number in range(40)]
+    for name in names:
+        (source / name).write_bytes(b"public")
+        (source / name).chmod(0o604)  # the kernel asks for no ACL, which would show the change
+    settle()
+    m = mount(source, "--allow-other", *arguments)
+    open_to_all(source)
+    open_to_all(m.path)
+    for name in names:
+        path, changed = m.path / name, source / name
+        assert path.stat()
+        changed.chmod(0o600)
+        with changed.open("r+b") as file:
+            file.write(b"secret")
+        found = started_together(path.read_bytes, [number * 0.0003 for number in range(6)])
+        assert set(found) <= {"EACCES", "ESTALE"}
+
+
+@pytest.mark.promise("PE-4")
+@modes(READ_WRITE)
 def test_the_group_of_a_renamed_directory_does_not_meet_its_former_acl(
     mount: MakeMount, source: Path, directory: Path, arguments: tuple[str, ...]
 ) -> None:
@@ -250,6 +304,34 @@ def test_the_group_of_a_renamed_directory_does_not_meet_its_former_acl(
     os.chown(directory, 0, STAFF)
     directory.rename(source / "new")
     assert bob(lambda: os.listdir(m.path / "new"), STAFF) in (errno.EACCES, errno.ESTALE)
+
+
+@pytest.mark.promise("PE-4")
+@modes([(), ("--no-fastpath",)])
+def test_a_directory_that_has_got_its_name_back_does_not_meet_its_former_acl(
+    mount: MakeMount, bindfs: Bindfs, arguments: tuple[str, ...]
+) -> None:
+    """Before: the kernel had dropped the name, and kept the inode of a directory that was open, with its ACL."""
+    group = (USER_OBJ, 7, NOBODYS), (MASK, 7, NOBODYS), (OTHER, 0, NOBODYS)
+    directory, other = bindfs.root / "dir", bindfs.root / "other"
+    for made in (directory, other):
+        made.mkdir()
+    (directory / "file").touch()
+    os.chown(directory, 0, ALICE)
+    os.setxattr(directory, ACL, acl(group[0], (GROUP_OBJ, 7, NOBODYS), *group[1:]))
+    settle()
+    m = mount(bindfs.path, "--allow-other", *arguments)
+    for path in (bindfs.root, bindfs.path, m.path):
+        open_to_all(path)
+    assert bob(lambda: os.listdir(m.path / "dir"), STAFF) == errno.EACCES
+    with closing(os.open(m.path / "dir", os.O_RDONLY)):
+        exchange(directory, other)
+        with suppress(OSError):
+            os.listdir(m.path / "dir")
+        exchange(directory, other)
+        os.setxattr(directory, ACL, acl(group[0], (GROUP_OBJ, 0, NOBODYS), *group[1:]))
+        os.chown(directory, 0, STAFF)
+        assert bob(lambda: os.listdir(m.path / "dir"), STAFF) in (errno.EACCES, errno.ESTALE)
 
 
 @pytest.mark.promise("PE-4")

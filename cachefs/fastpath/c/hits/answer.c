@@ -136,7 +136,7 @@ static enum outcome serve_open(struct worker *worker, const struct request *requ
     };
     if (mounted_with(worker, NO_OPEN))
         return answer(worker, request, ENOSYS, NULL, 0); /* the kernel never asks again */
-    if (!view_inode(&worker->view, request->header->nodeid, &record))
+    if (passes_opens(worker) || !view_inode(&worker->view, request->header->nodeid, &record))
         return PASS;
     if ((record.flags & YOUNG) || is_immutable_on_open(&record)) /* while it was mutable, pages were another version's */
         out.open_flags &= ~(uint32_t)FOPEN_KEEP_CACHE;

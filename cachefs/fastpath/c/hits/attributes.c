@@ -59,8 +59,17 @@ uint64_t valid_inode(struct worker *worker, uint64_t inode, struct inode_record 
     return usable ? remaining_ns(&worker->view, record) : 0;
 }
 
+static bool lies_ahead(uint64_t until)
+{
+    return until && monotonic_ns() < until;
+}
+
 bool passes_names(const struct worker *worker)
 {
-    uint64_t until = worker->fastpath->shared->pass_names_until_ns;
-    return until && monotonic_ns() < until;
+    return lies_ahead(worker->fastpath->shared->pass_names_until_ns);
+}
+
+bool passes_opens(const struct worker *worker)
+{
+    return lies_ahead(worker->fastpath->shared->pass_opens_until_ns);
 }

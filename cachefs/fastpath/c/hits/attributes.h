@@ -10,3 +10,5 @@ void fill_entry(struct fuse_entry_out *out, uint64_t number, const struct inode_
 void split_timeout(uint64_t ns, uint64_t *seconds, uint32_t *rest);
 /* Must Python answer whatever may lead to names? It does for a while after permissions have changed (permissions.py). */
 bool passes_names(const struct worker *worker);
+/* Must Python answer each OPEN? It does for a while after another node has changed the mode of a file (validity.py). */
+bool passes_opens(const struct worker *worker);
