@@ -6,6 +6,7 @@ import logging
 import os
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import trio
 
 from cachefs.contract.messages import PREFETCH_REQUEST, Message
 from cachefs.contract.shared import ACCESS_LOGS, SHARED_VERSION
+from cachefs.errors import IndexDamaged
 from cachefs.fastpath.connection import parse_filled
 from cachefs.fastpath.in_doubt import touched
 from cachefs.fastpath.launcher import FastPath
@@ -225,7 +227,8 @@ class FastPathHost:
         elif message is Message.FILLED:
             filled = list(parse_filled(data))
             immutability = self._components.filesystem.immutability
-            immutability.fetched_unseen((unit.inode, unit.extent.version) for unit in filled)
+            with suppress(IndexDamaged):  # it takes nothing new from now on, and requests have a new run
+                immutability.fetched_unseen((unit.inode, unit.extent.version) for unit in filled)
             self._components.writes.filled(filled)
         elif message is Message.ALL_REPORTED:
             self._components.writes.writer_has_gone(self._first_slab)

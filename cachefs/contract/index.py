@@ -53,6 +53,8 @@ class Flag(enum.IntFlag):
     """A regular file whose data are not cached, because a write() may be under way (validity.py). UNSETTLED, too."""
     RESTLESS = 512
     """A directory whose permissions have changed in this run: valid for two seconds at a time. UNSETTLED, too."""
+    READ_MUTABLE = 1024
+    """The kernel may have pages of a regular file's mutable time: it drops them when the file becomes immutable."""
 
 
 KNOWN_FLAGS = sum(Flag)

@@ -30,8 +30,6 @@ class Handle:
     """The identity that opened it for writing; writes are made with it. None: not known."""
     handle: int = 0
     """Its number for the kernel."""
-    was_mutable: bool = False
-    """Was the file mutable when it was opened? Then the kernel may have pages of that time."""
     borrowers: int = 0
     """How many calls use `fd` other than requests by this handle."""
     released: bool = False

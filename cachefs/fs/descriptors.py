@@ -105,14 +105,10 @@ class Descriptors:
         handle.handle = self.next_handle
         self.next_handle += 1
         self.handles[handle.handle] = handle
-        self._note_mutable(handle)
+        if handle.file is None:
+            self._metadata.note_mutable_pages(handle.number)
         self.save(handle)
         return handle.handle
-
-    def _note_mutable(self, opened: Handle) -> None:
-        if opened.file is None:
-            opened.was_mutable = True
-            self._metadata.mutable_pages[opened.number] += 1
 
     def save(self, opened: Handle) -> None:
         """Record a handle for a successor."""
@@ -370,7 +366,6 @@ class Descriptors:
             else:
                 found.append(opened)
             self.handles[handle] = opened
-            self._note_mutable(opened)
             self._places.take(opened.owner)
             if opened.writable:
                 self.fs.immutability.add_writer(number)

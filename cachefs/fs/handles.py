@@ -23,12 +23,13 @@ from cachefs.errors import failed
 from cachefs.fs.descriptors import Descriptors
 from cachefs.fs.names import FileSystem
 from cachefs.metadata import inode_values, written_files
+from cachefs.metadata.inode_cache import mutable_flags
 from cachefs.options import CacheLevel
 from cachefs.source.credentials import Caller, as_admitted
 from cachefs.source.identity import Changed
 from cachefs.source.shares import UNKNOWN
 from cachefs.stats.metrics import Metrics
-from cachefs.store.index.records import UNLINKED, WRITTEN, Inode
+from cachefs.store.index.records import READ_MUTABLE, UNLINKED, WRITTEN, Inode
 from cachefs.system.stat import Stat
 
 RECENT_FILES = 64
@@ -144,7 +145,7 @@ class OpenFiles:
         inode = self.fs.inode(number)
         if inode.flags & WRITTEN and not self._immutability.has_writers(number):
             with self._metadata.index.update() as update:
-                self._metadata.put_inode(update, inode._replace(flags=inode.flags & ~WRITTEN, expires_ns=0))
+                self._metadata.put_inode(update, inode._replace(flags=mutable_flags(inode) & ~WRITTEN, expires_ns=0))
                 written_files.unmark(update, inode)
             await self.fs.revalidated(number)
         if not await self.make_immutable(number):
@@ -258,6 +259,8 @@ class OpenFiles:
         data = await read
         if inode is not None and inode.is_young:
             self.young.was_read(inode)
+        if inode is not None and not inode.flags & READ_MUTABLE:
+            self._metadata.note_mutable_pages(inode.number)
         self.metrics.misses += 1
         self.metrics.miss_bytes += len(data)
         return data
@@ -339,17 +342,7 @@ class OpenFiles:
             self.fs.expire(opened.number)
         if opened.file is not None:
             await self._shared.let_go(opened.file)
-        if opened.was_mutable:  # its pages would stay if the file became immutable
-            now_ns = self.fs.source.clock.monotonic_ns()
-            self.young.note(opened.number, now_ns, partial(self._dropped, opened.number))
         await self.descriptors.close(opened)
-
-    def _dropped(self, number: int) -> None:
-        """The kernel has dropped the pages of a handle of a file that was mutable."""
-        pages = self._metadata.mutable_pages
-        pages[number] -= 1
-        if not pages[number]:
-            del pages[number]
 
     async def forget(self, forgotten: Sequence[tuple[int, int]]) -> None:
         """The kernel has forgotten inodes: (number, count).

@@ -23,6 +23,7 @@ from cachefs.store.index.records import (
     IMMUTABLE_ON_OPEN,
     LISTED,
     PINNED,
+    READ_MUTABLE,
     RESTLESS,
     STALE,
     UNSETTLED,
@@ -109,7 +110,7 @@ class InodeCache(InodeTable):
         else:
             mutable = self._are_mutable(update, number, parent, name, now)
             if old is not None and all(mutable):
-                old = old._replace(flags=old.flags & ~(PINNED | IMMUTABLE), lookups=lookups_unpinned(old))
+                old = old._replace(flags=mutable_flags(old), lookups=lookups_unpinned(old))
             result = stat.S_ISREG(now.mode) and self.holds_results(update, parent)
             inode = self._compared(number, old, now, pin and not any(mutable), result=result)
             if pin and old is not None and inode.is_regular and inode.flags & ~old.flags & PINNED:
@@ -203,7 +204,8 @@ class InodeCache(InodeTable):
     def _compared(self, number: int, old: Inode | None, now: Stat, pin: bool, *, result: bool = False) -> Inode:
         """The inode as it is after a comparison. `old`: as it was before. `result`: of a directory of results."""
         before = old or _BLANK._replace(number=number)
-        flags = before.flags & (PINNED | IMMUTABLE | WRITTEN | LISTED | (RESTLESS if self.counts(before) else 0))
+        flags = before.flags & (PINNED | IMMUTABLE | WRITTEN | LISTED | READ_MUTABLE)
+        flags |= before.flags & RESTLESS if self.counts(before) else 0
         version = before.version
         entries_valid_from = max(before.entries_valid_from, self._run.names_floor)
         unchanged = old is not None and old.same_version(now) and self.proves_contents(old, now)
@@ -344,11 +346,19 @@ class InodeCache(InodeTable):
     def _without_mutable_pages(self, update: Update, inode: Inode) -> Inode:
         """A file is about to become immutable: the kernel drops pages of its mutable time. It keeps none by opens that
         come before that, because the file counts as young."""
-        if not self.mutable_pages[inode.number]:
+        if not inode.flags & READ_MUTABLE:
             return inode
         update.afterwards(partial(self._notifier.drop_soon, (), [inode.number]))
-        inode = inode._replace(flags=inode.flags | UNSETTLED | YOUNG, next_position=self._monotonic_ns())
+        flags = inode.flags & ~READ_MUTABLE | UNSETTLED | YOUNG
+        inode = inode._replace(flags=flags, next_position=self._monotonic_ns())
         return inode._replace(expires_ns=self.settles_ns(inode, result=False))
+
+    def note_mutable_pages(self, number: int) -> None:
+        """The kernel is about to get data of a mutable file, or has it open for writing."""
+        inode = self.current(number)
+        if inode is not None and inode.is_regular and self._pins_files and not inode.flags & (READ_MUTABLE | IMMUTABLE):
+            with self.index.update() as update:
+                self.put_inode(update, inode._replace(flags=inode.flags | READ_MUTABLE))
 
     def _valid_names(self, update: Update, number: int, seen_by: tuple[int, bytes] | None) -> list[tuple[int, bytes]]:
         """The valid names of an inode. If there are any, the links to expired names are deleted: a fetch by one of
@@ -415,8 +425,14 @@ class InodeCache(InodeTable):
         for parent, name in mutable:  # names beneath a renamed directory still lead to the same inodes
             self._put_name(update, parent, name, number, pinned=False)
         if ends:
-            flags &= ~(PINNED | IMMUTABLE | LISTED)
+            flags = mutable_flags(inode) & ~(IMMUTABLE_ON_OPEN | LISTED)
             lookups = lookups_unpinned(inode)
             inode = inode._replace(version=self.numbers.next(), expires_ns=0, lookups=lookups)
         self.put_inode(update, inode._replace(flags=flags))
         return mutable, ends
+
+
+def mutable_flags(inode: Inode) -> int:
+    """The flags of an inode that becomes, or is, mutable. If it was not before, the kernel may have pages of it."""
+    may_have_pages = inode.is_regular and inode.flags & (PINNED | IMMUTABLE | WRITTEN)
+    return inode.flags & ~(PINNED | IMMUTABLE) | (READ_MUTABLE if may_have_pages else 0)

@@ -88,8 +88,6 @@ class InodeTable(Validity):
         """Is there a directory that holds results? None: not known."""
         self.writers: Counter[int] = Counter()
         """Inode → how many handles write to it (fs/immutability.py)."""
-        self.mutable_pages: Counter[int] = Counter()
-        """Inode → how many handles have read or written it while it was mutable. The kernel may have their pages."""
         self.other_permissions: set[int] = set()
         """Directories of which a comparison has just recorded other permissions than before."""
         self._kept: Counter[int] = Counter()

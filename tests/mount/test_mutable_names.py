@@ -179,10 +179,7 @@ def test_a_file_that_becomes_immutable_shows_none_of_the_pages_that_were_read_be
     assert os.pread(opened, 4096, 0) == old[:4096]
     if not is_open:
         os.close(opened)
-    before = (tree / name).stat()
-    with open(tree / name, "r+b") as rewritten:
-        rewritten.write(new)
-    os.utime(tree / name, ns=(before.st_atime_ns, before.st_mtime_ns))
+    rewrite(tree / name, new)
     settle()
     found = m.path / make_immutable(m, name)
     for _ in range(2):
@@ -209,10 +206,7 @@ def test_a_file_that_becomes_immutable_by_no_single_open_shows_no_pages_that_wer
     opened = os.open(m.path / "it.log", os.O_RDONLY)
     os.posix_fadvise(opened, 0, 0, os.POSIX_FADV_RANDOM)
     assert os.pread(opened, 4096, 0) == b"1" * 4096
-    before = (tree / "it.log").stat()
-    with open(tree / "it.log", "r+b") as rewritten:
-        rewritten.write(b"2" * size)
-    os.utime(tree / "it.log", ns=(before.st_atime_ns, before.st_mtime_ns))
+    rewrite(tree / "it.log", b"2" * size)
     (tree / "it.log").rename(tree / "it")
     wait_for((m.path / "it").exists, bool)
     settle()
@@ -227,6 +221,69 @@ def test_a_file_that_becomes_immutable_by_no_single_open_shows_no_pages_that_wer
         found = [future.result() for future in [pool.submit(contents) for _ in range(12) if not time.sleep(0.01)]]
     os.close(opened)
     assert found == [{ord("2")}] * 12
+
+
+def rewrite(file: Path, content: bytes) -> None:
+    """In place, with the size and the mtime of before."""
+    before = file.stat()
+    with open(file, "r+b") as rewritten:
+        rewritten.write(content)
+    os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
+
+
+@pytest.mark.promise("EX-5")
+@pytest.mark.parametrize("mode", [(), ("--no-fastpath",)], ids=["fastpath", "python"])
+@pytest.mark.parametrize("how", ["renamed", "unpinned"])
+def test_a_file_that_was_immutable_before_shows_no_pages_of_that_time_or_of_its_mutable_time(
+    mount: MakeMount, tree: Path, how: str, mode: tuple[str, ...]
+) -> None:
+    """Found by an attack: the pages of handles that were opened before it became mutable were not counted."""
+    size = 4 << 20
+    (tree / "it").write_bytes(b"1" * size)
+    settle()
+    m = mount(tree, *MUTABLE, *mode)
+    opened = os.open(m.path / "it", os.O_RDONLY)
+    os.posix_fadvise(opened, 0, 0, os.POSIX_FADV_RANDOM)
+    assert os.pread(opened, 1, 0) == b"1"
+    if how == "renamed":
+        (m.path / "it").rename(m.path / "it.log")
+    else:
+        cachefs("unpin", m.path / "it")
+    assert os.pread(opened, 1, 4096) == b"1"
+    rewrite(tree / ("it.log" if how == "renamed" else "it"), b"2" * size)
+    settle()
+    if how == "renamed":
+        (m.path / "it.log").rename(m.path / "it")
+        cachefs("warmup", m.path / "it")
+    else:
+        cachefs("pin", m.path / "it")
+    with open(m.path / "it", "rb", buffering=0) as again:
+        assert {os.pread(again.fileno(), 1, offset) for offset in (0, 4096, 2 << 20)} == {b"2"}
+    os.close(opened)
+
+
+@pytest.mark.fastpath
+@pytest.mark.promise("EX-5")
+def test_a_successor_of_the_daemon_knows_which_files_have_pages_of_their_mutable_time(
+    mount: MakeMount, tree: Path
+) -> None:
+    """Found by an attack: only open handles were known after a kill."""
+    size = 4 << 20
+    (tree / "it.log").write_bytes(b"1" * size)
+    settle()
+    m = mount(tree, *MUTABLE)
+    opened = os.open(m.path / "it.log", os.O_RDONLY)
+    os.posix_fadvise(opened, 0, 0, os.POSIX_FADV_RANDOM)
+    assert os.pread(opened, 1, 0) == b"1"
+    os.close(opened)
+    m.kill()
+    m.start(*MUTABLE)
+    rewrite(tree / "it.log", b"2" * size)
+    (m.path / "it.log").rename(m.path / "it")
+    settle()
+    cachefs("warmup", m.path / "it")
+    with open(m.path / "it", "rb", buffering=0) as again:
+        assert {os.pread(again.fileno(), 1, offset) for offset in (0, 2 << 20)} == {b"2"}
 
 
 @pytest.mark.promise("EX-5")

@@ -13,7 +13,9 @@ from cachefs.system.clock import NANOSECONDS
 from cachefs.system.stat import NO_CONNECTION, NO_NUMBER, USED_ONCE, Stat, may_be_one_birth
 
 # Plain ints: arithmetic with IntFlag takes a microsecond, and the hit path does it for each request.
-PINNED, IMMUTABLE, WRITTEN, LISTED, UNSETTLED, STALE, UNLINKED, IMMUTABLE_ON_OPEN, YOUNG, RESTLESS = map(int, Flag)
+PINNED, IMMUTABLE, WRITTEN, LISTED, UNSETTLED, STALE, UNLINKED, IMMUTABLE_ON_OPEN, YOUNG, RESTLESS, READ_MUTABLE = map(
+    int, Flag
+)
 FLAGS_PINNED = PINNED.to_bytes(4, "little")
 FLAGS_NONE = bytes(4)
 FLAGGED_NUMBER = struct.Struct("<I4xQ")
