@@ -13,7 +13,6 @@ from cachefs.contract import shared as layout
 from cachefs.contract.fuse import FUSE_OPERATIONS, IN_HEADER
 from cachefs.fastpath.answers import Answers
 from cachefs.fastpath.shared_memory import SLOTS_OFFSET, Shared
-from cachefs.fuse import notifier
 from cachefs.fuse.notifier import KernelNotifier
 
 OPCODES = {each.name: each.number for each in FUSE_OPERATIONS}
@@ -31,16 +30,6 @@ def ends() -> Iterator[tuple[socket.socket, socket.socket]]:
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with ours, theirs:
         yield ours, theirs
-
-
-@pytest.fixture
-def kernel(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[int, int]]:
-    """(what reads, what the notifications are written to): a pipe."""
-    monkeypatch.setattr(notifier, "_clone", os.dup)
-    reader, writer = os.pipe()
-    yield reader, writer
-    os.close(reader)
-    os.close(writer)
 
 
 @asynccontextmanager
@@ -67,13 +56,13 @@ def serve(shared: Shared, slot: int, operation: str, unique: int) -> None:
 
 
 def test_a_notification_waits_for_the_answers_that_were_given_before(
-    kernel: tuple[int, int], shared: Shared, ends: tuple[socket.socket, socket.socket]
+    device: tuple[int, int], shared: Shared, ends: tuple[socket.socket, socket.socket]
 ) -> None:
     notified = select.poll()
-    notified.register(kernel[0], select.POLLIN)
+    notified.register(device[0], select.POLLIN)
 
     async def main() -> None:
-        async with waiting_notifier(kernel[1], shared, ends) as (nursery, sending):
+        async with waiting_notifier(device[1], shared, ends) as (nursery, sending):
             serve(shared, 3, "LOOKUP", 99)
             nursery.start_soon(sending.drop, [(7, b"name")], [])
             assert not await trio.to_thread.run_sync(notified.poll, 300)
@@ -99,13 +88,13 @@ def test_no_notification_waits_for_a_read(shared: Shared, ends: tuple[socket.soc
 
 
 def test_a_caller_that_does_not_wait_any_longer_still_notifies(
-    kernel: tuple[int, int], shared: Shared, ends: tuple[socket.socket, socket.socket]
+    device: tuple[int, int], shared: Shared, ends: tuple[socket.socket, socket.socket]
 ) -> None:
     async def main() -> None:
-        async with waiting_notifier(kernel[1], shared, ends) as (_, sending):
+        async with waiting_notifier(device[1], shared, ends) as (_, sending):
             with trio.move_on_after(0.1) as limit:
                 await sending.drop([(7, b"name")], [])
             assert limit.cancelled_caught
-            assert b"name" in await trio.to_thread.run_sync(os.read, kernel[0], 1000)
+            assert b"name" in await trio.to_thread.run_sync(os.read, device[0], 1000)
 
     trio.run(main)

@@ -2,25 +2,13 @@
 
 import os
 import threading
-from collections.abc import Iterator
 
-import pytest
 import trio
 import trio.testing
 
-from cachefs.fuse import notifier, notifier_process
+from cachefs.fuse import notifier_process
 from cachefs.fuse.notifier import KernelNotifier
 from cachefs.store.index.index import Index
-
-
-@pytest.fixture
-def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[int, int]]:
-    """(what reads, what the notifications are written to): a pipe, which when full is a kernel that waits."""
-    monkeypatch.setattr(notifier, "_clone", os.dup)
-    reader, writer = os.pipe()
-    yield reader, writer
-    os.close(reader)
-    os.close(writer)
 
 
 def test_a_daemon_leaves_at_once_and_its_successor_sends_what_is_not_confirmed(
