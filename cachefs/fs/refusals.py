@@ -161,9 +161,9 @@ class _Reopening(NamedTuple):
     until_ns: int
     """When its next request must have come."""
     number: int = 0
-    """Of the file. After a look-up that has failed, of what was looked up last."""
+    """The inode of the file. If a look-up has failed, it is what the thread has looked up last."""
     name: bytes = b""
-    """Of the look-up that has failed, which comes again; empty: it was another request."""
+    """What the failed look-up was for: the kernel looks it up again. Empty if another request has failed."""
     was_open: bool = False
     """The open itself has failed. Else the request may have been for another call, or by a descriptor."""
     is_looked_up: bool = False
@@ -308,8 +308,7 @@ class Repetitions:
         """Is this open of an inode for reading a repeated one, so that the kernel has just learnt its size? The result
         says whether that may be another one than the present size, its argument."""
         known = self._reopening.pop(caller.pid, None)
-        is_repeated = known is not None and known.number == number and known.is_looked_up
-        if known is None or not is_repeated or self._monotonic_ns() >= known.until_ns:
+        if known is None or known.number != number or not known.is_looked_up or self._monotonic_ns() >= known.until_ns:
             return lambda size: False
         answered = self._answered.get(caller.pid)
         return lambda size: known.was_open or answered == (number, size)

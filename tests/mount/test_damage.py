@@ -217,7 +217,7 @@ def pages_of_links(index: bytes) -> Iterator[int]:
 @pytest.mark.fastpath
 @pytest.mark.promise("FA-34")
 def test_a_report_of_the_fast_path_that_is_the_first_to_meet_damage(mount: MakeMount, source: Path) -> None:
-    """Before: "bug in a report of the fast path; starting another", and the index lost what had been fetched."""
+    """An attack saw "bug in a report of the fast path". This test has not shown it: a request met the damage first."""
     m = mount(source, "--mutable", "*.log")
     files = sorted(path for path in m.path.rglob("*") if path.is_file())
     first, rest = files[: len(files) // 2], files[len(files) // 2 :]
