@@ -37,6 +37,8 @@ class Answers:
 
     def _are_taken(self) -> bool:
         """Has the fast path taken all answers out of the socket? It takes one when the kernel has it."""
+        if self._given.fileno() < 0:  # closed: the mount has ended
+            return True
         for _ in range(_LOOKS):
             # SIOCOUTQ, which has the number of TIOCOUTQ: the bytes that were sent and not taken
             if not int.from_bytes(fcntl.ioctl(self._given, termios.TIOCOUTQ, bytes(4)), sys.byteorder):

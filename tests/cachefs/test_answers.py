@@ -87,6 +87,21 @@ def test_no_notification_waits_for_a_read(shared: Shared, ends: tuple[socket.soc
     trio.run(main)
 
 
+def test_no_notification_waits_when_the_mount_has_ended(
+    shared: Shared, ends: tuple[socket.socket, socket.socket]
+) -> None:
+    """Found by random damages: a mount was unmounted while its daemon recovered from a damaged index."""
+    ends[0].send(b"an answer")
+
+    async def main() -> None:
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(Answers(shared, ends[0]).delivered)
+            await trio.sleep(0.01)
+            ends[0].close()
+
+    trio.run(main)
+
+
 def test_a_caller_that_does_not_wait_any_longer_still_notifies(
     device: tuple[int, int], shared: Shared, ends: tuple[socket.socket, socket.socket]
 ) -> None:
