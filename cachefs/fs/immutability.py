@@ -58,7 +58,7 @@ class Immutability:
 
     @contextmanager
     def opening_for_writing(self, number: int) -> Iterator[None]:
-        """Around an open for writing at the source: meanwhile no reader may make the file immutable.
+        """Around an open for writing or another change at the source: meanwhile no reader may make the file immutable.
 
         Raises ESTALE for an immutable file that was dropped: the kernel looks its name up again. Without that, as by
         /proc/PID/fd/N, the file may be another version than processes have open by this number.

@@ -256,7 +256,9 @@ class Mutations:
         if not is_open and not self._fs.inode(number).is_directory:
             await self._compare_names(number, caller)
         change = partial(self._source.change, operation, make=make, caller=caller)
-        now = await self._descriptors.ask_object(number, change, once=True)
+        with self._fs.immutability.opening_for_writing(number):  # a reader would have the file as it was before
+            self._check_writable(number)  # it may have become immutable since
+            now = await self._descriptors.ask_object(number, change, once=True)
         self._store(number, now)
 
     async def setxattr(self, number: int, name: bytes, value: bytes, caller: Caller) -> None:

@@ -4,11 +4,9 @@ The kernel would take it over, and put there what is appended next.
 """
 
 import os
-import random
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import outcome
@@ -18,14 +16,11 @@ import trio.testing
 
 from cachefs.contract.index import ROOT_INODE
 from cachefs.fs.names import Entry
-from tests.model.clocks import Clocks
-from tests.model.modes import OPTIONS
-from tests.model.node import Node, TrioThread
+from tests.model.conftest import BEFORE, NAME, Run
+from tests.model.node import Node
 
-NAME, BEFORE, AFTER = b"file", b"before", b" after"
+AFTER = b" after"
 pytestmark = pytest.mark.promise("TE-4")
-
-Scenario = Callable[[Node, "Held"], Awaitable[None]]
 
 
 class Held:
@@ -57,22 +52,6 @@ class Held:
             answer()
 
 
-@pytest.fixture
-def run(tmp_path: Path) -> Iterator[Callable[[Scenario], None]]:
-    clocks = Clocks()
-    (tmp_path / "source").mkdir()
-    (tmp_path / "source" / os.fsdecode(NAME)).write_bytes(BEFORE)
-    with TrioThread(clocks).running() as call:
-        node = Node(tmp_path / "source", tmp_path, OPTIONS["read-write"], clocks, random.Random(0))
-        call(node.start)
-
-        async def bounded(scenario: Scenario) -> None:
-            await scenario(node, Held(node))
-
-        yield partial(call, bounded)
-        call(node.end)
-
-
 def size_of(entry: Entry) -> int:
     assert entry.inode is not None
     return entry.inode.size
@@ -92,8 +71,9 @@ async def appended_meanwhile(node: Node, held: Held) -> AsyncIterator[int]:
         held.let_go()
 
 
-def test_it_is_not_believed_afterwards(run: Callable[[Scenario], None]) -> None:
-    async def scenario(node: Node, held: Held) -> None:
+def test_it_is_not_believed_afterwards(run: Run) -> None:
+    async def scenario(node: Node) -> None:
+        held = Held(node)
         async with appended_meanwhile(node, held) as number:
             pass
         assert size_of(await node._parts.attributes.getattr(number)) == len(BEFORE + AFTER)
@@ -101,8 +81,9 @@ def test_it_is_not_believed_afterwards(run: Callable[[Scenario], None]) -> None:
     run(scenario)
 
 
-def test_it_answers_nobody_who_asks_afterwards(run: Callable[[Scenario], None]) -> None:
-    async def scenario(node: Node, held: Held) -> None:
+def test_it_answers_nobody_who_asks_afterwards(run: Run) -> None:
+    async def scenario(node: Node) -> None:
+        held = Held(node)
         sizes: list[int] = []
 
         async def ask() -> None:
