@@ -73,8 +73,8 @@ def check_usable(path: Path, source: str) -> None:
         raise CacheFsError(f"cannot use the cache directory {path}: {error.strerror or error}") from error
 
 
-def check_inheritable(path: Path, source: str) -> None:
-    """Check that a successor of the daemon could open this cache directory. Nothing is changed.
+def check_inheritable(path: Path, source: str, session_path: Path) -> None:
+    """Check that a successor of the daemon could open this cache directory, and its session. Nothing is changed.
 
     Raises CacheFsError with one line that says what is wrong.
     """
@@ -89,6 +89,8 @@ def check_inheritable(path: Path, source: str) -> None:
             os.close(os.open(path / name, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC))
         if not is_locked(path / "lock"):
             raise CacheFsError(f"{path} is not the directory that the daemon has open")
+        if not (session_path / DATA).exists():
+            raise CacheFsError(_is_gone(session_path))
     except owner.Damaged as error:
         raise CacheFsError(f"{error}: unmount, and mount again with an empty cache") from None
     except OSError as error:
@@ -216,6 +218,10 @@ class _Survivor(NamedTuple):
     given_aliases: aliases.Given
 
 
+def _is_gone(session_path: Path) -> str:
+    return f"cannot take over the mount: {session_path} is gone; unmount, then mount again"
+
+
 def _survivor(session_path: Path, before: RunState, *, same_mount: bool) -> _Survivor | None:
     """`before`: the last run. None: there is no session, or it is not of that run.
 
@@ -282,7 +288,7 @@ class OpenedIndex:
         is_complete = survivor is not None and survivor.is_complete
         if survivor is None:
             if same_mount:
-                raise CacheFsError(f"cannot take over the mount: {session_path} is gone; unmount, then mount again")
+                raise CacheFsError(_is_gone(session_path))
             shutil.rmtree(session_path, ignore_errors=True)
         given = aliases.recorded_at_start(durable)
         if survivor is not None:

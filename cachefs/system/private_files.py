@@ -131,7 +131,10 @@ def _owner(found: os.stat_result) -> str:
 
 
 def check_contents(path: Path) -> None:
-    """Check that a directory, which may have been open to others before, has no symlink and no file of another user."""
+    """Check that a directory, which may have been open to others before, has no symlink and no file of another user.
+
+    Nor has it a named pipe or a device: an open of one may wait for ever.
+    """
     with os.scandir(path) as entries:
         for entry in entries:
             try:
@@ -140,6 +143,8 @@ def check_contents(path: Path) -> None:
                 continue
             if entry.is_symlink():
                 raise CacheFsError(f"{entry.path} is a symbolic link, which cachefs does not make: remove it")
+            if stat.S_IFMT(found.st_mode) in (stat.S_IFIFO, stat.S_IFCHR, stat.S_IFBLK):
+                raise CacheFsError(f"{entry.path} is a named pipe or a device, which cachefs does not make: remove it")
             if found.st_uid not in (0, os.geteuid()):
                 raise CacheFsError(f"{entry.path} belongs to {_owner(found)}: remove it, or use another directory")
 

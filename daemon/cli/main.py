@@ -12,7 +12,7 @@ from typing import Any
 import click
 
 import cachefs
-from cachefs.client import mount_table
+from cachefs.client import locations, mount_table
 from cachefs.client.client import Client, OtherUser, is_served, server
 from cachefs.client.hand_over import Handed
 from cachefs.errors import CacheFsError
@@ -231,7 +231,8 @@ def restart(mountpoint: str, only_check: bool) -> None:
     if is_served(place, mounted.directory):
         _wake_daemon(place)
         _check_replaceable(place)
-        cache_directory.check_inheritable(mount_config.cache_place, mount_config.source)
+        cache = mount_config.cache_place
+        cache_directory.check_inheritable(cache, mount_config.source, locations.session_directory(cache))
     if only_check:
         return
     from daemon.session import Session

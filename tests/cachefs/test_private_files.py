@@ -103,8 +103,11 @@ def test_symlinks_and_second_names_are_refused(tmp_path: Path) -> None:
         for flags in (os.O_RDWR | os.O_CREAT, os.O_WRONLY | os.O_CREAT | os.O_TRUNC):
             with pytest.raises((CacheFsError, OSError), match=name):
                 private_files.open_file(tmp_path / name, flags)
-    with pytest.raises(CacheFsError, match="symbolic link"):
-        private_files.check_contents(tmp_path)
+    for name, kind in (("fifo", "named pipe"), ("symlink", "symbolic link")):
+        (tmp_path / f"of-{name}").mkdir()
+        (tmp_path / name).rename(tmp_path / f"of-{name}" / name)
+        with pytest.raises(CacheFsError, match=f"{name} is a {kind}"):
+            private_files.check_contents(tmp_path / f"of-{name}")
     assert victim.read_bytes() == b"precious"
 
 

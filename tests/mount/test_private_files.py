@@ -88,6 +88,20 @@ def test_a_cache_directory_that_another_user_made_is_refused(source: Path, tmp_p
     assert "may be written to by everybody" in refused()
 
 
+@pytest.mark.promise("PE-15")
+@pytest.mark.parametrize("name", ["blob", "secret", "cache.json", "lock", "daemon.log", "index/data.mdb"])
+def test_a_cache_directory_with_a_named_pipe_is_refused(mount: Callable[..., Mount], source: Path, name: str) -> None:
+    """An open of one waits until somebody writes to it."""
+    m = mount(source)
+    m.umount()
+    path = m.cache / name
+    path.unlink()
+    os.mkfifo(path)
+    done = cachefs("mount", source, m.path, "--cache-dir", m.cache, check=False)
+    assert done.returncode != 0 and done.stderr.count("\n") == 1 and str(path) in done.stderr, done.stderr
+    path.unlink()
+
+
 @contextmanager
 def impostor(path: Path) -> Iterator[list[object]]:
     """Listens there as a daemon would, and closes each connection. Yields the connections."""

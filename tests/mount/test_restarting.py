@@ -219,6 +219,8 @@ UNUSABLE: dict[str, Callable[[Path], object]] = {
     "index removed": lambda cache: shutil.rmtree(cache / "index"),
     "of another user": lambda cache: os.chown(cache, 1, 1),
     "link in it": lambda cache: (cache / "index" / "link").symlink_to("/"),
+    "named pipe": lambda cache: ((cache / "blob").unlink(), os.mkfifo(cache / "blob")),
+    "session removed": lambda cache: shutil.rmtree(locations.session_directory(cache)),
 }
 
 
@@ -236,7 +238,8 @@ def test_a_restart_that_could_not_open_the_cache_is_refused_before_anything_is_d
         beneath.callback(subprocess.run, ["umount", "-l", m.cache], check=True)
     UNUSABLE[how](m.cache)
     done = cachefs("restart", m.path, check=False)
-    assert done.returncode == 1 and done.stderr.count("\n") == 1 and str(m.cache) in done.stderr, done.stderr
+    named = m.cache if how != "session removed" else locations.session_directory(m.cache)
+    assert done.returncode == 1 and done.stderr.count("\n") == 1 and str(named) in done.stderr, done.stderr
     assert m.status()["pid"] == m.pid
     m.drop_caches()
     assert contents(m.path) == contents(source)
