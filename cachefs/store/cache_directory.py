@@ -58,6 +58,12 @@ def _check_contents(path: Path) -> None:
         private_files.check_contents(path / "index")
 
 
+def _unusable(path: Path, error: OSError) -> CacheFsError:
+    named = error.filename
+    what = f"{os.fsdecode(named)}: " if isinstance(named, str | bytes) and named != str(path) else ""
+    return CacheFsError(f"cannot use the cache directory {path}: {what}{error.strerror or error}")
+
+
 def check_usable(path: Path, source: str) -> None:
     """Check that this could be the cache directory of a mount. Nothing is changed. Raises as `check_inheritable`."""
     place = next(each for each in (path, *path.parents) if each.exists())
@@ -70,7 +76,7 @@ def check_usable(path: Path, source: str) -> None:
         if not os.access(place, os.W_OK | os.X_OK):
             raise CacheFsError(f"cannot use the cache directory {path}: {place} cannot be written to")
     except OSError as error:
-        raise CacheFsError(f"cannot use the cache directory {path}: {error.strerror or error}") from error
+        raise _unusable(path, error) from error
 
 
 def check_inheritable(path: Path, source: str, session_path: Path) -> None:
@@ -94,8 +100,7 @@ def check_inheritable(path: Path, source: str, session_path: Path) -> None:
     except owner.Damaged as error:
         raise CacheFsError(f"{error}: unmount, and mount again with an empty cache") from None
     except OSError as error:
-        what = f"{error.filename}: " if error.filename else ""
-        raise CacheFsError(f"cannot use the cache directory {path}: {what}{error.strerror or error}") from error
+        raise _unusable(path, error) from error
 
 
 class CacheDirectory:
@@ -113,7 +118,7 @@ class CacheDirectory:
             private_files.make_directory(path)
             self._claim(source, on, same_mount=same_mount)
         except OSError as error:
-            raise CacheFsError(f"cannot use the cache directory {path}: {error.strerror or error}") from error
+            raise _unusable(path, error) from error
 
     def _claim(self, source: str, filesystem: Filesystem | None, *, same_mount: bool) -> None:
         _check_contents(self.path)

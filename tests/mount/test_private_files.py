@@ -102,6 +102,24 @@ def test_a_cache_directory_with_a_named_pipe_is_refused(mount: Callable[..., Mou
     path.unlink()
 
 
+@pytest.mark.parametrize("name", ["blob", "lock", "index"])
+def test_what_has_the_place_of_a_file_of_the_cache_is_named(
+    mount: Callable[..., Mount], source: Path, name: str
+) -> None:
+    m = mount(source)
+    m.umount()
+    path = m.cache / name
+    if path.is_dir():
+        shutil.rmtree(path)
+        path.write_bytes(b"")
+    else:
+        path.unlink()
+        path.mkdir()
+    done = cachefs("mount", source, m.path, "--cache-dir", m.cache, check=False)
+    assert done.returncode != 0 and done.stderr.count("\n") == 1, done.stderr
+    assert name in done.stderr.replace(str(m.cache.parent), ""), done.stderr
+
+
 @contextmanager
 def impostor(path: Path) -> Iterator[list[object]]:
     """Listens there as a daemon would, and closes each connection. Yields the connections."""
