@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from tests.conftest import Mount, cachefs, contents, contents_of_damaged, make_files, settle, small_disk, wait_for
+from tests.processes import fastpath_pid
 
 pytestmark = pytest.mark.promise("FA-16")
 
@@ -232,6 +233,21 @@ def test_a_report_of_the_fast_path_that_is_the_first_to_meet_damage(mount: MakeM
     assert {path: path.read_bytes() for path in rest} == {path: expected[path] for path in rest}
     wait_for(lambda: m.status()["index_problem"], bool)
     assert "bug in" not in m.log() and m.status()["fastpath"]["starts"] == 1
+
+
+@pytest.mark.fastpath
+@pytest.mark.promise("FA-34")
+@pytest.mark.parametrize("mode", [["--read-only"], []], ids=["read-only", "read-write"])
+def test_the_fast_path_survives_a_meta_page_of_zeros(mount: MakeMount, source: Path, mode: list[str]) -> None:
+    """LMDB ended it where it looked for the tables. A request that was on its way to the daemon could get EIO."""
+    m, expected = filled(mount, source, *mode)
+    pid = fastpath_pid(m)
+    with open(m.cache / "index/data.mdb", "r+b") as file:
+        transactions = [int.from_bytes(os.pread(file.fileno(), 8, number * PAGE + 144), "little") for number in (0, 1)]
+        os.pwrite(file.fileno(), bytes(PAGE), transactions.index(max(transactions)) * PAGE)
+    m.drop_caches()
+    assert contents_of_damaged(m.path) == expected
+    assert fastpath_pid(m) == pid
 
 
 @pytest.mark.fastpath

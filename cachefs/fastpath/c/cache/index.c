@@ -16,7 +16,7 @@ static const char *const table_names[TABLES] = {TABLE_NAMES};
 static const enum table scanned[] = {LINKS, LISTING, EXTENTS};
 
 /* After an error nothing is closed: the process ends, or goes on without an index. */
-static int open_environment(MDB_env **env, const char *path, MDB_dbi *tables)
+static int open_environment(MDB_env **env, const char *path, MDB_dbi *tables, MDB_dbi *table_of_tables)
 {
     MDB_txn *txn;
     int error = mdb_env_create(env);
@@ -27,7 +27,16 @@ static int open_environment(MDB_env **env, const char *path, MDB_dbi *tables)
     for (int table = 0; table < TABLES; table++)
         if ((error = mdb_dbi_open(txn, table_names[table], 0, &tables[table])))
             return error;
+    if ((error = mdb_dbi_open(txn, NULL, 0, table_of_tables)))
+        return error;
     return mdb_txn_commit(txn);
+}
+
+/* Where the newest meta page is damaged it may refer to no tables: LMDB looks for them, and ends the process. */
+static bool has_tables(const struct index *index, MDB_txn *txn)
+{
+    MDB_stat tables;
+    return !mdb_stat(txn, index->table_of_tables, &tables) && tables.ms_entries;
 }
 
 /* LMDB reads an index without a table of readers where it cannot write one. That is safe as long as no commit can be made. */
@@ -47,9 +56,9 @@ int index_open(struct index *index, const char *session, const char *durable, st
     index->is_unregistered = is_read_only(index);
     int error = lost_index_watch(shared) ? 0 : errno;
     if (!error)
-        error = open_environment(&index->env[DURABLE], durable, index->tables[DURABLE]);
+        error = open_environment(&index->env[DURABLE], durable, index->tables[DURABLE], &index->table_of_tables);
     if (!error)
-        error = open_environment(&index->env[SESSION], session, index->tables[SESSION]);
+        error = open_environment(&index->env[SESSION], session, index->tables[SESSION], &index->table_of_tables);
     if (error)
         index->env[SESSION] = index->env[DURABLE] = NULL;
     return error;
@@ -110,6 +119,11 @@ int view_begin(struct view *view)
     if ((error = mdb_txn_renew(view->txn[DURABLE]))) {
         mdb_txn_reset(view->txn[SESSION]);
         return error;
+    }
+    if (!has_tables(view->index, view->txn[DURABLE])) {
+        mdb_txn_reset(view->txn[SESSION]);
+        mdb_txn_reset(view->txn[DURABLE]);
+        return MDB_CORRUPTED;
     }
     view->open = true;
     view->damaged = false;

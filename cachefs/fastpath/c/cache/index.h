@@ -20,7 +20,7 @@ enum layer { SESSION, DURABLE, LAYERS };
 
 struct index {
     MDB_env *env[LAYERS];
-    MDB_dbi tables[LAYERS][TABLES];
+    MDB_dbi tables[LAYERS][TABLES], table_of_tables;
     const struct shared *shared;
     char lock_path[PATH_MAX]; /* the table of readers of the durable index */
     bool is_unregistered;     /* the disk is read-only: the readers of this process are not in the table */
