@@ -68,17 +68,19 @@ class Directories:
         Raises `Changed` if the directory was replaced. For a listing the kernel does not look up the name again. So the
         name is dropped before this returns, and the next listing finds the new directory.
         """
-        number, owner, _ = self._asked(handle)
+        number, owner, caller = self._asked(handle)
         try:
-            await self._readdir(number, owner, after, emit)
+            await self._readdir(number, owner, caller, after, emit)
         except Changed as error:
             await self._fs.invalidation.forget_names(error.directory or number)
             raise
 
-    async def _readdir(self, number: int, owner: int, after: int, emit: Emit) -> None:
+    async def _readdir(self, number: int, owner: int, caller: Caller | None, after: int, emit: Emit) -> None:
+        arrival_s = self._fs.source.clock.monotonic_s()
         begins = after == 0 or self._metadata.index.durable.damage.is_found  # rows may be lost in the middle
         if begins and not self._comparisons.is_valid(await self._fs.revalidated(number)):
             await self._comparisons.make(number, owner)
+        await self._fs.let_list(number, caller, arrival_s)
         if after < 2 and not self._emit_dots(number, after, emit):
             return
         after = max(after, 2)
@@ -94,6 +96,7 @@ class Directories:
             attempts = attempts + 1 if after == failed_at else 1
             failed_at = after
             await self._comparisons.make(number, owner)
+            await self._fs.let_list(number, caller, arrival_s)
 
     async def entries(self, number: int) -> list[int]:
         """The inodes of a directory in the order of its listing, which is made if it is not valid, or has a name that

@@ -197,6 +197,12 @@ class FileSystem:
             return []
         return self.permissions.closed_lately(self.directory(number), name, arrival_s)
 
+    async def let_list(self, number: int, caller: Caller | None, arrival_s: float) -> None:
+        """Raises `PermissionsChanged` if the kernel may have let the caller open a directory by former permissions, and
+        the source does not allow it."""
+        closed = self.closed_lately(number, b".", arrival_s)
+        await self.permissions.let_in(closed, caller, arrival_s, lists=True)
+
     async def lookup(self, parent: int, name: bytes, caller: Caller | None = None) -> Entry:
         """`caller`: None for the daemon itself."""
         self.lookups += 1

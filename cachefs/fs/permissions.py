@@ -16,11 +16,11 @@ look at each directory. Where times prove nothing (store/filesystem.py), a look 
 If permissions have changed, the record is doubtful, the kernel drops the attributes, and the request fails with
 `PermissionsChanged` (ESTALE): the kernel walks the path again and applies the new permissions. Requests that the kernel
 admitted before may still wait in a queue. So for the next seconds, and for as long as the queue lasts, the source
-decides for each caller, also of what the index could answer: the fast path passes every LOOKUP to the daemon
-(`pass_names_until_ns`), and names beneath the directory expire at once, because a caller who waits in the kernel for
-another's LOOKUP of a name gets the same answer (hazard 68). The same holds for a request that was in this daemon when
-that time began, and where a comparison of the directory itself has shown other permissions. From then on the directory
-is compared every two seconds: so permissions that are loosened again take effect for users without access.
+decides for each caller, also of what the index could answer: the fast path passes every LOOKUP and READDIR to the
+daemon (`pass_names_until_ns`), and names beneath the directory expire at once, because a caller who waits in the kernel
+for another's LOOKUP of a name gets the same answer (hazard 68). The same holds for a request that was in this daemon
+when that time began, and where a comparison of the directory itself has shown other permissions. From then on the
+directory is compared every two seconds: so permissions that are loosened again take effect for users without access.
 
 Changes are made with the caller's identity, but relative to a descriptor of the directory: the source checks only that
 directory. So the pinned directories above it are looked at before a change, unless that was done within the last
@@ -31,6 +31,7 @@ listing comes with them. The recorded ctime stays: it says for which state the n
 """
 
 import math
+import os
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from functools import partial
@@ -126,12 +127,20 @@ def _acl(source: Source, directory: Directory) -> bytes:
         return inode_values.ABSENT
 
 
-def _walk(source: Source, steps: Iterable[Step], caller: Caller) -> None:
-    """Look up these names as the caller, the only check of some FUSE sources (hazard 69). May raise PermissionError."""
+def _walk(source: Source, steps: Iterable[Step], caller: Caller, lists: bool) -> None:
+    """Look up these names as the caller, the only check of some FUSE sources (hazard 69). May raise PermissionError.
+
+    `lists`: open a directory instead whose name is ".".
+    """
     for directory, name in steps:
-        source.round_trip("lstat")
+        opens = lists and name == b"."
+        source.round_trip("open" if opens else "lstat")
         with source.directories.hold(directory) as fd, suppress(FileNotFoundError):
-            caller.run(partial(source.stat, fd, name))
+            caller.run(partial(_open_directory, fd) if opens else partial(source.stat, fd, name))
+
+
+def _open_directory(fd: int) -> None:
+    os.close(os.open(".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=fd))
 
 
 def lstat(
@@ -232,15 +241,20 @@ class Permissions:
             name, above = above.name, above.parent
         return found
 
-    async def let_in(self, steps: Sequence[Step], caller: Caller | None, arrival_s: float) -> None:
-        """Raises `PermissionsChanged` where the source does not allow the caller (None: the daemon) these steps."""
+    async def let_in(
+        self, steps: Sequence[Step], caller: Caller | None, arrival_s: float, *, lists: bool = False
+    ) -> None:
+        """Raises `PermissionsChanged` where the source does not allow the caller (None: the daemon) these steps.
+
+        `lists`: a directory whose name is "." is listed.
+        """
         if caller is None or not steps:
             return
         error = self._error(tuple(directory.number for directory, _ in steps))
         if error.admits(caller.uid):
             return
         try:
-            await self._call_pool.run(partial(_walk, self._source, steps, caller))
+            await self._call_pool.run(partial(_walk, self._source, steps, caller, lists))
         except PermissionError:
             self._refused(error.numbers, caller.pid, arrival_s)
             self.tell(error)

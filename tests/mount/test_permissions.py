@@ -184,6 +184,28 @@ def test_the_names_of_a_closed_directory_are_not_listed(
 
 
 @pytest.mark.promise("PE-8")
+@modes([(), ("--no-fastpath",)])
+@pytest.mark.parametrize("closed", ["outer", "outer/inner"])
+def test_the_names_of_a_closed_directory_are_not_listed_to_the_second_process_either(
+    mount: MakeMount, source: Path, arguments: tuple[str, ...], closed: str
+) -> None:
+    """The kernel had let both open it by the former permissions. Before: the first got ESTALE, the second the names."""
+    inner = a_tree(source, "outer")
+    settle()
+    m = mounted(mount, source, arguments)
+    assert bob((m.path / "outer/inner/old").read_bytes) == b"old"
+    (source / closed).chmod(0o700)
+    put(inner / "new", b"secret")
+    opened = [bob(lambda: os.open(m.path / "outer/inner", os.O_RDONLY)) for _ in range(2)]
+    for fd in opened:
+        assert isinstance(fd, int), "the kernel knows already, and this proves nothing"
+        assert bob(lambda fd=fd: os.listdir(fd)) == errno.ESTALE
+        os.close(fd)
+    assert bob(lambda: os.listdir(m.path / "outer/inner")) == errno.EACCES
+    assert alice(lambda: sorted(os.listdir(m.path / "outer/inner"))) == ["new", "old"]
+
+
+@pytest.mark.promise("PE-8")
 @modes(SOME)
 def test_who_may_still_enter_lists_a_directory_that_was_closed_to_others(
     mount: MakeMount, source: Path, arguments: tuple[str, ...]
