@@ -151,6 +151,8 @@ def test_another_release_of_an_erofs_differs_on_its_data_device_only(
         setup = ["losetup", "--find", "--show", "--read-only", tmp_path / "data"]
         loop = subprocess.check_output(setup, text=True).strip()
         undo.callback(subprocess.run, ["losetup", "-d", loop], check=True)
+        # A mount namespace of another test may have a copy of the mount, which the next one would get.
+        undo.callback(wait_for, lambda: subprocess.check_output(["losetup", "-j", image]), lambda found: not found)
         subprocess.run(["mount", "-t", "erofs", "-o", f"loop,ro,device={loop}", image, place], check=True)
         undo.callback(umount_when_free, place)
         return undo
