@@ -17,10 +17,10 @@ If permissions have changed, the record is doubtful, the kernel drops the attrib
 `PermissionsChanged` (ESTALE): the kernel walks the path again and applies the new permissions. Requests that the kernel
 admitted before may still wait in a queue. So for the next seconds, and for as long as the queue lasts, the source
 decides for each caller, also of what the index could answer: the fast path passes every LOOKUP and READDIR to the
-daemon (`pass_names_until_ns`), and names beneath the directory expire at once, because a caller who waits in the kernel
-for another's LOOKUP of a name gets the same answer (hazard 68). The same holds for a request that was in this daemon
-when that time began, and where a comparison of the directory itself has shown other permissions. From then on the
-directory is compared every two seconds: so permissions that are loosened again take effect for users without access.
+daemon (`pass_names_until_ns`). Names beneath the directory expire at once: several callers may wait in the kernel for
+one LOOKUP, and all get its answer (hazard 68). The same holds for a request that was in this daemon when that time
+began, and where a comparison of the directory itself has shown other permissions. From then on the directory is
+compared every two seconds: so permissions that are loosened again take effect for users without access.
 
 Changes are made with the caller's identity, but relative to a descriptor of the directory: the source checks only that
 directory. So the pinned directories above it are looked at before a change, unless that was done within the last

@@ -133,7 +133,7 @@ def _owner(found: os.stat_result) -> str:
 def check_contents(path: Path) -> None:
     """Check that a directory, which may have been open to others before, has no symlink and no file of another user.
 
-    Nor has it a named pipe or a device: an open of one may wait for ever.
+    Named pipes and devices are refused, too: opening one may block for ever.
     """
     with os.scandir(path) as entries:
         for entry in entries:

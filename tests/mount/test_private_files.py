@@ -91,7 +91,7 @@ def test_a_cache_directory_that_another_user_made_is_refused(source: Path, tmp_p
 @pytest.mark.promise("PE-15")
 @pytest.mark.parametrize("name", ["blob", "secret", "cache.json", "lock", "daemon.log", "index/data.mdb"])
 def test_a_cache_directory_with_a_named_pipe_is_refused(mount: Callable[..., Mount], source: Path, name: str) -> None:
-    """An open of one waits until somebody writes to it."""
+    """Opening a named pipe blocks until somebody writes to it."""
     m = mount(source)
     m.umount()
     path = m.cache / name
@@ -103,9 +103,7 @@ def test_a_cache_directory_with_a_named_pipe_is_refused(mount: Callable[..., Mou
 
 
 @pytest.mark.parametrize("name", ["blob", "lock", "index"])
-def test_what_has_the_place_of_a_file_of_the_cache_is_named(
-    mount: Callable[..., Mount], source: Path, name: str
-) -> None:
+def test_a_cache_file_of_the_wrong_type_is_named(mount: Callable[..., Mount], source: Path, name: str) -> None:
     m = mount(source)
     m.umount()
     path = m.cache / name

@@ -32,7 +32,7 @@ static int open_environment(MDB_env **env, const char *path, MDB_dbi *tables, MD
     return mdb_txn_commit(txn);
 }
 
-/* Where the newest meta page is damaged it may refer to no tables: LMDB looks for them, and ends the process. */
+/* False if the newest meta page is damaged and refers to no tables: LMDB would abort the process when it looks for one. */
 static bool has_tables(const struct index *index, MDB_txn *txn)
 {
     MDB_stat tables;
