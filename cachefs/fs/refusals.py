@@ -308,8 +308,12 @@ class Repetitions:
         """Is this open of an inode for reading a repeated one, so that the kernel has just learnt its size? The result
         says whether that may be another one than the present size, its argument."""
         known = self._reopening.pop(caller.pid, None)
-        if known is None or known.number != number or not known.is_looked_up or self._monotonic_ns() >= known.until_ns:
+        if known is None or known.number != number or self._monotonic_ns() >= known.until_ns:
             return lambda size: False
+        if not known.is_looked_up:
+            # The kernel repeats an open by /proc/PID/fd/N, too, but has no name to look up: nothing would tell the size.
+            is_by_descriptor = known.was_open and bool(caller.pid)  # 0: of all processes that cannot be told apart
+            return lambda size: is_by_descriptor
         answered = self._answered.get(caller.pid)
         return lambda size: known.was_open or answered == (number, size)
 

@@ -265,10 +265,8 @@ def test_an_open_is_repeated_at_once_by_the_thread_that_has_looked_the_inode_up(
     repetitions: Repetitions, times: Times
 ) -> None:
     fail_to_open(repetitions, 7)
-    assert not is_reopened(repetitions, ONE), "it was not looked up"
-    fail_to_open(repetitions, 7)
     look_up(repetitions, FOUND, OTHER)
-    assert not is_reopened(repetitions, ONE) and not is_reopened(repetitions, OTHER)
+    assert not is_reopened(repetitions, OTHER), "another thread's open failed"
     fail_to_open(repetitions, 8)
     look_up(repetitions, FOUND, ONE)
     assert not is_reopened(repetitions, ONE), "another inode was opened"
@@ -283,6 +281,16 @@ def test_an_open_is_repeated_at_once_by_the_thread_that_has_looked_the_inode_up(
         times.ns += REPEATED_WITHIN_NS - 1 + late_ns
         assert is_reopened(repetitions, ONE) == (not late_ns)
         assert not is_reopened(repetitions, ONE), "once"
+
+
+def test_an_open_by_a_descriptor_is_repeated_without_a_look_up(repetitions: Repetitions) -> None:
+    for number, caller, is_repeated in (7, ONE, True), (7, OTHER, False), (8, ONE, False):
+        fail_to_open(repetitions, number)
+        assert is_reopened(repetitions, caller) == is_repeated
+        is_reopened(repetitions, ONE)  # forget it
+    with suppress(OSError), repetitions.on_the_way(ONE, 7):
+        raise OSError(errno.ESTALE, "")
+    assert not is_reopened(repetitions, ONE), "no open has failed"
 
 
 def test_processes_that_the_daemon_cannot_tell_apart_wait_until_their_calls_have_arrived(
