@@ -160,10 +160,14 @@ class Source:
             return self.connection.stat(fd, name, ask=True)
         return now if self._is_coherent and now.device in volumes.trusted else now._replace(is_fresh=asks)
 
+    def _follows_path(self, identity: Identity) -> bool:
+        """May a descriptor of the object lead elsewhere, and does its number show that?"""
+        volumes = self.connection.volumes
+        return volumes.kind(identity.device).follows_paths and identity.device not in volumes.without_numbers
+
     def _compare(self, fd: int, identity: Identity, ask: bool) -> Stat | None:
         """As `SourceDirectories.compare`."""
-        volumes = self.connection.volumes
-        if not volumes.kind(identity.device).follows_paths or identity.device in volumes.without_numbers:
+        if not self._follows_path(identity):
             return None
         self.counters.add("fstat")
         now = self.connection.stat(fd, b"", ask=ask)
@@ -181,7 +185,7 @@ class Source:
         """Open an object, and compare it in the block. The descriptor stays open, unless that fails.
 
         Raises `Changed` if the name does not lead to such an object. Where a descriptor follows its path, only a
-        comparison in the block shows what was opened.
+        comparison in the block shows what was opened, and only if the name led there before (misses/source.c).
         """
         if at.fd >= 0:
             path = f"/proc/self/fd/{at.fd}"
@@ -195,6 +199,8 @@ class Source:
         with ExitStack() as opened:
             with self.directories.hold(at.directory, to_change=to_change) as directory:
                 try:
+                    if at.identity is not None and self._follows_path(at.identity):
+                        check(at.identity, self._lstat_at(directory, at.name))
                     fd = run(lambda: self.opener.open_at(directory, at.name, flags))
                 except OSError as error:
                     if error.errno in GONE:

@@ -183,16 +183,22 @@ static bool same_version(const struct shared *shared, int fd, const struct inode
            is_of_volume(shared, &now, expected->device) && same_birth(fd, expected, &now);
 }
 
+static bool look(uint32_t user, uint32_t group, int directory, const char *path, struct statx *now, struct counters *counters)
+{
+    int fd = open_as_admitted(user, group, directory, path, O_PATH);
+    counters->source_fstats += fd >= 0;
+    bool good = fd >= 0 && !statx(fd, "", AT_EMPTY_PATH | AT_STATX_FORCE_SYNC, STATX_BASIC_STATS, now);
+    if (fd >= 0)
+        close(fd);
+    return good;
+}
+
 /* Looks at the directory that a file is in, by its path. */
 static bool look_above(uint32_t user, uint32_t group, int directory, const char *path, struct statx *now,
                        struct counters *counters)
 {
     char *above = strndup(path, (size_t)(strrchr(path, '/') - path));
-    int fd = above ? open_as_admitted(user, group, directory, above, O_PATH | O_DIRECTORY) : -1;
-    counters->source_fstats += fd >= 0;
-    bool good = fd >= 0 && !statx(fd, "", AT_EMPTY_PATH | AT_STATX_FORCE_SYNC, STATX_BASIC_STATS, now);
-    if (fd >= 0)
-        close(fd);
+    bool good = above && look(user, group, directory, above, now, counters);
     free(above);
     return good;
 }
@@ -285,10 +291,14 @@ uint8_t *source_read(const struct shared *shared, int directory, const char *pat
     simulate_latency(shared);
     if (expected->device)
         user = 0; /* a filesystem beneath the source, which a user may have mounted, may be closed to all others */
-    /* Where a descriptor follows its path, so does the comparison. Between these two looks the directory stays where it is. */
-    struct statx before, after;
+    /* Where a descriptor follows its path, so does the comparison. Between the looks above, the directory stays where it is.
+     * But of two exchanges in one tick of the kernel's clock, the second one may give the directory that comes the times that
+     * the other one had, and a mergerfs gives it the other one's number: so the path must lead to the file at first, too. */
+    struct statx before, after, found;
     bool follows = shared->source_flags & SOURCE_BY_PATH && strchr(path, '/');
-    bool good = !follows || look_above(user, group, directory, path, &before, counters);
+    bool good = !follows || (look_above(user, group, directory, path, &before, counters) &&
+                             look(user, group, directory, path, &found, counters) &&
+                             same_number(expected->source_inode, found.stx_ino));
     int fd = good ? open_as_admitted(user, group, directory, path, READ_FLAGS) : -1;
     good = false;
     if (fd >= 0) {
