@@ -226,7 +226,7 @@ class OpenFiles:
                 await self._share(opened)
                 continue
             read = partial(self.fs.source.pread, length=size, offset=offset, inode=inode)
-            data = await self._read_uncached(inode, self.descriptors.use(opened, read))
+            data = await self._read_uncached(opened.number, inode, partial(self.descriptors.use, opened, read))
             if not self._shows_pinned_version(opened, self._metadata.current(opened.number)):
                 return data
         assert opened.file is not None
@@ -254,9 +254,9 @@ class OpenFiles:
         if before is not None:
             await self._shared.let_go(before)
 
-    async def _read_uncached(self, inode: Inode | None, read: Awaitable[bytes]) -> bytes:
+    async def _read_uncached(self, number: int, inode: Inode | None, read: Callable[[], Awaitable[bytes]]) -> bytes:
         """A read of a mutable file. The kernel keeps the pages as long as the times of the file stay the same."""
-        data = await read
+        data = await self._metadata.changes.read(number, read)
         if inode is not None and inode.is_young:
             self.young.was_read(inode)
         if inode is not None and not inode.flags & READ_MUTABLE:
@@ -279,10 +279,8 @@ class OpenFiles:
                 inode = self._metadata.pin_file(update, inode)
             immutable = rules.is_immutable(inode)
         if not immutable:
-            read = self.fs.source.read_file
-            return await self._read_uncached(
-                inode, self.descriptors.ask_object(number, lambda at: read(at, size, offset, inode))
-            )
+            read = partial(self.fs.source.read_file, length=size, offset=offset, inode=inode)
+            return await self._read_uncached(number, inode, partial(self.descriptors.ask_object, number, read))
         file = self._recent.pop(number, None)
         if file is None or file.inode.version != inode.version:
             if file is not None:

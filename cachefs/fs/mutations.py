@@ -187,10 +187,8 @@ class Mutations:
         if not opened.writable:
             raise failed(errno.EBADF)
         writer = opened.writer or unknown_writer()
-        try:
+        with self._metadata.changes.writing(opened.number):
             return await self._descriptors.change(opened, lambda fd: self._source.pwrite(fd, data, offset, writer))
-        finally:
-            self._metadata.changes.note(opened.number)
 
     async def fsync(self, handle: int, data_only: bool) -> None:
         if self._fs.options.read_only:

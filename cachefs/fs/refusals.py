@@ -311,7 +311,7 @@ class Repetitions:
         if known is None or known.number != number or self._monotonic_ns() >= known.until_ns:
             return lambda size: False
         if not known.is_looked_up:
-            # The kernel repeats an open by /proc/PID/fd/N, too, but has no name to look up: nothing would tell the size.
+            # The kernel repeats an open by /proc/PID/fd/N, too, but has no name to look up: nothing tells it the size.
             is_by_descriptor = known.was_open and bool(caller.pid)  # 0: of all processes that cannot be told apart
             return lambda size: is_by_descriptor
         answered = self._answered.get(caller.pid)

@@ -4,18 +4,23 @@ An lstat that began before a write and is answered after it brings an older size
 took over the older one, the next append would go there. So such an answer is valid for no time (`happened_since`), and
 requests that come after the write do not share it (`count`).
 
+A READ waits for the WRITEs of the file that have arrived before it (`read`).
+
 A change of a name moves the ctime before its answer is here: fetches that see it wait for its end (`end_of`), and so
 does the next change of a name.
 """
 
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from typing import TypeVar
 
 import trio
 
 MOST = 4096
 MOST_LOST = 1 << 14
+MOST_READS = 4
+T = TypeVar("T")
 
 
 class LastChanges:
@@ -31,6 +36,8 @@ class LastChanges:
         """Time of the last change that is no longer in `_when_ns`."""
         self._under_way: dict[int, trio.Event] = {}
         """Inode → set when the change that this mount is making to its names has been made."""
+        self._writes: dict[int, set[trio.Event]] = {}
+        """Inode → its WRITEs that are being made; each is set when it has been made."""
 
     def note(self, number: int) -> None:
         """A change has just been made."""
@@ -63,6 +70,37 @@ class LastChanges:
             for number in known:
                 del self._under_way[number]
             event.set()
+
+    @contextmanager
+    def writing(self, number: int) -> Iterator[None]:
+        """Around a WRITE of an inode."""
+        event = trio.Event()
+        others = self._writes.setdefault(number, set())
+        others.add(event)
+        try:
+            yield
+        finally:
+            event.set()
+            others.remove(event)
+            if not others:
+                del self._writes[number]
+            self.note(number)
+
+    async def read(self, number: int, read: Callable[[], Awaitable[T]]) -> T:
+        """What a READ of an inode gets, which sees all WRITEs that have arrived.
+
+        The kernel may drop a page while it writes a part of it, and read it again at once. Without this it would keep a
+        page that lacks what was written, and write that page if a process has mapped it. Where one WRITE follows the
+        other all the time, `read` is called `MOST_READS` times.
+        """
+        for _ in range(MOST_READS):
+            for event in tuple(self._writes.get(number, ())):
+                await event.wait()
+            began_ns = self._monotonic_ns()
+            result = await read()
+            if number not in self._writes and not self.happened_since(number, began_ns):
+                break
+        return result
 
     def end_of(self, number: int) -> trio.Event | None:
         """Set when the change that this mount is making to an inode's names has been made. None: there is none."""
