@@ -156,6 +156,10 @@ class Mutations:
         self._check_writable(number, writer=caller)
         call = partial(self._source.open_file, flags=flags, caller=caller)
         generation = self._fs.source.generation
+        if flags & os.O_TRUNC and self._fs.immutability.has_writers(number):
+            # Here, unlike in truncate(2), the kernel does not wait for what it is writing of a shared mapping. It would
+            # come after the truncation, and give the file a size again.
+            await self._fs.notifier.drop((), [number])
         with self._fs.immutability.opening_for_writing(number):
             await self._compare_names(number, caller, most=None)
             await self._fs.before_object_changes(caller, number)

@@ -628,6 +628,36 @@ def test_absences_are_pinned_beyond_the_memory_of_the_kernel(mount: MakeMount, s
     assert m.ops() == before
 
 
+@pytest.mark.slow
+@pytest.mark.promise("WR-8")
+@pytest.mark.parametrize("mode", [(), ("--no-fastpath",)], ids=["fastpath", "python"])
+def test_what_the_kernel_is_writing_of_a_mapping_does_not_come_after_a_truncation(
+    mount: MakeMount, tmp_path: Path, mode: tuple[str, ...]
+) -> None:
+    """Before: 1 in 7 of the files had a size again, and parts of their former contents."""
+    source = tmp_path / "source"
+    source.mkdir()
+    m = mount(source, *mode)
+    size, draw, left = 2_500_000, random.Random(1), {}
+    with ThreadPoolExecutor() as pool:
+        for number in range(60):
+            path = m.path / f"file{number}"
+            path.write_bytes(b"A" * size)
+            with open(path, "r+b") as file, mmap.mmap(file.fileno(), size) as mapped:
+                for _ in range(30):
+                    at = draw.randrange(size - 100)
+                    mapped[at : at + 100] = b"B" * 100
+                written = pool.submit(os.fsync, file.fileno())
+                time.sleep(draw.choice((0, 0.001, 0.003, 0.01)))
+                os.close(os.open(path, os.O_WRONLY | os.O_TRUNC))
+                written.result()
+                os.fsync(file.fileno())
+                if length := (source / path.name).stat().st_size:
+                    left[path.name] = length
+            path.unlink()
+    assert not left
+
+
 STORES = """
 import mmap, random, sys, time
 until = time.monotonic() + 8
