@@ -1,5 +1,6 @@
 """The filesystem of the source is mounted again, or another one in its place: real images on loop devices."""
 
+import errno
 import os
 import subprocess
 from collections.abc import Callable, Iterator
@@ -8,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import Mount, contents, wait_for
+from tests.conftest import Mount, contents, settle, wait_for
 from tests.sources.images import MAKE, READ_ONLY, make_image, mount_image, umount_when_free
 
 
@@ -274,3 +275,33 @@ def test_a_filesystem_is_recognized_on_another_loop_device(mount: Callable[..., 
     assert m.ops().get("read", 0) == 0
     assert "starts empty" not in m.log()
     m.umount()
+
+
+@pytest.mark.promise("WR-8")
+def test_an_open_that_fails_has_not_emptied_the_file(
+    mount: Callable[..., Mount], tmp_path: Path, beneath: ExitStack
+) -> None:
+    """On an overlayfs the directories are copied up, and are other ones then. Before: 1 of 5 opens emptied the file at
+    the source, and failed afterwards, because no name led to its former directory."""
+    lower, upper, work, source = (tmp_path / name for name in ("lower", "upper", "work", "source"))
+    for directory in (lower, upper, work, source):
+        directory.mkdir()
+    count = 40
+    for number in range(count):
+        (lower / f"{number}/beneath").mkdir(parents=True)
+        (lower / f"{number}/beneath/file").write_bytes(b"contents")
+    settle()
+    layers = f"lowerdir={lower},upperdir={upper},workdir={work},index=on"
+    subprocess.run(["mount", "-t", "overlay", "-o", layers, "overlay", source], check=True)
+    beneath.callback(subprocess.run, ["umount", "-l", source], check=True)
+    m = mount(source)
+    for number in range(count):
+        directory = m.path / str(number)
+        os.link(directory / "beneath/file", directory / "link")
+        try:
+            os.close(os.open(directory / "link", os.O_WRONLY | os.O_TRUNC))
+        except OSError as error:
+            assert error.errno == errno.ESTALE
+            assert (source / f"{number}/link").read_bytes() == b"contents"
+        else:
+            assert (source / f"{number}/link").read_bytes() == b""
