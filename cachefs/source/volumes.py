@@ -311,7 +311,9 @@ class Connection(NamedTuple):
         """lstat of a name in a directory; if it is empty, of `fd` itself. `ask`: as of `Source.stat`."""
         now = self._numbered_stat(fd, name, ask=ask)
         kind = self.volumes.kind(now.device)
-        if not now.btime_ns:
+        if kind.copies_up:
+            now = now._replace(btime_ns=0)
+        elif not now.btime_ns:
             now = self._with_generation(fd, name, now, kind)
         if now.device in self.volumes.with_nobody:
             now = of_nobody(now)

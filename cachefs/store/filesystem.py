@@ -92,6 +92,8 @@ class Kind(NamedTuple):
     """May two objects have one inode number, because it passes on those of several filesystems (hazard 74)? mergerfs
     does so with one of its options, which the mount table does not show."""
     is_btrfs: bool = False
+    copies_up: bool = False
+    """Does an object that is changed for the first time become a copy, which was born later? The number stays."""
 
 
 ORDINARY = Kind()
@@ -153,6 +155,7 @@ def kind_of(fstype: str) -> Kind:
         uses_numbers_once=fstype in _CEPH,
         has_twins=hides_mounts(fstype) and fstype not in _HAS_OWN_NUMBERS - {"fuse.bindfs", "fuse.mergerfs"},
         is_btrfs=fstype == "btrfs",
+        copies_up=fstype == "overlay",
     )
 
 
