@@ -111,13 +111,17 @@ def lock_for_good(path: Path) -> int:
     """
     with closing(os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)) as directory:
         fcntl.flock(directory, fcntl.LOCK_EX)  # one process at a time: the file names its present holder
+        was_tried_again = False
         while True:
             fd = private_files.open_file(path, os.O_RDWR | os.O_CREAT)
             if not try_to_lock(fd):
                 pid, _, started = os.pread(fd, 64, 0).decode(errors="replace").strip().partition(" ")
                 os.close(fd)
                 if not pid.isdigit() or not is_dying(int(pid)) or _started(pid) != started:
-                    raise Taken(pid or "unknown")
+                    if was_tried_again:
+                        raise Taken(pid or "unknown")
+                    was_tried_again = True  # it may have ended since
+                    continue
                 path.unlink(missing_ok=True)
                 continue
             with suppress(OSError):  # the disk is full: the line of a dead process may stay
