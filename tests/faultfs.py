@@ -6,7 +6,7 @@ While FAULTS/hang exists, READ, OPEN and LOOKUP of paths that contain a line of 
 while FAULTS/late exists, the first LOOKUP of each path that contains a line of it is answered later, with what was
 true before; FAULTS/has-late says that there is one;
 while FAULTS/hang-all exists, GETATTR, STATFS and GETXATTR do not either;
-while FAULTS/hang-write exists, WRITE does not;
+while FAULTS/hang-write exists, WRITE does not; FAULTS/has-hung says that there is one;
 while FAULTS/rctime exists, it is the extended attribute ceph.dir.rctime of every directory;
 while FAULTS/enotconn exists, STATFS fails with ENOTCONN;
 while FAULTS/edquot exists, FLUSH fails with EDQUOT;
@@ -179,6 +179,7 @@ class FaultFs(pyfuse3.Operations):
 
     async def write(self, fh, off, buf):
         while (FAULTS / "hang-write").exists():
+            (FAULTS / "has-hung").touch()
             await trio.sleep(0.02)
         self.fail("write", os.readlink(f"/proc/self/fd/{fh}".encode()))
         return os.pwrite(fh, buf, off)
