@@ -199,7 +199,7 @@ class Source:
         with ExitStack() as opened:
             with self.directories.hold(at.directory, to_change=to_change) as directory:
                 try:
-                    if at.identity is not None and self._follows_path(at.identity):
+                    if at.identity is not None and not flags & os.O_PATH and self._follows_path(at.identity):
                         check(at.identity, self._lstat_at(directory, at.name))
                     fd = run(lambda: self.opener.open_at(directory, at.name, flags))
                 except OSError as error:
