@@ -27,7 +27,6 @@ from cachefs.metadata.inode_paths import links_of
 from cachefs.metadata.limit import InodeLimit
 from cachefs.metadata.notifier import Notifier
 from cachefs.options import Options
-from cachefs.printable import one_line
 from cachefs.source.identity import Changed
 from cachefs.stats.metrics import Metrics
 from cachefs.store.index.records import IMMUTABLE, STALE, Inode
@@ -313,15 +312,14 @@ class Invalidation:
 
     async def _doubt_results(self, directory: int) -> None:
         with self._metadata.index.view() as view:
+            path = self._metadata.paths.logged(view, directory)
             waiting = self._metadata.children(view, directory)
-            with suppress(OSError):  # no name leads there any more; the file was overwritten all the same
-                log.info(
-                    "%s/: this mount has overwritten a file here, so other nodes may do so, too. From now on its files "
-                    "are compared with the source when they are opened, at most once in %g s. --immutable GLOB "
-                    "prevents that",
-                    one_line(self._metadata.paths.path(view, directory)),
-                    self._options.unpinned_timeout_s,
-                )
+        log.info(
+            "%s/: this mount has overwritten a file here, so other nodes may do so, too. From now on its files are "
+            "compared with the source when they are opened, at most once in %g s. --immutable GLOB prevents that",
+            path,
+            self._options.unpinned_timeout_s,
+        )
         while waiting:
             part, waiting = waiting[-CHUNK:], waiting[:-CHUNK]
             names: list[tuple[int, bytes]] = []

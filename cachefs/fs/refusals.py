@@ -28,7 +28,6 @@ from cachefs.metadata.inode_cache import InodeCache
 from cachefs.metadata.inode_paths import MOST_NAMES, links_if
 from cachefs.metadata.notifier import Notifier
 from cachefs.metadata.validity import ANSWERED_NS
-from cachefs.printable import one_line
 from cachefs.source.credentials import Caller, Process
 from cachefs.stats.metrics import Metrics
 from cachefs.store.index.records import Inode
@@ -128,11 +127,8 @@ class Refusals:
         return True
 
     def _path(self, number: int) -> str:
-        try:
-            with self._metadata.index.view() as view:
-                return one_line(self._metadata.paths.path(view, number))
-        except OSError:  # no name leads to it any more
-            return f"inode {number}"
+        with self._metadata.index.view() as view:
+            return self._metadata.paths.logged(view, number)
 
 
 class Names(Protocol):

@@ -10,6 +10,7 @@ from itertools import islice
 
 from cachefs.contract.index import ROOT_INODE, Table
 from cachefs.errors import failed
+from cachefs.printable import one_line
 from cachefs.source.directories import ROOT, Directory
 from cachefs.store import aliases
 from cachefs.store.index.environment import View
@@ -214,6 +215,13 @@ class Paths:
         if link is None:
             raise failed(errno.ESTALE)
         return _joined(_path_of(self.directory(view, link[0])), link[1])
+
+    def logged(self, view: View, number: int) -> str:
+        """The path as a log shows it; where no name leads to the inode, its number."""
+        try:
+            return one_line(self.path(view, number))
+        except OSError:
+            return f"inode {number}"
 
     def beneath(self, view: View, directory: int, name: bytes) -> bytes:
         """The path of a name in a directory; the name alone where the directory has no path."""

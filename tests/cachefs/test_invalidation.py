@@ -46,6 +46,10 @@ def invalidation_of(metadata: InodeCache, options: Options) -> Invalidation:
     return Invalidation(metadata, nothing, WaitingKernel(), nothing, options)
 
 
+def file(number: int) -> Stat:
+    return directory(number)._replace(mode=0o100644, nlink=1)
+
+
 def in_time(call: Callable[[], Awaitable[T]]) -> T:
     async def run() -> T:
         with trio.fail_after(10):
@@ -70,3 +74,15 @@ def test_a_rename_follows_names_that_form_a_circle_once(index: Index) -> None:
     metadata = inode_cache(index, options)
     above, _ = circle(index, metadata)
     assert in_time(lambda: invalidation_of(metadata, options).follow_names([above])) == []
+
+
+def test_a_directory_without_a_name_does_not_fail_the_change_of_a_file_in_it(index: Index) -> None:
+    """Before: open(O_TRUNC) emptied the file at the source, and then failed for the path in a log line."""
+    metadata = inode_cache(index, Options())
+    with index.update() as update:
+        above = metadata.apply_stat(update, ROOT_INODE, b"above", directory(50), pin=True).number
+        number = metadata.apply_stat(update, above, b"file", file(51), pin=True).number
+        metadata.apply_absence(update, ROOT_INODE, b"above", pin=True)
+    in_time(lambda: invalidation_of(metadata, Options()).overwritten(number))
+    with index.view() as view:
+        assert metadata.is_result(view, number)
