@@ -157,8 +157,8 @@ class Mutations:
         call = partial(self._source.open_file, flags=flags, caller=caller)
         generation = self._fs.source.generation
         if flags & os.O_TRUNC and self._fs.immutability.has_writers(number):
-            # Here, unlike in truncate(2), the kernel does not wait for what it is writing of a shared mapping. It would
-            # come after the truncation, and give the file a size again.
+            # For O_TRUNC, unlike for truncate(2), the kernel does not wait for writeback of a shared mapping: late
+            # pages would give the file a size again.
             await self._fs.notifier.drop((), [number])
         with self._fs.immutability.opening_for_writing(number):
             await self._compare_names(number, caller, most=None)

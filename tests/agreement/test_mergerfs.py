@@ -87,8 +87,8 @@ def by_c(source: Source, fast_path: FastPath) -> Read:
 def test_no_read_gives_what_is_in_the_directory_that_has_the_path_for_a_moment(
     fast_path: FastPath, source: Source, root: Path, side: str
 ) -> None:
-    """Before: 1 in 1,000, where a directory had the times of the one whose path it took. Of two exchanges in a tick of
-    the kernel's clock only the first directory that somebody has looked at gets another time."""
+    """Before: 1 in 500 reads was wrong. After two exchanges within one tick of the kernel's clock the path may lead to
+    the other directory with the same ctime: the kernel uses a finer clock only for an inode whose ctime was queried."""
     read = by_c(source, fast_path) if side == "C" else by_python(source)
     files = []
     for name in NAMES:

@@ -1,5 +1,7 @@
 """What a READ waits for (metadata/last_changes.py)."""
 
+from contextlib import ExitStack
+
 import pytest
 import trio
 import trio.testing
@@ -43,26 +45,27 @@ def test_a_read_is_repeated_if_a_write_came_meanwhile(changes: LastChanges, ends
     async def read() -> int:
         reads.append(7)
         if len(reads) == 1:
-            under_way = changes.writing(7)
-            under_way.__enter__()
+            under_way = ExitStack()
+            under_way.enter_context(changes.writing(7))
             if ends:
-                under_way.__exit__(None, None, None)
+                under_way.close()
             else:
                 trio.lowlevel.spawn_system_task(end, under_way)
         return len(reads)
 
-    async def end(under_way) -> None:  # type: ignore[no-untyped-def]
-        under_way.__exit__(None, None, None)
+    async def end(under_way: ExitStack) -> None:
+        under_way.close()
 
     assert trio.run(changes.read, 7, read) == 2
 
 
 def test_a_read_ends_while_writes_go_on(changes: LastChanges) -> None:
+    reads: list[int] = []
+
     async def read() -> None:
         reads.append(7)
         with changes.writing(7):
             pass
 
-    reads: list[int] = []
     trio.run(changes.read, 7, read)
     assert len(reads) == MOST_READS

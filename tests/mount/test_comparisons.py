@@ -189,11 +189,9 @@ def test_sendfile_of_a_mutable_file_that_another_node_rewrote_gets_all_of_it(
 @pytest.mark.promise("ON-1")
 @pytest.mark.parametrize("mode", [(), ("--no-fastpath",), ("--mutable", "**")], ids=lambda mode: "-".join(mode))
 def test_a_file_that_was_just_written_is_opened_again_by_its_descriptor(
-    mount: MakeMount, tmp_path: Path, mode: tuple[str, ...]
+    mount: MakeMount, source: Path, mode: tuple[str, ...]
 ) -> None:
     """`command /dev/stdin < FILE`. Before: ESTALE for two seconds. The kernel has no name to look up there."""
-    source = tmp_path / "source"
-    source.mkdir()
     m = mount(source, *mode)
     for content in (b"written", b"written again, and longer", b"short"):
         (m.path / "file").write_bytes(content)

@@ -279,11 +279,11 @@ def test_a_filesystem_is_recognized_on_another_loop_device(mount: Callable[..., 
 
 @pytest.mark.promise("CH-1", "WR-8")
 @pytest.mark.parametrize("mode", [(), ("--no-fastpath",)], ids=["fastpath", "python"])
-def test_what_an_overlayfs_copies_up_stays_the_same_object(
+def test_an_object_keeps_its_identity_when_overlayfs_copies_it_up(
     mount: Callable[..., Mount], tmp_path: Path, beneath: ExitStack, mode: tuple[str, ...]
 ) -> None:
-    """The copy has another birth time. Before: it was another object. A process that worked in the directory, such as
-    git, got ESTALE, and 1 of 5 opens emptied the file at the source and failed afterwards."""
+    """The copy has another birth time. Before: it counted as another object. A process that worked in the directory,
+    such as git, got ESTALE, and 1 in 5 opens with O_TRUNC failed after the file was emptied at the source."""
     lower, upper, work, source = (tmp_path / name for name in ("lower", "upper", "work", "source"))
     for directory in (lower, upper, work, source):
         directory.mkdir()

@@ -91,7 +91,7 @@ def test_a_cache_directory_that_another_user_made_is_refused(source: Path, tmp_p
 @pytest.mark.promise("PE-15")
 @pytest.mark.parametrize("name", ["blob", "secret", "cache.json", "lock", "daemon.log", "index/data.mdb"])
 def test_a_cache_directory_with_a_named_pipe_is_refused(mount: Callable[..., Mount], source: Path, name: str) -> None:
-    """Opening a named pipe blocks until somebody writes to it."""
+    """Opening a named pipe blocks until it has a writer."""
     m = mount(source)
     m.umount()
     path = m.cache / name

@@ -630,17 +630,15 @@ def test_absences_are_pinned_beyond_the_memory_of_the_kernel(mount: MakeMount, s
 @pytest.mark.slow
 @pytest.mark.promise("WR-8")
 @pytest.mark.parametrize("mode", [(), ("--no-fastpath",)], ids=["fastpath", "python"])
-def test_what_the_kernel_is_writing_of_a_mapping_does_not_come_after_a_truncation(
-    mount: MakeMount, tmp_path: Path, mode: tuple[str, ...]
+def test_writeback_of_a_mapping_does_not_undo_a_truncation(
+    mount: MakeMount, source: Path, mode: tuple[str, ...]
 ) -> None:
-    """Before: 1 in 7 of the files had a size again, and parts of their former contents."""
-    source = tmp_path / "source"
-    source.mkdir()
+    """Before: 1 in 7 files got a size again, and parts of its former contents."""
     m = mount(source, *mode)
     size, draw, left = 2_500_000, random.Random(1), {}
     with ThreadPoolExecutor() as pool:
         for number in range(60):
-            path = m.path / f"file{number}"
+            path = m.path / f"mapped{number}"
             path.write_bytes(b"A" * size)
             with open(path, "r+b") as file, mmap.mmap(file.fileno(), size) as mapped:
                 for _ in range(30):
