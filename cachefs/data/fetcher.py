@@ -55,7 +55,7 @@ class OpenFile:
     stale: list[int] = field(default_factory=list)
     """Descriptors of earlier generations, which calls may still use. Closed with the last handle."""
     is_mutable: bool = False
-    """It got a mutable name: its open handles read from the source from now on."""
+    """It got a mutable name, or a writer: its open handles read from the source."""
 
     def set_fd(self, fd: int, generation: int) -> None:
         self.fd, self.generation = fd, generation
@@ -311,7 +311,7 @@ class Fetcher:
             try:
                 payload = answer.unwrap()
             except Changed as error:
-                if file.inode is inode and self.own_change(inode.number) is None:
+                if file.inode is inode and not file.is_mutable and self.own_change(inode.number) is None:
                     self.changed(inode, error)
                 raise
             if young:

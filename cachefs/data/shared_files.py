@@ -38,14 +38,20 @@ class SharedFiles:
         return bool(inode.flags & IMMUTABLE) or any(not file.is_mutable for file in self.of(inode.number))
 
     def share(self, inode: Inode) -> OpenFile:
-        """Add a handle, which `let_go` removes."""
+        """Add a handle of an immutable file, which `let_go` removes."""
         file = self._files.get((inode.number, inode.version))
         if file is None:
             file = self._files[inode.number, inode.version] = OpenFile(inode)
         elif file.inode.is_young and not inode.is_young:
             file.inode = inode
+        file.is_mutable = False
         file.handles += 1
         return file
+
+    def make_mutable(self, number: int) -> None:
+        """The inode is no longer immutable, or is about to be written to: its open handles read from the source."""
+        for file in self.of(number):
+            file.is_mutable = True
 
     async def let_go(self, file: OpenFile) -> None:
         file.handles -= 1

@@ -220,7 +220,12 @@ class OpenFiles:
         if handle & FAST_HANDLE:
             return await self._read_inode(self.request_at(handle)[0], offset, size)
         opened = self.descriptors.handle(handle)
-        while not opened.is_cached:
+        while True:
+            if opened.is_cached:
+                assert opened.file is not None
+                cached = await self._read_immutable(opened.file, offset, size)
+                if cached is not None:
+                    return cached
             inode = self._metadata.current(opened.number)
             if self._shows_pinned_version(opened, inode):
                 await self._share(opened)
@@ -229,8 +234,15 @@ class OpenFiles:
             data = await self._read_uncached(opened.number, inode, partial(self.descriptors.use, opened, read))
             if not self._shows_pinned_version(opened, self._metadata.current(opened.number)):
                 return data
-        assert opened.file is not None
-        return await self._fetcher.read(opened.file, offset, size)
+
+    async def _read_immutable(self, file: OpenFile, offset: int, size: int) -> bytes | memoryview | None:
+        """None: it is mutable by now. What it was before would stay in the kernel, over what is written to it."""
+        try:
+            data = await self._fetcher.read(file, offset, size)
+        except Changed:
+            if not file.is_mutable:
+                raise
+        return None if file.is_mutable else data
 
     def _shows_pinned_version(self, opened: Handle, inode: Inode | None) -> bool:
         """Has a file become immutable since it was opened? Then all its handles, which share the pages in the kernel,
@@ -269,7 +281,9 @@ class OpenFiles:
         """A READ that the fast path has passed on, of a file that it has opened."""
         nameless = self._shared.held(number)
         if nameless is not None and not nameless.is_mutable:
-            return await self._fetcher.read(nameless, offset, size)
+            data = await self._read_immutable(nameless, offset, size)
+            if data is not None:
+                return data
         inode = await self.fs.revalidated(number)
         rules = self._immutability
         immutable = rules.is_immutable(inode) or rules.outlives_its_name(inode)
@@ -282,7 +296,7 @@ class OpenFiles:
             read = partial(self.fs.source.read_file, length=size, offset=offset, inode=inode)
             return await self._read_uncached(number, inode, partial(self.descriptors.ask_object, number, read))
         file = self._recent.pop(number, None)
-        if file is None or file.inode.version != inode.version:
+        if file is None or file.inode.version != inode.version or file.is_mutable:
             if file is not None:
                 await self._shared.let_go(file)
             file = self._shared.share(inode)
@@ -291,13 +305,16 @@ class OpenFiles:
         try:
             while len(self._recent) > RECENT_FILES:
                 await self._shared.let_go(self._recent.popitem(last=False)[1])
-            return await self._fetcher.read(file, offset, size)
+            data = await self._read_immutable(file, offset, size)
+            if data is not None:
+                return data
         except Changed as error:
             # The kernel sends no OPEN that could fail: the next open must not find the old inode by the old name.
             await self.fs.invalidation.forget_names(error.directory or number)
             raise
         finally:
             await self._shared.let_go(file)
+        return await self._read_inode(number, offset, size)
 
     async def let_go(self) -> None:
         """Close what no reader uses and what keeps another filesystem beneath the source from being unmounted."""

@@ -116,8 +116,7 @@ class Mutations:
     async def _follow_names(self, *numbers: int) -> None:
         """This mount has given these inodes other names, and recorded their new attributes (mutable_names.py)."""
         for number in await self._fs.invalidation.follow_names(numbers):
-            for file in self._descriptors.shared.of(number):
-                file.is_mutable = True
+            self._descriptors.shared.make_mutable(number)
 
     def _names_changed(self, *names: tuple[int, bytes]) -> None:
         """This mount has changed what these names lead to: answers to calls that are under way are outdated."""
@@ -160,7 +159,7 @@ class Mutations:
             # For O_TRUNC, unlike for truncate(2), the kernel does not wait for writeback of a shared mapping: late
             # pages would give the file a size again.
             await self._fs.notifier.drop((), [number])
-        with self._fs.immutability.opening_for_writing(number):
+        with self._opening_for_writing(number):
             await self._compare_names(number, caller, most=None)
             await self._fs.before_object_changes(caller, number)
             fd, now = await self._descriptors.ask_object(number, call, discard=close_opened, changer=caller)
@@ -173,6 +172,14 @@ class Mutations:
             self._fs.notifier.attributes(number)  # read and lseek ask for the size then
         await self._fs.invalidation.overwritten(number)
         return self._descriptors.add_source_handle(number, fd, flags, caller.identity(), generation)
+
+    @contextmanager
+    def _opening_for_writing(self, number: int) -> Iterator[None]:
+        """Around a change of the contents. A process may have the file open since it was immutable, and shares its
+        pages in the kernel with the writer: what it reads from now on is what the source has."""
+        with self._fs.immutability.opening_for_writing(number):
+            self._descriptors.shared.make_mutable(number)
+            yield
 
     async def _compare_names(
         self, number: int, caller: Caller, most: int | None = MOST_NAMES, link: tuple[int, bytes] | None = None
@@ -222,7 +229,7 @@ class Mutations:
             else:
                 await self._compare_names(number, caller, most=None)
                 truncate = partial(self._source.truncate, size=changes.size, caller=caller)
-                with self._fs.immutability.opening_for_writing(number):
+                with self._opening_for_writing(number):
                     self._check_writable(number, writer=caller)  # it may have become immutable since
                     now = await self._descriptors.ask_object(number, truncate, once=True, changer=caller)
             self._store(number, now, written=True)

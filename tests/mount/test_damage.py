@@ -1,5 +1,6 @@
 """The cache may fail, the mount may not: damaged blobs, lost indexes, full disks."""
 
+import errno
 import json
 import os
 import random
@@ -333,6 +334,32 @@ def test_the_next_daemon_of_a_mount_rebuilds_a_damaged_index(
     before = m.ops().get("open", 0)
     assert contents(m.path) == expected
     assert m.ops().get("open", 0) == before  # served from the blob again
+
+
+@pytest.mark.fastpath
+@pytest.mark.promise("FA-41")
+@pytest.mark.parametrize("damage", ["deleted", "zeroed"])
+def test_files_that_were_open_when_the_index_was_lost_must_be_opened_again(
+    mount: MakeMount, source: Path, damage: str
+) -> None:
+    m, expected = filled(mount, source)
+    opened = {path: os.open(m.path / path, os.O_RDONLY) for path in expected}
+    index = m.cache / "index/data.mdb"
+    if damage == "deleted":
+        index.unlink()
+    else:
+        with open(index, "r+b") as file:
+            os.pwrite(file.fileno(), bytes(index.stat().st_size - 2 * PAGE), 2 * PAGE)
+    m.kill()
+    m.start()
+    m.drop_caches()
+    for path, fd in opened.items():
+        try:
+            assert os.pread(fd, len(expected[path]), 0) == expected[path]
+        except OSError as error:
+            assert error.errno == errno.ESTALE
+        os.close(fd)
+    assert contents(m.path) == expected
 
 
 def test_a_lost_secret_empties_the_cache(mount: MakeMount, source: Path) -> None:
