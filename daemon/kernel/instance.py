@@ -18,11 +18,12 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from cachefs.client import locations, mount_table
+from cachefs.client.client import server
 from cachefs.client.locations import is_root
 from cachefs.client.mount_table import FSTYPE
 from cachefs.errors import CacheFsError
 from cachefs.system import private_files, syscalls
-from cachefs.system.claims import Claim, Taken, is_at, try_to_lock
+from cachefs.system.claims import Claim, Taken, is_at, is_dying, try_to_lock
 from cachefs.system.descriptors import closing
 from cachefs.system.unix_socket import socket_address
 from daemon.kernel import mounts
@@ -127,7 +128,8 @@ class MountInstance:
         except OSError:
             return False  # the mount belongs to another user
         runtime.close()
-        return runtime.is_ours
+        pid = None if runtime.is_ours else server(self.mountpoint, self.directory)
+        return runtime.is_ours or (pid is not None and is_dying(pid))  # it was killed, and its source hangs
 
     def is_abandoned(self) -> bool:
         """Has the daemon died, and no fast path holds the descriptors for a successor? The mountpoint is claimed.

@@ -8,11 +8,13 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
 from cachefs.fastpath.processes import is_running
+from cachefs.system.claims import is_dying
 from tests.conftest import Mount, cachefs, contents, mounted_on, stuck_threads, wait_for
 from tests.processes import stop
 
@@ -215,6 +217,38 @@ def test_a_restart_does_not_wait_for_a_source_that_hangs(
     assert [each.error for each in waiting] == [None, None]
     (faults / "hang").unlink()
     assert [each.end() for each in waiting] == [0, 0]
+
+
+@pytest.mark.promise("FA-23", "LC-17", "LC-25")
+@pytest.mark.fastpath
+@pytest.mark.parametrize("command", [(), ("umount",), ("umount", "--force")], ids=lambda command: "-".join(command))
+def test_jobs_get_an_error_though_the_killed_daemon_still_waits_for_its_source(
+    mount: MakeMount, hanging: tuple[Path, Path], command: tuple[str, ...]
+) -> None:
+    """The kernel cannot end such a process, and its sockets stay open: jobs waited as long as the source hung."""
+    place, faults = hanging
+    m = mount(place, "--source-timeout", TIMEOUT_S, "--reconnect-timeout", TIMEOUT_S if command else 1)
+    cached = m.path / "d0/f00000"
+    expected, fd = cached.read_bytes(), os.open(m.path / "written", os.O_WRONLY | os.O_CREAT)
+    (faults / "hang-write").touch()
+    try:
+        writing = Waiting(lambda: os.write(fd, b"cut off"))
+        wait_for((faults / "has-hung").exists, bool)
+        os.kill(m.pid, signal.SIGKILL)
+        later = Waiting(lambda: os.stat(m.path / "h1/unknown"))
+        wait_for(lambda: stuck_threads(os.getpid()), lambda count: count >= 2)
+        if command:
+            cachefs(*command, m.path)
+        else:
+            assert cached.read_bytes() == expected
+        assert {writing.end(), later.end()} <= ENDED
+        assert is_dying(m.pid)
+    finally:
+        (faults / "hang-write").unlink()
+        if not command:
+            m.start()
+        with suppress(OSError):
+            os.close(fd)
 
 
 @pytest.mark.promise("LC-17")

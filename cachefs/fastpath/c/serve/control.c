@@ -150,11 +150,10 @@ void control_run(struct control_socket *control, int ended)
         if (index_is_outdated(&fastpath->index))
             return; /* the daemon starts another one */
         if (ready <= 0) {
-            struct pollfd next = {control->listener, POLLIN, 0};
-            if (daemon >= 0 && poll(&next, 1, 0) > 0 && process_is_dying(control->pid)) {
-                daemon_gone(control);
-                if (control->process >= 0)
-                    process_gone(control);
+            if (control->process >= 0 && process_is_dying(control->pid)) {
+                if (daemon >= 0)
+                    daemon_gone(control);
+                process_gone(control);
             }
             continue;
         }
