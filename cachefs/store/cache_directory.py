@@ -7,6 +7,7 @@ index/       the durable index (LMDB)       daemon.log
 
 import logging
 import os
+import secrets
 import shutil
 import struct
 import subprocess
@@ -27,6 +28,7 @@ from cachefs.store.filesystem import Filesystem
 from cachefs.store.index import overflow, pages
 from cachefs.store.index.environment import DATA, Environment
 from cachefs.store.index.index import Index
+from cachefs.store.index.records import PINNED
 from cachefs.store.runs import RunState
 from cachefs.store.secret import make_seed, read_seed
 from cachefs.system import private_files
@@ -39,7 +41,10 @@ SESSION_RESERVE_BYTES = 1 << 20
 """Allocated when a run begins, so that a session of this size has room in a full runtime directory."""
 FREE_SHARE = 0.9  # the default size of a cache, as a share of the free space of its disk
 _SESSION_KEY = b"session"
-_SESSION = struct.Struct("<2I2Q")  # flags, `forgot`, run, `takeovers`
+_SESSION = struct.Struct("<2I2Q16s")  # flags, `forgot`, run, `takeovers`, identity of the durable index
+_IDENTITY_KEY = b"identity"
+_IDENTITY = struct.Struct("<I16s")  # flags of the value, the identity
+_UNKNOWN = bytes(16)
 _WRITTEN = {"cache.json", "secret"}
 _OWN_NAMES = {"lock", "blob", "index", "index.new", "index.broken", "daemon.log", "daemon.log.1", "lost+found"}
 _OWN_NAMES |= _WRITTEN | {"cache.json.broken"} | {private_files.temporary_of(Path(name)).name for name in _WRITTEN}
@@ -218,7 +223,8 @@ class _Survivor(NamedTuple):
     forgot: bool
     is_complete: bool
     lost_records: bool
-    """The durable index is not the one that the session belongs to: it was lost or damaged, and rebuilt."""
+    """The durable index is not the one that the session belongs to: it was lost or damaged, and rebuilt, or it is
+    another one's."""
     run: int
     given_aliases: aliases.Given
 
@@ -227,8 +233,22 @@ def _is_gone(session_path: Path) -> str:
     return f"cannot take over the mount: {session_path} is gone; unmount, then mount again"
 
 
-def _survivor(session_path: Path, before: RunState, *, same_mount: bool) -> _Survivor | None:
-    """`before`: the last run. None: there is no session, or it is not of that run.
+def _identity(durable: Environment) -> bytes:
+    """Random bytes that no other index has. An index of an earlier version gets them now, if there is room."""
+    value = durable.get(Table.META, _IDENTITY_KEY)
+    if value:
+        return bytes(_IDENTITY.unpack(value)[1])
+    identity = secrets.token_bytes(16)
+    try:
+        with durable.write() as txn:
+            txn.put(_IDENTITY_KEY, _IDENTITY.pack(PINNED, identity), db=durable.tables[Table.META])
+    except IndexUnavailable:
+        return _UNKNOWN
+    return identity
+
+
+def _survivor(session_path: Path, before: RunState, identity: bytes, *, same_mount: bool) -> _Survivor | None:
+    """`before`: the last run. `identity`: of the index. None: there is no session, or it is not of that run.
 
     `same_mount`: the session is of this mount, whatever the durable index says.
     """
@@ -241,11 +261,13 @@ def _survivor(session_path: Path, before: RunState, *, same_mount: bool) -> _Sur
     except IndexUnavailable as error:
         log.warning("the session of the last run cannot be opened: %s", error)
         return None
-    _, forgot, run, takeovers = _SESSION.unpack(value) if value else (0, 0, 0, 0)
+    # An earlier version has recorded no identity.
+    _, forgot, run, takeovers, of_index = _SESSION.unpack((value or b"").ljust(_SESSION.size, b"\0"))
+    is_same_run = run == before.run and (of_index == identity or _UNKNOWN in (of_index, identity))
     is_complete = overflow.is_complete(session_path / DATA)
     # After an incomplete session another run begins; a daemon may have died before it wrote the run to the session.
-    lost_records = same_mount and is_complete and not (is_of_boot and run == before.run)
-    if not (run == before.run or lost_records or not is_complete):
+    lost_records = same_mount and is_complete and not (is_of_boot and is_same_run)
+    if not (is_same_run or lost_records or not is_complete):
         return None
     return _Survivor(takeovers, bool(forgot), is_complete and not lost_records, lost_records, run, given)
 
@@ -285,7 +307,8 @@ class OpenedIndex:
         """
         last = runs.last_run(durable)
         before = last or RunState()
-        survivor = _survivor(session_path, before, same_mount=same_mount)
+        self._identity = _identity(durable)
+        survivor = _survivor(session_path, before, self._identity, same_mount=same_mount)
         self.lost_records = survivor is not None and survivor.lost_records
         """The kernel may know names, too, of which no record is left."""
         if survivor is not None and survivor.lost_records:
@@ -379,7 +402,8 @@ class OpenedIndex:
         """Store the number of take-overs, so that the numbers of a successor begin after ours (runs.py)."""
         self.takeovers = takeovers
         with self.index.update() as update:
-            update.put(Table.META, _SESSION_KEY, _SESSION.pack(0, self.forgot, self.state.run, takeovers))
+            value = _SESSION.pack(0, self.forgot, self.state.run, takeovers, self._identity)
+            update.put(Table.META, _SESSION_KEY, value)
 
     def close(self, *, flushed: bool) -> None:
         """`flushed`: all pinned values are in the durable index, so that the next run may trust it."""

@@ -140,6 +140,20 @@ def test_a_daemon_that_used_its_numbers_up_leaves_the_next_ones_alone(tmp_path: 
     after.close(flushed=False)
 
 
+@pytest.mark.promise("FA-43")
+@pytest.mark.parametrize("same_mount", [True, False])
+def test_a_session_does_not_belong_to_an_index_of_another_cache(tmp_path: Path, same_mount: bool) -> None:
+    """Both are in their first run. Found by exchanging the files of two caches: one mount showed the other's bytes."""
+    for name in ("mine", "other"):
+        durable = Environment(tmp_path / name, sync=False)
+        opened = OpenedIndex(durable, tmp_path / f"session of {name}", Revalidate.NEVER, b"")
+        opened.close(flushed=False)
+    durable, session = Environment(tmp_path / "other", sync=False), tmp_path / "session of mine"
+    after = OpenedIndex(durable, session, Revalidate.NEVER, b"", same_mount=same_mount)
+    assert after.state.run > opened.state.run and after.lost_records == same_mount
+    after.close(flushed=False)
+
+
 @pytest.mark.parametrize("same_mount", [True, False])
 def test_a_session_that_is_not_complete_begins_another_run(tmp_path: Path, same_mount: bool) -> None:
     """Nothing that its daemon recorded is taken on trust; and that stays so for those who take over from there."""
