@@ -179,6 +179,7 @@ class Session:
                     components = Components(
                         source, opened, blob, options, nursery, mount.device, shared, statfs=mount.statfs
                     )
+                    components.filesystem.late_changes.follow(directory.predecessors, nursery)
                     serving = Serving(
                         self.config, self.reread, self.lifecycle, mount, components, nursery, default_size
                     )

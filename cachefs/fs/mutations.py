@@ -50,6 +50,7 @@ class Mutations:
         self._listings = listings
         self._refusals = refusals
         self._source = SourceWriter(filesystem.source)
+        self._changing = filesystem.late_changes.changing
         self._version = filesystem.immutability.version
 
     def _check_writable(self, number: int | None = None, *, writer: Caller | None = None) -> None:
@@ -69,11 +70,13 @@ class Mutations:
         function: Callable[[], T],
         *,
         names_in: tuple[int, ...],
+        objects: tuple[int, ...] = (),
         discard: Callable[[T], object] | None = None,
     ) -> T:
-        """Change names in the directories `names_in` of the source, for an inode."""
+        """Change names in the directories `names_in` of the source, for an inode. `objects`: what the names lead to."""
         await self._fs.before_names_change(caller, *names_in)
-        return await self._fs.ask(number, function, discard=discard, once=True)
+        async with self._changing(number, *names_in, *objects) as change:
+            return await self._fs.ask(number, change(function), discard=discard, once=True)
 
     def _own_change(self, *changed: tuple[int, Stat]) -> None:
         """Record the new attributes of directories and inodes that this mount has just changed."""
@@ -159,10 +162,12 @@ class Mutations:
             # For O_TRUNC, unlike for truncate(2), the kernel does not wait for writeback of a shared mapping: late
             # pages would give the file a size again.
             await self._fs.notifier.drop((), [number])
-        with self._opening_for_writing(number):
-            await self._compare_names(number, caller, most=None)
-            await self._fs.before_object_changes(caller, number)
-            fd, now = await self._descriptors.ask_object(number, call, discard=close_opened, changer=caller)
+        async with self._changing(number) as change:  # a late one may remove a name
+            with self._opening_for_writing(number):
+                await self._compare_names(number, caller, most=None)
+                await self._fs.before_object_changes(caller, number)
+                opening = change(call) if flags & os.O_TRUNC else call
+                fd, now = await self._descriptors.ask_object(number, opening, discard=close_opened, changer=caller)
         with closed_on_error(fd):
             self._check_writable(number, writer=caller)
         with self._metadata.index.update() as update:
@@ -175,8 +180,8 @@ class Mutations:
 
     @contextmanager
     def _opening_for_writing(self, number: int) -> Iterator[None]:
-        """Around a change of the contents. A process may have the file open since it was immutable, and shares its
-        pages in the kernel with the writer: what it reads from now on is what the source has."""
+        """Around a change of the contents by a path. A process may have the file open since it was immutable, and
+        shares its pages in the kernel with the writer: what it reads from now on is what the source has."""
         with self._fs.immutability.opening_for_writing(number):
             self._descriptors.shared.make_mutable(number)
             yield
@@ -199,7 +204,9 @@ class Mutations:
             raise failed(errno.EBADF)
         writer = opened.writer or unknown_writer()
         with self._metadata.changes.writing(opened.number):
-            return await self._descriptors.change(opened, lambda fd: self._source.pwrite(fd, data, offset, writer))
+            async with self._changing(opened.number) as change:
+                write = change(lambda fd: self._source.pwrite(fd, data, offset, writer))
+                return await self._descriptors.change(opened, write)
 
     async def fsync(self, handle: int, data_only: bool) -> None:
         if self._fs.options.read_only:
@@ -225,13 +232,16 @@ class Mutations:
         if changes.size is not None:
             size = changes.size
             if opened is not None and opened.writable:
-                now = await self._descriptors.change(opened, lambda fd: self._source.ftruncate(fd, size, caller))
+                async with self._changing(number) as change:
+                    truncate = change(lambda fd: self._source.ftruncate(fd, size, caller))
+                    now = await self._descriptors.change(opened, truncate)
             else:
-                await self._compare_names(number, caller, most=None)
-                truncate = partial(self._source.truncate, size=changes.size, caller=caller)
-                with self._opening_for_writing(number):
-                    self._check_writable(number, writer=caller)  # it may have become immutable since
-                    now = await self._descriptors.ask_object(number, truncate, once=True, changer=caller)
+                call = partial(self._source.truncate, size=changes.size, caller=caller)
+                async with self._changing(number) as change:
+                    await self._compare_names(number, caller, most=None)
+                    with self._opening_for_writing(number):
+                        self._check_writable(number, writer=caller)  # it may have become immutable since
+                        now = await self._descriptors.ask_object(number, change(call), once=True, changer=caller)
             self._store(number, now, written=True)
             await self._fs.invalidation.overwritten(number)
         if mode is not None:
@@ -262,12 +272,13 @@ class Mutations:
 
     async def _change(self, caller: Caller, operation: str, number: int, make: Callable[[str], None]) -> None:
         is_open = any(opened.number == number for opened in self._descriptors.handles.values())  # it may be an fchmod
-        if not is_open and not self._fs.inode(number).is_directory:
-            await self._compare_names(number, caller)
-        change = partial(self._source.change, operation, make=make, caller=caller)
-        with self._fs.immutability.opening_for_writing(number):  # a reader would have the file as it was before
-            self._check_writable(number)  # it may have become immutable since
-            now = await self._descriptors.ask_object(number, change, once=True)
+        call = partial(self._source.change, operation, make=make, caller=caller)
+        async with self._changing(number) as change:
+            if not is_open and not self._fs.inode(number).is_directory:
+                await self._compare_names(number, caller)
+            with self._fs.immutability.opening_for_writing(number):  # a reader would have the file as it was before
+                self._check_writable(number)  # it may have become immutable since
+                now = await self._descriptors.ask_object(number, change(call), once=True)
         self._store(number, now)
 
     async def setxattr(self, number: int, name: bytes, value: bytes, caller: Caller) -> None:
@@ -337,7 +348,7 @@ class Mutations:
             at, version = self._fs.directory(parent), self._version(number)
             call = partial(self._source.remove, at, name, version, caller, is_directory=is_directory)
             with self._losing(parent, name):
-                directory = await self._run(caller, parent, call, names_in=(parent,))
+                directory = await self._run(caller, parent, call, names_in=(parent,), objects=(number,))
             with self._metadata.index.update() as update:
                 self._metadata.remove_name(update, parent, name)
             self._own_change((parent, directory))
@@ -387,7 +398,9 @@ class Mutations:
             versions = self._version(moved), self._version(replaced)
             call = partial(self._source.rename, old, name, new, new_name, flags, caller, expected, versions)
             with self._losing(parent, name):
-                now, old_directory, new_directory = await self._run(caller, parent, call, names_in=(parent, new_parent))
+                now, old_directory, new_directory = await self._run(
+                    caller, parent, call, names_in=(parent, new_parent), objects=(moved, replaced)
+                )
             with self._metadata.index.update() as update:
                 if flags & RENAME_EXCHANGE:
                     self._metadata.swap_names(update, parent, name, new_parent, new_name)

@@ -34,6 +34,7 @@ from cachefs.metadata.notifier import Notifier
 from cachefs.metadata.validity import FOREVER_NS
 from cachefs.options import Options
 from cachefs.source.call_pool import CallPool
+from cachefs.source.calls.late_changes import LateChanges
 from cachefs.source.credentials import Caller
 from cachefs.source.directories import ROOT, Directory
 from cachefs.source.identity import Changed, Renamed
@@ -71,9 +72,16 @@ class FileSystem:
     def __post_init__(self) -> None:
         self.immutability = Immutability(self.metadata, self.options)
         self.permissions = Permissions(
-            self.metadata, self.source, self.call_pool, self.notifier, self.options, self.words
+            self.metadata,
+            self.source,
+            self.call_pool,
+            self.notifier,
+            self.options,
+            self.words,
+            self.invalidation.doubt_beneath,
         )
         self.repetitions = Repetitions(self, self.source.clock.monotonic_ns)
+        self.late_changes = LateChanges(self.call_pool.wait)
         # state
         self.lookups = 0
         """How many there were: shows background work that requests wait."""

@@ -37,6 +37,7 @@ from cachefs.system.listeners import Listeners
 T = TypeVar("T")
 
 _WATCH_SHARE = 20  # deadlines are checked so often within a timeout
+LOOK_S = 1.0
 HURRIED_WATCH_S = 0.1
 """The interval of these checks while the mount ends."""
 
@@ -122,6 +123,17 @@ class CallPool:
         self.start(function, done, discard=discard, once=once, question=question)
         result: T = await trio.lowlevel.wait_task_rescheduled(cancelled)
         return result
+
+    async def wait(self, event: trio.Event) -> None:
+        """Wait for something else than a call, as long as a call might take. Raises ETIMEDOUT."""
+        deadline = self._deadline()
+        while not event.is_set():
+            left_s = min(deadline, self._last_deadline) - self._clock()
+            if left_s <= 0:
+                self.timeouts += 1
+                raise failed(errno.ETIMEDOUT)
+            with trio.move_on_after(min(left_s, LOOK_S)):  # `hurry` may come meanwhile
+                await event.wait()
 
     def _refuse(self, call: Call[Any], reason: str) -> None:
         self._token.run_sync_soon(call.done, outcome.Error(OSError(errno.ETIMEDOUT, reason)))

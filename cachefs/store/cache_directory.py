@@ -109,7 +109,10 @@ def check_inheritable(path: Path, source: str, session_path: Path) -> None:
 
 
 class CacheDirectory:
-    """An opened and locked cache directory."""
+    """An opened and locked cache directory.
+
+    `predecessors`: killed daemons that had it, and whose calls to the source may still be carried out.
+    """
 
     emptied_because = ""  # why it starts empty, for the log
 
@@ -128,7 +131,7 @@ class CacheDirectory:
     def _claim(self, source: str, filesystem: Filesystem | None, *, same_mount: bool) -> None:
         _check_contents(self.path)
         try:
-            self._lock = lock_for_good(self.path / "lock")
+            self._lock, self.predecessors = lock_for_good(self.path / "lock")
         except Taken as other:
             raise CacheFsError(
                 f"the cache directory {self.path} is in use by another cachefs daemon (pid {other.pid})"

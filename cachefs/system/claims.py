@@ -103,30 +103,39 @@ def is_at(fd: int, path: Path) -> bool:
         return False
 
 
-def lock_for_good(path: Path) -> int:
+def lock_for_good(path: Path) -> tuple[int, list[int]]:
     """Lock a file that stays when it is unlocked, such as that of a cache directory. Raises Taken.
 
     If the process with the lock was killed, its file is replaced, even if one of its threads still waits in the kernel
-    for a source that hangs: it will never write again, and the kernel may be waiting for its successor.
+    for a source that hangs: it will never write to the cache again, and the kernel may be waiting for its successor.
+    Returns the descriptor, and such processes: their calls to the source may still be carried out.
     """
     with closing(os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)) as directory:
         fcntl.flock(directory, fcntl.LOCK_EX)  # one process at a time: the file names its present holder
-        was_tried_again = False
+        was_tried_again, dying = False, list[str]()
         while True:
             fd = private_files.open_file(path, os.O_RDWR | os.O_CREAT)
             if not try_to_lock(fd):
-                pid, _, started = os.pread(fd, 64, 0).decode(errors="replace").strip().partition(" ")
+                lines = os.pread(fd, 4096, 0).decode(errors="replace").splitlines() or [""]
                 os.close(fd)
-                if not pid.isdigit() or not is_dying(int(pid)) or _started(pid) != started:
+                pid = lines[0].partition(" ")[0]
+                if not _is_killed(lines[0]):
                     if was_tried_again:
                         raise Taken(pid or "unknown")
                     was_tried_again = True  # it may have ended since
                     continue
+                dying = [line for line in lines if _is_killed(line)]
                 path.unlink(missing_ok=True)
                 continue
             with suppress(OSError):  # the disk is full: the line of a dead process may stay
-                _write(fd, f"{os.getpid()} {_started('self')}\n")
-            return fd
+                _write(fd, "".join(f"{line}\n" for line in (f"{os.getpid()} {_started('self')}", *dying)))
+            return fd, [int(line.partition(" ")[0]) for line in dying]
+
+
+def _is_killed(line: str) -> bool:
+    """Is the process of this line of a lock file, its pid and start time, dying?"""
+    pid, _, started = line.strip().partition(" ")
+    return pid.isdigit() and is_dying(int(pid)) and _started(pid) == started
 
 
 def is_locked(path: Path) -> bool:

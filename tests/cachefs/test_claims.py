@@ -57,12 +57,12 @@ def test_what_a_killed_process_held_is_free_and_its_file_removed(tmp_path: Path)
 def test_the_lock_on_a_file_that_stays(tmp_path: Path) -> None:
     path = tmp_path / "lock"
 
-    first = lock_for_good(path)
+    first = lock_for_good(path)[0]
     with pytest.raises(Taken) as caught:
         lock_for_good(path)
     assert caught.value.pid == str(os.getpid())
     os.close(first)
-    os.close(lock_for_good(path))
+    os.close(lock_for_good(path)[0])
     # A zombie, and another process that keeps its descriptor open as one of its threads in the kernel would.
     read, write = os.pipe()
     gate, gate_end = os.pipe()
@@ -77,7 +77,7 @@ def test_the_lock_on_a_file_that_stays(tmp_path: Path) -> None:
     os.waitid(os.P_PID, zombie, os.WEXITED | os.WNOWAIT)
     children = Path("/proc/self/task") / str(os.getpid()) / "children"
     assert str(zombie) in children.read_text().split()
-    mine = lock_for_good(path)
+    mine = lock_for_good(path)[0]
     with pytest.raises(Taken):
         lock_for_good(path)
     os.close(mine)
@@ -93,7 +93,7 @@ def test_a_full_disk_does_not_prevent_the_lock(tmp_path: Path, monkeypatch: pyte
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(os, "pwrite", pwrite)
-    fd = lock_for_good(tmp_path / "lock")
+    fd = lock_for_good(tmp_path / "lock")[0]
     with pytest.raises(Taken):
         lock_for_good(tmp_path / "lock")
     os.close(fd)
@@ -108,5 +108,5 @@ def test_a_lock_is_free_when_its_process_ends_while_the_lock_is_tried(
     path.write_text(f"{gone.pid} 1\n")
     answers = iter((False, True))
     monkeypatch.setattr(claims, "try_to_lock", lambda fd: next(answers))
-    os.close(lock_for_good(path))
+    os.close(lock_for_good(path)[0])
     assert path.read_text().startswith(f"{os.getpid()} ")
