@@ -12,6 +12,7 @@ for which it locks no directory (`forget_names`, `Repetitions.expect`), for a li
 import errno
 import logging
 import os
+from collections import deque
 from collections.abc import Awaitable, Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
 
@@ -35,6 +36,8 @@ log = logging.getLogger(__name__)
 
 CHUNK = 256
 """How many inodes are dropped, or looked at, before other tasks may run."""
+DOUBTED_AT_ONCE = 4096
+"""How many before the present answer: about a tenth of a second."""
 FLUSH_TIMEOUT_S = 60.0
 NOTIFY_TIMEOUT_S = 5.0
 MOST_ABSENT = 1 << 14
@@ -139,6 +142,36 @@ class Invalidation:
             links = links_of(view, number)
         with trio.move_on_after(NOTIFY_TIMEOUT_S):
             await self._notifier.drop(links, ())
+
+    def doubt_beneath(self, directory: int) -> None:
+        """A directory may admit users whom it did not admit before (permissions.py): compare all that is recorded
+        beneath it before its next use. The first DOUBTED_AT_ONCE inodes at once, the others by a task."""
+        with self._metadata.index.view() as view:
+            waiting = deque(self._metadata.children(view, directory))
+        seen = {directory}
+        self._doubt(waiting, seen, DOUBTED_AT_ONCE)
+        if waiting:
+            trio.lowlevel.spawn_system_task(self._doubt_all, waiting, seen)
+
+    async def _doubt_all(self, waiting: deque[int], seen: set[int]) -> None:
+        while waiting:
+            await trio.lowlevel.checkpoint()
+            self._doubt(waiting, seen, CHUNK)
+
+    def _doubt(self, waiting: deque[int], seen: set[int], most: int) -> None:
+        """Doubt up to `most` of these inodes, and add what is beneath them. `seen`: directories."""
+        doubted: list[int] = []
+        with self._metadata.index.update() as update:
+            while waiting and len(doubted) < most:
+                inode = self._metadata.doubt(update, waiting.popleft())
+                if inode is None:
+                    continue
+                doubted.append(inode.number)
+                if inode.is_directory and inode.number not in seen:
+                    seen.add(inode.number)
+                    waiting += self._metadata.children(update, inode.number)
+        for number in doubted:
+            self._notifier.attributes(number)
 
     async def records_lost(self, names: Awaitable[Sequence[bytes]]) -> None:
         """Some records are gone, of inodes that the kernel may know: have it drop all names that are not in use.

@@ -414,3 +414,8 @@ class Mutations:
             if replaced:
                 await self._compare(replaced)
             await self._follow_names(moved, replaced)
+        if parent != new_parent:
+            for number in (moved, replaced):
+                inode = self._metadata.current(number)
+                if inode is not None and inode.is_directory:
+                    self._fs.invalidation.doubt_beneath(number)

@@ -26,13 +26,17 @@ Changes are made with the caller's identity, but relative to a descriptor of the
 directory. So the pinned directories above it are looked at before a change, unless that was done within the last
 second.
 
+A directory that admits users whom it did not admit before, or that was moved, would show them what is recorded beneath
+it under permissions that may be older than its own, so that at no moment the source admitted these users. So all that
+is beneath it is compared before its next use (`Invalidation.doubt_beneath`).
+
 The mtime, the link count and the size of a directory belong to its names: `adopt` records newer ones, so that a new
 listing comes with them. The recorded ctime stays: it says for which state the names were compared.
 """
 
 import math
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import NamedTuple
@@ -53,7 +57,7 @@ from cachefs.source.source import Source
 from cachefs.store.index.environment import Update, View
 from cachefs.store.index.records import Inode
 from cachefs.system.clock import NANOSECONDS
-from cachefs.system.stat import Stat
+from cachefs.system.stat import Stat, may_admit_others
 
 QUEUED_S = 5.0
 """How long requests may still arrive that the kernel has admitted by the former permissions."""
@@ -168,8 +172,10 @@ class Permissions:
         notifier: Notifier,
         options: Options,
         words: Words,
+        doubt_beneath: Callable[[int], None],
     ) -> None:
         # dependencies
+        self._doubt_beneath = doubt_beneath
         self._words = words
         """What the fast path is told, and a successor of this daemon."""
         self._metadata = metadata
@@ -283,17 +289,16 @@ class Permissions:
             inode = self._metadata.inode(view, number)
             if inode is None or not self._metadata.is_pinned(inode):
                 return False
-            same = inode.permissions == now.permissions
-            if same and seen.acl is not None:
-                # An ACL that is not known was never asked for, or did not exist.
-                same = seen.acl == (
-                    inode_values.get(view, Table.XATTRS, inode, inode_values.ACL) or inode_values.ABSENT
-                )
-        if not same:
+            # An ACL that is not known was never asked for, or did not exist.
+            acl = inode_values.get(view, Table.XATTRS, inode, inode_values.ACL) or inode_values.ABSENT
+            has_same_acl = seen.acl is None or seen.acl == acl
+        if inode.permissions != now.permissions or not has_same_acl:
             with self._metadata.index.update() as update:
                 self._metadata.permissions_changed(update, inode, now)
                 if seen.acl is not None:
                     inode_values.put(update, Table.XATTRS, inode, inode_values.ACL, seen.acl)
+            if may_admit_others(inode.permissions, now.permissions) or not has_same_acl:
+                self._doubt_beneath(number)
             self._not_notified.add(number)
             self._changed(number)
             return True
@@ -312,6 +317,9 @@ class Permissions:
             self._metadata.other_permissions.discard(number)
             self._not_notified.add(number)  # not notified now: the kernel would ignore the answer to this request
             self._changed(number)
+        if number in self._metadata.admitting:
+            self._metadata.admitting.discard(number)
+            update.afterwards(partial(self._doubt_beneath, number))
         if inode.ctime_ns == now.ctime_ns:
             self._vouch(number, began_ns, now.ctime_ns)
         return self.adopt(update, inode, now)

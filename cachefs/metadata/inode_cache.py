@@ -124,6 +124,8 @@ class InodeCache(InodeTable):
             self.put_inode(update, inode._replace(lookups=inode.lookups + counted))
         self._lost(self.dentry(update, parent, name), parent, name, unless=number)
         added = self._put_name(update, parent, name, number, pinned=bool(inode.flags & PINNED))
+        if added and old is not None and inode.is_directory:
+            self.admitting.add(number)
         # For a name that is new to it the kernel would keep the former ACL (84).
         if old is not None and (inode.is_regular or added or not is_getattr) and not old.same_version(now):
             update.afterwards(partial(self._notifier.attributes, number))
@@ -221,7 +223,7 @@ class InodeCache(InodeTable):
         if pin and self.may_pin(number):
             flags |= PINNED
         if old is not None and before.is_directory and before.permissions != now.permissions:
-            self.other_permissions.add(number)
+            self.note_other_permissions(before, now)
             flags |= RESTLESS
         next_position = before.next_position or FIRST_POSITION
         if self._run.forgot and old is not None and old.validated_run != self.run:

@@ -35,6 +35,7 @@ from cachefs.store.index.records import (
     PINNED,
     STALE,
     UNLINKED,
+    UNSETTLED,
     WRITTEN,
     Dentry,
     Inode,
@@ -44,7 +45,7 @@ from cachefs.store.index.records import (
 )
 from cachefs.store.runs import Numbers
 from cachefs.system.clock import NANOSECONDS, SYSTEM, Clock
-from cachefs.system.stat import NO_NUMBER
+from cachefs.system.stat import NO_NUMBER, Stat, may_admit_others
 
 MOST_ABSENCES = 1 << 16
 ABSENCES_PER_NAME = 4
@@ -90,6 +91,9 @@ class InodeTable(Validity):
         """Inode → how many handles write to it (fs/immutability.py)."""
         self.other_permissions: set[int] = set()
         """Directories of which a comparison has just recorded other permissions than before."""
+        self.admitting: set[int] = set()
+        """Directories of which a comparison has just recorded that they may admit users whom they did not admit before:
+        by other permissions, or from another place."""
         self._kept: Counter[int] = Counter()
         """Directories whose records stay even if the kernel forgets them: number → how many callers of `keep`."""
 
@@ -128,6 +132,20 @@ class InodeTable(Validity):
     def directory_of(self, number: int) -> int | None:
         with self.index.view() as view:
             return directory_of(view, number)
+
+    def note_other_permissions(self, before: Inode, now: Stat) -> None:
+        """A comparison of a directory has shown them."""
+        self.other_permissions.add(before.number)
+        if may_admit_others(before.permissions, now.permissions):
+            self.admitting.add(before.number)
+
+    def doubt(self, update: Update, number: int) -> Inode | None:
+        """Have an inode compared at its next use. What is cached of it stays if it is the same. Returns the record."""
+        inode = self.inode(update, number)
+        if inode is not None:
+            flags = inode.flags | (UNSETTLED if inode.flags & PINNED else 0)
+            self.put_inode(update, inode._replace(flags=flags, expires_ns=0))
+        return inode
 
     def children(self, view: View, directory: int) -> list[int]:
         """The inodes that the names of a directory are known to lead to."""

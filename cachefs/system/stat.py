@@ -1,5 +1,6 @@
 """The result of one lstat."""
 
+from stat import S_IMODE
 from typing import NamedTuple
 
 _MIN_TIME_NS, _MAX_TIME_NS = -(1 << 63), (1 << 63) - 1
@@ -15,6 +16,11 @@ NO_CONNECTION = 1 << 32
 def may_be_one_birth(one_ns: int, other_ns: int) -> bool:
     """May two birth times be of one object? A client of CephFS that shows none says USED_ONCE, another one a time."""
     return one_ns == other_ns or bool({one_ns, other_ns} & {0, USED_ONCE})
+
+
+def may_admit_others(before: tuple[int, int, int], now: tuple[int, int, int]) -> bool:
+    """May these permissions (mode, owner, group) give access to someone who had none by those before?"""
+    return before[1:] != now[1:] or bool(S_IMODE(now[0]) & ~before[0])
 
 
 def clamped_ns(time_ns: int) -> int:

@@ -35,7 +35,8 @@ def permissions(index: Index, source: Source) -> Permissions:
     metadata = inode_cache(index, options)
     with index.update() as update:
         metadata.apply_root(update, NOW, pin=True)
-    return Permissions(metadata, source, None, Kernel(), options, {"pass_names_until_ns": 0})  # type: ignore[arg-type]
+    words = {"pass_names_until_ns": 0}
+    return Permissions(metadata, source, None, Kernel(), options, words, lambda _: None)  # type: ignore[arg-type]
 
 
 @pytest.fixture
@@ -231,7 +232,7 @@ def test_another_daemon_may_have_found_other_permissions(
     """Its successor does not know of which directories."""
     for until_ns, steps in ((0, []), (time.monotonic_ns() + 5 * 10**9, [(ROOT, b"f")])):
         words = {"pass_names_until_ns": until_ns}
-        successor = Permissions(permissions._metadata, source, None, Kernel(), Options(), words)  # type: ignore[arg-type]
+        successor = Permissions(permissions._metadata, source, None, Kernel(), Options(), words, lambda _: None)  # type: ignore[arg-type]
         assert successor.closed_lately(ROOT, b"f", time.monotonic()) == steps
 
 

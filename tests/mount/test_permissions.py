@@ -34,6 +34,7 @@ MODES = [
     ("--cache", "none"),
 ]
 ATTEMPTS = 5
+REFUSED = (errno.EACCES, errno.ESTALE)
 LIMIT = 3
 LIMITED = ("--read-only", "--metadata-limit", f"{LIMIT}", "--metadata-retention", "lru")
 FEW_FILES = [LIMITED, (*LIMITED, "--no-fastpath")]
@@ -98,6 +99,20 @@ CLOSINGS: dict[str, tuple[Callable[[Path], object], Callable[[Path], object]]] =
     ),
 }
 """How Bob gets access at first, and how he loses it."""
+
+
+def _move(outer: Path) -> None:
+    outer.joinpath("inner").rename(outer.parent / "open" / "inner")
+
+
+OPENINGS: dict[str, Callable[[Path], object]] = {
+    "others": lambda outer: outer.chmod(0o701),
+    "owner": lambda outer: os.chown(outer, BOB, ALICE),
+    "group": lambda outer: os.chown(outer, ALICE, BOB),
+    "acl": lambda outer: os.setxattr(outer, ACL, let_in(BOB)),
+    "moved": _move,
+}
+"""How another node lets Bob into a directory, or moves what is in it to where he may go."""
 
 
 def put(path: Path, content: bytes) -> None:
@@ -816,3 +831,59 @@ def test_a_warm_up_fetches_what_was_made_in_a_directory_that_was_closed_meanwhil
     done = cachefs("warmup", m.path)
     assert "42 of 42" in done.stdout, done.stdout
     assert (m.path / "d0").stat().st_mode & 0o777 == 0o700
+
+
+@pytest.mark.promise("PE-29")
+@modes(MODES)
+@pytest.mark.parametrize("closed", ["inner", "inner/old"], ids=["directory", "file"])
+def test_a_directory_that_is_opened_shows_nothing_that_was_closed_before(
+    mount: MakeMount, source: Path, arguments: tuple[str, ...], closed: str
+) -> None:
+    """An attack read it for as long as it tried: the source had never admitted the user."""
+    outers = {name: a_tree(source, name).parent for name in OPENINGS}
+    (source / "open").mkdir()
+    for outer in outers.values():
+        outer.chmod(0o750)
+    settle()
+    m = mounted(mount, source, arguments)
+    for _ in range(2):
+        for name in outers:
+            assert alice((m.path / name / "inner/old").read_bytes) == b"old"
+            assert bob((m.path / name / "inner/old").read_bytes) == errno.EACCES
+        expire()
+    for name, outer in outers.items():
+        (outer / closed).chmod(0o700)
+        OPENINGS[name](outer)
+        put(outer / "new", b"new")
+    expire()
+    for name in outers:
+        assert alice((m.path / name / "new").read_bytes) == b"new"
+    alice(partial(os.listdir, m.path / "open"))
+    for name in outers:
+        inner = Path("open" if name == "moved" else name) / "inner"
+        assert alice((m.path / inner / "old").read_bytes) == b"old"
+        for root in (source, m.path):
+            assert bob((root / inner / "old").read_bytes) in REFUSED, (name, root)
+            listed = bob(partial(os.listdir, root / inner))
+            assert listed == ["old"] if closed == "inner/old" else listed in REFUSED, (name, root)
+        assert alice((m.path / inner / "old").read_bytes) == b"old"
+
+
+@pytest.mark.promise("PE-29")
+@modes(READ_WRITE)
+def test_a_directory_that_this_mount_moves_shows_nothing_that_was_closed_before(
+    mount: MakeMount, source: Path, arguments: tuple[str, ...]
+) -> None:
+    outer = a_tree(source, "outer").parent
+    outer.chmod(0o750)
+    (source / "open").mkdir()
+    settle()
+    m = mounted(mount, source, arguments)
+    for _ in range(2):
+        assert alice((m.path / "outer/inner/old").read_bytes) == b"old"
+        expire()
+    (outer / "inner/old").chmod(0o600)
+    (m.path / "outer/inner").rename(m.path / "open/inner")
+    for root in (source, m.path):
+        assert bob((root / "open/inner/old").read_bytes) in REFUSED, root
+    assert alice((m.path / "open/inner/old").read_bytes) == b"old"
