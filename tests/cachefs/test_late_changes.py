@@ -55,6 +55,17 @@ def test_a_change_waits_for_a_late_one_of_the_same_object() -> None:
     assert made.index("late") < min(made.index("after it"), made.index("last"))
 
 
+def test_changes_of_unknown_objects_do_not_wait_for_each_other() -> None:
+    gate = threading.Event()
+
+    async def scenario(pool: CallPool, late: LateChanges, nursery: trio.Nursery) -> None:
+        assert await make(pool, late, (7, 0), gate.wait) == errno.ETIMEDOUT
+        assert await make(pool, late, (8, 0), lambda: None) == 0
+        gate.set()
+
+    run(scenario)
+
+
 def test_a_change_that_was_given_up_before_it_began_is_not_made() -> None:
     made = list[int]()
     change = Change(lambda: None)

@@ -80,14 +80,15 @@ class LateChanges:
 
         Raises ETIMEDOUT.
         """
-        for event in (self._predecessors, *(event for number in numbers for event in self._late.get(number, ()))):
+        known = set(numbers) - {0}
+        for event in (self._predecessors, *(event for number in known for event in self._late.get(number, ()))):
             await self._wait(event)
-        change = Change(lambda: self._token.run_sync_soon(self._returned, change, numbers))
+        change = Change(lambda: self._token.run_sync_soon(self._returned, change, known))
         try:
             yield change
         finally:
             if change.give_up():
-                for number in numbers:
+                for number in known:
                     self._late.setdefault(number, []).append(change.over)
 
     def _returned(self, change: Change, numbers: Iterable[int]) -> None:
