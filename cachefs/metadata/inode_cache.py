@@ -123,9 +123,9 @@ class InodeCache(InodeTable):
                 inode = inode._replace(flags=inode.flags | IMMUTABLE_ON_OPEN)
             self.put_inode(update, inode._replace(lookups=inode.lookups + counted))
         self._lost(self.dentry(update, parent, name), parent, name, unless=number)
+        if old is not None and inode.is_directory:
+            self.note_place(update, number, parent)
         added = self._put_name(update, parent, name, number, pinned=bool(inode.flags & PINNED))
-        if added and old is not None and inode.is_directory:
-            self.admitting.add(number)
         # For a name that is new to it the kernel would keep the former ACL (84).
         if old is not None and (inode.is_regular or added or not is_getattr) and not old.same_version(now):
             update.afterwards(partial(self._notifier.attributes, number))

@@ -139,6 +139,11 @@ class InodeTable(Validity):
         if may_admit_others(before.permissions, now.permissions):
             self.admitting.add(before.number)
 
+    def note_place(self, view: View, directory: int, parent: int) -> None:
+        """A comparison has found a directory in `parent`, before that is recorded."""
+        if all(above != parent for above, _ in links_of(view, directory)):
+            self.admitting.add(directory)
+
     def doubt(self, update: Update, number: int) -> Inode | None:
         """Have an inode compared at its next use. What is cached of it stays if it is the same. Returns the record."""
         inode = self.inode(update, number)
