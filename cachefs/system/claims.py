@@ -112,24 +112,24 @@ def lock_for_good(path: Path) -> tuple[int, list[int]]:
     """
     with closing(os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)) as directory:
         fcntl.flock(directory, fcntl.LOCK_EX)  # one process at a time: the file names its present holder
-        was_tried_again, dying = False, list[str]()
+        was_tried_again, dying = False, dict[str, None]()
         while True:
             fd = private_files.open_file(path, os.O_RDWR | os.O_CREAT)
-            if not try_to_lock(fd):
-                lines = os.pread(fd, 4096, 0).decode(errors="replace").splitlines() or [""]
-                os.close(fd)
-                pid = lines[0].partition(" ")[0]
-                if not _is_killed(lines[0]):
-                    if was_tried_again:
-                        raise Taken(pid or "unknown")
-                    was_tried_again = True  # it may have ended since
-                    continue
-                dying = [line for line in lines if _is_killed(line)]
+            is_locked_now = try_to_lock(fd)
+            # The last process with the lock, and those that were dying then: it may have ended before them.
+            lines = os.pread(fd, 4096, 0).decode(errors="replace").splitlines() or [""]
+            dying |= dict.fromkeys(filter(_is_killed, lines))
+            if is_locked_now:
+                with suppress(OSError):  # the disk is full: the line of a dead process may stay
+                    _write(fd, "".join(f"{line}\n" for line in (f"{os.getpid()} {_started('self')}", *dying)))
+                return fd, [int(line.partition(" ")[0]) for line in dying]
+            os.close(fd)
+            if lines[0] in dying:
                 path.unlink(missing_ok=True)
-                continue
-            with suppress(OSError):  # the disk is full: the line of a dead process may stay
-                _write(fd, "".join(f"{line}\n" for line in (f"{os.getpid()} {_started('self')}", *dying)))
-            return fd, [int(line.partition(" ")[0]) for line in dying]
+            elif was_tried_again:
+                raise Taken(lines[0].partition(" ")[0] or "unknown")
+            else:
+                was_tried_again = True  # it may have ended since
 
 
 def _is_killed(line: str) -> bool:

@@ -86,6 +86,23 @@ def test_the_lock_on_a_file_that_stays(tmp_path: Path) -> None:
         os.close(fd)
 
 
+@pytest.mark.promise("FA-42")
+def test_a_lock_names_killed_processes_that_have_not_ended_when_a_later_one_has(tmp_path: Path) -> None:
+    path = tmp_path / "lock"
+    if (zombie := os.fork()) == 0:
+        os._exit(0)
+    os.waitid(os.P_PID, zombie, os.WEXITED | os.WNOWAIT)
+    path.write_text(f"{zombie} {claims._started(str(zombie))}\n")
+    for _ in range(2):
+        fd, dying = lock_for_good(path)
+        assert dying == [zombie]
+        os.close(fd)
+    os.waitpid(zombie, 0)
+    fd, dying = lock_for_good(path)
+    assert dying == []
+    os.close(fd)
+
+
 def test_a_full_disk_does_not_prevent_the_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Btrfs needs a new block to overwrite the line of the last process."""
 
