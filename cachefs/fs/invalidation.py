@@ -12,9 +12,9 @@ for which it locks no directory (`forget_names`, `Repetitions.expect`), for a li
 import errno
 import logging
 import os
-from collections import deque
 from collections.abc import Awaitable, Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
+from itertools import islice
 
 import trio
 
@@ -147,30 +147,20 @@ class Invalidation:
         """A directory may admit users whom it did not admit before (permissions.py): compare all that is recorded
         beneath it before its next use. The first DOUBTED_AT_ONCE inodes at once, the others by a task."""
         with self._metadata.index.view() as view:
-            waiting = deque(self._metadata.children(view, directory))
-        seen = {directory}
-        self._doubt(waiting, seen, DOUBTED_AT_ONCE)
-        if waiting:
-            trio.lowlevel.spawn_system_task(self._doubt_all, waiting, seen)
+            parts = self._parts(self._metadata.children(view, directory))
+        for part in islice(parts, DOUBTED_AT_ONCE // CHUNK):
+            self._doubt(part)
+        trio.lowlevel.spawn_system_task(self._doubt_rest, parts)
 
-    async def _doubt_all(self, waiting: deque[int], seen: set[int]) -> None:
-        while waiting:
+    async def _doubt_rest(self, parts: Iterator[list[int]]) -> None:
+        for part in parts:
+            self._doubt(part)
             await trio.lowlevel.checkpoint()
-            self._doubt(waiting, seen, CHUNK)
 
-    def _doubt(self, waiting: deque[int], seen: set[int], most: int) -> None:
-        """Doubt up to `most` of these inodes, and add what is beneath them. `seen`: directories."""
-        doubted: list[int] = []
+    def _doubt(self, numbers: Iterable[int]) -> None:
         with self._metadata.index.update() as update:
-            while waiting and len(doubted) < most:
-                inode = self._metadata.doubt(update, waiting.popleft())
-                if inode is None:
-                    continue
-                doubted.append(inode.number)
-                if inode.is_directory and inode.number not in seen:
-                    seen.add(inode.number)
-                    waiting += self._metadata.children(update, inode.number)
-        for number in doubted:
+            known = [number for number in numbers if self._metadata.doubt(update, number)]
+        for number in known:
             self._notifier.attributes(number)
 
     async def records_lost(self, names: Awaitable[Sequence[bytes]]) -> None:
@@ -279,7 +269,10 @@ class Invalidation:
         number, missing = self._known(path)
         if missing is not None:
             raise OSError(errno.ENOENT, os.strerror(errno.ENOENT), os.fsdecode(path))
-        waiting = [number]
+        yield from self._parts([number])
+
+    def _parts(self, waiting: list[int]) -> Iterator[list[int]]:
+        """These inodes, and what is known beneath them, in parts."""
         seen: set[int] = set()
         while waiting:
             part, waiting = waiting[-CHUNK:], waiting[:-CHUNK]

@@ -144,13 +144,14 @@ class InodeTable(Validity):
         if all(above != parent for above, _ in links_of(view, directory)):
             self.admitting.add(directory)
 
-    def doubt(self, update: Update, number: int) -> Inode | None:
-        """Have an inode compared at its next use. What is cached of it stays if it is the same. Returns the record."""
+    def doubt(self, update: Update, number: int) -> bool:
+        """Have an inode compared at its next use. What is cached of it stays if it is the same. False: not known."""
         inode = self.inode(update, number)
-        if inode is not None:
-            flags = inode.flags | (UNSETTLED if inode.flags & PINNED else 0)
-            self.put_inode(update, inode._replace(flags=flags, expires_ns=0))
-        return inode
+        if inode is None:
+            return False
+        flags = inode.flags | (UNSETTLED if inode.flags & PINNED else 0)
+        self.put_inode(update, inode._replace(flags=flags, expires_ns=0))
+        return True
 
     def children(self, view: View, directory: int) -> list[int]:
         """The inodes that the names of a directory are known to lead to."""

@@ -128,8 +128,10 @@ class MountInstance:
         except OSError:
             return False  # the mount belongs to another user
         runtime.close()
-        pid = None if runtime.is_ours else server(self.mountpoint, self.directory)
-        return runtime.is_ours or (pid is not None and is_dying(pid))  # it was killed, and its source hangs
+        if runtime.is_ours:
+            return True
+        pid = server(self.mountpoint, self.directory)
+        return pid is not None and is_dying(pid)  # it was killed, and its source hangs
 
     def is_abandoned(self) -> bool:
         """Has the daemon died, and no fast path holds the descriptors for a successor? The mountpoint is claimed.

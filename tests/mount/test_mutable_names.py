@@ -454,7 +454,7 @@ def test_cache_none_has_no_immutable_files_under_any_name(mount: MakeMount, tree
 
 
 @pytest.mark.promise("EX-7", "PE-29")
-def test_what_is_in_a_directory_that_another_node_moved_is_compared(mount: MakeMount, tree: Path) -> None:
+def test_another_node_moves_a_directory_and_its_files_are_compared(mount: MakeMount, tree: Path) -> None:
     m = mount(tree, *MUTABLE)
     assert (m.path / "out/deep/file").read_bytes() == OLD
     (tree / "out").rename(tree / "runs/1")

@@ -116,7 +116,7 @@ def test_results_that_were_read_can_be_overwritten(mount: MakeMount, checkpoints
 @pytest.mark.promise("EX-27", "TE-4")
 @pytest.mark.parametrize("is_result", [True, False], ids=["result", "unpinned"])
 @pytest.mark.parametrize("flags", [0, os.O_TRUNC], ids=["in place", "truncated"])
-def test_what_is_written_to_a_released_file_is_seen_by_those_that_have_it_open(
+def test_open_readers_see_writes_to_a_released_file(
     mount: MakeMount, checkpoints: Path, mode: tuple[str, ...], is_result: bool, flags: int
 ) -> None:
     """Before, without the fast path: a reader read the old version from the cache, and the writer read its pages."""
@@ -145,7 +145,7 @@ def test_what_is_written_to_a_released_file_is_seen_by_those_that_have_it_open(
 
 @MODES
 @pytest.mark.promise("EX-27", "TE-4")
-def test_what_truncate_leaves_of_a_result_is_seen_by_those_that_have_it_open(
+def test_open_readers_see_the_truncation_of_a_result(
     mount: MakeMount, checkpoints: Path, mode: tuple[str, ...]
 ) -> None:
     m = mount(checkpoints, *mode)
