@@ -1,18 +1,24 @@
 """A FUSE source whose inode numbers do not stay, as with libfuse's interface with paths: a faultfs of another type.
 
-    python -m tests.volatilefs ROOT MOUNTPOINT FAULTS
+    python -m tests.volatilefs ROOT MOUNTPOINT FAULTS [TYPE]
 
 An object gets a number when it is looked up, and loses it when the kernel has forgotten the object. The number that was
-given up last is given to the next object. FAULTS is as for faultfs; `numbers` does not apply.
+given up last is given to the next object. FAULTS is as for faultfs; `numbers` does not apply. The mount table shows the
+type fuse.TYPE; with the type rclone all extended attributes of files fail with EIO, as there.
 """
 
+import errno
 import os
+import stat
+import sys
 from collections import Counter
 from itertools import count
 
 import pyfuse3
 
 from tests.faultfs import FaultFs, serve
+
+TYPE = sys.argv[4] if len(sys.argv) > 4 else "volatilefs"
 
 
 class VolatileFs(FaultFs):
@@ -73,6 +79,14 @@ class VolatileFs(FaultFs):
             self.numbers[new + path[len(old) :]] = number
             self.paths[number] = new + path[len(old) :]
 
+    async def getxattr(self, inode, name, ctx):
+        if TYPE == "rclone" and stat.S_ISREG(os.lstat(self.paths[inode]).st_mode):
+            raise pyfuse3.FUSEError(errno.EIO)
+        return await super().getxattr(inode, name, ctx)
+
+    async def listxattr(self, inode, ctx):
+        raise pyfuse3.FUSEError(errno.EIO if TYPE == "rclone" else errno.EOPNOTSUPP)
+
     async def forget(self, inode_list):
         for number, lookups in inode_list:
             self.lookups[number] -= lookups
@@ -85,4 +99,4 @@ class VolatileFs(FaultFs):
 
 
 if __name__ == "__main__":
-    serve(VolatileFs(), "fsname=volatilefs", "subtype=volatilefs")
+    serve(VolatileFs(), "fsname=volatilefs", f"subtype={TYPE}")

@@ -5,6 +5,7 @@ opened one component at a time (opening.py), and an opened object is compared wi
 call is counted, and delayed if a latency is simulated.
 """
 
+import errno
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -293,7 +294,7 @@ class Source:
 
     def getxattr(self, at: Object, name: bytes, run: Callable[[Callable[[], bytes]], bytes] = as_admitted) -> bytes:
         self.round_trip("getxattr")
-        with self.hold(at) as fd:
+        with self.hold(at) as fd, self._without_attributes(fd):
             return run(partial(os.getxattr, f"/proc/self/fd/{fd}", name))
 
     def getxattr_of_directory(self, directory: Directory, name: bytes) -> bytes:
@@ -301,8 +302,18 @@ class Source:
 
     def listxattr(self, at: Object) -> list[bytes]:
         self.round_trip("listxattr")
-        with self.hold(at) as fd:
+        with self.hold(at) as fd, self._without_attributes(fd):
             return [os.fsencode(name) for name in as_admitted(partial(os.listxattr, f"/proc/self/fd/{fd}"))]
+
+    @contextmanager
+    def _without_attributes(self, fd: int) -> Iterator[None]:
+        """Raises EOPNOTSUPP where EIO says that the filesystem has no extended attributes."""
+        try:
+            yield
+        except OSError as error:
+            if error.errno != errno.EIO or not self.connection.volumes.kind(self.fstat(fd).device).fails_for_attributes:
+                raise
+            raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP)) from error
 
     def with_stat(self, at: Object, read: Callable[[Object], T]) -> tuple[T, Stat]:
         """The result of `read`, and the attributes of the object afterwards."""

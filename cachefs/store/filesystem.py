@@ -94,6 +94,8 @@ class Kind(NamedTuple):
     is_btrfs: bool = False
     copies_up: bool = False
     """Does an object that is changed for the first time become a copy, which was born later? The number stays."""
+    fails_for_attributes: bool = False
+    """Does it answer EIO for each extended attribute of a file, because it has none (hazard 90)?"""
 
 
 ORDINARY = Kind()
@@ -156,6 +158,7 @@ def kind_of(fstype: str) -> Kind:
         has_twins=hides_mounts(fstype) and fstype not in _HAS_OWN_NUMBERS - {"fuse.bindfs", "fuse.mergerfs"},
         is_btrfs=fstype == "btrfs",
         copies_up=fstype == "overlay",
+        fails_for_attributes=fstype == "fuse.rclone",
     )
 
 

@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from functools import partial
 from itertools import cycle, permutations
 from pathlib import Path
 from typing import NamedTuple
@@ -16,12 +17,14 @@ import pytest
 from tests.bindfs import take_over
 from tests.conftest import REPOSITORY, Mount, cachefs, drop_caches_of, expire, mounted_on, settle, wait_for
 from tests.sshfs import sshfs
+from tests.users import as_user, open_to_all
 
 MakeMount = Callable[..., Mount]
 
 MIB = 1 << 20
 SIZE = 9 * MIB
 LONG_AGO = 1577836800
+USER = 1234
 MODES = {"read-only": ["--read-only"], "read-write": [], "mutable": ["--mutable", "**"], "none": ["--cache", "none"]}
 SMALL = ("d/a", "d/b", "d/c")
 """They have the same size, and get the same time."""
@@ -60,7 +63,12 @@ def content(name: str) -> bytes:
 
 
 @pytest.fixture
-def volatile(tmp_path: Path) -> Iterator[Volatile]:
+def fstype() -> str:
+    return "volatilefs"
+
+
+@pytest.fixture
+def volatile(tmp_path: Path, fstype: str) -> Iterator[Volatile]:
     made = Volatile(tmp_path / "root", tmp_path / "volatile", tmp_path / "faults")
     made.path.mkdir()
     made.faults.mkdir()
@@ -71,10 +79,10 @@ def volatile(tmp_path: Path) -> Iterator[Volatile]:
     for name in (*SMALL, "d/large"):
         os.utime(made.root / name, (LONG_AGO, LONG_AGO))
     settle()
-    command = [sys.executable, "-m", "tests.volatilefs", *made]
+    command = [sys.executable, "-m", "tests.volatilefs", *made, fstype]
     process = subprocess.Popen(command, cwd=REPOSITORY)
     wait_for(lambda: mounted_on(made.path), bool)
-    assert mounted_on(made.path) == ["fuse.volatilefs"]
+    assert mounted_on(made.path) == ["fuse." + fstype]
     yield made
     process.kill()
     process.wait(20)
@@ -110,6 +118,24 @@ def test_files_are_read_after_the_source_has_given_them_other_numbers(
     check(m)
     assert look_around(m.path) == numbers
     assert len(set(numbers.values())) == len(numbers)
+
+
+@pytest.mark.promise("PE-1")
+@pytest.mark.parametrize("fstype", ["rclone"])
+@pytest.mark.parametrize("more", [[], ["--no-fastpath"]], ids=["", "no-fastpath"])
+@pytest.mark.parametrize("mode", MODES)
+def test_users_read_files_of_rclone_which_fails_for_extended_attributes(
+    mount: MakeMount, volatile: Volatile, mode: str, more: list[str]
+) -> None:
+    """Before: every user but root got EIO, because the kernel asks for the ACL of a file."""
+    m = mount(volatile.path, "--allow-other", *MODES[mode], *more)
+    for directory in (m.path, volatile.path):
+        open_to_all(directory)
+        content_of = partial(directory.joinpath("d/a").read_bytes)
+        assert as_user(USER, USER, [], content_of) == content("d/a"), directory
+    assert os.listxattr(m.path / "d/a") == []
+    with pytest.raises(OSError, match=r"not supported|No data"):
+        os.getxattr(m.path / "d/a", "user.x")
 
 
 @pytest.mark.promise("CH-36")
