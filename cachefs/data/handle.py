@@ -26,6 +26,8 @@ class Handle:
     writable: bool = False
     flags: int = os.O_RDONLY
     """O_RDONLY, O_WRONLY or O_RDWR: how to reopen it."""
+    is_direct: bool = False
+    """Was it opened with O_DIRECT?"""
     writer: Identity | None = None
     """The identity that opened it for writing; writes are made with it. None: not known."""
     handle: int = 0
@@ -69,7 +71,8 @@ class Handle:
         """Its record in the session. `generation`: the present one of the source."""
         unsynced = _UNSYNCED if self.unsynced_since is not None else 0
         lost = _LOST if self.has_lost(generation) else 0
-        value = _SAVED.pack(0, self.flags | unsynced | lost, self.number, self.owner)
+        direct = os.O_DIRECT if self.is_direct else 0
+        value = _SAVED.pack(0, self.flags | direct | unsynced | lost, self.number, self.owner)
         return value + (self.writer.pack() if self.writer else b"")
 
     @classmethod
@@ -83,6 +86,7 @@ class Handle:
         opened = cls(
             number, writable=mode != os.O_RDONLY, flags=mode, handle=handle, owner=owner, caller=None, writer=writer
         )
+        opened.is_direct = bool(flags & os.O_DIRECT)
         if flags & (_LOST | _UNSYNCED):
             opened.unsynced_since = generation - 1 if flags & _LOST else generation
         return opened

@@ -121,6 +121,7 @@ class Descriptors:
         """`flags`: of open(2). `generation`: of the source, before `fd` was opened. Within `opening`."""
         mode = flags & os.O_ACCMODE
         opened = Handle(number, fd=fd, writable=mode != os.O_RDONLY, flags=mode, writer=writer, generation=generation)
+        opened.is_direct = bool(flags & os.O_DIRECT)
         if opened.writable:
             self.fs.immutability.add_writer(number)
             opened.unsynced_since = generation if flags & os.O_TRUNC else None

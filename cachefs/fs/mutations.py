@@ -205,7 +205,7 @@ class Mutations:
         writer = opened.writer or unknown_writer()
         with self._metadata.changes.writing(opened.number):
             async with self._changing(opened.number) as change:
-                write = change(lambda fd: self._source.pwrite(fd, data, offset, writer))
+                write = change(lambda fd: self._source.pwrite(fd, data, offset, writer, whole=opened.is_direct))
                 return await self._descriptors.change(opened, write)
 
     async def fsync(self, handle: int, data_only: bool) -> None:

@@ -148,8 +148,12 @@ class SourceWriter:
         caller.run(lambda: os.ftruncate(fd, size))
         return self._stat(fd)
 
-    def pwrite(self, fd: int, data: bytes, offset: int, writer: Identity) -> int:
-        """`writer`: the identity that opened the file."""
+    def pwrite(self, fd: int, data: bytes, offset: int, writer: Identity, *, whole: bool = False) -> int:
+        """How much was written. `writer`: the identity that opened the file.
+
+        `whole`: raise the error of what cannot be written, also if a part was. For O_DIRECT: the kernel, which may have
+        divided the write, makes EIO of a short one.
+        """
         self._source.round_trip("write")
 
         def write() -> int:
@@ -159,7 +163,7 @@ class SourceWriter:
                 try:
                     done += os.pwrite(fd, view[done:], offset + done)
                 except OSError:
-                    if not done:
+                    if whole or not done:
                         raise
                     break  # a short write, as on a full disk
             return done

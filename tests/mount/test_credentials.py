@@ -150,6 +150,16 @@ def reserved_disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", "-l", place], check=True)
 
 
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """It has room for 1 MiB, and writes what fits of a larger piece."""
+    place = tmp_path / "small"
+    place.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1M", "tmpfs", place], check=True)
+    yield place
+    subprocess.run(["umount", "-l", place], check=True)
+
+
 def fill(path: Path) -> int:
     """Write until there is no room; how many bytes that took."""
     piece, written = b"x" * (128 << 10), 0
@@ -204,6 +214,35 @@ def test_direct_writes_and_reads_work(mount: MakeMount, source: Path, arguments:
     finally:
         os.close(fd)
     assert (source / "d0/direct").read_bytes() == expected[:3] + b"unaligned" + expected[12:]
+
+
+@pytest.mark.promise("WR-11")
+@pytest.mark.parametrize("taken_over", [False, True])
+@MODES
+def test_a_direct_write_that_fits_only_in_part_says_that_the_disk_is_full(
+    mount: MakeMount, small_disk: Path, arguments: tuple[str, ...], taken_over: bool
+) -> None:
+    """Before: EIO, which says that the disk is broken. The kernel makes that of a smaller count than was asked for."""
+    (small_disk / "filler").write_bytes(bytes((1 << 20) - (64 << 10)))
+    m = mounted(mount, small_disk, *arguments)
+    if taken_over and m.no_fastpath:
+        pytest.skip("the mount ends with its daemon")
+    memory = mmap.mmap(-1, 128 << 10)  # one request
+    fd = os.open(m.path / "direct", os.O_RDWR | os.O_CREAT | os.O_DIRECT, 0o600)
+    try:
+        if taken_over:
+            m.kill()
+            m.start()
+        with pytest.raises(OSError, match="No space left"):
+            os.pwritev(fd, [memory], 0)
+        assert os.fstat(fd).st_size == (small_disk / "direct").stat().st_size
+    finally:
+        os.close(fd)
+    (m.path / "direct").unlink()
+    with (m.path / "buffered").open("wb", buffering=0) as file:
+        written = file.write(memory)  # a smaller count, as on the disk
+        assert 0 < written < len(memory)
+    assert (small_disk / "buffered").stat().st_size == written
 
 
 @pytest.mark.promise("WR-10")
