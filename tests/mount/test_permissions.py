@@ -115,6 +115,25 @@ OPENINGS: dict[str, Callable[[Path], object]] = {
 """How another node lets Bob into a directory, or moves what is in it to where he may go."""
 
 
+_READ_BY_ALL = [(GROUP_OBJ, 5, NOBODY), (MASK, 5, NOBODY), (OTHER, 5, NOBODY)]
+
+
+def _refuse_bob(outer: Path) -> None:
+    outer.chmod(0o755)
+    os.setxattr(outer, ACL, acl([(USER_OBJ, 7, NOBODY), (USER, 0, BOB), *_READ_BY_ALL]))
+
+
+ACL_OPENINGS: dict[str, tuple[Callable[[Path], object], Callable[[Path], object]]] = {
+    "entry added": (lambda outer: outer.chmod(0o750), lambda outer: os.setxattr(outer, ACL, let_in(BOB))),
+    "entry removed": (_refuse_bob, lambda outer: os.removexattr(outer, ACL)),
+    "entry changed": (
+        lambda outer: os.setxattr(outer, ACL, let_in(BOB + 1)),
+        lambda outer: os.setxattr(outer, ACL, let_in(BOB)),
+    ),
+}
+"""What the ACL of a directory is before, and how another node lets Bob in by it."""
+
+
 def put(path: Path, content: bytes) -> None:
     path.write_bytes(content)
     os.chown(path, ALICE, ALICE)
@@ -867,6 +886,37 @@ def test_a_directory_that_is_opened_shows_nothing_that_was_closed_before(
             listed = bob(partial(os.listdir, root / inner))
             assert listed == ["old"] if closed == "inner/old" else listed in REFUSED, (name, root)
         assert alice((m.path / inner / "old").read_bytes) == b"old"
+
+
+@pytest.mark.promise("PE-29")
+@modes(SOME)
+@pytest.mark.parametrize("reads", [True, False], ids=["read", "looked-at"])
+@pytest.mark.parametrize("opening", ACL_OPENINGS)
+def test_a_directory_that_its_acl_alone_opens_shows_nothing_that_was_closed_before(
+    mount: MakeMount, source: Path, arguments: tuple[str, ...], opening: str, reads: bool
+) -> None:
+    """Mode and owners stay. `reads`: is the directory's ACL known before?"""
+    before, after = ACL_OPENINGS[opening]
+    outer = a_tree(source, "outer").parent
+    before(outer)
+    settle()
+    m = mounted(mount, source, arguments)
+    for _ in range(2):
+        assert alice((m.path / "outer/inner/old").read_bytes) == b"old"
+        if reads:
+            assert bob((m.path / "outer/inner/old").read_bytes) == errno.EACCES
+        expire()
+    mode = outer.stat().st_mode
+    (outer / "inner").chmod(0o700)
+    after(outer)
+    assert outer.stat().st_mode == mode
+    for _ in range(2):
+        expire()
+        assert alice((m.path / "outer").stat).st_mode == mode  # type: ignore[attr-defined]
+        for root in (source, m.path):
+            assert bob((root / "outer/inner/old").read_bytes) in REFUSED, root
+            assert bob(partial(os.listdir, root / "outer/inner")) in REFUSED, root
+    assert alice((m.path / "outer/inner/old").read_bytes) == b"old"
 
 
 @pytest.mark.promise("PE-29")
