@@ -26,6 +26,7 @@ from cachefs.metadata import inode_values, written_files
 from cachefs.metadata.inode_cache import mutable_flags
 from cachefs.options import CacheLevel
 from cachefs.source.credentials import Caller, as_admitted
+from cachefs.source.directories import ROOT, Directory
 from cachefs.source.identity import Changed
 from cachefs.source.shares import UNKNOWN
 from cachefs.stats.metrics import Metrics
@@ -230,10 +231,20 @@ class OpenFiles:
             if self._shows_pinned_version(opened, inode):
                 await self._share(opened)
                 continue
-            read = partial(self.fs.source.pread, length=size, offset=offset, inode=inode)
+            directory = self._directory_in_snapshot(opened.number, inode)
+            read = partial(self.fs.source.read_open, length=size, offset=offset, inode=inode, directory=directory)
             data = await self._read_uncached(opened.number, inode, partial(self.descriptors.use, opened, read))
             if not self._shows_pinned_version(opened, self._metadata.current(opened.number)):
                 return data
+
+    def _directory_in_snapshot(self, number: int, inode: Inode | None) -> Directory:
+        """The directory of a file in a snapshot. ROOT: it is not known, or in none."""
+        if inode is None or not self.fs.source.is_in_snapshot(inode.device):
+            return ROOT
+        try:
+            return self.fs.object_of(number).directory
+        except OSError:  # no name leads to it
+            return ROOT
 
     async def _read_immutable(self, file: OpenFile, offset: int, size: int) -> bytes | memoryview | None:
         """None: it is mutable by now. What it was before would stay in the kernel, over what is written to it."""

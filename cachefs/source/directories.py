@@ -210,19 +210,28 @@ class SourceDirectories:
         if not leads_here:
             raise Renamed.away(parent.number, directory.name, directory.number)
 
-    def check_snapshot(self, directory: Directory) -> None:
-        """Raises `Changed` if the snapshot that a directory is in was removed, or took another name.
+    def check_snapshot(self, directory: Directory, device: int) -> None:
+        """Raises `Changed` if the snapshot that a file is in was removed, or took another name.
 
         ceph-fuse goes on answering by the descriptors of a snapshot that was removed, and gives zeros (hazard 71).
+        `directory`: that has the file; ROOT if that is not known. `device`: the file's. A snapshot to which no name is
+        known counts as removed.
         """
         below = directory
-        while below.parent is not None and below.identity is not None and self.is_in_snapshot(below.identity.device):
+        if self.is_in_snapshot(device) and not self._is_in_snapshot(below):
+            raise Changed
+        while self._is_in_snapshot(below):
+            if below.parent is None:
+                raise Changed.at(below.number)
             try:
                 self._compare_name(below, below.parent)
             except Changed:
                 raise Changed.at(below.number) from None
             below = below.parent
         self.check_source()
+
+    def _is_in_snapshot(self, directory: Directory) -> bool:
+        return directory.identity is not None and self.is_in_snapshot(directory.identity.device)
 
     def is_gone(self, directory: Directory, fd: int) -> bool:
         """Was it removed, or the filesystem that it is on?

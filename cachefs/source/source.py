@@ -343,7 +343,7 @@ class Source:
             now = self.fstat(fd, ask=True)
             if at.identity is not None:
                 check(at.identity, now)
-            self.directories.check_snapshot(at.directory)
+            self.directories.check_snapshot(at.directory, now.device)
             os.set_blocking(fd, True)
         return fd, now
 
@@ -373,6 +373,13 @@ class Source:
             parts.append(data)
             at += len(data)
         return b"".join(parts)  # no copy of a single part
+
+    def read_open(self, fd: int, length: int, offset: int, inode: Inode | None, directory: Directory) -> bytes:
+        """`pread` of a file that may have changed since it was opened. Raises `Changed` if its snapshot was removed.
+        `inode`: None if there is no record. `directory`: as of `SourceDirectories.check_snapshot`."""
+        data = self.pread(fd, length, offset, inode)
+        self.directories.check_snapshot(directory, self.fstat(fd).device if inode is None else inode.device)
+        return data
 
     def read_file(self, at: Object, length: int, offset: int, inode: Inode | None = None) -> bytes:  # not cached
         with closing(self.open_file(at)[0]) as fd:
@@ -407,7 +414,7 @@ class Source:
             self.check_version(fd, expected)  # a FIFO, for example
             raise
         self.check_version(fd, expected)
-        self.directories.check_snapshot(at.directory)
+        self.directories.check_snapshot(at.directory, expected.device)
         if len(data) != length:
             raise Changed
         return data
