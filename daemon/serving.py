@@ -113,7 +113,7 @@ class Serving:
         components, nursery = self._components, self._nursery
         tasks.start(nursery, [components.notifier.run, components.call_pool.watch])  # the next steps need them
         connection = self._connect()
-        restored = self._mount.restore(components)
+        self._mount.restore(components)
         await self._record_root()
         if self._mount.is_new:
             place = os.readlink(f"/proc/self/fd/{components.source.root_fd}")
@@ -122,7 +122,8 @@ class Serving:
         loop = RequestLoop(components.operations, served)
         try:
             await self._start(connection)
-            nursery.start_soon(components.descriptors.reopen, restored)
+            await components.notifier.started.wait()
+            nursery.start_soon(components.descriptors.reopen, self._mount.adopt_open_files(components))
             if components.opened.lost_records:
                 nursery.start_soon(components.drop_names)
             nursery.start_soon(self._announce, ready)

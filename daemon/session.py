@@ -135,9 +135,6 @@ class Session:
             log.info("taking over the mount on %s", self.config.mountpoint)
             if short := memory.shortage():  # jobs use it: to try is better than to leave it without a daemon
                 log.warning("%s", short)
-        if mount.handed.broke_off:
-            done = len(mount.handed.opened)
-            log.warning("the hand-over of open files broke off after %d files; the others are opened by path", done)
 
     async def _open_and_serve(
         self, mount: Mount, directory: CacheDirectory, blob: Blob, ready: Callable[[], None]

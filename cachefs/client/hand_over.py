@@ -4,6 +4,10 @@ An open file that has lost its name cannot be opened again by its path. So a dae
 descriptors over the connection of that request, after its last call has been answered. Files whose descriptors do not
 arrive are opened again by path.
 
+The successor receives them when it has started its other processes, which would have copies of them and close those.
+For a file that is open for writing that asks a source on FUSE (FLUSH), and waits as long as the source hangs (hazard
+92). Until then they lie in the connection.
+
 The receiver uses recvmsg(2) for every byte: a buffered reader would lose descriptors that come with data that it reads
 ahead. The kernel never lets one recvmsg(2) read beyond a message with descriptors, so they arrive in the order of the
 lines.
@@ -13,6 +17,7 @@ import array
 import json
 import logging
 import os
+import select
 import socket
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
@@ -38,12 +43,36 @@ class OpenSource(NamedTuple):
     fd: int
 
 
-class Handed(NamedTuple):
+class Received(NamedTuple):
     """The open files that a successor has received."""
 
     opened: Sequence[OpenSource] = ()
     broke_off: bool = False
     """Not all files have arrived."""
+
+
+class Handed:
+    """The open files that a predecessor sends. None: it sends none."""
+
+    def __init__(self, connection: socket.socket | None = None) -> None:
+        """`connection`: after the answer to the request, which `read_answer` has read. It is closed by `receive`."""
+        self._connection = connection
+        self._received = Received()
+        self._has_come = False
+
+    def make_room(self) -> None:
+        """To be called each second until the predecessor has ended: it may send more than the connection holds."""
+        if self._has_come:
+            self.receive()
+        self._has_come = self._connection is not None and bool(select.select([self._connection], [], [], 0)[0])
+
+    def receive(self) -> Received:
+        """If the sender dies, or this process reaches its limit of descriptors, the complete entries are returned. May
+        be called again."""
+        if self._connection is not None:
+            with self._connection as connection:
+                self._connection, self._received = None, _receive(connection)
+        return self._received
 
 
 def send(connection: socket.socket, opened: Iterable[OpenSource]) -> int:
@@ -61,23 +90,28 @@ def send(connection: socket.socket, opened: Iterable[OpenSource]) -> int:
     return sent
 
 
-def receive(connection: socket.socket, answer: dict[str, Any]) -> Handed:
-    """Read the answer to a request into `answer`, and then the descriptors that follow.
+def read_answer(connection: socket.socket) -> dict[str, Any]:
+    """The answer to the request, and nothing of what follows. Raises OSError; ValueError if there is no answer."""
+    line = b""
+    while not line.endswith(b"\n"):
+        data = connection.recv(1)
+        if not data:
+            break
+        line += data
+    answer = json.loads(line)
+    if not isinstance(answer, dict):
+        raise ValueError("not an object")
+    return answer
 
-    If the sender dies, or this process reaches its limit of descriptors, the complete entries are returned. Raises
-    OSError, ValueError if there is no answer.
-    """
+
+def _receive(connection: socket.socket) -> Received:
     fds: list[int] = []
     opened: list[OpenSource] = []
-    lines = _lines(connection, fds)
-    answer.update(json.loads(next(lines, b"")))
-    if not answer.get("ok") or not answer.get("descriptors"):
-        return Handed()  # an older daemon sends none
     try:
-        for line in lines:
+        for line in _lines(connection, fds):
             message = json.loads(line)
             if "sent" in message:
-                return Handed(opened)
+                return Received(opened)
             entries = message["descriptors"]
             if len(entries) > len(fds):
                 break
@@ -89,7 +123,7 @@ def receive(connection: socket.socket, answer: dict[str, Any]) -> Handed:
     finally:
         for fd in fds:
             os.close(fd)
-    return Handed(opened, broke_off=True)
+    return Received(opened, broke_off=True)
 
 
 def _lines(connection: socket.socket, fds: list[int]) -> Iterator[bytes]:

@@ -343,38 +343,39 @@ class Descriptors:
             if not file.is_mutable and file.fd is not None and file.generation == generation:
                 yield OpenSource(0, file.inode.number, file.inode.version, file.fd)
 
-    def restore(self, handed: Iterable[OpenSource] = ()) -> list[Handle]:
-        """Take over the handles of a predecessor: the kernel still has them. Does not ask the source.
-
-        `handed`: descriptors that the predecessor has sent (hand_over.py). Returns the handles to `reopen`.
-        """
-        files = {each.handle: each for each in handed if each.handle}
-        data = [each for each in handed if not each.handle]
+    def restore(self) -> None:
+        """Take over the handles of a predecessor: the kernel still has them. Does not ask the source."""
         with self._metadata.index.view() as view:
             saved = [(inode_of_key(key[len(_HANDLE) :]), value) for key, value in view.scan(Table.META, _HANDLE)]
-        found = []
         for handle, value in saved:
             opened = Handle.unpack(handle, value, self.fs.source.generation)
-            number = opened.number
-            inode = self._metadata.current(number)
+            inode = self._metadata.current(opened.number)
             if inode is None:
-                log.warning("the last daemon left no record of inode %d: calls on its open handle fail", number)
+                log.warning("the last daemon left no record of inode %d: calls on its open handle fail", opened.number)
                 continue
             if not opened.writable and self.fs.immutability.keeps_version(inode):
                 opened.file = self.shared.share(inode)
-            elif handle in files and files[handle].number == number:
-                opened.fd, opened.generation = files.pop(handle).fd, self.fs.source.generation
-            else:
-                found.append(opened)
             self.handles[handle] = opened
             self._places.take(opened.owner)
             if opened.writable:
-                self.fs.immutability.add_writer(number)
-        close_all([each.fd for each in files.values()])
-        self._adopt(data)
-        return found
+                self.fs.immutability.add_writer(opened.number)
 
-    def _adopt(self, data: Iterable[OpenSource]) -> None:
+    def adopt(self, handed: Iterable[OpenSource], generation: int) -> list[Handle]:
+        """Take over descriptors that the predecessor has sent (hand_over.py), before requests are answered.
+
+        `generation`: of the source, when the handles were restored. Returns the handles to `reopen`.
+        """
+        files = {each.handle: each for each in handed if each.handle}
+        data = [each for each in handed if not each.handle]
+        left = [opened for opened in self.handles.values() if not opened.is_cached and opened.fd < 0]
+        for opened in left:
+            if opened.handle in files and files[opened.handle].number == opened.number:
+                opened.fd, opened.generation = files.pop(opened.handle).fd, generation
+        close_all([each.fd for each in files.values()])
+        self._adopt(data, generation)
+        return [opened for opened in left if opened.fd < 0]
+
+    def _adopt(self, data: Iterable[OpenSource], generation: int) -> None:
         """Take over descriptors of immutable files: the only way to read a file that has lost its name."""
         for each in data:
             inode = self._metadata.current(each.number)
@@ -385,7 +386,7 @@ class Descriptors:
             if file is None or file.fd is not None:
                 close_quietly(each.fd)
             else:
-                file.set_fd(each.fd, self.fs.source.generation)
+                file.set_fd(each.fd, generation)
                 file.held = lost_name
 
     async def reopen(self, restored: Iterable[Handle]) -> None:

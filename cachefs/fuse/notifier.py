@@ -67,6 +67,8 @@ class KernelNotifier:
         self._names = _Lane()
         self._pages = _Lane()
         self._process: trio.Process | None = None
+        self.started = trio.Event()
+        """Set when the process runs, or could not be started."""
         self._is_over = False
 
     def drop_soon(self, entries: Sequence[tuple[int, bytes]], numbers: Sequence[int] = ()) -> None:
@@ -141,6 +143,7 @@ class KernelNotifier:
                 log.warning("the process that notifies the kernel has ended; starting another")
             except OSError as error:
                 log.warning("the process that notifies the kernel cannot be started: %s", error)
+                self.started.set()
             await trio.sleep_until(started + _RESTART_PAUSE_S)
 
     async def _run_process(self) -> None:
@@ -148,6 +151,7 @@ class KernelNotifier:
         lanes = (self._names, self._pages)
         ours, process = await self._start_process(len(lanes))
         self._process = process
+        self.started.set()
         try:
             async with trio.open_nursery() as nursery:
                 for lane, end in zip(lanes, ours, strict=True):

@@ -296,7 +296,10 @@ def _dismiss(mounted: MountInstance) -> Handed | None:
     client = Client(mounted.mountpoint, directory=mounted.directory)
     pid = client.status()["pid"]
     daemon = os.pidfd_open(pid)
-    opened = client.leave()
-    if not _has_ended(pid, daemon, UMOUNT_TIMEOUT_S):
-        raise CacheFsError(f"the daemon is still busy after {UMOUNT_TIMEOUT_S:.0f} s; try again")
-    return opened
+    handed = client.leave()
+    deadline = time.monotonic() + UMOUNT_TIMEOUT_S
+    while not _has_ended(pid, daemon, _BRIEF_S):
+        if time.monotonic() > deadline:
+            raise CacheFsError(f"the daemon is still busy after {UMOUNT_TIMEOUT_S:.0f} s; try again")
+        handed.make_room()
+    return handed

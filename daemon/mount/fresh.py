@@ -11,7 +11,6 @@ from contextlib import suppress
 from functools import partial
 
 from cachefs.client import mount_table
-from cachefs.data.handle import Handle
 from cachefs.errors import CacheFsError
 from cachefs.fastpath.connection import listen
 from cachefs.fastpath.mount_descriptors import MountDescriptors
@@ -103,10 +102,9 @@ class FreshMount(Mount):
     def source_root(self, components: Components) -> Root:
         return self._root
 
-    def restore(self, components: Components) -> list[Handle]:
+    def restore(self, components: Components) -> None:
         with components.opened.index.update() as update:
             components.metadata.drop_unlinked(update)
-        return []
 
     def ends_with_daemon(self) -> bool:
         return True

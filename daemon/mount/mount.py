@@ -15,7 +15,6 @@ from typing import Any, ClassVar, Self, TypeVar
 import trio
 
 from cachefs.client import mount_table
-from cachefs.client.hand_over import Handed
 from cachefs.data.handle import Handle
 from cachefs.errors import CacheFsError
 from cachefs.fastpath.mount_descriptors import MountDescriptors, is_unmounted
@@ -74,8 +73,6 @@ class ClaimedMountpoint:
 class Mount(ABC):
     is_new: ClassVar[bool]
     """No job uses it yet: it ends if the start fails."""
-    handed = Handed()
-    """The open source files of the last daemon."""
     replaces_fastpath = False
     """Replace the running fast path by the installed one."""
     root_device: int | None = None
@@ -118,8 +115,13 @@ class Mount(ABC):
         """The root of the source at the time of the mount."""
 
     @abstractmethod
-    def restore(self, components: Components) -> list[Handle]:
-        """Restore the state of the last daemon. Returns the handles to be reopened; asks nothing of the source."""
+    def restore(self, components: Components) -> None:
+        """Restore the state of the last daemon. Asks nothing of the source."""
+
+    def adopt_open_files(self, components: Components) -> list[Handle]:
+        """Receive the open source files of the last daemon, when all processes of this one run. Returns the handles to
+        be reopened."""
+        return []
 
     @abstractmethod
     def ends_with_daemon(self) -> bool:

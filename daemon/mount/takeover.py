@@ -62,7 +62,9 @@ class TakenOverMount(Mount):
         self.device = descriptors.device
         self.descriptors = self._adopted = descriptors
         self.replaces_fastpath = handed is not None
-        self.handed = handed or Handed()
+        self._handed = handed or Handed()
+        self._generation = 0
+        """Of the source, when the handles were restored."""
         self._instance = instance
         instance.take_over()
 
@@ -115,11 +117,18 @@ class TakenOverMount(Mount):
             root = Root(inode.source_inode if inode is not None else 0, 0, "")
         return root
 
-    def restore(self, components: Components) -> list[Handle]:
-        restored = components.descriptors.restore(self.handed.opened)
+    def restore(self, components: Components) -> None:
+        components.descriptors.restore()
         components.young.restore()
         components.notifier.restore(components.opened.index)
-        return restored
+        self._generation = components.source.generation
+
+    def adopt_open_files(self, components: Components) -> list[Handle]:
+        received = self._handed.receive()
+        if received.broke_off:
+            done = len(received.opened)
+            log.warning("the hand-over of open files broke off after %d files; the others are opened by path", done)
+        return components.descriptors.adopt(received.opened, self._generation)
 
     def ends_with_daemon(self) -> bool:
         return self.is_unmounted() or not self.instance.is_mounted()  # the next daemon does not find a detached mount

@@ -365,6 +365,32 @@ def test_c6_a_source_that_hangs_does_not_delay_a_take_over(
     check(m, rest)
 
 
+@pytest.mark.promise("FA-15")
+@pytest.mark.fastpath
+def test_a_restart_does_not_wait_for_a_source_on_fuse_with_files_that_are_open_for_writing(
+    mount: MakeMount, faulty: tuple[Path, Path]
+) -> None:
+    """Before: it did, and the jobs got EIO: the processes that the successor starts closed copies of its descriptors."""
+    place, faults = faulty
+    first, _ = halves(small_files(place))
+    m = mount(place, "--source-timeout", "40", "--reconnect-timeout", "5")
+    check(m, first)
+    m.flush()
+    m.drop_caches()
+    holder = Holder(m.path / "log")
+    assert holder.ask("write", 0, "before") == "before"
+    (faults / "hang-all").touch()
+    started = time.monotonic()
+    take_over(m, "restart")
+    assert time.monotonic() - started < 20, "it waited for the source"
+    check(m, first)
+    (faults / "hang-all").unlink()
+    assert holder.ask("read", 0, "before") == "before"
+    assert holder.ask("write", 0, "after!") == "after!"
+    assert holder.ask("fsync", 0, "done") == "done"
+    holder.end()
+
+
 TIMED_OUT = str(errno.ETIMEDOUT)
 
 
