@@ -144,10 +144,15 @@ def is_locked(path: Path) -> bool:
         return not try_to_lock(fd)
 
 
+_PF_EXITING = 4  # linux/sched.h
+
+
 def is_dying(pid: int) -> bool:
-    """Has its first thread ended? The kernel lists it as a zombie until the others have."""
+    """Has its first thread ended, or does it end? The kernel lists it as a zombie until the others have ended. The last
+    one closes files, and may wait there for a source that hangs."""
     try:
-        return _status(str(pid))[0] in ("Z", "X")
+        status = _status(str(pid))
+        return status[0] in ("Z", "X") or bool(int(status[6]) & _PF_EXITING)
     except OSError:  # of another pid namespace, where it cannot be seen
         return False
 

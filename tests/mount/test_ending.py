@@ -221,30 +221,34 @@ def test_a_restart_does_not_wait_for_a_source_that_hangs(
 
 @pytest.mark.promise("FA-23", "LC-17", "LC-25")
 @pytest.mark.fastpath
+@pytest.mark.parametrize("where", ["hang-write", "hang-all"], ids=["in a write", "when it closes files"])
 @pytest.mark.parametrize("command", [(), ("umount",), ("umount", "--force")], ids=lambda command: "-".join(command))
 def test_jobs_get_an_error_though_the_killed_daemon_still_waits_for_its_source(
-    mount: MakeMount, hanging: tuple[Path, Path], command: tuple[str, ...]
+    mount: MakeMount, hanging: tuple[Path, Path], command: tuple[str, ...], where: str
 ) -> None:
     """The kernel cannot end such a process, and its sockets stay open: jobs waited as long as the source hung."""
     place, faults = hanging
     m = mount(place, "--source-timeout", TIMEOUT_S, "--reconnect-timeout", TIMEOUT_S if command else 1)
     cached = m.path / "d0/f00000"
     expected, fd = cached.read_bytes(), os.open(m.path / "written", os.O_WRONLY | os.O_CREAT)
-    (faults / "hang-write").touch()
+    (faults / where).touch()
+    waiting: list[Waiting] = []
     try:
-        writing = Waiting(lambda: os.write(fd, b"cut off"))
-        wait_for((faults / "has-hung").exists, bool)
+        if where == "hang-write":
+            waiting.append(Waiting(lambda: os.write(fd, b"cut off")))
+            wait_for((faults / "has-hung").exists, bool)
         os.kill(m.pid, signal.SIGKILL)
-        later = Waiting(lambda: os.stat(m.path / "h1/unknown"))
-        wait_for(lambda: stuck_threads(os.getpid()), lambda count: count >= 2)
+        wait_for(lambda: is_dying(m.pid), bool)
+        waiting.append(Waiting(lambda: os.stat(m.path / "h1/unknown")))
+        wait_for(lambda: stuck_threads(os.getpid()), lambda count: count >= len(waiting))
         if command:
             cachefs(*command, m.path)
         else:
             assert cached.read_bytes() == expected
-        assert {writing.end(), later.end()} <= ENDED
-        assert is_dying(m.pid)
+        assert {each.end() for each in waiting} <= ENDED
+        assert Path(f"/proc/{m.pid}").exists()
     finally:
-        (faults / "hang-write").unlink()
+        (faults / where).unlink()
         if not command:
             m.start()
         with suppress(OSError):

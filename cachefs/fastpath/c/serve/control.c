@@ -117,7 +117,10 @@ static bool receive(struct control_socket *control)
     return true;
 }
 
-/* A killed daemon keeps its sockets open while one of its threads waits in the kernel for a source that hangs. */
+#define PF_EXITING 4 /* linux/sched.h */
+
+/* A killed daemon keeps its sockets open while one of its threads waits in the kernel for a source that hangs: in a call,
+ * or when it closes files (FLUSH). */
 bool process_is_dying(pid_t pid)
 {
     char path[32], text[256];
@@ -129,7 +132,11 @@ bool process_is_dying(pid_t pid)
     close(fd);
     text[length > 0 ? length : 0] = 0;
     const char *name_end = strrchr(text, ')');
-    return name_end && strlen(name_end) > 2 && (name_end[2] == 'Z' || name_end[2] == 'X');
+    char state;
+    unsigned flags;
+    if (!name_end || sscanf(name_end + 1, " %c %*d %*d %*d %*d %*d %u", &state, &flags) != 2)
+        return false;
+    return state == 'Z' || state == 'X' || flags & PF_EXITING;
 }
 
 void control_run(struct control_socket *control, int ended)
