@@ -66,6 +66,10 @@ def memory_name(link: str) -> str:
     return os.readlink(link).removeprefix("/memfd:").removesuffix(" (deleted)")
 
 
+_COMM_LENGTH = 15
+"""Of the name of a process in /proc/PID/comm, at most."""
+
+
 def _runs_our_program(process: Path) -> bool:
     """`process`: its directory in /proc. Raises OSError or StopIteration if it has ended.
 
@@ -73,6 +77,9 @@ def _runs_our_program(process: Path) -> bool:
     program itself and all user ids of the process, not only the effective one.
     """
     if process.stat().st_uid != os.geteuid():  # excludes most processes
+        return False
+    # The links of a process that is in execve(2) cannot be read before it has closed its files, which may hang.
+    if (process / "comm").read_text(errors="replace").rstrip("\n") != PROGRAM.name[:_COMM_LENGTH]:
         return False
     program = os.path.basename(os.readlink(process / "exe")).removesuffix(" (deleted)")  # deleted: by an upgrade
     lines = (process / "status").read_text(errors="replace").splitlines()

@@ -69,17 +69,24 @@ def _described(directory: Path, minor: str, status: dict[str, Any]) -> Detached:
 
 def _holders(device: str, mountpoint: str) -> Iterator[str]:
     """Mount namespaces with a copy of the mount, and overlayfs mounts of this namespace that lie on it."""
-    own = os.readlink("/proc/self/ns/mnt")
-    processes: dict[str, list[int]] = {}
+    own = _namespace("self")
+    processes: dict[bytes, list[int]] = {}
     for name in filter(str.isdigit, os.listdir("/proc")):
         with suppress(OSError):  # it has ended, or belongs to another user
-            processes.setdefault(os.readlink(f"/proc/{name}/ns/mnt"), []).append(int(name))
+            processes.setdefault(_namespace(name), []).append(int(name))
     for namespace, pids in processes.items():
         if namespace != own and any(mount.device == device for mount in _table(pids)):
             yield f"{_named(pids)} in another mount namespace (a container)"
     for mount in mount_table.mounts():
         if mount.fstype == "overlay" and any(mount_table.beneath(mountpoint, d) is not None for d in _layers(mount)):
             yield f"an overlayfs on {mount.mountpoint}"
+
+
+def _namespace(process: str) -> bytes:
+    """What tells the mount namespace of a process from others: the line of its first mount, which has a number that no
+    other mount has. (ns/mnt cannot be read while the process is in execve(2) and closes files, which may hang.)"""
+    with open(f"/proc/{process}/mountinfo", "rb") as table:
+        return table.readline()
 
 
 def _table(pids: list[int]) -> list[mount_table.Mount]:

@@ -5,10 +5,11 @@ import os
 import select
 import signal
 import subprocess
+import sys
 import threading
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -253,6 +254,65 @@ def test_jobs_get_an_error_though_the_killed_daemon_still_waits_for_its_source(
             m.start()
         with suppress(OSError):
             os.close(fd)
+
+
+_OPENS_AND = """
+import os, sys, time
+fd = os.open(sys.argv[1], os.O_WRONLY | os.O_CREAT)
+os.write(fd, b"written")
+print("open", flush=True)
+sys.stdin.readline()
+"""
+
+
+@contextmanager
+def closing_files(path: Path, faults: Path, end: str) -> Iterator[int]:
+    """The pid of a process that hangs while it closes a file: it has been killed, or `end` makes it so."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", _OPENS_AND + end, path], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdin is not None and process.stdout is not None and process.stdout.readline() == "open\n"
+    (faults / "hang-all").touch()
+    if end:
+        process.stdin.write("go on\n")
+        process.stdin.flush()
+    else:
+        process.kill()
+    try:
+        wait_for((faults / "has-flushed").exists, bool)
+        yield process.pid
+    finally:
+        (faults / "hang-all").unlink()
+        process.kill()
+        process.communicate(timeout=20)
+
+
+@pytest.mark.promise("FA-23")
+def test_a_killed_process_that_hangs_when_it_closes_files_counts_as_dying(hanging: tuple[Path, Path]) -> None:
+    """Its last thread closes its files one after the other: the first may hang, and the others stay open."""
+    place, faults = hanging
+    with closing_files(place / "written", faults, "") as pid:
+        assert is_dying(pid)
+    assert not is_dying(os.getpid())
+
+
+@pytest.mark.promise("FA-15")
+@pytest.mark.parametrize("mode", MODES)
+def test_a_process_that_hangs_in_execve_delays_no_mount(
+    mount: MakeMount, hanging: tuple[Path, Path], source: Path, mode: str
+) -> None:
+    """Its links in /proc cannot be read until the source of its files answers. Before: a mount of another source read
+    them, and could not even be killed."""
+    place, faults = hanging
+    with closing_files(place / "written", faults, "os.execv('/bin/sleep', ['sleep', '100'])"):
+        began = time.monotonic()
+        m = mount(source, *MODES[mode])
+        assert (m.path / "d0/f00000").read_bytes()
+        cachefs("status", m.path)
+        m.umount()
+        m.start()
+        m.umount()
+        assert time.monotonic() - began < BOUND_S
 
 
 @pytest.mark.promise("LC-17")

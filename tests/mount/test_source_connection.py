@@ -370,7 +370,7 @@ def test_c6_a_source_that_hangs_does_not_delay_a_take_over(
 def test_a_restart_does_not_wait_for_a_source_on_fuse_with_files_that_are_open_for_writing(
     mount: MakeMount, faulty: tuple[Path, Path]
 ) -> None:
-    """Before: it did, and the jobs got EIO: the processes that the successor starts closed copies of its descriptors."""
+    """Before: it did, and the jobs got EIO: processes that the successor starts close copies of its descriptors."""
     place, faults = faulty
     first, _ = halves(small_files(place))
     m = mount(place, "--source-timeout", "40", "--reconnect-timeout", "5")
