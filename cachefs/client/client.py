@@ -24,7 +24,7 @@ from itertools import islice
 from typing import Any, BinaryIO
 
 from cachefs.client import mount_table
-from cachefs.client.hand_over import Handed, read_answer
+from cachefs.client.hand_over import Handed, read_line
 from cachefs.client.locations import mount_directory, user
 from cachefs.errors import CacheFsError
 from cachefs.system.claims import is_dying
@@ -329,7 +329,7 @@ class _Connection:
     ) -> dict[str, Any]:
         with self._failing():
             self._send(command, arguments)
-            while "progress" in (answer := self._received()):
+            while "progress" in (answer := _parsed(self.lines.readline(MAX_LINE))):
                 on_progress(answer["progress"])
         return self._checked(answer)
 
@@ -337,23 +337,13 @@ class _Connection:
         """Returns the descriptors that follow the answer. The last request of a connection."""
         with self._failing():
             self._send(command, arguments)
-            answer = read_answer(self.connection)
+            answer = _parsed(read_line(self.connection, MAX_LINE))
         sends = bool(self._checked(answer).get("descriptors"))  # an older daemon sends none
         return Handed(self.connection.dup()) if sends else Handed()
 
     def _send(self, command: str, arguments: dict[str, Any]) -> None:
         request = {"protocol": PROTOCOL, "command": command, **arguments}
         self.connection.sendall(json.dumps(request).encode() + b"\n")
-
-    def _received(self) -> dict[str, Any]:
-        """Raises ValueError: root may ask the daemon of another user, which may answer anything."""
-        try:
-            answer = json.loads(self.lines.readline(MAX_LINE))
-        except RecursionError:
-            raise ValueError("nested too deeply") from None
-        if not isinstance(answer, dict):
-            raise ValueError("not an object")
-        return answer
 
     def _checked(self, answer: dict[str, Any]) -> dict[str, Any]:
         """The answer without its status. Raises CacheFsError if the request failed."""
@@ -369,6 +359,17 @@ class _Connection:
         except (OSError, ValueError) as error:
             reason = str(error) if isinstance(error, OSError) else "it has ended"
             raise CacheFsError(f"the daemon of {self.mountpoint} does not answer: {reason}") from None
+
+
+def _parsed(line: bytes) -> dict[str, Any]:
+    """Raises ValueError: root may ask the daemon of another user, which may answer anything."""
+    try:
+        answer = json.loads(line)
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
+    if not isinstance(answer, dict):
+        raise ValueError("not an object")
+    return answer
 
 
 def is_served(mountpoint: str, directory: pathlib.Path | None = None) -> bool:

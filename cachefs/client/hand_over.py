@@ -55,7 +55,7 @@ class Handed:
     """The open files that a predecessor sends. None: it sends none."""
 
     def __init__(self, connection: socket.socket | None = None) -> None:
-        """`connection`: after the answer to the request, which `read_answer` has read. It is closed by `receive`."""
+        """`connection`: after the answer to the request, which `read_line` has read. It is closed by `receive`."""
         self._connection = connection
         self._received = Received()
         self._has_come = False
@@ -90,18 +90,12 @@ def send(connection: socket.socket, opened: Iterable[OpenSource]) -> int:
     return sent
 
 
-def read_answer(connection: socket.socket) -> dict[str, Any]:
-    """The answer to the request, and nothing of what follows. Raises OSError; ValueError if there is no answer."""
+def read_line(connection: socket.socket, most: int) -> bytes:
+    """The answer to the request, of `most` bytes, and nothing of what follows."""
     line = b""
-    while not line.endswith(b"\n"):
-        data = connection.recv(1)
-        if not data:
-            break
+    while not line.endswith(b"\n") and len(line) < most and (data := connection.recv(1)):
         line += data
-    answer = json.loads(line)
-    if not isinstance(answer, dict):
-        raise ValueError("not an object")
-    return answer
+    return line
 
 
 def _receive(connection: socket.socket) -> Received:
