@@ -122,6 +122,7 @@ class CacheDirectory:
         `on`: the filesystem of the source; None: it is not compared. `same_mount`: a living mount has it open.
         """
         self.path = path
+        self._same_mount = same_mount
         try:
             private_files.make_directory(path)
             self._claim(source, on, same_mount=same_mount)
@@ -145,6 +146,8 @@ class CacheDirectory:
                 owner.write(self.path, source, (filesystem and filesystem.identity) or owner.unknown())
             if filesystem is not None:
                 self._belong_to(source, filesystem)
+            if not same_mount and not owner.cache_of(self.path):  # an earlier version made it
+                owner.write(self.path, source, owner.filesystem_of(self.path))
 
     def _belong_to(self, source: str, filesystem: Filesystem) -> None:
         if (self.path / "blob").exists() and (reason := owner.other_filesystem(self.path, filesystem)):
@@ -209,7 +212,7 @@ class CacheDirectory:
         """The durable index, rebuilt from the blob if it is lost or damaged."""
         path = self.path / "index"
         try:
-            return durable_index.opened(path, blob)
+            return durable_index.opened(path, blob, b"" if self._same_mount else owner.cache_of(self.path))
         except IndexUnavailable as error:
             raise CacheFsError(str(error)) from error
         except OSError as error:

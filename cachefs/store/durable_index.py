@@ -9,7 +9,8 @@ So a flipped bit in a page that stays consistent is noticed if it flips between 
 import logging
 import os
 import shutil
-from contextlib import ExitStack, closing
+import struct
+from contextlib import ExitStack, closing, suppress
 from pathlib import Path
 
 from cachefs.contract.index import Table
@@ -19,12 +20,37 @@ from cachefs.store.blob.blob import Blob
 from cachefs.store.index import pages
 from cachefs.store.index.environment import DATA, Environment
 from cachefs.store.index.index import TOTALS, Totals
+from cachefs.store.index.records import PINNED
 
 log = logging.getLogger(__name__)
 
 
-def opened(path: Path, blob: Blob) -> Environment:
-    """Raises IndexUnavailable or OSError if there is no room for it."""
+_CACHE_KEY = b"cache"
+_CACHE = struct.Struct("<I16s")  # flags of the value, `owner.cache_of`
+
+
+def opened(path: Path, blob: Blob, cache: bytes = b"") -> Environment:
+    """Raises IndexUnavailable or OSError if there is no room for it.
+
+    `cache`: as of `owner.cache_of`. Index and blob of another cache are not used. Empty: they are not compared.
+    """
+    durable = _opened(path, blob)
+    if not cache:
+        return durable
+    value = durable.get(Table.META, _CACHE_KEY)
+    if value and _CACHE.unpack(value)[1] != cache:
+        log.warning("the index in %s is of another cache: the cache starts empty", path)
+        durable.close()
+        shutil.rmtree(path)
+        os.ftruncate(blob.fd, 0)
+        durable, value = Environment(path, sync=True), None
+    if not value:
+        with suppress(IndexUnavailable), durable.write() as txn:  # no room: the next mount does it
+            txn.put(_CACHE_KEY, _CACHE.pack(PINNED, cache), db=durable.tables[Table.META])
+    return durable
+
+
+def _opened(path: Path, blob: Blob) -> Environment:
     if (path / DATA).exists():
         try:
             return _checked(path)

@@ -1,4 +1,5 @@
-"""cache.json: the source that a cache directory belongs to, and its filesystem (filesystem.py).
+"""cache.json: the source that a cache directory belongs to, its filesystem (filesystem.py), and what its index and blob
+are known by.
 
 Its checksum tells damage from another source.
 """
@@ -6,6 +7,7 @@ Its checksum tells damage from another source.
 import json
 import secrets
 import zlib
+from contextlib import suppress
 from pathlib import Path
 
 from cachefs.errors import CacheFsError
@@ -45,9 +47,17 @@ def check(path: Path, source: str) -> None:
 def write(path: Path, source: str, filesystem: bytes = b"") -> None:
     """`filesystem`: what identifies the filesystem of the source. Empty: any filesystem that can be recognized may be
     it, as in a cache of an earlier version."""
-    content = {"format": FORMAT_VERSION, "source": source, "filesystem": filesystem.hex()}
+    cache = cache_of(path) or secrets.token_bytes(16)
+    content = {"format": FORMAT_VERSION, "source": source, "filesystem": filesystem.hex(), "cache": cache.hex()}
     content["crc32"] = _checksum(FORMAT_VERSION, source, filesystem.hex())
     private_files.write_file(path / "cache.json", json.dumps(content).encode())
+
+
+def cache_of(path: Path) -> bytes:
+    """16 random bytes that the index has, too (durable_index.py). Empty: an earlier version made the cache."""
+    with suppress(OSError, ValueError, TypeError, AttributeError, RecursionError):
+        return bytes.fromhex(json.loads((path / "cache.json").read_text()).get("cache", ""))
+    return b""
 
 
 def unknown() -> bytes:

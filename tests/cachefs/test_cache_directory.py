@@ -1,8 +1,10 @@
 """Whose cache it is, and how far it is trusted after a restart, a crash of the daemon, and one of the machine."""
 
 import errno
+import os
 import shutil
 from collections.abc import Callable
+from contextlib import ExitStack, closing
 from pathlib import Path
 
 import pytest
@@ -202,3 +204,33 @@ def test_a_cache_directory_is_locked_and_belongs_to_one_source(tmp_path: Path) -
     assert (path / "cache.json.broken").read_text() == "{"
     with pytest.raises(CacheFsError, match="was made for /b, not for /a"):
         CacheDirectory(path, "/a")
+
+
+@pytest.mark.promise("FA-43")
+def test_an_index_and_a_blob_of_another_cache_are_not_used(tmp_path: Path) -> None:
+    """Found by putting them into the cache of a clone of the source: files had the bytes of the other one."""
+
+    def opened(name: str) -> tuple[bytes | None, int]:
+        """What is left of the last run, and the size of the blob. Leaves a record, and data."""
+        with ExitStack() as stack:
+            directory = stack.enter_context(closing(CacheDirectory(tmp_path / name, f"/{name}")))
+            blob = stack.enter_context(closing(directory.open_blob()))
+            durable = stack.enter_context(closing(directory.open_durable(blob)))
+            found = durable.get(Table.META, b"test"), blob.size()
+            with durable.write() as txn:
+                txn.put(b"test", name.encode(), db=durable.tables[Table.META])
+            os.pwrite(blob.fd, b"data", 0)
+            return found
+
+    assert opened("mine") == (None, 0) == opened("other")
+    assert opened("mine") == (b"mine", 4)
+    for name in ("index", "blob", "secret"):
+        here, there = tmp_path / "mine" / name, tmp_path / "other" / name
+        shutil.rmtree(here) if here.is_dir() else here.unlink()
+        there.rename(here)
+    assert opened("mine") == (None, 0)
+    assert opened("mine") == (b"mine", 4)
+    with closing(Environment(tmp_path / "mine/index", sync=True)) as durable, durable.write() as txn:
+        txn.delete(b"cache", db=durable.tables[Table.META])
+    (tmp_path / "mine/cache.json").write_text('{"format": 1, "source": "/mine"}')  # as of an earlier version
+    assert opened("mine") == (b"mine", 4)
