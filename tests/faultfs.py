@@ -5,8 +5,8 @@
 While FAULTS/hang exists, READ, OPEN and LOOKUP of paths that contain a line of it do not answer;
 while FAULTS/late exists, the first LOOKUP of each path that contains a line of it is answered later, with what was
 true before; FAULTS/has-late says that there is one;
-while FAULTS/hang-all exists, GETATTR, STATFS, GETXATTR and FLUSH do not either; FAULTS/has-flushed says that a FLUSH
-does not;
+while FAULTS/hang-all exists, GETATTR, STATFS and GETXATTR do not either;
+while FAULTS/hang-flush exists, FLUSH does not; FAULTS/has-flushed says that there is one;
 while FAULTS/hang-write exists, WRITE does not; FAULTS/has-hung says that there is one;
 while FAULTS/rctime exists, it is the extended attribute ceph.dir.rctime of every directory;
 while FAULTS/enotconn exists, STATFS fails with ENOTCONN;
@@ -186,9 +186,9 @@ class FaultFs(pyfuse3.Operations):
         return os.pwrite(fh, buf, off)
 
     async def flush(self, fh):
-        if (FAULTS / "hang-all").exists():
+        while (FAULTS / "hang-flush").exists():
             (FAULTS / "has-flushed").touch()
-        await self.fault_of_all()
+            await trio.sleep(0.02)
         if (FAULTS / "edquot").exists():
             raise pyfuse3.FUSEError(errno.EDQUOT)
 

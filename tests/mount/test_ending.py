@@ -222,7 +222,7 @@ def test_a_restart_does_not_wait_for_a_source_that_hangs(
 
 @pytest.mark.promise("FA-23", "LC-17", "LC-25")
 @pytest.mark.fastpath
-@pytest.mark.parametrize("where", ["hang-write", "hang-all"], ids=["in a write", "when it closes files"])
+@pytest.mark.parametrize("where", ["hang-write", "hang-flush"], ids=["in a write", "when it closes files"])
 @pytest.mark.parametrize("command", [(), ("umount",), ("umount", "--force")], ids=lambda command: "-".join(command))
 def test_jobs_get_an_error_though_the_killed_daemon_still_waits_for_its_source(
     mount: MakeMount, hanging: tuple[Path, Path], command: tuple[str, ...], where: str
@@ -272,7 +272,7 @@ def closing_files(path: Path, faults: Path, end: str) -> Iterator[int]:
         [sys.executable, "-c", _OPENS_AND + end, path], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
     assert process.stdin is not None and process.stdout is not None and process.stdout.readline() == "open\n"
-    (faults / "hang-all").touch()
+    (faults / "hang-flush").touch()
     if end:
         process.stdin.write("go on\n")
         process.stdin.flush()
@@ -282,7 +282,7 @@ def closing_files(path: Path, faults: Path, end: str) -> Iterator[int]:
         wait_for((faults / "has-flushed").exists, bool)
         yield process.pid
     finally:
-        (faults / "hang-all").unlink()
+        (faults / "hang-flush").unlink()
         process.kill()
         process.communicate(timeout=20)
 

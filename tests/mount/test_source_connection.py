@@ -379,12 +379,14 @@ def test_a_restart_does_not_wait_for_a_source_on_fuse_with_files_that_are_open_f
     m.drop_caches()
     holder = Holder(m.path / "log")
     assert holder.ask("write", 0, "before") == "before"
-    (faults / "hang-all").touch()
+    for fault in ("hang-all", "hang-flush"):
+        (faults / fault).touch()
     started = time.monotonic()
     take_over(m, "restart")
     assert time.monotonic() - started < 20, "it waited for the source"
     check(m, first)
-    (faults / "hang-all").unlink()
+    for fault in faults.iterdir():
+        fault.unlink()
     assert holder.ask("read", 0, "before") == "before"
     assert holder.ask("write", 0, "after!") == "after!"
     assert holder.ask("fsync", 0, "done") == "done"
