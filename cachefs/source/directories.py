@@ -210,6 +210,14 @@ class SourceDirectories:
         if not leads_here:
             raise Renamed.away(parent.number, directory.name, directory.number)
 
+    def check_root(self) -> None:
+        """Raises OSError if the root does not answer, bypassing the kernel's attribute cache. A root that does not
+        exist any more is lost: ceph-fuse answers so when its client was evicted (hazard 94)."""
+        try:
+            syscalls.statx(self.root_fd, b"", ask=True)
+        except FileNotFoundError:
+            raise OSError(errno.ESHUTDOWN, os.strerror(errno.ESHUTDOWN)) from None
+
     def check_snapshot(self, directory: Directory, device: int) -> None:
         """Raises `Changed` if the snapshot that a file is in was removed, or took another name.
 
@@ -245,7 +253,7 @@ class SourceDirectories:
         except OSError as error:
             if error.errno not in _REMOVED:
                 raise
-            syscalls.statx(self.root_fd, b"", ask=True)  # raises if the whole source is gone
+            self.check_root()
             self._give_up(directory.number, fd)
             return True
         below = directory

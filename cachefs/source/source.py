@@ -145,7 +145,7 @@ class Source:
 
     def ask(self) -> None:
         """Check that the root answers, bypassing the kernel's attribute cache. Raises OSError. Not counted."""
-        syscalls.statx(self.root_fd, b"", ask=True)
+        self.directories.check_root()
         self.connection.volumes.check_source()
 
     def stat(self, fd: int, name: bytes = b"", *, ask: bool = False) -> Stat:

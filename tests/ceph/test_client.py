@@ -3,15 +3,17 @@
 Hits never fail, and misses work within `BACK_WITHIN_S` seconds of the source's return.
 """
 
+import errno
 import os
 import signal
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
 from tests.ceph.cluster import CephFs
 from tests.ceph.conftest import CACHED, MODES, Dataset, check, check_back, drop_caches, halves
-from tests.conftest import Mount, cachefs, mounted_on, wait_for
+from tests.conftest import Mount, cachefs, expire, mounted_on, wait_for
 
 MakeMount = Callable[..., Mount]
 
@@ -68,3 +70,33 @@ def test_a_client_that_the_cluster_shuts_out(
     check_back(m, rest)
     wait_for(lambda: m.status()["source_lost"], lambda is_lost: not is_lost)
     check(m, first)
+
+
+@pytest.mark.promise("FA-10")
+@pytest.mark.parametrize("mode", ["read-only", "read-write"])
+def test_a_client_that_was_evicted_makes_no_name_absent(
+    cephfs: CephFs, tmp_path: Path, mount: MakeMount, mode: str
+) -> None:
+    """ceph-fuse says that what is open does not exist: directories counted as removed, and their names as absent."""
+    root = cephfs.path / tmp_path.name
+    names = [Path(f"d{number}/f") for number in range(6)]
+    for name in names:
+        (root / name).parent.mkdir(parents=True)
+        (root / name).write_bytes(b"x")
+    m = mount(root, *MODES[mode], "--source-timeout", "2")
+    (m.path / "d0").stat()
+    cephfs.evict()
+
+    def error_of(path: Path) -> int | None:
+        try:
+            path.stat()
+        except OSError as error:
+            return error.errno
+        return None
+
+    wait_for(lambda: error_of(root / names[-1]), bool)
+    expire()
+    assert {error_of(m.path / name) for name in names} <= {errno.ETIMEDOUT, errno.ESHUTDOWN}
+    cephfs.kill()
+    cephfs.again()
+    check_back(m, dict.fromkeys(names, b"x"))
