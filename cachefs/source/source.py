@@ -153,6 +153,10 @@ class Source:
         asks = (ask or self._follows_paths) and not self._is_coherent
         try:
             now = self.connection.stat(fd, name, ask=asks)
+        except FileNotFoundError:
+            if not name:
+                self.directories.check_root()
+            raise
         except PermissionError:
             # A filesystem beneath the source, which a user may have mounted, may be closed to all others.
             now = as_admitted(partial(self.connection.stat, fd, name, ask=asks), lambda now: not now.device)
