@@ -91,7 +91,7 @@ def send(connection: socket.socket, opened: Iterable[OpenSource]) -> int:
 
 
 def read_line(connection: socket.socket, most: int) -> bytes:
-    """The answer to the request, of `most` bytes, and nothing of what follows."""
+    """The answer to the request, at most `most` bytes, and nothing of what follows."""
     line = b""
     while not line.endswith(b"\n") and len(line) < most and (data := connection.recv(1)):
         line += data

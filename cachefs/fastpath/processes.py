@@ -67,7 +67,7 @@ def memory_name(link: str) -> str:
 
 
 _COMM_LENGTH = 15
-"""Of the name of a process in /proc/PID/comm, at most."""
+"""/proc/PID/comm shows so many bytes of the name of a program."""
 
 
 def _runs_our_program(process: Path) -> bool:

@@ -36,7 +36,7 @@ from cachefs.source import shares
 from cachefs.source.credentials import Caller, Identity
 from cachefs.source.identity import Changed, Renamed
 from cachefs.source.single_flight import SingleFlight
-from cachefs.source.source import Object, by_descriptor
+from cachefs.source.source import FIRST_GENERATION, Object, by_descriptor
 from cachefs.store.index.records import UNLINKED, inode_key, inode_of_key
 
 T = TypeVar("T")
@@ -360,22 +360,22 @@ class Descriptors:
             if opened.writable:
                 self.fs.immutability.add_writer(opened.number)
 
-    def adopt(self, handed: Iterable[OpenSource], generation: int) -> list[Handle]:
+    def adopt(self, handed: Iterable[OpenSource]) -> list[Handle]:
         """Take over descriptors that the predecessor has sent (hand_over.py), before requests are answered.
 
-        `generation`: of the source, when the handles were restored. Returns the handles to `reopen`.
+        They are of the source as it was when this daemon began. Returns the handles to `reopen`.
         """
         files = {each.handle: each for each in handed if each.handle}
         data = [each for each in handed if not each.handle]
         left = [opened for opened in self.handles.values() if not opened.is_cached and opened.fd < 0]
         for opened in left:
             if opened.handle in files and files[opened.handle].number == opened.number:
-                opened.fd, opened.generation = files.pop(opened.handle).fd, generation
+                opened.fd, opened.generation = files.pop(opened.handle).fd, FIRST_GENERATION
         close_all([each.fd for each in files.values()])
-        self._adopt(data, generation)
+        self._adopt(data)
         return [opened for opened in left if opened.fd < 0]
 
-    def _adopt(self, data: Iterable[OpenSource], generation: int) -> None:
+    def _adopt(self, data: Iterable[OpenSource]) -> None:
         """Take over descriptors of immutable files: the only way to read a file that has lost its name."""
         for each in data:
             inode = self._metadata.current(each.number)
@@ -386,7 +386,7 @@ class Descriptors:
             if file is None or file.fd is not None:
                 close_quietly(each.fd)
             else:
-                file.set_fd(each.fd, generation)
+                file.set_fd(each.fd, FIRST_GENERATION)
                 file.held = lost_name
 
     async def reopen(self, restored: Iterable[Handle]) -> None:

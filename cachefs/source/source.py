@@ -30,6 +30,8 @@ from cachefs.system.descriptors import closing, closing_on_error
 from cachefs.system.stat import Stat
 
 T = TypeVar("T")
+FIRST_GENERATION = 0
+"""`Source.generation` when a daemon begins."""
 _READ_FLAGS = os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_NOCTTY  # hazard 21
 
 
@@ -117,7 +119,7 @@ class Source:
         self.connection.volumes.describe(0, fstype)
         self._follows_paths = self.connection.volumes.kind(0).follows_paths
         """Then the kernel may keep attributes of what had the path a moment ago: it always asks."""
-        self.generation = 0
+        self.generation = FIRST_GENERATION
         """How many times the source was mounted anew. Descriptors of an earlier generation are dead."""
         self.counters = SourceCounters(simulate_latency_s)
         self.round_trip = self.counters.round_trip

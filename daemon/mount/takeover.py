@@ -63,8 +63,6 @@ class TakenOverMount(Mount):
         self.descriptors = self._adopted = descriptors
         self.replaces_fastpath = handed is not None
         self._handed = handed or Handed()
-        self._generation = 0
-        """Of the source, when the handles were restored."""
         self._instance = instance
         instance.take_over()
 
@@ -121,14 +119,13 @@ class TakenOverMount(Mount):
         components.descriptors.restore()
         components.young.restore()
         components.notifier.restore(components.opened.index)
-        self._generation = components.source.generation
 
     def adopt_open_files(self, components: Components) -> list[Handle]:
         received = self._handed.receive()
         if received.broke_off:
             done = len(received.opened)
             log.warning("the hand-over of open files broke off after %d files; the others are opened by path", done)
-        return components.descriptors.adopt(received.opened, self._generation)
+        return components.descriptors.adopt(received.opened)
 
     def ends_with_daemon(self) -> bool:
         return self.is_unmounted() or not self.instance.is_mounted()  # the next daemon does not find a detached mount

@@ -20,7 +20,6 @@ from tests.conftest import Mount, contents, raises_errno, settle, wait_for
 T = TypeVar("T")
 MakeMount = Callable[..., Mount]
 MODES = {"read-only": ["--read-only"], "read-write": [], "Python alone": ["--read-only", "--no-fastpath"]}
-
 UNCACHED = {"mutable": ["--mutable", "**"], "none": ["--cache", "none"]}
 
 

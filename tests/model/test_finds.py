@@ -160,7 +160,7 @@ def test_what_a_predecessor_had_open_and_is_not_known_any_more_is_closed(tree: T
     fds = [os.open(root / "a", os.O_RDONLY) for _ in range(2)]
     assert open_files(root) == ["a", "a"]
     handed = [OpenSource(0, number, 1, fds[0]), OpenSource(0, number + 1000, 1, fds[1])]
-    assert node._node._parts.descriptors.adopt(handed, 0) == []
+    assert node._node._parts.descriptors.adopt(handed) == []
     assert open_files(root) == []
 
 

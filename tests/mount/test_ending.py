@@ -257,7 +257,7 @@ def test_jobs_get_an_error_though_the_killed_daemon_still_waits_for_its_source(
 
 
 _OPENS_AND = """
-import os, sys, time
+import os, sys
 fd = os.open(sys.argv[1], os.O_WRONLY | os.O_CREAT)
 os.write(fd, b"written")
 print("open", flush=True)
