@@ -376,6 +376,7 @@ class OpenFiles:
         Look-ups of pinned inodes are not counted. So the kernel may still know an inode that has lost its name; it is
         asked. If it does not know the inode, no process has the file open, and its data are useless.
         """
+        forgotten = [*((number, 0) for number in self._metadata.forgotten.take()), *forgotten]
         with self._metadata.index.update() as update:
             for number, count in forgotten:
                 if self._metadata.forget(update, number, count):

@@ -21,11 +21,11 @@ from cachefs.metadata.inode_paths import (
     links_of,
     name_expires_ns,
 )
-from cachefs.metadata.last_changes import LastChanges
+from cachefs.metadata.last_changes import ForgottenInodes, LastChanges
 from cachefs.metadata.limit import InodeLimit
 from cachefs.metadata.mutable_names import MutableNames
 from cachefs.metadata.notifier import Notifier
-from cachefs.metadata.validity import Run, Validity
+from cachefs.metadata.validity import ANSWERED_NS, Run, Validity
 from cachefs.options import Options
 from cachefs.store.index.environment import Update, View
 from cachefs.store.index.index import Index
@@ -94,6 +94,7 @@ class InodeTable(Validity):
         self.admitting: set[int] = set()
         """Directories of which a comparison has just recorded that they may admit users whom they did not admit before:
         by other permissions, or from another place."""
+        self.forgotten = ForgottenInodes(clock.monotonic_ns, ANSWERED_NS)
         self._kept: Counter[int] = Counter()
         """Directories whose records stay even if the kernel forgets them: number → how many callers of `keep`."""
 
@@ -368,7 +369,8 @@ class InodeTable(Validity):
         """The kernel forgot `count` look-ups of an inode. Returns whether the record was deleted. It stays:
 
         - while the inode is pinned: its look-ups are not counted. A FORGET that arrives after the inode was unpinned
-          may be for those look-ups only, and a later look-up may have overtaken it (`_UNCOUNTED`).
+          may be for those look-ups only, and a later look-up may have overtaken it (`_UNCOUNTED`), or be answered at
+          this moment: `forgotten` names the inode a little later, for a call with a count of 0.
         - while the kernel knows the inode: it is asked (hazard 60). It may have the inode again since the FORGET,
           or by another name: when a look-up answers with another inode than it expects under a name, it forgets that
           one look-up. If a later version got the number, a process that has the file open would read both.
@@ -380,8 +382,11 @@ class InodeTable(Validity):
         inode = self.inode(update, number)
         if inode is None or number == ROOT_INODE or inode.flags & (PINNED | STALE if inode.is_directory else PINNED):
             return False
-        if inode.lookups > _UNCOUNTED:
+        if count and inode.lookups == _UNCOUNTED:
+            self.forgotten.note(number)
+        elif count and inode.lookups > _UNCOUNTED:
             self.put_inode(update, inode._replace(lookups=inode.lookups - _UNCOUNTED))
+        if inode.lookups > _UNCOUNTED or (inode.lookups == _UNCOUNTED) == (count > 0):
             return False
         inode = inode._replace(lookups=inode.lookups % _UNCOUNTED)
         is_kept = number in self._kept or inode.flags & WRITTEN

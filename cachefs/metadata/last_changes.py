@@ -19,6 +19,7 @@ import trio
 
 MOST = 4096
 MOST_LOST = 1 << 14
+MOST_FORGOTTEN = 1 << 16
 MOST_READS = 4
 T = TypeVar("T")
 
@@ -143,3 +144,27 @@ class LostNames:
     def _forget_before(self, began_ns: int) -> None:
         while self._names and next(iter(self._names.values())) < began_ns:
             self._names.popitem(last=False)
+
+
+class ForgottenInodes:
+    """Inodes that the kernel has forgotten, as far as it says. At the moment of a FORGET another look-up may have been
+    answered, of which the kernel knows nothing before it has received the answer: it is asked when that has come."""
+
+    def __init__(self, monotonic_ns: Callable[[], int], answered_ns: int) -> None:
+        self._monotonic_ns = monotonic_ns
+        self._answered_ns = answered_ns
+        self._when_ns: OrderedDict[int, int] = OrderedDict()
+        """Inode number → time of its last FORGET, the latest at the end."""
+
+    def note(self, number: int) -> None:
+        self._when_ns[number] = self._monotonic_ns()
+        self._when_ns.move_to_end(number)
+
+    def take(self) -> list[int]:
+        """Those of which the kernel has received all answers by now. Where there are very many, some more."""
+        before_ns, taken = self._monotonic_ns() - self._answered_ns, list[int]()
+        while self._when_ns and (
+            next(iter(self._when_ns.values())) <= before_ns or len(self._when_ns) > MOST_FORGOTTEN
+        ):
+            taken.append(self._when_ns.popitem(last=False)[0])
+        return taken

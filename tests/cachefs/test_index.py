@@ -348,7 +348,8 @@ def test_a_dropped_inode_leads_nobody_to_another_that_has_its_number_later(index
         assert metadata.paths.path(update, 11) == b"a"  # for who has it open
     index.commit(index.take_dirty(100), [])
     with index.update() as update:
-        assert metadata.forget(update, 11, 1)
+        assert not metadata.forget(update, 11, 1)
+        assert metadata.forget(update, 11, 0)
         assert metadata.apply_stat(update, 1, b"b", file._replace(ctime_ns=99), pin=True).number == 11
         assert metadata.paths.path(update, 11) == b"b"
         old = metadata.dentry(update, 1, b"a")

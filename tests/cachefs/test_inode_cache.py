@@ -4,6 +4,7 @@ import pytest
 
 from cachefs.contract.index import ROOT_INODE
 from cachefs.metadata.inode_cache import InodeCache
+from cachefs.metadata.validity import ANSWERED_NS
 from cachefs.options import Options
 from cachefs.store.index.environment import Update
 from cachefs.store.index.index import Index
@@ -98,10 +99,32 @@ def test_a_forget_that_a_lookup_has_overtaken_takes_no_record_along(index: Index
         metadata.drop(update, found.number)  # invalidated: look-ups by the fast path were not counted
         if known_again:
             assert metadata.apply_stat(update, ROOT_INODE, b"file", file, pin=False).number == found.number
-        assert metadata.forget(update, found.number, 3) != known_again
+        assert not metadata.forget(update, found.number, 3)
+        assert metadata.forget(update, found.number, 0) != known_again
         if known_again:
             assert metadata.inode(update, found.number) is not None
             assert metadata.forget(update, found.number, 1)
+
+
+def test_a_forget_during_a_lookup_takes_no_record_along(index: Index) -> None:
+    """The answer to the look-up, which was not counted, has not reached the kernel yet: it says that it does not know
+    the inode. It is asked again when it has the answer."""
+    now_ns, kernel = 10 * ANSWERED_NS, Kernel()
+    metadata = inode_cache(index, READ_ONLY, kernel=kernel, clock=Clock(lambda: now_ns, lambda: 10 * NANOSECONDS))
+    with index.update() as update:
+        found = metadata.apply_stat(update, ROOT_INODE, b"file", stat(FILE, 0o100644, 2), pin=True)
+        metadata.drop(update, found.number)
+        assert not metadata.forget(update, found.number, 1)
+        assert not metadata.forgotten.take()
+        now_ns += ANSWERED_NS
+        kernel.known = {found.number}
+        assert metadata.forgotten.take() == [found.number]
+        assert not metadata.forget(update, found.number, 0)
+        kernel.known = set()
+        assert not metadata.forget(update, found.number, 1)
+        now_ns += ANSWERED_NS
+        assert metadata.forgotten.take() == [found.number]
+        assert metadata.forget(update, found.number, 0)
 
 
 @pytest.mark.parametrize("removed", [False, True], ids=["", "removed"])
@@ -124,7 +147,8 @@ def test_a_later_version_never_gets_the_number_of_a_file_that_the_kernel_still_k
         rewritten = metadata.apply_stat(update, ROOT_INODE, b"file", later, pin=options.read_only)
         assert rewritten.number != found.number
         kernel.known = set()
-        assert metadata.forget(update, found.number, 1)
+        assert not metadata.forget(update, found.number, 1)
+        assert metadata.forget(update, found.number, 0)
 
 
 @pytest.mark.parametrize("options", [READ_ONLY, Options()], ids=["read-only", "read-write"])

@@ -225,6 +225,25 @@ def test_a_name_is_listed_though_its_record_goes_as_fast_as_it_is_made(tree: Tre
     assert tree.node.listdir("d") == []
 
 
+@pytest.mark.parametrize("tree", ["never", "limited-never"], indirect=True)
+def test_a_file_keeps_its_record_though_a_forget_comes_during_its_lookup(
+    tree: Tree, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is dropped at the same moment, and its number given to a directory, which the kernel would answer with EIO."""
+    node, parts, number = tree.node, tree.node._node._parts, (tree.root / "e/a").stat().st_ino
+    node.stat("e/a")
+    with monkeypatch.context() as kernel:
+        kernel.setattr(type(node._node.kernel), "attributes", lambda *_: False)  # it has not received the answer yet
+        with parts.opened.index.update() as update:
+            parts.metadata.drop(update, number)
+        node._call(parts.files.forget, [(number, 1)])
+    assert node._node.kernel._inodes[number].lookups
+    assert parts.metadata.current(number) is not None
+    opened = node.open("e/a", os.O_RDONLY)
+    assert node.read(opened, 0, 10) == b"e/a"
+    node.close(opened)
+
+
 @pytest.mark.promise("IM-3")
 def test_another_name_of_a_file_that_has_expired_is_not_pinned_with_it(tree: Tree) -> None:
     """Another node exchanges it between its last look-up and the read by the other name."""
