@@ -129,8 +129,8 @@ class FastPathHost:
         self.fastpath = FastPath(
             descriptors,
             runtime / FASTPATH_SOCKET,
-            session=index.session.path,
-            durable=index.durable.path,
+            session=index.session.place,
+            durable=index.durable.place,
             log_path=log_path,
             received=self._received,
             attached=self._attached,

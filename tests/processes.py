@@ -59,6 +59,14 @@ def fastpath_pid(m: Mount) -> int:
     return int(m.status()["fastpath"]["pid"])
 
 
+def kill_fastpath(m: Mount) -> None:
+    """Returns when another one is running."""
+    pid = fastpath_pid(m)
+    os.kill(pid, signal.SIGKILL)
+    m.killed_fastpaths += 1
+    wait_for(lambda: m.status()["fastpath"]["pid"], lambda now: now not in (0, pid))
+
+
 def left_behind(place: Path) -> list[str]:
     """Runtime directories, claims and binds of mounts on this mountpoint."""
     found = [str(path) for path in locations.runtime_root().glob(f"*{locations.path_id(str(place))}*")]

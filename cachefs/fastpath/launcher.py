@@ -64,8 +64,9 @@ class FastPath:
     path: Path
     """Of the listening socket."""
     _: KW_ONLY
-    session: Path
-    durable: Path
+    session: str
+    """The parts of the index, as of `Environment.place`."""
+    durable: str
     log_path: Path | None
     received: Callable[[Message, int, int, bytes], None]
     """Called with each message (type, a, b, data)."""
@@ -260,7 +261,7 @@ class FastPath:
         command = [str(PROGRAM)]
         for name, fd in fds.items():
             command += (name, str(fd))
-        command += ("--session", str(self.session), "--durable", str(self.durable), "--after", str(after))
+        command += ("--session", self.session, "--durable", self.durable, "--after", str(after))
         with self._log_file() as log_file:
             self._process = subprocess.Popen(
                 command,

@@ -199,8 +199,8 @@ class Program:
         self.fastpath = FastPath(
             held,  # type: ignore[arg-type]
             path / "fastpath",
-            session=path,
-            durable=path,
+            session="",
+            durable="",
             log_path=None,
             received=lambda *message: None,
             attached=lambda: self.attached.append(1),

@@ -108,7 +108,7 @@ class Program:
         fds = {"device": self._device.fileno(), "shared": self.shared.fd, "source": self._source_fd,
                "blob": self._blob_fd, "listener": self._listener.fileno()}  # fmt: skip
         arguments = [part for name, fd in fds.items() for part in (f"--{name}", str(fd))]
-        arguments += ["--session", str(self.session.path), "--durable", str(self.durable.path)]
+        arguments += ["--session", self.session.place, "--durable", self.durable.place]
         self._process = subprocess.Popen([processes.PROGRAM, *arguments], pass_fds=fds.values(), stderr=self._log)
 
     @property

@@ -36,7 +36,7 @@ def start_again(program: Program, index: Path) -> None:
     program.end()
     program.wait_until(lambda: program._daemon is None)
     program.told.clear()
-    program.durable.path = index
+    program.durable.place = program.durable.place.replace(str(program.durable.path), str(index))
     program.start()
     program.attach(same=True)
 

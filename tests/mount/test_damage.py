@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from tests.conftest import Mount, cachefs, contents, contents_of_damaged, make_files, settle, small_disk, wait_for
-from tests.processes import fastpath_pid
+from tests.processes import fastpath_pid, kill_fastpath
 
 pytestmark = pytest.mark.promise("FA-16")
 
@@ -360,6 +360,36 @@ def test_files_that_were_open_when_the_index_was_lost_must_be_opened_again(
             assert error.errno == errno.ESTALE
         os.close(fd)
     assert contents(m.path) == expected
+
+
+@pytest.mark.fastpath
+@pytest.mark.promise("FA-43")
+@pytest.mark.parametrize("mode", [["--read-only"], []], ids=["read-only", "read-write"])
+def test_the_next_fast_path_does_not_use_an_older_copy_of_the_index(
+    mount: MakeMount, source: Path, mode: list[str]
+) -> None:
+    """A backup was put in the place of the cache of a mount. Files had the attributes of one version, the data of
+    another."""
+    m = mount(source, *mode)
+    expected = contents(m.path)
+    m.flush()
+    backup = m.cache.with_name("backup")
+    shutil.copytree(m.cache, backup)
+    for path, data in expected.items():
+        (source / path).write_bytes(data[::-1] + b"longer")
+    settle()
+    for path in expected:
+        cachefs("invalidate", m.path / path)
+    assert contents(m.path) == contents(source)
+    m.flush()
+    m.cache.rename(m.cache.with_name("moved"))
+    backup.rename(m.cache)
+    kill_fastpath(m)
+    m.drop_caches()
+    assert contents(m.path) == contents(source)
+    assert {path: (m.path / path).stat().st_size for path in expected} == {
+        path: (source / path).stat().st_size for path in expected
+    }
 
 
 def test_a_lost_secret_empties_the_cache(mount: MakeMount, source: Path) -> None:

@@ -22,23 +22,12 @@ from cachefs.errors import CacheFsError
 from cachefs.fastpath import processes
 from tests.conftest import Mount, cachefs, contents, make_files, settle, wait_for
 from tests.load import KILLS, Load, fork, sums_of
-from tests.processes import stop
+from tests.processes import fastpath_pid, kill_fastpath, stop
 from tests.service_manager import ServiceManager
 
 MakeMount = Callable[..., Mount]
 
 pytestmark = pytest.mark.fastpath
-
-
-def fastpath_pid(m: Mount) -> int:
-    return int(m.status()["fastpath"]["pid"])
-
-
-def kill_fastpath(m: Mount) -> None:
-    pid = fastpath_pid(m)
-    os.kill(pid, signal.SIGKILL)
-    m.killed_fastpaths += 1
-    wait_for(lambda: m.status()["fastpath"]["pid"], lambda now: now not in (0, pid))
 
 
 def kill_daemon(m: Mount) -> None:

@@ -81,6 +81,10 @@ class Environment:
         except lmdb.Error as error:
             kind = IndexUnavailable if isinstance(error, _NOT_DAMAGE) else IndexDamaged
             raise kind(f"cannot open the index in {path}: {error}") from error
+        data = os.stat(path / DATA)
+        self.place = f"{data.st_dev}:{data.st_ino}:{path}"
+        """For the fast path, which opens it too: device and number of the data file, and the path of the directory. It
+        does not use another file that was put in its place."""
         self.damage = Damage(path)
         self.overflow = Overflow(path / DATA, len(Table))
         """Of a session: updates that could not be written to it."""

@@ -2,6 +2,7 @@
 
 #include <errno.h>
 #include <fcntl.h>
+#include <inttypes.h>
 #include <stdio.h>
 #include <sys/stat.h>
 #include <unistd.h>
@@ -15,14 +16,33 @@
 static const char *const table_names[TABLES] = {TABLE_NAMES};
 static const enum table scanned[] = {LINKS, LISTING, EXTENTS};
 
-/* After an error nothing is closed: the process ends, or goes on without an index. */
-static int open_environment(MDB_env **env, const char *path, MDB_dbi *tables, MDB_dbi *table_of_tables)
+/* NULL if it is none. */
+static const char *place_path(const char *place, uintmax_t *device, uintmax_t *number)
+{
+    int length = 0;
+    return sscanf(place, "%ju:%ju:%n", device, number, &length) == 2 && length ? place + length : NULL;
+}
+
+/* Is this the file that the daemon has open? A copy in its place, perhaps of an older state, gets none of its commits. */
+static int check_file(MDB_env *env, uintmax_t device, uintmax_t number)
+{
+    struct stat now;
+    int fd, error = mdb_env_get_fd(env, &fd);
+    if (error || fstat(fd, &now))
+        return error ? error : errno;
+    return now.st_dev == device && now.st_ino == number ? 0 : ESTALE;
+}
+
+/* `place`: as of Environment.place. After an error nothing is closed: the process ends, or goes on without an index. */
+static int open_environment(MDB_env **env, const char *place, MDB_dbi *tables, MDB_dbi *table_of_tables)
 {
     MDB_txn *txn;
-    int error = mdb_env_create(env);
+    uintmax_t device, number;
+    const char *path = place_path(place, &device, &number);
+    int error = path ? mdb_env_create(env) : EINVAL;
     if (error || (error = mdb_env_set_mapsize(*env, MAP_BYTES)) || (error = mdb_env_set_maxdbs(*env, TABLES)) ||
         (error = mdb_env_open(*env, path, MDB_RDONLY | MDB_NOTLS | MDB_NORDAHEAD, 0600)) ||
-        (error = mdb_txn_begin(*env, NULL, MDB_RDONLY, &txn)))
+        (error = check_file(*env, device, number)) || (error = mdb_txn_begin(*env, NULL, MDB_RDONLY, &txn)))
         return error;
     for (int table = 0; table < TABLES; table++)
         if ((error = mdb_dbi_open(txn, table_names[table], 0, &tables[table])))
@@ -52,7 +72,9 @@ static bool is_read_only(const struct index *index)
 int index_open(struct index *index, const char *session, const char *durable, struct shared *shared)
 {
     *index = (struct index){.shared = shared};
-    snprintf(index->lock_path, sizeof index->lock_path, "%s/lock.mdb", durable);
+    uintmax_t unused;
+    const char *path = place_path(durable, &unused, &unused);
+    snprintf(index->lock_path, sizeof index->lock_path, "%s/lock.mdb", path ? path : "");
     index->is_unregistered = is_read_only(index);
     int error = lost_index_watch(shared) ? 0 : errno;
     if (!error)
