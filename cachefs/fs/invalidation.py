@@ -198,8 +198,10 @@ class Invalidation:
 
     # --- commands --------------------------------------------------------------------------------------------------
 
-    async def invalidate(self, path: bytes) -> int:
+    async def invalidate(self, path: bytes, directories: set[int] | None = None) -> int:
         """Drop a file or a subtree, and return when the kernel has dropped it. Returns the number of inodes.
+
+        `directories`: gets those that were dropped.
 
         If a name on the path is absent or unknown, its absence is dropped: the next look-up asks the source.
 
@@ -213,7 +215,7 @@ class Invalidation:
             await self._notifier.drop([(number, missing)], [number])
         waiting = [number] if missing is None else []
         dropped = 0
-        directories: set[int] = set()
+        directories = set() if directories is None else directories
         while waiting or (waiting := self._without_name(directories)):
             part, waiting = waiting[-CHUNK:], waiting[:-CHUNK]
             count, children = await self._drop(part, directories)

@@ -46,6 +46,7 @@ from cachefs.store.index.records import PINNED, UNLINKED, UNSETTLED, Inode
 from cachefs.system.clock import NANOSECONDS
 from cachefs.system.stat import Stat
 
+COMPARED_WITHIN_S = 2.0
 T = TypeVar("T")
 
 
@@ -407,6 +408,21 @@ class FileSystem:
         call = partial(permissions.lstat, self.source, ROOT, b"", (), ask=ask)
         start = partial(self.call_pool.start, call, question=(0, b""))
         await self._lstats.ask((0, b"", 0, b"", False), start, finish)
+
+    async def invalidate(self, path: bytes) -> int:
+        """`Invalidation.invalidate`. Then compare directories that were dropped, for at most COMPARED_WITHIN_S.
+
+        Each one with other permissions would fail a request (`PermissionsChanged`), and the kernel repeats an open by a
+        path with several of them only once.
+        """
+        directories: set[int] = set()
+        dropped = await self.invalidation.invalidate(path, directories)
+        with trio.move_on_after(COMPARED_WITHIN_S):
+            for number in directories:
+                with suppress(OSError):
+                    await self.revalidated(number)
+        self.permissions.tell()
+        return dropped
 
     # --- changes by this mount -------------------------------------------------------------------------------------
 

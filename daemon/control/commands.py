@@ -171,7 +171,7 @@ class Commands:
     async def invalidate(self, request: Request, tell: Tell) -> Answer:
         path = server.path(request)
         with naming(path):
-            return {"dropped": await self.components.invalidation.invalidate(path)}
+            return {"dropped": await self.components.filesystem.invalidate(path)}
 
     async def warm_up(self, request: Request, tell: Tell) -> Answer:
         jobs = request.get("jobs")

@@ -220,7 +220,7 @@ class Node:
     # --- commands --------------------------------------------------------------------------------------------------
 
     async def invalidate(self, path: str) -> None:
-        await self._parts.invalidation.invalidate(path.encode())
+        await self._parts.filesystem.invalidate(path.encode())
 
     async def evict(self, path: str) -> None:
         await self._parts.invalidation.evict([path.encode()])

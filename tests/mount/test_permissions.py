@@ -155,6 +155,26 @@ def mounted(mount: MakeMount, source: Path, arguments: tuple[str, ...]) -> Mount
     return m
 
 
+@modes(MODES)
+def test_an_invalidation_takes_all_new_permissions_over(
+    mount: MakeMount, source: Path, arguments: tuple[str, ...]
+) -> None:
+    """Each directory with other permissions failed an open with ESTALE, and the kernel repeats one only once."""
+    names = ["a", "a/b", "a/b/c", "a/b/c/d"]
+    (source / names[-1]).mkdir(parents=True)
+    (source / names[-1] / "file").write_bytes(b"content")
+    subprocess.run(["chmod", "-R", "a+rX", source], check=True)
+    settle()
+    m = mount(source, "--allow-other", *arguments)
+    open_to_all(m.path)
+    read = (m.path / names[-1] / "file").read_bytes
+    assert bob(read) == alice(read) == b"content"
+    for name in names:
+        (source / name).chmod(0o775)
+    cachefs("invalidate", m.path)
+    assert bob(read) == alice(read) == b"content"
+
+
 @pytest.mark.promise("PE-6", "PE-7", "PE-10")
 @modes(MODES)
 def test_what_is_made_in_a_closed_directory_is_not_shown(
