@@ -28,6 +28,7 @@ from cachefs.store import durable_index
 from cachefs.store.blob.blob import Blob
 from cachefs.store.cache_directory import CacheDirectory, OpenedIndex
 from cachefs.store.filesystem import has_change_times
+from cachefs.system import children
 from daemon.config.config import MountConfig
 from daemon.kernel import mounts
 from daemon.kernel.source_connection import Root
@@ -64,6 +65,7 @@ class Session:
         locations.make_runtime_root()
         os.umask(0)  # credentials.py applies the caller's
         self._warnings = process.prepare()
+        children.reserve_numbers()
         if not self.config.foreground:  # the user sees it; the log gets it when it is open
             for warning in self._warnings:
                 log.warning("%s", warning)

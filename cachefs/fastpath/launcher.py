@@ -14,7 +14,7 @@ import os
 import signal
 import socket
 import subprocess
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import BinaryIO, TypeVar
@@ -27,6 +27,7 @@ from cachefs.fastpath.answers import Answers
 from cachefs.fastpath.connection import MESSAGE_BYTES, parse, send
 from cachefs.fastpath.mount_descriptors import MountDescriptors, is_unmounted
 from cachefs.fastpath.processes import LOOK_S, PROGRAM, STOP_TIMEOUT_S, is_running, memory_name, running
+from cachefs.system import children
 from cachefs.system.clock import NANOSECONDS
 from cachefs.system.descriptors import closing
 from cachefs.system.private_files import opener
@@ -258,19 +259,15 @@ class FastPath:
             "--blob": self.mount.blob,
             "--listener": self.mount.listener.fileno(),
         }
-        command = [str(PROGRAM)]
-        for name, fd in fds.items():
-            command += (name, str(fd))
-        command += ("--session", self.session, "--durable", self.durable, "--after", str(after))
+
+        def command(numbers: Sequence[int]) -> list[str]:
+            named = [part for name, fd in zip(fds, numbers, strict=True) for part in (name, str(fd))]
+            indexes = ["--session", self.session, "--durable", self.durable]
+            return [str(PROGRAM), *named, *indexes, "--after", str(after)]
+
         with self._log_file() as log_file:
-            self._process = subprocess.Popen(
-                command,
-                pass_fds=tuple(fds.values()),
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=log_file,
-                start_new_session=True,
-            )
+            stderr = None if log_file is None else log_file.fileno()
+            self._process = children.start(command, tuple(fds.values()), stderr=stderr)
         self.pid = self._process.pid
         self.starts += 1
 

@@ -19,6 +19,7 @@ import trio
 from cachefs.contract.index import Table
 from cachefs.fuse.notifier_process import PACKET_BYTES
 from cachefs.store.index.index import Index
+from cachefs.system import children
 from cachefs.system.descriptors import closing_on_error
 
 log = logging.getLogger(__name__)
@@ -66,7 +67,7 @@ class KernelNotifier:
         # state
         self._names = _Lane()
         self._pages = _Lane()
-        self._process: trio.Process | None = None
+        self._process: subprocess.Popen[bytes] | None = None
         self.started = trio.Event()
         """Set when the process runs, or could not be started."""
         self._is_over = False
@@ -149,24 +150,24 @@ class KernelNotifier:
     async def _run_process(self) -> None:
         """Run one process, and return when it has ended. When cancelled: end it as if the daemon had been killed."""
         lanes = (self._names, self._pages)
-        ours, process = await self._start_process(len(lanes))
+        ours, process = self._start_process(len(lanes))
         self._process = process
         self.started.set()
         try:
             async with trio.open_nursery() as nursery:
                 for lane, end in zip(lanes, ours, strict=True):
                     nursery.start_soon(lane.run, end)
-                await process.wait()
+                await children.wait(process)
                 nursery.cancel_scope.cancel()
         finally:
             for end in ours:
                 end.close()
             with trio.CancelScope(shield=True, deadline=trio.current_time() + _END_PATIENCE_S):
-                await process.wait()
+                await children.wait(process)
             if self._is_over:
                 process.kill()
 
-    async def _start_process(self, lanes: int) -> tuple[list[trio.socket.SocketType], trio.Process]:
+    def _start_process(self, lanes: int) -> tuple[list[trio.socket.SocketType], subprocess.Popen[bytes]]:
         """Our ends of the lanes, and the process, which gets no other descriptors of the daemon."""
         with ExitStack() as ours, ExitStack() as theirs:
             pairs = [socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET) for _ in range(lanes)]
@@ -178,15 +179,11 @@ class KernelNotifier:
             served = os.open(f"/proc/self/fd/{self._served}", os.O_RDWR | os.O_CLOEXEC)
             theirs.callback(os.close, served)
             fds = [device, served, *(their_end.fileno() for _, their_end in pairs)]
-            process = await trio.lowlevel.open_process(
-                [os.readlink("/proc/self/exe"), "-I", "-S", "-c", self._code, *map(str, fds)],
-                executable="/proc/self/exe",  # the running interpreter, even if its file was moved
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
+            process = children.start(
+                lambda numbers: [os.readlink("/proc/self/exe"), "-I", "-S", "-c", self._code, *map(str, numbers)],
+                fds,
                 stderr=subprocess.DEVNULL,
-                pass_fds=fds,
-                cwd="/",
-                start_new_session=True,
+                executable="/proc/self/exe",  # the running interpreter, even if its file was moved
             )
             ours.pop_all()
             return [trio.socket.from_stdlib_socket(our_end) for our_end, _ in pairs], process

@@ -47,8 +47,10 @@ _OPEN_TRIES = 4
 _HOW_FLAGS = _RESOLVE_BENEATH | _RESOLVE_NO_SYMLINKS | _RESOLVE_NO_MAGICLINKS
 
 # Numbers of the generic and the x86-64 tables; openat2 has the same number everywhere.
+_SYS_CLOSE_RANGE = 436
 _SYS_OPENAT2 = 437
 _SYS_PIDFD_GETFD = 438
+_CLOSE_RANGE_UNSHARE = 2
 _SYS_SETGROUPS = {"x86_64": 116, "aarch64": 159, "riscv64": 159}.get(os.uname().machine)
 
 
@@ -248,6 +250,11 @@ def mount(source: str, target: str, filesystem: str, flags: int, data: str = "")
 
 def umount2(target: str, flags: int = 0) -> None:
     _checked(_libc.umount2(os.fsencode(target), flags), os.fsencode(target))
+
+
+def unshare_descriptors_from(first: int) -> None:
+    """Give this thread a table of descriptors of its own, without those from this number on. They are not closed."""
+    _checked(_libc.syscall(_SYS_CLOSE_RANGE, ctypes.c_uint(first), ctypes.c_uint(0xFFFFFFFF), _CLOSE_RANGE_UNSHARE))
 
 
 def pidfd_getfd(pidfd: int, fd: int) -> int:

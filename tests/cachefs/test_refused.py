@@ -194,7 +194,8 @@ class Program:
         self.connection: socket.socket | None = None
         self.gone = False
         monkeypatch.setattr(launcher, "is_unmounted", lambda device: self.gone)
-        held = SimpleNamespace(device=-1, shared=SimpleNamespace(fd=-1), source=-1, blob=-1, pid=0)
+        fd = self.listener.fileno()
+        held = SimpleNamespace(device=fd, shared=SimpleNamespace(fd=fd), source=fd, blob=fd, pid=0)
         held.listener = self.listener
         self.fastpath = FastPath(
             held,  # type: ignore[arg-type]
@@ -312,7 +313,7 @@ def test_a_table_of_readers_that_was_allocated_in_part_is_not_mapped(tmp_path: P
 
 
 class Memory(dict[str, int]):
-    fd = -1
+    fd = 0
 
 
 @pytest.mark.promise("FA-27")

@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 
 from tests.bindfs import Bindfs, take_over
-from tests.conftest import Mount, cachefs, contents, raises_errno, settle, wait_for
+from tests.conftest import Mount, cachefs, children, contents, raises_errno, settle, wait_for
 from tests.holder import Holder
-from tests.processes import stop
+from tests.processes import fastpath_pid, kill_fastpath, stop
 
 MakeMount = Callable[..., Mount]
 
@@ -388,6 +388,39 @@ def test_a_restart_does_not_wait_for_a_source_on_fuse_with_files_that_are_open_f
     for fault in faults.iterdir():
         fault.unlink()
     assert holder.ask("read", 0, "before") == "before"
+    assert holder.ask("write", 0, "after!") == "after!"
+    assert holder.ask("fsync", 0, "done") == "done"
+    holder.end()
+
+
+@pytest.mark.promise("FA-15")
+@pytest.mark.fastpath
+@pytest.mark.parametrize("killed", ["fast path", "notifier"])
+def test_a_process_is_replaced_while_a_source_on_fuse_hangs_with_files_that_are_open_for_writing(
+    mount: MakeMount, faulty: tuple[Path, Path], killed: str
+) -> None:
+    """Before: the daemon waited for the FLUSH of copies of its descriptors, which the new process closed."""
+    place, faults = faulty
+    first, _ = halves(small_files(place))
+    m = mount(place, "--source-timeout", "40")
+    check(m, first)
+    m.flush()
+    holder = Holder(m.path / "log")
+    assert holder.ask("write", 0, "before") == "before"
+    for fault in ("hang-all", "hang-flush"):
+        (faults / fault).touch()
+    if killed == "fast path":
+        kill_fastpath(m)
+    else:
+        (notifier,) = children(m.pid) - {fastpath_pid(m)}
+        os.kill(notifier, signal.SIGKILL)
+        wait_for(lambda: children(m.pid) - {fastpath_pid(m), notifier}, bool)
+    m.drop_caches()
+    started = time.monotonic()
+    check(m, first)
+    assert time.monotonic() - started < 20, "it waited for the source"
+    for fault in faults.iterdir():
+        fault.unlink()
     assert holder.ask("write", 0, "after!") == "after!"
     assert holder.ask("fsync", 0, "done") == "done"
     holder.end()

@@ -1,0 +1,62 @@
+"""Processes that a daemon starts."""
+
+import errno
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import trio
+
+from cachefs.system import children, syscalls
+from cachefs.system.descriptors import closing
+
+LIST = "import os, sys; os.write(int(sys.argv[1]), ' '.join(sorted(os.listdir('/proc/self/fd'))).encode())"
+
+
+def descriptors_of_child(*others: int) -> tuple[list[int], set[int]]:
+    """(the numbers that it got these by, all that it has)"""
+    got: list[int] = []
+    read, write = os.pipe()
+    with closing(read):
+        with closing(write):
+
+            def command(numbers: object) -> list[str]:
+                got[:] = numbers  # type: ignore[assignment, misc]
+                return [sys.executable, "-c", LIST, str(got[0])]
+
+            process = children.start(command, [write, *others], stderr=subprocess.DEVNULL)
+        trio.run(children.wait, process)
+        assert process.returncode == 0
+        found = set(map(int, os.read(read, 4096).split()))
+    return got, found
+
+
+@pytest.mark.parametrize("is_old", [False, True], ids=["", "an old kernel"])
+def test_a_process_has_the_descriptors_that_it_was_given(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_old: bool
+) -> None:
+    def refused(_: int) -> None:
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+
+    if is_old:
+        monkeypatch.setattr(syscalls, "unshare_descriptors_from", refused)
+    with open(tmp_path / "file", "w") as given, open(tmp_path / "other", "w") as other:
+        numbers, found = descriptors_of_child(given.fileno())
+        assert len(found - {0, 1, 2, *numbers}) == 1, "other than that of the list itself"
+        assert found >= set(numbers)
+        for file in (given, other):
+            os.fstat(file.fileno())  # still open here
+
+
+def test_a_program_that_does_not_exist_is_an_error() -> None:
+    with pytest.raises(FileNotFoundError):
+        children.start(lambda _: ["/nothing"], [], stderr=None)
+
+
+def test_descriptors_that_are_opened_later_have_high_numbers() -> None:
+    """The kernel copies the lowest 64 for a moment, and closes these copies."""
+    script = "from cachefs.system import children; import os; children.reserve_numbers(); print(os.dup(0))"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert int(done.stdout) == 64
