@@ -13,6 +13,7 @@ import os
 import stat
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from itertools import islice
 from typing import TypeVar
@@ -222,6 +223,8 @@ class Mutations:
     # --- attributes ------------------------------------------------------------------------------------------------
 
     async def setattr(self, number: int, changes: Changes, handle: int | None, caller: Caller) -> Inode:
+        """The kernel takes over the size that is in the answer. So the source is asked for it also where nothing changes:
+        by chown(-1, -1), and before a write, which will clear set-user-ID bits at the source."""
         self._check_writable(number, writer=None if changes.size is None else caller)
         opened = self._descriptors.handles.get(handle) if handle is not None else None
         if opened is None:
@@ -252,6 +255,8 @@ class Mutations:
         if changes.atime_ns is not None or changes.mtime_ns is not None:
             atime, mtime = changes.times(owns=self._owns(caller, self._fs.inode(number)))
             await self._change(caller, "utimens", number, lambda name: syscalls.utimensat(name.encode(), atime, mtime))
+        if replace(changes, mode=mode, now=None) == Changes():
+            await self._change(caller, "lstat", number, lambda name: None)
         return self._fs.inode(number)
 
     def _owns(self, caller: Caller, inode: Inode) -> bool:

@@ -257,3 +257,36 @@ def test_a_reader_of_a_file_that_another_node_renames_sees_what_is_written(
             writer.write(b"B")
             assert os.pread(reader.fileno(), 1, 0) == b"B"
             assert os.fstat(reader.fileno()).st_ino == os.fstat(writer.fileno()).st_ino
+
+
+@pytest.mark.promise("TE-4", "WR-8")
+@pytest.mark.parametrize("arguments", [(), ("--no-fastpath",), ("--mutable", "**"), ("--cache", "none")], ids="".join)
+@pytest.mark.parametrize("way", ["by path", "by descriptor"])
+def test_what_is_appended_follows_what_was_written_before_a_change_of_attributes(
+    mount: MakeMount, tree: Path, arguments: tuple[str, ...], way: str
+) -> None:
+    """The kernel takes over the size that is in the answer. chown(-1, -1) was answered with a former one: what was
+    appended next was written over the beginning of the file."""
+    m = mount(tree, *arguments)
+    mode = (m.path / "file").stat().st_mode & 0o7777
+    changes: dict[str, Callable[[int | Path], None]] = {
+        "chown-nothing": lambda at: os.chown(at, -1, -1),
+        "chown": lambda at: os.chown(at, os.geteuid(), -1),
+        "chmod": lambda at: os.chmod(at, mode),
+        "utime": lambda at: os.utime(at),
+        "utime-set": lambda at: os.utime(at, ns=(1, 2)),
+        "setxattr": lambda at: os.setxattr(at, "user.name", b"value"),
+    }
+    for name, change in changes.items():
+        path = m.path / name
+        fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            os.write(fd, b"a" * 50_000)
+            change(path if way == "by path" else fd)
+            assert os.fstat(fd).st_size == path.stat().st_size == 50_000, name
+            with open(path, "ab") as file:
+                file.write(b"b" * 1000)
+        finally:
+            os.close(fd)
+        assert (tree / name).read_bytes() == b"a" * 50_000 + b"b" * 1000, name
+        assert path.read_bytes() == (tree / name).read_bytes(), name
