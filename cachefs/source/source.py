@@ -24,7 +24,7 @@ from cachefs.source.volumes import Connection, Place, Volumes
 from cachefs.stats.source_counters import SourceCounters
 from cachefs.store import filesystem
 from cachefs.store.index.records import Identity, Inode
-from cachefs.system import past_pages, syscalls
+from cachefs.system import syscalls
 from cachefs.system.clock import SYSTEM, Clock
 from cachefs.system.descriptors import closing, closing_on_error
 from cachefs.system.stat import Stat
@@ -367,8 +367,8 @@ class Source:
         """`length` bytes, fewer only at the end of the file. `past`: the kernel's pages of a file, whatever its age."""
         if self._has_late_pages:
             past = past or inode is None or inode.ctime_ns + LATE_NS > self.clock.realtime_ns()
-        read = past_pages.pread if past else os.pread
-        more = past_pages.beyond_known_end if self._follows_paths else lambda *_: b""
+        read = syscalls.pread_past_pages if past else os.pread
+        more = syscalls.pread_beyond_known_end if self._follows_paths else lambda *_: b""
         self.round_trip("read")
         parts: list[bytes] = []
         at, end = offset, offset + length

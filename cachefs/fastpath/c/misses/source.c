@@ -220,7 +220,7 @@ static bool go_direct(int fd, bool direct)
     return flags >= 0 && !fcntl(fd, F_SETFL, direct ? flags | O_DIRECT : flags & ~O_DIRECT);
 }
 
-/* Past pages that the kernel keeps of the source, and that may be outdated (past_pages.py). */
+/* Past pages that the kernel keeps of the source, and that may be outdated (syscalls.py). */
 static bool read_past_pages(int fd, uint8_t *buffer, size_t length, uint64_t offset, struct counters *counters)
 {
     bool direct = go_direct(fd, true);
