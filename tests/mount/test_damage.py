@@ -126,7 +126,7 @@ def test_an_index_that_was_cut_off_is_rebuilt(mount: MakeMount, source: Path) ->
     m, expected = filled(mount, source)
     m.umount()
     whole = (m.cache / "index/data.mdb").read_bytes()
-    for length in (1, 2 * PAGE, len(whole) // 2, len(whole) - 1):
+    for length in (0, 1, 2 * PAGE, len(whole) // 2, len(whole) - 1):
         shutil.rmtree(m.cache / "index.broken", ignore_errors=True)
         (m.cache / "index/data.mdb").write_bytes(whole[:length])
         m.start()

@@ -112,7 +112,10 @@ def check_checksum(path: Path) -> None:
     except (OSError, struct.error):
         return
     with open(path, "rb") as file:
-        earlier, last = _transactions(file.fileno())
+        try:
+            earlier, last = _transactions(file.fileno())
+        except struct.error:  # it is empty, which `check_length` takes for a new one
+            earlier = last = 0
         if last > transaction and last - earlier <= 1:
             return
         size = os.fstat(file.fileno()).st_size  # the checksum itself may be damaged
