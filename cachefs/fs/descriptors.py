@@ -209,7 +209,9 @@ class Descriptors:
             raise failed(errno.EBADF if opened.handle else errno.ESTALE)
 
         async def reopen(at: Object) -> None:
-            call = partial(self.fs.source.open_to_keep, at, opened.flags)
+            def call() -> int:
+                return self.fs.source.open_mutable(at, opened.flags)[0]
+
             start = partial(self.fs.call_pool.start, call, discard=close_quietly)
             try:
                 await self._reopens.begin(id(opened), start, finish).wait()

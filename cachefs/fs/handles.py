@@ -163,7 +163,7 @@ class OpenFiles:
         """
         inode = self.fs.inode(number)
         is_repeated = self.fs.repetitions.is_reopened(number, caller)
-        call = partial(self.fs.source.open_file, run=as_admitted if executes else caller.run)
+        call = partial(self.fs.source.open_mutable, run=as_admitted if executes else caller.run)
         try:
             fd, now = await self.descriptors.ask_object(number, call, discard=close_opened)
         except PermissionError:

@@ -223,7 +223,7 @@ class Mutations:
     # --- attributes ------------------------------------------------------------------------------------------------
 
     async def setattr(self, number: int, changes: Changes, handle: int | None, caller: Caller) -> Inode:
-        """The kernel takes over the size that is in the answer: so the source is asked for it even if nothing changes, by
+        """The kernel takes over the size that is in the answer. So the source is asked even if nothing changes, by
         chown(-1, -1) and before a write that will clear set-user-ID bits."""
         self._check_writable(number, writer=None if changes.size is None else caller)
         opened = self._descriptors.handles.get(handle) if handle is not None else None

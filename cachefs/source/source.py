@@ -353,15 +353,21 @@ class Source:
             os.set_blocking(fd, True)
         return fd, now
 
+    def open_mutable(self, at: Object, flags: int = _READ_FLAGS, run: Run = as_admitted) -> tuple[int, Stat]:
+        """`open_file` of one that others may write to. ceph-fuse must know at the open that it is read past pages: of a
+        file that grows it gives other bytes than those that were asked for, or none for a long time (hazard 97)."""
+        is_read = flags & os.O_ACCMODE == os.O_RDONLY
+        return self.open_file(at, flags | os.O_DIRECT if is_read and self._has_late_pages else flags, run)
+
     def check_version(self, fd: int, expected: Inode) -> None:
         try:
             check_version(expected, self.fstat(fd, ask=True))
         except (FileNotFoundError, NotADirectoryError):  # the descriptor follows its path (hazard 57)
             raise Changed from None
 
-    def open_to_keep(self, at: Object, flags: int = _READ_FLAGS) -> int:
+    def open_to_keep(self, at: Object) -> int:
         """Open a file for several reads, and its attributes. Raises `Changed` if its name leads to another file."""
-        return self.open_file(at, flags)[0]
+        return self.open_file(at)[0]
 
     def pread(self, fd: int, length: int, offset: int, inode: Inode | None, *, past: bool = False) -> bytes:
         """`length` bytes, fewer only at the end of the file. `past`: the kernel's pages of a file, whatever its age."""
