@@ -251,6 +251,22 @@ def test_the_fast_path_survives_a_meta_page_of_zeros(mount: MakeMount, source: P
     assert fastpath_pid(m) == pid
 
 
+@pytest.mark.promise("FA-34")
+@pytest.mark.parametrize("mode", [["--read-only"], [], ["--no-fastpath"]], ids=["read-only", "read-write", "Python"])
+def test_the_daemon_survives_meta_pages_of_other_bytes(mount: MakeMount, source: Path, mode: list[str]) -> None:
+    """Before: EIO for everything, because LMDB finds that another process has enlarged the index."""
+    m = mount(source, *mode)
+    expected = contents(m.path)
+    m.flush()
+    with open(m.cache / "index/data.mdb", "r+b") as file:
+        os.pwrite(file.fileno(), random.Random(1).randbytes(2 * PAGE), 0)
+    m.drop_caches()
+    assert contents_of_damaged(m.path) == expected
+    (m.path / "new").write_bytes(b"content") if "--read-only" not in mode else None
+    m.drop_caches()
+    assert contents(m.path) == contents(source)
+
+
 @pytest.mark.fastpath
 @pytest.mark.promise("FA-34")
 @pytest.mark.parametrize("mode", [["--read-only"], []], ids=["read-only", "read-write"])

@@ -34,9 +34,10 @@ from cachefs.system.listeners import Listeners
 ERRORS = (
     lmdb.CorruptedError, lmdb.PageNotFoundError, lmdb.InvalidError, lmdb.VersionMismatchError, lmdb.BadDbiError,
     lmdb.BadTxnError, lmdb.IncompatibleError, lmdb.CursorFullError, lmdb.PageFullError, lmdb.BadValsizeError,
-    struct.error,
+    lmdb.MapResizedError, struct.error,
 )  # fmt: skip
-"""LMDB raises them for a damaged file, and not for a full disk. struct.error: a value has another one's place."""
+"""LMDB raises them for a damaged file, and not for a full disk. MapResizedError: a meta page names a page beyond the
+map, whose size is always the same. struct.error: a value has another one's place."""
 MARK = "damaged"
 _SIZES = {Table.INODES: INODE_RECORD.codec().size, Table.DENTRIES: DENTRY_RECORD.codec().size}
 _LEAST = {Table.EXTENTS: EXTENT_RECORD.codec().size}

@@ -86,10 +86,11 @@ def _needed(fd: int) -> int | None:
 
 
 def extend(path: Path, environment: Any) -> None:
-    """After a commit: let the file contain its last page."""
-    length = (environment.info()["last_pgno"] + 1) * environment.stat()["psize"]
+    """After a commit: let the file contain its last page. A meta page that was damaged may name one beyond the map."""
+    info = environment.info()
+    length = (info["last_pgno"] + 1) * environment.stat()["psize"]
     with suppress(OSError):  # then the next mount may rebuild the index
-        if path.stat().st_size < length:
+        if path.stat().st_size < length <= info["map_size"]:
             os.truncate(path, length)
 
 
