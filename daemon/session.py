@@ -65,7 +65,7 @@ class Session:
         locations.make_runtime_root()
         os.umask(0)  # credentials.py applies the caller's
         self._warnings = process.prepare()
-        children.reserve_numbers()
+        children.keep_numbers()
         if not self.config.foreground:  # the user sees it; the log gets it when it is open
             for warning in self._warnings:
                 log.warning("%s", warning)

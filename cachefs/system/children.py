@@ -2,9 +2,9 @@
 
 A process begins with copies of all descriptors of its parent, and closes them before its program runs. For each file on
 FUSE that is open for writing this sends a FLUSH, and the parent waits in vfork until all are answered (hazard 92): a
-source that hangs would stop the daemon. So the process is started by a thread with a table of descriptors of its own.
-close_range(2) with CLOSE_RANGE_UNSHARE makes that table without copies of the others, and pidfd_getfd(2) gets those
-into it that the process needs. The kernel rounds the size of the table up to 64, so no file may have a lower number.
+source that hangs would stop the daemon. So the process is started by a thread with a table of descriptors of its own,
+which close_range(2) with CLOSE_RANGE_UNSHARE makes without copies of those from some number on. It rounds that number
+up to 64. So a daemon keeps the numbers below 64, and what a process needs gets the first of them for that time.
 """
 
 import errno
@@ -23,18 +23,18 @@ from cachefs.system import syscalls
 from cachefs.system.descriptors import closing
 from cachefs.system.threads import is_refused
 
-_FIRST = 3
-"""After stdin, stdout and stderr."""
 _LEAST = 64
 _TOO_OLD = frozenset({errno.ENOSYS, errno.EINVAL, errno.EPERM})
 """Errors of a kernel before Linux 5.9, or of a filter of system calls."""
 
+_kept: list[int] = []
+"""Numbers that lead to /dev/null, and to what a process needs while it is started."""
 
-def reserve_numbers() -> None:
+
+def keep_numbers() -> None:
     """At the start of a daemon: let each descriptor that is opened from now on have a number of at least 64."""
-    fd = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
-    while fd < _LEAST:
-        fd = os.dup(fd)
+    while (fd := os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)) < _LEAST:
+        _kept.append(fd)
     os.close(fd)
 
 
@@ -45,15 +45,21 @@ def start(
     stderr: int | None,
     executable: str | None = None,
 ) -> subprocess.Popen[bytes]:
-    """Start a process in a session of its own. Raises OSError.
+    """Start a process in a session of its own. Raises OSError. Not from two threads at a time.
 
     `command`: makes the command line from the numbers that `fds` have in the process. `stderr`: a descriptor, or
     `subprocess.DEVNULL`; None: that of the daemon.
     """
+    run = partial(_start, command, executable)
+    needed = [*fds, *([stderr] if stderr is not None and stderr >= 0 else [])]
+    if len(needed) > len(_kept):  # this is no daemon
+        return run(fds, stderr, None)
+    places = _kept[: len(needed)]
     results: list[Outcome[subprocess.Popen[bytes]]] = []
-    run = partial(_start, command, fds, stderr=stderr, executable=executable)
-    thread = threading.Thread(target=lambda: results.append(capture(run)))
-    with _no_finalizers():
+    above = places[-1] + 1 if places else _LEAST
+    in_places = partial(run, places[: len(fds)], places[len(fds)] if len(needed) > len(fds) else stderr, above)
+    thread = threading.Thread(target=lambda: results.append(capture(in_places)))
+    with _no_finalizers(), _held(needed, places):
         try:
             thread.start()
         except RuntimeError as error:
@@ -66,21 +72,18 @@ def start(
 
 def _start(
     command: Callable[[Sequence[int]], Sequence[str]],
-    fds: Sequence[int],
-    *,
-    stderr: int | None,
     executable: str | None,
+    fds: Sequence[int],
+    stderr: int | None,
+    above: int | None,
 ) -> subprocess.Popen[bytes]:
-    try:
-        syscalls.unshare_descriptors_from(_FIRST)
-    except OSError as error:
-        if error.errno not in _TOO_OLD:
-            raise
-    else:
-        process = os.pidfd_open(os.getpid())
-        fds = [syscalls.pidfd_getfd(process, fd) for fd in fds]
-        if stderr is not None and stderr >= 0:
-            stderr = syscalls.pidfd_getfd(process, stderr)
+    """`above`: the first number that the process does not need. None: that is not known."""
+    if above is not None:
+        try:
+            syscalls.unshare_descriptors_from(above)
+        except OSError as error:
+            if error.errno not in _TOO_OLD:
+                raise
     return subprocess.Popen(
         command(fds),
         executable=executable,
@@ -91,6 +94,19 @@ def _start(
         cwd="/",
         start_new_session=True,
     )
+
+
+@contextmanager
+def _held(fds: Sequence[int], places: Sequence[int]) -> Iterator[None]:
+    """These descriptors have these numbers, too, while the block runs."""
+    with closing(os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)) as nothing:
+        try:
+            for fd, place in zip(fds, places, strict=True):
+                os.dup2(fd, place, inheritable=False)
+            yield
+        finally:
+            for place in places:
+                os.dup2(nothing, place, inheritable=False)
 
 
 async def wait(process: subprocess.Popen[bytes]) -> None:

@@ -4,6 +4,8 @@ import errno
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -33,15 +35,23 @@ def descriptors_of_child(*others: int) -> tuple[list[int], set[int]]:
     return got, found
 
 
-@pytest.mark.parametrize("is_old", [False, True], ids=["", "an old kernel"])
-def test_a_process_has_the_descriptors_that_it_was_given(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_old: bool
-) -> None:
+@pytest.fixture(params=["a daemon", "an old kernel", "no daemon"])
+def kept(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+    """The numbers that are kept."""
+
     def refused(_: int) -> None:
         raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
 
-    if is_old:
-        monkeypatch.setattr(syscalls, "unshare_descriptors_from", refused)
+    with ExitStack() as stack:
+        places = [stack.enter_context(closing(os.open(os.devnull, os.O_RDONLY))) for _ in range(5)]
+        monkeypatch.setattr(children, "_kept", [] if request.param == "no daemon" else places)
+        if request.param == "an old kernel":
+            monkeypatch.setattr(syscalls, "unshare_descriptors_from", refused)
+        yield places
+        assert {os.readlink(f"/proc/self/fd/{place}") for place in places} == {os.devnull}
+
+
+def test_a_process_has_the_descriptors_that_it_was_given(tmp_path: Path, kept: list[int]) -> None:
     with open(tmp_path / "file", "w") as given, open(tmp_path / "other", "w") as other:
         numbers, found = descriptors_of_child(given.fileno())
         assert len(found - {0, 1, 2, *numbers}) == 1, "other than that of the list itself"
@@ -50,13 +60,20 @@ def test_a_process_has_the_descriptors_that_it_was_given(
             os.fstat(file.fileno())  # still open here
 
 
-def test_a_program_that_does_not_exist_is_an_error() -> None:
+def test_what_a_process_says_goes_to_a_file(tmp_path: Path, kept: list[int]) -> None:
+    with open(tmp_path / "log", "w") as log:
+        process = children.start(lambda _: ["/bin/sh", "-c", "echo word >&2"], [], stderr=log.fileno())
+    trio.run(children.wait, process)
+    assert (tmp_path / "log").read_text() == "word\n"
+
+
+def test_a_program_that_does_not_exist_is_an_error(kept: list[int]) -> None:
     with pytest.raises(FileNotFoundError):
         children.start(lambda _: ["/nothing"], [], stderr=None)
 
 
 def test_descriptors_that_are_opened_later_have_high_numbers() -> None:
     """The kernel copies the lowest 64 for a moment, and closes these copies."""
-    script = "from cachefs.system import children; import os; children.reserve_numbers(); print(os.dup(0))"
+    script = "from cachefs.system import children; import os; children.keep_numbers(); print(os.dup(0))"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert int(done.stdout) == 64
