@@ -41,7 +41,8 @@ struct extent {
     uint64_t start; /* where in the file it begins */
 };
 
-/* All return 0 or an LMDB error code. `session`, `durable`: as of Environment.place. Without an index every `view_begin` fails, and all requests are passed on. */
+/* All return 0 or an LMDB error code. `session`, `durable`: as of Environment.place. Without an index every `view_begin`
+ * fails, and all requests are passed on. */
 int index_open(struct index *index, const char *session, const char *durable, struct shared *shared);
 int view_init(struct view *view, const struct index *index);
 void view_destroy(struct view *view);
