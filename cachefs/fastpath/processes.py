@@ -4,6 +4,7 @@ A fast path is found by the name of its shared memory. Its descriptors can be co
 (pidfd_getfd(2)), because a stopped process answers no request.
 """
 
+import errno
 import os
 import select
 import signal
@@ -104,11 +105,11 @@ def running(name: str) -> list[Running]:
 
 
 def is_running(pid: int) -> bool:
-    """False for zombies."""
+    """False for zombies. True if this process has no descriptor left to look: two fast paths must not run."""
     try:  # of its first thread: reading the file of the process sums up the counters of all threads
         return Path(f"/proc/{pid}/task/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in ("Z", "X")
-    except OSError:
-        return False
+    except OSError as error:
+        return error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 
 
 def is_installed(pid: int) -> bool:

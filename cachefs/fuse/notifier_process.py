@@ -13,6 +13,7 @@ import _thread
 import errno
 import fcntl
 import os
+import signal
 import struct
 import sys
 
@@ -60,6 +61,7 @@ def end_requests(device: int) -> None:
 
 
 def main(device: int, served: int, *lanes: int) -> None:
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())  # children.py starts it with all signals blocked
     running = list(lanes)
     for lane in lanes:
         _thread.start_new_thread(serve, (device, lane, running))

@@ -10,6 +10,7 @@ up to 64. So a daemon keeps the numbers below 64, and what a process needs gets 
 import errno
 import gc
 import os
+import signal
 import subprocess
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -48,15 +49,15 @@ def start(
     """Start a process in a session of its own. Raises OSError. Not from two threads at a time.
 
     `command`: makes the command line from the numbers that `fds` have in the process. `stderr`: a descriptor, or
-    `subprocess.DEVNULL`; None: that of the daemon.
+    `subprocess.DEVNULL`; None: that of the daemon. The program begins with all signals blocked.
     """
     run = partial(_start, command, executable)
     needed = [*fds, *([stderr] if stderr is not None and stderr >= 0 else [])]
-    if len(needed) > len(_kept):  # this is no daemon
+    if not _kept or len(needed) > len(_kept):  # this is no daemon
         return run(fds, stderr, None)
     places = _kept[: len(needed)]
     results: list[Outcome[subprocess.Popen[bytes]]] = []
-    above = places[-1] + 1 if places else _LEAST
+    above = (places or _kept)[-1] + 1
     in_places = partial(run, places[: len(fds)], places[len(fds)] if len(needed) > len(fds) else stderr, above)
     thread = threading.Thread(target=lambda: results.append(capture(in_places)))
     with _no_finalizers(), _held(needed, places):
@@ -79,6 +80,9 @@ def _start(
 ) -> subprocess.Popen[bytes]:
     """`above`: the first number that the process does not need. None: that is not known."""
     if above is not None:
+        # A handler of a signal writes to a descriptor of the main thread (`signal.set_wakeup_fd`). The process begins
+        # with this mask, and must reset it.
+        signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
         try:
             syscalls.unshare_descriptors_from(above)
         except OSError as error:

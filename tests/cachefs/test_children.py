@@ -2,11 +2,13 @@
 
 import errno
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import pytest
 import trio
@@ -65,6 +67,24 @@ def test_what_a_process_says_goes_to_a_file(tmp_path: Path, kept: list[int]) -> 
         process = children.start(lambda _: ["/bin/sh", "-c", "echo word >&2"], [], stderr=log.fileno())
     trio.run(children.wait, process)
     assert (tmp_path / "log").read_text() == "word\n"
+
+
+def test_no_signal_is_handled_by_the_thread_that_starts_a_process(
+    kept: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The handler would write to a descriptor that the thread does not have: the event loop would not wake up."""
+    masks: list[set[int]] = []
+    popen = subprocess.Popen
+
+    def noted(*arguments: Any, **options: Any) -> Any:
+        masks.append({int(each) for each in signal.pthread_sigmask(signal.SIG_BLOCK, ())})
+        return popen(*arguments, **options)
+
+    monkeypatch.setattr(subprocess, "Popen", noted)
+    process = children.start(lambda _: ["/bin/true"], [], stderr=None)
+    trio.run(children.wait, process)
+    assert masks == [{*signal.valid_signals()} - {signal.SIGKILL, signal.SIGSTOP} if children._kept else set()]
+    assert not signal.pthread_sigmask(signal.SIG_BLOCK, ())
 
 
 def test_a_program_that_does_not_exist_is_an_error(kept: list[int]) -> None:

@@ -106,6 +106,9 @@ int main(int count, char **values)
     const char *arguments[ARGUMENTS] = {NULL};
     if (!parse_arguments(count, values, arguments))
         return fail("this program is started by cachefs, not by hand", EINVAL);
+    sigset_t none;
+    sigemptyset(&none);
+    sigprocmask(SIG_SETMASK, &none, NULL); /* children.py starts it with all signals blocked */
     signal(SIGPIPE, SIG_IGN);
     signal(SIGXFSZ, SIG_IGN); /* a blob that may not grow counts as full */
     signal(SIGINT, SIG_IGN);
