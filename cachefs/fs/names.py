@@ -415,14 +415,19 @@ class FileSystem:
         Each one with other permissions would fail a request (`PermissionsChanged`), and the kernel repeats an open by a
         path with several of them only once.
         """
-        directories: set[int] = set()
-        dropped = await self.invalidation.invalidate(path, directories)
+        dropped = await self.invalidation.invalidate(path, directories := set[int]())
         with trio.move_on_after(COMPARED_WITHIN_S):
             for number in directories:
                 with suppress(OSError):
-                    await self.revalidated(number)
+                    if number != ROOT_INODE or await self._root_has_other_permissions():
+                        await self.revalidated(number)
         self.permissions.tell()
         return dropped
+
+    async def _root_has_other_permissions(self) -> bool:
+        """If not, a root that was dropped stays so: `snapshot export` refuses a mount that knows nothing."""
+        now = await self.call_pool.run(partial(self.source.lstat, ROOT))
+        return now.permissions != self.inode(ROOT_INODE).permissions
 
     # --- changes by this mount -------------------------------------------------------------------------------------
 

@@ -101,11 +101,8 @@ static void *work(void *context)
     return NULL;
 }
 
-int main(int count, char **values)
+static void set_signals(void)
 {
-    const char *arguments[ARGUMENTS] = {NULL};
-    if (!parse_arguments(count, values, arguments))
-        return fail("this program is started by cachefs, not by hand", EINVAL);
     sigset_t none;
     sigemptyset(&none);
     sigprocmask(SIG_SETMASK, &none, NULL); /* children.py starts it with all signals blocked */
@@ -113,6 +110,14 @@ int main(int count, char **values)
     signal(SIGXFSZ, SIG_IGN); /* a blob that may not grow counts as full */
     signal(SIGINT, SIG_IGN);
     signal(SIGHUP, SIG_IGN);
+}
+
+int main(int count, char **values)
+{
+    const char *arguments[ARGUMENTS] = {NULL};
+    if (!parse_arguments(count, values, arguments))
+        return fail("this program is started by cachefs, not by hand", EINVAL);
+    set_signals();
 
     if (arguments[PREDECESSOR])
         wait_for_end(atoi(arguments[PREDECESSOR]));
