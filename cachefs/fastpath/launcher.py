@@ -31,7 +31,7 @@ from cachefs.system import children
 from cachefs.system.clock import NANOSECONDS
 from cachefs.system.descriptors import closing
 from cachefs.system.private_files import opener
-from cachefs.system.threads import is_refused
+from cachefs.system.threads import refusal_is_shortage
 from cachefs.system.unix_socket import socket_address
 
 T = TypeVar("T")
@@ -54,6 +54,7 @@ async def _end_of(pid: int, pidfd: int) -> None:
     while is_running(pid):
         with trio.move_on_after(LOOK_S):
             await trio.lowlevel.wait_readable(pidfd)
+            return
 
 
 @dataclass(eq=False)
@@ -213,12 +214,8 @@ class FastPath:
         """A pidfd of the program, which is started if it is not running."""
         pidfd = await self._open_process()
         if pidfd is None:
-            try:
+            with refusal_is_shortage():
                 await trio.to_thread.run_sync(self._end_others)
-            except RuntimeError as error:
-                if not is_refused(error):
-                    raise
-                raise OSError(errno.EAGAIN, str(error)) from error
             self._spawn()
             pidfd = os.pidfd_open(self.pid)  # our child: exists until it is waited for
         return pidfd

@@ -22,7 +22,7 @@ from outcome import Outcome, capture
 
 from cachefs.system import syscalls
 from cachefs.system.descriptors import closing
-from cachefs.system.threads import is_refused
+from cachefs.system.threads import refusal_is_shortage
 
 _LEAST = 64
 _TOO_OLD = frozenset({errno.ENOSYS, errno.EINVAL, errno.EPERM})
@@ -61,12 +61,8 @@ def start(
     in_places = partial(run, places[: len(fds)], places[len(fds)] if len(needed) > len(fds) else stderr, above)
     thread = threading.Thread(target=lambda: results.append(capture(in_places)))
     with _no_finalizers(), _held(needed, places):
-        try:
+        with refusal_is_shortage():
             thread.start()
-        except RuntimeError as error:
-            if not is_refused(error):
-                raise
-            raise OSError(errno.EAGAIN, str(error)) from error
         thread.join()
     return results[0].unwrap()
 

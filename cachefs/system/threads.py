@@ -1,6 +1,8 @@
 """Threads on a machine that may refuse them: a limit on tasks (cgroup, RLIMIT_NPROC), or no memory for a stack."""
 
-from collections.abc import Callable
+import errno
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TypeVar
 
 import trio
@@ -13,6 +15,17 @@ _REFUSED = "can't start new thread"
 def is_refused(error: RuntimeError) -> bool:
     """Did the machine refuse a thread? Python has no exception class for that."""
     return str(error) == _REFUSED
+
+
+@contextmanager
+def refusal_is_shortage() -> Iterator[None]:
+    """A refused thread raises OSError (EAGAIN), as a refused process does."""
+    try:
+        yield
+    except RuntimeError as error:
+        if not is_refused(error):
+            raise
+        raise OSError(errno.EAGAIN, str(error)) from error
 
 
 async def in_thread(

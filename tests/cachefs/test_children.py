@@ -62,7 +62,7 @@ def test_a_process_has_the_descriptors_that_it_was_given(tmp_path: Path, kept: l
             os.fstat(file.fileno())  # still open here
 
 
-def test_what_a_process_says_goes_to_a_file(tmp_path: Path, kept: list[int]) -> None:
+def test_stderr_is_the_descriptor_that_was_given(tmp_path: Path, kept: list[int]) -> None:
     with open(tmp_path / "log", "w") as log:
         process = children.start(lambda _: ["/bin/sh", "-c", "echo word >&2"], [], stderr=log.fileno())
     trio.run(children.wait, process)

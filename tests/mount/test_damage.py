@@ -262,7 +262,8 @@ def test_the_daemon_survives_meta_pages_of_other_bytes(mount: MakeMount, source:
         os.pwrite(file.fileno(), random.Random(1).randbytes(2 * PAGE), 0)
     m.drop_caches()
     assert contents_of_damaged(m.path) == expected
-    (m.path / "new").write_bytes(b"content") if "--read-only" not in mode else None
+    if "--read-only" not in mode:
+        (m.path / "new").write_bytes(b"content")
     m.drop_caches()
     assert contents(m.path) == contents(source)
 

@@ -262,7 +262,7 @@ def test_a_reader_of_a_file_that_another_node_renames_sees_what_is_written(
 @pytest.mark.promise("TE-4", "WR-8")
 @pytest.mark.parametrize("arguments", [(), ("--no-fastpath",), ("--mutable", "**"), ("--cache", "none")], ids="".join)
 @pytest.mark.parametrize("way", ["by path", "by descriptor"])
-def test_what_is_appended_follows_what_was_written_before_a_change_of_attributes(
+def test_an_append_after_a_change_of_attributes_begins_at_the_end(
     mount: MakeMount, tree: Path, arguments: tuple[str, ...], way: str
 ) -> None:
     """The kernel takes over the size that is in the answer. chown(-1, -1) was answered with a former one: what was
