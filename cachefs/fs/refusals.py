@@ -10,7 +10,8 @@ predecessor refused: error handling follows the refusal within milliseconds.
 
 The kernel repeats a call by a path that was answered with ESTALE, once, after it has looked up the path again. A second
 ESTALE would reach the job. So a call that fails only to have the path looked up (because the kernel may take a name for
-that of a former file, or have a former size) does not when it is repeated.
+that of a former file, or have a former size) does not when it is repeated. And a call that follows a look-up of an
+object with another mode need not be repeated for it.
 """
 
 import errno
@@ -204,6 +205,8 @@ class Repetitions:
         """Thread → the time of which the kernel has dropped former modes, before it got ESTALE."""
         self._changed: OrderedDict[int, tuple[int, int]] = OrderedDict()
         """Thread → the inode of which it has changed attributes last, and when. The kernel takes that answer over."""
+        self._looked_up_ns: OrderedDict[int, tuple[int, int]] = OrderedDict()
+        """Thread → the inode that it has looked up last, and when it was answered, if the mode had just changed."""
 
     @asynccontextmanager
     async def by_path(
@@ -234,9 +237,17 @@ class Repetitions:
                 now_ns = self._monotonic_ns()
                 if caller.pid:
                     _put(self._told_mode_ns, caller.pid, now_ns)
+                number, name = self._step(number, name)
                 if number or name:
                     _put(self._reopening, caller.pid, _Reopening(now_ns + REPEATED_WITHIN_NS, number, name, was_open))
             raise
+
+    def _step(self, number: int, name: bytes) -> tuple[int, bytes]:
+        """Of a directory on the way: its name, which a repeated call looks up. What is opened is another inode."""
+        with self._metadata.index.view() as view:
+            inode = self._metadata.inode(view, number) if number else None
+            link = self._metadata.paths.name(view, number) if inode is not None and inode.is_directory else None
+            return (number, name) if link is None else (0, link[1])
 
     async def expect(self, caller: Caller, *, link: tuple[int, bytes] | None = None) -> None:
         """A call is about to be answered with ESTALE. `link`: as of `by_path`."""
@@ -288,6 +299,8 @@ class Repetitions:
         relinking = self._relinking.get(caller.pid)
         if inode is not None:
             self.answered(inode, caller)
+            if caller.pid and self._metadata.last_permissions_ns(inode.number):
+                _put(self._looked_up_ns, caller.pid, (inode.number, self._monotonic_ns()))
         if relinking is not None and inode is not None:
             relinking.found_ns[inode.number] = arrival_ns
         elif relinking is not None and name != relinking.link:
@@ -324,7 +337,7 @@ class Repetitions:
 
     def has_mode(self, number: int, caller: Caller) -> bool:
         """False: the kernel may check the permissions of this call by a mode that another node has changed since."""
-        return self._metadata.last_permissions_ns(number, elsewhere=True) <= self._known_ns(number, caller)
+        return self._is_known(self._metadata.last_permissions_ns(number, elsewhere=True), number, caller)
 
     async def require_mode(self, number: int, caller: Caller) -> None:
         """Raises ESTALE if the kernel may have admitted this open by a former mode. If it returns, it has not awaited
@@ -334,8 +347,10 @@ class Repetitions:
 
     async def refuse_former_mode(self, number: int, caller: Caller) -> NoReturn:
         """Have a call repeated by the present mode and owners. Raises ESTALE."""
-        self._notifier.attributes(number)
         told_ns = self._monotonic_ns()
+        if not self._notifier.dropped_between(number, self._metadata.last_permissions_ns(number), told_ns):
+            self._notifier.attributes(number)
+            told_ns = self._monotonic_ns()
         if not caller.pid:  # other callers without a number, whose calls are under way, may know the former ones
             await trio.sleep(ANSWERED_NS / NANOSECONDS)
         _put(self._told_mode_ns, caller.pid, told_ns)
@@ -343,16 +358,22 @@ class Repetitions:
 
     def has_owners(self, number: int, caller: Caller) -> bool:
         """False: the kernel may check the permissions of this call by a former owner or group."""
-        return self._metadata.last_owner_ns(number) <= self._known_ns(number, caller)
+        return self._is_known(self._metadata.last_owner_ns(number), number, caller)
 
-    def _known_ns(self, number: int, caller: Caller) -> int:
-        """How recent the mode is that the kernel has of an inode when this thread makes a call; 0: not known.
+    def _is_known(self, last_ns: int, number: int, caller: Caller) -> bool:
+        """Does the kernel check this call by what it learnt of an inode after a change at `last_ns`? 0: no change.
 
-        What it got by a look-up says nothing: it ignores an answer after a notification, or after another answer.
+        Since the kernel dropped the attributes, it takes no answer to a request that began before. It goes on by older
+        attributes where its request was under way when it dropped them, again or for the first time. So it must have
+        dropped them after the change, and not since the thread was answered last.
         """
         changed, when_ns = self._changed.get(caller.pid, (0, 0))
+        if not last_ns or (changed == number and last_ns <= when_ns):
+            return True
+        looked_up, when_ns = self._looked_up_ns.get(caller.pid, (0, 0))
         told_ns = max(self._told_ns.get(caller.pid, 0), self._told_mode_ns.get(caller.pid, 0))
-        return max(told_ns, when_ns if changed == number else 0)
+        answered_ns = max(told_ns, when_ns if looked_up == number else 0)
+        return self._notifier.dropped_between(number, last_ns, answered_ns)
 
     def is_by_present_name(self, number: int, caller: Caller, *, link: tuple[int, bytes] | None = None) -> bool:
         """False: the name by which the kernel has come to this inode may lead to another one at the source. `link`: as

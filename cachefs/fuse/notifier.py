@@ -8,7 +8,7 @@ import socket
 import struct
 import subprocess
 import sys
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
@@ -20,6 +20,7 @@ from cachefs.contract.index import Table
 from cachefs.fuse.notifier_process import PACKET_BYTES
 from cachefs.store.index.index import Index
 from cachefs.system import children
+from cachefs.system.clock import SYSTEM
 from cachefs.system.descriptors import closing_on_error
 
 log = logging.getLogger(__name__)
@@ -38,6 +39,8 @@ _END_PATIENCE_S = 1.0
 _ANSWER_BYTES = 16
 DELIVERED_WITHIN_S = 5.0
 """How long notifications wait for answers: the fast path may have been stopped."""
+MOST_REMEMBERED = 4096
+"""Of how many inodes is it known when their attributes were dropped."""
 
 
 class KernelNotifier:
@@ -65,8 +68,10 @@ class KernelNotifier:
         """Returns when the kernel has each answer that was given before: it must not take over a name after it has
         dropped it. Set where answers take another way than notifications."""
         # state
-        self._names = _Lane()
-        self._pages = _Lane()
+        self._dropped_ns: OrderedDict[int, tuple[int, int]] = OrderedDict()
+        """Inode number → when the kernel dropped its attributes last: certainly (it knew the inode), and perhaps."""
+        self._names = _Lane(self._dropped)
+        self._pages = _Lane(self._dropped)
         self._process: subprocess.Popen[bytes] | None = None
         self.started = trio.Event()
         """Set when the process runs, or could not be started."""
@@ -96,7 +101,21 @@ class KernelNotifier:
             if error.errno == errno.ENOENT:
                 return False
             _warn(error.errno or 0)
+        else:
+            self._dropped(number, was_known=True)
         return True
+
+    def dropped_between(self, number: int, since_ns: int, until_ns: int) -> bool:
+        certainly_ns, perhaps_ns = self._dropped_ns.get(number, (0, 0))
+        is_about_to = self._names.is_about_to_drop(number) or self._pages.is_about_to_drop(number)
+        return since_ns <= certainly_ns and perhaps_ns <= until_ns and not is_about_to
+
+    def _dropped(self, number: int, *, was_known: bool = False) -> None:
+        certainly_ns, now_ns = self._dropped_ns.get(number, (0, 0))[0], SYSTEM.monotonic_ns()
+        self._dropped_ns[number] = (now_ns if was_known else certainly_ns), now_ns
+        self._dropped_ns.move_to_end(number)
+        if len(self._dropped_ns) > MOST_REMEMBERED:
+            self._dropped_ns.popitem(last=False)
 
     async def pages(self, numbers: Iterable[int]) -> None:
         """Drop the pages of these inodes, and their attributes. Returns when the kernel has.
@@ -192,22 +211,29 @@ class KernelNotifier:
 class _Packet(NamedTuple):
     content: bytes
     confirmed: trio.Event
+    inodes: list[int]
+    """Their attributes are dropped."""
 
 
 class _Lane:
     """Notifications that are sent one after the other, in packets of several."""
 
-    def __init__(self) -> None:
+    def __init__(self, dropped: Callable[[int], None]) -> None:
+        """`dropped`: called for each inode whose attributes the kernel has dropped, if it knew the inode."""
+        self._dropped = dropped
         self._unconfirmed: deque[_Packet] = deque()
         """The first may be under way."""
         self._added = trio.Event()
         self.waits = True
 
     def add(self, messages: Iterable[bytes]) -> Sequence[_Packet]:
-        packets = [_Packet(content, trio.Event()) for content in _packets(messages)]
+        packets = [_Packet(content, trio.Event(), _inodes(content)) for content in _packets(messages)]
         self._unconfirmed += packets
         self._added.set()
         return packets
+
+    def is_about_to_drop(self, number: int) -> bool:
+        return any(number in packet.inodes for packet in self._unconfirmed)
 
     async def wait(self, packets: Sequence[_Packet]) -> None:
         """Return when the kernel has acted on them."""
@@ -235,6 +261,8 @@ class _Lane:
                 if not answer:
                     return
                 self._unconfirmed.popleft()
+                for number in packet.inodes:
+                    self._dropped(number)
                 packet.confirmed.set()
                 if int(answer):
                     _warn(int(answer))
@@ -249,6 +277,17 @@ def _packets(messages: Iterable[bytes]) -> Iterator[bytes]:
         packet += message
     if packet:
         yield packet
+
+
+def _inodes(packet: bytes) -> list[int]:
+    """The inodes that the notifications in a packet name, without those that only a directory entry leads to."""
+    found, at = [], 0
+    while at < len(packet):
+        length, code, _ = _NOTIFY_HEAD.unpack_from(packet, at)
+        if code == _NOTIFY_INVAL_INODE:
+            found.append(_NOTIFY_INODE.unpack_from(packet, at + _NOTIFY_HEAD.size)[0])
+        at += length
+    return found
 
 
 def _clone(device: int) -> int:

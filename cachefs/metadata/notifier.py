@@ -13,3 +13,7 @@ class Notifier(Protocol):
 
     def attributes(self, number: int) -> bool:
         """Drop attributes and ACLs of an inode. Waits for no request. Returns whether the kernel knows the inode."""
+
+    def dropped_between(self, number: int, since_ns: int, until_ns: int) -> bool:
+        """Has the kernel dropped attributes of an inode that it knew, at the earliest at `since_ns`, and no other ones
+        after `until_ns`? False where that is not known any more."""

@@ -1,6 +1,6 @@
 """Inode caches as a mount has them, with a kernel that only notes what it was to drop."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 from cachefs.fs.immutability import may_become_immutable_on_open
@@ -16,7 +16,9 @@ from cachefs.system.clock import SYSTEM, Clock
 class Kernel:
     """A notifier."""
 
-    def __init__(self) -> None:
+    def __init__(self, monotonic_ns: Callable[[], int] = SYSTEM.monotonic_ns) -> None:
+        self._monotonic_ns = monotonic_ns
+        self._dropped_ns: dict[int, int] = {}
         self.names: list[tuple[int, bytes]] = []
         self.numbers: list[int] = []
         self.attributes_of: list[int] = []
@@ -26,13 +28,19 @@ class Kernel:
     def drop_soon(self, entries: Sequence[tuple[int, bytes]], numbers: Sequence[int] = ()) -> None:
         self.names += entries
         self.numbers += numbers
+        self._dropped_ns.update(dict.fromkeys(numbers, self._monotonic_ns()))
 
     async def drop(self, entries: Sequence[tuple[int, bytes]], numbers: Sequence[int]) -> None:
         self.drop_soon(entries, numbers)
 
     def attributes(self, number: int) -> bool:
         self.attributes_of.append(number)
+        if number in self.known:
+            self._dropped_ns[number] = self._monotonic_ns()
         return number in self.known
+
+    def dropped_between(self, number: int, since_ns: int, until_ns: int) -> bool:
+        return since_ns <= self._dropped_ns.get(number, 0) <= until_ns
 
 
 def inode_cache(

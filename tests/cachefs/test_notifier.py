@@ -7,8 +7,9 @@ import trio
 import trio.testing
 
 from cachefs.fuse import notifier_process
-from cachefs.fuse.notifier import KernelNotifier
+from cachefs.fuse.notifier import MOST_REMEMBERED, KernelNotifier
 from cachefs.store.index.index import Index
+from cachefs.system.clock import SYSTEM
 
 
 def test_a_daemon_leaves_at_once_and_its_successor_sends_what_is_not_confirmed(
@@ -79,3 +80,32 @@ def test_many_notifications_in_several_packets(device: tuple[int, int]) -> None:
     assert len(received) > notifier_process.PACKET_BYTES
     at = [received.find(name) for name in names]
     assert -1 not in at and at == sorted(at)
+
+
+def test_it_is_known_between_which_times_the_kernel_has_dropped_attributes(device: tuple[int, int]) -> None:
+    reader, writer = device
+
+    async def main() -> None:
+        sending = KernelNotifier(writer)
+        first_ns = SYSTEM.monotonic_ns()
+        assert not sending.dropped_between(7, 1, first_ns)
+        assert sending.attributes(7)
+        second_ns = SYSTEM.monotonic_ns()
+        assert sending.dropped_between(7, first_ns, second_ns) and not sending.dropped_between(8, first_ns, second_ns)
+        assert not sending.dropped_between(7, second_ns, SYSTEM.monotonic_ns())
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(sending.run)
+            sending.drop_soon([(1, b"name")], [8, 7])
+            assert not sending.dropped_between(7, first_ns, SYSTEM.monotonic_ns()), "it will again"
+            await sending.drop([(1, b"end")], [])
+            assert not sending.dropped_between(7, first_ns, second_ns), "it has again"
+            third_ns = SYSTEM.monotonic_ns()
+            assert sending.dropped_between(7, first_ns, third_ns)
+            assert not sending.dropped_between(8, first_ns, third_ns), "perhaps it did not know the inode"
+            for number in range(1000, 1000 + MOST_REMEMBERED):
+                sending.attributes(number)
+                os.read(reader, 1 << 16)
+            assert not sending.dropped_between(7, first_ns, third_ns), "forgotten"
+            nursery.cancel_scope.cancel()
+
+    trio.run(main)

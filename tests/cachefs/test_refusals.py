@@ -110,8 +110,8 @@ def times() -> Times:
 
 
 @pytest.fixture
-def kernel() -> Kernel:
-    return Kernel()
+def kernel(times: Times) -> Kernel:
+    return Kernel(times.now_ns)
 
 
 @pytest.fixture
@@ -304,10 +304,9 @@ def test_processes_that_the_daemon_cannot_tell_apart_wait_until_their_calls_have
 def test_the_kernel_has_the_present_mode_after_estale_and_after_an_own_change(
     metadata: InodeCache, repetitions: Repetitions, kernel: Kernel, times: Times
 ) -> None:
-    """Before: after a look-up, too. But the kernel ignores the answer if it has been notified since it asked."""
+    kernel.known.add(7)
     metadata.note_permissions(FOUND, NOW)
     times.ns += 1
-    look_up(repetitions, FOUND, ONE)
     assert not repetitions.has_mode(7, ONE)
     assert require_mode(repetitions, ONE) == (errno.ESTALE, 0)
     assert kernel.attributes_of == [7]
@@ -316,6 +315,32 @@ def test_the_kernel_has_the_present_mode_after_estale_and_after_an_own_change(
         repetitions.changed(7, caller)
     assert repetitions.has_mode(7, OTHER) and not repetitions.has_mode(7, UNKNOWN)
     assert require_mode(repetitions, UNKNOWN) == (errno.ESTALE, ANSWERED_NS / NANOSECONDS)
+    assert kernel.attributes_of == [7], "once for all: another one would make the kernel ignore answers"
+
+
+def test_the_kernel_has_the_present_mode_after_a_look_up_unless_it_has_dropped_it_since(
+    metadata: InodeCache, repetitions: Repetitions, kernel: Kernel, times: Times
+) -> None:
+    """It goes on by the former mode if it drops the attributes while it asks for them: it ignores the answer."""
+    metadata.note_permissions(FOUND, NOW)
+    look_up(repetitions, FOUND, ONE)
+    assert not repetitions.has_mode(7, ONE), "it has not dropped the former mode"
+    kernel.known.add(7)
+    times.ns += 1
+    kernel.attributes(7)
+    assert not repetitions.has_mode(7, ONE), "it has dropped it after the look-up"
+    times.ns += 1
+    look_up(repetitions, FOUND, UNKNOWN)
+    look_up(repetitions, FOUND, ONE)
+    assert [repetitions.has_mode(7, caller) for caller in (ONE, OTHER, UNKNOWN)] == [True, False, False]
+    times.ns += 1
+    kernel.drop_soon([], [7])
+    assert not repetitions.has_mode(7, ONE), "it has dropped it again"
+    look_up(repetitions, FOUND, ONE)
+    assert repetitions.has_mode(7, ONE)
+    times.ns += 1
+    metadata.note_permissions(FOUND, NOW)
+    assert not repetitions.has_mode(7, ONE), "the mode has changed again"
 
 
 def require_mode(repetitions: Repetitions, caller: Caller) -> tuple[int, float]:

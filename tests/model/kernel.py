@@ -62,6 +62,7 @@ class File:
 class Kernel:
     def __init__(self, clocks: Clocks, draw: random.Random) -> None:
         self._clocks = clocks
+        self._dropped_ns: dict[int, int] = {}
         self._draw = draw
         self._inodes: dict[int, KernelInode] = {}
         self._entries: dict[tuple[int, bytes], tuple[int, float]] = {}
@@ -126,7 +127,7 @@ class Kernel:
             self._drop_entry(parent, name)
             self._changed(parent)
         for number in numbers:
-            self._changed(number)
+            self.attributes(number)
             if number in self._inodes:
                 self._inodes[number].pages.clear()
 
@@ -138,7 +139,12 @@ class Kernel:
 
     def attributes(self, number: int) -> bool:
         self._changed(number)
+        if number in self._inodes:
+            self._dropped_ns[number] = self._clocks.monotonic_ns()
         return number in self._inodes
+
+    def dropped_between(self, number: int, since_ns: int, until_ns: int) -> bool:
+        return since_ns <= self._dropped_ns.get(number, 0) <= until_ns
 
     # --- memory ----------------------------------------------------------------------------------------------------
 

@@ -22,7 +22,7 @@ from tests.sshfs import sshfs
 from tests.users import as_user, open_to_all
 
 MakeMount = Callable[..., Mount]
-ALICE, BOB = 4321, 1234
+ALICE, BOB, CAROL = 4321, 1234, 5432
 ACL = "system.posix_acl_access"
 MODES = [
     ("--read-only",),
@@ -39,6 +39,7 @@ LIMIT = 3
 LIMITED = ("--read-only", "--metadata-limit", f"{LIMIT}", "--metadata-retention", "lru")
 FEW_FILES = [LIMITED, (*LIMITED, "--no-fastpath")]
 SOME = [("--read-only",), (), ("--no-fastpath",)]
+KEEPING_NOTHING = [("--mutable", "**"), ("--cache", "none")]
 READ_WRITE = [(), ("--no-fastpath",), ("--mutable", "**"), ("--cache", "none")]
 
 
@@ -132,6 +133,33 @@ ACL_OPENINGS: dict[str, tuple[Callable[[Path], object], Callable[[Path], object]
     ),
 }
 """What the ACL of a directory is before, and how another node lets Bob in by it."""
+
+
+def _change_owners(old: Path) -> bytes:
+    """As `chown -R`."""
+    for path in (old.parent, old):
+        os.chown(path, CAROL, ALICE)
+    return b"old"
+
+
+def _append(old: Path) -> bytes:
+    with old.open("ab") as file:
+        file.write(b" and more")
+    old.chmod(0o600)
+    return b"old and more"
+
+
+def _close(old: Path) -> bytes:
+    old.chmod(0o600)
+    return b"old"
+
+
+FILE_CHANGES: dict[str, Callable[[Path], bytes]] = {
+    "closed": _close,
+    "closed and appended to": _append,
+    "given away": _change_owners,
+}
+"""How another node changes a file of Alice. They return what is in it then."""
 
 
 def put(path: Path, content: bytes) -> None:
@@ -906,6 +934,31 @@ def test_a_directory_that_is_opened_shows_nothing_that_was_closed_before(
             listed = bob(partial(os.listdir, root / inner))
             assert listed == ["old"] if closed == "inner/old" else listed in REFUSED, (name, root)
         assert alice((m.path / inner / "old").read_bytes) == b"old"
+
+
+@pytest.mark.promise("PE-30")
+@modes(MODES)
+@pytest.mark.parametrize("opening", ["others", "owner", "group", "acl"])
+@pytest.mark.parametrize("change", FILE_CHANGES)
+def test_a_file_and_its_directory_get_other_permissions(
+    mount: MakeMount, source: Path, arguments: tuple[str, ...], opening: str, change: str
+) -> None:
+    """The kernel repeats an open by a path only once, and the directory has caused that already."""
+    outer = a_tree(source, "outer").parent
+    outer.chmod(0o750)
+    settle()
+    m = mounted(mount, source, arguments)
+    for _ in range(2):
+        assert alice((m.path / "outer/inner/old").read_bytes) == b"old"
+        expire()
+    OPENINGS[opening](outer)
+    expected = FILE_CHANGES[change](outer / "inner/old")
+    if arguments not in KEEPING_NOTHING:
+        expected = b"old"
+    assert alice((m.path / "outer/inner/old").read_bytes) == expected
+    for user in (BOB, CAROL):
+        at_source = as_user(user, user, [], (outer / "inner/old").read_bytes)
+        assert as_user(user, user, [], (m.path / "outer/inner/old").read_bytes) == at_source
 
 
 @pytest.mark.promise("PE-29")
