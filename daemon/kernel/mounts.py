@@ -17,7 +17,7 @@ from pathlib import Path
 
 from cachefs.client.client import server
 from cachefs.client.locations import is_root
-from cachefs.client.mount_table import FSTYPE, Mount, beneath, mounts, top_mount
+from cachefs.client.mount_table import FSTYPE, Mount, beneath, is_mounted, mounts, top_mount
 from cachefs.errors import CacheFsError
 from cachefs.system import syscalls, user_namespace
 from cachefs.system.claims import is_dying
@@ -46,9 +46,14 @@ def check_mounted(place: str) -> Mount:
 
 
 def unmount(path: str, *, lazy: bool = False) -> None:
-    """Wait a moment for brief users, such as the queue of a recorder. Raises CacheFsError with the reason."""
+    """Wait a moment for brief users, such as the queue of a recorder. Raises CacheFsError with the reason.
+
+    Another process may have unmounted it meanwhile.
+    """
     ends_s = time.monotonic() + _BUSY_PATIENCE_S
     while (reason := _try_to_unmount(path, lazy=lazy)) is not None:
+        if reason != _IN_USE and not is_mounted(path):
+            return
         if reason != _IN_USE or time.monotonic() > ends_s:
             raise CacheFsError(f"cannot unmount {path}: {reason}")
         time.sleep(_BUSY_POLL_S)

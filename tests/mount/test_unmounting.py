@@ -10,8 +10,10 @@ from pathlib import Path
 import pytest
 
 from cachefs.client import mount_table
+from cachefs.errors import CacheFsError
 from cachefs.fastpath.mount_descriptors import is_unmounted
 from cachefs.system import syscalls
+from daemon.cli import main
 from daemon.cli.main import unmount_and_wait
 from daemon.kernel import fuse_device, instance
 from tests.conftest import REPOSITORY, Mount, cachefs, contents, mounted_on, wait_for
@@ -44,6 +46,23 @@ def test_h8_after_an_abort_the_daemon_cleans_up(mount: MakeMount, source: Path, 
     assert "ExceptionGroup" not in m.log()
     m.start()
     assert contents(m.path) == contents(source)
+
+
+@pytest.mark.promise("LC-19")
+def test_a_mount_that_another_process_unmounts_meanwhile_is_unmounted(
+    mount: MakeMount, source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    m = mount(source)
+
+    def ended(place: str, **_: bool) -> int:
+        syscalls.umount2(place, 0)
+        wait_for_end(m.pid)
+        raise CacheFsError("the daemon does not answer")
+
+    monkeypatch.setattr(main, "_pid_of_daemon", ended)
+    unmount_and_wait(str(m.path))
+    m.pid = 0
+    assert not mounted_on(m.path) and not left_behind(m.path)
 
 
 @pytest.mark.promise("LC-19")
