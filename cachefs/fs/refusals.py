@@ -205,7 +205,7 @@ class Repetitions:
         """Thread → the time of which the kernel has dropped former modes, before it got ESTALE."""
         self._changed: OrderedDict[int, tuple[int, int]] = OrderedDict()
         """Thread → the inode of which it has changed attributes last, and when. The kernel takes that answer over."""
-        self._looked_up_ns: OrderedDict[int, tuple[int, int]] = OrderedDict()
+        self._found: OrderedDict[int, tuple[int, int]] = OrderedDict()
         """Thread → the inode that it has looked up last, and when it was answered, if the mode had just changed."""
 
     @asynccontextmanager
@@ -243,7 +243,8 @@ class Repetitions:
             raise
 
     def _step(self, number: int, name: bytes) -> tuple[int, bytes]:
-        """Of a directory on the way: its name, which a repeated call looks up. What is opened is another inode."""
+        """What shows that a call is repeated, for `_Reopening`. If a request for a directory on the way has failed, it
+        is a look-up of its name, because another inode is opened."""
         with self._metadata.index.view() as view:
             inode = self._metadata.inode(view, number) if number else None
             link = self._metadata.paths.name(view, number) if inode is not None and inode.is_directory else None
@@ -300,7 +301,7 @@ class Repetitions:
         if inode is not None:
             self.answered(inode, caller)
             if caller.pid and self._metadata.last_permissions_ns(inode.number):
-                _put(self._looked_up_ns, caller.pid, (inode.number, self._monotonic_ns()))
+                _put(self._found, caller.pid, (inode.number, self._monotonic_ns()))
         if relinking is not None and inode is not None:
             relinking.found_ns[inode.number] = arrival_ns
         elif relinking is not None and name != relinking.link:
@@ -347,10 +348,10 @@ class Repetitions:
 
     async def refuse_former_mode(self, number: int, caller: Caller) -> NoReturn:
         """Have a call repeated by the present mode and owners. Raises ESTALE."""
+        changed_ns = self._metadata.last_permissions_ns(number)
+        if not self._notifier.dropped_between(number, changed_ns, self._monotonic_ns()):
+            self._notifier.attributes(number)  # not more often: it would make the kernel ignore answers (hazard 98)
         told_ns = self._monotonic_ns()
-        if not self._notifier.dropped_between(number, self._metadata.last_permissions_ns(number), told_ns):
-            self._notifier.attributes(number)
-            told_ns = self._monotonic_ns()
         if not caller.pid:  # other callers without a number, whose calls are under way, may know the former ones
             await trio.sleep(ANSWERED_NS / NANOSECONDS)
         _put(self._told_mode_ns, caller.pid, told_ns)
@@ -370,7 +371,7 @@ class Repetitions:
         changed, when_ns = self._changed.get(caller.pid, (0, 0))
         if not last_ns or (changed == number and last_ns <= when_ns):
             return True
-        looked_up, when_ns = self._looked_up_ns.get(caller.pid, (0, 0))
+        looked_up, when_ns = self._found.get(caller.pid, (0, 0))
         told_ns = max(self._told_ns.get(caller.pid, 0), self._told_mode_ns.get(caller.pid, 0))
         answered_ns = max(told_ns, when_ns if looked_up == number else 0)
         return self._notifier.dropped_between(number, last_ns, answered_ns)

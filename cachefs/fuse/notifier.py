@@ -40,7 +40,7 @@ _ANSWER_BYTES = 16
 DELIVERED_WITHIN_S = 5.0
 """How long notifications wait for answers: the fast path may have been stopped."""
 MOST_REMEMBERED = 4096
-"""Of how many inodes is it known when their attributes were dropped."""
+"""How many inodes `dropped_between` knows about; the oldest ones are forgotten first."""
 
 
 class KernelNotifier:

@@ -48,15 +48,13 @@ def check_mounted(place: str) -> Mount:
 def unmount(path: str, *, lazy: bool = False) -> None:
     """Wait a moment for brief users, such as the queue of a recorder. Raises CacheFsError with the reason.
 
-    Another process may have unmounted it meanwhile.
+    It is no error if another process has unmounted it meanwhile.
     """
     ends_s = time.monotonic() + _BUSY_PATIENCE_S
-    while (reason := _try_to_unmount(path, lazy=lazy)) is not None:
-        if reason != _IN_USE and not is_mounted(path):
-            return
-        if reason != _IN_USE or time.monotonic() > ends_s:
-            raise CacheFsError(f"cannot unmount {path}: {reason}")
+    while (reason := _try_to_unmount(path, lazy=lazy)) == _IN_USE and time.monotonic() <= ends_s:
         time.sleep(_BUSY_POLL_S)
+    if reason is not None and (reason == _IN_USE or is_mounted(path)):
+        raise CacheFsError(f"cannot unmount {path}: {reason}")
 
 
 def _try_to_unmount(path: str, *, lazy: bool) -> str | None:
