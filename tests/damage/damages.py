@@ -1,8 +1,7 @@
 """Damages of the files of a cache directory, drawn from a seed.
 
-Not drawn: `cache.json`, which says whose cache it is; a live index that becomes shorter, or whose table of readers
-changes, because LMDB reads both through mmap(2), and the daemon dies (docs/FAULTS.md); and pages of a live index that
-stay consistent, which go unnoticed (docs/SEMANTICS.md, "Not promised").
+Not drawn: `cache.json`, which says whose cache it is. What a damage leaves consistent goes unnoticed in a live index
+(docs/SEMANTICS.md, "Not promised").
 """
 
 import os
@@ -11,8 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 PAGE = 4096
-COLD_FILES = ("index/data.mdb", "index/data.mdb", "blob", "blob", "secret", "index/lock.mdb", "index/checksum")
-LIVE_FILES = ("index/data.mdb", "blob")
+FILES = ("index/data.mdb", "index/data.mdb", "blob", "blob", "secret", "index/lock.mdb", "index/checksum")
 
 
 @dataclass(frozen=True)
@@ -63,9 +61,6 @@ class Damage:
         return self.draw.randrange(max(1, -(-end // PAGE))) * PAGE
 
 
-def drawn(draw: random.Random, *, live: bool) -> Damage:
-    file = draw.choice(LIVE_FILES if live else COLD_FILES)
-    kinds = ["truncate", "zero", "flip", "delete", "append", "exchange"]
-    if live and file != "blob":
-        kinds = ["zero", "append"]
-    return Damage(file, draw.choice(kinds), random.Random(draw.randrange(1 << 32)))
+def drawn(draw: random.Random) -> Damage:
+    kind = draw.choice(["truncate", "zero", "flip", "delete", "append", "exchange"])
+    return Damage(draw.choice(FILES), kind, random.Random(draw.randrange(1 << 32)))

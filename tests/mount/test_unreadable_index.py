@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import Mount, cachefs, contents, make_files, settle, wait_for
+from tests.conftest import Mount, cachefs, contents, contents_of_damaged, make_files, settle, wait_for
 from tests.sources.images import make_image, mount_image
 
 MakeMount = Callable[..., Mount]
@@ -87,6 +87,33 @@ def test_a_disk_that_cannot_read_the_index_kills_no_process(
         assert done.returncode == 1 and "Input/output error" in done.stderr and processes(m) == before
     m.umount()
     m.cache = tmp_path / "no log"  # it was on that disk
+
+
+@pytest.mark.promise("FA-34", "FA-35", "FA-36", "TE-2")
+@pytest.mark.parametrize(
+    "arguments", [[], ["--read-only"], ["--no-fastpath"]], ids=["read-write", "read-only", "no-fastpath"]
+)
+def test_a_table_of_readers_that_is_cut_off_kills_no_process(
+    mount: MakeMount, source: Path, arguments: list[str]
+) -> None:
+    """LMDB writes to it whenever it reads, through a mapping that ends early now: SIGBUS."""
+    m = mount(source, *arguments)
+    expected = contents(source)
+    assert contents(m.path) == expected
+    m.flush()
+    before = processes(m)
+    os.truncate(m.cache / "index/lock.mdb", 0)
+    for _ in range(2):
+        assert contents_of_damaged(m.path) == expected
+        m.drop_caches()
+    assert processes(m) == before
+    assert "restart" in wait_for(m.status, lambda status: status["index_problem"])["index_problem"]
+    if m.no_fastpath or "--no-fastpath" in arguments:  # such a mount cannot be restarted
+        m.umount()
+        m.start()
+    else:
+        cachefs("restart", m.path)
+    assert contents(m.path) == expected and not m.status()["index_problem"]
 
 
 def fill(disk: Path) -> None:

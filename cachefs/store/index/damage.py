@@ -34,7 +34,7 @@ from cachefs.system.listeners import Listeners
 ERRORS = (
     lmdb.CorruptedError, lmdb.PageNotFoundError, lmdb.InvalidError, lmdb.VersionMismatchError, lmdb.BadDbiError,
     lmdb.BadTxnError, lmdb.IncompatibleError, lmdb.CursorFullError, lmdb.PageFullError, lmdb.BadValsizeError,
-    lmdb.MapResizedError, struct.error,
+    lmdb.MapResizedError, lmdb.BadRslotError, struct.error,
 )  # fmt: skip
 """LMDB raises them for a damaged file, and not for a full disk. MapResizedError: a meta page names a page beyond the
 map, whose size is always the same. struct.error: a value has another one's place."""

@@ -1,10 +1,10 @@
 """An index on a disk that fails: pages that the disk does not give are replaced.
 
 LMDB reads data.mdb, and writes its table of readers in lock.mdb, through mmap(2). Where the disk fails, or became
-read-only, the kernel sends SIGBUS instead of an error, and the process would end. The handler puts memory in the place
-of the page, as systemd's journal does (sigbus.c): in data.mdb a page that says nothing, of lock.mdb a copy of the whole
-table. `faults` tells what began to read before; then the index counts as damaged (damage.py). Nothing is written to it
-any more, so no other reader needs the table.
+read-only, or the file was cut off, the kernel sends SIGBUS instead of an error, and the process would end. The handler
+puts memory in the place of the page, as systemd's journal does (sigbus.c): in data.mdb a page that says nothing, of
+lock.mdb a copy of the whole table, as far as it can be read. `faults` tells what began to read before; then the index
+counts as damaged (damage.py). Nothing is written to it any more, so no other reader needs the table.
 
 The handler is a Python function that ctypes calls. That is safe for this signal only: the thread that touches the page
 gets it at that instruction, which belongs to LMDB or to a copy out of its file.
@@ -91,11 +91,19 @@ def _replace(address: int) -> bool:
             page = address - address % mmap.PAGESIZE
             _put(range(page, page + mmap.PAGESIZE), _silent_page())
         elif path.endswith(_LOCK):
-            with open("/proc/self/mem", "rb", buffering=0) as memory:
-                _put(mapping, os.pread(memory.fileno(), len(mapping), mapping.start))
+            _put(mapping, b"".join(map(_read_page, range(mapping.start, mapping.stop, mmap.PAGESIZE))))
     except OSError:
         return False
     return any(address in place for place in _replaced)  # perhaps by another thread
+
+
+def _read_page(address: int) -> bytes:
+    """Zeros if the disk does not give it, or if it lies behind the end of the file."""
+    try:
+        with open("/proc/self/mem", "rb", buffering=0) as memory:
+            return os.pread(memory.fileno(), mmap.PAGESIZE, address)
+    except OSError:
+        return bytes(mmap.PAGESIZE)
 
 
 def _put(place: range, content: bytes) -> None:
