@@ -1,7 +1,7 @@
 """Damages of the files of a cache directory, drawn from a seed.
 
-Not drawn: `cache.json`, which says whose cache it is. What a damage leaves consistent goes unnoticed in a live index
-(docs/SEMANTICS.md, "Not promised").
+Not drawn: `cache.json`, which says whose cache it is; and other bytes in the files of a live index, which LMDB maps and
+believes: what they leave consistent goes unnoticed (docs/SEMANTICS.md, "Not promised").
 """
 
 import os
@@ -11,6 +11,8 @@ from pathlib import Path
 
 PAGE = 4096
 FILES = ("index/data.mdb", "index/data.mdb", "blob", "blob", "secret", "index/lock.mdb", "index/checksum")
+MAPPED = {"index/data.mdb": ["zero"], "index/lock.mdb": []}
+"""Files that LMDB maps, and which of the other damages of them it notices."""
 
 
 @dataclass(frozen=True)
@@ -61,6 +63,9 @@ class Damage:
         return self.draw.randrange(max(1, -(-end // PAGE))) * PAGE
 
 
-def drawn(draw: random.Random) -> Damage:
-    kind = draw.choice(["truncate", "zero", "flip", "delete", "append", "exchange"])
-    return Damage(draw.choice(FILES), kind, random.Random(draw.randrange(1 << 32)))
+def drawn(draw: random.Random, *, live: bool) -> Damage:
+    file = draw.choice(FILES)
+    kinds = ["truncate", "zero", "flip", "delete", "append", "exchange"]
+    if live and file in MAPPED:
+        kinds = ["truncate", "delete", "append", *MAPPED[file]]
+    return Damage(file, draw.choice(kinds), random.Random(draw.randrange(1 << 32)))

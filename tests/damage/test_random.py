@@ -31,7 +31,7 @@ def test_random_damages_of_a_cache(
         wait_for(m.status, lambda s: s["index_problem"] or (s["write_behind_bytes"] == 0 and s["uncommitted"] == 0))
         m.umount()
         for live in (False, *[True] * LIVE):
-            damage = drawn(draw)
+            damage = drawn(draw, live=live)
             done.append(("live: " if live else "cold: ") + str(damage))
             print(done[-1], flush=True)
             damage.do(m.cache)
