@@ -413,21 +413,17 @@ class FileSystem:
         """`Invalidation.invalidate`. Then compare directories that were dropped, for at most COMPARED_WITHIN_S.
 
         Each one with other permissions would fail a request (`PermissionsChanged`), and the kernel repeats an open by a
-        path with several of them only once.
+        path with several of them only once. They stay dropped: what another node changes later is seen, too.
         """
         dropped = await self.invalidation.invalidate(path, directories := set[int]())
         with trio.move_on_after(COMPARED_WITHIN_S):
             for number in directories:
                 with suppress(OSError):
-                    if number != ROOT_INODE or await self._root_has_other_permissions():
-                        await self.revalidated(number)
+                    await self.revalidated(number)
+                    with self.metadata.index.update() as update:
+                        self.metadata.drop(update, number)
         self.permissions.tell()
         return dropped
-
-    async def _root_has_other_permissions(self) -> bool:
-        """If not, a root that was dropped stays so: `snapshot export` refuses a mount that knows nothing."""
-        now = await self.call_pool.run(partial(self.source.lstat, ROOT))
-        return now.permissions != self.inode(ROOT_INODE).permissions
 
     # --- changes by this mount -------------------------------------------------------------------------------------
 

@@ -348,7 +348,7 @@ class Repetitions:
 
     async def refuse_former_mode(self, number: int, caller: Caller) -> NoReturn:
         """Have a call repeated by the present mode and owners. Raises ESTALE."""
-        changed_ns = self._metadata.last_permissions_ns(number)
+        changed_ns = max(self._metadata.last_permissions_ns(number), self._metadata.last_owner_ns(number))
         if not self._notifier.dropped_between(number, changed_ns, self._monotonic_ns()):
             self._notifier.attributes(number)  # not more often: it would make the kernel ignore answers (hazard 98)
         told_ns = self._monotonic_ns()

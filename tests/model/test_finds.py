@@ -256,3 +256,16 @@ def test_another_name_of_a_file_that_has_expired_is_not_pinned_with_it(tree: Tre
         opened = node.open(name, os.O_RDONLY)
         assert node.read(opened, 0, 10) == expected
         node.close(opened)
+
+
+@pytest.mark.promise("PI-7")
+@pytest.mark.parametrize("tree", OPTIONS, indirect=True)
+def test_a_directory_that_is_moved_after_its_invalidation_is_not_there(tree: Tree) -> None:
+    """It was pinned again while it was compared for the invalidation."""
+    tree.node.stat("d")
+    tree.node.invalidate("")
+    os.rename(tree.root / "d", tree.root / "b")
+    tree.node.pass_time(5.0)
+    with pytest.raises(FileNotFoundError):
+        tree.node.stat("d")
+    tree.node.stat("b")

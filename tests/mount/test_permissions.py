@@ -961,6 +961,27 @@ def test_a_file_and_its_directory_get_other_permissions(
         assert as_user(user, user, [], (m.path / "outer/inner/old").read_bytes) == at_source
 
 
+@pytest.mark.promise("PE-30")
+@modes(READ_WRITE)
+def test_a_file_gets_an_owner_here_just_after_it_got_a_mode_elsewhere(
+    mount: MakeMount, source: Path, arguments: tuple[str, ...]
+) -> None:
+    """The kernel had dropped the attributes for the mode, but not for the owner: a second of ESTALE."""
+    old = a_tree(source, "outer") / "old"
+    old.chmod(0o664)
+    settle()
+    m = mounted(mount, source, arguments)
+    there = m.path / old.relative_to(source)
+    there.stat()
+    old.chmod(0o660)
+    expire()
+    there.stat()
+    os.chown(there, CAROL, -1)
+    for _ in range(3):
+        assert as_user(0, 0, [], there.read_bytes) == as_user(CAROL, CAROL, [], there.read_bytes) == b"old"
+        assert bob(there.read_bytes) == errno.EACCES
+
+
 @pytest.mark.promise("PE-29")
 @modes(SOME)
 @pytest.mark.parametrize("reads", [True, False], ids=["read", "looked-at"])
