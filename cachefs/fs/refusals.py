@@ -312,6 +312,8 @@ class Repetitions:
             number = inode.number if known.name else known.number
             until_ns = self._monotonic_ns() + REPEATED_WITHIN_NS
             known = known._replace(until_ns=until_ns, number=number, is_looked_up=is_looked_up)
+            if known.was_open and inode.is_regular and inode.number != number:  # the file has been replaced meanwhile
+                known = known._replace(number=inode.number, was_open=False, is_looked_up=True)
             _put(self._reopening, caller.pid, known)
 
     def is_reopened(self, number: int, caller: Caller) -> Callable[[int], bool]:

@@ -241,6 +241,19 @@ def test_after_attributes_that_failed_an_open_is_repeated_if_the_kernel_has_got_
         assert is_reopened(repetitions, ONE, size), "a file that grows all the time is opened"
 
 
+def test_an_open_is_repeated_about_the_file_that_has_taken_the_name(repetitions: Repetitions) -> None:
+    """By a rename, between the open and its repetition. Before: both files failed one open, so the job got ESTALE."""
+    directory, new = FOUND._replace(number=3, mode=0o040755), FOUND._replace(number=8, mode=0o100600)
+    for size in (new.size, new.size + 1):
+        fail_to_open(repetitions, 7)
+        look_up(repetitions, directory, ONE, (1, b"d"))
+        assert not repetitions.is_reopened(8, ONE)(size)
+        fail_to_open(repetitions, 7)
+        look_up(repetitions, directory, ONE, (1, b"d"))
+        look_up(repetitions, new, ONE, (3, b"f"))
+        assert repetitions.is_reopened(8, ONE)(size) == (size == new.size)
+
+
 def test_attributes_that_failed_do_not_prove_that_the_kernel_looks_the_name_up(
     metadata: InodeCache, repetitions: Repetitions, times: Times
 ) -> None:
