@@ -130,7 +130,7 @@ class Session:
         if mount.is_new and not has_change_times(mount.fstype):
             log.warning(
                 "files of the source (%s) may have no change times of their own: each mount reads those again whose "
-                "ctime is their mtime",
+                "ctime is not later than their mtime",
                 mount.fstype or "detached",
             )
         if not mount.is_new:

@@ -17,6 +17,7 @@ readdir or write) fails how for paths that end in this;
 FAULTS/numbers, read at the start, has inode numbers: each line of it, such as `2 d0`, is a number and a path;
 while FAULTS/statfs exists, each line of it, such as `f_files 0`, is a field of the answer to STATFS and its value;
 while FAULTS/tick exists, it is the ctime and mtime of everything, in nanoseconds;
+while FAULTS/no-ctime exists, every ctime is 0, as on archivemount;
 while FAULTS/behind exists, times are so many seconds earlier, as of a source whose clock is late;
 while FAULTS/squash exists, modes are checked, and root is nobody, as on an NFS server with root_squash;
 while FAULTS/hidden exists, READDIR leaves out the names that are lines of it;
@@ -103,6 +104,8 @@ class FaultFs(pyfuse3.Operations):
             setattr(entry, name, getattr(found, name))
         if (FAULTS / "tick").exists():
             entry.st_ctime_ns = entry.st_mtime_ns = int((FAULTS / "tick").read_text())
+        if (FAULTS / "no-ctime").exists():
+            entry.st_ctime_ns = 0
         if (FAULTS / "behind").exists():
             behind_ns = int((FAULTS / "behind").read_text()) * 10**9
             entry.st_ctime_ns, entry.st_mtime_ns = found.st_ctime_ns - behind_ns, found.st_mtime_ns - behind_ns

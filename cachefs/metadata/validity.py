@@ -131,16 +131,17 @@ class Validity:
     def proves_contents(self, inode: Inode, now: Stat) -> bool:
         """Does `now`, which has the times of the record, prove that the contents are the recorded ones?
 
-        Between two runs a file may have been replaced by another one with the same size and mtime. That shows in its
-        ctime only, if it has one. In a directory a name may have come or gone: its mtime can be set back, mergerfs
-        shows that of one branch, and the kernel may have got or lost the key of an encrypted one.
+        Between two runs a file or symlink may have been replaced by another one with the same size and mtime. That
+        shows in its ctime only, if that is neither a copy of mtime nor 0 (archivemount). In a directory a name may have
+        come or gone: its mtime can be set back, mergerfs shows that of one branch, and the kernel may have got or lost
+        the key of an encrypted one.
         """
         if inode.validated_run == self.run:
             return True
         if now.is_encrypted and not inode.is_regular:
             return False
-        is_dated = inode.is_regular and now.ctime_ns != now.mtime_ns
-        return is_dated or inode.is_symlink or self._has_change_time(now.device)
+        is_dated = not inode.is_directory and now.ctime_ns > now.mtime_ns
+        return is_dated or self._has_change_time(now.device)
 
     def is_recent(self, now: Stat) -> bool:
         """May this version have been made just now?"""

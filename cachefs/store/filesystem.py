@@ -130,7 +130,7 @@ def is_in_snapshot(fstype: str, inode: int) -> bool:
 
 def has_change_times(fstype: str) -> bool:
     """Does ctime move with each change on such a filesystem? False: it may be a copy of mtime, which can be set, as on
-    sshfs (hazard 52), or bindfs over such a filesystem. A ctime that differs from mtime is none."""
+    sshfs (hazard 52), or bindfs over such a filesystem, or 0. A ctime later than mtime is neither."""
     return fstype in _HAS_OWN_TIMES or not (_promises_nothing(fstype) or fstype in _NO_CHANGE_TIMES)
 
 

@@ -1,4 +1,4 @@
-"""Sources whose ctime is a copy of mtime: sshfs, and bindfs over such a filesystem."""
+"""Sources whose ctime is a copy of mtime (sshfs, and bindfs over such a filesystem), or 0."""
 
 import os
 import subprocess
@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.bindfs import Bindfs
-from tests.conftest import Mount, settle
+from tests.conftest import Mount, settle, start_fault_fs
 from tests.sshfs import sshfs as mounted_by_sshfs
 
 LONG_AGO = 1577836800
@@ -95,6 +95,33 @@ def test_a_replaced_file_is_read_again_from_bindfs_whose_type_is_known(
     os.utime(root / "file", (LONG_AGO, LONG_AGO))
     m.start()
     assert (m.path / "file").read_bytes() == b"n" * SIZE
+
+
+@pytest.mark.promise("CH-28")
+@pytest.mark.parametrize("mode", [("--read-only",), (), ("--read-only", "--no-fastpath")], ids=" ".join)
+def test_what_was_replaced_where_every_ctime_is_0_is_read_again_by_the_next_mount(
+    mount: Callable[..., Mount], source: Path, tmp_path: Path, beneath: ExitStack, mode: tuple[str, ...]
+) -> None:
+    """As a release of an archive is by the next one, beneath archivemount. Before: a file had bytes of both."""
+
+    def make(content: str) -> None:
+        (source / "file").write_text(content * SIZE)
+        (source / "link").unlink(missing_ok=True)
+        (source / "link").symlink_to(content)
+        for name in ("file", "link"):
+            os.utime(source / name, (LONG_AGO, LONG_AGO), follow_symlinks=False)
+
+    make("a")
+    faulty, faults, _ = start_fault_fs(source, tmp_path, beneath)
+    (faults / "no-ctime").touch()
+    m = mount(faulty, *mode)
+    for _ in range(2):
+        assert (m.path / "file").read_text() == "a" * SIZE and os.readlink(m.path / "link") == "a"
+        m.flush()
+    m.umount()
+    make("b")
+    m.start()
+    assert (m.path / "file").read_text() == "b" * SIZE and os.readlink(m.path / "link") == "b"
 
 
 @pytest.mark.promise("CH-28")
