@@ -15,6 +15,8 @@ while FAULTS/fsync exists, FSYNC and FSYNCDIR fail with EIO;
 while FAULTS/fails exists, each line of it, such as `read EIO d0/f00000`, says which operation (lookup, open, read,
 readdir or write) fails how for paths that end in this;
 FAULTS/numbers, read at the start, has inode numbers: each line of it, such as `2 d0`, is a number and a path;
+while FAULTS/moved exists, each line of it, such as `5 /trash`, says where the object with that inode number is now, as
+on MooseFS, which keeps a directory that was removed while it is open;
 while FAULTS/statfs exists, each line of it, such as `f_files 0`, is a field of the answer to STATFS and its value;
 while FAULTS/tick exists, it is the ctime and mtime of everything, in nanoseconds;
 while FAULTS/no-ctime exists, every ctime is 0, as on archivemount;
@@ -85,6 +87,13 @@ class FaultFs(pyfuse3.Operations):
             return name
         return next((each for each in os.listdir(directory) if each.lower() == name.lower()), name)
 
+    def path_of(self, inode: int) -> bytes:
+        if (FAULTS / "moved").exists():
+            for line in (FAULTS / "moved").read_text().splitlines():
+                number, path = line.split(" ", 1)
+                self.paths[int(number)], self.numbers[os.fsencode(path)] = os.fsencode(path), int(number)
+        return self.paths[inode]
+
     async def fault_of_all(self) -> None:
         while (FAULTS / "hang-all").exists():
             await trio.sleep(0.02)
@@ -114,7 +123,7 @@ class FaultFs(pyfuse3.Operations):
         return entry
 
     async def lookup(self, parent_inode, name, ctx):
-        path = self.paths[parent_inode] + b"/" + self.folded(self.paths[parent_inode], name)
+        path = self.path_of(parent_inode) + b"/" + self.folded(self.paths[parent_inode], name)
         await self.fault(path)
         self.fail("lookup", path)
         self.check(self.paths[parent_inode], 1, ctx)
@@ -131,7 +140,7 @@ class FaultFs(pyfuse3.Operations):
 
     async def getattr(self, inode, ctx):
         await self.fault_of_all()
-        return self.attributes(self.paths[inode])
+        return self.attributes(self.path_of(inode))
 
     async def setattr(self, inode, attr, fields, fh, ctx):
         if fields.update_size:

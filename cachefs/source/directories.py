@@ -244,8 +244,9 @@ class SourceDirectories:
     def is_gone(self, directory: Directory, fd: int) -> bool:
         """Was it removed, or the filesystem that it is on?
 
-        A Btrfs subvolume that was deleted, and a filesystem that was unmounted, do not show it themselves. So where
-        another volume begins on the path, the name must still lead there: raises `Changed`.
+        A Btrfs subvolume that was deleted, and a filesystem that was unmounted, do not show it themselves, nor does a
+        directory that a FUSE filesystem keeps as long as it is open (MooseFS). So where another volume begins on the
+        path, and on such a filesystem, the name must still lead there: raises `Changed`.
         """
         try:
             if self.stat(fd).nlink == 0 and not self._is_named_without_links(directory):
@@ -256,15 +257,15 @@ class SourceDirectories:
             self.check_root()
             self._give_up(directory.number, fd)
             return True
-        below = directory
+        below, may_be_kept = directory, self._check(directory, fd) is not None
         while below.parent is not None and below.identity is not None:
             above = below.parent.identity
-            if below.identity.device != (0 if above is None else above.device):
+            if may_be_kept or below.identity.device != (0 if above is None else above.device):
                 try:
                     self._compare_name(below, below.parent)
                 except Changed:
                     raise Changed.at(below.number) from None  # its name must be looked up again, not the directory's
-            below = below.parent
+            below, may_be_kept = below.parent, False
         return False
 
     def _is_named_without_links(self, directory: Directory) -> bool:

@@ -3,7 +3,9 @@ to the other."""
 
 import errno
 import os
+import shutil
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -12,7 +14,7 @@ from cachefs.source.source import Source
 from cachefs.system.descriptors import closing
 from cachefs.system.syscalls import renameat2
 from tests.bindfs import Bindfs
-from tests.conftest import Mount, settle, wait_for
+from tests.conftest import Mount, expire, settle, start_fault_fs, wait_for
 from tests.users import as_user, open_to_all
 
 MakeMount = Callable[..., Mount]
@@ -73,6 +75,35 @@ def test_nothing_of_a_closed_directory_is_shown_under_the_name_of_an_open_one(
     assert (m.path / "open").stat().st_mode & 0o777 == 0o700
     assert (m.path / "open/unread").read_text() == "closed/unread"
     assert sorted(os.listdir(m.path / "open")) == ["secret", "unread"]
+
+
+@pytest.mark.promise("CH-2")
+@MODES
+def test_a_directory_that_the_source_keeps_after_its_removal_is_not_the_next_one_of_its_name(
+    mount: MakeMount, source: Path, tmp_path: Path, beneath: ExitStack, mode: tuple[str, ...]
+) -> None:
+    """MooseFS keeps it while the daemon has it open: empty, with two links. Before: it stayed empty."""
+    for name, content in ("d", b"old"), ("new", b"new"):
+        (source / name).mkdir()
+        for file in ("read", "other"):
+            (source / name / file).write_bytes(content)
+    (trash := tmp_path / "trash").mkdir()
+    faulty, faults, _ = start_fault_fs(source, tmp_path, beneath)
+    settle()
+    m = mount(faulty, *mode)
+    assert (m.path / "d/read").read_bytes() == b"old"
+    number = (faulty / "d").stat().st_ino
+    (source / "d").rename(removed := tmp_path / "removed")
+    (source / "new").rename(source / "d")
+    shutil.rmtree(removed)
+    (faults / "moved").write_text(f"{number} {trash}")
+    expire()
+    for name in ("other", "unknown", "other"):
+        try:
+            assert (m.path / "d" / name).read_bytes() == b"new"
+        except OSError as error:  # the first request that finds nothing may notice it
+            assert error.errno in (errno.ESTALE, errno.ENOENT)
+    assert (m.path / "d/other").read_bytes() == b"new" and sorted(os.listdir(m.path / "d")) == ["other", "read"]
 
 
 @pytest.mark.promise("CH-4")
