@@ -67,7 +67,8 @@ class InodeCache(InodeTable):
         if inode.is_symlink:
             return not inode.same_data(now)
         may = inode.is_regular and inode.number not in self.writers  # by another number writers would have another size
-        fixed = inode.flags & (IMMUTABLE | STALE) or (self._pins_everything and inode.flags & PINNED)
+        was_fixed = inode.flags & (STALE | WRITTEN) == STALE  # who reads a file that was written here follows it
+        fixed = inode.flags & IMMUTABLE or was_fixed or (self._pins_everything and inode.flags & PINNED)
         return bool(may and fixed and (inode.validated_run == self.run or self._run.forgot))
 
     def _is_overtaken(self, inode: Inode, now: Stat) -> bool:
@@ -161,8 +162,7 @@ class InodeCache(InodeTable):
     def holds_results(self, view: View, directory: int) -> bool:
         """Has this mount, or an earlier one, overwritten a file of a directory, so that other nodes may do so, too?
 
-        Then records of its immutable files are valid for `unpinned_timeout_s` at a time. Not with `--immutable`, which
-        says which files never change.
+        Then records of its immutable files are valid for `unpinned_timeout_s` at a time. Not with `--immutable`.
         """
         if self._are_results is None:
             self._are_results = self._may_hold_results and written_files.are_results(view)

@@ -290,3 +290,28 @@ def test_an_append_after_a_change_of_attributes_begins_at_the_end(
             os.close(fd)
         assert (tree / name).read_bytes() == b"a" * 50_000 + b"b" * 1000, name
         assert path.read_bytes() == (tree / name).read_bytes(), name
+
+
+@pytest.mark.promise("EX-27")
+@pytest.mark.parametrize("arguments", [(), ("--no-fastpath",), ("--mutable", "**")], ids=" ".join)
+def test_a_file_that_is_written_while_it_is_invalidated_stays_one_inode(
+    mount: MakeMount, source: Path, arguments: tuple[str, ...]
+) -> None:
+    """Before: the path got another inode. So sendfile of a descriptor gave the bytes and the size of before a later
+    write by the path."""
+    m = mount(source, *arguments)
+    (m.path / "file").write_bytes(b"a" * PART)
+    reader = os.open(m.path / "file", os.O_RDONLY)
+    assert os.pread(reader, PART, 0) == b"a" * PART
+    with open(m.path / "file", "ab") as file:
+        file.write(b"b" * PART)
+    cachefs("invalidate", m.path)
+    assert (m.path / "file").stat().st_ino == os.fstat(reader).st_ino
+    with open(m.path / "file", "ab") as file:
+        file.write(b"c" * PART)
+    into, out = os.memfd_create("out"), b""
+    while os.sendfile(into, reader, len(out), SIZE):
+        out = os.pread(into, SIZE, 0)
+    assert out == b"a" * PART + b"b" * PART + b"c" * PART == (source / "file").read_bytes()
+    os.close(reader)
+    os.close(into)
