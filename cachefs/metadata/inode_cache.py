@@ -131,7 +131,7 @@ class InodeCache(InodeTable):
         if old is not None and (inode.is_regular or added or not is_getattr) and not old.same_version(now):
             update.afterwards(partial(self._notifier.attributes, number))
         if (now.nlink == 1 or inode.is_directory) and not overtaken:
-            self._purge_names(update, number, keep=((parent, name), (parent, also)), gone=added)
+            self._purge_names(update, number, now, keep=((parent, name), (parent, also)), gone=added)
         return inode
 
     def _are_mutable(self, view: View, number: int, parent: int, name: bytes, now: Stat) -> list[bool]:

@@ -4,7 +4,7 @@ import errno
 import stat
 import struct
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from enum import IntEnum
 from itertools import islice
 
@@ -61,6 +61,22 @@ def directory_of(view: View, number: int) -> int | None:
 def leads_to(view: View, link: tuple[int, bytes], number: int) -> bool:
     """Does the name lead to the inode? False for a link that has outlived its name, or the record of its inode."""
     return bool(number) and _named(view, link) == number
+
+
+def is_same_place(view: View, link: tuple[int, bytes], others: Iterable[tuple[int, bytes]], now: Stat) -> bool:
+    """Does a name differ from one of the others only in the number that its directory has here? `now`: of the inode.
+
+    A directory that was renamed has another number than the descriptors of it that are open, where the source has no
+    birth times. Where two objects may have one number, nothing shows that.
+    """
+
+    def directory(number: int) -> tuple[int, int] | None:
+        record = view.get(Table.INODES, inode_key(number))
+        inode = Inode.unpack(number, record) if record is not None else None
+        return None if inode is None or inode.source_inode == NO_NUMBER else (inode.device, inode.source_inode)
+
+    place = None if now.may_have_twins else directory(link[0])
+    return place is not None and any(name == link[1] and directory(parent) == place for parent, name in others)
 
 
 def link_key(number: int, link: tuple[int, bytes]) -> bytes:

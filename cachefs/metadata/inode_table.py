@@ -6,7 +6,7 @@ as a deleted file that is open, is kept until the kernel forgets it. inode_cache
 """
 
 from collections import Counter
-from collections.abc import Callable, Container, Iterable
+from collections.abc import Callable, Collection, Iterable
 
 from cachefs.contract.index import ROOT_INODE, Table
 from cachefs.contract.shared import Words
@@ -16,6 +16,7 @@ from cachefs.metadata.inode_paths import (
     Paths,
     directory_of,
     has_name,
+    is_same_place,
     link_key,
     link_value,
     links_of,
@@ -92,8 +93,7 @@ class InodeTable(Validity):
         self.other_permissions: set[int] = set()
         """Directories of which a comparison has just recorded other permissions than before."""
         self.admitting: set[int] = set()
-        """Directories of which a comparison has just recorded that they may admit users whom they did not admit before:
-        by other permissions, or from another place."""
+        """Directories that may admit users whom they did not admit, by other permissions or from another place."""
         self.forgotten = ForgottenInodes(clock.monotonic_ns, ANSWERED_NS)
         self._kept: Counter[int] = Counter()
         """Directories whose records stay even if the kernel forgets them: number → how many callers of `keep`."""
@@ -248,8 +248,7 @@ class InodeTable(Validity):
         return inode
 
     def cut_name(self, update: Update, parent: int, name: bytes) -> None:
-        """A name leads elsewhere: what it led to loses it. The name is doubtful, and keeps its position in the listing:
-        the next listing compares it, and leaves it out only if the source does not have it."""
+        """A name leads elsewhere: what it led to loses it. It keeps its position, and the next listing compares it."""
         dentry = self.dentry(update, parent, name)
         if dentry is None:
             return
@@ -282,8 +281,7 @@ class InodeTable(Validity):
                 self._linked(update, inode)
 
     def _cut_link(self, update: Update, number: int, link: tuple[int, bytes], *, is_known: bool = True) -> None:
-        """Delete the link from an inode to a name. The dentry stays, and is doubtful: it has the name's position in the
-        listing.
+        """Delete the link from an inode to a name. The dentry stays, doubtful: it has the position in the listing.
 
         `is_known`: the name may still lead to this inode. Otherwise it keeps only its position in the listing.
         """
@@ -341,13 +339,16 @@ class InodeTable(Validity):
         if inode is not None and inode.flags & LISTED:
             self.put_inode(update, inode._replace(flags=inode.flags & ~LISTED))
 
-    def _purge_names(self, update: Update, number: int, *, keep: Container[tuple[int, bytes]], gone: bool) -> None:
+    def _purge_names(
+        self, update: Update, number: int, now: Stat, *, keep: Collection[tuple[int, bytes]], gone: bool
+    ) -> None:
         """An inode has one name at the source: drop its other names, by which a fetch would find another file.
 
         `gone`: the name to keep is new, so that the others do not exist any more. Otherwise they are doubtful.
         """
         for link in [each for each in links_of(update, number) if each not in keep]:
-            self._lost(self.dentry(update, *link), *link)
+            is_kept = is_same_place(update, link, keep, now)
+            self._lost(self.dentry(update, *link), *link, unless=number if is_kept else None)
             self._cut_link(update, number, link, is_known=not gone)
             self.paths.forget()
 
@@ -374,8 +375,7 @@ class InodeTable(Validity):
         - while the kernel knows the inode: it is asked (hazard 60). It may have the inode again since the FORGET,
           or by another name: when a look-up answers with another inode than it expects under a name, it forgets that
           one look-up. If a later version got the number, a process that has the file open would read both.
-        - of a dropped directory: if an object of another type got the number, requests that go through the directory
-          would fail with EIO.
+        - of a dropped directory: requests through it would fail with EIO if an object of another type got the number.
         - of a directory that has pinned names: the next object with its number would inherit them.
         - of a file that was written: it stays mutable, even if the kernel does not remember it.
         """

@@ -230,6 +230,26 @@ def test_a_directory_that_has_a_name_again_is_reached_by_it(index: Index) -> Non
         assert metadata.paths.directory(update, number).path == b"after"
 
 
+@pytest.mark.parametrize("is_moved", [False, True], ids=["directory renamed", "file moved"])
+def test_a_file_loses_no_name_when_its_directory_gets_another_number(index: Index, is_moved: bool) -> None:
+    """A process has the directory open, and another one comes by its new name (overlayfs, which has no birth times).
+    Each look-up cost the other process the name, and its open for writing failed with ESTALE."""
+    metadata = inode_cache(index, Options())
+    file = stat(FILE, 0o100644, 1)._replace(nlink=1, btime_ns=0)
+    before, after = (stat(DIRECTORY, 0o040755, at)._replace(btime_ns=0) for at in (1, 2))
+    if is_moved:
+        after = after._replace(inode=DIRECTORY + 1)
+    with index.update() as update:
+        first = metadata.apply_stat(update, ROOT_INODE, b"before", before, pin=False).number
+        number = metadata.apply_stat(update, first, b"file", file, pin=False).number
+        second = metadata.apply_stat(update, ROOT_INODE, b"after", after, pin=False).number
+        assert first != second
+        for directory in (second, first, second):
+            assert metadata.apply_stat(update, directory, b"file", file, pin=False).number == number
+            assert metadata.paths.links(update, number) == [(directory, b"file")]
+    assert bool(metadata.last_loss_ns(number)) == is_moved
+
+
 @pytest.mark.promise("CH-11")
 @pytest.mark.parametrize("field", ["size", "mtime_ns"])
 def test_a_change_of_ours_that_comes_with_one_of_another_node_drops_the_file(index: Index, field: str) -> None:
