@@ -257,7 +257,7 @@ class SourceDirectories:
             self.check_root()
             self._give_up(directory.number, fd)
             return True
-        below, may_be_kept = directory, self._check(directory, fd) is not None
+        below, may_be_kept = directory, directory.identity is not None and self._check(directory, fd) is not None
         while below.parent is not None and below.identity is not None:
             above = below.parent.identity
             if may_be_kept or below.identity.device != (0 if above is None else above.device):
