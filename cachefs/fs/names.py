@@ -410,7 +410,7 @@ class FileSystem:
         await self._lstats.ask((0, b"", 0, b"", False), start, finish)
 
     async def invalidate(self, path: bytes) -> int:
-        """`Invalidation.invalidate`. Then compare directories that were dropped, for at most COMPARED_WITHIN_S.
+        """`Invalidation.invalidate`. Then look at directories that were dropped, for at most COMPARED_WITHIN_S.
 
         Each one with other permissions would fail a request (`PermissionsChanged`), and the kernel repeats an open by a
         path with several of them only once. They stay dropped: what another node changes later is seen, too.
@@ -419,9 +419,11 @@ class FileSystem:
         with trio.move_on_after(COMPARED_WITHIN_S):
             for number in directories:
                 with suppress(OSError):
-                    await self.revalidated(number)
-                    with self.metadata.index.update() as update:
-                        self.metadata.drop(update, number)
+                    now = await self.call_pool.run(partial(self.source.lstat_directory, self.directory(number)))
+                    if now.permissions != self.inode(number).permissions:
+                        await self.revalidated(number)
+                        with self.metadata.index.update() as update:
+                            self.metadata.drop(update, number)
         self.permissions.tell()
         return dropped
 

@@ -269,3 +269,15 @@ def test_a_directory_that_is_moved_after_its_invalidation_is_not_there(tree: Tre
     with pytest.raises(FileNotFoundError):
         tree.node.stat("d")
     tree.node.stat("b")
+
+
+@pytest.mark.promise("PI-7", "PI-8")
+@pytest.mark.parametrize("tree", OPTIONS, indirect=True)
+def test_a_directory_that_is_made_again_after_its_invalidation_is_there(tree: Tree) -> None:
+    """Its absence was pinned while it was compared for the invalidation."""
+    tree.node.stat("d")
+    os.rename(tree.root / "d", tree.root / "b")
+    tree.node.invalidate("d")
+    os.rename(tree.root / "b", tree.root / "d")
+    tree.node.pass_time(5.0)
+    tree.node.stat("d")
