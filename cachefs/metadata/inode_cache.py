@@ -67,7 +67,7 @@ class InodeCache(InodeTable):
         if inode.is_symlink:
             return not inode.same_data(now)
         may = inode.is_regular and inode.number not in self.writers  # by another number writers would have another size
-        was_fixed = inode.flags & (STALE | WRITTEN) == STALE  # who reads a file that was written here follows it
+        was_fixed = inode.flags & (STALE | WRITTEN) == STALE  # readers of a file written here see its changes
         fixed = inode.flags & IMMUTABLE or was_fixed or (self._pins_everything and inode.flags & PINNED)
         return bool(may and fixed and (inode.validated_run == self.run or self._run.forgot))
 

@@ -99,7 +99,7 @@ def test_a_replaced_file_is_read_again_from_bindfs_whose_type_is_known(
 
 @pytest.mark.promise("CH-28")
 @pytest.mark.parametrize("mode", [("--read-only",), (), ("--read-only", "--no-fastpath")], ids=" ".join)
-def test_what_was_replaced_where_every_ctime_is_0_is_read_again_by_the_next_mount(
+def test_the_next_mount_reads_replaced_files_and_symlinks_again_if_each_ctime_is_0(
     mount: Callable[..., Mount], source: Path, tmp_path: Path, beneath: ExitStack, mode: tuple[str, ...]
 ) -> None:
     """As a release of an archive is by the next one, beneath archivemount. Before: a file had bytes of both."""

@@ -294,7 +294,7 @@ def test_an_append_after_a_change_of_attributes_begins_at_the_end(
 
 @pytest.mark.promise("EX-27")
 @pytest.mark.parametrize("arguments", [(), ("--no-fastpath",), ("--mutable", "**")], ids=" ".join)
-def test_a_file_that_is_written_while_it_is_invalidated_stays_one_inode(
+def test_an_invalidated_file_that_was_written_here_keeps_its_inode(
     mount: MakeMount, source: Path, arguments: tuple[str, ...]
 ) -> None:
     """Before: the path got another inode. So sendfile of a descriptor gave the bytes and the size of before a later

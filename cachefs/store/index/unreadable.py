@@ -91,17 +91,18 @@ def _replace(address: int) -> bool:
             page = address - address % mmap.PAGESIZE
             _put(range(page, page + mmap.PAGESIZE), _silent_page())
         elif path.endswith(_LOCK):
-            _put(mapping, b"".join(map(_read_page, range(mapping.start, mapping.stop, mmap.PAGESIZE))))
+            with open("/proc/self/mem", "rb", buffering=0) as memory:
+                pages = range(mapping.start, mapping.stop, mmap.PAGESIZE)
+                _put(mapping, b"".join(_read_page(memory.fileno(), page) for page in pages))
     except OSError:
         return False
     return any(address in place for place in _replaced)  # perhaps by another thread
 
 
-def _read_page(address: int) -> bytes:
-    """Zeros if the disk does not give it, or if it lies behind the end of the file."""
+def _read_page(memory: int, address: int) -> bytes:
+    """Zeros if the disk does not give it, or if it lies behind the end of the file. `memory`: /proc/self/mem."""
     try:
-        with open("/proc/self/mem", "rb", buffering=0) as memory:
-            return os.pread(memory.fileno(), mmap.PAGESIZE, address)
+        return os.pread(memory, mmap.PAGESIZE, address)
     except OSError:
         return bytes(mmap.PAGESIZE)
 
