@@ -93,7 +93,8 @@ def check_inheritable(path: Path, source: str, session_path: Path) -> None:
         private_files.check_own(path)
         for directory in (path, path / "index"):
             private_files.check_contents(directory)
-        owner.check(path, source)
+        with suppress(FileNotFoundError, owner.Damaged):  # the successor writes it again
+            owner.check(path, source)
         if read_seed(path) is None:
             raise CacheFsError(f"{path / 'secret'} cannot be read")
         for name in ("blob", f"index/{DATA}", "index/lock.mdb"):
@@ -102,8 +103,6 @@ def check_inheritable(path: Path, source: str, session_path: Path) -> None:
             raise CacheFsError(f"{path} is not the directory that the daemon has open")
         if not (session_path / DATA).exists():
             raise CacheFsError(_is_gone(session_path))
-    except owner.Damaged as error:
-        raise CacheFsError(f"{error}: unmount, and mount again with an empty cache") from None
     except OSError as error:
         raise _unusable(path, error) from error
 

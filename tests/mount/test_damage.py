@@ -566,12 +566,17 @@ def test_a_damaged_identity_of_the_cache_costs_the_cache(mount: MakeMount, sourc
 
 @pytest.mark.promise("FA-29")
 @pytest.mark.fastpath
-def test_a_damaged_identity_of_the_cache_of_a_living_mount(mount: MakeMount, source: Path) -> None:
+@pytest.mark.parametrize("damage", IDENTITY_DAMAGE)
+@pytest.mark.parametrize("killed", [False, True])
+def test_a_damaged_identity_of_the_cache_of_a_living_mount(
+    mount: MakeMount, source: Path, damage: str, killed: bool
+) -> None:
     m, expected = filled(mount, source)
     whole = json.loads((m.cache / "cache.json").read_bytes())
     fetched = m.ops()["open"]
-    m.kill()
-    (m.cache / "cache.json").write_bytes(b"{")
+    if killed:
+        m.kill()
+    IDENTITY_DAMAGE[damage](m.cache / "cache.json")
     cachefs("restart", m.path)
     m.pid = int(m.status()["pid"])
     again = json.loads((m.cache / "cache.json").read_bytes())

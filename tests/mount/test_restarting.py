@@ -212,7 +212,6 @@ UNUSABLE: dict[str, Callable[[Path], object]] = {
     "read-only disk": read_only,
     "directory removed": shutil.rmtree,
     "another directory": lambda cache: shutil.copytree(cache.rename(cache.with_name("old")), cache),
-    "cache.json damaged": lambda cache: (cache / "cache.json").write_text("{"),
     "of another source": lambda cache: (cache / "cache.json").write_text('{"format": 1, "source": "/elsewhere"}'),
     "secret damaged": lambda cache: (cache / "secret").write_text("zz"),
     "blob removed": lambda cache: (cache / "blob").unlink(),
