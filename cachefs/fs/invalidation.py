@@ -362,8 +362,7 @@ class Invalidation:
             await trio.lowlevel.checkpoint()
 
     def release_result(self, number: int) -> bool:
-        """Let an immutable file be written to if it is a result. Returns whether it is: the kernel must look it up
-        again."""
+        """Let an immutable file be written to if it is a result. Returns whether it is."""
         with self._metadata.index.update() as update:
             inode = self._metadata.inode(update, number)
             if inode is None or not self._metadata.is_result(update, number) or written_files.is_kept(update, inode):

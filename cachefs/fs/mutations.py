@@ -54,15 +54,17 @@ class Mutations:
         self._changing = filesystem.late_changes.changing
         self._version = filesystem.immutability.version
 
-    def _check_writable(self, number: int | None = None, *, writer: Caller | None = None) -> None:
-        """`writer`: of a change of the contents."""
+    def _check_writable(self, number: int | None = None, *, writer: Caller | None = None) -> bool:
+        """`writer`: of a change of the contents. Then an immutable result becomes mutable. Returns whether it did: its
+        names must be compared before the change."""
         if self._fs.options.read_only:
             raise failed(errno.EROFS)
-        if number is not None and self._fs.immutability.refuses_changes(self._fs.inode(number)):
-            if writer is not None and self._fs.invalidation.release_result(number):
-                raise failed(errno.ESTALE)  # the kernel looks it up again, and it is mutable
-            self._refusals.immutable(number, writer)
-            raise failed(errno.EPERM)
+        if number is None or not self._fs.immutability.refuses_changes(self._fs.inode(number)):
+            return False
+        if writer is not None and self._fs.invalidation.release_result(number):
+            return True
+        self._refusals.immutable(number, writer)
+        raise failed(errno.EPERM)
 
     async def _run(
         self,
@@ -156,7 +158,8 @@ class Mutations:
         return self._descriptors.add_source_handle(inode.number, fd, flags, caller.identity(), generation), inode
 
     async def open_for_writing(self, number: int, flags: int, caller: Caller) -> int:
-        self._check_writable(number, writer=caller)
+        if self._check_writable(number, writer=caller):
+            await self._fs.notifier.drop((), [number])  # the size: the writer may append
         call = partial(self._source.open_file, flags=flags, caller=caller)
         generation = self._fs.source.generation
         if flags & os.O_TRUNC and self._fs.immutability.has_writers(number):

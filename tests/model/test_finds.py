@@ -15,6 +15,7 @@ from cachefs.fs.mutations import RENAME_EXCHANGE
 from cachefs.options import Options
 from cachefs.system import syscalls
 from tests.model.clocks import Clocks
+from tests.model.kernel import Kernel, KernelInode
 from tests.model.modes import OPTIONS, SMALL
 from tests.model.node import Node, Synchronous, TrioThread
 
@@ -22,8 +23,8 @@ from tests.model.node import Node, Synchronous, TrioThread
 class Tree:
     """A source, and a mount of it."""
 
-    def __init__(self, root: Path, node: Any, clocks: Clocks, options: Options) -> None:
-        self.root, self.node, self.clocks = root, node, clocks
+    def __init__(self, root: Path, node: Any, kernel: Kernel, clocks: Clocks, options: Options) -> None:
+        self.root, self.node, self.kernel, self.clocks = root, node, kernel, clocks
         self.is_read_only = options.read_only
 
 
@@ -39,7 +40,7 @@ def tree(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Tree]:
         options = OPTIONS[getattr(request, "param", "read-write")]
         node = Node(root, tmp_path, options, clocks, random.Random(0))
         call(node.start)
-        yield Tree(root, Synchronous(node, call), clocks, options)
+        yield Tree(root, Synchronous(node, call), node.kernel, clocks, options)
         call(node.end)
 
 
@@ -281,3 +282,34 @@ def test_a_directory_that_is_made_again_after_its_invalidation_is_there(tree: Tr
     os.rename(tree.root / "b", tree.root / "d")
     tree.node.pass_time(5.0)
     tree.node.stat("d")
+
+
+@pytest.mark.promise("EX-20", "CH-1")
+@pytest.mark.parametrize("is_truncated", [False, True])
+def test_a_result_that_is_replaced_and_read_is_written_to(
+    tree: Tree, monkeypatch: pytest.MonkeyPatch, is_truncated: bool
+) -> None:
+    """The kernel looks it up again, because it was replaced. Then a reader makes it immutable. That was answered with
+    ESTALE once more, which reached the job."""
+    node, kernel, look_up = tree.node, tree.kernel, tree.kernel._step
+    node.close(node.open("d/a", os.O_WRONLY))  # from now on its directory holds results
+    (tree.root / "b").write_bytes(b"version 1")
+    os.rename(tree.root / "b", tree.root / "d/a")
+
+    async def read_meanwhile(parent: int, name: bytes, *, again: bool) -> KernelInode | None:
+        found = await look_up(parent, name, again=again)
+        if again and name == b"a":
+            reader = await kernel.open("d/a", os.O_RDONLY)
+            assert await kernel.read(reader, 0, 10) == b"version 1"
+            await kernel.close(reader)
+        return found
+
+    monkeypatch.setattr(kernel, "_step", read_meanwhile)
+    if is_truncated:
+        node.truncate("d/a", 3)
+        assert (tree.root / "d/a").read_bytes() == b"ver"
+    else:
+        writer = node.open("d/a", os.O_WRONLY)
+        node.write(writer, 0, b"V")
+        node.close(writer)
+        assert (tree.root / "d/a").read_bytes() == b"Version 1"
