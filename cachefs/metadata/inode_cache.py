@@ -13,7 +13,7 @@ import stat
 from functools import partial
 
 from cachefs.contract.index import FIRST_POSITION, ROOT_INODE, Table
-from cachefs.metadata import written_files
+from cachefs.metadata import inode_values, written_files
 from cachefs.metadata.inode_paths import is_name_of, link_key, link_value, links_of, name_expires_ns, number_of
 from cachefs.metadata.inode_table import UNLINKED_MARK, InodeTable, lookups_unpinned
 from cachefs.store import aliases
@@ -114,6 +114,7 @@ class InodeCache(InodeTable):
                 old = old._replace(flags=mutable_flags(old), lookups=lookups_unpinned(old))
             result = stat.S_ISREG(now.mode) and self.holds_results(update, parent)
             inode = self._compared(number, old, now, pin and not any(mutable), result=result)
+            inode_values.settle(update, old, inode)
             if pin and old is not None and inode.is_regular and inode.flags & ~old.flags & PINNED:
                 inode = self._without_mutable_pages(update, inode)
             if self._was_written(update, old, now, (parent, name)):
@@ -254,7 +255,9 @@ class InodeCache(InodeTable):
 
     def apply_root(self, update: Update, now: Stat, *, pin: bool) -> Inode:
         """Record what an lstat of the root said. Its number is 1, whatever it is in the source."""
-        inode = self._compared(ROOT_INODE, self.inode(update, ROOT_INODE), now, pin)
+        before = self.inode(update, ROOT_INODE)
+        inode = self._compared(ROOT_INODE, before, now, pin)
+        inode_values.settle(update, before, inode)
         if self.mutable_names.may_come(b""):
             inode = inode._replace(flags=inode.flags & ~LISTED)
         self.put_inode(update, inode)
@@ -388,16 +391,9 @@ class InodeCache(InodeTable):
         inode = self.inode(update, number)
         if inode is None:
             return []
-        self.put_inode(
-            update,
-            inode._replace(
-                flags=(inode.flags & ~(PINNED | LISTED)) | STALE,
-                version=self.numbers.next(),
-                validated_run=self.run,
-                expires_ns=0,
-                lookups=lookups_unpinned(inode),
-            ),
-        )
+        flags = inode.flags & ~(PINNED | LISTED) | STALE
+        inode = inode._replace(flags=flags, version=self.numbers.next(), lookups=lookups_unpinned(inode))
+        self.put_inode(update, inode._replace(validated_run=self.run, expires_ns=0))
         links = links_of(update, number)
         for parent, name in links:
             dentry = self.dentry(update, parent, name)

@@ -5,7 +5,7 @@ import struct
 
 from cachefs.contract.index import Table
 from cachefs.store.index.environment import Update, View
-from cachefs.store.index.records import FLAGS_PINNED, PINNED, Inode, inode_key
+from cachefs.store.index.records import FLAGS_PINNED, PINNED, UNSETTLED, Inode, inode_key
 
 KNOWN, ABSENT = b"\1", b"\0"
 """The first byte of the value of an xattr, and what is stored for an xattr that does not exist."""
@@ -42,6 +42,14 @@ def put(update: Update, table: Table, inode: Inode, name: bytes, value: bytes) -
 def is_public(view: View, directory: Inode) -> bool:
     """May everyone list and enter it? The bits for all others say nothing of the group, and none of them of an ACL."""
     return directory.mode & 0o555 == 0o555 and get(view, Table.XATTRS, directory, ACL) == ABSENT
+
+
+def settle(update: Update, before: Inode | None, after: Inode) -> None:
+    """After a comparison: drop the extended attributes of a record that has settled. A value may have changed in the
+    tick of the source's clock in which it was read, which does not show in ctime."""
+    if before is not None and before.flags & ~after.flags & UNSETTLED:
+        for key, _ in list(update.scan(Table.XATTRS, inode_key(after.number))):
+            update.delete(Table.XATTRS, key)
 
 
 def drop(update: Update, number: int) -> None:

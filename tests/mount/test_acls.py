@@ -42,6 +42,12 @@ def allows(user: int, permissions: int, *, others: int) -> bytes:
     return acl((USER_OBJ, 7, NOBODYS), user_entry, (GROUP_OBJ, 0, NOBODYS), mask, (OTHER, others, NOBODYS))
 
 
+def give(path: Path, value: bytes, user: int) -> None:
+    """An extended attribute, and an ACL that admits a user."""
+    os.setxattr(path, "user.a", value)
+    os.setxattr(path, ACL, allows(user, 7, others=0))
+
+
 def bob(function: Callable[[], object], *groups: int) -> object:
     return as_user(BOB, BOB, groups, function)
 
@@ -349,3 +355,41 @@ def test_an_attribute_that_was_set_after_the_mode_had_been_closed_is_not_given_b
     (source / "file").chmod(0o700)
     os.setxattr(source / "file", "user.key", b"secret")
     assert bob(lambda: os.getxattr(m.path / "file", "user.key")) == errno.EACCES
+
+
+@pytest.mark.full_age
+@pytest.mark.promise("PE-4", "CH-10")
+@modes(MODES)
+@pytest.mark.parametrize("remounted", [False, True])
+def test_attributes_that_change_in_the_second_in_which_they_were_read_are_read_again(
+    mount: MakeMount, old_ext4: Path, arguments: tuple[str, ...], remounted: bool
+) -> None:
+    """Times in whole seconds do not show the change. Before: a new mount, or the same one, admitted the former user."""
+    m = mount(old_ext4, "--allow-other", *arguments)
+    open_to_all(old_ext4)
+    open_to_all(m.path)
+    for attempt in range(20):
+        names = [f"{kind}{attempt}" for kind in ("file", "directory")]
+        file, directory = (old_ext4 / name for name in names)
+        while time.time() % 1 > 0.1:  # the machine may be busy
+            time.sleep(0.01)
+        directory.mkdir()
+        file.write_bytes(b"secret")
+        for path in (file, directory):
+            give(path, b"old", BOB)
+        before = [path.stat().st_ctime_ns for path in (file, directory)]
+        for name in names:
+            assert os.getxattr(m.path / name, "user.a") == b"old" and ACL in os.listxattr(m.path / name)
+        assert bob((m.path / names[0]).read_bytes) == b"secret" and bob(partial(os.listdir, m.path / names[1])) == []
+        for path in (file, directory):
+            give(path, b"new", ALICE)
+        if before == [path.stat().st_ctime_ns for path in (file, directory)]:
+            break
+    else:
+        raise AssertionError("nothing changed in the second in which it was read")
+    expire()
+    if remounted:
+        m.remount("--allow-other", *arguments)
+    for name in names:
+        assert os.getxattr(m.path / name, "user.a") == b"new"
+    assert bob((m.path / names[0]).read_bytes) == bob(partial(os.listdir, m.path / names[1])) == errno.EACCES
