@@ -351,6 +351,8 @@ class Source:
                 check(at.identity, now)
             self.directories.check_snapshot(at.directory, now.device)
             os.set_blocking(fd, True)
+            if not (self.has_change_times and now.device in self.connection.volumes.trusted):
+                os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)  # the kernel compares its pages by mtime and size
         return fd, now
 
     def open_mutable(self, at: Object, flags: int = _READ_FLAGS, run: Run = as_admitted) -> tuple[int, Stat]:

@@ -6,12 +6,13 @@ import random
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import pytest
 
 from cachefs.system.descriptors import closing
+from tests.bindfs import Bindfs
 from tests.conftest import Mount, cachefs, raises_errno, settle, wait_for
 
 MakeMount = Callable[..., Mount]
@@ -253,6 +254,27 @@ def test_sendfile_gets_all_of_a_mutable_file_that_another_node_rewrote_just_afte
         # Not by open(), which asks for the attributes.
         with closing(os.open(path, os.O_RDONLY)) as fd:
             assert len(sent(fd, tmp_path / "copy")) == size
+
+
+@pytest.mark.promise("EX-8")
+@pytest.mark.parametrize("arguments", [("--mutable", "**"), ("--cache", "none")], ids=" ".join)
+@pytest.mark.parametrize("more", [(), ("--no-fastpath",)], ids=["fast path", "python"])
+def test_a_mutable_file_is_read_past_the_pages_that_the_kernel_keeps_of_a_fuse_source(
+    mount: MakeMount, tmp_path: Path, beneath: ExitStack, arguments: tuple[str, ...], more: tuple[str, ...]
+) -> None:
+    """The kernel compares them by size and mtime. Before: a new open got old pages and new ones."""
+    root = tmp_path / "root"
+    root.mkdir()
+    (root / "file").write_bytes(b"a" * MIB)
+    bindfs = Bindfs(root, tmp_path / "bindfs", "kernel_cache")
+    beneath.callback(bindfs.close)
+    m = mount(bindfs.path, *arguments, *more)
+    for flags, content in ((os.O_RDONLY, b"b" * MIB), (os.O_RDWR, b"c" * MIB)):
+        with open(m.path / "file", "rb", buffering=0) as file:
+            file.read(64 << 10)
+        rewrite(root / "file", content)
+        with closing(os.open(m.path / "file", flags)) as fd:
+            assert os.pread(fd, MIB, 0) == content
 
 
 @pytest.mark.promise("EX-8")
