@@ -200,6 +200,8 @@ def identify(fd: int) -> Filesystem:
     mount = mount_table.mount_of(fd)
     if mount is None:  # it was detached
         return Filesystem("", b"")
+    if mount.is_idmapped:  # the mount table does not say how: the next mount may show other owners, with the same times
+        return Filesystem(mount.fstype, b"")
     try:
         identity = _identity(fd, mount)
     except _Unknown:
@@ -233,7 +235,8 @@ def _identity(fd: int, mount: Mount) -> bytes:
         words.append(lies_in)  # Btrfs has a device number of its own
     is_proven = bool(words[-1] if is_image else b"".join(words))
     fstype = "nfs" if mount.fstype == "nfs4" else mount.fstype
-    return b"\0".join([fstype.encode(), *words]) if is_proven else b""
+    shown = [b"noacl"] if "noacl" in mount.options.split(",") else []  # it shows the same files with other permissions
+    return b"\0".join([fstype.encode(), *words, *shown]) if is_proven else b""
 
 
 def _is_read_only(fd: int) -> bool:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import Mount, settle, wait_for
+from tests.conftest import Mount, expire, settle, wait_for
 from tests.users import GROUP_OBJ, MASK, OTHER, USER, USER_OBJ, as_user, open_to_all
 
 MakeMount = Callable[..., Mount]
@@ -29,14 +29,14 @@ def called(number: int, *arguments: object) -> int:
     return result
 
 
-def mount_idmapped(root: Path, place: Path, owner: int) -> None:
-    """Show `root` at `place`, with this user and group instead of root."""
+def mount_idmapped(root: Path, place: Path, owner: int, count: int = 1) -> None:
+    """Show `root` at `place`, with this user and group instead of root, the next ones instead of 1, …"""
     waits = ["unshare", "--user", "sh", "-c", "echo; cat"]
     with subprocess.Popen(waits, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
         process.stdout.readline()
         for name in ("uid_map", "gid_map"):
-            Path(f"/proc/{process.pid}/{name}").write_text(f"0 {owner} 1")
+            Path(f"/proc/{process.pid}/{name}").write_text(f"0 {owner} {count}")
         users = os.open(f"/proc/{process.pid}/ns/user", os.O_RDONLY)
         tree = called(OPEN_TREE, -100, bytes(root), OPEN_TREE_CLONE | os.O_CLOEXEC)
         attributes = struct.pack("=4Q", MOUNT_ATTR_IDMAP, 0, 0, users)
@@ -132,3 +132,62 @@ def test_a_mount_that_shows_other_owners_is_another_one(
     wait_for(partial(seen, owner, closed / "secret"), lambda content: content == b"secret")
     assert seen(former, closed / "secret") == errno.EACCES
     assert seen(former, source / "sub/closed/secret") == errno.EACCES
+
+
+@pytest.mark.promise("CH-26")
+@OPTIONS
+def test_a_source_that_shows_other_owners_is_another_one(
+    mount: MakeMount, tmp_path: Path, beneath: ExitStack, options: tuple[str, ...]
+) -> None:
+    """Its times are the same. Before: the next mount had the former owners in the ACLs, and admitted them."""
+    root, source, former, owner = tmp_path / "root", tmp_path / "source", 2000, 3000
+    (root / "closed").mkdir(parents=True)
+    source.mkdir()
+    (root / "closed" / "file").write_text("secret")
+    os.setxattr(root / "closed", "system.posix_acl_access", acl([(USER, 5, 1), (GROUP_OBJ, 0, 0)], other=0))
+    beneath.callback(subprocess.run, ["umount", "-l", source], check=False, stderr=subprocess.DEVNULL)
+    settle()
+    mount_idmapped(root, source, former, 2)
+    m = mount(source, *options)
+    open_to_all(source)
+    open_to_all(m.path.parent)
+    for _ in range(2):
+        assert seen(former + 1, m.path / "closed/file") == b"secret"
+        expire()
+    m.umount()
+    subprocess.run(["umount", source], check=True)
+    mount_idmapped(root, source, owner, 2)
+    m.start()
+    assert seen(former + 1, m.path / "closed/file") == seen(former + 1, source / "closed/file") == errno.EACCES
+    assert seen(owner + 1, m.path / "closed/file") == b"secret"
+
+
+@pytest.mark.promise("CH-26")
+@OPTIONS
+def test_a_filesystem_that_is_mounted_without_acls_is_another_one(
+    mount: MakeMount, tmp_path: Path, beneath: ExitStack, options: tuple[str, ...]
+) -> None:
+    """Before: after it was mounted with ACLs, the mask of an ACL counted as the permissions of the group."""
+    image, source, member, named = tmp_path / "image", tmp_path / "source", 1001, 1002
+    with open(image, "wb") as file:
+        file.truncate(128 << 20)
+    subprocess.run(["mkfs.btrfs", "-q", image], check=True, capture_output=True)
+    source.mkdir()
+    subprocess.run(["mount", "-o", "loop", image, source], check=True)
+    beneath.callback(subprocess.run, ["umount", "-l", source], check=False, stderr=subprocess.DEVNULL)
+    (source / "file").write_text("secret")
+    os.chown(source / "file", 0, member)
+    os.setxattr(source / "file", "system.posix_acl_access", acl([(USER, 4, named), (GROUP_OBJ, 0, 0)], other=0))
+    subprocess.run(["umount", source], check=True)
+    m = None
+    for acls, admitted, refused in (("noacl", member, named), ("acl", named, member), ("noacl", member, named)):
+        subprocess.run(["mount", "-o", f"loop,{acls}", image, source], check=True)
+        if m is None:
+            m = mount(source, *options)
+        else:
+            m.start()
+        open_to_all(m.path)
+        assert seen(admitted, m.path / "file") == seen(admitted, source / "file") == b"secret"
+        assert seen(refused, m.path / "file") == seen(refused, source / "file") == errno.EACCES
+        m.umount()
+        subprocess.run(["umount", source], check=True)
