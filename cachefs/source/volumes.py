@@ -250,7 +250,7 @@ class Volumes:
             self._found(place, number)
 
     def _number(self, fd: int, place: Place, mount: Mount | None) -> int:
-        identity = b"" if mount is None or mount.is_idmapped else _identity(fd, place, mount)
+        identity = b"" if mount is None else _identity(fd, place, mount)
         if mount is not None and identity:
             source = os.readlink(f"/proc/self/fd/{self._root_fd}")
             at = mount_table.beneath(source, mount.mountpoint)
