@@ -68,6 +68,8 @@ _EROFS_EXTRA_DEVICES = 1024 + 86
 _SERIAL_NUMBERS = Path("/dev/disk/by-uuid")
 
 _NO_CHANGE_TIMES = frozenset(("vfat", "msdos", "exfat", "cifs", "smb3"))
+_HAS_NO_NUMBERS = frozenset(("vfat", "msdos", "exfat", "fuseblk"))
+"""FAT, and exFAT and NTFS as FUSE filesystems: exfat-fuse has none, ntfs-3g has, and nothing tells the two apart."""
 _HAS_OWN_TIMES = frozenset(("fuse.juicefs", "fuse.JuiceFS"))
 _HAS_OWN_NUMBERS = _HAS_OWN_TIMES | {"fuse.bindfs", "fuse.glusterfs", "fuse.mergerfs"}
 _OUR_CLOCK = frozenset(_TYPES) - {"ceph", "overlay"}
@@ -164,7 +166,7 @@ def kind_of(fstype: str) -> Kind:
 
 def numbers_last(fstype: str) -> bool:
     """Has an object the same inode number when such a filesystem is mounted again?"""
-    return not _promises_nothing(fstype)
+    return not _promises_nothing(fstype) and fstype not in _HAS_NO_NUMBERS
 
 
 def numbers_stay(fstype: str) -> bool:
@@ -173,8 +175,11 @@ def numbers_stay(fstype: str) -> bool:
     False: libfuse's interface with paths, unless its option use_ino is given (sshfs, rclone and many others), gives a
     number to each object that is looked up, and another one when the kernel has forgotten the object (hazard 56). Such
     a program has a type of its own, because libfuse makes the type of the program's name. A FUSE filesystem whose type
-    is plain "fuse" is bindfs, which passes numbers on, or a program that chooses its numbers itself.
+    is plain "fuse" is bindfs, which passes numbers on, or a program that chooses its numbers itself. The kernel's FAT
+    and exFAT count the objects that they have in memory.
     """
+    if fstype in _HAS_NO_NUMBERS:
+        return False
     return not fstype.startswith("fuse.") or numbers_last(fstype) or fstype in _HAS_OWN_NUMBERS
 
 

@@ -6,7 +6,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from functools import partial
 from itertools import cycle, permutations
 from pathlib import Path
@@ -376,6 +376,41 @@ def test_sshfs(mount: MakeMount, tmp_path: Path, mode: str, more: list[str]) -> 
         assert (m.path / "d/a").read_bytes() == b"replaced"
         assert (m.path / "d/b").read_bytes() == content("d/b")
         m.umount()
+
+
+@pytest.mark.promise("CH-36")
+@pytest.mark.parametrize("more", [[], ["--no-fastpath"]], ids=["", "no-fastpath"])
+@pytest.mark.parametrize("mode", ["read-only", "read-write"])
+def test_exfat(mount: MakeMount, tmp_path: Path, beneath: ExitStack, mode: str, more: list[str]) -> None:
+    """Before: open files, and most others on a read-only mount, failed with ESTALE once the kernel forgot them."""
+    image, path = tmp_path / "image", tmp_path / "source"
+    with open(image, "wb") as file:
+        file.truncate(64 << 20)
+    subprocess.run(["mkfs.exfat", image], check=True, capture_output=True)
+    path.mkdir()
+    made = subprocess.run(["losetup", "-f", "--show", image], check=True, capture_output=True, text=True)
+    device = made.stdout.strip()
+    beneath.callback(subprocess.run, ["losetup", "-d", device], check=True)
+    subprocess.run(["mount.exfat-fuse", device, path], check=True, capture_output=True)
+    beneath.callback(subprocess.run, ["umount", "-l", path], check=True)
+    (path / "d").mkdir()
+    for name in SMALL:
+        (path / name).write_bytes(content(name))
+    (path / "d/large").write_bytes(b"a" * SIZE)
+    for name in (*SMALL, "d/large"):
+        os.utime(path / name, (LONG_AGO, LONG_AGO))
+    source = Volatile(path, path, tmp_path)
+    m = mount(path, *MODES[mode], *more)
+    numbers = look_around(m.path)
+    with open(m.path / "d/large", "rb", buffering=0) as opened:
+        assert os.pread(opened.fileno(), 10, 0) == b"a" * 10
+        source.forgotten()
+        check(m)
+        assert os.pread(opened.fileno(), 10, SIZE - 10) == b"a" * 10
+    assert look_around(m.path) == numbers
+    source.forgotten()
+    m.remount(*MODES[mode], *more)
+    check(m)
 
 
 @pytest.mark.promise("CH-37")
