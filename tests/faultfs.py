@@ -13,7 +13,7 @@ while FAULTS/enotconn exists, STATFS fails with ENOTCONN;
 while FAULTS/edquot exists, FLUSH fails with EDQUOT;
 while FAULTS/fsync exists, FSYNC and FSYNCDIR fail with EIO;
 while FAULTS/fails exists, each line of it, such as `read EIO d0/f00000`, says which operation (lookup, open, read,
-readdir or write) fails how for paths that end in this;
+readdir, write or getxattr) fails how for paths that end in this;
 FAULTS/numbers, read at the start, has inode numbers: each line of it, such as `2 d0`, is a number and a path;
 while FAULTS/moved exists, each line of it, such as `5 /trash`, says where the object with that inode number is now, as
 on MooseFS, which keeps a directory that was removed while it is open;
@@ -232,6 +232,7 @@ class FaultFs(pyfuse3.Operations):
         await self.fault_of_all()
         if name == b"ceph.dir.rctime" and (FAULTS / "rctime").exists():
             return (FAULTS / "rctime").read_bytes()
+        self.fail("getxattr", self.paths[inode])
         raise pyfuse3.FUSEError(errno.ENODATA)
 
 

@@ -34,6 +34,7 @@ The mtime, the link count and the size of a directory belong to its names: `adop
 listing comes with them. The recorded ctime stays: it says for which state the names were compared.
 """
 
+import errno
 import math
 import os
 from collections.abc import Callable, Iterable, Sequence
@@ -68,6 +69,8 @@ AT_ONCE_S = 0.1
 VALID_S = 1.0
 """How long a look at a directory is valid for changes beneath it."""
 MAX_REMEMBERED = 1 << 17
+UNREADABLE = b""
+"""An ACL that the source fails to show. The kernel, which gets the same error, admits nobody but the owner."""
 
 
 class Guard(NamedTuple):
@@ -91,7 +94,7 @@ class Look(NamedTuple):
     number: int
     now: Stat
     acl: bytes | None
-    """As `inode_values` keeps it. None: not asked for, because the directory has not changed."""
+    """As `inode_values` keeps it. None: not asked for, because the directory has not changed. UNREADABLE."""
     asked_ns: int
     """When the object changed that the directory shall vouch for."""
     began_ns: int
@@ -126,9 +129,11 @@ def _acl(source: Source, directory: Directory) -> bytes:
     try:
         return inode_values.KNOWN + source.getxattr_of_directory(directory, inode_values.ACL)
     except OSError as error:
-        if error.errno not in inode_values.NO_VALUE:
-            raise
-        return inode_values.ABSENT
+        if error.errno in inode_values.NO_VALUE:
+            return inode_values.ABSENT
+        if error.errno in (errno.EIO, errno.EACCES, errno.EPERM):
+            return UNREADABLE
+        raise
 
 
 def _walk(source: Source, steps: Iterable[Step], caller: Caller, lists: bool) -> None:
@@ -289,13 +294,18 @@ class Permissions:
             inode = self._metadata.inode(view, number)
             if inode is None or not self._metadata.is_pinned(inode):
                 return False
-            # An ACL that is not known was never asked for, or did not exist.
-            acl = inode_values.get(view, Table.XATTRS, inode, inode_values.ACL) or inode_values.ABSENT
-            has_same_acl = seen.acl is None or seen.acl == acl
+            # An ACL that is not known was never asked for, did not exist, or could not be read.
+            acl = inode_values.get(view, Table.XATTRS, inode, inode_values.ACL)
+            if seen.acl == UNREADABLE:
+                has_same_acl = acl is None
+            else:
+                has_same_acl = seen.acl in (None, acl or inode_values.ABSENT)
         if inode.permissions != now.permissions or not has_same_acl:
             with self._metadata.index.update() as update:
                 self._metadata.permissions_changed(update, inode, now)
-                if seen.acl is not None:
+                if seen.acl == UNREADABLE:
+                    inode_values.drop(update, number)
+                elif seen.acl is not None:
                     inode_values.put(update, Table.XATTRS, inode, inode_values.ACL, seen.acl)
             if may_admit_others(inode.permissions, now.permissions) or not has_same_acl:
                 self._doubt_beneath(number)

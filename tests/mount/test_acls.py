@@ -393,3 +393,24 @@ def test_attributes_that_change_in_the_second_in_which_they_were_read_are_read_a
     for name in names:
         assert os.getxattr(m.path / name, "user.a") == b"new"
     assert bob((m.path / names[0]).read_bytes) == bob(partial(os.listdir, m.path / names[1])) == errno.EACCES
+
+
+@pytest.mark.promise("PE-6")
+@modes(MODES[:4])
+@pytest.mark.parametrize("error", ["EIO", "EACCES"])
+def test_a_directory_whose_acl_cannot_be_read_is_open_to_its_owner(
+    mount: MakeMount, source: Path, faulty: tuple[Path, Path], arguments: tuple[str, ...], error: str
+) -> None:
+    """Before: once another node had changed the directory, all beneath it failed for good."""
+    mountpoint, faults = faulty
+    (faults / "fails").write_text(f"getxattr {error} ")
+    m = mount(mountpoint, *arguments)
+    names = sorted(path.name for path in (source / "d0").iterdir())
+    (m.path / "d0" / names[0]).read_bytes()
+    (source / "d0/new").write_bytes(b"new")
+    expire()
+    for name in names:
+        assert (m.path / "d0" / name).read_bytes() == (source / "d0" / name).read_bytes()
+    if "--read-only" not in arguments:
+        assert (m.path / "d0/new").read_bytes() == b"new"
+        assert "new" in os.listdir(m.path / "d0")
