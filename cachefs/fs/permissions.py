@@ -296,10 +296,7 @@ class Permissions:
                 return False
             # An ACL that is not known was never asked for, did not exist, or could not be read.
             acl = inode_values.get(view, Table.XATTRS, inode, inode_values.ACL)
-            if seen.acl == UNREADABLE:
-                has_same_acl = acl is None
-            else:
-                has_same_acl = seen.acl in (None, acl or inode_values.ABSENT)
+            has_same_acl = acl is None if seen.acl == UNREADABLE else seen.acl in (None, acl or inode_values.ABSENT)
         if inode.permissions != now.permissions or not has_same_acl:
             with self._metadata.index.update() as update:
                 self._metadata.permissions_changed(update, inode, now)

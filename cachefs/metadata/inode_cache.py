@@ -219,13 +219,14 @@ class InodeCache(InodeTable):
             version = self.numbers.next()
             entries_valid_from = self.run
             flags &= ~(LISTED | IMMUTABLE)
-            self.note_change(before, now)
+            if self.kernel_may_know(before):
+                self.note_change(before, now)
             flags &= ~0 if stat.S_ISDIR(now.mode) else ~PINNED
         if pin and self.may_pin(number):
             flags |= PINNED
         if old is not None and before.is_directory and before.permissions != now.permissions:
             self.note_other_permissions(before, now)
-            flags |= RESTLESS
+            flags |= RESTLESS if self.kernel_may_know(before) else 0
         next_position = before.next_position or FIRST_POSITION
         if self._run.forgot and old is not None and old.validated_run != self.run:
             flags &= ~LISTED  # names may be missing

@@ -136,7 +136,8 @@ class InodeTable(Validity):
 
     def note_other_permissions(self, before: Inode, now: Stat) -> None:
         """A comparison of a directory has shown them."""
-        self.other_permissions.add(before.number)
+        if self.kernel_may_know(before):
+            self.other_permissions.add(before.number)
         if may_admit_others(before.permissions, now.permissions):
             self.admitting.add(before.number)
 
@@ -201,7 +202,6 @@ class InodeTable(Validity):
         """Let a name lead to an inode. Returns whether it did not before. A mutable name is not pinned."""
         pinned = pinned and not self.mutable_names.matches(update, parent, name, number)
         old = self.dentry(update, parent, name)
-        known = old is not None and old.inode == number
         if old is not None and old.inode not in (0, number):
             self.cut_name(update, parent, name)
         new = Dentry(PINNED if pinned else 0, number, self.run, old.position if old is not None else 0)
@@ -213,7 +213,7 @@ class InodeTable(Validity):
         elif new != old or update.get(Table.LINKS, link) is None:
             update.put(Table.LINKS, link, FLAGS_PINNED)
         self.paths.named(number, parent, name)
-        return not known
+        return old is None or old.inode != number
 
     def name_remaining_s(self, view: View, number: int, link: tuple[int, bytes]) -> float:
         """How long a name is valid for an inode: its record may have been compared by another one since."""
@@ -236,7 +236,7 @@ class InodeTable(Validity):
         elif inode.flags & WRITTEN and inode.source_inode == NO_NUMBER:
             written_files.unmark(update, inode, (parent, name))
         if inode is not None and not has_name(update, dentry.inode):
-            if inode.validated_run < self.floor:  # of an earlier run: the kernel does not know it
+            if not self.kernel_may_know(inode):
                 self._delete_inode(update, inode.number)
                 return inode
             inode = inode._replace(flags=inode.flags | UNLINKED)

@@ -128,6 +128,10 @@ class Validity:
             return False
         return inode.nlink <= 1 or inode.is_directory or inode.validated_run >= self._run.links_floor
 
+    def kernel_may_know(self, inode: Inode) -> bool:
+        """May the kernel have been told what this record says? Not of an earlier mount, unless it still counts."""
+        return inode.validated_run >= self.floor or self._run.forgot
+
     def proves_contents(self, inode: Inode, now: Stat) -> bool:
         """Does `now`, which has the times of the record, prove that the contents are the recorded ones?
 

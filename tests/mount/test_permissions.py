@@ -962,6 +962,29 @@ def test_a_file_and_its_directory_get_other_permissions(
 
 
 @pytest.mark.promise("PE-30")
+@modes(MODES)
+def test_a_tree_gets_other_owners_and_modes_while_it_is_not_mounted(
+    mount: MakeMount, source: Path, arguments: tuple[str, ...]
+) -> None:
+    """Before: the first open in each directory failed with ESTALE, although the kernel knew nothing of it."""
+    inners = [a_tree(source, name) for name in ("first", "second", "third")]
+    settle()
+    m = mounted(mount, source, arguments)
+    there = [m.path / inner.relative_to(source) for inner in inners]
+    for inner in there:
+        assert alice((inner / "old").read_bytes) == b"old"
+    m.umount()
+    for inner in inners:
+        for path in (inner.parent, inner, inner / "old"):
+            os.chown(path, BOB, BOB)
+            path.chmod(0o700)
+    m.start()
+    for inner in there:
+        assert bob((inner / "old").read_bytes) == b"old"
+        assert alice((inner / "old").read_bytes) == errno.EACCES
+
+
+@pytest.mark.promise("PE-30")
 @modes(READ_WRITE)
 def test_a_file_gets_an_owner_here_just_after_it_got_a_mode_elsewhere(
     mount: MakeMount, source: Path, arguments: tuple[str, ...]
