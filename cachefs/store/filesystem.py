@@ -66,6 +66,8 @@ _LOOP_INFO = struct.Struct("=QQ8xQQ")
 _EROFS_EXTRA_DEVICES = 1024 + 86
 """Where the superblock has their number, in 16 bits."""
 _SERIAL_NUMBERS = Path("/dev/disk/by-uuid")
+_HIDING = frozenset(("noacl", "nouser_xattr"))
+"""Options that hide ACLs, and so change permissions, or other attributes. No time shows that."""
 
 _NO_CHANGE_TIMES = frozenset(("vfat", "msdos", "exfat", "cifs", "smb3"))
 _HAS_NO_NUMBERS = frozenset(("vfat", "msdos", "exfat", "fuseblk"))
@@ -240,8 +242,8 @@ def _identity(fd: int, mount: Mount) -> bytes:
         words.append(lies_in)  # Btrfs has a device number of its own
     is_proven = bool(words[-1] if is_image else b"".join(words))
     fstype = "nfs" if mount.fstype == "nfs4" else mount.fstype
-    shown = [b"noacl"] if "noacl" in mount.options.split(",") else []  # it shows the same files with other permissions
-    return b"\0".join([fstype.encode(), *words, *shown]) if is_proven else b""
+    hidden = _HIDING.intersection(mount.options.split(","))
+    return b"\0".join([fstype.encode(), *words, *sorted(map(str.encode, hidden))]) if is_proven else b""
 
 
 def _is_read_only(fd: int) -> bool:

@@ -46,6 +46,11 @@ def mount_idmapped(root: Path, place: Path, owner: int, count: int = 1) -> None:
         os.close(tree)
 
 
+def until_done(*command: object) -> None:
+    """A filesystem, or its loop device, may be busy for a moment after its last user has closed it."""
+    wait_for(partial(subprocess.call, command), lambda failed: not failed)
+
+
 def acl(entries: list[tuple[int, int, int]], *, other: int) -> bytes:
     """`entries`: (tag, permissions, id)."""
     every = [(USER_OBJ, 6, 0), *entries, (MASK, 7, 0), (OTHER, other, 0)]
@@ -127,7 +132,7 @@ def test_a_mount_that_shows_other_owners_is_another_one(
     open_to_all(m.path.parent)
     closed = m.path / "sub/closed"
     assert seen(former, closed / "old") == b"old"
-    wait_for(partial(subprocess.call, ["umount", source / "sub"]), lambda failed: not failed)
+    until_done("umount", source / "sub")
     mount_idmapped(root, source / "sub", owner)
     wait_for(partial(seen, owner, closed / "secret"), lambda content: content == b"secret")
     assert seen(former, closed / "secret") == errno.EACCES
@@ -155,7 +160,7 @@ def test_a_source_that_shows_other_owners_is_another_one(
         assert seen(former + 1, m.path / "closed/file") == b"secret"
         expire()
     m.umount()
-    subprocess.run(["umount", source], check=True)
+    until_done("umount", source)
     mount_idmapped(root, source, owner, 2)
     m.start()
     assert seen(former + 1, m.path / "closed/file") == seen(former + 1, source / "closed/file") == errno.EACCES
@@ -173,15 +178,15 @@ def test_a_filesystem_that_is_mounted_without_acls_is_another_one(
         file.truncate(128 << 20)
     subprocess.run(["mkfs.btrfs", "-q", image], check=True, capture_output=True)
     source.mkdir()
-    subprocess.run(["mount", "-o", "loop", image, source], check=True)
+    until_done("mount", "-o", "loop", image, source)
     beneath.callback(subprocess.run, ["umount", "-l", source], check=False, stderr=subprocess.DEVNULL)
     (source / "file").write_text("secret")
     os.chown(source / "file", 0, member)
     os.setxattr(source / "file", "system.posix_acl_access", acl([(USER, 4, named), (GROUP_OBJ, 0, 0)], other=0))
-    subprocess.run(["umount", source], check=True)
+    until_done("umount", source)
     m = None
     for acls, admitted, refused in (("noacl", member, named), ("acl", named, member), ("noacl", member, named)):
-        subprocess.run(["mount", "-o", f"loop,{acls}", image, source], check=True)
+        until_done("mount", "-o", f"loop,{acls}", image, source)
         if m is None:
             m = mount(source, *options)
         else:
@@ -190,4 +195,31 @@ def test_a_filesystem_that_is_mounted_without_acls_is_another_one(
         assert seen(admitted, m.path / "file") == seen(admitted, source / "file") == b"secret"
         assert seen(refused, m.path / "file") == seen(refused, source / "file") == errno.EACCES
         m.umount()
-        subprocess.run(["umount", source], check=True)
+        until_done("umount", source)
+
+
+@pytest.mark.promise("CH-26")
+@OPTIONS
+def test_a_filesystem_that_is_mounted_without_extended_attributes_is_another_one(
+    mount: MakeMount, tmp_path: Path, beneath: ExitStack, options: tuple[str, ...]
+) -> None:
+    """Before: after it was mounted with them, their absence stayed pinned."""
+    image, source, content = tmp_path / "image", tmp_path / "source", tmp_path / "content"
+    for directory in (source, content):
+        directory.mkdir()
+    (content / "file").write_text("content")
+    os.setxattr(content / "file", "user.a", b"value")
+    subprocess.run(["mkfs.erofs", image, content], check=True, capture_output=True)
+    until_done("mount", "-o", "loop,nouser_xattr", image, source)
+    beneath.callback(subprocess.run, ["umount", "-l", source], check=False, stderr=subprocess.DEVNULL)
+    m = mount(source, *options)
+    for _ in range(2):
+        assert (m.path / "file").read_text() == "content"
+        with pytest.raises(OSError, match=r"not supported|No data"):
+            os.getxattr(m.path / "file", "user.a")
+        expire()
+    m.umount()
+    until_done("umount", source)
+    until_done("mount", "-o", "loop,user_xattr", image, source)
+    m.start()
+    assert os.getxattr(m.path / "file", "user.a") == b"value"
