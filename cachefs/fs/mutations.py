@@ -55,8 +55,8 @@ class Mutations:
         self._version = filesystem.immutability.version
 
     def _check_writable(self, number: int | None = None, *, writer: Caller | None = None) -> bool:
-        """`writer`: of a change of the contents. Then an immutable result becomes mutable. Returns whether it did: its
-        names must be compared before the change."""
+        """`writer`: of a change of the contents. Then an immutable result becomes mutable. Returns whether it did: what
+        the kernel knows of it may be outdated."""
         if self._fs.options.read_only:
             raise failed(errno.EROFS)
         if number is None or not self._fs.immutability.refuses_changes(self._fs.inode(number)):

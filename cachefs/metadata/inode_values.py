@@ -2,6 +2,7 @@
 
 import errno
 import struct
+from collections.abc import Iterable
 
 from cachefs.contract.index import Table
 from cachefs.store.index.environment import Update, View
@@ -48,11 +49,10 @@ def settle(update: Update, before: Inode | None, after: Inode) -> None:
     """After a comparison: drop the extended attributes of a record that has settled. A value may have changed in the
     tick of the source's clock in which it was read, which does not show in ctime."""
     if before is not None and before.flags & ~after.flags & UNSETTLED:
-        for key, _ in list(update.scan(Table.XATTRS, inode_key(after.number))):
-            update.delete(Table.XATTRS, key)
+        drop(update, after.number, (Table.XATTRS,))
 
 
-def drop(update: Update, number: int) -> None:
-    for table in (Table.XATTRS, Table.SYMLINKS):
+def drop(update: Update, number: int, tables: Iterable[Table] = (Table.XATTRS, Table.SYMLINKS)) -> None:
+    for table in tables:
         for key, _ in list(update.scan(table, inode_key(number))):
             update.delete(table, key)

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import Mount, expire, settle, wait_for
+from tests.sources.images import make_image, umount_when_free
 from tests.users import GROUP_OBJ, MASK, OTHER, USER, USER_OBJ, as_user, open_to_all
 
 MakeMount = Callable[..., Mount]
@@ -46,9 +47,9 @@ def mount_idmapped(root: Path, place: Path, owner: int, count: int = 1) -> None:
         os.close(tree)
 
 
-def until_done(*command: object) -> None:
-    """A filesystem, or its loop device, may be busy for a moment after its last user has closed it."""
-    wait_for(partial(subprocess.call, command), lambda failed: not failed)
+def mount_when_free(image: Path, place: Path, options: str = "loop") -> None:
+    """Its loop device may be busy for a moment after the last mount has ended."""
+    wait_for(partial(subprocess.call, ["mount", "-o", options, image, place]), lambda failed: not failed)
 
 
 def acl(entries: list[tuple[int, int, int]], *, other: int) -> bytes:
@@ -132,7 +133,7 @@ def test_a_mount_that_shows_other_owners_is_another_one(
     open_to_all(m.path.parent)
     closed = m.path / "sub/closed"
     assert seen(former, closed / "old") == b"old"
-    until_done("umount", source / "sub")
+    umount_when_free(source / "sub")
     mount_idmapped(root, source / "sub", owner)
     wait_for(partial(seen, owner, closed / "secret"), lambda content: content == b"secret")
     assert seen(former, closed / "secret") == errno.EACCES
@@ -160,7 +161,7 @@ def test_a_source_that_shows_other_owners_is_another_one(
         assert seen(former + 1, m.path / "closed/file") == b"secret"
         expire()
     m.umount()
-    until_done("umount", source)
+    umount_when_free(source)
     mount_idmapped(root, source, owner, 2)
     m.start()
     assert seen(former + 1, m.path / "closed/file") == seen(former + 1, source / "closed/file") == errno.EACCES
@@ -174,19 +175,17 @@ def test_a_filesystem_that_is_mounted_without_acls_is_another_one(
 ) -> None:
     """Before: after it was mounted with ACLs, the mask of an ACL counted as the permissions of the group."""
     image, source, member, named = tmp_path / "image", tmp_path / "source", 1001, 1002
-    with open(image, "wb") as file:
-        file.truncate(128 << 20)
-    subprocess.run(["mkfs.btrfs", "-q", image], check=True, capture_output=True)
     source.mkdir()
-    until_done("mount", "-o", "loop", image, source)
+    make_image("btrfs", source, image)
+    mount_when_free(image, source)
     beneath.callback(subprocess.run, ["umount", "-l", source], check=False, stderr=subprocess.DEVNULL)
     (source / "file").write_text("secret")
     os.chown(source / "file", 0, member)
     os.setxattr(source / "file", "system.posix_acl_access", acl([(USER, 4, named), (GROUP_OBJ, 0, 0)], other=0))
-    until_done("umount", source)
+    umount_when_free(source)
     m = None
     for acls, admitted, refused in (("noacl", member, named), ("acl", named, member), ("noacl", member, named)):
-        until_done("mount", "-o", f"loop,{acls}", image, source)
+        mount_when_free(image, source, f"loop,{acls}")
         if m is None:
             m = mount(source, *options)
         else:
@@ -195,7 +194,7 @@ def test_a_filesystem_that_is_mounted_without_acls_is_another_one(
         assert seen(admitted, m.path / "file") == seen(admitted, source / "file") == b"secret"
         assert seen(refused, m.path / "file") == seen(refused, source / "file") == errno.EACCES
         m.umount()
-        until_done("umount", source)
+        umount_when_free(source)
 
 
 @pytest.mark.promise("CH-26")
@@ -209,8 +208,8 @@ def test_a_filesystem_that_is_mounted_without_extended_attributes_is_another_one
         directory.mkdir()
     (content / "file").write_text("content")
     os.setxattr(content / "file", "user.a", b"value")
-    subprocess.run(["mkfs.erofs", image, content], check=True, capture_output=True)
-    until_done("mount", "-o", "loop,nouser_xattr", image, source)
+    make_image("erofs", content, image)
+    mount_when_free(image, source, "loop,nouser_xattr")
     beneath.callback(subprocess.run, ["umount", "-l", source], check=False, stderr=subprocess.DEVNULL)
     m = mount(source, *options)
     for _ in range(2):
@@ -219,7 +218,7 @@ def test_a_filesystem_that_is_mounted_without_extended_attributes_is_another_one
             os.getxattr(m.path / "file", "user.a")
         expire()
     m.umount()
-    until_done("umount", source)
-    until_done("mount", "-o", "loop,user_xattr", image, source)
+    umount_when_free(source)
+    mount_when_free(image, source, "loop,user_xattr")
     m.start()
     assert os.getxattr(m.path / "file", "user.a") == b"value"
