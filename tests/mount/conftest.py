@@ -13,6 +13,7 @@ from tests.bindfs import Bindfs
 from tests.conftest import Mount
 from tests.crowds import Waiting
 from tests.processes import connections, device_of
+from tests.sources.images import make_image, mount_image
 
 
 @pytest.fixture
@@ -52,6 +53,20 @@ def bindfs(source: Path, tmp_path: Path) -> Iterator[Bindfs]:
     made = Bindfs(source, tmp_path / "bindfs")
     yield made
     made.close()
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[Path]:
+    """An ext4 of its own."""
+    image, place, empty = tmp_path / "image", tmp_path / "disk", tmp_path / "empty"
+    place.mkdir()
+    empty.mkdir()
+    make_image("ext4", empty, image)
+    mount_image("ext4", image, place)
+    try:
+        yield place
+    finally:
+        subprocess.run(["umount", "-l", place], check=True)
 
 
 @pytest.fixture

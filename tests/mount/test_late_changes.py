@@ -13,26 +13,12 @@ import pytest
 
 from tests.conftest import Mount, wait_for
 from tests.mount.test_ending import Waiting
-from tests.sources.images import make_image, mount_image
 
 pytestmark = pytest.mark.usefixtures("fusectl")
 
 MakeMount = Callable[..., Mount]
 ATTEMPTS = 6
 OLD, NEW = b"old", b"new"
-
-
-@pytest.fixture
-def disk(tmp_path: Path) -> Iterator[Path]:
-    image, place, empty = tmp_path / "image", tmp_path / "disk", tmp_path / "empty"
-    place.mkdir()
-    empty.mkdir()
-    make_image("ext4", empty, image)
-    mount_image("ext4", image, place)
-    try:
-        yield place
-    finally:
-        subprocess.run(["umount", "-l", place], check=True)
 
 
 @contextmanager

@@ -217,28 +217,25 @@ def test_what_was_written_is_mutable_in_the_next_run(mount: MakeMount, source: P
 
 @pytest.mark.promise("EX-13")
 @pytest.mark.parametrize("where", ["here", "at the source"])
-def test_a_new_file_with_the_number_of_a_written_one_is_another_file(
-    mount: MakeMount, source: Path, where: str
-) -> None:
-    """ext4 gives the inode numbers of removed files to the next ones. Other tests may get some of them."""
-    m = mount(source)
-    written = [source / f"d0/checkpoint{each}" for each in range(50)]
-    for each in written:
-        (m.path / each.relative_to(source)).write_bytes(b"weights")
-    numbers = {each.stat().st_ino for each in written}
+def test_a_new_file_with_the_number_of_a_written_one_is_another_file(mount: MakeMount, disk: Path, where: str) -> None:
+    """ext4 gives the inode numbers of removed files to the next ones, here of this test alone."""
+    m = mount(disk)
+    written = [f"checkpoint{each}" for each in range(50)]
+    for name in written:
+        (m.path / name).write_bytes(b"weights")
+    numbers = {(disk / name).stat().st_ino for name in written}
     m.flush()
-    for each in written:
-        (m.path / each.relative_to(source) if where == "here" else each).unlink()
-    made = [source / f"d0/made{each}" for each in range(200)]
-    for each in made:
-        each.write_bytes(b"data")
+    for name in written:
+        ((m.path if where == "here" else disk) / name).unlink()
+    made = [f"made{each}" for each in range(200)]
+    for name in made:
+        (disk / name).write_bytes(b"data")
     settle()
     m.remount()
-    for each in made:
-        path = m.path / each.relative_to(source)
-        read(path)
-        raises_errno(errno.EPERM, lambda path=path: path.write_bytes(b"x"))
-    assert numbers & {each.stat().st_ino for each in made}
+    for name in made:
+        read(m.path / name)
+        raises_errno(errno.EPERM, lambda name=name: (m.path / name).write_bytes(b"x"))
+    assert numbers & {(disk / name).stat().st_ino for name in made}
 
 
 @pytest.mark.promise("EX-13")
