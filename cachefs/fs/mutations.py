@@ -260,7 +260,18 @@ class Mutations:
             await self._change(caller, "utimens", number, lambda name: syscalls.utimensat(name.encode(), atime, mtime))
         if replace(changes, mode=mode, now=None) == Changes():
             await self._change(caller, "lstat", number, lambda name: None)
+        await self._drop_former_pages(number, truncates=changes.size is not None)
         return self._fs.inode(number)
+
+    async def _drop_former_pages(self, number: int, *, truncates: bool) -> None:
+        """The kernel takes over the times in the answer to SETATTR. By them it would have seen, at the next read by a
+        process that has the file open, that another node had overwritten it (hazard 99)."""
+        if not any(each.number == number and each.flags != os.O_WRONLY for each in self._descriptors.handles.values()):
+            return
+        if truncates:  # until the answer the kernel writes no dirty page, and so drops none
+            self._fs.notifier.drop_soon((), [number])
+        else:
+            await self._fs.notifier.drop((), [number])
 
     def _owns(self, caller: Caller, inode: Inode) -> bool:
         """May the caller do what only the owner may?"""

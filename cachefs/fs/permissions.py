@@ -54,6 +54,7 @@ from cachefs.source.call_pool import CallPool
 from cachefs.source.credentials import Caller
 from cachefs.source.directories import NEVER_NS, NOT_KNOWN_NS, Directory
 from cachefs.source.identity import is_one
+from cachefs.source.opening import reopen_directory
 from cachefs.source.source import Source
 from cachefs.store.index.environment import Update, View
 from cachefs.store.index.records import Inode
@@ -149,7 +150,8 @@ def _walk(source: Source, steps: Iterable[Step], caller: Caller, lists: bool) ->
 
 
 def _open_directory(fd: int) -> None:
-    os.close(os.open(".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=fd))
+    """Not by the name ".", which takes the right to search: a directory may be listed without it."""
+    os.close(reopen_directory(fd))
 
 
 def lstat(

@@ -129,7 +129,7 @@ class InodeCache(InodeTable):
             self.note_place(update, number, parent)
         added = self._put_name(update, parent, name, number, pinned=bool(inode.flags & PINNED))
         # For a name that is new to it the kernel would keep the former ACL (84).
-        if old is not None and (inode.is_regular or added or not is_getattr) and not old.same_version(now):
+        if old is not None and (added or not is_getattr) and not old.same_version(now):
             update.afterwards(partial(self._notifier.attributes, number))
         if (now.nlink == 1 or inode.is_directory) and not overtaken:
             self._purge_names(update, number, now, keep=((parent, name), (parent, also)), gone=added)

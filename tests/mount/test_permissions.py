@@ -302,6 +302,26 @@ def test_who_may_still_enter_lists_a_directory_that_was_closed_to_others(
     assert alice(lambda: sorted(os.listdir(m.path / "outer/inner"))) == ["new", "old"]
 
 
+@pytest.mark.promise("PE-6")
+@modes(READ_WRITE)
+def test_a_directory_that_may_be_listed_and_no_longer_searched_is_listed(
+    mount: MakeMount, source: Path, arguments: tuple[str, ...]
+) -> None:
+    """Before: ESTALE for 5 s to 60 s, because the check took the right to search."""
+    inner = a_tree(source, "outer")
+    m = mounted(mount, source, arguments)
+    inside = m.path / "outer/inner"
+    assert bob(lambda: os.listdir(inside)) == ["old"] and bob((inside / "old").read_bytes) == b"old"
+    inner.chmod(0o744)
+    expire()
+    wait_for(lambda: bob((inside / "old").read_bytes), lambda found: found == errno.EACCES, 5)
+    assert [bob(lambda: os.listdir(inside)) for _ in range(3)] == [["old"]] * 3
+    inner.chmod(0o711)
+    expire()
+    wait_for(lambda: bob(lambda: os.listdir(inside)), lambda found: found == errno.EACCES, 5)
+    assert bob((inside / "old").read_bytes) == b"old"
+
+
 @pytest.mark.promise("PE-7")
 @modes(SOME)
 def test_a_directory_that_was_moved_into_a_closed_one(

@@ -1,15 +1,22 @@
 """`--profile workspace --immutable GLOB`: a dataset and the results of jobs on one mount. Files that grow."""
 
 import errno
+import mmap
 import os
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from tests.conftest import Mount, cachefs, raises_errno, settle, wait_for
+from tests.conftest import Mount, cachefs, expire, raises_errno, settle, wait_for
 
 MakeMount = Callable[..., Mount]
+OPENED_MUTABLE = [
+    ("--mutable", "**"),
+    ("--mutable", "**", "--no-fastpath"),
+    ("--profile", "changing"),
+    ("--cache", "none"),
+]
 WORKSPACE = ("--profile", "workspace", "--immutable", "data/**")
 
 
@@ -128,6 +135,62 @@ def test_tail_shows_what_another_node_appends(mount: MakeMount, tree: Path, argu
                 appended.write(f"epoch {epoch}\n")
             wait_for(lambda: os.fstat(log.fileno()).st_size, lambda size, epoch=epoch: size == 8 * (epoch + 1))
             assert log.read() == b"epoch %d\n" % epoch
+
+
+@pytest.mark.promise("EX-15")
+@pytest.mark.parametrize("mode", OPENED_MUTABLE, ids=" ".join)
+@pytest.mark.parametrize("flags", [os.O_RDONLY, os.O_RDWR], ids=["read", "read-write"])
+def test_a_read_and_a_seek_to_the_end_know_the_present_size(
+    mount: MakeMount, tree: Path, mode: tuple[str, ...], flags: int
+) -> None:
+    """They ask the kernel for no attributes but the size. Before: it ignored the answer, because the same comparison
+    had made it drop the attributes. The first read after a change ended at the former end of the file."""
+    m = mount(tree, *mode)
+    names = ("not read", "read")
+    for name in names:
+        (tree / name).write_bytes(b"short")
+    opened = {name: os.open(m.path / name, flags) for name in names}
+    assert os.pread(opened["read"], 10, 0) == b"short"
+    for name in names:
+        with open(tree / name, "r+b") as other:
+            other.write(b"much longer")
+    expire()
+    assert [os.pread(fd, 100, 0) for fd in opened.values()] == [b"much longer"] * 2
+    for name in names:
+        os.truncate(tree / name, 4)
+    expire()
+    assert [os.lseek(fd, 0, os.SEEK_END) for fd in opened.values()] == [4, 4]
+    assert [os.pread(fd, 100, 0) for fd in opened.values()] == [b"much"] * 2
+    for fd in opened.values():
+        os.close(fd)
+
+
+SETATTRS = {
+    "chmod": lambda fd: os.fchmod(fd, 0o600),
+    "chown": lambda fd: os.fchown(fd, 7, 7),
+    "utimens": lambda fd: os.utime(fd, (5, 5)),
+    "truncate": lambda fd: os.ftruncate(fd, 5),
+}
+
+
+@pytest.mark.promise("EX-15")
+@pytest.mark.parametrize("mode", OPENED_MUTABLE, ids=" ".join)
+@pytest.mark.parametrize("change", SETATTRS)
+def test_an_open_file_shows_what_another_node_wrote_before_a_change_of_its_attributes(
+    mount: MakeMount, tree: Path, mode: tuple[str, ...], change: str
+) -> None:
+    """The kernel takes over the times in the answer to the change. Before: it kept its pages by them for good."""
+    (tree / "file").write_bytes(b"first")
+    settle()
+    m = mount(tree, *mode)
+    with open(m.path / "file", "r+b") as opened, mmap.mmap(opened.fileno(), 5, prot=mmap.PROT_READ) as mapped:
+        assert mapped[:] == os.pread(opened.fileno(), 5, 0) == b"first"
+        expire()
+        with open(tree / "file", "r+b") as other:
+            other.write(b"later")
+        SETATTRS[change](opened.fileno())
+        wait_for(lambda: mapped[:], lambda found: found == b"later", 5)
+        assert os.pread(opened.fileno(), 5, 0) == b"later"
 
 
 @pytest.mark.promise("EX-15")
