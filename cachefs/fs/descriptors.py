@@ -178,6 +178,10 @@ class Descriptors:
         if opened.changes == changes and opened.unsynced_since is not None:
             self._set_unsynced(opened, None)
 
+    def has_readers(self, number: int) -> bool:
+        """Has a process a file open by which it may read, or map, what the kernel caches of it?"""
+        return any(each.number == number and each.flags != os.O_WRONLY for each in self.handles.values())
+
     def save_losses(self) -> None:
         """The source was remounted: record the losses for a successor, which has the new source from the beginning."""
         for opened in self.handles.values():

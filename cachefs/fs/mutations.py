@@ -87,14 +87,16 @@ class Mutations:
             self._store(number, now)
             self._listings.changed(number)
 
-    def _store(self, number: int, now: Stat, *, written: bool = False) -> None:
+    def _store(self, number: int, now: Stat, *, written: bool = False, is_told: bool = False) -> None:
         """Record the attributes of an inode after a change by this mount. If its data are the same, open files continue
-        with the new attributes. `written`: the file stays mutable."""
+        with the new attributes. `written`: the file stays mutable. `is_told`: the kernel gets them in the answer."""
         with self._metadata.index.update() as update:
             before = self._metadata.inode(update, number)
             after, dropped = self._metadata.apply_own_change(update, number, now)
             if before is not None and before.permissions != now.permissions:
                 inode_values.drop(update, number)  # a chmod changes the ACL, too
+            if before is not None and after is not None and not is_told:
+                self._fs.permissions.changed_here(update, before, after, now)
             if after is not None and written:
                 self._metadata.put_inode(update, after.written())
         self._fs.notifier.drop_soon(dropped)
@@ -248,7 +250,7 @@ class Mutations:
                     with self._opening_for_writing(number):
                         self._check_writable(number, writer=caller)  # it may have become immutable since
                         now = await self._descriptors.ask_object(number, change(call), once=True, changer=caller)
-            self._store(number, now, written=True)
+            self._store(number, now, written=True, is_told=True)
             await self._fs.invalidation.overwritten(number)
         if mode is not None:
             await self._change(caller, "chmod", number, lambda name: os.chmod(name, mode))
@@ -260,18 +262,12 @@ class Mutations:
             await self._change(caller, "utimens", number, lambda name: syscalls.utimensat(name.encode(), atime, mtime))
         if replace(changes, mode=mode, now=None) == Changes():
             await self._change(caller, "lstat", number, lambda name: None)
-        await self._drop_former_pages(number, truncates=changes.size is not None)
+        if self._descriptors.has_readers(number):  # hazard 99
+            if changes.size is None:
+                await self._fs.notifier.drop((), [number])
+            else:  # until the answer the kernel writes no dirty page, and so drops none
+                self._fs.notifier.drop_soon((), [number])
         return self._fs.inode(number)
-
-    async def _drop_former_pages(self, number: int, *, truncates: bool) -> None:
-        """The kernel takes over the times in the answer to SETATTR. By them it would have seen, at the next read by a
-        process that has the file open, that another node had overwritten it (hazard 99)."""
-        if not any(each.number == number and each.flags != os.O_WRONLY for each in self._descriptors.handles.values()):
-            return
-        if truncates:  # until the answer the kernel writes no dirty page, and so drops none
-            self._fs.notifier.drop_soon((), [number])
-        else:
-            await self._fs.notifier.drop((), [number])
 
     def _owns(self, caller: Caller, inode: Inode) -> bool:
         """May the caller do what only the owner may?"""
@@ -289,7 +285,9 @@ class Mutations:
         only_clears = mode & ~before == 0 and before & ~mode & ~(stat.S_ISUID | stat.S_ISGID) == 0
         return only_clears and not self._owns(caller, inode)
 
-    async def _change(self, caller: Caller, operation: str, number: int, make: Callable[[str], None]) -> None:
+    async def _change(
+        self, caller: Caller, operation: str, number: int, make: Callable[[str], None], *, is_told: bool = True
+    ) -> None:
         is_open = any(opened.number == number for opened in self._descriptors.handles.values())  # it may be an fchmod
         call = partial(self._source.change, operation, make=make, caller=caller)
         async with self._changing(number) as change:
@@ -298,7 +296,7 @@ class Mutations:
             with self._fs.immutability.opening_for_writing(number):  # a reader would have the file as it was before
                 self._check_writable(number)  # it may have become immutable since
                 now = await self._descriptors.ask_object(number, change(call), once=True)
-        self._store(number, now)
+        self._store(number, now, is_told=is_told)
 
     async def setxattr(self, number: int, name: bytes, value: bytes, caller: Caller) -> None:
         self._check_writable(number)
@@ -314,8 +312,10 @@ class Mutations:
 
     async def _change_xattr(self, caller: Caller, operation: str, number: int, name: bytes, *value: bytes) -> None:
         await self._fs.before_object_changes(caller, number)
-        await self._change(caller, operation, number, lambda target: getattr(os, operation)(target, name, *value))
-        if name == inode_values.ACL:
+        is_acl = name == inode_values.ACL  # the kernel has dropped its attributes, because this may change the mode
+        change = getattr(os, operation)
+        await self._change(caller, operation, number, lambda target: change(target, name, *value), is_told=is_acl)
+        if is_acl:
             self._metadata.note_permissions(self._fs.inode(number))
         with self._metadata.index.update() as update:
             inode_values.drop(update, number)

@@ -10,8 +10,8 @@ are known to have been in force (`vouched_ns`). At first that is its recorded ct
 time was visible to everyone whom these permissions admit. Before an object that changed later is recorded, the same
 trip to the source looks at the pinned directories above it again, up to the root. It finds them by their names, so that
 a directory that was moved is noticed as well. From then on they vouch for all that is older than this look, less two
-seconds, because the clocks of node and source differ. So a scan of a dataset that does not change costs at most one
-look at each directory. Where times prove nothing (store/filesystem.py), a look counts for a second.
+seconds, because the clocks of node and source differ. Where times prove nothing (store/filesystem.py), a look counts
+for a second.
 
 If permissions have changed, the record is doubtful, the kernel drops the attributes, and the request fails with
 `PermissionsChanged` (ESTALE): the kernel walks the path again and applies the new permissions. Requests that the kernel
@@ -29,9 +29,6 @@ second.
 A directory that admits users whom it did not admit before, or that was moved, would show them what is recorded beneath
 it under permissions that may be older than its own, so that at no moment the source admitted these users. So all that
 is beneath it is compared before its next use (`Invalidation.doubt_beneath`).
-
-The mtime, the link count and the size of a directory belong to its names: `adopt` records newer ones, so that a new
-listing comes with them. The recorded ctime stays: it says for which state the names were compared.
 """
 
 import errno
@@ -139,19 +136,15 @@ def _acl(source: Source, directory: Directory) -> bytes:
 
 def _walk(source: Source, steps: Iterable[Step], caller: Caller, lists: bool) -> None:
     """Look up these names as the caller, the only check of some FUSE sources (hazard 69). May raise PermissionError.
-
-    `lists`: open a directory instead whose name is ".".
-    """
+    `lists`: open a directory instead whose name is ".". It may be listed without the right to search it for "."."""
     for directory, name in steps:
         opens = lists and name == b"."
         source.round_trip("open" if opens else "lstat")
         with source.directories.hold(directory) as fd, suppress(FileNotFoundError):
-            caller.run(partial(_open_directory, fd) if opens else partial(source.stat, fd, name))
-
-
-def _open_directory(fd: int) -> None:
-    """Not by the name ".", which takes the right to search: a directory may be listed without it."""
-    os.close(reopen_directory(fd))
+            if opens:
+                os.close(caller.run(partial(reopen_directory, fd)))
+            else:
+                caller.run(partial(source.stat, fd, name))
 
 
 def lstat(
@@ -257,10 +250,8 @@ class Permissions:
     async def let_in(
         self, steps: Sequence[Step], caller: Caller | None, arrival_s: float, *, lists: bool = False
     ) -> None:
-        """Raises `PermissionsChanged` where the source does not allow the caller (None: the daemon) these steps.
-
-        `lists`: a directory whose name is "." is listed.
-        """
+        """Raises `PermissionsChanged` where the source does not allow the caller (None: the daemon) these steps. `lists`:
+        a directory whose name is "." is listed."""
         if caller is None or not steps:
             return
         error = self._error(tuple(directory.number for directory, _ in steps))
@@ -301,21 +292,38 @@ class Permissions:
             has_same_acl = acl is None if seen.acl == UNREADABLE else seen.acl in (None, acl or inode_values.ABSENT)
         if inode.permissions != now.permissions or not has_same_acl:
             with self._metadata.index.update() as update:
-                self._metadata.permissions_changed(update, inode, now)
+                admits = not has_same_acl or may_admit_others(inode.permissions, now.permissions)
+                self._found(update, inode, now, admits=admits)
                 if seen.acl == UNREADABLE:
                     inode_values.drop(update, number)
                 elif seen.acl is not None:
                     inode_values.put(update, Table.XATTRS, inode, inode_values.ACL, seen.acl)
-            if may_admit_others(inode.permissions, now.permissions) or not has_same_acl:
-                self._doubt_beneath(number)
-            self._not_notified.add(number)
-            self._changed(number)
             return True
         with self._metadata.index.update() as update:
             self.adopt(update, self._metadata.recognized(update, inode, now), now)
         self._remember_look(number)
         self._vouch(number, seen.began_ns, now.ctime_ns, asked_ns=seen.asked_ns)
         return False
+
+    def _found(self, update: Update, inode: Inode, now: Stat, *, admits: bool) -> None:
+        """`now` shows other permissions of a directory than the kernel knows. `admits`: they may admit others."""
+        self._metadata.permissions_changed(update, inode, now)
+        if admits:
+            update.afterwards(partial(self._doubt_beneath, inode.number))
+        self._not_notified.add(inode.number)
+        self._changed(inode.number)
+
+    def changed_here(self, update: Update, before: Inode, inode: Inode, now: Stat) -> None:
+        """`now` is after a change by this mount whose answer does not show it. Another node may have changed permissions
+        just before. If that was the ACL alone, the next look finds it."""
+        if inode.is_directory:
+            self._vouched.setdefault(inode.number, (NEVER_NS, before.ctime_ns))
+        if before.permissions != now.permissions and inode.is_directory:
+            self._found(update, inode, now, admits=may_admit_others(before.permissions, now.permissions))
+            update.afterwards(self.tell)
+        elif before.permissions != now.permissions:
+            self._metadata.note_permissions(before, now)
+            update.afterwards(partial(self._notifier.attributes, inode.number))
 
     def recorded(self, update: Update, inode: Inode, now: Stat, began_ns: int) -> Inode:
         """`now`, the answer of an lstat that began at `began_ns`, has been recorded as `inode`. Returns the result."""
@@ -334,7 +342,7 @@ class Permissions:
         return self.adopt(update, inode, now)
 
     def adopt(self, update: Update, inode: Inode, now: Stat, *, has_listed: bool = False) -> Inode:
-        """Record the attributes of a directory that belong to its names. Returns the inode as it is then.
+        """Record mtime, link count and size of a directory, which belong to its names. Returns the inode as it is then.
 
         They stay if a later call has shown other ones, if this mount has changed the directory since, and if it pins
         the listing: the old attributes belong to the old names. `has_listed`: the names have just been read.

@@ -302,6 +302,47 @@ def test_who_may_still_enter_lists_a_directory_that_was_closed_to_others(
     assert alice(lambda: sorted(os.listdir(m.path / "outer/inner"))) == ["new", "old"]
 
 
+OWN_CHANGES: dict[str, Callable[[Path], object]] = {
+    "setxattr": lambda inside: os.setxattr(inside, "user.note", b"new"),
+    "removexattr": lambda inside: os.removexattr(inside, "user.former"),
+    "utimens": lambda inside: os.utime(inside),
+    "mkdir": lambda inside: (inside / "made").mkdir(),
+    "unlink": lambda inside: (inside / "other").unlink(),
+    "rename": lambda inside: inside.rename(inside.parent / "moved"),
+}
+"""What a process on this mount changes in a directory that another node has closed, or of it."""
+
+
+@pytest.mark.promise("PE-6", "PE-7")
+@modes(SOME[1:])
+@pytest.mark.parametrize("change", OWN_CHANGES)
+def test_a_change_by_this_mount_does_not_hide_that_a_directory_was_closed(
+    mount: MakeMount, source: Path, arguments: tuple[str, ...], change: str
+) -> None:
+    """The change shows this mount the new permissions. Before, where it was one of the directory itself: they were
+    recorded, the kernel went on with the former ones for good, and what another node had made meanwhile was shown."""
+    trees = {name: a_tree(source, name) for name in CLOSINGS}
+    for name, inner in trees.items():
+        os.setxattr(inner, "user.former", b"old")
+        put(inner / "other", b"other")
+        CLOSINGS[name][0](inner)
+    settle()
+    m = mounted(mount, source, arguments)
+    for name in trees:
+        assert bob((m.path / name / "inner/old").read_bytes) == b"old"
+    for name, inner in trees.items():
+        CLOSINGS[name][1](inner)
+        put(inner / "new", b"secret")
+    settle()
+    for name in trees:
+        OWN_CHANGES[change](m.path / name / "inner")
+    for name in trees:
+        new = m.path / name / ("moved" if change == "rename" else "inner") / "new"
+        assert bob(new.read_bytes) in (errno.EACCES, errno.ESTALE), name
+        assert alice(new.read_bytes) == b"secret", name
+        assert bob(new.read_bytes) == errno.EACCES, name
+
+
 @pytest.mark.promise("PE-6")
 @modes(READ_WRITE)
 def test_a_directory_that_may_be_listed_and_no_longer_searched_is_listed(
