@@ -314,7 +314,8 @@ class Descriptors:
                     raise
 
     async def keep_readable(self, number: int) -> None:
-        """Before a name is unlinked or replaced: open a descriptor of an immutable file that may be open.
+        """Before a name is unlinked or replaced: open a descriptor of a file that may be open, by an open that the fast
+        path has answered while it was immutable, or is still immutable.
 
         Until the kernel forgets the inode, data that are not cached are read by this descriptor (hazard 2).
         """
@@ -322,11 +323,14 @@ class Descriptors:
             inode = self._metadata.inode(view, number)
             immutable = inode is not None and self.fs.immutability.may_have_readers(inode)
             cached = inode is not None and self.data.holds_all(view, inode)
-        if self.has_fastpath and inode is not None and immutable:
+        made_mutable = number in self.fs.invalidation.made_mutable and not immutable
+        if self.has_fastpath and inode is not None and (immutable or made_mutable):
             self.shared.hold(inode)
+        if made_mutable:
+            self.shared.make_mutable(number)
         await self.reopen([h for h in self.handles.values() if h.number == number and not h.is_cached and h.fd < 0])
         for file in self.shared.of(number):
-            if not file.is_mutable:
+            if not file.is_mutable or made_mutable:
                 try:
                     file.drop_stale(self.fs.source.generation)
                     await self.fetcher.open_source(file)

@@ -389,6 +389,7 @@ class OpenFiles:
                 if inode is not None:
                     self.data.drop(view, number)
             await self._shared.release(number)
+            self.fs.invalidation.made_mutable.discard(number)
 
     async def close(self) -> None:
         """Close every descriptor that is still open."""

@@ -57,6 +57,8 @@ class Invalidation:
         # state
         self._absent_in_root: dict[bytes, float] = {}
         """Unpinned absences in the root that the kernel caches: name → until when."""
+        self.made_mutable: set[int] = set()
+        """Files that were immutable: the fast path may have opened them for processes that have them open."""
 
     def note_absence(self, name: bytes, now_s: float, timeout_s: float) -> float:
         """The kernel is about to cache that the root does not have this name. Returns for how long it may.
@@ -264,6 +266,7 @@ class Invalidation:
                     immutable.append(number)
                     self._metadata.put_inode(update, inode.written())
                     written_files.keep(update, inode, kept=False)
+        self.made_mutable.update(immutable)
         return (await self._drop(immutable))[0]
 
     def _beneath(self, path: bytes) -> Iterator[list[int]]:
@@ -324,6 +327,7 @@ class Invalidation:
                     all_names += names
                     unpinned += [number] * ends
             await trio.lowlevel.checkpoint()
+        self.made_mutable.update(unpinned)
         if all_names:
             self._notifier.drop_soon(all_names, unpinned)
         return unpinned
@@ -369,6 +373,7 @@ class Invalidation:
                 return False
             self._metadata.put_inode(update, inode.written())
             links = self._metadata.drop(update, number)
+        self.made_mutable.add(number)
         self._notifier.drop_soon(links, [number])
         return True
 

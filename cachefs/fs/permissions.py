@@ -250,8 +250,8 @@ class Permissions:
     async def let_in(
         self, steps: Sequence[Step], caller: Caller | None, arrival_s: float, *, lists: bool = False
     ) -> None:
-        """Raises `PermissionsChanged` where the source does not allow the caller (None: the daemon) these steps. `lists`:
-        a directory whose name is "." is listed."""
+        """Raises `PermissionsChanged` where the source does not allow the caller (None: the daemon) these steps.
+        `lists`: a directory whose name is "." is listed."""
         if caller is None or not steps:
             return
         error = self._error(tuple(directory.number for directory, _ in steps))
@@ -314,8 +314,8 @@ class Permissions:
         self._changed(inode.number)
 
     def changed_here(self, update: Update, before: Inode, inode: Inode, now: Stat) -> None:
-        """`now` is after a change by this mount whose answer does not show it. Another node may have changed permissions
-        just before. If that was the ACL alone, the next look finds it."""
+        """`now` is after a change by this mount whose answer does not show it. Another node may have changed the
+        permissions before. If that was the ACL alone, the next look finds it."""
         if inode.is_directory:
             self._vouched.setdefault(inode.number, (NEVER_NS, before.ctime_ns))
         if before.permissions != now.permissions and inode.is_directory:

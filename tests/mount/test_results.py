@@ -145,6 +145,34 @@ def test_open_readers_see_writes_to_a_released_file(
 
 @MODES
 @pytest.mark.promise("EX-27", "TE-4")
+@pytest.mark.parametrize("how", ["result", "unpinned"])
+@pytest.mark.parametrize("loss", ["removed", "replaced"])
+def test_open_readers_see_writes_to_a_released_file_that_has_lost_its_name(
+    mount: MakeMount, checkpoints: Path, mode: tuple[str, ...], how: str, loss: str
+) -> None:
+    """Before, with the fast path: `ESTALE` for good, and SIGBUS for a mapping."""
+    m = mount(checkpoints, *mode)
+    path = m.path / "ck/shard0"
+    if how == "result":
+        (m.path / "ck/log").write_text("made")
+        (m.path / "ck/log").write_text("overwritten")
+    content = b"version 1" * 20_000
+    with open(path, "rb", buffering=0) as reader:
+        assert os.pread(reader.fileno(), 100, 0) == b"version 0"
+        if how == "unpinned":
+            cachefs("unpin", path)
+        path.write_bytes(content)
+        if loss == "removed":
+            path.unlink()
+        else:
+            (m.path / "ck/new").write_bytes(b"another file")
+            (m.path / "ck/new").rename(path)
+        m.drop_caches()
+        assert os.pread(reader.fileno(), len(content), 0) == content
+
+
+@MODES
+@pytest.mark.promise("EX-27", "TE-4")
 def test_open_readers_see_the_truncation_of_a_result(
     mount: MakeMount, checkpoints: Path, mode: tuple[str, ...]
 ) -> None:
