@@ -84,6 +84,8 @@ nightly: $(VENV)/.dev
 	MODEL_RUNS=600 $(BIN)/python -m pytest $(NIGHT) tests/model/test_node.py
 	MODEL_RUNS=20 $(BIN)/python -m pytest $(NIGHT) tests/model/test_mounted.py
 	MODEL_RUNS=20 $(BIN)/python -m pytest $(NIGHT) tests/model/test_mounted.py --no-fastpath
+	DIFFERENTIAL_RUNS=20 $(BIN)/python -m pytest $(NIGHT) tests/mount/test_several_users.py
+	DIFFERENTIAL_RUNS=20 $(BIN)/python -m pytest $(NIGHT) tests/mount/test_several_users.py --no-fastpath
 	RELAY_WALKS=20000 $(BIN)/python -m pytest $(NIGHT) tests/model/test_relay.py
 	RACES=20000 $(BIN)/python -m pytest $(NIGHT) tests/security/test_races.py
 	RACES=20000 $(BIN)/python -m pytest $(NIGHT) tests/security/test_races.py --no-fastpath
