@@ -10,7 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
-from tests.users import as_user
+from tests.users import acl, as_user
 
 ACL = "system.posix_acl_access"
 DIRECTORIES = ("", "a", "b", "a/c", "b/d")
@@ -201,11 +201,9 @@ def attributes(found: os.stat_result) -> object:
     return oct(found.st_mode), found.st_uid, found.st_gid, *(() if is_directory else (found.st_nlink, found.st_size))
 
 
-def acl(draw: random.Random) -> bytes:
-    entries = [(0x01, draw.randrange(8), 0xFFFFFFFF), (0x02, draw.randrange(8), draw.choice(USERS[1:]).uid)]
-    entries += [(0x04, draw.randrange(8), 0xFFFFFFFF), (0x10, draw.randrange(8), 0xFFFFFFFF)]
-    entries.append((0x20, draw.randrange(8), 0xFFFFFFFF))
-    return struct.pack("<I", 2) + b"".join(struct.pack("<HHI", *entry) for entry in entries)
+def random_acl(draw: random.Random) -> bytes:
+    ids = {0x01: 0xFFFFFFFF, 0x02: draw.choice(USERS[1:]).uid, 0x04: 0xFFFFFFFF, 0x10: 0xFFFFFFFF, 0x20: 0xFFFFFFFF}
+    return acl(*((tag, draw.randrange(8), number) for tag, number in ids.items()))
 
 
 def calls(
@@ -234,7 +232,7 @@ def calls(
         "content": lambda: (path(),),
         "target": lambda: (path(),),
         "acl": lambda: (anything(),),
-        "setacl": lambda: (anything(), acl(draw)),
+        "setacl": lambda: (anything(), random_acl(draw)),
         "note": lambda: (anything(), content()[:40]),
         "put": lambda: (path(), draw.choice([0, os.O_TRUNC, os.O_CREAT, os.O_CREAT | os.O_EXCL]), content()),
         "mkdir": lambda: (anything(), draw.choice(DIRECTORY_MODES)),

@@ -314,8 +314,8 @@ class Descriptors:
                     raise
 
     async def keep_readable(self, number: int) -> None:
-        """Before a name is unlinked or replaced: open a descriptor of a file that may be open, by an open that the fast
-        path has answered while it was immutable, or is still immutable.
+        """Before a name is unlinked or replaced: open a descriptor of a file that may be open, because it is immutable,
+        or was so when the fast path answered an open.
 
         Until the kernel forgets the inode, data that are not cached are read by this descriptor (hazard 2).
         """
@@ -323,8 +323,8 @@ class Descriptors:
             inode = self._metadata.inode(view, number)
             immutable = inode is not None and self.fs.immutability.may_have_readers(inode)
             cached = inode is not None and self.data.holds_all(view, inode)
-        made_mutable = number in self.fs.invalidation.made_mutable and not immutable
-        if self.has_fastpath and inode is not None and (immutable or made_mutable):
+        made_mutable = self.has_fastpath and not immutable and number in self.fs.invalidation.made_mutable
+        if inode is not None and (made_mutable or (immutable and self.has_fastpath)):
             self.shared.hold(inode)
         if made_mutable:
             self.shared.make_mutable(number)
