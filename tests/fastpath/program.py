@@ -53,8 +53,9 @@ class Program:
         flags: int = 0,
         grants: bool = True,
         log: int | None = None,
+        device: int | None = None,
     ) -> None:
-        """`log`: the descriptor of its stderr."""
+        """`log`: the descriptor of its stderr. `device`: of /dev/fuse, instead of a socket."""
         self._log = log
         self.source = place / "source"
         self.source.mkdir()
@@ -69,7 +70,8 @@ class Program:
         self.shared["flags"] |= flags
         for field, value in {"run": RUN, "serving": 1, "capacity_bytes": capacity}.items():
             self.shared[field] = value
-        self._kernel, self._device = _pair()
+        self._kernel, self._socket = _pair()
+        self._device = self._socket.fileno() if device is None else device
         self._listener = connection.listen(place / "socket")
         self._path = str(place / "socket")
         self._next_unique = 2
@@ -105,7 +107,7 @@ class Program:
     # --- the process
 
     def start(self) -> None:
-        fds = {"device": self._device.fileno(), "shared": self.shared.fd, "source": self._source_fd,
+        fds = {"device": self._device, "shared": self.shared.fd, "source": self._source_fd,
                "blob": self._blob_fd, "listener": self._listener.fileno()}  # fmt: skip
         arguments = [part for name, fd in fds.items() for part in (f"--{name}", str(fd))]
         arguments += ["--session", self.session.place, "--durable", self.durable.place]
@@ -134,7 +136,7 @@ class Program:
         self._ended = True
         os.write(self._woken, b"x")
         self._pump.join()
-        for each in (self._kernel, self._device, self._listener, *self._ends):
+        for each in (self._kernel, self._socket, self._listener, *self._ends):
             each.close()
         for fd in (self._source_fd, self._blob_fd, self._wake, self._woken):
             os.close(fd)

@@ -140,9 +140,9 @@ void *serve_run(void *context)
         }
         struct fuse_in_header *message = slot_data(&fastpath->relay, worker->slot);
         ssize_t length = next_request(fastpath, message, done_ns);
-        if (length < 0 && errno == ENODEV) {
+        if (length < 0 && (errno == ENODEV || errno == ECONNABORTED)) { /* unmounted; also while a request was read */
             leader_resign(worker);
-            return NULL; /* unmounted */
+            return NULL;
         }
         if (length < (ssize_t)sizeof *message) {
             if (length < 0 && errno != EINTR && errno != EAGAIN && errno != ENOENT) {
