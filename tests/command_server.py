@@ -113,8 +113,10 @@ def _serve(request: dict[str, object], answer: int, stdout: int, stderr: int) ->
 
 
 def _command(request: dict[str, object], stdout: int, stderr: int) -> int:
+    from cachefs.system.clock import TIME_OF_DAY
     from daemon.__main__ import main as command
 
+    TIME_OF_DAY.start()
     os.environ.clear()
     os.environ.update(request["environment"])  # type: ignore[call-overload]
     null = os.open(os.devnull, os.O_RDONLY)

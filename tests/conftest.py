@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from _pytest.runner import runtestprotocol
 from hypothesis import settings
 
 from cachefs.client.client import Client
@@ -23,7 +24,7 @@ from cachefs.contract.shared import SETTLE_NS
 from cachefs.errors import CacheFsError
 from cachefs.fastpath import processes
 from cachefs.system import syscalls
-from cachefs.system.clock import NANOSECONDS
+from cachefs.system.clock import NANOSECONDS, TIME_OF_DAY, TimeOfDay
 from daemon.cli.main import unmount_and_wait
 from daemon.kernel.instance import MountInstance
 from tests import command_server
@@ -37,6 +38,8 @@ MS_REMOUNT = 32
 FULL_AGE_S = SETTLE_NS / NANOSECONDS
 SHORT_AGE_S = 0.1
 """How old files must be for mounts of tests that are not about that. A write() may take longer: not for users."""
+CLOCK_WAS_SET_NS = 50_000_000
+"""More than its speed is ever adjusted by while a test runs."""
 TREES_AHEAD = 8
 _starts_interpreters = False
 
@@ -437,6 +440,25 @@ def random_seed(pytestconfig: pytest.Config) -> int:
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:  # before its fixtures, also those of its module
     Mount.minimum_age_s = FULL_AGE_S if item.get_closest_marker("full_age") else SHORT_AGE_S
+    TIME_OF_DAY.start()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> bool:
+    """Run a test again if it has failed and somebody has set the clock meanwhile, as when a virtual machine is moved.
+
+    Its files are then older or younger than it has made them, and a mount does not believe a clock set forward.
+    """
+    item.ihook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
+    began = TimeOfDay()
+    reports = runtestprotocol(item, log=False, nextitem=nextitem)
+    if any(report.failed for report in reports) and abs(TimeOfDay().offset_ns - began.offset_ns) > CLOCK_WAS_SET_NS:
+        item._initrequest()  # type: ignore[attr-defined]  # its fixtures are made anew
+        reports = runtestprotocol(item, log=False, nextitem=nextitem)
+    for report in reports:
+        item.ihook.pytest_runtest_logreport(report=report)
+    item.ihook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
+    return True
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -22,8 +22,12 @@ def boot_time_ns() -> int:
 
 class TimeOfDay:
     def __init__(self) -> None:
+        self.start()
+
+    def start(self) -> None:
+        """Begin with the clock's time."""
         self.offset_ns = time.time_ns() - boot_time_ns()
-        """The time of day at the start of this object, minus the time since the machine was started."""
+        """The time of day at the start, minus the time since the machine was started."""
 
     def now_ns(self) -> int:
         return min(time.time_ns(), boot_time_ns() + self.offset_ns)
