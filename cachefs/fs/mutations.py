@@ -12,7 +12,7 @@ import errno
 import os
 import stat
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from itertools import islice
@@ -116,8 +116,9 @@ class Mutations:
             return
         async with self._descriptors.descriptor(number, True) as use:
             if use is not None:
-                self._store(number, await use(self._fs.source.fstat))
-                return
+                with suppress(OSError):  # a FUSE source may not know an open file without a name (bindfs -o hard_remove)
+                    self._store(number, await use(self._fs.source.fstat))
+                    return
         with self._metadata.index.update() as update:
             self._metadata.lost_name(update, number)
 
@@ -331,8 +332,7 @@ class Mutations:
         return self._added(parent, name, now, directory)
 
     async def mkdir(self, parent: int, name: bytes, mode: int, caller: Caller) -> Inode:
-        bits = stat.S_IMODE(mode)
-        return await self._add(caller, "mkdir", parent, name, lambda fd: os.mkdir(name, bits, dir_fd=fd))
+        return await self._add(caller, "mkdir", parent, name, lambda fd: os.mkdir(name, stat.S_IMODE(mode), dir_fd=fd))
 
     async def mknod(self, parent: int, name: bytes, mode: int, rdev: int, caller: Caller) -> Inode:
         return await self._add(caller, "mknod", parent, name, lambda fd: os.mknod(name, mode, rdev, dir_fd=fd))

@@ -10,6 +10,7 @@ from typing import IO
 
 import pytest
 
+from tests.bindfs import Bindfs
 from tests.conftest import Mount, cachefs, expire, settle
 
 pytestmark = pytest.mark.promise("CH-11")
@@ -315,3 +316,29 @@ def test_an_invalidated_file_that_was_written_here_keeps_its_inode(
     assert out == b"a" * PART + b"b" * PART + b"c" * PART == (source / "file").read_bytes()
     os.close(reader)
     os.close(into)
+
+
+@pytest.mark.promise("WR-8")
+@pytest.mark.parametrize("flags", [os.O_RDONLY, os.O_RDWR], ids=["read", "written"])
+@pytest.mark.parametrize("arguments", [(), ("--mutable", "**"), ("--cache", "none")], ids=" ".join)
+def test_an_open_file_loses_its_name_where_the_source_then_knows_it_no_longer(
+    mount: MakeMount, source: Path, tmp_path: Path, arguments: tuple[str, ...], flags: int
+) -> None:
+    """`bindfs -o hard_remove` answers an fstat of a file without a name with ENOENT. Before: unlink and rename failed
+    with that error, after the source had made the change."""
+    bindfs = Bindfs(source, tmp_path / "bindfs", "rw,hard_remove")
+    try:
+        m = mount(bindfs.path, *arguments)
+        for name in ("removed", "replaced", "new"):
+            (m.path / name).write_bytes(name.encode())
+        opened = [os.open(m.path / name, flags) for name in ("removed", "replaced")]
+        os.unlink(m.path / "removed")
+        os.rename(m.path / "new", m.path / "replaced")
+        for fd in opened:
+            os.close(fd)
+        for place in (m.path, source):
+            assert {path.name for path in place.iterdir()} & {"removed", "replaced", "new"} == {"replaced"}
+            assert (place / "replaced").read_bytes() == b"new"
+        m.umount()
+    finally:
+        bindfs.close()
