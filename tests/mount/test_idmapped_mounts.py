@@ -14,7 +14,7 @@ import pytest
 
 from tests.conftest import Mount, expire, settle, wait_for
 from tests.sources.images import make_image, umount_when_free
-from tests.users import GROUP_OBJ, MASK, OTHER, USER, USER_OBJ, as_user, open_to_all
+from tests.users import GROUP_OBJ, MASK, OTHER, USER, USER_OBJ, acl, as_user, open_to_all
 
 MakeMount = Callable[..., Mount]
 CLONE_NEWUSER = 0x10000000
@@ -52,10 +52,9 @@ def mount_when_free(image: Path, place: Path, options: str = "loop") -> None:
     wait_for(partial(subprocess.call, ["mount", "-o", options, image, place]), lambda failed: not failed)
 
 
-def acl(entries: list[tuple[int, int, int]], *, other: int) -> bytes:
+def whole_acl(entries: list[tuple[int, int, int]], *, other: int) -> bytes:
     """`entries`: (tag, permissions, id)."""
-    every = [(USER_OBJ, 6, 0), *entries, (MASK, 7, 0), (OTHER, other, 0)]
-    return struct.pack("<I", 2) + b"".join(struct.pack("<HHI", *each) for each in every)
+    return acl((USER_OBJ, 6, 0), *entries, (MASK, 7, 0), (OTHER, other, 0))
 
 
 def seen(user: int, path: Path) -> object:
@@ -90,7 +89,9 @@ def test_nobody_is_not_taken_for_an_owner_who_is_not_mapped(
             (root / name).write_text(name)
         os.chown(root / name, uid, gid)
         (root / name).chmod(mode)
-    os.setxattr(root / "with an acl", "system.posix_acl_access", acl([(USER, 6, UNMAPPED), (GROUP_OBJ, 4, 0)], other=4))
+    os.setxattr(
+        root / "with an acl", "system.posix_acl_access", whole_acl([(USER, 6, UNMAPPED), (GROUP_OBJ, 4, 0)], other=4)
+    )
     beneath.callback(subprocess.run, ["umount", "-l", source / place], check=False, stderr=subprocess.DEVNULL)
     settle()
     mount_idmapped(root, source / place, MAPPED)
@@ -150,7 +151,7 @@ def test_a_source_that_shows_other_owners_is_another_one(
     (root / "closed").mkdir(parents=True)
     source.mkdir()
     (root / "closed" / "file").write_text("secret")
-    os.setxattr(root / "closed", "system.posix_acl_access", acl([(USER, 5, 1), (GROUP_OBJ, 0, 0)], other=0))
+    os.setxattr(root / "closed", "system.posix_acl_access", whole_acl([(USER, 5, 1), (GROUP_OBJ, 0, 0)], other=0))
     beneath.callback(subprocess.run, ["umount", "-l", source], check=False, stderr=subprocess.DEVNULL)
     settle()
     mount_idmapped(root, source, former, 2)
@@ -181,7 +182,7 @@ def test_a_filesystem_that_is_mounted_without_acls_is_another_one(
     beneath.callback(subprocess.run, ["umount", "-l", source], check=False, stderr=subprocess.DEVNULL)
     (source / "file").write_text("secret")
     os.chown(source / "file", 0, member)
-    os.setxattr(source / "file", "system.posix_acl_access", acl([(USER, 4, named), (GROUP_OBJ, 0, 0)], other=0))
+    os.setxattr(source / "file", "system.posix_acl_access", whole_acl([(USER, 4, named), (GROUP_OBJ, 0, 0)], other=0))
     umount_when_free(source)
     m = None
     for acls, admitted, refused in (("noacl", member, named), ("acl", named, member), ("noacl", member, named)):

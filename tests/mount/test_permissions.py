@@ -3,7 +3,6 @@
 import ctypes
 import errno
 import os
-import struct
 import subprocess
 import threading
 import time
@@ -19,7 +18,7 @@ from tests.bindfs import Bindfs
 from tests.conftest import Mount, cachefs, expire, settle, wait_for
 from tests.sources.images import make_image, mount_image
 from tests.sshfs import sshfs
-from tests.users import as_user, open_to_all
+from tests.users import GROUP_OBJ, MASK, OTHER, USER, USER_OBJ, acl, as_user, open_to_all
 
 MakeMount = Callable[..., Mount]
 ALICE, BOB, CAROL = 4321, 1234, 5432
@@ -55,17 +54,12 @@ def alice(function: Callable[[], object]) -> object:
     return as_user(ALICE, ALICE, [], function)
 
 
-def acl(entries: Iterable[tuple[int, int, int]]) -> bytes:
-    """(tag, permissions, id), as the kernel stores it."""
-    return struct.pack("<I", 2) + b"".join(struct.pack("<HHI", *entry) for entry in entries)
-
-
-USER_OBJ, USER, GROUP_OBJ, MASK, OTHER, NOBODY = 0x01, 0x02, 0x04, 0x10, 0x20, 0xFFFFFFFF
+NOBODY = 0xFFFFFFFF
 
 
 def let_in(user: int) -> bytes:
     """rwx for the owner, r-x for one other user."""
-    return acl([(USER_OBJ, 7, NOBODY), (USER, 5, user), (GROUP_OBJ, 0, NOBODY), (MASK, 5, NOBODY), (OTHER, 0, NOBODY)])
+    return acl((USER_OBJ, 7, NOBODY), (USER, 5, user), (GROUP_OBJ, 0, NOBODY), (MASK, 5, NOBODY), (OTHER, 0, NOBODY))
 
 
 def a_tree(root: Path, name: str) -> Path:
@@ -121,7 +115,7 @@ _READ_BY_ALL = [(GROUP_OBJ, 5, NOBODY), (MASK, 5, NOBODY), (OTHER, 5, NOBODY)]
 
 def _refuse_bob(outer: Path) -> None:
     outer.chmod(0o755)
-    os.setxattr(outer, ACL, acl([(USER_OBJ, 7, NOBODY), (USER, 0, BOB), *_READ_BY_ALL]))
+    os.setxattr(outer, ACL, acl((USER_OBJ, 7, NOBODY), (USER, 0, BOB), *_READ_BY_ALL))
 
 
 ACL_OPENINGS: dict[str, tuple[Callable[[Path], object], Callable[[Path], object]]] = {
