@@ -116,7 +116,7 @@ class Mutations:
             return
         async with self._descriptors.descriptor(number, True) as use:
             if use is not None:
-                with suppress(OSError):  # a FUSE source may not know an open file without a name (bindfs -o hard_remove)
+                with suppress(OSError):  # bindfs -o hard_remove does not know an open file without a name
                     self._store(number, await use(self._fs.source.fstat))
                     return
         with self._metadata.index.update() as update:

@@ -10,6 +10,7 @@ kernel is asked which file the loop device has. Where it does not say, the files
 """
 
 import enum
+import errno
 import fcntl
 import hashlib
 import os
@@ -66,8 +67,12 @@ _LOOP_INFO = struct.Struct("=QQ8xQQ")
 _EROFS_EXTRA_DEVICES = 1024 + 86
 """Where the superblock has their number, in 16 bits."""
 _SERIAL_NUMBERS = Path("/dev/disk/by-uuid")
-_HIDING = frozenset(("noacl", "nouser_xattr"))
-"""Options that hide ACLs, and so change permissions, or other attributes. No time shows that."""
+_HIDING = ("noacl", "nouser_xattr")
+_OWNERS_AND_MODES = ("uid", "gid", "umask", "fmask", "dmask", "file_mode", "dir_mode")
+_NAMES = ("codepage", "iocharset", "utf8")
+_DECIDING = frozenset(_HIDING + _OWNERS_AND_MODES + _NAMES)
+"""Options that decide which attributes, owners, modes and names are shown. No time shows that they have changed."""
+_ATTRIBUTE = b"user.cachefs"
 
 _NO_CHANGE_TIMES = frozenset(("vfat", "msdos", "exfat", "cifs", "smb3"))
 _HAS_NO_NUMBERS = frozenset(("vfat", "msdos", "exfat", "fuseblk"))
@@ -242,12 +247,24 @@ def _identity(fd: int, mount: Mount) -> bytes:
         words.append(lies_in)  # Btrfs has a device number of its own
     is_proven = bool(words[-1] if is_image else b"".join(words))
     fstype = "nfs" if mount.fstype == "nfs4" else mount.fstype
-    hidden = _HIDING.intersection(mount.options.split(","))
-    return b"\0".join([fstype.encode(), *words, *sorted(map(str.encode, hidden))]) if is_proven else b""
+    options = mount.options.split(",")  # an image may have several sessions, or start somewhere in its file
+    words += sorted(os.fsencode(each) for each in options if is_image or each.partition("=")[0] in _DECIDING)
+    if recognized is Recognized.NAME and not _has_attributes(fd):
+        words.append(b"no attributes")
+    return b"\0".join([fstype.encode(), *words]) if is_proven else b""
 
 
 def _is_read_only(fd: int) -> bool:
     return bool(os.fstatvfs(fd).f_flag & os.ST_RDONLY)
+
+
+def _has_attributes(fd: int) -> bool:
+    """Are there extended attributes? A FUSE filesystem may hide them (bindfs --xattr-none), which no option shows."""
+    try:
+        os.getxattr(fd, _ATTRIBUTE)
+    except OSError as error:
+        return error.errno not in (errno.EOPNOTSUPP, errno.ENOSYS)
+    return True
 
 
 def _uuid(fd: int, recognized: Recognized) -> bytes:
@@ -309,15 +326,17 @@ def _loop_file(device: Path, *, as_it_is: bool) -> bytes:
         with closing(os.open(b"/dev/" + os.fsencode(device.resolve().name), os.O_RDONLY)) as loop:
             info = fcntl.ioctl(loop, _LOOP_GET_STATUS64, bytes(_LOOP_INFO_BYTES))
         with closing(os.open(path, os.O_RDONLY | os.O_NONBLOCK)) as file:
-            now, lies_on = syscalls.statx(file, b""), identify(file).identity
+            now, lies_on = syscalls.statx(file, b"", ask=True), identify(file)
     except PermissionError:
         return b""
     except OSError as error:
         raise _Unknown from error
     *actual, offset, size_limit = _LOOP_INFO.unpack_from(info)
-    if not stat.S_ISREG(now.mode) or actual != [now.device, now.inode] or not lies_on:
+    if not stat.S_ISREG(now.mode) or actual != [now.device, now.inode] or not lies_on.identity:
         raise _Unknown
+    if as_it_is and not has_change_times(lies_on.fstype) and now.ctime_ns <= now.mtime_ns:
+        raise _Unknown  # another image of the same size may have got the same times
     numbers = [now.inode, now.btime_ns, offset, size_limit]
     if as_it_is:
         numbers += [now.size, now.mtime_ns, now.ctime_ns]
-    return b"\0".join([path, lies_on, start, *(b"%d" % number for number in numbers)])
+    return b"\0".join([path, lies_on.identity, start, *(b"%d" % number for number in numbers)])

@@ -8,12 +8,13 @@ from pathlib import Path
 
 import pytest
 
+from cachefs.client import mount_table
 from cachefs.source.directories import ROOT, Directory
 from cachefs.source.identity import Changed, is_same
 from cachefs.source.opening import component
 from cachefs.source.source import Look, Object, Source
 from cachefs.store import runs
-from cachefs.store.filesystem import numbers_stay
+from cachefs.store.filesystem import identify, numbers_stay
 from cachefs.store.index.records import Identity
 from cachefs.system.stat import NO_CONNECTION, NO_NUMBER, USED_ONCE
 from cachefs.system.syscalls import statx
@@ -248,3 +249,22 @@ def test_clients_that_show_births_and_that_show_none_know_one_object(tmp_path: P
         assert one.is_of(other, by_name=False)
     assert not recorded.is_of(now._replace(btime_ns=now.btime_ns + 1), by_name=True)
     assert not recorded.is_of(once._replace(inode=now.inode + 1), by_name=True)
+
+
+@pytest.mark.parametrize("option", ["uid=1000", "file_mode=0640", "iocharset=utf8", "noacl"])
+def test_options_that_decide_on_owners_modes_or_names_make_another_filesystem(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, option: str
+) -> None:
+    """No time shows that they have changed."""
+    fd = os.open(tmp_path, os.O_RDONLY)
+    mount = mount_table.mount_of(fd)
+    assert mount is not None
+
+    def identity(options: str) -> bytes:
+        given = replace(mount, fstype="cifs", source="//server/share", device="0:99", options=options)
+        monkeypatch.setattr(mount_table, "mount_of", lambda _: given)
+        return identify(fd).identity
+
+    assert identity("rw,vers=3.1") == identity("rw,vers=3.0") != b""
+    assert identity(f"rw,{option}") == identity(f"rw,vers=3.0,{option}") != identity("rw")
+    os.close(fd)
