@@ -16,6 +16,7 @@ import hashlib
 import os
 import stat
 import struct
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -227,6 +228,7 @@ def _identity(fd: int, mount: Mount) -> bytes:
     if recognized is Recognized.NOT:
         return b""
     words: list[bytes] = []
+    options = mount.options.split(",")  # an image may have several sessions, or start somewhere in its file
     if recognized is Recognized.FSID:
         fsid = os.fstatvfs(fd).f_fsid
         words.append(b"%d" % fsid if fsid else b"")
@@ -238,7 +240,7 @@ def _identity(fd: int, mount: Mount) -> bytes:
     if is_image or is_on_device:
         device = _DEVICES / mount.device
         lies_in = _loop_file(device, as_it_is=is_image or _is_read_only(fd))
-        if lies_in and mount.fstype == "erofs" and _has_other_devices(device):
+        if lies_in and mount.fstype == "erofs" and _has_other_devices(device, options):
             raise _Unknown
         words.append(lies_in or (b"" if is_image else _volume(device)))
     elif recognized in (Recognized.NAME, Recognized.UUID):
@@ -247,7 +249,6 @@ def _identity(fd: int, mount: Mount) -> bytes:
         words.append(lies_in)  # Btrfs has a device number of its own
     is_proven = bool(words[-1] if is_image else b"".join(words))
     fstype = "nfs" if mount.fstype == "nfs4" else mount.fstype
-    options = mount.options.split(",")  # an image may have several sessions, or start somewhere in its file
     words += sorted(os.fsencode(each) for each in options if is_image or each.partition("=")[0] in _DECIDING)
     if recognized is Recognized.NAME and not _has_attributes(fd):
         words.append(b"no attributes")
@@ -303,10 +304,11 @@ def _volume(device: Path) -> bytes:
     return b""
 
 
-def _has_other_devices(device: Path) -> bool:
+def _has_other_devices(device: Path, options: Iterable[str]) -> bool:
     """Do data of this EROFS lie on other devices? The kernel does not say on which. Raises OSError."""
+    start = sum(int(each.removeprefix("fsoffset=")) for each in options if each.startswith("fsoffset="))
     with closing(os.open(b"/dev/" + os.fsencode(device.resolve().name), os.O_RDONLY)) as fd:
-        return any(os.pread(fd, 2, _EROFS_EXTRA_DEVICES))
+        return any(os.pread(fd, 2, start + _EROFS_EXTRA_DEVICES))
 
 
 def _loop_file(device: Path, *, as_it_is: bool) -> bytes:
