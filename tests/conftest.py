@@ -39,7 +39,7 @@ FULL_AGE_S = SETTLE_NS / NANOSECONDS
 SHORT_AGE_S = 0.1
 """How old files must be for mounts of tests that are not about that. A write() may take longer: not for users."""
 CLOCK_WAS_SET_NS = 50_000_000
-"""More than its speed is ever adjusted by while a test runs."""
+"""Adjustments of its speed change it by less while a test runs."""
 TREES_AHEAD = 8
 _starts_interpreters = False
 
@@ -445,15 +445,17 @@ def pytest_runtest_setup(item: pytest.Item) -> None:  # before its fixtures, als
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> bool:
-    """Run a test again if it has failed and somebody has set the clock meanwhile, as when a virtual machine is moved.
+    """Run a test again if it failed while the clock was set, for example because a virtual machine was moved.
 
-    Its files are then older or younger than it has made them, and a mount does not believe a clock set forward.
+    Its files are then older or younger than it expects, and a mount does not believe a clock that was set forward.
     """
     item.ihook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
-    began = TimeOfDay()
     reports = runtestprotocol(item, log=False, nextitem=nextitem)
-    if any(report.failed for report in reports) and abs(TimeOfDay().offset_ns - began.offset_ns) > CLOCK_WAS_SET_NS:
-        item._initrequest()  # type: ignore[attr-defined]  # its fixtures are made anew
+    if (
+        any(report.failed for report in reports)
+        and abs(TimeOfDay().offset_ns - TIME_OF_DAY.offset_ns) > CLOCK_WAS_SET_NS
+    ):
+        item._initrequest()  # type: ignore[attr-defined]  # forgets the fixtures of the first run
         reports = runtestprotocol(item, log=False, nextitem=nextitem)
     for report in reports:
         item.ihook.pytest_runtest_logreport(report=report)

@@ -73,7 +73,6 @@ _OWNERS_AND_MODES = ("uid", "gid", "umask", "fmask", "dmask", "file_mode", "dir_
 _NAMES = ("codepage", "iocharset", "utf8")
 _DECIDING = frozenset(_HIDING + _OWNERS_AND_MODES + _NAMES)
 """Options that decide which attributes, owners, modes and names are shown. No time shows that they have changed."""
-_ATTRIBUTE = b"user.cachefs"
 
 _NO_CHANGE_TIMES = frozenset(("vfat", "msdos", "exfat", "cifs", "smb3"))
 _HAS_NO_NUMBERS = frozenset(("vfat", "msdos", "exfat", "fuseblk"))
@@ -228,7 +227,7 @@ def _identity(fd: int, mount: Mount) -> bytes:
     if recognized is Recognized.NOT:
         return b""
     words: list[bytes] = []
-    options = mount.options.split(",")  # an image may have several sessions, or start somewhere in its file
+    options = mount.options.split(",")
     if recognized is Recognized.FSID:
         fsid = os.fstatvfs(fd).f_fsid
         words.append(b"%d" % fsid if fsid else b"")
@@ -249,6 +248,7 @@ def _identity(fd: int, mount: Mount) -> bytes:
         words.append(lies_in)  # Btrfs has a device number of its own
     is_proven = bool(words[-1] if is_image else b"".join(words))
     fstype = "nfs" if mount.fstype == "nfs4" else mount.fstype
+    # Any option may choose a part of an image: one of its sessions, or where in the file it begins.
     words += sorted(os.fsencode(each) for each in options if is_image or each.partition("=")[0] in _DECIDING)
     if recognized is Recognized.NAME and not _has_attributes(fd):
         words.append(b"no attributes")
@@ -262,7 +262,7 @@ def _is_read_only(fd: int) -> bool:
 def _has_attributes(fd: int) -> bool:
     """Are there extended attributes? A FUSE filesystem may hide them (bindfs --xattr-none), which no option shows."""
     try:
-        os.getxattr(fd, _ATTRIBUTE)
+        os.getxattr(fd, b"user.cachefs")
     except OSError as error:
         return error.errno not in (errno.EOPNOTSUPP, errno.ENOSYS)
     return True
@@ -306,7 +306,7 @@ def _volume(device: Path) -> bytes:
 
 def _has_other_devices(device: Path, options: Iterable[str]) -> bool:
     """Do data of this EROFS lie on other devices? The kernel does not say on which. Raises OSError."""
-    start = sum(int(each.removeprefix("fsoffset=")) for each in options if each.startswith("fsoffset="))
+    start = next((int(each.removeprefix("fsoffset=")) for each in options if each.startswith("fsoffset=")), 0)
     with closing(os.open(b"/dev/" + os.fsencode(device.resolve().name), os.O_RDONLY)) as fd:
         return any(os.pread(fd, 2, start + _EROFS_EXTRA_DEVICES))
 

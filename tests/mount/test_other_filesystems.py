@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from cachefs.system.descriptors import closing
+from tests.bindfs import Bindfs
 from tests.conftest import Mount, contents, expire, settle, wait_for
 from tests.sources.images import MAKE, READ_ONLY, make_image, mount_image, umount_when_free
 
@@ -279,27 +280,25 @@ def test_a_fuse_source_shows_extended_attributes_that_it_hid(
     mount: Callable[..., Mount], source: Path, tmp_path: Path, arguments: tuple[str, ...]
 ) -> None:
     """No option in the mount table and no time shows it. Before: attributes and ACLs stayed missing."""
-    place = tmp_path / "bindfs"
-    place.mkdir()
     os.setxattr(source / "d0/f00000", "user.a", b"value")
     settle()
-    subprocess.run(["bindfs", "--xattr-none", source, place], check=True)
+    bindfs = Bindfs(source, tmp_path / "bindfs", "rw,xattr-none")
     try:
-        m = mount(place, *arguments)
+        m = mount(bindfs.path, *arguments)
         for _ in range(2):
             assert (m.path / "d0/f00000").read_bytes()
             with pytest.raises(OSError, match=r"not supported|No data"):
                 os.getxattr(m.path / "d0/f00000", "user.a")
             expire()
         m.umount()
-        umount_when_free(place)
-        subprocess.run(["bindfs", source, place], check=True)
+        bindfs.options = "rw"
+        bindfs.again()
         m.start()
         assert os.getxattr(m.path / "d0/f00000", "user.a") == b"value"
         assert m.log().count("is another filesystem than before") == 1
         m.umount()
     finally:
-        subprocess.run(["umount", "-l", place], check=False)
+        bindfs.close()
 
 
 @pytest.mark.promise("CH-26")

@@ -18,7 +18,7 @@ from tests.bindfs import Bindfs
 from tests.conftest import Mount, cachefs, expire, settle, wait_for
 from tests.sources.images import make_image, mount_image
 from tests.sshfs import sshfs
-from tests.users import GROUP_OBJ, MASK, OTHER, USER, USER_OBJ, acl, as_user, open_to_all
+from tests.users import GROUP_OBJ, MASK, NOBODYS, OTHER, USER, USER_OBJ, acl, as_user, open_to_all
 
 MakeMount = Callable[..., Mount]
 ALICE, BOB, CAROL = 4321, 1234, 5432
@@ -54,12 +54,11 @@ def alice(function: Callable[[], object]) -> object:
     return as_user(ALICE, ALICE, [], function)
 
 
-NOBODY = 0xFFFFFFFF
-
-
 def let_in(user: int) -> bytes:
     """rwx for the owner, r-x for one other user."""
-    return acl((USER_OBJ, 7, NOBODY), (USER, 5, user), (GROUP_OBJ, 0, NOBODY), (MASK, 5, NOBODY), (OTHER, 0, NOBODY))
+    return acl(
+        (USER_OBJ, 7, NOBODYS), (USER, 5, user), (GROUP_OBJ, 0, NOBODYS), (MASK, 5, NOBODYS), (OTHER, 0, NOBODYS)
+    )
 
 
 def a_tree(root: Path, name: str) -> Path:
@@ -110,12 +109,12 @@ OPENINGS: dict[str, Callable[[Path], object]] = {
 """How another node lets Bob into a directory, or moves what is in it to where he may go."""
 
 
-_READ_BY_ALL = [(GROUP_OBJ, 5, NOBODY), (MASK, 5, NOBODY), (OTHER, 5, NOBODY)]
+_READ_BY_ALL = [(GROUP_OBJ, 5, NOBODYS), (MASK, 5, NOBODYS), (OTHER, 5, NOBODYS)]
 
 
 def _refuse_bob(outer: Path) -> None:
     outer.chmod(0o755)
-    os.setxattr(outer, ACL, acl((USER_OBJ, 7, NOBODY), (USER, 0, BOB), *_READ_BY_ALL))
+    os.setxattr(outer, ACL, acl((USER_OBJ, 7, NOBODYS), (USER, 0, BOB), *_READ_BY_ALL))
 
 
 ACL_OPENINGS: dict[str, tuple[Callable[[Path], object], Callable[[Path], object]]] = {
