@@ -144,8 +144,8 @@ def _check_package() -> None:
 
     One has then overwritten files of the other, and errors would be obscure.
     """
-    owners = importlib.metadata.packages_distributions().get("daemon", [])
-    others = sorted(set(owners) - {_DISTRIBUTION, _FORMER_DISTRIBUTION})
+    owners = {found.name for found in importlib.metadata.distributions() if _contains_daemon(found)}
+    others = sorted(owners - {_DISTRIBUTION, _FORMER_DISTRIBUTION})
     if others or getattr(daemon, "DISTRIBUTION", None) != _DISTRIBUTION:
         names = ", ".join(others) or "another distribution"
         raise CacheFsError(
@@ -159,6 +159,14 @@ def _check_package() -> None:
             f"{both[0]} and {both[1]} have different versions here: uninstall both, then install {both[0]}, which "
             "contains the client"
         )
+
+
+def _contains_daemon(distribution: importlib.metadata.Distribution) -> bool:
+    """importlib.metadata.packages_distributions() would parse the path of each installed file, at each mount."""
+    packages = distribution.read_text("top_level.txt")
+    if packages is not None:
+        return "daemon" in packages.split()
+    return any(line.startswith("daemon/") for line in (distribution.read_text("RECORD") or "").splitlines())
 
 
 @click.command(cls=mount_options.MountCommand)

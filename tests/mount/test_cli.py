@@ -206,8 +206,11 @@ def install_metadata(site: Path, name: str, version: str, package: str) -> dict[
     return os.environ | {"PYTHONPATH": str(site)}
 
 
-def test_another_distribution_named_daemon_is_noticed(tmp_path: Path, source: Path) -> None:
+@pytest.mark.parametrize("listed", ["top_level.txt", "RECORD"])
+def test_another_distribution_named_daemon_is_noticed(tmp_path: Path, source: Path, listed: str) -> None:
     environment = install_metadata(tmp_path / "site", "python-daemon", "3.0.1", "daemon")
+    for each in {"top_level.txt", "RECORD"} - {listed}:
+        (tmp_path / "site/python_daemon-3.0.1.dist-info" / each).unlink()
     done = cachefs("mount", source, tmp_path, check=False, env=environment)
     assert done.returncode == 1 and "python-daemon" in done.stderr and done.stderr.count("\n") == 1
 
