@@ -174,7 +174,7 @@ class Components:
         request_at = no_request if shared is None else shared.request_at
         files = self.files = OpenFiles(filesystem, descriptors, data, metrics, young, request_at)
         comparisons = ListingComparisons(filesystem, nursery)
-        directories = self.directories = Directories(filesystem, comparisons, request_at)
+        directories = self.directories = Directories(filesystem, comparisons, young, request_at)
         mutations = self.mutations = Mutations(filesystem, descriptors, comparisons, refusals)
         attributes = self.attributes = Attributes(filesystem, descriptors, data, statfs)
         self.operations = Operations(

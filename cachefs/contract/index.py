@@ -50,7 +50,8 @@ class Flag(enum.IntFlag):
     IMMUTABLE_ON_OPEN = 128
     """The first read-only open makes this regular file immutable: the fast path may answer it, and reports it."""
     YOUNG = 256
-    """A regular file whose data are not cached, because a write() may be under way (validity.py). UNSETTLED, too."""
+    """Its version may be recent (validity.py). The data of such a regular file, and the listing of such a directory,
+    are not kept, because a change may be under way. UNSETTLED, too."""
     RESTLESS = 512
     """A directory whose permissions have changed in this run: valid for two seconds at a time. UNSETTLED, too."""
     READ_MUTABLE = 1024

@@ -1,5 +1,7 @@
 """Young files whose pages the kernel caches, and the task that drops these pages after a while (validity.py).
 
+The kernel keeps the listing of a directory as pages, too.
+
 Each read has its own entry, because its data may contain half of a write() that began after an earlier entry was made.
 
 A mount with a fast path outlives its daemon, and so do the kernel's pages. Therefore a successor finds every entry:
@@ -59,10 +61,9 @@ class YoungFiles:
         self._wake = trio.Event()
 
     def was_read(self, inode: Inode) -> None:
-        """Call before the kernel gets data of a file that was young when the read began.
+        """Call before the kernel gets data of a file, or a directory's listing, that was young when the read began.
 
-        The pages are not dropped before the record expires, so that a reader revalidates the file before it misses
-        them.
+        The pages are not dropped before the record expires, so that a reader revalidates it before it misses them.
         """
         due_ns = self.clock.monotonic_ns() + self.settle_ns
         due_ns = max(due_ns, inode.expires_ns if inode.flags & UNSETTLED else 0)

@@ -1,7 +1,10 @@
 """Directories: their handles, and the listings that the kernel gets.
 
 A listing comes from the index, where names keep their positions (hazard 8). An entry that is not valid is compared with
-the source first (listing_comparison.py). Read-only mounts pin listings: later ones do not need the source.
+the source first (listing_comparison.py). Read-only mounts pin listings: later ones do not need the source. On a mount
+where no process opens anything (NO_OPEN), the kernel keeps a listing until the mtime of the directory changes. In a
+young directory names may come and go at the same mtime, so the kernel drops such a listing like the pages of a young
+file.
 """
 
 import itertools
@@ -11,6 +14,7 @@ import trio
 
 from cachefs.contract.index import ROOT_INODE
 from cachefs.contract.messages import FAST_HANDLE
+from cachefs.data.young_files import YoungFiles
 from cachefs.fs.handles import RequestAt
 from cachefs.fs.listing_comparison import ListingComparisons
 from cachefs.fs.names import FileSystem
@@ -32,8 +36,11 @@ Emit = Callable[[bytes, Inode | None, float, int], bool]
 
 
 class Directories:
-    def __init__(self, filesystem: FileSystem, comparisons: ListingComparisons, request_at: RequestAt) -> None:
+    def __init__(
+        self, filesystem: FileSystem, comparisons: ListingComparisons, young: YoungFiles, request_at: RequestAt
+    ) -> None:
         # dependencies
+        self._young = young
         self._request_at = request_at
         self._fs = filesystem
         self._metadata = filesystem.metadata
@@ -81,6 +88,9 @@ class Directories:
         if begins and not self._comparisons.is_valid(await self._fs.revalidated(number)):
             await self._comparisons.make(number, owner)
         await self._fs.let_list(number, caller, arrival_s)
+        directory = self._metadata.current(number)
+        if after == 0 and directory is not None and directory.is_young and self._fs.options.is_complete:
+            self._young.was_read(directory)
         if after < 2 and not self._emit_dots(number, after, emit):
             return
         after = max(after, 2)

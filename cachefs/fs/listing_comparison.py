@@ -344,7 +344,7 @@ class ListingComparisons:
         """Record a listing that was read when the directory was as in `before`. Returns whether it is LISTED now.
 
         It is, if all its names are pinned, no mutable name may appear, and the directory was not dropped or changed
-        meanwhile. It says nothing about names that the directory does not list (validity.py).
+        meanwhile, nor shortly before. It says nothing about names that the directory does not list (validity.py).
         """
         number = before.number
         with self._metadata.index.update() as update:
@@ -363,7 +363,7 @@ class ListingComparisons:
             return False
         with self._metadata.index.update() as update:
             directory = self._metadata.inode(update, number)
-            if directory is None or not self._metadata.is_pinned(directory) or directory.version != before.version:
+            if directory is None or not self._metadata.shows_changes(before, directory):
                 return False
             self._metadata.put_inode(update, directory._replace(flags=directory.flags | LISTED))
         return True

@@ -265,7 +265,7 @@ class FileSystem:
         """
         with self.metadata.index.view() as view:
             directory = self.metadata.paths.directory(view, parent)
-            pin = self._pins_name(view, parent, name)
+            pin, before = self._pins_name(view, parent, name), self.metadata.inode(view, parent)
             guards = self.permissions.guards(view, directory)
             dentry = self.metadata.dentry(view, parent, name)
             known = self.metadata.inode(view, dentry.inode) if dentry is not None else None
@@ -281,7 +281,8 @@ class FileSystem:
                 if error.errno not in (errno.ENOENT, errno.ENOTDIR):
                     raise
                 with self.metadata.index.update() as update:
-                    self.metadata.apply_absence(update, parent, name, pin=pin)
+                    lasts = self.metadata.shows_changes(before, self.metadata.inode(update, parent))
+                    self.metadata.apply_absence(update, parent, name, pin=pin and lasts)
                 return None
             self.permissions.judge(guards, looks)
             if (pin or now.may_have_twins) and not also:

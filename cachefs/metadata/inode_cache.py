@@ -234,10 +234,9 @@ class InodeCache(InodeTable):
         if result or flags & RESTLESS:
             flags |= UNSETTLED
         if self.is_recent(now) and not (unchanged and self.has_settled(before, now)):
-            flags |= UNSETTLED
+            flags |= UNSETTLED | YOUNG
             if stat.S_ISREG(now.mode):
                 next_position = self.observed_since_ns(before if unchanged else None)
-                flags |= YOUNG
         inode = before.with_stat(now)._replace(
             flags=flags,
             version=version,

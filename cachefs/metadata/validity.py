@@ -13,7 +13,9 @@ counts: objects of other filesystems from `strict_floor` on, files with several 
 may also be mounted over what was recorded of the source: a new mount drops the records of each mountpoint.
 
 A directory that has not changed vouches for its names (dentries, listing, absences), so that each object costs exactly
-one lstat. Where it has changed, `entries_valid_from` makes its names doubtful.
+one lstat. Where it has changed, `entries_valid_from` makes its names doubtful. After the names were read, another one
+may come or go in the same tick of the source's clock, which may last a second. So listings and absences in a directory
+that may have changed just now (YOUNG) are not pinned, until a second comparison shows it unchanged.
 
 Age: are data that are about to be read certainly of one version? The flag YOUNG of the record tells both languages.
 The kernel sets mtime and ctime before it copies what is written (hazard 25). Data that are read during one write()
@@ -155,16 +157,24 @@ class Validity:
     def has_settled(self, before: Inode, now: Stat) -> bool:
         """Does `now`, which shows the version of the record, show that it is not being written any more?
 
-        The second comparison must reach the source; of a file it must begin `settle_ns` after the first one.
+        The second comparison must reach the source, and begin `settle_ns` after the first one.
         """
         if self.hides_changes(now.ctime_ns, now.device) if before.is_regular else self.lies_ahead(now.ctime_ns):
             return False  # a directory that is closed now has an older ctime: it would not show in what is made then
         is_of_this_run = before.validated_run == self.run
         if not before.flags & UNSETTLED or (before.is_regular and is_of_this_run and not before.is_young):
             return True
+        began_ns = now.began_ns or self._monotonic_ns()
         if not now.is_fresh or not before.is_regular:
-            return now.is_fresh
-        return is_of_this_run and (now.began_ns or self._monotonic_ns()) - before.observed_ns >= self._settle_ns
+            return now.is_fresh and (not is_of_this_run or began_ns >= before.expires_ns)
+        return is_of_this_run and began_ns - before.observed_ns >= self._settle_ns
+
+    def shows_changes(self, before: Inode | None, directory: Inode | None) -> bool:
+        """Will the times of a directory show it if names come or go after its names were read? They may be the same if
+        that happens in the same tick of the source's clock. `before`: its record when the names were read."""
+        if before is None or directory is None or before.version != directory.version:
+            return False
+        return self.is_pinned(directory) and not before.is_young and not directory.is_young
 
     def hides_changes(self, ctime_ns: int, device: int) -> bool:
         """May an object be changed while its ctime stays as it is? On CephFS, until that time has come (hazard 59)."""
@@ -184,7 +194,7 @@ class Validity:
             return 0
         if result:
             return self._monotonic_ns() + self._unpinned_timeout_ns
-        return self._settle_ns + (inode.observed_ns if inode.is_young else self._monotonic_ns())
+        return self._settle_ns + (inode.observed_ns if inode.is_young and inode.is_regular else self._monotonic_ns())
 
     def changed_now(self, inode: Inode, now: Stat) -> Inode:
         """The record of a file that has changed since its last comparison, which may be a moment ago."""

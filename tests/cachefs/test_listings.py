@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cachefs.contract.index import Table
+from cachefs.data.young_files import YoungFiles
 from cachefs.fs.directories import Directories
 from cachefs.fs.handles import no_request
 from cachefs.metadata.inode_cache import InodeCache
@@ -127,7 +128,8 @@ def test_a_row_that_is_left_over_shows_background_work_no_file_twice(index: Inde
 
     filesystem: Any = SimpleNamespace(metadata=metadata, revalidated=revalidated)
     comparisons: Any = SimpleNamespace(is_valid=lambda _: True, bare=lambda _: {})
-    directories = Directories(filesystem, comparisons, no_request)
+    kernel: Any = None
+    directories = Directories(filesystem, comparisons, YoungFiles(kernel), no_request)
     assert trio.run(directories.entries, DIRECTORY) == [100, 101, 102, 103, 104]
 
 

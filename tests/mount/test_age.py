@@ -290,6 +290,59 @@ def test_attributes_and_names_of_what_is_young_are_asked_for_again(
     wait_for(lambda: os.listdir(m.path / "directory"), lambda names: names == ["new"])
 
 
+@pytest.mark.promise("CH-12", "CH-48")
+@pytest.mark.parametrize(
+    ("mode", "again"),
+    [([], "later"), ([], "restart"), ([], "new mount"), (["--no-fastpath"], "later"), (["--no-fastpath"], "new mount")],
+)
+def test_names_that_come_and_go_in_the_second_of_a_listing_and_of_an_absence_show_up(
+    mount: MakeMount, old_ext4: Path, mode: list[str], again: str
+) -> None:
+    """Times in whole seconds: the directory has the same times before and after. The listing was empty for good: the
+    former name was gone, and the new one was not known."""
+    m = mount(old_ext4, "--read-only", *mode)
+    for attempt in range(10):
+        listed, asked = (f"{each}{attempt}" for each in ("listed", "asked"))
+        time.sleep(1.02 - time.time() % 1)
+        for directory in (listed, asked):
+            (old_ext4 / directory).mkdir()
+            (old_ext4 / directory / "former").touch()
+        before = [os.stat(old_ext4 / directory).st_ctime_ns for directory in (listed, asked)]
+        assert os.listdir(m.path / listed) == ["former"] and not (m.path / asked / "new").exists()
+        for directory in (listed, asked):
+            (old_ext4 / directory / "former").rename(old_ext4 / directory / "new")
+        if before == [os.stat(old_ext4 / directory).st_ctime_ns for directory in (listed, asked)]:
+            break
+    else:
+        raise AssertionError("nothing was quick enough")
+    settle()
+    if again == "restart":
+        cachefs("restart", m.path)
+    wait_for(lambda: os.listdir(m.path / listed), lambda names: names == ["new"])
+    if again == "new mount":
+        m.umount()
+        m.start()
+    assert os.listdir(m.path / listed) == ["new"] and (m.path / asked / "new").exists()
+
+
+@pytest.mark.promise("CH-48")
+@pytest.mark.parametrize("mode", [[], ["--no-fastpath"]], ids=["", "no-fastpath"])
+def test_a_name_that_was_missing_from_a_new_directory_shows_up(mount: MakeMount, source: Path, mode: list[str]) -> None:
+    """Before: it stayed missing, although the times of the directory had changed."""
+    m = mount(source, "--read-only", *mode)
+    (source / "directory").mkdir()
+    assert not (m.path / "directory/name").exists()
+    time.sleep(0.3)
+    (source / "directory/name").touch()
+    wait_for((m.path / "directory/name").exists, bool)
+    assert not (m.path / "directory/other").exists()
+    settle()
+    assert not (m.path / "directory/other").exists()
+    (source / "directory/other").touch()
+    settle()
+    assert not (m.path / "directory/other").exists()  # the directory had settled
+
+
 @pytest.mark.promise("CH-13", "CH-14")
 @pytest.mark.parametrize("mode", [["--read-only"], [], ["--read-only", "--no-fastpath"]], ids="-".join)
 @pytest.mark.parametrize("which", ["ctime", "mtime"])

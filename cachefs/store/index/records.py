@@ -124,7 +124,7 @@ class Inode(NamedTuple):
 
     @property
     def observed_ns(self) -> int:
-        """Of a young file: since when its version is known, CLOCK_MONOTONIC of the run that compared it."""
+        """Of a young regular file: since when its version is known, CLOCK_MONOTONIC of the run that compared it."""
         return self.next_position
 
     @property
