@@ -27,9 +27,10 @@ them are dropped after `settle_ns` (young_files.py). Not covered: one write() th
 that is later than `LATE_NS`.
 
 A version may be recent if its change time is less than `LATE_NS` ago, or in the future. Where this machine's own clock
-sets the times, as on a local disk, less than `settle_ns` ago. Where ctime proves nothing (store/filesystem.py) the
-later of ctime and mtime counts. On CephFS, which never sets a time back, a file stays young as long as its ctime is in
-the future: until then a rewrite by a node with the right time leaves no trace (hazard 59).
+sets the times, as on a local disk, less than `settle_ns` ago. A time in whole seconds counts from the end of its step,
+because the change may have come then. Where ctime proves nothing (store/filesystem.py) the later of ctime and mtime
+counts. On CephFS, which never sets a time back, a file stays young as long as its ctime is in the future: until then a
+rewrite by a node with the right time leaves no trace (hazard 59).
 
 `settle_ns` is an option of the mount; tests use shorter times.
 """
@@ -45,6 +46,8 @@ from cachefs.system.clock import NANOSECONDS, SYSTEM, Clock
 from cachefs.system.stat import Stat
 
 FOREVER_NS = 1 << 63
+COARSEST_NS = 2 * NANOSECONDS
+"""In what steps times move that are in whole seconds: on FAT."""
 ANSWERED_NS = NANOSECONDS
 """How long an answer that the kernel has not received yet may be on its way."""
 
@@ -152,6 +155,8 @@ class Validity:
     def is_recent(self, now: Stat) -> bool:
         """May this version have been made just now?"""
         changed_ns = now.ctime_ns if self._has_change_time(now.device) else max(now.ctime_ns, now.mtime_ns)
+        if changed_ns % NANOSECONDS == 0 and self._settle_ns >= SETTLE_NS:
+            changed_ns += COARSEST_NS  # it does not say when in the second that was
         return changed_ns + self.recent_ns > self._realtime_ns()
 
     def has_settled(self, before: Inode, now: Stat) -> bool:

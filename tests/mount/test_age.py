@@ -290,6 +290,36 @@ def test_attributes_and_names_of_what_is_young_are_asked_for_again(
     wait_for(lambda: os.listdir(m.path / "directory"), lambda names: names == ["new"])
 
 
+@pytest.mark.promise("CH-13", "CH-29")
+@MODES
+def test_what_is_read_during_a_write_that_began_late_in_a_second_is_not_there_afterwards(
+    mount: MakeMount, old_ext4: Path, faulty: tuple[Path, Path], mode: tuple[str, ...]
+) -> None:
+    """Times in whole seconds: the file seemed to be two seconds old one second after the write had begun."""
+    slow, faults = faulty
+    old, new = b"a" * 2 * HALF, b"b" * 2 * HALF
+    (old_ext4 / "victim").write_bytes(old)
+    (slow / "rest").write_bytes(new[HALF:])
+    settle()
+    m = mount(old_ext4, *mode)
+    for _ in range(5):
+        drop_caches_of(slow)  # the rest must come from there
+        time.sleep(1.9 - time.time() % 1)
+        began_s = time.time()
+        with StalledWrite(old_ext4 / "victim", new[:HALF], slow / "rest", faults):
+            changed_s = int(os.stat(old_ext4 / "victim").st_ctime)
+            time.sleep(max(0.0, changed_s + 2.03 - time.time()))
+            torn = (m.path / "victim").read_bytes()
+            took_s = time.time() - began_s
+        if changed_s < began_s and took_s < 1.9 and torn != new:
+            break
+        (old_ext4 / "victim").write_bytes(old)
+        settle()
+    else:
+        raise AssertionError("no write was quick enough")
+    wait_for(lambda: (m.path / "victim").read_bytes() == new, bool)
+
+
 @pytest.mark.promise("CH-12", "CH-48")
 @pytest.mark.parametrize(
     ("mode", "again"),
