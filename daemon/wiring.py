@@ -176,7 +176,7 @@ class Components:
         comparisons = ListingComparisons(filesystem, nursery)
         directories = self.directories = Directories(filesystem, comparisons, young, request_at)
         mutations = self.mutations = Mutations(filesystem, descriptors, comparisons, refusals)
-        attributes = self.attributes = Attributes(filesystem, descriptors, data, statfs)
+        attributes = self.attributes = Attributes(filesystem, descriptors, data, young, statfs)
         self.operations = Operations(
             filesystem, descriptors, files, directories, mutations, attributes, metrics.latencies
         )

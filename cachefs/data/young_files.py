@@ -1,6 +1,6 @@
 """Young files whose pages the kernel caches, and the task that drops these pages after a while (validity.py).
 
-The kernel keeps the listing of a directory as pages, too.
+The kernel keeps the listing of a directory and the target of a symlink as pages, too.
 
 Each read has its own entry, because its data may contain half of a write() that began after an earlier entry was made.
 

@@ -16,6 +16,7 @@ from typing import Any
 
 from cachefs.contract.index import Table
 from cachefs.data.data_cache import DataCache
+from cachefs.data.young_files import YoungFiles
 from cachefs.errors import failed
 from cachefs.fs.descriptors import Descriptors, Use
 from cachefs.fs.names import Entry, FileSystem
@@ -71,6 +72,7 @@ class Attributes:
     fs: FileSystem
     descriptors: Descriptors
     data: DataCache
+    young: YoungFiles
     # state
     known_statfs: os.statvfs_result | None
     """Of the source. None: not known. Only a mount that pins everything uses it."""
@@ -114,7 +116,10 @@ class Attributes:
     # --- symlinks and extended attributes --------------------------------------------------------------------------
 
     async def readlink(self, number: int) -> bytes:
-        return await self._value(Table.SYMLINKS, await self.fs.revalidated(number), b"", self.fs.source.readlink)
+        inode = await self.fs.revalidated(number)
+        if inode.is_young:  # the kernel keeps the target as a page
+            self.young.was_read(inode)
+        return await self._value(Table.SYMLINKS, inode, b"", self.fs.source.readlink)
 
     async def _value(self, table: Table, inode: Inode, name: bytes, read: Callable[[Object], bytes]) -> bytes:
         """A value of an inode: the cached one, or else fetched. Extended attributes are cached if it is pinned."""

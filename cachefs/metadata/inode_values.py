@@ -2,7 +2,6 @@
 
 import errno
 import struct
-from collections.abc import Iterable
 
 from cachefs.contract.index import Table
 from cachefs.store.index.environment import Update, View
@@ -46,13 +45,13 @@ def is_public(view: View, directory: Inode) -> bool:
 
 
 def settle(update: Update, before: Inode | None, after: Inode) -> None:
-    """After a comparison: drop the extended attributes of a record that has settled. A value may have changed in the
-    tick of the source's clock in which it was read, which does not show in ctime."""
+    """After a comparison: drop the values of a record that has settled. They may have changed in the tick of the
+    source's clock in which they were read, which does not show in ctime. A new symlink may have the former's number."""
     if before is not None and before.flags & ~after.flags & UNSETTLED:
-        drop(update, after.number, (Table.XATTRS,))
+        drop(update, after.number)
 
 
-def drop(update: Update, number: int, tables: Iterable[Table] = (Table.XATTRS, Table.SYMLINKS)) -> None:
-    for table in tables:
+def drop(update: Update, number: int) -> None:
+    for table in (Table.XATTRS, Table.SYMLINKS):
         for key, _ in list(update.scan(table, inode_key(number))):
             update.delete(table, key)

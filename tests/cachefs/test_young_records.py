@@ -26,8 +26,17 @@ AGES = pytest.mark.parametrize(
 def test_a_version_that_may_be_recent_is_young(index: Index, ago_s: int, has_own_clock: bool, young: bool) -> None:
     cache = Cache(index, has_own_clock=has_own_clock)
     with index.update() as update:
-        record = cache.see(update, b"f", file(time_ns=NOW_NS - ago_s * NANOSECONDS))
+        record = cache.see(update, b"f", file(time_ns=NOW_NS - ago_s * NANOSECONDS + 1))
     assert record.is_young == young == bool(record.flags & UNSETTLED)
+
+
+@pytest.mark.promise("CH-29")
+@pytest.mark.parametrize(("ago_s", "young"), [(3, True), (4, False)])
+def test_a_time_in_whole_seconds_counts_from_the_end_of_its_step(index: Index, ago_s: int, young: bool) -> None:
+    cache = Cache(index)
+    assert NOW_NS % NANOSECONDS == 0
+    with index.update() as update:
+        assert cache.see(update, b"f", file(time_ns=NOW_NS - ago_s * NANOSECONDS)).is_young == young
 
 
 @pytest.mark.parametrize("mtime_ago_s", [1, 1000])

@@ -12,7 +12,7 @@ import pytest
 
 from cachefs.system.descriptors import closing
 from tests.bindfs import Bindfs
-from tests.conftest import Mount, cachefs, expire, raises_errno, read_after_change, settle
+from tests.conftest import Mount, cachefs, expire, raises_errno, read_after_change, settle, wait_for
 
 ENOUGH = 200
 MODES = {
@@ -143,6 +143,33 @@ def test_another_hard_link_has_the_number_of_the_file(
     (source / "two").hardlink_to(source / "one")
     expire()
     assert (m.path / "two").stat().st_ino == number
+
+
+@pytest.mark.full_age
+@pytest.mark.promise("CH-12")
+@pytest.mark.parametrize("mode", MODES.values(), ids=MODES)
+def test_a_symlink_that_was_made_again_in_the_second_in_which_it_was_read_shows_its_target(
+    mount: Callable[..., Mount], source: Bindfs, mode: tuple[str, ...]
+) -> None:
+    """It has the same number and the same times, in whole seconds. The kernel kept the former target."""
+    m = mount(source.path, *mode)
+    for attempt in range(10):
+        link = source.path / f"link{attempt}"
+        time.sleep(1.02 - time.time() % 1)
+        link.symlink_to("former")
+        before = link.lstat()
+        assert os.readlink(m.path / link.name) == "former"
+        link.unlink()
+        link.symlink_to("latter")
+        after = link.lstat()
+        if (before.st_ino, before.st_ctime_ns) == (after.st_ino, after.st_ctime_ns):
+            break
+    else:
+        raise AssertionError("nothing was quick enough")
+    wait_for(lambda: os.readlink(m.path / link.name), lambda target: target == "latter")
+    m.umount()
+    m.start()
+    assert os.readlink(m.path / link.name) == "latter"
 
 
 @pytest.mark.promise("CH-12", "CH-17")
