@@ -338,6 +338,8 @@ def _loop_file(device: Path, *, as_it_is: bool) -> bytes:
         raise _Unknown
     if as_it_is and not has_change_times(lies_on.fstype) and now.ctime_ns <= now.mtime_ns:
         raise _Unknown  # another image of the same size may have got the same times
+    if not (as_it_is or now.btime_ns or kind_of(lies_on.fstype).uses_numbers_once):
+        raise _Unknown  # another image may have got the number of the former one
     numbers = [now.inode, now.btime_ns, offset, size_limit]
     if as_it_is:
         numbers += [now.size, now.mtime_ns, now.ctime_ns]

@@ -230,6 +230,25 @@ def test_a_copy_of_an_image_is_another_filesystem(mount: Callable[..., Mount], i
 
 
 @pytest.mark.promise("CH-26")
+def test_a_writable_image_that_may_have_got_the_number_of_another_is_not_recognized(
+    mount: Callable[..., Mount], old_ext4: Path, tmp_path: Path
+) -> None:
+    """Regression: without birth times a new file at the same path, with the same number, was taken for the former."""
+    image, place = old_ext4 / "image", tmp_path / "place"
+    place.mkdir()
+    subprocess.run(["mke2fs", "-q", "-t", "ext4", image, "4M"], check=True)
+    mount_image("ext4", image, place)
+    try:
+        m = mount(place)
+        m.umount()
+        m.start()
+        m.umount()
+        assert m.log().count("(ext4) cannot be told from another one that is mounted in its place") == 1
+    finally:
+        umount_when_free(place)
+
+
+@pytest.mark.promise("CH-26")
 @pytest.mark.parametrize("above", ["another image", "another image on bindfs", "an overlay"])
 def test_the_image_that_an_image_or_an_overlay_lies_on_is_exchanged(
     mount: Callable[..., Mount], tmp_path: Path, above: str
