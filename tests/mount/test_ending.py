@@ -250,8 +250,9 @@ def test_jobs_get_an_error_though_the_killed_daemon_still_waits_for_its_source(
         assert Path(f"/proc/{m.pid}").exists()
     finally:
         (faults / where).unlink()
-        if not command:
-            m.start()
+        if command:
+            wait_for(lambda: is_running(m.pid), lambda running: not running)
+        m.start()  # removes what the killed one has left in its runtime directory
         with suppress(OSError):
             os.close(fd)
 
