@@ -45,9 +45,12 @@ def is_public(view: View, directory: Inode) -> bool:
 
 
 def settle(update: Update, before: Inode | None, after: Inode) -> None:
-    """After a comparison: drop the values of a record that has settled. They may have changed in the tick of the
-    source's clock in which they were read, which does not show in ctime. A new symlink may have the former's number."""
-    if before is not None and before.flags & ~after.flags & UNSETTLED:
+    """After a comparison: drop the values of a record that has settled, or had not in an earlier run. They may have
+    changed in the tick of the source's clock in which they were read, which does not show in ctime. A new symlink may
+    have the former's number."""
+    if before is None or not before.flags & UNSETTLED:
+        return
+    if not after.flags & UNSETTLED or before.validated_run != after.validated_run:
         drop(update, after.number)
 
 
