@@ -162,7 +162,7 @@ def _check_package() -> None:
 
 
 def _contains_daemon(distribution: importlib.metadata.Distribution) -> bool:
-    """importlib.metadata.packages_distributions() would parse the path of each installed file, at each mount."""
+    """Has it a package `daemon`? packages_distributions() would parse the path of each installed file to say so."""
     packages = distribution.read_text("top_level.txt")
     if packages is not None:
         return "daemon" in packages.split()

@@ -292,7 +292,7 @@ def test_attributes_and_names_of_what_is_young_are_asked_for_again(
 
 @pytest.mark.promise("CH-13", "CH-29")
 @MODES
-def test_what_is_read_during_a_write_that_began_late_in_a_second_is_not_there_afterwards(
+def test_a_write_that_began_late_in_a_second_leaves_no_mix_of_versions(
     mount: MakeMount, old_ext4: Path, faulty: tuple[Path, Path], mode: tuple[str, ...]
 ) -> None:
     """Times in whole seconds: the file seemed to be two seconds old one second after the write had begun."""

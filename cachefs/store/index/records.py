@@ -124,7 +124,7 @@ class Inode(NamedTuple):
 
     @property
     def observed_ns(self) -> int:
-        """Of a young regular file: since when its version is known, CLOCK_MONOTONIC of the run that compared it."""
+        """When a comparison first showed the version of a young regular file. CLOCK_MONOTONIC, in that run."""
         return self.next_position
 
     @property
